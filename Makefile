@@ -1,0 +1,36 @@
+# Two commands for a stranger: `make train` and `make test`. Both set up .venv by themselves.
+PYTHON ?= python3
+# The CPU build on a machine without a GPU. On a GPU machine: make train TORCH="torch>=2.11"
+TORCH ?= torch==2.13.0
+# The Triton that torch 2.11 ships; kernels are compiled ahead of time for sm_90 with it in CI.
+TRITON ?= triton==3.6.0
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: train test lint format clean
+
+train: $(STAMP)
+	$(BIN)/moe-graphs train $(ARGS)
+
+test: $(STAMP) lint
+	$(BIN)/python -m pytest -n auto $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# torch first, by itself: the pin decides which build is taken, everything else accepts it.
+$(STAMP): pyproject.toml Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "$(TORCH)" "$(TRITON)"
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .ruff_cache
