@@ -41,8 +41,8 @@ class ObservedCall:
 
 @dataclass(frozen=True)
 class OutputLeaf:
-    """Where a leaf of the outputs comes from at replay: "graph" and "input" give an index,
-    "constant" the value itself."""
+    """Where a leaf of the outputs comes from at replay: "graph" gives an index into the graph's
+    outputs, "input" one into the leaves of the inputs, "constant" the value itself."""
 
     source: str
     value: Any
@@ -65,6 +65,7 @@ class Recording:
     linked: dict[int, Recording] = field(default_factory=dict)
     outputs: list[torch.Tensor] = field(default_factory=list)
     differentiable: list[bool] = field(default_factory=list)
+    passed_through: dict[int, int] = field(default_factory=dict)
     output_leaves: list[OutputLeaf] = field(default_factory=list)
     output_structure: pytree.TreeSpec | None = None
     exit: Exit | None = None
@@ -116,8 +117,9 @@ class Recording:
         """The static tensor behind a leaf of the outputs, if it is handed out as an alias."""
         if leaf >= len(self.output_leaves) or self.output_leaves[leaf].source != "graph":
             return None
-        output = self.outputs[self.output_leaves[leaf].value]
-        return output if output.dim() else None
+        index = self.output_leaves[leaf].value
+        output = self.outputs[index]
+        return output if output.dim() and index not in self.passed_through else None
 
     def rehearse(self) -> None:
         """Runs the call once on the observed values: lazy initialisation happens here."""
@@ -175,7 +177,8 @@ class Recording:
         owned = {t.untyped_storage().data_ptr() for t in self._module_tensors()}
         for index, output in enumerate(self.outputs):
             storage = output.untyped_storage()
-            if output.dim() and storage.data_ptr() not in owned:
+            aliased = output.dim() and index not in self.passed_through
+            if aliased and storage.data_ptr() not in owned:
                 self._watched.append((index, storage, 0))
         self._handed = [None] * len(self.outputs)
         for place, (index, storage, _) in enumerate(self._watched):
@@ -210,9 +213,14 @@ class Recording:
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor) or id(leaf) in own:
                 self.output_leaves.append(OutputLeaf("constant", leaf))
-            elif id(leaf) in inputs:
+            elif id(leaf) in inputs and not leaf.requires_grad:
                 self.output_leaves.append(OutputLeaf("input", inputs[id(leaf)]))
             else:
+                if id(leaf) in inputs:
+                    # The caller gets its own tensor back, but its gradient comes through here:
+                    # added up in one place, in the order in which the eager backward adds it up.
+                    place = self.tensor_indices.index(inputs[id(leaf)])
+                    self.passed_through[len(self.outputs)] = place
                 self.output_leaves.append(OutputLeaf("graph", len(self.outputs)))
                 self.outputs.append(leaf)
                 self.differentiable.append(leaf.requires_grad)
@@ -243,9 +251,12 @@ class Recording:
             if tensor.data_ptr() != static.data_ptr():
                 _dense(static.detach()).copy_(_dense(tensor))
 
-    def hand_out(self) -> list[torch.Tensor]:
-        """The outputs of this replay, as new tensor objects."""
-        return [o.detach() if o.dim() else o.clone() for o in self.outputs]
+    def hand_out(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs of this replay, as new tensor objects; ``tensors`` are its inputs."""
+        outputs = [o.detach() if o.dim() else o.clone() for o in self.outputs]
+        for index, place in self.passed_through.items():
+            outputs[index] = tensors[place]
+        return outputs
 
     def note_handed(self, outputs: Sequence[torch.Tensor]) -> None:
         for index, _, _ in self._watched:
