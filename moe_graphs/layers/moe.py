@@ -91,8 +91,14 @@ class MoELayer(Staged):
         return (
             Stage("moe_router", lambda entered: self.route(entered.hidden)),
             Stage("moe_preprocess", self.preprocess),
-            Stage("moe_experts", self.run_experts),
+            Stage("moe_experts", self.run_experts, self.dynamic),
         )
+
+    @property
+    def dynamic(self) -> str | None:
+        """Why ``run_experts`` cannot be captured, or None."""
+        dispatcher = self.dispatcher
+        return f"dispatcher {dispatcher.name!r}" if dispatcher.host_sync else None
 
     def forward(self, hidden: Tensor) -> MoEOutput:
         return self.run_stages(MoEInput(hidden))
