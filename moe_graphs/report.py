@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from moe_graphs.capture.report import Report
     from moe_graphs.training.compare import Comparison, Side
 
 
-def capture_table(report) -> Table:
+def capture_table(report: Report) -> Table:
     """One row per scope of a capture ``Report``, and a caption with the totals."""
     table = Table(title="captured scopes", title_justify="left", caption_justify="left")
     table.add_column("scope", overflow="fold")
@@ -22,7 +23,7 @@ def capture_table(report) -> Table:
         table.add_row(
             scope.name,
             f"{scope.forward_graphs}+{scope.backward_graphs}",
-            f"{scope.kernels:,}",
+            "?" if scope.kernels is None else f"{scope.kernels:,}",
             format_bytes(scope.static_bytes),
             format_bytes(scope.boundary_bytes),
             f"{scope.replayed:,}",

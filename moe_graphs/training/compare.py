@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from moe_graphs.capture.report import Report
 from moe_graphs.config import GraphConfig
 from moe_graphs.training.data import Corpus
 from moe_graphs.training.metrics import memory_in_use
@@ -53,7 +54,7 @@ class Comparison:
     grad_norms_bitwise_equal: bool
     first_difference: int | None
     parameters_bitwise_equal: bool
-    report: object
+    report: Report
 
     def to_dict(self) -> dict:
         report = self.report.to_dict()
@@ -106,7 +107,7 @@ def _one_side(
     config: GraphConfig | None,
     skipped: int,
     progress: Progress,
-) -> tuple[Side, list[torch.Tensor], object | None]:
+) -> tuple[Side, list[torch.Tensor], Report | None]:
     progress.note("eager" if config is None else f"graphed: {', '.join(config.scopes)}")
     free_memory(options.device)
     trainer = build_trainer(options, build_batches(options, corpus))

@@ -34,14 +34,10 @@ def draw_losses(
         steps, values = zip(*held_out_bits, strict=True)
         axes.plot(steps, values, "o-", color="tab:red", markersize=4, label="held out")
     for (name, value), style in zip(compressors.items(), ("--", "-.", ":"), strict=False):
-        axes.axhline(value, color="0.3", linewidth=1, linestyle=style)
-        axes.annotate(
-            f"{name} {value:.3f}", (1.0, value), xycoords=("axes fraction", "data"),
-            xytext=(4, 0), textcoords="offset points", va="center", fontsize=8,
-        )  # fmt: skip
+        axes.axhline(value, color="0.3", linewidth=1, linestyle=style, label=f"{name} {value:.3f}")
     finite = [value for value in (*bits, *compressors.values()) if math.isfinite(value)]
     axes.set(xlabel="step", ylabel="bits per byte", title=title, ylim=(0.8 * min(finite), 5))
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper right")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
     return None

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from moe_graphs.capture.graphs import graph
+from moe_graphs.capture.report import Report
 from moe_graphs.config import GraphConfig
 from moe_graphs.dispatch import make_dispatcher
 from moe_graphs.layers import LanguageModel
@@ -58,7 +60,7 @@ class Summary:
     seconds: float
     parameters: int
     dropped: int | None
-    report: object | None
+    report: Report | None
     out: Path
 
     def to_dict(self) -> dict:
@@ -122,8 +124,6 @@ def with_graphs(trainer: Trainer, config: GraphConfig | None) -> Iterator[None]:
     if config is None or config.impl == "none":
         yield
         return
-    from moe_graphs.capture.graphs import graph
-
     trainer.graphs = graph(trainer.model, config)
     try:
         yield
@@ -207,7 +207,7 @@ def _summary(
     bits: float,
     compressors: dict[str, float],
     seconds: float,
-    report: object | None,
+    report: Report | None,
 ) -> Summary:
     times = sorted(trainer.clock.milliseconds)
     median = times[len(times) // 2] / 1e3 if times else float("nan")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moe_graphs.capture.graphs import Graphs
 from moe_graphs.training.data import HeldOut, TrainingBatches
 from moe_graphs.training.metrics import Memory, StepClock, memory_in_use, peak_flops
 from moe_graphs.training.settings import TrainSettings, build_optimizer
@@ -77,7 +78,7 @@ class Trainer:
         batches: TrainingBatches,
         settings: TrainSettings,
         *,
-        graphs=None,
+        graphs: Graphs | None = None,
         drops_tokens: bool = False,
     ) -> None:
         self.model, self.batches, self.settings, self.graphs = model, batches, settings, graphs
