@@ -176,6 +176,12 @@ class TestRope:
             rope(x).double(), torch.cat([z.real, z.imag], -1), rtol=1e-5, atol=1e-6
         )
 
+    def test_gradcheck(self):
+        rope = RotaryEmbedding(6, 10)
+        rope.double()
+        x = torch.randn(2, 4, 3, 6, dtype=torch.float64, requires_grad=True)
+        assert torch.autograd.gradcheck(rope, x)
+
     def test_scores_depend_on_distance_only(self):
         rope = RotaryEmbedding(8, 32)
         query, key = torch.randn(8).expand(1, 32, 1, 8), torch.randn(8).expand(1, 32, 1, 8)

@@ -49,6 +49,8 @@ class GroupedExperts(nn.Module):
         a single rank would hold. Costs one expert's memory.
         """
         for weight, scale in ((self.w1, std), (self.w2, out_std)):
+            if weight.is_meta:
+                continue  # nothing to fill, and thousands of experts take their time
             scratch = torch.empty_like(weight[0])
             for expert in range(self.num_experts):
                 scratch.normal_(std=scale)
