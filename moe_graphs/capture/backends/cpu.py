@@ -32,8 +32,7 @@ class Tape(Graph):
     @torch.no_grad()
     def replay(self) -> None:
         for func, args, kwargs, outputs in self.calls:
-            results = pytree.tree_leaves(func(*args, **kwargs))
-            for output, result in zip(outputs, results, strict=False):
+            for output, result in zip(outputs, _tensors(func(*args, **kwargs)), strict=True):
                 if output.data_ptr() != result.data_ptr():
                     output.copy_(result)
 
@@ -51,8 +50,11 @@ class _Recorder(_RefuseHostSyncs):
             return  # static memory seen through other metadata: nothing to do on replay
         # Detached: the tape must hold neither the autograd graph nor what it saves.
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
-        outputs = [t.detach() for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
-        self.tape.calls.append((func, args, kwargs, outputs))
+        self.tape.calls.append((func, args, kwargs, [t.detach() for t in _tensors(out)]))
+
+
+def _tensors(out: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
 
 
 def _is_view(func: Any) -> bool:
