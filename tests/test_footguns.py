@@ -91,7 +91,7 @@ def data(device: str, rows: int = 4) -> torch.Tensor:
 
 
 def scopes(**options) -> GraphConfig:
-    return GraphConfig("first,second".replace("first", "f*t").replace("second", "s*d"), **options)
+    return GraphConfig(["f*t", "s*d"], **options)  # patterns for first and second
 
 
 def train_step(model: nn.Module, graphs: moe_graphs.Graphs, x: torch.Tensor, **kwargs):
@@ -195,9 +195,12 @@ def test_modifying_an_input_in_place_inside_a_scope_is_refused(device):
 def test_dropout_draws_new_numbers_every_replay_and_those_of_eager(device):
     def scenario(model, graphs):
         x = data(device)
-        outputs = [train_step(model, graphs, x).detach().clone() for _ in range(3)]
-        assert not torch.equal(outputs[0] == 0, outputs[1] == 0) or device
-        return outputs
+        with torch.no_grad():
+            for block in (model.first, model.second):
+                block.linear.bias.fill_(1.0)
+        masks = [train_step(model, graphs, x) == 0 for _ in range(3)]
+        assert not torch.equal(masks[0], masks[1])
+        return masks
 
     assert set(both(device, scenario, on_mismatch="error").eager_calls) == {"warmup"}
 
@@ -257,8 +260,8 @@ def test_hooks_on_the_scope_itself_run_on_every_replay(device):
     def scenario(model, graphs):
         seen = []
         handles = [
-            model.first.register_forward_hook(lambda *args: seen.append(args[2].clone())),
-            model.first.register_full_backward_hook(lambda *args: seen.append(args[2][0].clone())),
+            model.second.register_forward_hook(lambda *args: seen.append(args[2].clone())),
+            model.second.register_full_backward_hook(lambda *args: seen.append(args[2][0].clone())),
         ]
         train_step(model, graphs, data(device))
         train_step(model, graphs, data(device))
@@ -292,7 +295,7 @@ def test_autocast_has_to_run_without_its_cache(device):
     assert all(torch.equal(a, b) for a, b in zip(eager, graphed, strict=True))
     assert graphs.report().replayed == 4
     train_step(graphs.model, graphs, data(device))
-    assert graphs.report().eager_calls["autocast"] == 2
+    assert graphs.report().scopes[0].eager_calls == {"warmup": 2, "autocast": 1}
 
 
 # ---- calls that differ from the capture
@@ -347,8 +350,7 @@ def test_eval_and_no_grad_between_replays(device):
         return seen
 
     report = both(device, scenario)
-    expected = {"warmup": 4, "no_grad": 8, "training_flag": 2} if device else {}
-    assert report.eager_calls == expected
+    assert report.eager_calls == {"warmup": 4, "no_grad": 8, "training_flag": 2}
 
 
 def test_freezing_a_parameter_makes_its_scope_eager(device):
@@ -413,7 +415,7 @@ MOVES = {
     "assigned .data": (_assign, "'second': 'linear.weight' lies at another address"),
     "replaced buffer": (_replace_buffer, "'second': 'calls' was replaced"),
     "load_state_dict(assign=True)": (_load_assign, "'first': .* was replaced"),
-    "converted model": (lambda model: model.double().float(), "'first': .*another address"),
+    "converted model": (lambda model: model.double().float(), "'first': 'calls' was replaced"),
     "replaced submodule": (_replace_module, "'second': .*linear.* was replaced"),
 }
 
@@ -453,11 +455,8 @@ def test_state_dict_deepcopy_and_pickle_show_no_graphs(device):
     assert list(model.state_dict()) == keys
     saved = io.BytesIO()
     torch.save(model.state_dict(), saved)
-    for twin in (
-        copy.deepcopy(model),
-        pickle.loads(pickle.dumps(model)),
-        copy.deepcopy(copy.deepcopy(model)),
-    ):
+    copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    for twin in (copied, pickled, copy.deepcopy(copied)):
         x, before = data(device), graphs.report()
         torch.manual_seed(1)
         expected = twin(x)
@@ -542,10 +541,6 @@ def test_a_gradient_of_an_input_lasts(device):
 def test_none_stays_none(device):
     """A parameter that a scope does not use has no gradient, before and after the capture."""
 
-    def scenario(model, graphs):
-        return []
-
-    torch.manual_seed(0)
     model = build(device)
     model.first.unused = nn.Parameter(torch.ones(3, device=device))
     graphs = warm(model, device)
@@ -599,8 +594,8 @@ def test_a_second_backward_and_one_after_its_step_are_errors(device):
 def test_an_exception_between_forward_and_backward(device):
     def scenario(model, graphs):
         with pytest.raises(ZeroDivisionError), graphs.step():
-            loss = model(data(device)).sum()
-            loss / 0 if loss is None else 1 / 0
+            model(data(device)).sum()
+            raise ZeroDivisionError
         return [train_step(model, graphs, data(device)) for _ in range(2)]
 
     report = both(device, scenario, on_mismatch="error")
@@ -629,11 +624,8 @@ def test_activation_checkpointing_runs_eagerly(device, reentrant):
         return [x.grad]
 
     report = both(device, scenario)
-    reasons = set(report.scopes[0].eager_calls) - {"warmup"}
-    assert reasons == (
-        {"no_grad", "recompute"} if reentrant else {"saved_tensors_hooks", "recompute"}
-    )
-    assert report.scopes[1].eager_calls.keys() == {"warmup", "requires_grad"} or device
+    expected = {"no_grad"} if reentrant else {"saved_tensors_hooks"}
+    assert report.scopes[0].eager_calls.keys() == {"warmup", "recompute", *expected}
 
 
 # ---- the whole

@@ -31,10 +31,12 @@ class Tape(Graph):
 
     @torch.no_grad()
     def replay(self) -> None:
-        for func, args, kwargs, outputs in self.calls:
-            for output, result in zip(outputs, _tensors(func(*args, **kwargs)), strict=True):
-                if output.data_ptr() != result.data_ptr():
-                    output.copy_(result)
+        # The casts are on the tape: the caller's autocast must not cast again.
+        with torch.autocast("cpu", enabled=False):
+            for func, args, kwargs, outputs in self.calls:
+                for output, result in zip(outputs, _tensors(func(*args, **kwargs)), strict=True):
+                    if output.data_ptr() != result.data_ptr():
+                        output.copy_(result)
 
     def release(self) -> None:
         self.calls.clear()
