@@ -12,6 +12,7 @@ from moe_graphs.capture.errors import CaptureError, GraphError
 from moe_graphs.capture.signature import Mismatch
 
 _PLAIN = (bool, int, float, str, type(None))
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -96,7 +97,11 @@ class ModuleState:
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:
     """Numbers, flags and strings on a module (a dropout rate, say): a graph has them baked in."""
-    return {key: value for key, value in module.__dict__.items() if type(value) in _PLAIN}
+    return {
+        key: value
+        for key, value in module.__dict__.items()
+        if type(value) in _PLAIN and key not in _OF_EVERY_MODULE
+    }
 
 
 def _member(name: str, place: dict[str, Any], key: str) -> Member:
