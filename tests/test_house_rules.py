@@ -1,0 +1,78 @@
+"""Rules that keep the package readable, held by a test instead of by memory."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import moe_graphs
+
+PACKAGE = Path(moe_graphs.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+# Which parts of the package a part may import. `capture.interrupt` is the marker and the
+# interrupt: the one piece of the engine that layers and dispatchers see.
+ALLOWED = {
+    "kernels": {"kernels"},
+    "dispatch": {"dispatch", "kernels", "capture.interrupt"},
+    "layers": {"layers", "dispatch", "kernels", "capture.interrupt"},
+    "capture": {"capture", "config"},
+    "config": set(),
+}
+
+
+def imports_of(file: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+        elif isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+    return found
+
+
+@pytest.mark.parametrize("file", FILES, ids=[str(f.relative_to(PACKAGE)) for f in FILES])
+def test_dependencies_point_one_way(file):
+    part = file.relative_to(PACKAGE).with_suffix("").parts[0]
+    if part not in ALLOWED:
+        return
+    for module in imports_of(file):
+        if module.startswith("moe_graphs."):
+            target = module.removeprefix("moe_graphs.")
+            assert any(target == a or target.startswith(f"{a}.") for a in ALLOWED[part]), module
+
+
+def test_the_engine_needs_torch_and_nothing_else():
+    for file in (PACKAGE / "capture").rglob("*.py"):
+        outside = {name.split(".")[0] for name in imports_of(file)} - set(sys.stdlib_module_names)
+        assert outside <= {"torch", "moe_graphs", "cuda"}, file
+
+
+@pytest.mark.parametrize("file", FILES, ids=[str(f.relative_to(PACKAGE)) for f in FILES])
+def test_files_and_functions_stay_short(file):
+    text = file.read_text()
+    assert len(text.splitlines()) <= (500 if "kernels" in file.parts else 400)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < 60 or node.name == "train", node.name
+
+
+def test_importing_the_package_imports_no_optional_one():
+    code = (
+        "import sys, moe_graphs\n"
+        "for name in ('transformer_engine', 'megablocks', 'transformers', 'lightning', 'triton',"
+        " 'matplotlib', 'rich', 'typer'):\n"
+        "    assert name not in sys.modules, name\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_no_file_names_a_package_registry():
+    root = PACKAGE.parent
+    hosts = ("py" + "pi.", "files.pythonhosted" + ".", "download.pytorch" + ".", "npm" + "js")
+    for file in [*root.glob("*.*"), *root.glob("Makefile"), *PACKAGE.rglob("*.py")]:
+        if file.is_file():
+            assert not any(host in file.read_text(errors="ignore") for host in hosts), file
