@@ -1,0 +1,194 @@
+"""The benchmark's logic: its gate, its lines, its failures, and how it reads a trace."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def modules():
+    """The benchmark's files as they import each other when run as a script."""
+    names = ("environment", "timeline", "contenders", "measure", "partial_graphs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TEARDOWN_CUPTI", "0")  # the script sets both: undone with the patch
+        patch.setenv("DISABLE_CUPTI_LAZY_REINIT", "1")
+        patch.syspath_prepend(BENCHMARKS)
+        yield types.SimpleNamespace(**{name: __import__(name) for name in names})
+        for name in names:
+            sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def rows(modules, tmp_path_factory):
+    """A run with a contender that must fail: `all_to_all` cannot capture `moe`."""
+    out = tmp_path_factory.mktemp("results") / "rows.jsonl"
+    options = "--tiny --device cpu --models launch_bound --rounds 2 --dispatcher all_to_all"
+    modules.partial_graphs.main([*options.split(), "--out", str(out)])
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_one_line_per_contender(rows):
+    assert [row["contender"] for row in rows] == [
+        "eager", "attn", "attn,moe_router,moe_preprocess", "attn,moe",
+    ]  # fmt: skip
+    for row in rows[:3]:
+        assert row["error"] is None
+        assert "bitwise equal" in row["gate"]["message"]
+        assert row["step_ms"]["count"] == 4
+        assert row["step_ms"]["p10"] <= row["step_ms"]["median"] <= row["step_ms"]["p90"]
+        assert row["host_ms"]["median"] > 0
+        assert row["environment"]["torch"] == torch.__version__
+    assert rows[0]["speedup"]["median"] == 1.0
+    assert rows[0]["repeat"]["count"] == 2
+
+
+def test_counters_of_the_graphs(rows):
+    assert rows[0]["graphs"] is None
+    for row in rows[1:3]:
+        graphs = row["graphs"]
+        assert graphs["captured"] == graphs["forward_graphs"] == graphs["backward_graphs"] == 2
+        assert graphs["replayed"] == 2 * (2 + 3)
+        assert graphs["eager_calls"] == {"warmup": 6}
+        assert row["graph_replay_ms"] > 0
+
+
+def test_a_failing_contender_is_recorded_and_has_no_speed(rows):
+    assert "all_to_all" in rows[3]["error"]
+    assert "step_ms" not in rows[3]
+
+
+def test_json_is_the_last_line(modules, capsys, monkeypatch):
+    monkeypatch.setattr(modules.measure, "GATE_STEPS", 4)
+    monkeypatch.setattr(modules.partial_graphs, "contenders", lambda _: [modules.contenders.EAGER])
+    options = "--tiny --device cpu --models gpu_bound --rounds 1 --json"
+    modules.partial_graphs.main(options.split())
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["model"] for row in document["rows"]] == ["gpu_bound"]
+
+
+def test_the_picture(modules, rows, tmp_path):
+    import plot_partial_graphs
+
+    results = tmp_path / "rows.jsonl"
+    results.write_text("\n".join(json.dumps(row) for row in rows))
+    plot_partial_graphs.main([str(results)])
+    assert results.with_suffix(".png").stat().st_size > 10_000
+
+
+def test_the_gate(modules):
+    contender = modules.contenders.Contender
+    reference = torch.tensor([2.0, 3.0])
+    near, far = torch.tensor([2.0, 3.0001]), torch.tensor([2.0, 4.0])
+    judge = modules.measure.judge
+    assert judge(contender("attn", "attn"), reference.clone(), reference).passed
+    assert "step 2" in judge(contender("attn", "attn"), near, reference).message
+    assert not judge(contender("attn", "attn"), near, reference).passed
+    assert "reproduce itself" in judge(modules.contenders.EAGER, near, reference).message
+    assert judge(contender("torch.compile", compiled=True), near, reference).passed
+    assert not judge(contender("torch.compile", compiled=True), far, reference).passed
+    assert not judge(contender("attn", "attn"), reference * torch.nan, reference).passed
+
+
+def test_a_contender_that_fails_while_timed_leaves_the_others(modules):
+    class Broken(types.SimpleNamespace):
+        def step(self):
+            raise RuntimeError("out of luck")
+
+    device = torch.device("cpu")
+    fine = types.SimpleNamespace(step=lambda: torch.zeros(()), device=device)
+    setting = modules.contenders.tiny(modules.contenders.launch_bound(), device)
+    runs = {"eager": fine, "attn": Broken(device=device)}
+    timings = modules.measure.time_together(setting, list(runs), runs)
+    assert timings["attn"] == "RuntimeError: out of luck"
+    assert timings["eager"].step_ms.count == setting.rounds * setting.steps
+
+
+def test_the_time_limit(modules):
+    with pytest.raises(TimeoutError, match="0.05 s"), modules.measure.time_limit(0.05):
+        while True:
+            pass
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(modules, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    modules.partial_graphs.main(["--tiny", "--rounds", "2", "--out", str(out)])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["error"] for row in rows] == [None] * 8
+    for row in rows:
+        eager, timeline = row["contender"] == "eager", row["timeline"]
+        assert row["reserved_bytes"] >= row["max_allocated_bytes"] > 0
+        assert timeline["span_ms"] >= timeline["busy_ms"] > 0
+        # A forward and a backward graph in each of the two layers.
+        assert timeline["graph_launches"] == (0 if eager else 4)
+        assert (timeline["graph_kernels"] > 0) == (not eager)
+        # Every kernel has one launch, or is in a graph: no record was lost.
+        single = timeline["kernels"] - timeline["graph_kernels"]
+        assert timeline["kernel_launches"] == pytest.approx(single)
+
+
+# ---- reading a trace
+
+
+def _event(category: str, name: str, start: float, end: float, correlation: int) -> dict:
+    arguments = {"correlation": correlation}
+    return {
+        "ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start,
+        "args": arguments,
+    }  # fmt: skip
+
+
+TRACE = [
+    # Two kernels launched one by one, one of them through the driver (Triton), and a copy.
+    _event("cuda_runtime", "cudaLaunchKernelExC", 0, 4, 1),
+    _event("cuda_driver", "cuLaunchKernelEx", 4, 8, 2),
+    _event("cuda_runtime", "cudaMemcpyAsync", 8, 9, 3),
+    _event("kernel", "gemm", 1000, 2000, 1),
+    _event("kernel", "triton", 1500, 2500, 2),
+    _event("gpu_memcpy", "copy", 3000, 3500, 3),
+    # A graph of three kernels, two of which overlap, with gaps of 100 and 150.
+    _event("cuda_runtime", "cudaGraphLaunch_v10000", 10, 20, 4),
+    _event("kernel", "a", 4000, 4400, 4),
+    _event("kernel", "b", 4500, 4700, 4),
+    _event("kernel", "c", 4600, 4750, 4),
+    _event("gpu_memset", "zero", 4900, 5000, 4),
+    # A launch by way of another call, whose own correlation no kernel has; and what is ignored.
+    _event("cuda_driver", "cuLaunchKernel", 1, 3, 99),
+    _event("cuda_runtime", "cudaStreamSynchronize", 20, 5000, 5),
+    _event("cpu_op", "aten::mm", 0, 5, 1),
+    {"ph": "M", "name": "process_name", "args": {"name": "python"}},
+    {"ph": "s", "cat": "ac2g", "id": 1, "ts": 0},
+]
+
+
+def test_timeline_of_a_trace(modules):
+    line = modules.timeline.read_timeline(TRACE, steps=2)
+    assert line.span_ms == pytest.approx(4.0 / 2)
+    # 1000 to 2500, 3000 to 3500, and 750 in the graph.
+    assert line.busy_ms == pytest.approx(2.75 / 2)
+    assert line.idle_share == pytest.approx(1 - 2.75 / 4)
+    assert line.graph_span_ms == pytest.approx(1.0 / 2)
+    assert line.graph_idle_share == pytest.approx(0.25)
+    assert (line.kernel_launches, line.graph_launches) == (1, 0.5)
+    assert (line.kernels, line.graph_kernels) == (2.5, 1.5)
+
+
+def test_timeline_without_graphs_or_device(modules):
+    eager = [event for event in TRACE if event.get("args", {}).get("correlation") != 4]
+    line = modules.timeline.read_timeline(eager, steps=1)
+    assert (line.graph_launches, line.graph_idle_share) == (0, None)
+    assert modules.timeline.read_timeline(TRACE[-3:], steps=1) is None
+
+
+def test_union_of_intervals(modules):
+    assert modules.timeline.union([(0, 4), (2, 5), (7, 8)]) == 6
+    assert modules.timeline.union([(7, 8), (0, 10), (2, 5)]) == 10
+    assert modules.timeline.union([]) == 0
