@@ -288,7 +288,7 @@ def _trace(run: Run) -> Timeline | None:
     activities = [ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
     for steps in (1, TRACED_STEPS):  # the first trace pays for starting the profiler
         synchronize(run.device)
-        with profile(activities=activities) as profiler:
+        with profile(activities=activities, acc_events=True) as profiler:
             for _ in range(steps):
                 run.step()
             synchronize(run.device)
