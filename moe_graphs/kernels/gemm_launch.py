@@ -30,7 +30,7 @@ GLUON = ("split", "pingpong")
 class Variant:
     """A kernel and its tile: `name` split or pingpong (Gluon), tma (plain Triton), pointer.
 
-    `pieces` column pieces of an output tile go through `buffers` shared-memory buffers per consumer.
+    `pieces` column pieces of an output tile go through `buffers` buffers per consumer.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Launch:
 
 
 def row_variant(name: str, columns: int) -> Variant:
-    """The tile of a rows kernel. `columns` of the output: narrow tiles where wide ones waste a sixth."""
+    """The tile of a rows kernel: narrow where wide ones would waste a seventh of `columns`."""
     wide = triton.cdiv(columns, 256) * 256 <= 1.15 * columns
     variants = {
         "split": Variant("split", 128, 256, 64, 3) if wide else Variant("split", 128, 128, 64, 5),
@@ -201,7 +201,10 @@ def rows_launch(
         )
         kernel, extra = rows_tma_kernel, {"num_stages": v.stages}
         if v.name in GLUON:
-            kernel, extra = rows_gluon_kernel, {"STAGES": v.stages, "PINGPONG": v.name == "pingpong"}
+            kernel, extra = (
+                rows_gluon_kernel,
+                {"STAGES": v.stages, "PINGPONG": v.name == "pingpong"},
+            )
     return Launch(kernel, grid, (*operands, work.records, work.count, N, K), tile | extra)
 
 
@@ -266,13 +269,15 @@ def _check_operands(offsets_E: torch.Tensor, **operands: torch.Tensor) -> None:
         raise ValueError(f"operands: got {given}; accepted: all bfloat16 or all float16")
     for name, t in operands.items():
         if not t.is_contiguous():
-            raise ValueError(f"{name}: strides {t.stride()} of {tuple(t.shape)}; must be contiguous")
+            raise ValueError(
+                f"{name}: strides {t.stride()} of {tuple(t.shape)}; must be contiguous"
+            )
         if any(size % 8 for size in t.shape[1:]):
             raise ValueError(f"{name}: shape {tuple(t.shape)}; columns must be multiples of 8")
     first = next(iter(operands.values()))
     if offsets_E.device != first.device:
         raise ValueError(
-            f"offsets: on {offsets_E.device}, operands on {first.device}; keep the ends on the device"
+            f"offsets: on {offsets_E.device}, operands on {first.device}; keep them on one device"
         )
     if offsets_E.dtype != torch.int32 or offsets_E.dim() != 1 or not offsets_E.is_contiguous():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Grouped GEMMs over plain pointers: for CUDA GPUs without TMA (before Hopper) and Triton's interpreter.
+"""Grouped GEMMs over plain pointers: for GPUs before Hopper and for Triton's interpreter.
 
     rows:     out_RN[r] = x_RK[r] @ w[e]                    w_EKN, or w_ENK when TRANSPOSED
     weights:  dw_EKN[e] (+)= x_RK[rows of e].T @ dy_RN[rows of e]
@@ -24,9 +24,7 @@ def rows_pointer_kernel(
         record = records_ptr + (tile // tiles_n) * 8
         e = tl.load(record).to(tl.int64)
         end = tl.load(record + 4)
-        tile_m, tile_n = _place(
-            tile - tl.load(record + 1) * tiles_n, tl.load(record + 2), tiles_n
-        )
+        tile_m, tile_n = _place(tile - tl.load(record + 1) * tiles_n, tl.load(record + 2), tiles_n)
         rows = tl.load(record + 3) + tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         live_m = (rows < end)[:, None]

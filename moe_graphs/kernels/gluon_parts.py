@@ -95,7 +95,6 @@ def _halves(x):
 @gluon.jit
 def _stage(piece, desc, buffer, BUFFERS: gl.constexpr):
     """Registers -> shared memory, as soon as the store that last used `buffer` has read it."""
-    M: gl.constexpr = piece.shape[0]
     N: gl.constexpr = piece.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     tma.store_wait(pendings=BUFFERS - 1)

@@ -31,7 +31,7 @@ EXPERT_RECORD = 4
 
 @dataclass(frozen=True)
 class WorkList:
-    """Records a persistent kernel walks through, and how many of them are real (both on the device)."""
+    """Records a persistent kernel walks through, and how many of them are real; on the device."""
 
     records: torch.Tensor
     count: torch.Tensor

@@ -6,12 +6,14 @@ The reduction runs over a group's rows, so the number of K steps differs from ti
 known on the device only; rows past the group's end arrive as zeros from TMA, and an expert without
 rows stores zeros. Tiles are M (columns of x) by N (columns of dy), experts longest first.
 
-Split and ping-pong share the work as in rows_gluon. Every partition walks over all tiles of the CTA,
-as the position in the ring is the sum of all steps before. Output in the dtype of `dw_desc`; ADD
-accumulates into it by a TMA reduction (fp32).
+Split and ping-pong share the work as in rows_gluon. Every partition walks over all tiles of the
+CTA, as the position in the ring is the sum of all steps before. Output in the dtype of `dw_desc`;
+ADD accumulates into it by a TMA reduction (fp32).
 
-Measured on an H200 (2026-11-20, probes): 0.92-1.03 of dense from 1024 rows per expert on, 0.85 at 512.
+Measured on an H200 (2026-11-20, probes): 0.92-1.03 of dense from 1024 rows per expert on, 0.85 at
+512.
 """
+# ruff: noqa: RUF005, SIM113 (Triton's frontend has no starred lists and no enumerate)
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
