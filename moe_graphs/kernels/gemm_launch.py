@@ -130,8 +130,8 @@ def matmul_rows(
         out = x_RK.new_empty(rows, columns)
     if rows == 0:
         return out
-    name = choose(x_RK.device, rows, experts, weights=False)
-    variant = variant or row_variant(name, columns)
+    if variant is None:
+        variant = row_variant(choose(x_RK.device, rows, experts, weights=False), columns)
     work = row_tiles(offsets_E, rows, variant.block_m)
     rows_launch(variant, x_RK, w_EKN, out, work, transposed, sm_count(x_RK.device)).run()
     return out
@@ -164,8 +164,9 @@ def matmul_weights(
     _check_equal("out", tuple(out.shape), "(E, K, N)", shape)
     if rows == 0:
         return out if accumulate else out.zero_()
-    name = choose(x_RK.device, rows, experts, weights=True)
-    variant = variant or weight_variant(name, shape[2], out.dtype)
+    if variant is None:
+        name = choose(x_RK.device, rows, experts, weights=True)
+        variant = weight_variant(name, shape[2], out.dtype)
     work = expert_order(offsets_E, skip_empty=accumulate)
     weights_launch(variant, x_RK, dy_RN, out, work, accumulate, sm_count(x_RK.device)).run()
     return out
