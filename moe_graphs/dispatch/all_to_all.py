@@ -1,0 +1,136 @@
+"""Expert parallelism by all-to-all with split sizes on the host.
+
+Every rank holds a contiguous block of experts. Rows sorted by expert are therefore sorted by
+destination rank too, and go out as they are; what arrives is sorted by source rank and is put
+into expert order by one more gather.
+
+Shapes: T tokens, D model, K top-k, E experts, e local experts, W ranks, R rows sent, M received.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_graphs.capture.interrupt import end_capture_here, record
+from moe_graphs.dispatch.base import Dispatched, Dispatcher, DispatchPlan
+from moe_graphs.kernels import RowOrder, permute, route_rows, unpermute
+
+
+@record
+class Exchange:
+    """How the rows of one call travelled: enough to send them back.
+
+    Attributes:
+        arrival: from expert order to the order in which rows arrived.
+        sent, received: rows to and from each rank, on the host.
+    """
+
+    arrival: RowOrder
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+
+@final
+@dataclass(frozen=True)
+class AllToAllDispatcher(Dispatcher):
+    """Dropless expert parallelism over ``group`` (default: the world, or this process alone).
+
+    ``dispatch`` reads the split sizes on the host, once, so a capture ends there. Ranks may have
+    different numbers of tokens. Works with NCCL and gloo; without a process group it is one rank.
+    """
+
+    group: dist.ProcessGroup | None = None
+    name: ClassVar[str] = "all_to_all"
+    host_sync: ClassVar[bool] = True
+
+    def local_experts(self, num_experts: int) -> range:
+        rank, world_size = self._rank_and_size()
+        if num_experts % world_size:
+            raise ValueError(
+                f"num_experts ({num_experts}) must be divisible by the ranks of the "
+                f"expert-parallel group ({world_size}): every rank holds an equal block"
+            )
+        count = num_experts // world_size
+        return range(rank * count, (rank + 1) * count)
+
+    def preprocess(
+        self, hidden_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
+    ) -> DispatchPlan:
+        order = route_rows(experts_TK, num_experts)
+        dropped = torch.zeros((), dtype=torch.int64, device=hidden_TD.device)
+        return DispatchPlan(permute(hidden_TD, order), weights_TK, order, dropped)
+
+    def dispatch(self, plan: DispatchPlan) -> Dispatched:
+        end_capture_here("all_to_all split sizes live on the host")
+        world_size = self._rank_and_size()[1]
+        sent_We = _counts(plan.order.offsets_E).view(world_size, -1)
+        received_We = self._exchange_counts(sent_We)
+        # The one host sync of the layer: both directions in one copy.
+        sent, received = torch.stack([sent_We.sum(1), received_We.sum(1)]).tolist()
+        rows_MD = _AllToAll.apply(plan.rows_RD, sent, received, self.group)
+        arrival = _expert_order(received_We, sum(received))
+        rows_MD = permute(rows_MD, arrival)
+        exchange = Exchange(arrival, tuple(sent), tuple(received))
+        return Dispatched(rows_MD, arrival.offsets_E, exchange)
+
+    def combine(self, expert_rows: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
+        exchange, arrival = dispatched.handle, dispatched.handle.arrival
+        back = RowOrder(arrival.inverse_R, arrival.order_R, arrival.offsets_E)
+        rows_MD = permute(expert_rows, back)
+        rows_RD = _AllToAll.apply(rows_MD, list(exchange.received), list(exchange.sent), self.group)
+        return unpermute(rows_RD, plan.order, plan.weights_TK)
+
+    def _exchange_counts(self, sent_We: Tensor) -> Tensor:
+        if sent_We.shape[0] == 1:
+            return sent_We
+        received_We = torch.empty_like(sent_We)
+        dist.all_to_all_single(received_We, sent_We, group=self.group)
+        return received_We
+
+    def _rank_and_size(self) -> tuple[int, int]:
+        if self.group is None and not (dist.is_available() and dist.is_initialized()):
+            return 0, 1
+        return dist.get_rank(self.group), dist.get_world_size(self.group)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Sends consecutive rows to consecutive ranks; the gradient goes the same way back."""
+
+    @staticmethod
+    def forward(ctx, rows, sent, received, group):
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _all_to_all(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group) -> Tensor:
+    if len(sent) == 1:
+        return rows.clone()
+    arrived = rows.new_empty(sum(received), rows.shape[1])
+    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+    return arrived
+
+
+def _expert_order(received_We: Tensor, num_rows: int) -> RowOrder:
+    """Rows that came as (source rank, local expert) blocks, stably sorted by expert.
+
+    Example: two ranks sent ``[[1, 2], [2, 0]]`` rows for two experts. Order
+    ``[0, 3, 4, 1, 2]``, offsets ``[3, 5]``.
+    """
+    world_size, num_local = received_We.shape
+    expert_We = torch.arange(num_local, device=received_We.device).repeat(world_size)
+    expert_M = expert_We.repeat_interleave(received_We.reshape(-1), output_size=num_rows)
+    return route_rows(expert_M.unsqueeze(1), num_local)
+
+
+def _counts(offsets_E: Tensor) -> Tensor:
+    ends_E = offsets_E.to(torch.int64)
+    return ends_E - torch.cat([ends_E.new_zeros(1), ends_E[:-1]])

@@ -1,0 +1,34 @@
+"""Dispatchers by name, for command lines and configuration files."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from moe_graphs.dispatch.all_to_all import AllToAllDispatcher
+from moe_graphs.dispatch.base import Dispatcher
+from moe_graphs.dispatch.local import LocalDispatcher
+from moe_graphs.dispatch.padded import PaddedDispatcher
+
+
+def make_dispatcher(name: str, **options: Any) -> Dispatcher:
+    """The dispatcher of that name: ``local``, ``padded`` or ``all_to_all``.
+
+    Args:
+        options: fields of that dispatcher: ``capacity_factor`` for ``padded``, ``group`` for
+            ``all_to_all``.
+
+    Raises:
+        ValueError: no such name, or an option that this dispatcher does not have.
+    """
+    classes = {cls.name: cls for cls in (LocalDispatcher, PaddedDispatcher, AllToAllDispatcher)}
+    if name not in classes:
+        raise ValueError(f"dispatcher {name!r} is unknown: choose one of {', '.join(classes)}")
+    accepted = list(inspect.signature(classes[name]).parameters)
+    unknown = sorted(set(options) - set(accepted))
+    if unknown:
+        raise ValueError(
+            f"dispatcher {name!r} has no option {', '.join(unknown)}: it takes "
+            f"{', '.join(accepted) or 'none'}"
+        )
+    return classes[name](**options)

@@ -1,0 +1,41 @@
+"""All experts on this rank: nothing to send, nothing dropped, every shape static.
+
+Shapes: T tokens, D model, K top-k, R = T*K rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from moe_graphs.dispatch.base import Dispatched, Dispatcher, DispatchPlan
+from moe_graphs.kernels import permute, route_rows, unpermute
+
+
+@final
+@dataclass(frozen=True)
+class LocalDispatcher(Dispatcher):
+    """Dropless without expert parallelism. Only the offsets change from call to call, and they
+    stay on the device, so the whole layer can be captured."""
+
+    name: ClassVar[str] = "local"
+    host_sync: ClassVar[bool] = False
+
+    def local_experts(self, num_experts: int) -> range:
+        return range(num_experts)
+
+    def preprocess(
+        self, hidden_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
+    ) -> DispatchPlan:
+        order = route_rows(experts_TK, num_experts)
+        dropped = torch.zeros((), dtype=torch.int64, device=hidden_TD.device)
+        return DispatchPlan(permute(hidden_TD, order), weights_TK, order, dropped)
+
+    def dispatch(self, plan: DispatchPlan) -> Dispatched:
+        return Dispatched(plan.rows_RD, plan.order.offsets_E)
+
+    def combine(self, expert_rows: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
+        return unpermute(expert_rows, plan.order, plan.weights_TK)

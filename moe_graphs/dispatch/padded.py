@@ -1,0 +1,84 @@
+"""Capacity with drop and pad: every expert gets exactly C rows (GShard, arXiv 2006.16668).
+
+Shapes: T tokens, D model, K top-k, E experts, C capacity.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from moe_graphs.dispatch.base import Dispatched, Dispatcher, DispatchPlan
+from moe_graphs.kernels import RowOrder, permute, route_rows, unpermute
+
+
+@final
+@dataclass(frozen=True)
+class PaddedDispatcher(Dispatcher):
+    """``ceil(T * K / E * capacity_factor)`` rows per expert, all experts on this rank.
+
+    An expert's surplus pairs are dropped, the last tokens first: they add nothing to the output
+    and the weights of the token's other experts stay as they are. The count is in the plan.
+    Free rows are zero. A factor of ``E / K`` never drops.
+    """
+
+    capacity_factor: float = 1.25
+    name: ClassVar[str] = "padded"
+    host_sync: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not (self.capacity_factor > 0 and math.isfinite(self.capacity_factor)):
+            raise ValueError(
+                f"capacity_factor must be positive and finite, got {self.capacity_factor}: "
+                f"1.25 leaves a quarter of head-room, num_experts / top_k never drops"
+            )
+
+    def local_experts(self, num_experts: int) -> range:
+        return range(num_experts)
+
+    def capacity(self, num_tokens: int, top_k: int, num_experts: int) -> int:
+        """Rows per expert."""
+        return math.ceil(num_tokens * top_k / num_experts * self.capacity_factor)
+
+    def preprocess(
+        self, hidden_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
+    ) -> DispatchPlan:
+        order = route_rows(experts_TK, num_experts)
+        capacity = self.capacity(*experts_TK.shape, num_experts)
+        padded = _pad(order, experts_TK, capacity)
+        dropped = (padded.inverse_R < 0).sum()
+        return DispatchPlan(permute(hidden_TD, padded), weights_TK, padded, dropped)
+
+    def dispatch(self, plan: DispatchPlan) -> Dispatched:
+        return Dispatched(plan.rows_RD, plan.order.offsets_E)
+
+    def combine(self, expert_rows: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
+        return unpermute(expert_rows, plan.order, plan.weights_TK)
+
+
+def _pad(order: RowOrder, experts_TK: Tensor, capacity: int) -> RowOrder:
+    """Gives expert e the rows ``[e * C, (e + 1) * C)``, by gathers and arithmetic alone.
+
+    Example: experts ``[[0], [0], [0], [1]]``, capacity 2: the third token is dropped, order is
+    ``[0, 1, 3, -1]``, inverse ``[0, 1, -1, 2]``, offsets ``[2, 4]``.
+    """
+    ends_E = order.offsets_E.to(torch.int64)
+    starts_E = torch.cat([ends_E.new_zeros(1), ends_E[:-1]])
+    slot_C = torch.arange(capacity, device=ends_E.device)
+    row_EC = starts_E.unsqueeze(1) + slot_C
+    # Slots past an expert's last row would read the next expert's: clamped, then marked.
+    pair_EC = order.order_R[row_EC.clamp(max=max(order.order_R.numel() - 1, 0))]
+    padded_order = torch.where(row_EC < ends_E.unsqueeze(1), pair_EC, -1).reshape(-1)
+
+    expert_R = experts_TK.reshape(-1)
+    slot_R = order.inverse_R - starts_E[expert_R]
+    padded_row_R = expert_R * capacity + slot_R
+    padded_inverse = torch.where(slot_R < capacity, padded_row_R, -1)
+
+    num_experts = ends_E.numel()
+    offsets_E = torch.arange(1, num_experts + 1, device=ends_E.device, dtype=torch.int32)
+    return RowOrder(padded_order, padded_inverse, offsets_E * capacity, has_gaps=True)

@@ -1,0 +1,8 @@
+"""The ops of a mixture-of-experts layer, sizes on the device; ``reference`` specifies them."""
+
+from moe_graphs.kernels.grouped_gemm import grouped_gemm
+from moe_graphs.kernels.permute import permute, unpermute
+from moe_graphs.kernels.routing import RowOrder, route_rows
+from moe_graphs.kernels.swiglu import swiglu
+
+__all__ = ["RowOrder", "grouped_gemm", "permute", "route_rows", "swiglu", "unpermute"]

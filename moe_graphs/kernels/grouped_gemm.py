@@ -1,0 +1,151 @@
+"""Grouped GEMM: one matrix product per expert over expert-sorted rows, sizes on the device.
+
+Three custom ops, forward, dgrad and wgrad, so that a recorder sees each as one call with static
+shapes. On CUDA they are ``torch._grouped_mm``, which reads the offsets on the device; on the CPU
+they are the reference, which loops over the experts with host sizes inside the op.
+
+Shapes: R routed rows, E experts, K and N the two sides of the product.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_graphs.kernels import reference
+
+
+def grouped_gemm(
+    x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor, *, zero_tail: bool = True
+) -> Tensor:
+    """Rows ``offsets[e-1]:offsets[e]`` of ``x_RK`` times ``w_EKN[e]``; never syncs.
+
+    Under autocast both operands are cast to the autocast dtype first, visibly to autograd.
+
+    Args:
+        offsets_E: int32 cumulative ends on the rows' device. Empty experts are allowed, and get
+            zero weight gradients.
+        zero_tail: rows past the last end come out as zero, in the output and in the gradient of
+            ``x_RK``. False promises that there are none: it saves a pass over the rows on CUDA.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or the GPU path does not take them.
+    """
+    if torch.is_autocast_enabled(x_RK.device.type):
+        dtype = torch.get_autocast_dtype(x_RK.device.type)
+        x_RK, w_EKN = x_RK.to(dtype), w_EKN.to(dtype)
+    _check(x_RK, w_EKN, offsets_E)
+    return _forward(x_RK, w_EKN, offsets_E, zero_tail)
+
+
+@torch.library.custom_op("moe_graphs::grouped_gemm", mutates_args=(), device_types="cpu")
+def _forward(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool) -> Tensor:
+    return reference.grouped_gemm(x_RK, w_EKN, offsets_E)
+
+
+@torch.library.custom_op("moe_graphs::grouped_gemm_dgrad", mutates_args=(), device_types="cpu")
+def _dgrad(grad_RN: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool) -> Tensor:
+    return reference.grouped_gemm_dgrad(grad_RN, w_EKN, offsets_E)
+
+
+@torch.library.custom_op("moe_graphs::grouped_gemm_wgrad", mutates_args=(), device_types="cpu")
+def _wgrad(x_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
+    return reference.grouped_gemm_wgrad(x_RK, grad_RN, offsets_E)
+
+
+@_forward.register_kernel("cuda")
+def _(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool) -> Tensor:
+    return _grouped_mm(x_RK, w_EKN, offsets_E, zero_tail)
+
+
+@_dgrad.register_kernel("cuda")
+def _(grad_RN: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool) -> Tensor:
+    return _grouped_mm(grad_RN, w_EKN.transpose(1, 2), offsets_E, zero_tail)
+
+
+@_wgrad.register_kernel("cuda")
+def _(x_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
+    if x_RK.shape[0] == 0:
+        return x_RK.new_zeros(offsets_E.shape[0], x_RK.shape[1], grad_RN.shape[1])
+    return torch._grouped_mm(x_RK.t(), grad_RN.contiguous(), offs=offsets_E)
+
+
+def _grouped_mm(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool) -> Tensor:
+    if x_RK.shape[0] == 0:
+        return x_RK.new_zeros(0, w_EKN.shape[2])
+    out_RN = torch._grouped_mm(x_RK.contiguous(), w_EKN, offs=offsets_E)
+    if zero_tail:
+        # torch leaves these rows uninitialised (pytorch#193633): overwritten, never multiplied
+        # by a mask, since NaN times zero is NaN.
+        row_R = torch.arange(x_RK.shape[0], device=x_RK.device)
+        out_RN.masked_fill_((row_R >= offsets_E[-1]).unsqueeze(1), 0)
+    return out_RN
+
+
+@_forward.register_fake
+def _(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool) -> Tensor:
+    return x_RK.new_empty(x_RK.shape[0], w_EKN.shape[2])
+
+
+@_dgrad.register_fake
+def _(grad_RN: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool) -> Tensor:
+    return grad_RN.new_empty(grad_RN.shape[0], w_EKN.shape[1])
+
+
+@_wgrad.register_fake
+def _(x_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
+    return x_RK.new_empty(offsets_E.shape[0], x_RK.shape[1], grad_RN.shape[1])
+
+
+def _save_operands(ctx, inputs, output) -> None:
+    x_RK, w_EKN, offsets_E, ctx.zero_tail = inputs
+    needs_x, needs_w = ctx.needs_input_grad[:2]
+    # Rows are kept only for the weights' gradient and the other way round.
+    ctx.save_for_backward(x_RK if needs_w else None, w_EKN if needs_x else None, offsets_E)
+
+
+def _backward(ctx, grad_RN: Tensor):
+    x_RK, w_EKN, offsets_E = ctx.saved_tensors
+    grad_x = grad_w = None
+    if ctx.needs_input_grad[0]:
+        grad_x = _dgrad(grad_RN, w_EKN, offsets_E, ctx.zero_tail)
+    if ctx.needs_input_grad[1]:
+        grad_w = _wgrad(x_RK, grad_RN, offsets_E)
+    return grad_x, grad_w, None, None
+
+
+torch.library.register_autograd("moe_graphs::grouped_gemm", _backward, setup_context=_save_operands)
+
+
+def _check(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor) -> None:
+    if x_RK.dim() != 2 or w_EKN.dim() != 3 or x_RK.shape[1] != w_EKN.shape[1]:
+        raise ValueError(
+            f"grouped_gemm wants x [R, K] and w [E, K, N], got {tuple(x_RK.shape)} and "
+            f"{tuple(w_EKN.shape)}"
+        )
+    if offsets_E.shape != w_EKN.shape[:1] or offsets_E.dtype != torch.int32:
+        raise ValueError(
+            f"grouped_gemm wants offsets int32 [{w_EKN.shape[0]}], one cumulative end per expert, "
+            f"got {offsets_E.dtype} {tuple(offsets_E.shape)}"
+        )
+    if x_RK.dtype != w_EKN.dtype:
+        raise ValueError(
+            f"grouped_gemm wants one dtype, got x {x_RK.dtype} and w {w_EKN.dtype}: cast one, or "
+            f"run under torch.autocast"
+        )
+    if x_RK.is_cuda:
+        _check_cuda(x_RK, w_EKN)
+
+
+def _check_cuda(x_RK: Tensor, w_EKN: Tensor) -> None:
+    if x_RK.dtype != torch.bfloat16:
+        raise ValueError(
+            f"grouped_gemm on CUDA takes bfloat16, got {x_RK.dtype}: run the model under "
+            f'torch.autocast("cuda", torch.bfloat16, cache_enabled=False), or build it with '
+            f"dtype=torch.bfloat16"
+        )
+    if w_EKN.shape[1] % 8 or w_EKN.shape[2] % 8:
+        raise ValueError(
+            f"grouped_gemm on CUDA wants K and N in multiples of 8 (16-byte rows), got w "
+            f"{tuple(w_EKN.shape)}: choose hidden_size and ffn_hidden_size so"
+        )

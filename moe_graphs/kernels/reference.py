@@ -1,0 +1,62 @@
+"""Plain torch specification of every kernel: what it computes, with nothing about how fast.
+
+The CPU path of the ops runs these functions, the tests hold every other implementation against
+them. They may read sizes on the host; the ops that call them hide that from a recorder.
+
+Shapes: R routed rows, E experts, K and N the two sides of a GEMM, F ffn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+def grouped_gemm(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor) -> Tensor:
+    """Rows ``offsets[e-1]:offsets[e]`` of ``x`` times ``w[e]``; rows past the last end are zero.
+
+    Example: offsets ``[2, 2, 3]`` over four rows: expert 0 has rows 0 and 1, expert 1 none,
+    expert 2 has row 2, and row 3 is past the end.
+    """
+    out_RN = x_RK.new_zeros(x_RK.shape[0], w_EKN.shape[2])
+    for expert, rows in _groups(offsets_E):
+        torch.mm(x_RK[rows], w_EKN[expert], out=out_RN[rows])
+    return out_RN
+
+
+def grouped_gemm_dgrad(grad_RN: Tensor, w_EKN: Tensor, offsets_E: Tensor) -> Tensor:
+    """Gradient of ``grouped_gemm`` with respect to its rows, ``[R, K]``."""
+    return grouped_gemm(grad_RN, w_EKN.transpose(1, 2), offsets_E)
+
+
+def grouped_gemm_wgrad(x_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
+    """Gradient of ``grouped_gemm`` with respect to its weights, ``[E, K, N]``.
+
+    Zero for an expert without rows; rows past the last end take no part.
+    """
+    out_EKN = x_RK.new_zeros(offsets_E.shape[0], x_RK.shape[1], grad_RN.shape[1])
+    for expert, rows in _groups(offsets_E):
+        torch.mm(x_RK[rows].t(), grad_RN[rows], out=out_EKN[expert])
+    return out_EKN
+
+
+def swiglu(x_R2F: Tensor) -> Tensor:
+    """``silu(gate) * up`` of rows that hold gate and up side by side; fp32 inside."""
+    gate_RF, up_RF = x_R2F.to(accumulation_dtype(x_R2F)).chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate_RF) * up_RF).to(x_R2F.dtype)
+
+
+def accumulation_dtype(x: Tensor) -> torch.dtype:
+    """fp32, or fp64 where the values are fp64 already (gradient checks)."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _groups(offsets_E: Tensor) -> Iterator[tuple[int, slice]]:
+    """The experts that have rows, each with its rows. Reads the offsets on the host."""
+    start = 0
+    for expert, end in enumerate(offsets_E.tolist()):
+        if end > start:
+            yield expert, slice(start, end)
+        start = max(start, end)

@@ -1,0 +1,54 @@
+"""The order of routed rows: which (token, slot) pair each expert-sorted row comes from.
+
+Shapes: T tokens, K top-k, E experts, R = T*K routed rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """Where expert-sorted rows come from and go back to. All on the rows' device.
+
+    Attributes:
+        order_R: int64, for each row the flat pair ``t * K + k`` it holds.
+        inverse_R: int64 ``[T * K]``, for each flat pair the row that holds it.
+        offsets_E: int32 cumulative ends of the experts' rows.
+        has_gaps: rows without a pair and pairs without a row exist, each marked by -1 (the
+            padded dispatcher). Without gaps the two are inverse permutations.
+    """
+
+    order_R: Tensor
+    inverse_R: Tensor
+    offsets_E: Tensor
+    has_gaps: bool = False
+
+
+pytree.register_dataclass(RowOrder)
+
+
+def route_rows(experts_TK: Tensor, num_experts: int) -> RowOrder:
+    """Sorts the pairs by expert, pairs of one expert in token order (a stable sort).
+
+    Static shapes, no host sync, no atomics. Ids must lie in ``range(num_experts)``.
+
+    Example: experts ``[[2, 0], [0, 1], [2, 1]]`` of 3 experts give
+    order ``[1, 2, 3, 5, 0, 4]``, inverse ``[4, 0, 1, 2, 5, 3]``, offsets ``[2, 4, 6]``.
+    """
+    device = experts_TK.device
+    # Narrow keys: a radix sort makes one pass per few bits.
+    key_dtype = torch.int16 if num_experts <= 2**15 else torch.int32
+    keys_R = experts_TK.detach().reshape(-1).to(key_dtype)
+    sorted_R, order_R = torch.sort(keys_R, stable=True)
+    # Every row is written exactly once, so the scatter is deterministic.
+    row_R = torch.arange(keys_R.numel(), device=device)
+    inverse_R = torch.empty_like(order_R).scatter_(0, order_R, row_R)
+    ids_E = torch.arange(num_experts, device=device, dtype=key_dtype)
+    offsets_E = torch.searchsorted(sorted_R, ids_E, right=True, out_int32=True)
+    return RowOrder(order_R, inverse_R, offsets_E)

@@ -1,0 +1,63 @@
+"""Causal self-attention with grouped key and value heads.
+
+Shapes: B batch, S sequence, D model, H query heads, G kv heads, Q head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from moe_graphs.layers.config import TransformerConfig
+from moe_graphs.layers.norm import RMSNorm
+from moe_graphs.layers.rope import RotaryEmbedding
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (arXiv 2305.13245) with rotary positions.
+
+    One projection holds queries, keys and values: rows ``[H*Q, G*Q, G*Q]`` of ``qkv.weight``.
+    On CUDA the backward of torch's flash attention adds with atomics unless
+    ``torch.use_deterministic_algorithms(True)`` is set.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        rope: RotaryEmbedding,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        self.num_heads, self.kv_heads = config.num_heads, config.kv_heads
+        self.head_dim, self.dropout = config.head_size, config.attention_dropout
+        self.qk_norm, self.rope = config.qk_norm, rope
+        self.sizes = (self.num_heads * self.head_dim, *(self.kv_heads * self.head_dim,) * 2)
+        self.qkv = nn.Linear(config.hidden_size, sum(self.sizes), bias=False, **factory)
+        self.out = nn.Linear(self.sizes[0], config.hidden_size, bias=False, **factory)
+        if self.qk_norm != "none":
+            per_head = (self.head_dim, self.head_dim)
+            query_size, key_size = per_head if self.qk_norm == "head" else self.sizes[:2]
+            self.query_norm = RMSNorm(query_size, config.norm_eps, **factory)
+            self.key_norm = RMSNorm(key_size, config.norm_eps, **factory)
+
+    def forward(self, hidden_BSD: Tensor) -> Tensor:
+        query, key, value = self.qkv(hidden_BSD).split(self.sizes, dim=-1)
+        if self.qk_norm == "full":
+            query, key = self.query_norm(query), self.key_norm(key)
+        query_BSHQ, key_BSGQ, value_BSGQ = (
+            x.unflatten(-1, (-1, self.head_dim)) for x in (query, key, value)
+        )
+        if self.qk_norm == "head":
+            query_BSHQ, key_BSGQ = self.query_norm(query_BSHQ), self.key_norm(key_BSGQ)
+        query_BSHQ, key_BSGQ = self.rope(query_BSHQ), self.rope(key_BSGQ)
+        mixed_BHSQ = functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (query_BSHQ, key_BSGQ, value_BSGQ)),
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+            enable_gqa=self.kv_heads != self.num_heads,
+        )
+        return self.out(mixed_BHSQ.transpose(1, 2).flatten(2))

@@ -1,0 +1,195 @@
+"""What a model looks like: two frozen records, checked when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """One mixture-of-experts layer.
+
+    Attributes:
+        num_experts: routed experts over all ranks.
+        top_k: experts per token.
+        ffn_hidden_size: width of one routed expert.
+        score_function: logits to scores; ``sigmoid`` is DeepSeek-V3's.
+        normalize_top_k: the chosen scores of a token are made to sum to one.
+        num_groups: experts are chosen among the best ``top_k_groups`` of so many groups
+            (DeepSeek-V3); None for no groups.
+        scaling_factor: the weights are multiplied by it, after normalising.
+        input_jitter: in training the router sees its input times ``uniform(1 - j, 1 + j)``
+            (Switch, arXiv 2101.03961).
+        aux_loss_coef: load balancing (Switch); 1.0 times it when perfectly balanced.
+        z_loss_coef: mean squared logsumexp of the logits (ST-MoE, arXiv 2202.08906).
+        expert_bias: balance by a bias on the selection (arXiv 2408.15664), moved by
+            ``bias_update_rate`` at every ``update_expert_bias``.
+        shared_ffn_hidden_size: width of an expert that sees every token; 0 for none.
+        shared_gate: its output is multiplied by a learned sigmoid gate (Qwen2-MoE).
+    """
+
+    num_experts: int
+    top_k: int
+    ffn_hidden_size: int
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    normalize_top_k: bool = True
+    num_groups: int | None = None
+    top_k_groups: int | None = None
+    scaling_factor: float = 1.0
+    input_jitter: float = 0.0
+    aux_loss_coef: float = 0.0
+    z_loss_coef: float = 0.0
+    expert_bias: bool = False
+    bias_update_rate: float = 1e-3
+    shared_ffn_hidden_size: int = 0
+    shared_gate: bool = False
+
+    def __post_init__(self) -> None:
+        _positive(self, "num_experts", "top_k", "ffn_hidden_size", "scaling_factor")
+        _not_negative(self, "aux_loss_coef", "z_loss_coef", "shared_ffn_hidden_size")
+        _not_negative(self, "bias_update_rate")
+        if self.top_k > self.num_experts:
+            raise ValueError(
+                f"top_k ({self.top_k}) must not be above num_experts ({self.num_experts})"
+            )
+        if self.score_function not in ("softmax", "sigmoid"):
+            raise ValueError(
+                f"score_function {self.score_function!r} is unknown: choose softmax or sigmoid"
+            )
+        if not 0 <= self.input_jitter < 1:
+            raise ValueError(f"input_jitter must be in [0, 1), got {self.input_jitter}")
+        if self.shared_gate and not self.shared_ffn_hidden_size:
+            raise ValueError("shared_gate needs a shared expert: set shared_ffn_hidden_size")
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        if (self.num_groups is None) != (self.top_k_groups is None):
+            raise ValueError(
+                f"num_groups ({self.num_groups}) and top_k_groups ({self.top_k_groups}) go "
+                f"together: set both or none"
+            )
+        if self.num_groups is None:
+            return
+        _positive(self, "num_groups", "top_k_groups")
+        if self.num_experts % self.num_groups:
+            raise ValueError(
+                f"num_groups ({self.num_groups}) must divide num_experts ({self.num_experts})"
+            )
+        if self.top_k_groups > self.num_groups:
+            raise ValueError(
+                f"top_k_groups ({self.top_k_groups}) must not be above num_groups "
+                f"({self.num_groups})"
+            )
+        eligible = self.top_k_groups * (self.num_experts // self.num_groups)
+        if self.top_k > eligible:
+            raise ValueError(
+                f"top_k ({self.top_k}) must not be above the {eligible} experts of "
+                f"top_k_groups={self.top_k_groups} groups: raise top_k_groups"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """A decoder-only language model, dense or with mixture-of-experts layers.
+
+    Attributes:
+        num_kv_heads: key and value heads, shared by groups of query heads; None for num_heads.
+        head_dim: None for ``hidden_size / num_heads``.
+        ffn_hidden_size: width of the dense layers; not needed where all layers are MoE.
+        max_sequence_length: how many positions the rotary tables hold.
+        qk_norm: RMSNorm of queries and keys, per head (Qwen3) or over all heads (OLMoE).
+        moe: the MoE layers; None for a dense model.
+        moe_layers: which layers are MoE: all, none, one flag per layer, or an interval n for
+            every n-th (layers n-1, 2n-1, ...). Without ``moe`` all layers are dense.
+    """
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    vocab_size: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    ffn_hidden_size: int | None = None
+    max_sequence_length: int = 4096
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    qk_norm: Literal["none", "head", "full"] = "none"
+    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    moe: MoEConfig | None = None
+    moe_layers: Literal["all", "none"] | tuple[bool, ...] | int = "all"
+
+    def __post_init__(self) -> None:
+        _positive(self, "hidden_size", "num_layers", "num_heads", "vocab_size")
+        _positive(self, "max_sequence_length", "rope_theta", "norm_eps")
+        if self.qk_norm not in ("none", "head", "full"):
+            raise ValueError(f"qk_norm {self.qk_norm!r} is unknown: choose none, head or full")
+        for name in ("attention_dropout", "hidden_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        self._check_heads()
+        self._check_layers()
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+
+    def is_moe_layer(self, index: int) -> bool:
+        if self.moe is None or self.moe_layers == "none":
+            return False
+        if isinstance(self.moe_layers, tuple):
+            return self.moe_layers[index]
+        return self.moe_layers == "all" or (index + 1) % self.moe_layers == 0
+
+    def _check_heads(self) -> None:
+        if self.head_dim is None and self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"hidden_size ({self.hidden_size}) must be divisible by num_heads "
+                f"({self.num_heads}), or set head_dim"
+            )
+        if self.head_size <= 0 or self.head_size % 2:
+            raise ValueError(
+                f"head_dim must be positive and even (rotary embedding), got {self.head_size}"
+            )
+        if self.kv_heads <= 0 or self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"num_kv_heads ({self.num_kv_heads}) must divide num_heads ({self.num_heads})"
+            )
+
+    def _check_layers(self) -> None:
+        given, accepted = self.moe_layers, "'all', 'none', one flag per layer, or an interval"
+        if isinstance(given, tuple):
+            if len(given) != self.num_layers or not all(isinstance(flag, bool) for flag in given):
+                raise ValueError(
+                    f"moe_layers must have one True or False per layer ({self.num_layers}), got "
+                    f"{given}"
+                )
+        elif isinstance(given, bool) or not (
+            given in ("all", "none") or (isinstance(given, int) and given > 0)
+        ):
+            raise ValueError(f"moe_layers must be {accepted}, got {given!r}")
+        if self.moe is None and given not in ("all", "none"):
+            raise ValueError(f"moe_layers is {given!r} but moe is None: set moe=MoEConfig(...)")
+        dense = [i for i in range(self.num_layers) if not self.is_moe_layer(i)]
+        if dense and not (self.ffn_hidden_size and self.ffn_hidden_size > 0):
+            raise ValueError(
+                f"ffn_hidden_size must be positive, got {self.ffn_hidden_size}: layers {dense} "
+                f"are dense"
+            )
+
+
+def _positive(config: object, *names: str) -> None:
+    for name in names:
+        if not getattr(config, name) > 0:
+            raise ValueError(f"{name} must be positive, got {getattr(config, name)}")
+
+
+def _not_negative(config: object, *names: str) -> None:
+    for name in names:
+        if not getattr(config, name) >= 0:
+            raise ValueError(f"{name} must not be negative, got {getattr(config, name)}")

@@ -1,0 +1,31 @@
+"""The dense feed-forward network.
+
+Shapes: D model, F ffn.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moe_graphs.kernels import swiglu
+
+
+class SwiGLU(nn.Module):
+    """``w2(silu(gate) * up)``, gate and up in one projection (arXiv 2002.05202)."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        self.w1 = nn.Linear(hidden_size, 2 * ffn_hidden_size, bias=False, **factory)
+        self.w2 = nn.Linear(ffn_hidden_size, hidden_size, bias=False, **factory)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.w2(swiglu(self.w1(hidden)))

@@ -1,0 +1,143 @@
+"""The mixture-of-experts layer, in the three stages at which it can be cut.
+
+    moe_router      route: scores, top-k, losses, and the shared expert
+    moe_preprocess  preprocess: sort the rows by expert and permute them
+    moe_experts     run_experts: dispatch, experts, combine, plus the shared expert's output
+
+Each stage is a method from one record to the next. ``MoELayer`` runs them by itself;
+``TransformerLayer`` calls the same methods between its own residual connections.
+
+Shapes: T tokens, D model, K top-k, R routed rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moe_graphs.capture.interrupt import Stage, Staged, record
+from moe_graphs.dispatch import Dispatcher, DispatchPlan, LocalDispatcher
+from moe_graphs.layers.config import MoEConfig
+from moe_graphs.layers.experts import GroupedExperts
+from moe_graphs.layers.mlp import SwiGLU
+from moe_graphs.layers.router import Routing, TopKRouter
+
+
+@record
+class MoEInput:
+    """``hidden`` is ``[..., D]``, any leading dimensions."""
+
+    hidden: Tensor
+
+
+@record
+class Routed:
+    """``shape`` is that of the layer's input, ``shared_TD`` the shared expert's output or None."""
+
+    hidden_TD: Tensor
+    routing: Routing
+    shared_TD: Tensor | None
+    shape: tuple[int, ...]
+
+
+@record
+class Prepared:
+    plan: DispatchPlan
+    aux_loss: Tensor
+    shared_TD: Tensor | None
+    shape: tuple[int, ...]
+
+
+@record
+class MoEOutput:
+    """Attributes:
+    hidden: in the shape of the input.
+    aux_loss: 0-dim fp32, to be added to the loss; its gradient goes to the router.
+    dropped_tokens: 0-dim int64 on the device, (token, expert) pairs without an expert's answer.
+    """
+
+    hidden: Tensor
+    aux_loss: Tensor
+    dropped_tokens: Tensor
+
+
+class MoELayer(Staged):
+    """Router, dispatch, experts, combine, and optionally an expert that sees every token."""
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        hidden_size: int,
+        dispatcher: Dispatcher | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        self.config = config
+        self.dispatcher = LocalDispatcher() if dispatcher is None else dispatcher
+        local = self.dispatcher.local_experts(config.num_experts)
+        self.router = TopKRouter(config, hidden_size, **factory)
+        self.experts = GroupedExperts(len(local), hidden_size, config.ffn_hidden_size, **factory)
+        self.shared_expert: SwiGLU | None = None
+        self.shared_gate: nn.Linear | None = None
+        if config.shared_ffn_hidden_size:
+            self.shared_expert = SwiGLU(hidden_size, config.shared_ffn_hidden_size, **factory)
+        if config.shared_gate:
+            self.shared_gate = nn.Linear(hidden_size, 1, bias=False, **factory)
+
+    def stages(self) -> tuple[Stage, ...]:
+        return (
+            Stage("moe_router", lambda record: self.route(record.hidden)),
+            Stage("moe_preprocess", self.preprocess),
+            Stage("moe_experts", self.run_experts),
+        )
+
+    def forward(self, hidden: Tensor) -> MoEOutput:
+        return self.run_stages(MoEInput(hidden))
+
+    def route(self, hidden: Tensor) -> Routed:
+        """Chooses experts for ``[..., D]`` tokens and runs the shared expert."""
+        hidden_TD = hidden.reshape(-1, hidden.shape[-1])
+        routing = self.router(hidden_TD)
+        return Routed(hidden_TD, routing, self._run_shared(hidden_TD), tuple(hidden.shape))
+
+    def preprocess(self, routed: Routed) -> Prepared:
+        """Sorts and permutes the tokens. They move in the dtype the experts compute in."""
+        hidden_TD, routing = routed.hidden_TD, routed.routing
+        if torch.is_autocast_enabled(hidden_TD.device.type):
+            hidden_TD = hidden_TD.to(torch.get_autocast_dtype(hidden_TD.device.type))
+        plan = self.dispatcher.preprocess(
+            hidden_TD, routing.weights_TK, routing.experts_TK, self.config.num_experts
+        )
+        return Prepared(plan, routing.aux_loss, routed.shared_TD, routed.shape)
+
+    def run_experts(self, prepared: Prepared) -> MoEOutput:
+        """Dispatch, experts, combine. The only part that may sync, if its dispatcher does."""
+        plan = prepared.plan
+        dispatched = self.dispatcher.dispatch(plan)
+        rows = self.experts(dispatched.rows_RD, dispatched.offsets_e)
+        hidden_TD = self.dispatcher.combine(rows, dispatched, plan)
+        if prepared.shared_TD is not None:
+            hidden_TD = hidden_TD + prepared.shared_TD
+        return MoEOutput(hidden_TD.view(prepared.shape), prepared.aux_loss, plan.dropped)
+
+    def init_weights(self, std: float = 0.02, out_std: float = 0.02) -> None:
+        """Normal weights; ``out_std`` for projections back into the residual stream."""
+        self.router.init_weights(std)
+        local = self.dispatcher.local_experts(self.config.num_experts)
+        self.experts.init_weights(local, self.config.num_experts, std, out_std)
+        if self.shared_expert is not None:
+            nn.init.normal_(self.shared_expert.w1.weight, std=std)
+            nn.init.normal_(self.shared_expert.w2.weight, std=out_std)
+        if self.shared_gate is not None:
+            nn.init.normal_(self.shared_gate.weight, std=std)
+
+    def _run_shared(self, hidden_TD: Tensor) -> Tensor | None:
+        if self.shared_expert is None:
+            return None
+        shared_TD = self.shared_expert(hidden_TD)
+        if self.shared_gate is not None:
+            shared_TD = self.shared_gate(hidden_TD).sigmoid() * shared_TD
+        return shared_TD

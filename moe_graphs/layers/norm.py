@@ -1,0 +1,28 @@
+"""Root mean square normalisation (arXiv 1910.07467)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class RMSNorm(nn.Module):
+    """Normalises the last dimension; statistics in fp32, result in the input's dtype."""
+
+    def __init__(
+        self,
+        size: int,
+        eps: float = 1e-5,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # One dtype for both, or torch leaves its fused kernel (and warns): under autocast the
+        # queries are bf16 and the weights fp32.
+        return functional.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)

@@ -1,0 +1,139 @@
+"""One decoder layer, dense or MoE, in the stages at which it can be cut.
+
+Dense: ``attn``, ``mlp``. MoE: ``attn``, ``moe_router``, ``moe_preprocess``, ``moe_experts``.
+Norms belong to the stage they feed; the residual travels in the records.
+
+Shapes: B batch, S sequence, D model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from moe_graphs.capture.interrupt import Stage, Staged, record
+from moe_graphs.dispatch import Dispatcher
+from moe_graphs.layers.attention import Attention
+from moe_graphs.layers.config import TransformerConfig
+from moe_graphs.layers.mlp import SwiGLU
+from moe_graphs.layers.moe import MoELayer, Prepared, Routed
+from moe_graphs.layers.norm import RMSNorm
+from moe_graphs.layers.rope import RotaryEmbedding
+
+
+@record
+class LayerInput:
+    hidden_BSD: Tensor
+
+
+@record
+class Attended:
+    """The residual stream after attention."""
+
+    residual_BSD: Tensor
+
+
+@record
+class LayerRouted:
+    residual_BSD: Tensor
+    routed: Routed
+
+
+@record
+class LayerPrepared:
+    residual_BSD: Tensor
+    prepared: Prepared
+
+
+@record
+class LayerOutput:
+    """``aux_loss`` and ``dropped_tokens`` are 0-dim tensors; None for a dense layer."""
+
+    hidden_BSD: Tensor
+    aux_loss: Tensor | None
+    dropped_tokens: Tensor | None
+
+
+class TransformerLayer(Staged):
+    """Pre-norm decoder layer. ``rope`` is shared by the layers of a model."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_index: int,
+        dispatcher: Dispatcher | None = None,
+        rope: RotaryEmbedding | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        self.config, self.layer_index = config, layer_index
+        if rope is None:
+            rope = RotaryEmbedding(
+                config.head_size, config.max_sequence_length, config.rope_theta, device=device
+            )
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, **factory)
+        self.attention = Attention(config, rope, **factory)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, **factory)
+        self.moe: MoELayer | None = None
+        self.mlp: SwiGLU | None = None
+        if config.is_moe_layer(layer_index):
+            self.moe = MoELayer(config.moe, config.hidden_size, dispatcher, **factory)
+        else:
+            self.mlp = SwiGLU(config.hidden_size, config.ffn_hidden_size, **factory)
+
+    @property
+    def is_moe(self) -> bool:
+        return self.moe is not None
+
+    def stages(self) -> tuple[Stage, ...]:
+        if not self.is_moe:
+            return Stage("attn", self.attend), Stage("mlp", self.run_mlp)
+        return (
+            Stage("attn", self.attend),
+            Stage("moe_router", self.route),
+            Stage("moe_preprocess", self.preprocess),
+            Stage("moe_experts", self.run_experts),
+        )
+
+    def forward(self, hidden_BSD: Tensor) -> LayerOutput:
+        return self.run_stages(LayerInput(hidden_BSD))
+
+    def attend(self, entered: LayerInput) -> Attended:
+        update_BSD = self.attention(self.attention_norm(entered.hidden_BSD))
+        return Attended(entered.hidden_BSD + self._dropout(update_BSD))
+
+    def run_mlp(self, attended: Attended) -> LayerOutput:
+        update_BSD = self.mlp(self.mlp_norm(attended.residual_BSD))
+        return LayerOutput(attended.residual_BSD + self._dropout(update_BSD), None, None)
+
+    def route(self, attended: Attended) -> LayerRouted:
+        routed = self.moe.route(self.mlp_norm(attended.residual_BSD))
+        return LayerRouted(attended.residual_BSD, routed)
+
+    def preprocess(self, entered: LayerRouted) -> LayerPrepared:
+        return LayerPrepared(entered.residual_BSD, self.moe.preprocess(entered.routed))
+
+    def run_experts(self, entered: LayerPrepared) -> LayerOutput:
+        output = self.moe.run_experts(entered.prepared)
+        hidden_BSD = entered.residual_BSD + self._dropout(output.hidden)
+        return LayerOutput(hidden_BSD, output.aux_loss, output.dropped_tokens)
+
+    def init_weights(self, std: float, out_std: float) -> None:
+        """Normal weights, unit norms; ``out_std`` for projections back into the residual."""
+        for module in self.modules():
+            if isinstance(module, RMSNorm):
+                nn.init.ones_(module.weight)
+        nn.init.normal_(self.attention.qkv.weight, std=std)
+        nn.init.normal_(self.attention.out.weight, std=out_std)
+        if self.moe is not None:
+            self.moe.init_weights(std, out_std)
+        else:
+            nn.init.normal_(self.mlp.w1.weight, std=std)
+            nn.init.normal_(self.mlp.w2.weight, std=out_std)
+
+    def _dropout(self, update_BSD: Tensor) -> Tensor:
+        return functional.dropout(update_BSD, self.config.hidden_dropout, self.training)
