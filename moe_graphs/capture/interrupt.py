@@ -44,10 +44,14 @@ def record(cls: type[T]) -> type[T]:
 
 @dataclass(frozen=True)
 class Stage:
-    """One named step of a staged module: ``run`` maps a record to the next record."""
+    """One named step of a staged module: ``run`` maps a record to the next record.
+
+    ``dynamic`` says why the stage cannot be captured (it synchronises with the host), if so.
+    """
 
     name: str
     run: Callable[[Any], Any]
+    dynamic: str | None = None
 
 
 @dataclass(frozen=True)
@@ -120,9 +124,10 @@ _store: contextvars.ContextVar[MoETensorStore | None] = contextvars.ContextVar(
 class Staged(nn.Module):
     """A module whose forward is a list of stages; see the top of this file.
 
-    Subclasses implement ``stages`` and write ``forward`` as ``return self.run_stages(record)``.
-    A stage that calls another staged module should do little before the call: on resuming, what
-    stands before it is run again and its result is not used.
+    Subclasses implement ``stages`` and write ``forward`` as ``return self.run_stages(record)``
+    and nothing else, since a resumed call enters and leaves through it, too. A stage that calls
+    another staged module should do little before the call: on resuming, what stands before it is
+    run again and its result is not used.
     """
 
     def stages(self) -> tuple[Stage, ...]:
@@ -169,7 +174,8 @@ def run_until(stop: Stop, call: Callable[[], Any]) -> tuple[Any, Boundary | None
     try:
         return call(), None
     except CaptureInterrupt as interrupt:
-        _check_resumable(interrupt)
+        if stop.capturing:
+            _check_resumable(interrupt)
         return None, interrupt.boundary()
     finally:
         _stop.reset(token)

@@ -89,7 +89,7 @@ class MoELayer(Staged):
 
     def stages(self) -> tuple[Stage, ...]:
         return (
-            Stage("moe_router", lambda record: self.route(record.hidden)),
+            Stage("moe_router", lambda entered: self.route(entered.hidden)),
             Stage("moe_preprocess", self.preprocess),
             Stage("moe_experts", self.run_experts),
         )

@@ -1,0 +1,52 @@
+"""What the engine asks of a backend: record what a block of code does, and do it again."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from typing import Any
+
+import torch
+
+
+class Graph(abc.ABC):
+    """One recorded block. Replaying reads and writes the very tensors it was recorded with."""
+
+    kernels: int | None
+    """Kernels of a CUDA graph (None where they cannot be counted), recorded ops on the CPU."""
+
+    @abc.abstractmethod
+    def replay(self) -> None: ...
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """Gives the memory back. Idempotent."""
+
+
+class Backend(abc.ABC):
+    """Records graphs on one device."""
+
+    name: str
+    device: torch.device
+    rehearses: bool
+    """Whether a call has to run once before it is recorded, since recording does not execute."""
+
+    @abc.abstractmethod
+    def session(self) -> contextlib.AbstractContextManager[None]:
+        """Around all captures of a session: the stream they use, one synchronisation."""
+
+    @abc.abstractmethod
+    def new_pool(self) -> Any:
+        """Memory that graphs captured and replayed in one order may share."""
+
+    @abc.abstractmethod
+    def record(self, pool: Any) -> contextlib.AbstractContextManager[list[Graph]]:
+        """Records the block; the list holds its graph afterwards. On an exception nothing stays."""
+
+    @abc.abstractmethod
+    def pool_bytes(self, pool: Any) -> int:
+        """Bytes that the pool holds on the device (0 where there is no pool)."""
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """After the graphs: gives back what the backend itself holds."""

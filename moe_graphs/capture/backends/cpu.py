@@ -1,0 +1,93 @@
+"""CUDA-graph semantics on a machine without a GPU: a tape of ATen calls, run again in place.
+
+Recording executes the block. Replaying runs the same ATen calls on the same tensors and writes
+their results into the same storages; Python is not run again, so branches and numbers are frozen
+and addresses are static, as in a CUDA graph. What it is not: a simulation of a memory pool (every
+intermediate keeps its own memory) or of speed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from moe_graphs.capture.backends.base import Backend, Graph
+from moe_graphs.capture.backends.host_sync import HostSyncCheck, _RefuseHostSyncs
+
+
+class Tape(Graph):
+    """The recorded calls: (op, arguments, keyword arguments, tensors that receive the results)."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, tuple, dict, list[torch.Tensor]]] = []
+
+    @property
+    def kernels(self) -> int:
+        return len(self.calls)
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for func, args, kwargs, outputs in self.calls:
+            results = pytree.tree_leaves(func(*args, **kwargs))
+            for output, result in zip(outputs, results, strict=False):
+                if output.data_ptr() != result.data_ptr():
+                    output.copy_(result)
+
+    def release(self) -> None:
+        self.calls.clear()
+
+
+class _Recorder(_RefuseHostSyncs):
+    def __init__(self, tape: Tape) -> None:
+        super().__init__(torch.device("cpu"))
+        self.tape = tape
+
+    def after(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
+        if _is_view(func):
+            return  # static memory seen through other metadata: nothing to do on replay
+        # Detached: the tape must hold neither the autograd graph nor what it saves.
+        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+        outputs = [t.detach() for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+        self.tape.calls.append((func, args, kwargs, outputs))
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and all(
+        r.alias_info is not None and not r.alias_info.is_write for r in returns
+    )
+
+
+class CpuRecorder(Backend):
+    """The backend for models on the CPU."""
+
+    name = "cpu recorder"
+    rehearses = False
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        yield
+
+    def new_pool(self) -> None:
+        return None
+
+    @contextlib.contextmanager
+    def record(self, pool: None) -> Iterator[list[Graph]]:
+        tape = Tape()
+        graphs: list[Graph] = []
+        with HostSyncCheck(self.device, _Recorder(tape)):
+            yield graphs
+        graphs.append(tape)
+
+    def pool_bytes(self, pool: None) -> int:
+        return 0
+
+    def release(self) -> None:
+        pass

@@ -1,0 +1,103 @@
+"""CUDA graphs, driven through ``capture_begin`` and ``capture_end``.
+
+``torch.cuda.graph`` is not used: it synchronises and empties the cache once per graph, and up to
+torch 2.14 it leaves the capture stream current when a capture fails. Here one session holds the
+stream for all captures, and every exit is in a ``finally``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from moe_graphs.capture.backends.base import Backend, Graph
+
+
+class CudaGraph(Graph):
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self.graph: torch.cuda.CUDAGraph | None = graph
+        self.kernels = _count_kernels(graph)
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+    def release(self) -> None:
+        if self.graph is not None:
+            self.graph.reset()
+            self.graph = None
+
+
+class CudaGraphs(Backend):
+    """The backend for models on a CUDA device."""
+
+    name = "cuda graphs"
+    rehearses = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        # All captures of an engine use one stream: the allocator reuses blocks within a stream.
+        self.stream = torch.cuda.Stream(device)
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        outside = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(outside)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            torch.cuda.set_stream(outside)
+            outside.wait_stream(self.stream)
+            torch.cuda.synchronize(self.device)
+
+    def new_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    @contextlib.contextmanager
+    def record(self, pool: Any) -> Iterator[list[Graph]]:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        graphs: list[Graph] = []
+        # thread_local: a data loader's or NCCL's thread may call CUDA during the capture.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            yield graphs
+        except BaseException:
+            # Ending a capture that was invalidated raises, too; the first error is the story.
+            with contextlib.suppress(RuntimeError):
+                graph.capture_end()
+            graph.reset()
+            raise
+        graph.capture_end()
+        graph.instantiate()
+        graphs.append(CudaGraph(graph))
+
+    def pool_bytes(self, pool: Any) -> int:
+        return sum(
+            segment["total_size"]
+            for segment in torch.cuda.memory_snapshot()
+            if tuple(segment["segment_pool_id"]) == tuple(pool)
+        )
+
+    def release(self) -> None:
+        # The cuBLAS workspaces of the capture stream live in the graphs' pools.
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+
+def _count_kernels(graph: torch.cuda.CUDAGraph) -> int | None:
+    try:
+        from cuda.bindings import runtime
+    except ImportError:
+        return None
+    raw = runtime.cudaGraph_t(init_value=graph.raw_cuda_graph())
+    status, _, count = runtime.cudaGraphGetNodes(raw)
+    if status != runtime.cudaError_t.cudaSuccess:
+        return None
+    status, nodes, count = runtime.cudaGraphGetNodes(raw, count)
+    kernel = runtime.cudaGraphNodeType.cudaGraphNodeTypeKernel
+    return sum(runtime.cudaGraphNodeGetType(node)[1] == kernel for node in nodes[:count])

@@ -1,0 +1,220 @@
+"""Replaying a recording as a node of the caller's autograd graph."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from moe_graphs.capture.errors import GraphError
+from moe_graphs.capture.recording import Recording
+from moe_graphs.capture.signature import Mismatch
+
+
+class Flight:
+    """One replayed forward until its backward. Lives as long as the autograd graph needs it."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.versions: list[int] = []
+        self.landed = False
+        self.cancelled = False
+
+
+class Slot:
+    """The recordings of one microbatch in flight, and how far the running microbatch has come.
+
+    They share a memory pool, so they may only be replayed in the order of their capture: all
+    forwards, then the backwards in reverse. Leaving some out is right; going back is not, and is
+    refused here by comparing two integers.
+    """
+
+    def __init__(self, recordings: Sequence[Recording], pool: Any) -> None:
+        self.recordings = tuple(recordings)
+        self.pool = pool
+        self._clock = -1
+        self._flights: list[weakref.ref[Flight]] = []
+        self.abandoned = 0
+
+    def next_recording(self, scope: str) -> Recording | None:
+        """The recording that the next call of ``scope`` replays; None if it has none at all.
+
+        Raises:
+            GraphError: if the previous microbatch is still in flight.
+        """
+        own = [r for r in self.recordings if r.scope.name == scope]
+        for recording in own:
+            if recording.position > self._clock:
+                return recording
+        if not own:
+            return None
+        in_flight = self.in_flight()
+        if in_flight:
+            raise GraphError(
+                f"scope {scope!r}: a second microbatch is in flight (the backward of "
+                f"{in_flight[0].recording.scope.name!r} and {len(in_flight) - 1} more is still to "
+                f"come), and 1 was captured: run each microbatch's backward before the next "
+                f"forward, or put such forwards into graphs.paused()"
+            )
+        self._clock = -1
+        return own[0]
+
+    def mismatch(
+        self, recording: Recording, structure: pytree.TreeSpec, leaves: Sequence[Any]
+    ) -> Mismatch | None:
+        """Why this call cannot be replayed now, or None. Makes room for its outputs."""
+        difference = recording.mismatch(structure, leaves)
+        if difference is not None:
+            return difference
+        for index, source in recording.linked.items():
+            moved = leaves[index].data_ptr() != recording.inputs[index].data_ptr()
+            if moved and any(flight.recording is source for flight in self.in_flight()):
+                name = recording.signature.leaves[index].name
+                message = f"input {name!r}: captured as the untouched output of another scope"
+                return Mismatch("input_moved", f"{message}, got another tensor")
+        if not recording.rescue_outputs():
+            message = (
+                "a view of an output of its last replay is still in use: clone() what you keep"
+            )
+            return Mismatch("output_held", message)
+        return None
+
+    def in_flight(self) -> list[Flight]:
+        """Replayed forwards whose backward may still come."""
+        alive = [flight for ref in self._flights if (flight := ref()) is not None]
+        self.abandoned += len(self._flights) - len(alive)
+        self._flights = [weakref.ref(flight) for flight in alive]
+        return alive
+
+    def take_off(self, recording: Recording) -> Flight:
+        flight = Flight(recording)
+        self._clock = recording.position
+        if recording.backward is not None:
+            self._flights.append(weakref.ref(flight))
+        return flight
+
+    def land(self, flight: Flight) -> None:
+        """Checks that the backward of a flight may run now, and marks it as run."""
+        recording = flight.recording
+        name = recording.scope.name
+        if recording.backward is None:
+            raise GraphError(f"scope {name!r}: its graphs were released before this backward")
+        if flight.cancelled:
+            raise GraphError(
+                f"scope {name!r}: this backward belongs to a step that has ended: call backward() "
+                f"inside the 'with graphs.step()' of its forward"
+            )
+        if flight.landed:
+            raise GraphError(
+                f"scope {name!r}: a second backward of the same forward; a graph's saved tensors "
+                f"serve one: put such forwards into graphs.paused()"
+            )
+        position = 2 * len(self.recordings) - 1 - recording.position
+        if position <= self._clock:
+            raise GraphError(
+                f"scope {name!r}: its backward comes out of the captured order, and memory it "
+                f"needs may have been reused"
+            )
+        changed = [o._version for o in recording.saved_outputs] != flight.versions
+        if changed:
+            raise GraphError(
+                f"scope {name!r}: an output was modified in place before the backward that needs "
+                f"it: clone it before modifying it"
+            )
+        self._clock = position
+        flight.landed = True
+        self._flights = [ref for ref in self._flights if ref() is not flight]
+
+    def end_step(self) -> None:
+        """Flights of a step that has ended will not be continued."""
+        for flight in self.in_flight():
+            flight.cancelled = True
+            self.abandoned += 1
+        self._flights.clear()
+        self._clock = -1
+
+
+class Replay(torch.autograd.Function):
+    """Inputs and parameters in, outputs out; gradients leave as tensors of their own."""
+
+    @staticmethod
+    def forward(ctx, slot: Slot, flight: Flight, *tensors: torch.Tensor):
+        recording = flight.recording
+        recording.load(tensors)
+        recording.forward.replay()
+        recording.replayed += 1
+        flight.versions = [output._version for output in recording.saved_outputs]
+        outputs = recording.hand_out()
+        needed = recording.differentiable
+        ctx.mark_non_differentiable(*(o for o, n in zip(outputs, needed, strict=True) if not n))
+        ctx.set_materialize_grads(False)
+        ctx.slot, ctx.flight = slot, flight
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients):
+        recording = ctx.flight.recording
+        ctx.slot.land(ctx.flight)
+        incoming = [g for g, n in zip(gradients, recording.differentiable, strict=True) if n]
+        for static, gradient in zip(recording.gradient_outputs, incoming, strict=True):
+            if gradient is None:
+                static.zero_()
+            else:
+                static.copy_(gradient)
+        recording.backward.replay()
+        inputs = iter(recording.gradient_inputs)
+        tensors = (recording.inputs[index] for index in recording.tensor_indices)
+        to_inputs = [_owned(next(inputs)) if t.requires_grad else None for t in tensors]
+        to_parameters = [
+            _gradient(parameter, gradient, node)
+            for parameter, gradient, (node, _) in zip(
+                recording.parameters,
+                recording.gradient_parameters,
+                ctx.next_functions[len(to_inputs) :],
+                strict=True,
+            )
+        ]
+        return (None, None, *to_inputs, *to_parameters)
+
+
+def replay(slot: Slot, recording: Recording, leaves: Sequence[Any]) -> list[Any]:
+    """Replays the forward on the leaves of a call; returns the leaves of the outputs."""
+    flight = slot.take_off(recording)
+    tensors = [leaves[index] for index in recording.tensor_indices]
+    produced = Replay.apply(slot, flight, *tensors, *recording.parameters)
+    recording.note_handed(produced)
+    sources = {"graph": produced, "input": leaves}
+    return [
+        leaf.value if leaf.source == "constant" else sources[leaf.source][leaf.value]
+        for leaf in recording.output_leaves
+    ]
+
+
+def _owned(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return None if gradient is None else gradient.clone()
+
+
+def _gradient(
+    parameter: torch.Tensor, gradient: torch.Tensor, node: torch.autograd.graph.Node
+) -> torch.Tensor:
+    """A parameter's gradient as a tensor that autograd may keep.
+
+    With a ``.grad`` already there autograd only adds to it, so it is lent the static tensor and
+    a copy is saved; in every other case (first microbatch, tensor hooks, ``autograd.grad``) it
+    gets a copy, laid out like the parameter so that it becomes ``.grad`` without another one.
+    """
+    if parameter.grad is not None and not parameter._backward_hooks and _accumulates(node):
+        return gradient
+    return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+
+
+def _accumulates(node: torch.autograd.graph.Node) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf in torch.autograd.grad(): its gradient goes to the caller
+        return False

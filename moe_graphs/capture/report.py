@@ -1,0 +1,53 @@
+"""What was captured and what happened since, as plain values."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ScopeReport:
+    """One scope.
+
+    kernels: kernels in its graphs (ops on the CPU recorder); None if they could not be counted.
+    static_bytes: inputs, outputs and gradients that its graphs read and write in place.
+    boundary_bytes: the part of them that is handed to the eager rest.
+    eager_calls: reason -> number of calls that ran eagerly.
+    interrupted: why the graph ends before the scope's module does, or None.
+    """
+
+    name: str
+    forward_graphs: int
+    backward_graphs: int
+    kernels: int | None
+    static_bytes: int
+    boundary_bytes: int
+    replayed: int
+    eager_calls: dict[str, int]
+    interrupted: str | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """All scopes of a ``Graphs``.
+
+    captured: recordings (a forward and a backward graph each); replayed: their forwards replayed.
+    pool_bytes: device memory held by the graphs' pools; 0 on the CPU, which has none.
+    abandoned: forwards that were replayed and whose backward never came.
+    """
+
+    backend: str
+    state: str
+    scopes: tuple[ScopeReport, ...]
+    captured: int
+    replayed: int
+    eager_calls: dict[str, int]
+    static_bytes: int
+    pool_bytes: int
+    abandoned: int
+    capture_seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)

@@ -1,0 +1,99 @@
+"""One capture session: everything is captured, or everything is as it was before."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import traceback
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from moe_graphs.capture.backends.base import Backend
+from moe_graphs.capture.backends.host_sync import HostSyncCheck, source_line
+from moe_graphs.capture.errors import CaptureError
+from moe_graphs.capture.module_state import ModuleState
+from moe_graphs.capture.plan import Plan
+from moe_graphs.capture.recording import ObservedCall, Recording
+from moe_graphs.capture.replay import Slot
+from moe_graphs.capture.rng import preserved_rng
+
+
+def capture_slot(
+    model: nn.Module, backend: Backend, plan: Plan, observed: Sequence[ObservedCall]
+) -> Slot:
+    """Captures the planned calls: all forwards, then all backwards in reverse, in one pool.
+
+    Parameters, their ``.grad``, buffers, random states and optimizers are left as they were.
+
+    Raises:
+        CaptureError: naming scope, operation and source line. Nothing of the session remains.
+    """
+    recordings: dict[int, Recording] = {}
+    pool = backend.new_pool()
+    try:
+        with _undisturbed(model, backend.device), backend.session():
+            for position, number in enumerate(plan.calls):
+                recordings[number] = _prepare(observed[number], position, backend)
+            for number, recording in recordings.items():
+                with _explained(recording, "forward"):
+                    recording.allocate_inputs({n: r for n, r in recordings.items() if n < number})
+                    if backend.rehearses:
+                        with HostSyncCheck(backend.device):
+                            recording.rehearse()
+                    recording.record_forward(backend, pool)
+            buffers: dict = {}
+            for recording in reversed(recordings.values()):
+                with _explained(recording, "backward"):
+                    recording.record_backward(backend, pool, buffers)
+    except BaseException:
+        for recording in recordings.values():
+            recording.release()
+        backend.release()
+        raise
+    return Slot(list(recordings.values()), pool)
+
+
+def _prepare(observed: ObservedCall, position: int, backend: Backend) -> Recording:
+    state = ModuleState(observed.scope.name, observed.scope.module)
+    state.check_capturable()
+    return Recording(position, observed, state, backend.device)
+
+
+@contextlib.contextmanager
+def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Whatever happens inside: buffers, random states and garbage collection stay as they are."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()  # a graph that is collected during a capture invalidates it
+    try:
+        with preserved_rng(device):
+            yield
+    finally:
+        if collecting:
+            gc.enable()
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+@contextlib.contextmanager
+def _explained(recording: Recording, direction: str) -> Iterator[None]:
+    """Turns whatever goes wrong into a ``CaptureError`` that says where."""
+    where = f"scope {recording.scope.name!r}: capture of its {direction} failed"
+    try:
+        yield
+    except CaptureError as error:
+        raise CaptureError(f"{where}: {error}; the model is eager again") from error
+    except Exception as error:
+        line = source_line(traceback.extract_tb(error.__traceback__))
+        memory = ""
+        if isinstance(error, torch.OutOfMemoryError):
+            free, total = torch.cuda.mem_get_info(recording.device)
+            memory = f" ({free / 2**20:.0f} of {total / 2**20:.0f} MiB free)"
+        raise CaptureError(
+            f"{where} with {type(error).__name__}{memory}: {error}; at {line}; "
+            f"the model is eager again"
+        ) from error

@@ -1,0 +1,207 @@
+"""What to capture, and the one table that says which choices are legal and why."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+IMPLS = ("none", "local", "transformer_engine", "full_iteration")
+ON_MISMATCH = ("eager", "error")
+
+# A scope name stands for these stages of a layer. `full` stands for all the stages a layer has.
+SCOPE_STAGES: Mapping[str, tuple[str, ...]] = {
+    "attn": ("attn",),
+    "mlp": ("mlp",),
+    "moe": ("moe_router", "moe_preprocess", "moe_experts"),
+    "moe_router": ("moe_router",),
+    "moe_preprocess": ("moe_preprocess",),
+    "full": (),
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a rule looks at. ``stages`` (stage name -> why it cannot be captured, or None) is what
+    the model offers, and None as long as no model is at hand."""
+
+    impl: str
+    scopes: tuple[str, ...]
+    stages: Mapping[str, str | None] | None = None
+
+    def names(self) -> list[str]:
+        return [scope for scope in self.scopes if not is_pattern(scope)]
+
+    def wanted_stages(self) -> list[str]:
+        if "full" in self.scopes:
+            return list(self.stages or ())
+        return [stage for name in self.names() for stage in SCOPE_STAGES.get(name, ())]
+
+
+def is_pattern(scope: str) -> bool:
+    """Patterns and dotted names select submodules; anything else must be a scope name."""
+    return any(character in scope for character in "*?[.")
+
+
+def _unknown(choice: Choice) -> str | None:
+    for name in choice.names():
+        if name not in SCOPE_STAGES:
+            close = difflib.get_close_matches(name.lower(), SCOPE_STAGES, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            return (
+                f"unknown scope {name!r}: {hint}scopes are {', '.join(SCOPE_STAGES)}; "
+                f"a submodule is selected by a pattern on its name, such as '*.{name}'"
+            )
+    return None
+
+
+def _duplicate(choice: Choice) -> str | None:
+    repeated = sorted({s for s in choice.scopes if choice.scopes.count(s) > 1})
+    return f"scope {repeated[0]!r} is listed twice: list it once" if repeated else None
+
+
+def _impl_none(choice: Choice) -> str | None:
+    if choice.impl == "none" and choice.scopes:
+        return f"impl='none' captures nothing, but scopes={choice.scopes}: drop one of the two"
+    return None
+
+
+def _nothing_chosen(choice: Choice) -> str | None:
+    if choice.impl == "local" and not choice.scopes:
+        return "impl='local' with an empty scope list captures nothing: name scopes or impl='none'"
+    return None
+
+
+def _full_is_alone(choice: Choice) -> str | None:
+    if "full" in choice.scopes and len(choice.scopes) > 1:
+        return f"'full' is the whole layer and stands alone, got {choice.scopes}: drop the others"
+    return None
+
+
+def _moe_excludes_its_parts(choice: Choice) -> str | None:
+    parts = [s for s in ("moe_router", "moe_preprocess") if s in choice.scopes]
+    if "moe" in choice.scopes and parts:
+        return (
+            f"'moe' already contains {' and '.join(map(repr, parts))}: drop {' and '.join(parts)}"
+        )
+    return None
+
+
+def _preprocess_needs_router(choice: Choice) -> str | None:
+    if "moe_preprocess" in choice.scopes and "moe_router" not in choice.scopes:
+        return "'moe_preprocess' continues the graph of 'moe_router': add 'moe_router'"
+    return None
+
+
+def _stage_exists(choice: Choice) -> str | None:
+    stages = choice.stages or {}
+    for name in choice.names():
+        missing = [stage for stage in SCOPE_STAGES[name] if stage not in stages]
+        if missing:
+            kind = {"attn": "staged", "mlp": "dense"}.get(name, "MoE")
+            found = ", ".join(stages) or "none"
+            return (
+                f"scope {name!r} needs a {kind} layer, and this model has none (stages found: "
+                f"{found}): drop {name!r}, or select submodules by a pattern such as '*.mlp'"
+            )
+    if "full" in choice.scopes and not stages:
+        return "scope 'full' needs staged layers, and this model has none: use a pattern"
+    return None
+
+
+def _stage_can_be_captured(choice: Choice) -> str | None:
+    for stage in choice.wanted_stages():
+        reason = (choice.stages or {}).get(stage)
+        if reason:
+            return (
+                f"scopes {choice.scopes} contain stage {stage!r}, which synchronises with the "
+                f"host ({reason}): use 'moe_router,moe_preprocess' instead, or a dispatcher "
+                f"without host sync ('local', 'padded')"
+            )
+    return None
+
+
+# The first broken rule is the one reported. Rules of MODEL_RULES need to know the model.
+CONFIG_RULES: tuple[Callable[[Choice], str | None], ...] = (
+    _unknown,
+    _duplicate,
+    _impl_none,
+    _nothing_chosen,
+    _full_is_alone,
+    _moe_excludes_its_parts,
+    _preprocess_needs_router,
+)
+MODEL_RULES: tuple[Callable[[Choice], str | None], ...] = (_stage_exists, _stage_can_be_captured)
+
+
+def check(choice: Choice) -> None:
+    """Raises ``ValueError`` with the first rule that the choice breaks."""
+    rules = CONFIG_RULES if choice.stages is None else CONFIG_RULES + MODEL_RULES
+    for rule in rules:
+        message = rule(choice)
+        if message:
+            raise ValueError(message)
+
+
+@dataclass(frozen=True)
+class GraphConfig:
+    """What ``moe_graphs.graph`` captures.
+
+    scopes: names (attn, mlp, moe, moe_router, moe_preprocess, full) and patterns on submodule
+        names (``"*.self_attn"``), as a sequence or comma-separated. Default: attn.
+    impl: "local" captures scopes, "none" nothing.
+    warmup_steps: eager steps that are observed before the capture.
+    on_mismatch: a call that differs from what was captured runs eagerly and is counted ("eager"),
+        or raises ``GraphError`` ("error").
+
+    Raises:
+        ValueError: for a combination that is not legal; the message says what to change.
+    """
+
+    scopes: Sequence[str] | str | None = None
+    impl: str = "local"
+    warmup_steps: int = 3
+    on_mismatch: str = "eager"
+
+    def __post_init__(self) -> None:
+        if self.impl not in IMPLS:
+            raise ValueError(f"impl={self.impl!r}: accepted are {', '.join(IMPLS)}")
+        if self.impl in ("transformer_engine", "full_iteration"):
+            raise ValueError(
+                f"impl={self.impl!r} is not available in this version: "
+                f"impl='local' takes the same scopes and needs no other package"
+            )
+        if self.on_mismatch not in ON_MISMATCH:
+            raise ValueError(f"on_mismatch={self.on_mismatch!r}: accepted are 'eager', 'error'")
+        if self.warmup_steps < 1:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps}: at least 1, since the calls to capture are "
+                f"observed in these steps"
+            )
+        object.__setattr__(self, "scopes", _normalised(self.scopes, self.impl))
+        check(Choice(self.impl, self.scopes))
+
+    @classmethod
+    def from_megatron(
+        cls,
+        cuda_graph_impl: str = "local",
+        cuda_graph_scope: Sequence[str] | str | None = None,
+        cuda_graph_modules: Sequence[str] | str | None = None,
+        cuda_graph_warmup_steps: int = 3,
+        **options,
+    ) -> GraphConfig:
+        """The same from Megatron-LM's flags; as there, no scope at all means the whole layer."""
+        if cuda_graph_scope and cuda_graph_modules:
+            raise ValueError("cuda_graph_scope is the older name of cuda_graph_modules: set one")
+        scopes = cuda_graph_modules or cuda_graph_scope
+        if not scopes and cuda_graph_impl != "none":
+            scopes = "full"
+        return cls(scopes, cuda_graph_impl, cuda_graph_warmup_steps, **options)
+
+
+def _normalised(scopes: Sequence[str] | str | None, impl: str) -> tuple[str, ...]:
+    if scopes is None:
+        return ("attn",) if impl == "local" else ()
+    if isinstance(scopes, str):
+        scopes = scopes.split(",")
+    return tuple(scope.strip() for scope in scopes if scope.strip())

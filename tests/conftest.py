@@ -1,0 +1,21 @@
+"""One thread per test process, and plain words for what a machine without GPUs leaves out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Tests run side by side (pytest -n auto), and are small: threads only get in each other's way.
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item in items:
+        wanted = 2 if item.get_closest_marker("multigpu") else 0
+        wanted = max(wanted, 1 if item.get_closest_marker("gpu") else 0)
+        if found < wanted:
+            reason = f"waits for {wanted} CUDA GPU{'s' if wanted > 1 else ''}, found {found}"
+            item.add_marker(pytest.mark.skip(reason=reason))
