@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_graphs.kernels import reference
+from moe_graphs.kernels.availability import has_kernel
 from moe_graphs.kernels.reference import accumulation_dtype
 
 
@@ -34,11 +35,19 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_R2F):
         ctx.save_for_backward(x_R2F)
+        if has_kernel(x_R2F):
+            from moe_graphs.kernels import swiglu_triton
+
+            return swiglu_triton.forward(x_R2F)
         return reference.swiglu(x_R2F)
 
     @staticmethod
     def backward(ctx, grad_RF):
         (x_R2F,) = ctx.saved_tensors
+        if has_kernel(x_R2F):
+            from moe_graphs.kernels import swiglu_triton
+
+            return swiglu_triton.backward(x_R2F, grad_RF)
         dtype = accumulation_dtype(x_R2F)
         gate_RF, up_RF = x_R2F.chunk(2, dim=-1)
         gate_RF, grad_RF = gate_RF.to(dtype), grad_RF.to(dtype)

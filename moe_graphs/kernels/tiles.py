@@ -91,6 +91,26 @@ def expert_order_kernel(
             tl.store(count_ptr, num_experts)
 
 
+@triton.jit
+def zero_tail_kernel(rows_ptr, offsets_ptr, rows, columns, last, GRID: tl.constexpr):
+    """Zeros the rows past the last end, row by row over the programs. Grid (GRID,)."""
+    lane = tl.arange(0, 1024)
+    for row in range(tl.load(offsets_ptr + last) + tl.program_id(0), rows, GRID):
+        for base in range(0, columns, 1024):
+            at = rows_ptr + row.to(tl.int64) * columns + base + lane
+            zero = tl.zeros((1024,), dtype=rows_ptr.dtype.element_ty)
+            tl.store(at, zero, mask=base + lane < columns)
+
+
+def zero_tail_(rows_RN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+    """Zeros the rows past the last end in place; one short launch when there are none."""
+    rows, columns = rows_RN.shape
+    if rows:
+        last = offsets_E.numel() - 1
+        zero_tail_kernel[(256,)](rows_RN, offsets_E, rows, columns, last, GRID=256)
+    return rows_RN
+
+
 def row_tiles(offsets_E: torch.Tensor, rows: int, block_m: int) -> WorkList:
     """Row tiles of every expert in order, at most `ceil(rows / block_m) + E` of them.
 
