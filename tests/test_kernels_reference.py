@@ -108,9 +108,7 @@ class TestGroupedGemm:
         assert out.dtype == torch.bfloat16
         out.float().sum().backward()
         assert (x32.grad.dtype, w32.grad.dtype) == (torch.float32, torch.float32)
-        torch.testing.assert_close(
-            out.double(), grouped_gemm(x, w, offsets), rtol=0.02, atol=0.05
-        )
+        torch.testing.assert_close(out.double(), grouped_gemm(x, w, offsets), rtol=0.02, atol=0.05)
 
     def test_a_recorder_sees_one_op_each(self):
         x, w, offsets = _operands((3, 0, 2))
@@ -156,9 +154,7 @@ class TestRouteRows:
     @given(data=st.data(), num_experts=st.integers(1, 40), num_tokens=st.integers(0, 50))
     def test_invariants(self, data, num_experts, num_tokens):
         top_k = data.draw(st.integers(1, min(num_experts, 4)))
-        ids = st.lists(
-            st.integers(0, num_experts - 1), min_size=top_k, max_size=top_k, unique=True
-        )
+        ids = st.lists(st.integers(0, num_experts - 1), min_size=top_k, max_size=top_k, unique=True)
         rows = data.draw(st.lists(ids, min_size=num_tokens, max_size=num_tokens))
         experts_TK = torch.tensor(rows, dtype=torch.int64).reshape(num_tokens, top_k)
         order = route_rows(experts_TK, num_experts)

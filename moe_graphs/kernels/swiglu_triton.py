@@ -15,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def _tile(offsets_ptr, rows, F, last, ROWS: tl.constexpr, COLS: tl.constexpr, TAIL: tl.constexpr):
-    """Element numbers of this program's tile in an [R, F] and in an [R, 2F] matrix, and its mask."""
+    """Element numbers of this program's tile in [R, F] and in [R, 2F], and its mask."""
     if TAIL:
         rows = tl.load(offsets_ptr + last)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]

@@ -95,9 +95,10 @@ def expert_order_kernel(
 def zero_tail_kernel(rows_ptr, offsets_ptr, rows, columns, last, GRID: tl.constexpr):
     """Zeros the rows past the last end, row by row over the programs. Grid (GRID,)."""
     lane = tl.arange(0, 1024)
-    for row in range(tl.load(offsets_ptr + last) + tl.program_id(0), rows, GRID):
+    first = (tl.load(offsets_ptr + last) + tl.program_id(0)).to(tl.int64)
+    for row in range(first, rows, GRID):  # 64-bit, as its start is
         for base in range(0, columns, 1024):
-            at = rows_ptr + row.to(tl.int64) * columns + base + lane
+            at = rows_ptr + row * columns + base + lane
             zero = tl.zeros((1024,), dtype=rows_ptr.dtype.element_ty)
             tl.store(at, zero, mask=base + lane < columns)
 
