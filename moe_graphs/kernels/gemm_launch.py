@@ -45,7 +45,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel with its arguments; `compile` builds it for the active target without running."""
+    """One kernel with its arguments, ready to run on the current stream."""
 
     kernel: Any
     grid: int
@@ -54,9 +54,6 @@ class Launch:
 
     def run(self) -> None:
         self.kernel[(self.grid,)](*self.args, **self.options)
-
-    def compile(self) -> Any:
-        return self.kernel.warmup(*self.args, grid=(self.grid,), **self.options)
 
 
 def row_variant(name: str, columns: int) -> Variant:
