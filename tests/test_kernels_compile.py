@@ -12,10 +12,12 @@ import torch
 triton = pytest.importorskip("triton")
 
 from compiled import Compiled, launch_compiler  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from triton.experimental import gluon  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from moe_graphs import kernels  # noqa: E402
 from moe_graphs.kernels import gemm_launch, permute_triton, routing_triton, swiglu_triton, tiles  # noqa: E402  # noqa: E402
 
 SHARED_LIMIT = 232448  # bytes a block may use on Hopper
@@ -131,6 +133,21 @@ def test_elementwise(compiled, dtype):
     for kernel in kernels:
         check(kernel, wgmma=False)
         assert "atom" not in kernel.ptx
+
+
+def test_fake_cuda_tensors_see_static_shapes():
+    """The whole dropless path, traced without launching anything."""
+    with FakeTensorMode():
+        hidden = torch.empty(64, 128, device="cuda", dtype=BF16)
+        weights = torch.empty(64, 4, device="cuda")
+        ids = torch.empty(64, 4, device="cuda", dtype=torch.int64)
+        w1 = torch.empty(8, 128, 192, device="cuda", dtype=BF16)
+        w2 = torch.empty(8, 96, 128, device="cuda", dtype=BF16)
+        order = kernels.route_rows(ids, 8)
+        rows = kernels.grouped_gemm(kernels.permute(hidden, order), w1, order.offsets_E)
+        rows = kernels.grouped_gemm(kernels.swiglu(rows), w2, order.offsets_E)
+        out = kernels.unpermute(rows, order, weights)
+        assert out.shape == hidden.shape
 
 
 @triton.jit
