@@ -36,7 +36,9 @@ def run_distributed(
         RuntimeError: with the tracebacks of the ranks that failed; the others are stopped.
         TimeoutError: some rank neither returned nor failed in time; all are stopped.
     """
-    context = multiprocessing.get_context("spawn")
+    # Forked from a server that has imported torch: a second per run instead of ten.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed"])
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
         processes, pipes = [], []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,9 @@ from moe_graphs.capture.errors import CaptureError
 from moe_graphs.capture.module_state import ModuleState
 from moe_graphs.capture.scopes import Call, Exit, Scope
 from moe_graphs.capture.signature import Mismatch, Signature, TensorSpec
+
+# The stand-in of a parameter during the capture, by id -> the parameter.
+Originals = Mapping[int, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,8 @@ class ObservedCall:
 
 @dataclass(frozen=True)
 class OutputLeaf:
-    """Where a leaf of the outputs comes from at replay: "graph" and "input" give an index,
-    "constant" the value itself."""
+    """Where a leaf of the outputs comes from at replay: "graph" gives an index into the graph's
+    outputs, "input" one into the leaves of the inputs, "constant" the value itself."""
 
     source: str
     value: Any
@@ -65,6 +68,7 @@ class Recording:
     linked: dict[int, Recording] = field(default_factory=dict)
     outputs: list[torch.Tensor] = field(default_factory=list)
     differentiable: list[bool] = field(default_factory=list)
+    passed_through: dict[int, int] = field(default_factory=dict)
     output_leaves: list[OutputLeaf] = field(default_factory=list)
     output_structure: pytree.TreeSpec | None = None
     exit: Exit | None = None
@@ -116,8 +120,9 @@ class Recording:
         """The static tensor behind a leaf of the outputs, if it is handed out as an alias."""
         if leaf >= len(self.output_leaves) or self.output_leaves[leaf].source != "graph":
             return None
-        output = self.outputs[self.output_leaves[leaf].value]
-        return output if output.dim() else None
+        index = self.output_leaves[leaf].value
+        output = self.outputs[index]
+        return output if output.dim() and index not in self.passed_through else None
 
     def rehearse(self) -> None:
         """Runs the call once on the observed values: lazy initialisation happens here."""
@@ -135,7 +140,7 @@ class Recording:
             gradients = [torch.zeros_like(o) for o in outputs]
             torch.autograd.grad(outputs, _reachable_leaves(outputs), gradients, allow_unused=True)
 
-    def record_forward(self, backend: Backend, pool: Any) -> None:
+    def record_forward(self, backend: Backend, pool: Any, originals: Originals) -> None:
         statics = [self.inputs[i] for i in self.tensor_indices]
         versions = [static._version for static in statics]
         hooks = torch.autograd.graph.saved_tensors_hooks(self._note_saved, _unchanged)
@@ -148,23 +153,25 @@ class Recording:
                     f"input {self.signature.leaves[index].name!r} is modified in place, which a "
                     f"replay would do to its own copy only: clone it before modifying it"
                 )
-        self._describe_outputs(outputs)
+        self._describe_outputs(outputs, originals)
 
-    def record_backward(self, backend: Backend, pool: Any, buffers: dict) -> None:
+    def record_backward(
+        self, backend: Backend, pool: Any, originals: Originals, buffers: dict
+    ) -> None:
         """``buffers`` holds the incoming gradients, shared by all recordings of the slot."""
         live = [o for o, needed in zip(self.outputs, self.differentiable, strict=True) if needed]
         if live:
-            self.parameters = self._find_parameters(live)
             wanted = [t for t in self.inputs if _requires_grad(t)]
+            leaves = self._find_parameters(live)
             self.gradient_outputs = _shared_buffers(live, buffers)
             with backend.record(pool) as graphs:
                 gradients = torch.autograd.grad(
-                    live, [*wanted, *self.parameters], self.gradient_outputs, allow_unused=True
+                    live, [*wanted, *leaves], self.gradient_outputs, allow_unused=True
                 )
             (self.backward,) = graphs
             self.gradient_inputs = [_detached(g) for g in gradients[: len(wanted)]]
-            used = list(zip(self.parameters, gradients[len(wanted) :], strict=True))
-            self.parameters = [p for p, g in used if g is not None]
+            used = list(zip(leaves, gradients[len(wanted) :], strict=True))
+            self.parameters = [originals.get(id(p), p) for p, g in used if g is not None]
             self.gradient_parameters = [g.detach() for _, g in used if g is not None]
         # From here on nothing holds the autograd graph: what it saved is free for later captures.
         self.outputs = [output.detach() for output in self.outputs]
@@ -172,10 +179,13 @@ class Recording:
 
     def watch_outputs(self) -> None:
         """After all captures: from now on more references to an output are a user's."""
-        owned = {t.untyped_storage().data_ptr() for t in self._module_tensors()}
+        module = self.scope.module
+        tensors = (*module.parameters(), *module.buffers())
+        owned = {t.untyped_storage().data_ptr() for t in tensors}
         for index, output in enumerate(self.outputs):
             storage = output.untyped_storage()
-            if output.dim() and storage.data_ptr() not in owned:
+            aliased = output.dim() and index not in self.passed_through
+            if aliased and storage.data_ptr() not in owned:
                 self._watched.append((index, storage, 0))
         self._handed = [None] * len(self.outputs)
         for place, (index, storage, _) in enumerate(self._watched):
@@ -203,23 +213,23 @@ class Recording:
         self._saved.add(tensor.data_ptr())
         return tensor
 
-    def _describe_outputs(self, outputs: Any) -> None:
+    def _describe_outputs(self, outputs: Any, originals: Originals) -> None:
         leaves, self.output_structure = pytree.tree_flatten(outputs)
         inputs = {id(self.inputs[i]): i for i in self.tensor_indices}
-        own = {id(t) for t in self._module_tensors()}
         for leaf in leaves:
-            if not isinstance(leaf, torch.Tensor) or id(leaf) in own:
-                self.output_leaves.append(OutputLeaf("constant", leaf))
-            elif id(leaf) in inputs:
+            if not isinstance(leaf, torch.Tensor) or id(leaf) in originals:
+                self.output_leaves.append(OutputLeaf("constant", originals.get(id(leaf), leaf)))
+            elif id(leaf) in inputs and not leaf.requires_grad:
                 self.output_leaves.append(OutputLeaf("input", inputs[id(leaf)]))
             else:
+                if id(leaf) in inputs:
+                    # The caller gets its own tensor back, but its gradient comes through here:
+                    # added up in one place, in the order in which the eager backward adds it up.
+                    place = self.tensor_indices.index(inputs[id(leaf)])
+                    self.passed_through[len(self.outputs)] = place
                 self.output_leaves.append(OutputLeaf("graph", len(self.outputs)))
                 self.outputs.append(leaf)
                 self.differentiable.append(leaf.requires_grad)
-
-    def _module_tensors(self) -> list[torch.Tensor]:
-        module = self.scope.module
-        return [*module.parameters(), *module.buffers()]
 
     def _find_parameters(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Every leaf that the outputs depend on, parameters of other modules included."""
@@ -243,9 +253,12 @@ class Recording:
             if tensor.data_ptr() != static.data_ptr():
                 _dense(static.detach()).copy_(_dense(tensor))
 
-    def hand_out(self) -> list[torch.Tensor]:
-        """The outputs of this replay, as new tensor objects."""
-        return [o.detach() if o.dim() else o.clone() for o in self.outputs]
+    def hand_out(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs of this replay, as new tensor objects; ``tensors`` are its inputs."""
+        outputs = [o.detach() if o.dim() else o.clone() for o in self.outputs]
+        for index, place in self.passed_through.items():
+            outputs[index] = tensors[place]
+        return outputs
 
     def note_handed(self, outputs: Sequence[torch.Tensor]) -> None:
         for index, _, _ in self._watched:

@@ -148,7 +148,7 @@ class Replay(torch.autograd.Function):
         recording.forward.replay()
         recording.replayed += 1
         flight.versions = [output._version for output in recording.saved_outputs]
-        outputs = recording.hand_out()
+        outputs = recording.hand_out(tensors)
         needed = recording.differentiable
         ctx.mark_non_differentiable(*(o for o, n in zip(outputs, needed, strict=True) if not n))
         ctx.set_materialize_grads(False)

@@ -15,7 +15,7 @@ from moe_graphs.capture.backends.host_sync import HostSyncCheck, source_line
 from moe_graphs.capture.errors import CaptureError
 from moe_graphs.capture.module_state import ModuleState
 from moe_graphs.capture.plan import Plan
-from moe_graphs.capture.recording import ObservedCall, Recording
+from moe_graphs.capture.recording import ObservedCall, Originals, Recording
 from moe_graphs.capture.replay import Slot
 from moe_graphs.capture.rng import preserved_rng
 
@@ -30,23 +30,25 @@ def capture_slot(
     Raises:
         CaptureError: naming scope, operation and source line. Nothing of the session remains.
     """
-    recordings: dict[int, Recording] = {}
+    recordings = {n: _prepare(observed[n], place, backend) for place, n in enumerate(plan.calls)}
     pool = backend.new_pool()
     try:
-        with _undisturbed(model, backend.device), backend.session():
-            for position, number in enumerate(plan.calls):
-                recordings[number] = _prepare(observed[number], position, backend)
-            for number, recording in recordings.items():
+        with (
+            _undisturbed(model, backend.device),
+            backend.session(),
+            _stand_in_parameters(model) as originals,
+        ):
+            for recording in recordings.values() if backend.rehearses else ():
+                with _explained(recording, "forward"), HostSyncCheck(backend.device):
+                    recording.rehearse()
+            for recording in recordings.values():
                 with _explained(recording, "forward"):
-                    recording.allocate_inputs({n: r for n, r in recordings.items() if n < number})
-                    if backend.rehearses:
-                        with HostSyncCheck(backend.device):
-                            recording.rehearse()
-                    recording.record_forward(backend, pool)
+                    recording.allocate_inputs(recordings)
+                    recording.record_forward(backend, pool, originals)
             buffers: dict = {}
             for recording in reversed(recordings.values()):
                 with _explained(recording, "backward"):
-                    recording.record_backward(backend, pool, buffers)
+                    recording.record_backward(backend, pool, originals, buffers)
     except BaseException:
         for recording in recordings.values():
             recording.release()
@@ -77,6 +79,30 @@ def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
+
+
+@contextlib.contextmanager
+def _stand_in_parameters(model: nn.Module) -> Iterator[Originals]:
+    """Within this context every module holds a stand-in on the same memory for each parameter.
+
+    A parameter's gradient accumulator belongs to the stream on which it was first used. As long as
+    the caller keeps a loss of an eager step, that is the caller's stream, and capturing a backward
+    into it would make that stream wait for the capture, which CUDA refuses.
+    """
+    places = [
+        (module._parameters, key, parameter)
+        for module in model.modules()
+        for key, parameter in module._parameters.items()
+        if parameter is not None and parameter.requires_grad
+    ]
+    stand_ins = {id(p): nn.Parameter(p.detach()) for _, _, p in places}
+    try:
+        for place, key, parameter in places:
+            place[key] = stand_ins[id(parameter)]
+        yield {id(stand_ins[id(p)]): p for _, _, p in places}
+    finally:
+        for place, key, parameter in places:
+            place[key] = parameter
 
 
 @contextlib.contextmanager

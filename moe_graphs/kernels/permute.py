@@ -75,9 +75,9 @@ class _Unpermute(torch.autograd.Function):
         elif ctx.needs_input_grad[0]:
             token_R = _token_of(order_R, weights_TK.shape[1])
             grad_rows = _gather(grad_TD, token_R, order_R, ctx.has_gaps)
-            # In place: the product is taken in fp32 and rounded once, without an fp32 [R, D].
-            weights_R = weights_TK.reshape(-1).index_select(0, order_R.clamp(min=0))
-            grad_rows.mul_(weights_R.unsqueeze(1))
+            # In place, the product is taken in fp32 and rounded once, without an fp32 [R, D].
+            weights_R1 = _gather(weights_TK.reshape(-1, 1), order_R, order_R, ctx.has_gaps)
+            grad_rows.mul_(weights_R1)
         if ctx.needs_input_grad[1]:
             inverse_TK = inverse_R.view_as(weights_TK)
             grad_weights = _gather_dot(rows_RD, grad_TD, inverse_TK, ctx.has_gaps)
@@ -112,11 +112,9 @@ def _gather_sum(
         return permute_triton.collect(rows_RD, inverse_TK, weights_TK)
     if weights_TK is None and inverse_TK.shape[1] == 1:
         return _gather(rows_RD, inverse_TK[:, 0], inverse_TK[:, 0], has_gaps)
-    num_tokens, top_k = inverse_TK.shape
     dtype = accumulation_dtype(rows_RD)
-    total_TD = rows_RD.new_zeros(num_tokens, rows_RD.shape[1], dtype=dtype)
-    for k in range(top_k):
-        index_T = inverse_TK[:, k]
+    total_TD = rows_RD.new_zeros(inverse_TK.shape[0], rows_RD.shape[1], dtype=dtype)
+    for k, index_T in enumerate(inverse_TK.t().contiguous()):
         rows_TD = _gather(rows_RD, index_T, index_T, has_gaps)
         if weights_TK is None:
             total_TD.add_(rows_TD)
@@ -133,7 +131,7 @@ def _gather_dot(rows_RD: Tensor, grad_TD: Tensor, inverse_TK: Tensor, has_gaps: 
         return permute_triton.dot(rows_RD, inverse_TK, grad_TD, torch.float32)
     grad_TD = grad_TD.to(accumulation_dtype(grad_TD))
     dots = []
-    for index_T in inverse_TK.unbind(1):
+    for index_T in inverse_TK.t().contiguous():
         rows_TD = _gather(rows_RD, index_T, index_T, has_gaps)
         dots.append((grad_TD * rows_TD).sum(1))
     return torch.stack(dots, 1)

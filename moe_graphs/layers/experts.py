@@ -14,6 +14,8 @@ from moe_graphs.kernels import grouped_gemm, swiglu
 class GroupedExperts(nn.Module):
     """The SwiGLU experts of one rank, as two stacked weights.
 
+    They are experts ``first_expert`` and following of ``num_experts`` (default: all of them).
+
     Attributes:
         w1: ``[e, D, 2F]``, gate and up side by side: rows are multiplied from the left.
         w2: ``[e, F, D]``.
@@ -25,6 +27,8 @@ class GroupedExperts(nn.Module):
         hidden_size: int,
         ffn_hidden_size: int,
         *,
+        first_expert: int = 0,
+        num_experts: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -33,23 +37,25 @@ class GroupedExperts(nn.Module):
         shape2 = (num_local_experts, ffn_hidden_size, hidden_size)
         self.w1 = nn.Parameter(torch.empty(shape1, device=device, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(shape2, device=device, dtype=dtype))
-        self.init_weights(range(num_local_experts), num_local_experts)
+        self.local_experts = range(first_expert, first_expert + num_local_experts)
+        self.num_experts = num_local_experts if num_experts is None else num_experts
+        self.init_weights()
 
     @torch.no_grad()
-    def init_weights(
-        self, local_experts: range, num_experts: int, std: float = 0.02, out_std: float = 0.02
-    ) -> None:
+    def init_weights(self, std: float = 0.02, out_std: float = 0.02) -> None:
         """Draws the weights of all experts in turn and keeps the local ones.
 
         So ranks that draw from one seed hold different experts, and together exactly those that
         a single rank would hold. Costs one expert's memory.
         """
         for weight, scale in ((self.w1, std), (self.w2, out_std)):
+            if weight.is_meta:
+                continue  # nothing to fill, and thousands of experts take their time
             scratch = torch.empty_like(weight[0])
-            for expert in range(num_experts):
+            for expert in range(self.num_experts):
                 scratch.normal_(std=scale)
-                if expert in local_experts:
-                    weight[expert - local_experts.start].copy_(scratch)
+                if expert in self.local_experts:
+                    weight[expert - self.local_experts.start].copy_(scratch)
 
     def forward(self, rows_RD: Tensor, offsets_e: Tensor) -> Tensor:
         """``[R, D]`` to ``[R, D]``. The last offset is R: every dispatcher sees to that."""

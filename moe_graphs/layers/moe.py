@@ -79,7 +79,14 @@ class MoELayer(Staged):
         self.dispatcher = LocalDispatcher() if dispatcher is None else dispatcher
         local = self.dispatcher.local_experts(config.num_experts)
         self.router = TopKRouter(config, hidden_size, **factory)
-        self.experts = GroupedExperts(len(local), hidden_size, config.ffn_hidden_size, **factory)
+        self.experts = GroupedExperts(
+            len(local),
+            hidden_size,
+            config.ffn_hidden_size,
+            first_expert=local.start,
+            num_experts=config.num_experts,
+            **factory,
+        )
         self.shared_expert: SwiGLU | None = None
         self.shared_gate: nn.Linear | None = None
         if config.shared_ffn_hidden_size:
@@ -91,8 +98,14 @@ class MoELayer(Staged):
         return (
             Stage("moe_router", lambda entered: self.route(entered.hidden)),
             Stage("moe_preprocess", self.preprocess),
-            Stage("moe_experts", self.run_experts),
+            Stage("moe_experts", self.run_experts, self.dynamic),
         )
+
+    @property
+    def dynamic(self) -> str | None:
+        """Why ``run_experts`` cannot be captured, or None."""
+        dispatcher = self.dispatcher
+        return f"dispatcher {dispatcher.name!r}" if dispatcher.host_sync else None
 
     def forward(self, hidden: Tensor) -> MoEOutput:
         return self.run_stages(MoEInput(hidden))
@@ -126,8 +139,7 @@ class MoELayer(Staged):
     def init_weights(self, std: float = 0.02, out_std: float = 0.02) -> None:
         """Normal weights; ``out_std`` for projections back into the residual stream."""
         self.router.init_weights(std)
-        local = self.dispatcher.local_experts(self.config.num_experts)
-        self.experts.init_weights(local, self.config.num_experts, std, out_std)
+        self.experts.init_weights(std, out_std)
         if self.shared_expert is not None:
             nn.init.normal_(self.shared_expert.w1.weight, std=std)
             nn.init.normal_(self.shared_expert.w2.weight, std=out_std)

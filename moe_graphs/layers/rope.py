@@ -57,7 +57,27 @@ class RotaryEmbedding(nn.Module):
                 f"sequence length {length} is above max_sequence_length "
                 f"({self.max_sequence_length}): raise it in the configuration"
             )
-        cos_SQ, sin_SQ = self.cos_SQ[:length, None], self.sin_SQ[:length, None]
-        first, second = x_BSHQ.chunk(2, dim=-1)
-        rotated = (first * cos_SQ - second * sin_SQ, second * cos_SQ + first * sin_SQ)
-        return torch.cat(rotated, dim=-1).to(x_BSHQ.dtype)
+        return _Rotate.apply(x_BSHQ, self.cos_SQ[:length, None], self.sin_SQ[:length, None])
+
+
+class _Rotate(torch.autograd.Function):
+    """The gradient of a rotation is the rotation back: nothing but the tables is kept."""
+
+    @staticmethod
+    def forward(ctx, x_BSHQ, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x_BSHQ, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx, grad_BSHQ):
+        return _rotate(grad_BSHQ, *ctx.saved_tensors, -1), None, None
+
+
+def _rotate(x_BSHQ: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    """Rotates each pair (i, i + Q/2): in fp32, since the tables are, and rounded once."""
+    rotated_BSHQ = torch.empty_like(x_BSHQ)
+    first, second = x_BSHQ.chunk(2, dim=-1)
+    rotated_first, rotated_second = rotated_BSHQ.chunk(2, dim=-1)
+    rotated_first.copy_((first * cos).addcmul_(second, sin, value=-direction))
+    rotated_second.copy_((second * cos).addcmul_(first, sin, value=direction))
+    return rotated_BSHQ

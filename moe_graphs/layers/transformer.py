@@ -96,7 +96,7 @@ class TransformerLayer(Staged):
             Stage("attn", self.attend),
             Stage("moe_router", self.route),
             Stage("moe_preprocess", self.preprocess),
-            Stage("moe_experts", self.run_experts),
+            Stage("moe_experts", self.run_experts, self.moe.dynamic),
         )
 
     def forward(self, hidden_BSD: Tensor) -> LayerOutput:

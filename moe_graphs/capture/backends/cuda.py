@@ -8,6 +8,7 @@ stream for all captures, and every exit is in a ``finally``.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,14 +68,32 @@ class CudaGraphs(Backend):
         try:
             yield graphs
         except BaseException:
-            # Ending a capture that was invalidated raises, too; the first error is the story.
-            with contextlib.suppress(RuntimeError):
-                graph.capture_end()
-            graph.reset()
+            self._abort(graph, pool)
             raise
         graph.capture_end()
         graph.instantiate()
         graphs.append(CudaGraph(graph))
+
+    def _abort(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+        """Ends a capture that failed, also one that CUDA has invalidated.
+
+        ``capture_end`` raises for the latter, before it tells the allocator and the random number
+        generator that the capture is over (torch 2.11): the first is told here, the second by
+        an empty capture that succeeds.
+        """
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            index = self.device.index or 0
+            torch._C._cuda_endAllocateToPool(index, pool)
+            torch._C._cuda_releasePool(index, pool)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # "The CUDA Graph is empty"
+                empty = torch.cuda.CUDAGraph()
+                empty.capture_begin(capture_error_mode="thread_local")
+                empty.capture_end()
+                empty.reset()
+        graph.reset()
 
     def pool_bytes(self, pool: Any) -> int:
         return sum(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import traceback
 from typing import Any
@@ -25,8 +26,9 @@ def source_line(summary: traceback.StackSummary) -> str:
     """The innermost frame that belongs neither to torch nor to the engine: where the user is."""
     torch_folder = str(pathlib.Path(torch.__file__).parent)
     engine_folder = str(pathlib.Path(__file__).parents[1])
+    not_the_user = (torch_folder, engine_folder, contextlib.__file__, "<")
     for frame in reversed(summary):
-        if not frame.filename.startswith((torch_folder, engine_folder, "<")):
+        if not frame.filename.startswith(not_the_user):
             return f"{frame.filename}:{frame.lineno}: {frame.line}"
     return "unknown source line"
 

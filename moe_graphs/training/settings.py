@@ -1,0 +1,69 @@
+"""What a training run is made of, as values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """One run of the training loop.
+
+    Attributes:
+        batch_size: sequences in one optimizer step, all microbatches together.
+        learning_rate: the peak, reached after ``warmup_steps`` and followed by a cosine down to
+            a tenth of it (``final_fraction``) at step ``steps``.
+    """
+
+    steps: int
+    batch_size: int
+    sequence_length: int
+    learning_rate: float
+    microbatches: int = 1
+    warmup_steps: int = 20
+    final_fraction: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "sequence_length", "microbatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} must be at least 1")
+        if self.batch_size % self.microbatches:
+            raise ValueError(
+                f"microbatches: {self.microbatches} does not divide the batch of "
+                f"{self.batch_size} sequences: choose a divisor"
+            )
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.sequence_length
+
+    def learning_rate_at(self, step: int) -> float:
+        """Linear warm-up, then a cosine: a function of the step, so there is no state to save."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / (self.warmup_steps + 1)
+        span = max(1, self.steps - self.warmup_steps)
+        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, (step - self.warmup_steps) / span)))
+        return self.learning_rate * (self.final_fraction + (1 - self.final_fraction) * cosine)
+
+
+def build_optimizer(model: torch.nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
+    """AdamW with weight decay on matrices only, fused."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        fused=True,
+    )

@@ -1,0 +1,302 @@
+"""The loop: what a step depends on, what a checkpoint holds, what graphs may not change."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moe_graphs.config import GraphConfig
+from moe_graphs.layers import MoEConfig, TransformerConfig
+from moe_graphs.training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from moe_graphs.training.compare import compare
+from moe_graphs.training.data import Corpus, HeldOut
+from moe_graphs.training.metrics import compressed_bits_per_byte
+from moe_graphs.training.picture import draw_losses
+from moe_graphs.training.presets import Preset, presets
+from moe_graphs.training.run import (
+    Progress,
+    RunOptions,
+    build_batches,
+    build_trainer,
+    run,
+    with_graphs,
+)
+from moe_graphs.training.settings import TrainSettings
+from moe_graphs.training.trainer import Trainer
+
+SCOPES = "attn,moe_router,moe_preprocess"
+QUIET = Progress(line=lambda line: None, note=lambda note: None)
+
+
+def small_preset(**settings) -> Preset:
+    moe = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=16, aux_loss_coef=0.01)
+    model = TransformerConfig(
+        hidden_size=16,
+        num_layers=2,
+        num_heads=2,
+        ffn_hidden_size=32,
+        vocab_size=256,
+        max_sequence_length=32,
+        hidden_dropout=0.1,
+        moe=dataclasses.replace(moe, input_jitter=0.01, expert_bias=True),
+        moe_layers=(False, True),
+    )
+    defaults = {"steps": 8, "batch_size": 4, "sequence_length": 32, "learning_rate": 1e-2}
+    training = TrainSettings(**{**defaults, "warmup_steps": 2, **settings})
+    return Preset(model, training, log_every=4, evaluate_every=4)
+
+
+def small_corpus() -> Corpus:
+    train = tuple(b"def function_%d(x):\n    return x + %d\n" % (n, n) * 4 for n in range(60))
+    return Corpus("a test", train, (b"def function_7(y):\n    return y - 7\n" * 6,))
+
+
+def options(graphed: bool = False, **changes) -> RunOptions:
+    settings = {name: changes.pop(name) for name in ("steps", "microbatches") if name in changes}
+    return RunOptions(
+        preset=small_preset(**settings),
+        device=torch.device("cpu"),
+        graph_config=GraphConfig(SCOPES) if graphed else None,
+        **changes,
+    )
+
+
+def fresh_trainer(given: RunOptions) -> Trainer:
+    return build_trainer(given, build_batches(given, small_corpus()))
+
+
+def advance(trainer: Trainer, until: int) -> None:
+    while trainer.step < until:
+        trainer.train_step()
+
+
+def assert_same(left: Trainer, right: Trainer) -> None:
+    assert torch.equal(left.history.loss, right.history.loss)
+    assert torch.equal(left.history.grad_norm, right.history.grad_norm)
+    states = left.model.state_dict(), right.model.state_dict()
+    assert states[0].keys() == states[1].keys()
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name]), name
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_graphed_run_is_the_eager_run(microbatches):
+    eager, graphed = (
+        options(graphed=flag, steps=8, microbatches=microbatches) for flag in (False, True)
+    )
+    # One after the other: both draw from the CPU's only generator.
+    trainers = []
+    for given in (eager, graphed):
+        trainer = fresh_trainer(given)
+        with with_graphs(trainer, given.graph_config):
+            advance(trainer, 8)
+            report = trainer.graphs.report() if trainer.graphs else None
+        trainers.append(trainer)
+    assert report.captured > 0
+    assert report.replayed == report.captured * 5 * microbatches
+    assert_same(*trainers)
+    assert trainers[0].history.loss[-1] < trainers[0].history.loss[0]
+
+
+@pytest.mark.parametrize(("before", "after"), [(False, False), (True, True), (False, True)])
+def test_a_resumed_run_is_the_uninterrupted_run(tmp_path, before, after):
+    whole = fresh_trainer(options(before))
+    with with_graphs(whole, options(before).graph_config):
+        advance(whole, 8)
+    first = fresh_trainer(options(before))
+    with with_graphs(first, options(before).graph_config):
+        advance(first, 4)
+        path = save_checkpoint(tmp_path, first)
+    torch.manual_seed(1234)
+    second = fresh_trainer(options(after))
+    torch.rand(17)
+    assert load_checkpoint(path, second) == []
+    with with_graphs(second, options(after).graph_config):
+        advance(second, 8)
+    assert_same(whole, second)
+
+
+def test_graphs_leave_no_trace_in_a_checkpoint(tmp_path):
+    contents = []
+    for graphed in (False, True):
+        trainer = fresh_trainer(options(graphed))
+        with with_graphs(trainer, options(graphed).graph_config):
+            advance(trainer, 6)
+            path = save_checkpoint(tmp_path / str(graphed), trainer)
+        contents.append((load_file(path / "model.safetensors"), torch.load(path / "training.pt")))
+    (eager_model, eager_state), (graphed_model, graphed_state) = contents
+    assert eager_model.keys() == graphed_model.keys()
+    assert all(torch.equal(eager_model[name], graphed_model[name]) for name in eager_model)
+    assert eager_state.keys() == graphed_state.keys()
+    eager_optimizer, graphed_optimizer = eager_state["optimizer"], graphed_state["optimizer"]
+    assert eager_optimizer["param_groups"] == graphed_optimizer["param_groups"]
+    for index, values in eager_optimizer["state"].items():
+        for name, value in values.items():
+            assert torch.equal(value, graphed_optimizer["state"][index][name])
+
+
+def test_only_the_last_checkpoints_are_kept_and_the_latest_is_found(tmp_path):
+    trainer = fresh_trainer(options())
+    for step in (1, 2, 3):
+        advance(trainer, step)
+        save_checkpoint(tmp_path, trainer, keep=2)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step_000002", "step_000003"]
+    assert find_checkpoint(tmp_path).name == "step_000003"
+    assert find_checkpoint(tmp_path / "checkpoints" / "step_000002").name == "step_000002"
+    with pytest.raises(ValueError, match="no checkpoint at"):
+        find_checkpoint(tmp_path / "elsewhere")
+
+
+def test_resuming_with_another_setting_says_so_and_with_another_model_fails(tmp_path):
+    trainer = fresh_trainer(options())
+    advance(trainer, 2)
+    path = save_checkpoint(tmp_path, trainer)
+    longer = fresh_trainer(options(steps=12))
+    assert load_checkpoint(path, longer) == ["steps: 8 in the checkpoint, 12 now"]
+    given = options()
+    wider = dataclasses.replace(given.preset.model, hidden_size=32)
+    other = dataclasses.replace(given, preset=dataclasses.replace(given.preset, model=wider))
+    with pytest.raises(ValueError, match="holds another model"):
+        load_checkpoint(path, fresh_trainer(other))
+    with pytest.raises(ValueError, match="beyond the 1 steps"):
+        load_checkpoint(path, fresh_trainer(options(steps=1)))
+
+
+def test_microbatches_divide_the_gradient_not_the_result():
+    whole, halves = fresh_trainer(options()), fresh_trainer(options(microbatches=2))
+    tokens = whole.batches.batch(0).long()
+    norms = []
+    for trainer in (whole, halves):
+        # Without what differs by intent: dropout and jitter draw per call, balance per microbatch.
+        trainer.model.eval()
+        trainer._forward_backward(tokens)
+        norms.append([p.grad for name, p in trainer.model.named_parameters() if "head" in name])
+    for left, right in zip(*norms, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match="microbatches: 3 does not divide"):
+        options(microbatches=3)
+
+
+def test_the_learning_rate_rises_and_falls():
+    settings = TrainSettings(
+        steps=100, batch_size=1, sequence_length=1, learning_rate=1.0, warmup_steps=10
+    )
+    rates = [settings.learning_rate_at(step) for step in range(101)]
+    assert rates[0] == pytest.approx(1 / 11)
+    assert max(rates) == rates[10] == 1.0
+    assert rates[100] == pytest.approx(0.1)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+def test_the_log_line_is_the_fields_and_reads_the_run(tmp_path):
+    trainer = fresh_trainer(options(dispatcher="padded"))
+    advance(trainer, 3)
+    line = trainer.log_line()
+    assert line.step == 3
+    assert line.loss == trainer.history.loss[2].item()
+    assert line.tokens_per_second > 0
+    assert line.mfu is None
+    assert line.dropped == trainer.history.dropped[:3].sum().item()
+    text = str(line)
+    for field in ("step:", "loss:", "grad_norm:", "memory:", "tps:", "tflops:", "mfu: -"):
+        assert field in text
+    assert f"dropped: {line.dropped:,}" in text
+    advance(trainer, 4)
+    assert trainer.log_line().dropped == trainer.history.dropped[3].item()
+    local = fresh_trainer(options())
+    advance(local, 1)
+    assert "dropped" not in str(local.log_line())
+
+
+def test_bits_per_byte_of_an_untrained_model_and_of_windows():
+    trainer = fresh_trainer(options())
+    torch.nn.init.zeros_(trainer.model.head.weight)
+    held_out = HeldOut.of(small_corpus().held_out, sequence_length=32, context=16)
+    trainer.model.train()
+    before = torch.get_rng_state()
+    assert trainer.bits_per_byte(held_out) == pytest.approx(8.0)
+    assert trainer.model.training
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_compressors_are_given_the_same_bytes_as_one_stream():
+    content = bytes(range(256)) * 64
+    bits = compressed_bits_per_byte(content)
+    assert list(bits) == ["zlib -9", "bz2 -9", "xz -9e"]
+    assert all(0 < value < 1 for value in bits.values())
+    noise = torch.randint(256, (1 << 14,), dtype=torch.uint8).numpy().tobytes()
+    assert all(7.9 < value < 8.5 for value in compressed_bits_per_byte(noise).values())
+
+
+def test_a_run_leaves_its_results_behind(tmp_path):
+    notes: list[str] = []
+    given = options(graphed=True, out=tmp_path / "run", checkpoint_every=4)
+    summary = run(given, small_corpus(), Progress(line=lambda line: None, note=notes.append))
+    found = {str(path.relative_to(given.out)) for path in given.out.rglob("*") if path.is_file()}
+    assert {"log.jsonl", "summary.json", "checkpoints/step_000008/model.safetensors"} <= found
+    assert len((given.out / "log.jsonl").read_text().splitlines()) == 2
+    assert summary.to_dict()["report"]["captured"] > 0
+    assert math.isfinite(summary.held_out_bits_per_byte)
+    assert any(note.startswith("held out") for note in notes)
+
+
+def test_a_picture_is_drawn_or_its_absence_is_explained(tmp_path, monkeypatch):
+    arguments = {
+        "title": "a test",
+        "train_nats": [float("nan")] + [3.0 / (n + 1) for n in range(40)],
+        "held_out_bits": [(10, 3.0), (40, 2.0)],
+        "compressors": {"zlib -9": 2.0, "xz -9e": 1.5},
+    }
+    pytest.importorskip("matplotlib")
+    assert draw_losses(tmp_path / "a.png", **arguments) is None
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "not installed" in draw_losses(tmp_path / "b.png", **arguments)
+    assert not Path(tmp_path / "b.png").exists()
+
+
+def test_compare_runs_both_from_the_same_seed():
+    result = compare(options(graphed=True, steps=8), small_corpus(), QUIET)
+    assert result.losses_bitwise_equal
+    assert result.grad_norms_bitwise_equal
+    assert result.parameters_bitwise_equal
+    assert result.first_difference is None
+    assert result.report.replayed > 0
+    assert result.eager.timed_steps == result.graphed.timed_steps == 3
+    with pytest.raises(ValueError, match="steps: 5 leaves none"):
+        compare(options(graphed=True, steps=5), small_corpus(), QUIET)
+    with pytest.raises(ValueError, match="nothing to compare"):
+        compare(options(steps=8), small_corpus(), QUIET)
+
+
+def test_a_diverged_run_stops_and_says_so(tmp_path):
+    given = options(out=tmp_path, save=False)
+    training = dataclasses.replace(given.preset.training, learning_rate=float("inf"))
+    given = dataclasses.replace(given, preset=dataclasses.replace(given.preset, training=training))
+    with pytest.raises(RuntimeError, match="training diverged"):
+        run(given, small_corpus(), QUIET)
+
+
+def test_presets_are_what_the_readme_says():
+    sizes = {name: make().model for name, make in presets().items()}
+    assert sizes.keys() == {"tiny", "small"}
+    for preset in (make() for make in presets().values()):
+        assert preset.training.sequence_length <= preset.model.max_sequence_length
+
+
+@pytest.mark.gpu
+def test_a_graphed_run_on_the_gpu_is_the_eager_run():
+    given = dataclasses.replace(
+        options(graphed=True, steps=12, microbatches=2), device=torch.device("cuda")
+    )
+    result = compare(given, small_corpus(), QUIET)
+    assert result.losses_bitwise_equal
+    assert result.parameters_bitwise_equal
+    assert result.report.replayed > 0
