@@ -226,11 +226,11 @@ def check_kind(kind: str) -> None:
     print("CHECK " + json.dumps(verdict | {"seconds": round(time.time() - started, 1)}), flush=True)
 
 
-def run_check(kind: str) -> dict:
+def run_check(kind: str, timeout: float = 75) -> dict:
     """Parent: one kind in its own process, killed when it hangs."""
     command = [sys.executable, __file__, "--kind", kind]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=75)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired as expired:
         seen = (expired.stdout or b"").decode().splitlines()
         return {"kind": kind, "ok": False, "failures": ["killed: hang?", *seen[-1:]]}
