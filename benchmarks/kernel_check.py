@@ -32,9 +32,8 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 
 POISON = 777.0
-KINDS = [
-    f"{op}:{name}" for op in ("rows", "weights") for name in ("split", "pingpong", "tma", "pointer")
-]
+KERNELS = ("split", "pingpong", "tma", "pointer")
+KINDS = [*(f"{op}:{name}" for op in ("rows", "weights") for name in KERNELS), "ops:all"]
 # (routing, rows, experts, K, N, rows past the last end)
 CASES = [
     ("uniform", 6000, 16, 512, 1024, 77),
@@ -203,9 +202,14 @@ def replay_case(op: str, name: str) -> str:
 
 
 def check_kind(kind: str) -> None:
-    """Child process: all cases of one kernel; prints one JSON line per failure and a verdict."""
+    """Child process: all cases of one kernel; prints where it is, and a verdict."""
     op, name = kind.split(":")
     failures, started = [], time.time()
+    if op == "ops":
+        import ops_check
+
+        failures = ops_check.failures()
+        return print_verdict(kind, failures, started)
     half = torch.float16
     for seed, case in enumerate(CASES):
         runs = [(torch.bfloat16, False), (torch.bfloat16, True)]
@@ -222,6 +226,10 @@ def check_kind(kind: str) -> None:
     wrong = replay_case(op, name)
     if wrong:
         failures.append(wrong)
+    print_verdict(kind, failures, started)
+
+
+def print_verdict(kind: str, failures: list[str], started: float) -> None:
     verdict = {"kind": kind, "ok": not failures, "failures": failures[:6]}
     print("CHECK " + json.dumps(verdict | {"seconds": round(time.time() - started, 1)}), flush=True)
 
@@ -437,6 +445,10 @@ def time_child(args: argparse.Namespace) -> None:
         with (out / "done.txt").open("a") as f:
             f.write(key + "\n")
         torch.cuda.empty_cache()
+    if "ops:all" in good:
+        import ops_check
+
+        ops_check.print_times()
 
 
 def read_lines(path: Path) -> list[str]:
@@ -459,7 +471,7 @@ def run_times(args: argparse.Namespace, good: list[str], budget: float) -> list[
                 rows.append(json.loads(line[5:]))
                 print_row(rows[-1])
             else:
-                print(line.rstrip()[:400], flush=True)
+                print(line.rstrip()[:1000], flush=True)
         killer.cancel()
         if child.wait() == 0 or time.time() > until:
             break
