@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from moe_graphs.capture.errors import GraphError
 from moe_graphs.config import GraphConfig
 from moe_graphs.report import capture_table, comparison_table
 from moe_graphs.training import run as training_run
@@ -22,7 +23,7 @@ from moe_graphs.training.checkpoint import find_checkpoint
 from moe_graphs.training.compare import compare
 from moe_graphs.training.data import Corpus, corpus_at, standard_library
 from moe_graphs.training.presets import Preset, presets
-from moe_graphs.training.trainer import LogLine
+from moe_graphs.training.trainer import LogLine, TrainingDiverged
 
 DEFAULT_SCOPES = "attn,moe_router,moe_preprocess"
 
@@ -39,8 +40,6 @@ def build_app() -> typer.Typer:
 
 
 def main() -> None:
-    # cuBLAS reads this when it starts: without it, its kernels may differ from run to run.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     build_app()()
 
 
@@ -83,17 +82,19 @@ def train(
 ) -> None:
     """Trains a byte-level MoE language model on text found on this machine."""
     console = Console(stderr=json_, soft_wrap=True, highlight=False)
-    try:
-        chosen_device = _device(device)
-        chosen = _preset(preset, chosen_device)
-        name, settings = chosen
-        changes = {
-            "steps": steps, "batch_size": batch_size, "microbatches": microbatches,
-            "learning_rate": learning_rate, "seed": seed,
-        }  # fmt: skip
+    changes = {
+        "steps": steps,
+        "batch_size": batch_size,
+        "microbatches": microbatches,
+        "learning_rate": learning_rate,
+        "seed": seed,
+    }
+    with _errors_in_a_line():
+        where = _device(device)
+        name, chosen = _preset(preset, where)
         options = training_run.RunOptions(
-            preset=_with_settings(settings, changes),
-            device=chosen_device,
+            preset=_with_settings(chosen, changes),
+            device=where,
             graph_config=_graph_config(impl, scopes),
             dispatcher=dispatcher,
             out=out or _free_directory(Path("runs"), name),
@@ -103,16 +104,21 @@ def train(
         )
         corpus = corpus_at(data) if data else standard_library()
         _describe(console, options, corpus, name)
-        with training_run.deterministic(deterministic):
-            work = _compare if compare_ else _run
-            document = work(options, corpus, console)
-    except (ValueError, RuntimeError) as error:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(
-            f"error: {error}", style="red", markup=False
-        )
-        raise typer.Exit(1) from error
+        with training_run.deterministic(deterministic and where.type == "cuda"):
+            document = (_compare if compare_ else _run)(options, corpus, console)
     if json_:
-        typer.echo(json.dumps(document))
+        typer.echo(json.dumps(document, allow_nan=False))
+
+
+@contextlib.contextmanager
+def _errors_in_a_line() -> Iterator[None]:
+    """What the user can do something about ends the command without a traceback."""
+    try:
+        yield
+    except (ValueError, GraphError, TrainingDiverged) as error:
+        console = Console(stderr=True, soft_wrap=True, highlight=False)
+        console.print(f"error: {error}", style="red", markup=False)
+        raise typer.Exit(1) from error
 
 
 def _run(options: training_run.RunOptions, corpus: Corpus, console: Console) -> dict[str, Any]:

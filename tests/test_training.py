@@ -28,7 +28,7 @@ from moe_graphs.training.run import (
     with_graphs,
 )
 from moe_graphs.training.settings import TrainSettings
-from moe_graphs.training.trainer import Trainer
+from moe_graphs.training.trainer import Trainer, TrainingDiverged
 
 SCOPES = "attn,moe_router,moe_preprocess"
 QUIET = Progress(line=lambda line: None, note=lambda note: None)
@@ -280,7 +280,7 @@ def test_a_diverged_run_stops_and_says_so(tmp_path):
     given = options(out=tmp_path, save=False)
     training = dataclasses.replace(given.preset.training, learning_rate=float("inf"))
     given = dataclasses.replace(given, preset=dataclasses.replace(given.preset, training=training))
-    with pytest.raises(RuntimeError, match="training diverged"):
+    with pytest.raises(TrainingDiverged, match="training diverged"):
         run(given, small_corpus(), QUIET)
 
 

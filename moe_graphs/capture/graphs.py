@@ -98,15 +98,16 @@ class GraphedScope:
         outputs, exit = self.scope.run(inputs, call, capturing=False)
         return self.scope.leave(outputs, exit, call)
 
-    def _eager_forward(self, module: nn.Module) -> Any:
-        return types.MethodType(type(module).forward, module)
-
     def __deepcopy__(self, memo: dict) -> Any:
-        """A copied model is a plain, eager one: its forward is its class's."""
-        return self._eager_forward(memo[id(self.scope.module)])
+        """A copied or unpickled model is a plain, eager one: its forward is its class's."""
+        return _class_forward(memo[id(self.scope.module)])
 
     def __reduce__(self) -> Any:
-        return types.MethodType, (type(self.scope.module).forward, self.scope.module)
+        return _class_forward, (self.scope.module,)
+
+
+def _class_forward(module: nn.Module) -> Any:
+    return types.MethodType(type(module).forward, module)
 
 
 NOT_OBSERVED = Mismatch("not_observed", "this call was not observed in warm-up: nothing to replay")
@@ -183,6 +184,7 @@ class Graphs:
         observation.clear()
         for recording in slot.recordings:
             recording.watch_outputs()
+            recording.state.freeze()
         self.slot = self._resources.slot = slot
         self.state = "captured"
         self._capture_seconds = time.perf_counter() - started

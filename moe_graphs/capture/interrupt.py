@@ -202,20 +202,23 @@ def resuming(boundary: Boundary) -> Iterator[MoETensorStore]:
 
 
 def _check_resumable(interrupt: CaptureInterrupt) -> None:
-    """Every module forward between the boundary and the root must have added its frame.
+    """Every module forward from the root to the innermost frame must have added a frame.
 
     A plain module in between would be entered from its start again: its work would be done
-    twice, with other dropout masks. Read off the traceback, so it costs nothing elsewhere.
+    twice, with other dropout masks. (Further in, the stage as a whole is entered again.) Read off
+    the traceback, so it costs nothing elsewhere.
     """
-    resumable = {id(frame.module) for frame in interrupt.boundary().frames}
+    resumable = [id(frame.module) for frame in interrupt.boundary().frames]
     traceback = interrupt.__traceback__
     while traceback is not None:
         module = traceback.tb_frame.f_locals.get("self")
-        in_forward = traceback.tb_frame.f_code.co_name == "forward"
-        if in_forward and isinstance(module, nn.Module) and id(module) not in resumable:
-            raise CaptureError(
-                f"capture ended inside {type(module).__name__} ({interrupt.reason}), which cannot "
-                f"be resumed in the middle: derive {type(module).__name__} from "
-                f"moe_graphs.Staged, or choose scopes that do not contain the boundary"
-            ) from interrupt
+        if traceback.tb_frame.f_code.co_name == "forward" and isinstance(module, nn.Module):
+            if id(module) not in resumable:
+                raise CaptureError(
+                    f"capture ended inside {type(module).__name__} ({interrupt.reason}), which "
+                    f"cannot be resumed in the middle: derive {type(module).__name__} from "
+                    f"moe_graphs.Staged, or choose scopes that do not contain the boundary"
+                ) from interrupt
+            if id(module) == resumable[-1]:
+                return
         traceback = traceback.tb_next

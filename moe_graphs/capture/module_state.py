@@ -11,6 +11,8 @@ from torch import nn
 from moe_graphs.capture.errors import CaptureError, GraphError
 from moe_graphs.capture.signature import Mismatch
 
+_PLAIN = (bool, int, float, str, type(None))
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -33,6 +35,7 @@ class ModuleState:
         self._scope = scope
         self._modules = [(name, m, m.training) for name, m in module.named_modules()]
         self._hooks = [getattr(m, kind) for name, m, _ in self._modules if name for kind in _HOOKS]
+        self._attributes = self._current_attributes()
         self._members = [
             _member(f"{name}.{key}" if name else key, place, key)
             for name, m, _ in self._modules
@@ -40,6 +43,10 @@ class ModuleState:
             for key in place
             if place[key] is not None
         ]
+
+    def freeze(self) -> None:
+        """After the capture: notes the modules' plain attributes as they are from now on."""
+        self._attributes = self._current_attributes()
 
     def check_capturable(self) -> None:
         """Raises ``CaptureError`` for hooks inside the scope: a replay would not run them."""
@@ -56,6 +63,9 @@ class ModuleState:
             if module.training is not training:
                 message = f"module {name or 'itself'!r}: captured with training={training}"
                 return Mismatch("training_flag", message)
+            if self._attributes[name] != _plain_attributes(module):
+                message = f"module {name or 'itself'!r}: an attribute changed since the capture"
+                return Mismatch("attribute", message)
         if any(self._hooks):
             return Mismatch("hooks", "a submodule has hooks now, which a replay does not run")
         for member in self._members:
@@ -64,6 +74,9 @@ class ModuleState:
                 message = f"{member.name!r}: captured requires_grad={member.requires_grad}"
                 return Mismatch("requires_grad", message)
         return None
+
+    def _current_attributes(self) -> dict[str, dict[str, Any]]:
+        return {name: _plain_attributes(module) for name, module, _ in self._modules}
 
     def check_addresses(self) -> None:
         """Raises ``GraphError`` if something the graph reads has been replaced or has moved."""
@@ -80,6 +93,15 @@ class ModuleState:
                 f"would read the old one: call graphs.release() and graph the model again, or "
                 f"change parameters in place (load_state_dict without assign=True does)"
             )
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Numbers, flags and strings on a module (a dropout rate, say): a graph has them baked in."""
+    return {
+        key: value
+        for key, value in module.__dict__.items()
+        if type(value) in _PLAIN and key not in _OF_EVERY_MODULE
+    }
 
 
 def _member(name: str, place: dict[str, Any], key: str) -> Member:

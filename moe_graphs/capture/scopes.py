@@ -162,7 +162,9 @@ def _matching(model: nn.Module, pattern: str) -> list[Scope]:
             f"pattern {pattern!r} matches no submodule; the first names are {some}: "
             f"print([name for name, _ in model.named_modules()]) shows them all"
         )
-    modules = [(name, model.get_submodule(name)) for name in matches]
+    # "layers.*" means the layers: what lies inside a match is captured as a part of it.
+    outermost = [n for n in matches if not any(n.startswith(f"{m}.") for m in matches)]
+    modules = [(name, model.get_submodule(name)) for name in outermost]
     return [Scope(name, module, module.forward) for name, module in modules]
 
 

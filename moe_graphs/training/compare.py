@@ -76,6 +76,7 @@ def compare(options: RunOptions, corpus: Corpus, progress: Progress) -> Comparis
 
     Raises:
         ValueError: if there are too few steps for any to be timed.
+        TrainingDiverged: if a loss is not finite: nothing would be left to compare.
     """
     config = options.graph_config
     if config is None or config.impl == "none":
@@ -112,11 +113,11 @@ def _one_side(
     free_memory(options.device)
     trainer = build_trainer(options, build_batches(options, corpus))
     with with_graphs(trainer, config):
-        while trainer.step < trainer.settings.steps:
+        steps = trainer.settings.steps
+        while trainer.step < steps:
             trainer.train_step()
-            if trainer.step % options.preset.log_every == 0:
+            if trainer.step % options.preset.log_every == 0 or trainer.step == steps:
                 progress.line(trainer.log_line())
-        trainer.clock.read()
         memory = memory_in_use(options.device)
         report = trainer.graphs.report() if trainer.graphs is not None else None
     times = sorted(trainer.clock.milliseconds[skipped:])

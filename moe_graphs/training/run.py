@@ -7,6 +7,8 @@ import dataclasses
 import gc
 import json
 import math
+import os
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -50,13 +52,19 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run came to. ``report`` is the engine's, None for an eager run."""
+    """What a run came to. ``report`` is the engine's, None for an eager run.
+
+    Attributes:
+        train_loss: mean of the last 20 steps, in nats per byte.
+        tokens_per_second: by the median step, None if a resumed run had none left to do.
+        seconds: training and saving, without the last evaluation.
+    """
 
     steps: int
     train_loss: float
     held_out_bits_per_byte: float
     compressors: dict[str, float]
-    tokens_per_second: float
+    tokens_per_second: float | None
     seconds: float
     parameters: int
     dropped: int | None
@@ -79,16 +87,19 @@ class Progress:
 
 @contextlib.contextmanager
 def deterministic(enabled: bool) -> Iterator[None]:
-    """Asks torch for deterministic kernels (flash attention's backward adds with atomics else).
+    """Makes torch choose deterministic CUDA kernels, and raise where there is none.
 
-    Put back at the end. Only warns where a kernel has no deterministic form.
+    Flash attention's backward is the one that matters: it adds with atomics otherwise, and also
+    under ``warn_only``. Torch's flags are put back at the end.
     """
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
     try:
         if enabled:
-            torch.use_deterministic_algorithms(True, warn_only=True)
+            # cuBLAS reads this when it starts; torch refuses to go on without it.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
             # Would add a kernel to every torch.empty.
             torch.utils.deterministic.fill_uninitialized_memory = False
         yield
@@ -183,7 +194,6 @@ def _train(
                 log.write(json.dumps(dataclasses.asdict(line)) + "\n")
                 log.flush()
                 progress.line(line)
-                _check_finite(line)
             if not last and trainer.step % preset.evaluate_every == 0:
                 curve.append((trainer.step, trainer.bits_per_byte(sample)))
                 progress.note(f"held out: {curve[-1][1]:.4f} bits per byte (sample)")
@@ -191,14 +201,6 @@ def _train(
             if options.save and (last or (every and trainer.step % every == 0)):
                 progress.note(f"checkpoint: {save_checkpoint(options.out, trainer)}")
     return curve
-
-
-def _check_finite(line: LogLine) -> None:
-    if not (abs(line.loss) < float("inf") and abs(line.grad_norm) < float("inf")):
-        raise RuntimeError(
-            f"training diverged: loss {line.loss}, gradient norm {line.grad_norm} at step "
-            f"{line.step}: lower the learning rate, or resume from an earlier checkpoint"
-        )
 
 
 def _summary(
@@ -209,14 +211,14 @@ def _summary(
     seconds: float,
     report: Report | None,
 ) -> Summary:
-    times = sorted(trainer.clock.milliseconds)
-    median = times[len(times) // 2] / 1e3 if times else float("nan")
+    times = trainer.clock.milliseconds
+    rate = 1e3 * trainer.settings.tokens_per_step / statistics.median(times) if times else None
     return Summary(
         steps=trainer.step,
         train_loss=trainer.history.loss[-20:].mean().item(),
         held_out_bits_per_byte=bits,
         compressors=compressors,
-        tokens_per_second=trainer.settings.tokens_per_step / median,
+        tokens_per_second=rate,
         seconds=seconds,
         parameters=trainer.model.num_parameters(),
         dropped=int(trainer.history.dropped.sum()) if trainer.drops_tokens else None,

@@ -64,6 +64,10 @@ class History:
         return cls(unknown, unknown.clone(), torch.zeros(steps, dtype=torch.int64, device=device))
 
 
+class TrainingDiverged(RuntimeError):
+    """The loss or the gradient norm is not finite any more."""
+
+
 class Trainer:
     """Trains ``model`` (anything with ``LanguageModel``'s outputs) on ``batches``.
 
@@ -111,7 +115,11 @@ class Trainer:
         self.step = index + 1
 
     def log_line(self) -> LogLine:
-        """Reads back what the steps since the last line left behind. Waits for the device."""
+        """Reads back what the steps since the last line left behind. Waits for the device.
+
+        Raises:
+            TrainingDiverged: a loss or gradient norm since the last line is not finite.
+        """
         times = self.clock.read()
         since = slice(self.first_unlogged_step, self.step)
         self.first_unlogged_step = self.step
@@ -119,6 +127,7 @@ class Trainer:
         rate = tokens / (sum(times) / 1e3)
         flops = rate * self.model.flops_per_token(self.settings.sequence_length)
         peak = peak_flops(self.device)
+        self._check_finite(since)
         return LogLine(
             step=self.step,
             loss=self.history.loss[self.step - 1].item(),
@@ -163,6 +172,17 @@ class Trainer:
                 losses.append(loss.detach())
                 dropped.append(output.dropped_tokens)
         return torch.stack(losses).mean(), torch.stack(dropped).sum()
+
+    def _check_finite(self, since: slice) -> None:
+        values = torch.stack((self.history.loss[since], self.history.grad_norm[since]))
+        bad = (~values.isfinite().all(0)).nonzero()
+        if len(bad):
+            index = int(bad[0])
+            raise TrainingDiverged(
+                f"training diverged: loss {values[0, index]:.4g}, gradient norm "
+                f"{values[1, index]:.4g} at step {since.start + index + 1}: lower the learning "
+                f"rate, or resume from an earlier checkpoint"
+            )
 
     def _autocast(self) -> torch.autocast:
         # The cache would hand a weight's cast copy, made in one graph's pool, to the next graph.

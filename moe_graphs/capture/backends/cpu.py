@@ -31,11 +31,12 @@ class Tape(Graph):
 
     @torch.no_grad()
     def replay(self) -> None:
-        for func, args, kwargs, outputs in self.calls:
-            results = pytree.tree_leaves(func(*args, **kwargs))
-            for output, result in zip(outputs, results, strict=False):
-                if output.data_ptr() != result.data_ptr():
-                    output.copy_(result)
+        # The casts are on the tape: the caller's autocast must not cast again.
+        with torch.autocast("cpu", enabled=False):
+            for func, args, kwargs, outputs in self.calls:
+                for output, result in zip(outputs, _tensors(func(*args, **kwargs)), strict=True):
+                    if output.data_ptr() != result.data_ptr():
+                        output.copy_(result)
 
     def release(self) -> None:
         self.calls.clear()
@@ -51,8 +52,11 @@ class _Recorder(_RefuseHostSyncs):
             return  # static memory seen through other metadata: nothing to do on replay
         # Detached: the tape must hold neither the autograd graph nor what it saves.
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
-        outputs = [t.detach() for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
-        self.tape.calls.append((func, args, kwargs, outputs))
+        self.tape.calls.append((func, args, kwargs, [t.detach() for t in _tensors(out)]))
+
+
+def _tensors(out: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
 
 
 def _is_view(func: Any) -> bool:
