@@ -1,8 +1,9 @@
 """Grouped GEMM: one matrix product per expert over expert-sorted rows, sizes on the device.
 
-Three custom ops, forward, dgrad and wgrad, so that a recorder sees each as one call with static
-shapes. On CUDA they are ``torch._grouped_mm``, which reads the offsets on the device; on the CPU
-they are the reference, which loops over the experts with host sizes inside the op.
+Custom ops for forward, dgrad and wgrad, so that a recorder sees each as one call with static
+shapes. On CUDA they are the Triton kernels of ``gemm_launch``, which read the offsets on the device
+(without Triton, ``torch._grouped_mm``); on the CPU they are the reference, which loops over the
+experts with host sizes inside the op.
 
 Shapes: R routed rows, E experts, K and N the two sides of the product.
 """
@@ -13,10 +14,16 @@ import torch
 from torch import Tensor
 
 from moe_graphs.kernels import reference
+from moe_graphs.kernels.availability import has_triton
 
 
 def grouped_gemm(
-    x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor, *, zero_tail: bool = True
+    x_RK: Tensor,
+    w_EKN: Tensor,
+    offsets_E: Tensor,
+    *,
+    zero_tail: bool = True,
+    main_grad_EKN: Tensor | None = None,
 ) -> Tensor:
     """Rows ``offsets[e-1]:offsets[e]`` of ``x_RK`` times ``w_EKN[e]``; never syncs.
 
@@ -26,7 +33,9 @@ def grouped_gemm(
         offsets_E: int32 cumulative ends on the rows' device. Empty experts are allowed, and get
             zero weight gradients.
         zero_tail: rows past the last end come out as zero, in the output and in the gradient of
-            ``x_RK``. False promises that there are none: it saves a pass over the rows on CUDA.
+            ``x_RK``. False promises that there are none: it saves a launch on CUDA.
+        main_grad_EKN: float32; the backward adds the weights' gradient to it in place, in fp32,
+            and ``w_EKN`` gets none through autograd. No hook of ``w_EKN`` fires then.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or the GPU path does not take them.
@@ -35,11 +44,20 @@ def grouped_gemm(
         dtype = torch.get_autocast_dtype(x_RK.device.type)
         x_RK, w_EKN = x_RK.to(dtype), w_EKN.to(dtype)
     _check(x_RK, w_EKN, offsets_E)
-    return _forward(x_RK, w_EKN, offsets_E, zero_tail)
+    if main_grad_EKN is not None and (
+        main_grad_EKN.dtype != torch.float32 or main_grad_EKN.shape != w_EKN.shape
+    ):
+        raise ValueError(
+            f"main_grad wants float32 {tuple(w_EKN.shape)} like w, got {main_grad_EKN.dtype} "
+            f"{tuple(main_grad_EKN.shape)}"
+        )
+    return _forward(x_RK, w_EKN, offsets_E, zero_tail, main_grad_EKN)
 
 
 @torch.library.custom_op("moe_graphs::grouped_gemm", mutates_args=(), device_types="cpu")
-def _forward(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool) -> Tensor:
+def _forward(
+    x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool, main_grad: Tensor | None = None
+) -> Tensor:
     return reference.grouped_gemm(x_RK, w_EKN, offsets_E)
 
 
@@ -53,21 +71,56 @@ def _wgrad(x_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
     return reference.grouped_gemm_wgrad(x_RK, grad_RN, offsets_E)
 
 
+@torch.library.custom_op(
+    "moe_graphs::grouped_gemm_wgrad_add", mutates_args=("out_EKN",), device_types="cpu"
+)
+def _wgrad_add(x_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor, out_EKN: Tensor) -> None:
+    out_EKN.add_(reference.grouped_gemm_wgrad(x_RK.float(), grad_RN.float(), offsets_E))
+
+
 @_forward.register_kernel("cuda")
-def _(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool) -> Tensor:
-    return _grouped_mm(x_RK, w_EKN, offsets_E, zero_tail)
+def _(x_RK, w_EKN, offsets_E, zero_tail, main_grad=None):
+    return _matmul_rows(x_RK, w_EKN, offsets_E, zero_tail)
 
 
 @_dgrad.register_kernel("cuda")
-def _(grad_RN: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool) -> Tensor:
-    return _grouped_mm(grad_RN, w_EKN.transpose(1, 2), offsets_E, zero_tail)
+def _(grad_RN, w_EKN, offsets_E, zero_tail):
+    return _matmul_rows(grad_RN, w_EKN.transpose(1, 2), offsets_E, zero_tail)
+
+
+@_wgrad_add.register_kernel("cuda")
+def _(x_RK, grad_RN, offsets_E, out_EKN):
+    if not has_triton():
+        out_EKN.add_(torch._grouped_mm(x_RK.t(), grad_RN.contiguous(), offs=offsets_E))
+        return
+    from moe_graphs.kernels.gemm_launch import matmul_weights
+
+    x_RK, grad_RN = x_RK.contiguous(), grad_RN.contiguous()
+    matmul_weights(x_RK, grad_RN, offsets_E, out=out_EKN, accumulate=True)
 
 
 @_wgrad.register_kernel("cuda")
 def _(x_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
+    if has_triton():
+        from moe_graphs.kernels.gemm_launch import matmul_weights
+
+        return matmul_weights(x_RK.contiguous(), grad_RN.contiguous(), offsets_E)
     if x_RK.shape[0] == 0:
         return x_RK.new_zeros(offsets_E.shape[0], x_RK.shape[1], grad_RN.shape[1])
     return torch._grouped_mm(x_RK.t(), grad_RN.contiguous(), offs=offsets_E)
+
+
+def _matmul_rows(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool) -> Tensor:
+    """Rows times ``w_EKN``, which may be a transposed view: the kernels read either as it lies."""
+    if not has_triton():
+        return _grouped_mm(x_RK, w_EKN, offsets_E, zero_tail)
+    from moe_graphs.kernels.gemm_launch import matmul_rows
+    from moe_graphs.kernels.tiles import zero_tail_
+
+    transposed = not w_EKN.is_contiguous()
+    weights = w_EKN.transpose(1, 2) if transposed else w_EKN
+    out_RN = matmul_rows(x_RK.contiguous(), weights.contiguous(), offsets_E, transposed=transposed)
+    return zero_tail_(out_RN, offsets_E) if zero_tail else out_RN
 
 
 def _grouped_mm(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool) -> Tensor:
@@ -83,7 +136,7 @@ def _grouped_mm(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool)
 
 
 @_forward.register_fake
-def _(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool) -> Tensor:
+def _(x_RK, w_EKN, offsets_E, zero_tail, main_grad=None):
     return x_RK.new_empty(x_RK.shape[0], w_EKN.shape[2])
 
 
@@ -98,7 +151,8 @@ def _(x_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
 
 
 def _save_operands(ctx, inputs, output) -> None:
-    x_RK, w_EKN, offsets_E, ctx.zero_tail = inputs
+    # The buffer changes between microbatches: kept as it is, outside autograd's version check.
+    x_RK, w_EKN, offsets_E, ctx.zero_tail, ctx.main_grad = inputs
     needs_x, needs_w = ctx.needs_input_grad[:2]
     # Rows are kept only for the weights' gradient and the other way round.
     ctx.save_for_backward(x_RK if needs_w else None, w_EKN if needs_x else None, offsets_E)
@@ -110,8 +164,11 @@ def _backward(ctx, grad_RN: Tensor):
     if ctx.needs_input_grad[0]:
         grad_x = _dgrad(grad_RN, w_EKN, offsets_E, ctx.zero_tail)
     if ctx.needs_input_grad[1]:
-        grad_w = _wgrad(x_RK, grad_RN, offsets_E)
-    return grad_x, grad_w, None, None
+        if ctx.main_grad is None:
+            grad_w = _wgrad(x_RK, grad_RN, offsets_E)
+        else:
+            _wgrad_add(x_RK, grad_RN, offsets_E, ctx.main_grad)
+    return grad_x, grad_w, None, None, None
 
 
 torch.library.register_autograd("moe_graphs::grouped_gemm", _backward, setup_context=_save_operands)
@@ -133,12 +190,18 @@ def _check(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor) -> None:
             f"grouped_gemm wants one dtype, got x {x_RK.dtype} and w {w_EKN.dtype}: cast one, or "
             f"run under torch.autocast"
         )
+    if offsets_E.device != x_RK.device or w_EKN.device != x_RK.device:
+        raise ValueError(
+            f"grouped_gemm wants one device, got x {x_RK.device}, w {w_EKN.device}, offsets "
+            f"{offsets_E.device}: sizes are read on the device, without a copy"
+        )
     if x_RK.is_cuda:
         _check_cuda(x_RK, w_EKN)
 
 
 def _check_cuda(x_RK: Tensor, w_EKN: Tensor) -> None:
-    if x_RK.dtype != torch.bfloat16:
+    accepted = (torch.bfloat16, torch.float16) if has_triton() else (torch.bfloat16,)
+    if x_RK.dtype not in accepted:
         raise ValueError(
             f"grouped_gemm on CUDA takes bfloat16, got {x_RK.dtype}: run the model under "
             f'torch.autocast("cuda", torch.bfloat16, cache_enabled=False), or build it with '

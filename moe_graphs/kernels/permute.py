@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_graphs.kernels.availability import has_kernel
 from moe_graphs.kernels.reference import accumulation_dtype
 from moe_graphs.kernels.routing import RowOrder
 
@@ -46,6 +47,8 @@ class _Permute(torch.autograd.Function):
         ctx.save_for_backward(inverse_R)
         ctx.num_tokens, ctx.has_gaps = hidden_TD.shape[0], has_gaps
         top_k = _top_k(inverse_R, hidden_TD.shape[0])
+        if has_kernel(hidden_TD):
+            return _spread(hidden_TD, inverse_R.view(-1, top_k), None, order_R, has_gaps)
         return _gather(hidden_TD, _token_of(order_R, top_k), order_R, has_gaps)
 
     @staticmethod
@@ -66,7 +69,10 @@ class _Unpermute(torch.autograd.Function):
     def backward(ctx, grad_TD):
         rows_RD, weights_TK, order_R, inverse_R = ctx.saved_tensors
         grad_rows = grad_weights = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0] and has_kernel(grad_TD):
+            inverse_TK = inverse_R.view_as(weights_TK)
+            grad_rows = _spread(grad_TD, inverse_TK, weights_TK, order_R, ctx.has_gaps)
+        elif ctx.needs_input_grad[0]:
             token_R = _token_of(order_R, weights_TK.shape[1])
             grad_rows = _gather(grad_TD, token_R, order_R, ctx.has_gaps)
             # In place, the product is taken in fp32 and rounded once, without an fp32 [R, D].
@@ -77,6 +83,15 @@ class _Unpermute(torch.autograd.Function):
             grad_weights = _gather_dot(rows_RD, grad_TD, inverse_TK, ctx.has_gaps)
             grad_weights = grad_weights.to(weights_TK.dtype)
         return grad_rows, grad_weights, None, None, None
+
+
+def _spread(
+    source_TD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None, order_R: Tensor, gaps: bool
+) -> Tensor:
+    """Every token's vector, times its weights, in its K rows: one kernel."""
+    from moe_graphs.kernels import permute_triton
+
+    return permute_triton.spread(source_TD, inverse_TK, weights_TK, order_R.numel(), gaps)
 
 
 def _gather(source: Tensor, index_R: Tensor, mark_R: Tensor, has_gaps: bool) -> Tensor:
@@ -91,6 +106,10 @@ def _gather_sum(
     rows_RD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None, has_gaps: bool
 ) -> Tensor:
     """``sum_k weights[t, k] * rows[inverse[t, k]]`` in fp32; one [T, D] temporary per k."""
+    if has_kernel(rows_RD):
+        from moe_graphs.kernels import permute_triton
+
+        return permute_triton.collect(rows_RD, inverse_TK, weights_TK)
     if weights_TK is None and inverse_TK.shape[1] == 1:
         return _gather(rows_RD, inverse_TK[:, 0], inverse_TK[:, 0], has_gaps)
     dtype = accumulation_dtype(rows_RD)
@@ -106,6 +125,10 @@ def _gather_sum(
 
 def _gather_dot(rows_RD: Tensor, grad_TD: Tensor, inverse_TK: Tensor, has_gaps: bool) -> Tensor:
     """``<rows[inverse[t, k]], grad[t]>`` in fp32, ``[T, K]``."""
+    if has_kernel(rows_RD):
+        from moe_graphs.kernels import permute_triton
+
+        return permute_triton.dot(rows_RD, inverse_TK, grad_TD, torch.float32)
     grad_TD = grad_TD.to(accumulation_dtype(grad_TD))
     dots = []
     for index_T in inverse_TK.t().contiguous():

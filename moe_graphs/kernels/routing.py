@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from moe_graphs.kernels.availability import has_triton
+
 
 @dataclass(frozen=True)
 class RowOrder:
@@ -41,6 +43,10 @@ def route_rows(experts_TK: Tensor, num_experts: int) -> RowOrder:
     Example: experts ``[[2, 0], [0, 1], [2, 1]]`` of 3 experts give
     order ``[1, 2, 3, 5, 0, 4]``, inverse ``[4, 0, 1, 2, 5, 3]``, offsets ``[2, 4, 6]``.
     """
+    if experts_TK.is_cuda and num_experts <= 1024 and has_triton():
+        from moe_graphs.kernels.routing_triton import sort_pairs
+
+        return RowOrder(*sort_pairs(experts_TK, num_experts))
     device = experts_TK.device
     # Narrow keys: a radix sort makes one pass per few bits.
     key_dtype = torch.int16 if num_experts <= 2**15 else torch.int32

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moe_graphs.kernels.availability import has_kernel
 from moe_graphs.kernels.reference import accumulation_dtype
 
 
@@ -33,6 +34,10 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_R2F):
         ctx.save_for_backward(x_R2F)
+        if has_kernel(x_R2F):
+            from moe_graphs.kernels import swiglu_triton
+
+            return swiglu_triton.forward(x_R2F)
         # ``reference.swiglu`` in place: one fp32 temporary instead of four.
         gate_RF, up_RF = x_R2F.chunk(2, dim=-1)
         gate_RF = gate_RF.to(accumulation_dtype(x_R2F), copy=True)
@@ -41,6 +46,10 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_RF):
         (x_R2F,) = ctx.saved_tensors
+        if has_kernel(x_R2F):
+            from moe_graphs.kernels import swiglu_triton
+
+            return swiglu_triton.backward(x_R2F, grad_RF)
         dtype = accumulation_dtype(x_R2F)
         gate_RF, up_RF = x_R2F.chunk(2, dim=-1)
         gate_RF = gate_RF.to(dtype)

@@ -1,0 +1,182 @@
+"""Who takes part in the grouped GEMM benchmark: each a call per direction, with what it can do.
+
+R rows, E experts, K and N: forward x_RK @ w_EKN, dgrad dy_RN @ w.T, wgrad x.T @ dy per expert.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from kernel_check import group_ends, group_sizes, matrices
+
+from moe_graphs.kernels import gemm_launch
+
+Call = Callable[[], torch.Tensor]
+DIRECTIONS = ("fwd", "dgrad", "wgrad")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Operands on the GPU, bf16, with their group ends there (and nowhere else)."""
+
+    x_RK: torch.Tensor
+    w_EKN: torch.Tensor
+    dy_RN: torch.Tensor
+    ends_E: torch.Tensor
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.x_RK.numel() * self.w_EKN.shape[2]
+
+    @property
+    def rows_per_expert(self) -> float:
+        return self.x_RK.shape[0] / self.w_EKN.shape[0]
+
+
+def make_problem(rows: int, experts: int, K: int, N: int, routing: str) -> Problem:
+    bf16 = torch.bfloat16
+    torch.manual_seed(0)
+    ends = group_ends(group_sizes(routing, rows, experts, 7))
+    x, w = matrices(rows, K, dtype=bf16), matrices(experts, K, N, dtype=bf16)
+    return Problem(x, w, matrices(rows, N, dtype=bf16), ends)
+
+
+def dense(p: Problem) -> dict[str, Call]:
+    """One cuBLAS GEMM of equal FLOPs per direction: the ceiling."""
+    y, dx = torch.empty_like(p.dy_RN), torch.empty_like(p.x_RK)
+    dw = torch.empty_like(p.w_EKN[0])
+    return {
+        "fwd": lambda: torch.mm(p.x_RK, p.w_EKN[0], out=y),
+        "dgrad": lambda: torch.mm(p.dy_RN, p.w_EKN[0].t(), out=dx),
+        "wgrad": lambda: torch.mm(p.x_RK.t(), p.dy_RN, out=dw),
+    }
+
+
+def loop(p: Problem, streams: int = 1) -> dict[str, Call]:
+    """One cuBLAS launch per expert, sizes read on the host, as a loop over experts must."""
+    y, dx, dw = torch.empty_like(p.dy_RN), torch.empty_like(p.x_RK), torch.empty_like(p.w_EKN)
+    side = [torch.cuda.Stream() for _ in range(streams)] if streams > 1 else []
+
+    def per_expert(body: Callable[[int, slice], None], out: torch.Tensor) -> torch.Tensor:
+        main, start = torch.cuda.current_stream(), 0
+        for stream in side:
+            stream.wait_stream(main)
+        for e, end in enumerate(p.ends_E.tolist()):
+            if side:
+                with torch.cuda.stream(side[e % streams]):
+                    body(e, slice(start, end))
+            else:
+                body(e, slice(start, end))
+            start = end
+        for stream in side:
+            main.wait_stream(stream)
+        return out
+
+    def forward(e: int, own: slice) -> None:
+        torch.mm(p.x_RK[own], p.w_EKN[e], out=y[own])
+
+    def dgrad(e: int, own: slice) -> None:
+        torch.mm(p.dy_RN[own], p.w_EKN[e].t(), out=dx[own])
+
+    def wgrad(e: int, own: slice) -> None:
+        torch.mm(p.x_RK[own].t(), p.dy_RN[own], out=dw[e])
+
+    return {
+        "fwd": lambda: per_expert(forward, y),
+        "dgrad": lambda: per_expert(dgrad, dx),
+        "wgrad": lambda: per_expert(wgrad, dw),
+    }
+
+
+def torch_grouped(p: Problem) -> dict[str, Call]:
+    """`torch._grouped_mm` (CUTLASS on Hopper)."""
+    return {
+        "fwd": lambda: torch._grouped_mm(p.x_RK, p.w_EKN, offs=p.ends_E),
+        "dgrad": lambda: torch._grouped_mm(p.dy_RN, p.w_EKN.transpose(1, 2), offs=p.ends_E),
+        "wgrad": lambda: torch._grouped_mm(p.x_RK.t(), p.dy_RN, offs=p.ends_E),
+    }
+
+
+def ours(p: Problem, name: str | None) -> dict[str, Call]:
+    """Our kernels: one named variant, or (None) what the static averages choose."""
+    y, dx, dw = torch.empty_like(p.dy_RN), torch.empty_like(p.x_RK), torch.empty_like(p.w_EKN)
+    _, K, N = p.w_EKN.shape
+    forward, dgrad, wgrad = None, None, None
+    if name is not None:
+        forward, dgrad = gemm_launch.row_variant(name, N), gemm_launch.row_variant(name, K)
+        wgrad = gemm_launch.weight_variant(name, N, torch.bfloat16)
+    return {
+        "fwd": lambda: gemm_launch.matmul_rows(p.x_RK, p.w_EKN, p.ends_E, out=y, variant=forward),
+        "dgrad": lambda: gemm_launch.matmul_rows(
+            p.dy_RN, p.w_EKN, p.ends_E, transposed=True, out=dx, variant=dgrad
+        ),
+        "wgrad": lambda: gemm_launch.matmul_weights(
+            p.x_RK, p.dy_RN, p.ends_E, out=dw, variant=wgrad
+        ),
+    }
+
+
+def ours_fp32(p: Problem, *, accumulate: bool) -> dict[str, Call]:
+    """Weight gradients in fp32, stored or added to what is there."""
+    dw = torch.zeros(p.w_EKN.shape, device="cuda")
+    return {
+        "wgrad": lambda: gemm_launch.matmul_weights(
+            p.x_RK, p.dy_RN, p.ends_E, out=dw, accumulate=accumulate
+        )
+    }
+
+
+def grouped_gemm_package(p: Problem) -> dict[str, Call]:
+    """`grouped_gemm` (MegaBlocks): sizes on the host."""
+    from grouped_gemm.ops import gmm
+
+    def sizes() -> torch.Tensor:
+        return torch.diff(p.ends_E.cpu().long(), prepend=torch.zeros(1, dtype=torch.int64))
+
+    return {
+        "fwd": lambda: gmm(p.x_RK, p.w_EKN, sizes(), trans_b=False),
+        "dgrad": lambda: gmm(p.dy_RN, p.w_EKN, sizes(), trans_b=True),
+        "wgrad": lambda: gmm(p.x_RK, p.dy_RN, sizes(), trans_a=True),
+    }
+
+
+def te_grouped_linear(p: Problem) -> dict[str, Call]:
+    """Transformer Engine's GroupedLinear, forward; sizes on the host."""
+    from transformer_engine.pytorch import GroupedLinear
+
+    experts, K, N = p.w_EKN.shape
+    layer = GroupedLinear(experts, K, N, bias=False, params_dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        for e in range(experts):
+            getattr(layer, f"weight{e}").copy_(p.w_EKN[e].t())
+
+    def forward() -> torch.Tensor:
+        ends = p.ends_E.tolist()
+        with torch.no_grad():
+            return layer(p.x_RK, [b - a for a, b in zip([0, *ends], ends, strict=False)])
+
+    return {"fwd": forward}
+
+
+def contenders(p: Problem) -> dict[str, dict[str, Call]]:
+    """name -> direction -> call."""
+    found = {
+        "dense": dense(p),
+        "loop": loop(p),
+        "loop 4 streams": loop(p, streams=4),
+        "torch": torch_grouped(p),
+        "tma": ours(p, "tma"),
+        "split": ours(p, "split"),
+        "pingpong": ours(p, "pingpong"),
+        "ours": ours(p, None),
+        "ours f32": ours_fp32(p, accumulate=False),
+        "ours f32 add": ours_fp32(p, accumulate=True),
+    }
+    if importlib.util.find_spec("grouped_gemm"):
+        found["grouped_gemm"] = grouped_gemm_package(p)
+    if importlib.util.find_spec("transformer_engine"):
+        found["TE"] = te_grouped_linear(p)
+    return found

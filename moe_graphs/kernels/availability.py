@@ -1,0 +1,29 @@
+"""Whether the Triton kernels serve a tensor. Where they do not, the plain torch path does."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import warnings
+
+import torch
+from torch import Tensor
+
+
+def has_kernel(x: Tensor) -> bool:
+    """Whether a Triton kernel that computes in fp32 serves this tensor (real or fake)."""
+    narrow = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return x.is_cuda and narrow and has_triton()
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton is installed; says once what it costs if it is not."""
+    if importlib.util.find_spec("triton") is not None:
+        return True
+    warnings.warn(
+        "moe_graphs: Triton is not installed, so CUDA tensors take the plain torch path, which is "
+        "slower: pip install triton",
+        stacklevel=2,
+    )
+    return False

@@ -1,0 +1,291 @@
+"""Host side of the grouped GEMM kernels: check, choose a variant, make descriptors, launch.
+
+Nothing here reads device memory. What is known on the host (shapes, the number of SMs) binds the
+grid, the buffers and the variant; group sizes stay on the device. So a launch can be captured, and
+its replay is right for any routing.
+
+R rows, E experts, K and N columns of the operands.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.tools.ragged_tma import create_ragged_descriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moe_graphs.kernels.gemm_pointer import rows_pointer_kernel, weights_pointer_kernel
+from moe_graphs.kernels.gemm_tma import rows_tma_kernel, weights_tma_kernel
+from moe_graphs.kernels.rows_gluon import rows_gluon_kernel
+from moe_graphs.kernels.tiles import WorkList, expert_order, row_tiles
+from moe_graphs.kernels.weights_gluon import weights_gluon_kernel
+
+GLUON = ("split", "pingpong")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel and its tile: `name` split or pingpong (Gluon), tma (plain Triton), pointer.
+
+    `pieces` column pieces of an output tile go through `buffers` buffers per consumer.
+    """
+
+    name: str
+    block_m: int
+    block_n: int
+    block_k: int
+    stages: int
+    warps: int = 4
+    pieces: int = 1
+    buffers: int = 1
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel with its arguments, ready to run on the current stream."""
+
+    kernel: Any
+    grid: int
+    args: tuple
+    options: dict
+
+    def run(self) -> None:
+        self.kernel[(self.grid,)](*self.args, **self.options)
+
+
+def row_variant(name: str, columns: int) -> Variant:
+    """The tile of a rows kernel: narrow where wide ones would waste a seventh of `columns`."""
+    wide = triton.cdiv(columns, 256) * 256 <= 1.15 * columns
+    variants = {
+        "split": Variant("split", 128, 256, 64, 3) if wide else Variant("split", 128, 128, 64, 5),
+        "pingpong": Variant("pingpong", 64, 256 if wide else 128, 64, 4 if wide else 6),
+        "tma": Variant("tma", 128, 256 if wide else 128, 64, 3, warps=8),
+        "pointer": Variant("pointer", 64, 128, 32, 3, warps=4),
+    }
+    return _named(variants, name)
+
+
+def weight_variant(name: str, columns: int, out_dtype: torch.dtype) -> Variant:
+    """The tile of a weight-gradient kernel; fp32 output tiles are stored in pieces to fit."""
+    wide = triton.cdiv(columns, 256) * 256 <= 1.15 * columns
+    long = out_dtype == torch.float32
+    variants = {
+        "split": Variant("split", 128, 256, 64, 3),
+        "pingpong": Variant("pingpong", 128, 128, 64, 5, pieces=2 if long else 1),
+        "tma": Variant("tma", 128, 256, 64, 3, warps=8, pieces=2 if long else 1),
+        "pointer": Variant("pointer", 64, 128, 32, 3, warps=4),
+    }
+    if long:
+        variants["split"] = Variant("split", 128, 256, 64, 3, pieces=4, buffers=2)
+    if not wide:
+        variants["split"] = Variant("split", 128, 128, 64, 4, pieces=2 if long else 1)
+        variants["tma"] = replace(variants["tma"], block_n=128)
+    return _named(variants, name)
+
+
+def _named(variants: dict[str, Variant], name: str) -> Variant:
+    if name not in variants:
+        raise ValueError(f"variant {name!r}: accepted are {', '.join(variants)}")
+    return variants[name]
+
+
+def choose(device: torch.device, rows: int, experts: int, *, weights: bool) -> str:
+    """The variant for these static averages. Measured on H200, see rows_gluon and weights_gluon."""
+    major = torch.cuda.get_device_capability(device)[0]
+    if major < 9:
+        return "pointer"
+    if major > 9:  # WGMMA, which the Gluon kernels are written for, is Hopper's
+        return "tma"
+    return "pingpong" if rows < 400 * experts and not weights else "split"
+
+
+def matmul_rows(
+    x_RK: torch.Tensor,
+    w_EKN: torch.Tensor,
+    offsets_E: torch.Tensor,
+    *,
+    transposed: bool = False,
+    out: torch.Tensor | None = None,
+    variant: Variant | None = None,
+) -> torch.Tensor:
+    """`out_RN[r] = x_RK[r] @ w[e]` for the rows of expert e: forward, and the input gradient.
+
+    `w` is [E, K, N], or [E, N, K] with `transposed=True`. `offsets_E` int32 ends of the experts'
+    rows, on the device. Rows past the last end are neither read nor written: without `out` they
+    are uninitialised. bf16 or fp16 operands, fp32 accumulation. Does not synchronise.
+    """
+    _check_operands(offsets_E, x=x_RK, w=w_EKN)
+    rows, depth = x_RK.shape
+    experts = w_EKN.shape[0]
+    _check_equal("w", w_EKN.shape[2 if transposed else 1], "x columns", depth)
+    _check_equal("offsets", offsets_E.numel(), "experts of w", experts)
+    columns = w_EKN.shape[1 if transposed else 2]
+    if out is None:
+        out = x_RK.new_empty(rows, columns)
+    if rows == 0:
+        return out
+    if variant is None:
+        variant = row_variant(choose(x_RK.device, rows, experts, weights=False), columns)
+    work = row_tiles(offsets_E, rows, variant.block_m)
+    rows_launch(variant, x_RK, w_EKN, out, work, transposed, sm_count(x_RK.device)).run()
+    return out
+
+
+def matmul_weights(
+    x_RK: torch.Tensor,
+    dy_RN: torch.Tensor,
+    offsets_E: torch.Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
+    variant: Variant | None = None,
+) -> torch.Tensor:
+    """`dw_EKN[e] = x[rows of e].T @ dy[rows of e]`: the weight gradient. Empty experts get zeros.
+
+    Output in `out_dtype` (that of x, or float32). `accumulate` adds to the float32 `out` in place.
+    bf16 or fp16 operands, fp32 accumulation, deterministic. Does not synchronise.
+    """
+    _check_operands(offsets_E, x=x_RK, dy=dy_RN)
+    rows, experts = x_RK.shape[0], offsets_E.numel()
+    _check_equal("dy", dy_RN.shape[0], "rows of x", rows)
+    if accumulate and (out is None or out.dtype != torch.float32):
+        given = "none" if out is None else str(out.dtype)
+        raise ValueError(f"accumulate: needs a float32 out to add to, got {given}")
+    shape = (experts, x_RK.shape[1], dy_RN.shape[1])
+    if out is None:
+        out = torch.empty(shape, dtype=out_dtype or x_RK.dtype, device=x_RK.device)
+    _check_equal("out", tuple(out.shape), "(E, K, N)", shape)
+    if rows == 0:
+        return out if accumulate else out.zero_()
+    if variant is None:
+        name = choose(x_RK.device, rows, experts, weights=True)
+        variant = weight_variant(name, shape[2], out.dtype)
+    work = expert_order(offsets_E, skip_empty=accumulate)
+    weights_launch(variant, x_RK, dy_RN, out, work, accumulate, sm_count(x_RK.device)).run()
+    return out
+
+
+def sm_count(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def rows_launch(
+    variant: Variant,
+    x_RK: torch.Tensor,
+    w: torch.Tensor,
+    out_RN: torch.Tensor,
+    work: WorkList,
+    transposed: bool,
+    grid: int,
+) -> Launch:
+    """The launch of a rows kernel over `work`, whose row tiles must have `variant.block_m` rows."""
+    v = variant
+    K, N = x_RK.shape[1], out_RN.shape[1]
+    tile = {"TRANSPOSED": transposed, "BLOCK_M": v.block_m, "BLOCK_N": v.block_n}
+    tile |= {"BLOCK_K": v.block_k, "GRID": grid, "num_warps": v.warps}
+    if v.name == "pointer":
+        operands, kernel, extra = (x_RK, w, out_RN), rows_pointer_kernel, {"num_stages": v.stages}
+    else:
+        box = [v.block_n, v.block_k] if transposed else [v.block_k, v.block_n]
+        out_rows = v.block_m // 2 if v.name == "split" else v.block_m
+        operands = (
+            _ragged_descriptor(v, x_RK, [v.block_m, v.block_k]),
+            _matrix_descriptor(v, w, box),
+            _ragged_descriptor(v, out_RN, [out_rows, v.block_n]),
+        )
+        kernel, extra = rows_tma_kernel, {"num_stages": v.stages}
+        if v.name in GLUON:
+            kernel, extra = (
+                rows_gluon_kernel,
+                {"STAGES": v.stages, "PINGPONG": v.name == "pingpong"},
+            )
+    return Launch(kernel, grid, (*operands, work.records, work.count, N, K), tile | extra)
+
+
+def weights_launch(
+    variant: Variant,
+    x_RK: torch.Tensor,
+    dy_RN: torch.Tensor,
+    dw_EKN: torch.Tensor,
+    work: WorkList,
+    accumulate: bool,
+    grid: int,
+) -> Launch:
+    """The launch of a weight-gradient kernel over `work`, an expert order."""
+    v = variant
+    _, M, N = dw_EKN.shape
+    tile = {"ADD": accumulate, "BLOCK_M": v.block_m, "BLOCK_N": v.block_n, "BLOCK_R": v.block_k}
+    tile |= {"GRID": grid, "num_warps": v.warps}
+    if v.name == "pointer":
+        operands, kernel = (x_RK, dy_RN, dw_EKN), weights_pointer_kernel
+        extra = {"num_stages": v.stages}
+    else:
+        out_rows = v.block_m // 2 if v.name == "split" else v.block_m
+        operands = (
+            _ragged_descriptor(v, x_RK, [v.block_k, v.block_m]),
+            _ragged_descriptor(v, dy_RN, [v.block_k, v.block_n]),
+            _matrix_descriptor(v, dw_EKN, [out_rows, v.block_n // v.pieces]),
+        )
+        kernel, extra = weights_tma_kernel, {"num_stages": v.stages, "PIECES": v.pieces}
+        if v.name in GLUON:
+            kernel = weights_gluon_kernel
+            extra = {"STAGES": v.stages, "PIECES": v.pieces, "BUFFERS": v.buffers}
+            extra["PINGPONG"] = v.name == "pingpong"
+    return Launch(kernel, grid, (*operands, work.records, work.count, M, N), tile | extra)
+
+
+def _layout(tensor: torch.Tensor, rank: int) -> NVMMASharedLayout:
+    return NVMMASharedLayout(
+        swizzle_byte_width=128, element_bitwidth=8 * tensor.element_size(), rank=rank
+    )
+
+
+def _ragged_descriptor(variant: Variant, rows: torch.Tensor, box: list[int]) -> Any:
+    """A descriptor of [rows, columns] whose loads and stores stop at a group's end."""
+    desc = create_ragged_descriptor(rows, box)
+    if variant.name not in GLUON:
+        return desc
+    return GluonDescriptor(rows, desc.shape, desc.strides, desc.block_shape, _layout(rows, 4))
+
+
+def _matrix_descriptor(variant: Variant, matrices: torch.Tensor, box: list[int]) -> Any:
+    """A descriptor of [E, rows, columns] with a box inside one matrix."""
+    if variant.name not in GLUON:
+        return TensorDescriptor.from_tensor(matrices, [1, *box])
+    return GluonDescriptor.from_tensor(matrices, [1, *box], _layout(matrices, 3))
+
+
+def _check_operands(offsets_E: torch.Tensor, **operands: torch.Tensor) -> None:
+    """Raises before anything is launched; names the argument, what was given, what is accepted."""
+    dtypes = {t.dtype for t in operands.values()}
+    if len(dtypes) != 1 or not dtypes <= {torch.bfloat16, torch.float16}:
+        given = ", ".join(f"{name} {t.dtype}" for name, t in operands.items())
+        raise ValueError(f"operands: got {given}; accepted: all bfloat16 or all float16")
+    for name, t in operands.items():
+        if not t.is_contiguous():
+            raise ValueError(
+                f"{name}: strides {t.stride()} of {tuple(t.shape)}; must be contiguous"
+            )
+        if any(size % 8 for size in t.shape[1:]):
+            raise ValueError(f"{name}: shape {tuple(t.shape)}; columns must be multiples of 8")
+    first = next(iter(operands.values()))
+    if offsets_E.device != first.device:
+        raise ValueError(
+            f"offsets: on {offsets_E.device}, operands on {first.device}; keep them on one device"
+        )
+    if offsets_E.dtype != torch.int32 or offsets_E.dim() != 1 or not offsets_E.is_contiguous():
+        raise ValueError(
+            f"offsets: {offsets_E.dtype} of shape {tuple(offsets_E.shape)}; "
+            "accepted: contiguous int32 cumulative ends, one per expert"
+        )
+    if not 1 <= offsets_E.numel() <= 1024:
+        raise ValueError(f"offsets: {offsets_E.numel()} experts; accepted: 1 to 1024")
+
+
+def _check_equal(name: str, given: Any, meaning: str, expected: Any) -> None:
+    if given != expected:
+        raise ValueError(f"{name}: {given} does not match {meaning} {expected}")

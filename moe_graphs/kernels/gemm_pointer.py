@@ -1,0 +1,77 @@
+"""Grouped GEMMs over plain pointers: for GPUs before Hopper and for Triton's interpreter.
+
+    rows:     out_RN[r] = x_RK[r] @ w[e]                    w_EKN, or w_ENK when TRANSPOSED
+    weights:  dw_EKN[e] (+)= x_RK[rows of e].T @ dy_RN[rows of e]
+
+The same work lists and the same results as gemm_tma, with masks where that has hardware bounds.
+All matrices are contiguous. Row offsets are 64-bit: R * K may exceed 2^31.
+"""
+
+import triton
+import triton.language as tl
+
+from moe_graphs.kernels.gemm_tma import _place
+
+
+@triton.jit
+def rows_pointer_kernel(
+    x_ptr, w_ptr, out_ptr, records_ptr, count_ptr, N, K,
+    TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GRID: tl.constexpr,
+):  # fmt: skip
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tl.load(count_ptr) * tiles_n, GRID):
+        record = records_ptr + (tile // tiles_n) * 8
+        e = tl.load(record).to(tl.int64)
+        end = tl.load(record + 4)
+        tile_m, tile_n = _place(tile - tl.load(record + 1) * tiles_n, tl.load(record + 2), tiles_n)
+        rows = tl.load(record + 3) + tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        live_m = (rows < end)[:, None]
+        live_n = (columns < N)[None, :]
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in tl.range(0, K, BLOCK_K):
+            ks = k + tl.arange(0, BLOCK_K)
+            at_x = x_ptr + rows.to(tl.int64)[:, None] * K + ks[None, :]
+            x = tl.load(at_x, mask=live_m & (ks < K)[None, :], other=0.0)
+            if TRANSPOSED:
+                at_w = w_ptr + e * N * K + columns[None, :] * K + ks[:, None]
+            else:
+                at_w = w_ptr + e * N * K + ks[:, None] * N + columns[None, :]
+            w = tl.load(at_w, mask=live_n & (ks < K)[:, None], other=0.0)
+            acc = tl.dot(x, w, acc)
+        at_out = out_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
+        tl.store(at_out, acc.to(out_ptr.dtype.element_ty), mask=live_m & live_n)
+
+
+@triton.jit
+def weights_pointer_kernel(
+    x_ptr, dy_ptr, dw_ptr, records_ptr, count_ptr, M, N,
+    ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    GRID: tl.constexpr,
+):  # fmt: skip
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    per_expert = tiles_m * tiles_n
+    for tile in tl.range(tl.program_id(0), tl.load(count_ptr) * per_expert, GRID):
+        record = records_ptr + (tile // per_expert) * 4
+        e = tl.load(record).to(tl.int64)
+        start = tl.load(record + 1)
+        end = tl.load(record + 2)
+        tile_m, tile_n = _place(tile % per_expert, tiles_m, tiles_n)
+        ms = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        ns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for r in tl.range(0, end - start, BLOCK_R):
+            rows = (start + r + tl.arange(0, BLOCK_R)).to(tl.int64)
+            live = rows < end
+            at_x = x_ptr + rows[None, :] * M + ms[:, None]
+            x = tl.load(at_x, mask=live[None, :] & (ms < M)[:, None], other=0.0)
+            at_dy = dy_ptr + rows[:, None] * N + ns[None, :]
+            dy = tl.load(at_dy, mask=live[:, None] & (ns < N)[None, :], other=0.0)
+            acc = tl.dot(x, dy, acc)
+        at_dw = dw_ptr + e * M * N + ms[:, None] * N + ns[None, :]
+        live_dw = (ms < M)[:, None] & (ns < N)[None, :]
+        if ADD:
+            acc += tl.load(at_dw, mask=live_dw, other=0.0)
+        tl.store(at_dw, acc.to(dw_ptr.dtype.element_ty), mask=live_dw)

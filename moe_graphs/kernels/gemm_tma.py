@@ -1,0 +1,98 @@
+"""Grouped GEMMs in plain Triton over host-made TMA descriptors.
+
+    rows:     out_RN[r] = x_RK[r] @ w[e]                    w_EKN, or w_ENK when TRANSPOSED
+    weights:  dw_EKN[e] (+)= x_RK[rows of e].T @ dy_RN[rows of e]
+
+Persistent over a device-written work list (tiles.py). Ragged descriptors
+(`triton.tools.ragged_tma`) bound every load and store by the group's end in hardware: rows of
+another expert are neither read nor written, and no masks are computed. `flatten` turns the tile
+loop and the K loop into one pipelined loop, so that the next tile's loads are issued during this
+tile's stores (measured +3 to +13 % at K <= 2048 on an H200).
+"""
+
+import triton
+import triton.language as tl
+from triton.tools.ragged_tma import load_ragged, store_ragged
+
+# Row tiles of one expert are walked in bands of this many: see gluon_parts.BAND.
+BAND = tl.constexpr(8)
+
+
+@triton.jit
+def _place(local, tiles_m, tiles_n):
+    """Number of a tile inside its expert -> row tile and column tile."""
+    width = BAND * tiles_n
+    band = local // width
+    first_m = band * BAND
+    height = tl.minimum(tiles_m - first_m, BAND)
+    rest = local - band * width
+    column = rest // height
+    return first_m + rest - column * height, column
+
+
+@triton.jit
+def rows_tma_kernel(
+    x_desc, w_desc, out_desc, records_ptr, count_ptr, N, K,
+    TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GRID: tl.constexpr,
+):  # fmt: skip
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    total = tl.load(count_ptr) * tiles_n
+    for tile in tl.range(tl.program_id(0), total, GRID, flatten=True):
+        record = records_ptr + (tile // tiles_n) * 8
+        e = tl.load(record)
+        start = tl.load(record + 3)
+        end = tl.load(record + 4)
+        tile_m, tile_n = _place(tile - tl.load(record + 1) * tiles_n, tl.load(record + 2), tiles_n)
+        row = tile_m * BLOCK_M
+        column = tile_n * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in tl.range(0, K, BLOCK_K):
+            x = load_ragged(x_desc, start, end - start, [row, k])
+            if TRANSPOSED:
+                w = w_desc.load([e, column, k]).reshape(BLOCK_N, BLOCK_K).T
+            else:
+                w = w_desc.load([e, k, column]).reshape(BLOCK_K, BLOCK_N)
+            acc = tl.dot(x, w, acc)
+        store_ragged(out_desc, start, end - start, [row, column], acc.to(out_desc.dtype))
+
+
+@triton.jit
+def _put(dw_desc, e, row, column, piece, ADD: tl.constexpr):
+    value = piece.to(dw_desc.dtype).reshape(1, piece.shape[0], piece.shape[1])
+    if ADD:
+        # A TMA reduction: one add per element and launch, so the result is deterministic.
+        dw_desc.atomic_add([e, row, column], value)
+    else:
+        dw_desc.store([e, row, column], value)
+
+
+@triton.jit
+def weights_tma_kernel(
+    x_desc, dy_desc, dw_desc, records_ptr, count_ptr, M, N,
+    ADD: tl.constexpr, PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, GRID: tl.constexpr,
+):  # fmt: skip
+    """Experts longest first; the output is stored in PIECES (1 or 2) column pieces."""
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    per_expert = tiles_m * tiles_n
+    for tile in tl.range(tl.program_id(0), tl.load(count_ptr) * per_expert, GRID):
+        record = records_ptr + (tile // per_expert) * 4
+        e = tl.load(record)
+        start = tl.load(record + 1)
+        end = tl.load(record + 2)
+        tile_m, tile_n = _place(tile % per_expert, tiles_m, tiles_n)
+        row = tile_m * BLOCK_M
+        column = tile_n * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for r in tl.range(0, end - start, BLOCK_R):
+            x = load_ragged(x_desc, start, end - start, [r, row])
+            dy = load_ragged(dy_desc, start, end - start, [r, column])
+            acc = tl.dot(x.T, dy, acc)
+        if PIECES == 1:
+            _put(dw_desc, e, row, column, acc, ADD)
+        else:
+            left, right = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
+            _put(dw_desc, e, row, column, left, ADD)
+            _put(dw_desc, e, row, column + BLOCK_N // 2, right, ADD)

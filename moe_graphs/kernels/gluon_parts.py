@@ -1,0 +1,142 @@
+"""What the warp-specialised Gluon kernels share: ring arithmetic, tile placement, the epilogue.
+
+The kernels have one producer warp that fills a ring of shared-memory slots by TMA, and two consumer
+partitions of four warps that multiply out of it. Two mbarriers belong to a slot: `full` (the TMA
+bytes have landed) and `empty` (its readers are done). Position in the ring is a pair (slot, phase);
+`phase` is the parity a waiter waits for, 0 for the first consumer, 1 for the first producer.
+
+Two rules of Triton 3.6 that this code obeys (both are silent miscompiles, also in 3.7.1;
+`tests/test_kernels_compile.py` holds their reproductions and checks our loops):
+
+1. `previous = current` before a loop and again inside it is not carried: the loop keeps the entry
+   value. Hence `previous_slot(slot)` instead of a second variable.
+2. A loop-carried value that is used only as the bound of a nested loop is dropped. Hence bounds are
+   also used in the loop body.
+"""
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+# Base of a ragged TMA coordinate: see `ragged` below and triton.tools.ragged_tma.
+BILLION = gl.constexpr(1 << 30)
+# Row tiles of one expert are walked in bands of this many, all columns of a band before the next
+# band, so that a band's rows and a column's weights meet in L2. 4 to 64 measured equal on H200.
+BAND = gl.constexpr(8)
+
+
+@gluon.jit
+def next_slot(slot, phase, STAGES: gl.constexpr):
+    slot = slot + 1
+    wrapped = slot == STAGES
+    return gl.where(wrapped, 0, slot), gl.where(wrapped, phase ^ 1, phase)
+
+
+@gluon.jit
+def previous_slot(slot, STAGES: gl.constexpr):
+    return gl.where(slot == 0, STAGES - 1, slot - 1)
+
+
+@gluon.jit
+def place(local, tiles_m, tiles_n):
+    """Number of a tile inside its expert -> row tile and column tile."""
+    width = BAND * tiles_n
+    band = local // width
+    first_m = band * BAND
+    height = gl.minimum(tiles_m - first_m, BAND)
+    rest = local - band * width
+    column = rest // height
+    return first_m + rest - column * height, column
+
+
+@gluon.jit
+def ragged(row, end):
+    """Leading three coordinates of row `row` of a group that ends at row `end`.
+
+    A ragged descriptor has two extra dimensions of stride -1 row and +1 row. Reading at
+    (2^30, end, 2^30 - end + row) lands on `row`, and the bound 2^30 of the third dimension is hit
+    exactly at `end`: loads past it give zeros, stores past it are dropped, in hardware.
+    """
+    return BILLION, end, BILLION - end + row
+
+
+@gluon.jit
+def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """COUNT mbarriers that complete a phase after ARRIVALS arrivals. The caller fences."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
+
+
+@builtin
+def async_add_shared_to_global(desc, coord, src, _semantic=None):
+    """`tma.async_copy_shared_to_global` that adds instead of overwriting (cp.reduce.async.bulk).
+
+    Triton 3.6 has the operation but no Gluon name for it. Every element is added to once per
+    launch, so the result does not depend on the order of tiles.
+    """
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, desc.handle, coord, src.handle)
+
+
+@gluon.jit
+def _halves(x):
+    """[M, N] -> two [M, N/2]; renames registers, moves nothing."""
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    left, right = x.reshape([M, 2, N // 2]).permute(0, 2, 1).split()
+    return left, right
+
+
+@gluon.jit
+def _stage(piece, desc, buffer, BUFFERS: gl.constexpr):
+    """Registers -> shared memory, as soon as the store that last used `buffer` has read it."""
+    N: gl.constexpr = piece.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    tma.store_wait(pendings=BUFFERS - 1)
+    value = gl.convert_layout(piece.to(desc.dtype), layout)
+    buffer.store(value.reshape(desc.block_shape))
+    fence_async_shared()
+
+
+@gluon.jit
+def store_rows(acc, desc, buffers, FIRST: gl.constexpr, row, end, column):
+    """acc -> rows `row...` of a ragged output, those before `end`. Asynchronous; one buffer."""
+    buffer = buffers.index(FIRST)
+    _stage(acc, desc, buffer, 1)
+    above, below, at = ragged(row, end)
+    tma.async_copy_shared_to_global(desc, [above, below, at, column], buffer)
+
+
+@gluon.jit
+def _store_piece(piece, desc, buffer, e, row, column, BUFFERS: gl.constexpr, ADD: gl.constexpr):
+    _stage(piece, desc, buffer, BUFFERS)
+    if ADD:
+        async_add_shared_to_global(desc, [e, row, column], buffer)
+    else:
+        tma.async_copy_shared_to_global(desc, [e, row, column], buffer)
+
+
+@gluon.jit
+def store_weights(
+    acc, desc, buffers, FIRST: gl.constexpr, BUFFERS: gl.constexpr, PIECES: gl.constexpr,
+    e, row, column, ADD: gl.constexpr,
+):  # fmt: skip
+    """acc -> matrix `e` of a [E, K, N] output in PIECES column pieces, through BUFFERS buffers.
+
+    Pieces rotate through `buffers[FIRST : FIRST + BUFFERS]`; ADD accumulates (fp32 outputs).
+    """
+    WIDTH: gl.constexpr = acc.shape[1] // PIECES
+    pieces = (acc,)
+    if PIECES == 2:
+        pieces = _halves(acc)
+    if PIECES == 4:
+        left, right = _halves(acc)
+        pieces = _halves(left) + _halves(right)
+    for i in gl.static_range(PIECES):
+        buffer = buffers.index(FIRST + i % BUFFERS)
+        _store_piece(pieces[i], desc, buffer, e, row, column + i * WIDTH, BUFFERS, ADD)

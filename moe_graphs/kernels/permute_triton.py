@@ -1,0 +1,152 @@
+"""Moving tokens into expert-sorted rows and back: one program per token, every byte once.
+
+A token's program reads its vector once and writes it to its K rows, or reads its K rows and writes
+their sum. Both directions go over `inverse` (pair -> row), so that no row needs to find its token,
+and a backward is the other direction's kernel. Sums run in fp32 in the order of k: deterministic.
+
+    spread    rows[inverse[t, k]] = (weights[t, k] *) source[t]           permute; d unpermute
+    collect   out[t] = sum_k (weights[t, k] *) rows[inverse[t, k]]        unpermute; d permute
+    dot       out[t, k] = <rows[inverse[t, k]], other[t]>                 d weights
+
+T tokens, D model, K top-k, R rows. A negative inverse is a pair without a row (capacity): nothing
+is written for it, and it counts as zero.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def spread_kernel(
+    source_ptr, inverse_ptr, weights_ptr, rows_ptr, D,
+    K: tl.constexpr, BLOCK_D: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    for base in range(0, D, BLOCK_D):
+        column = base + tl.arange(0, BLOCK_D)
+        live = column < D
+        value = tl.load(source_ptr + token.to(tl.int64) * D + column, mask=live)
+        for k in tl.static_range(K):
+            row = tl.load(inverse_ptr + token * K + k).to(tl.int64)
+            moved = value
+            if WEIGHTED:
+                weight = tl.load(weights_ptr + token * K + k).to(tl.float32)
+                moved = (value.to(tl.float32) * weight).to(value.dtype)
+            tl.store(rows_ptr + row * D + column, moved, mask=live & (row >= 0))
+
+
+@triton.jit
+def collect_kernel(
+    rows_ptr, inverse_ptr, weights_ptr, out_ptr, D,
+    K: tl.constexpr, BLOCK_D: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    for base in range(0, D, BLOCK_D):
+        column = base + tl.arange(0, BLOCK_D)
+        live = column < D
+        total = tl.zeros((BLOCK_D,), dtype=tl.float32)
+        for k in tl.static_range(K):
+            row = tl.load(inverse_ptr + token * K + k).to(tl.int64)
+            at = rows_ptr + row * D + column
+            value = tl.load(at, mask=live & (row >= 0), other=0.0).to(tl.float32)
+            if WEIGHTED:
+                value *= tl.load(weights_ptr + token * K + k).to(tl.float32)
+            total += value
+        out = out_ptr + token.to(tl.int64) * D + column
+        tl.store(out, total.to(out_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def dot_kernel(
+    rows_ptr, inverse_ptr, other_ptr, out_ptr, D,
+    K: tl.constexpr, K_LANES: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    slot = tl.arange(0, K_LANES)
+    row = tl.load(inverse_ptr + token * K + slot, mask=slot < K, other=-1).to(tl.int64)
+    total = tl.zeros((K_LANES,), dtype=tl.float32)
+    for base in range(0, D, BLOCK_D):
+        column = base + tl.arange(0, BLOCK_D)
+        live = column < D
+        other = tl.load(other_ptr + token.to(tl.int64) * D + column, mask=live, other=0.0)
+        at = rows_ptr + row[:, None] * D + column[None, :]
+        value = tl.load(at, mask=(row >= 0)[:, None] & live[None, :], other=0.0)
+        total += tl.sum(value.to(tl.float32) * other.to(tl.float32)[None, :], 1)
+    tl.store(out_ptr + token * K + slot, total.to(out_ptr.dtype.element_ty), mask=slot < K)
+
+
+@torch.library.custom_op("moe_graphs::spread_rows", mutates_args=())
+def spread(
+    source_TD: torch.Tensor,
+    inverse_TK: torch.Tensor,
+    weights_TK: torch.Tensor | None,
+    num_rows: int,
+    has_gaps: bool,
+) -> torch.Tensor:
+    """`rows_RD`: every token's vector in its K rows; rows without a pair are zero (`has_gaps`)."""
+    tokens, D = source_TD.shape
+    make = source_TD.new_zeros if has_gaps else source_TD.new_empty
+    rows_RD = make((num_rows, D))
+    if tokens and D:
+        spread_kernel[(tokens,)](
+            source_TD.contiguous(), inverse_TK.contiguous(), _or(weights_TK, source_TD), rows_RD,
+            D, WEIGHTED=weights_TK is not None, **_tile(inverse_TK, D),
+        )  # fmt: skip
+    return rows_RD
+
+
+@torch.library.custom_op("moe_graphs::collect_rows", mutates_args=())
+def collect(
+    rows_RD: torch.Tensor, inverse_TK: torch.Tensor, weights_TK: torch.Tensor | None
+) -> torch.Tensor:
+    """`out_TD`: the weighted sum of every token's K rows, in the dtype of the rows."""
+    tokens, D = inverse_TK.shape[0], rows_RD.shape[1]
+    out_TD = rows_RD.new_empty((tokens, D))
+    if tokens and D:
+        collect_kernel[(tokens,)](
+            rows_RD.contiguous(), inverse_TK.contiguous(), _or(weights_TK, rows_RD), out_TD,
+            D, WEIGHTED=weights_TK is not None, **_tile(inverse_TK, D),
+        )  # fmt: skip
+    return out_TD
+
+
+@torch.library.custom_op("moe_graphs::dot_rows", mutates_args=())
+def dot(
+    rows_RD: torch.Tensor, inverse_TK: torch.Tensor, other_TD: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """`out_TK`: the inner products of every token's K rows with its vector, in fp32, as `dtype`."""
+    (tokens, K), D = inverse_TK.shape, rows_RD.shape[1]
+    out_TK = torch.zeros((tokens, K), dtype=dtype, device=rows_RD.device)
+    if tokens and D:
+        tile = _tile(inverse_TK, D) | {"K_LANES": triton.next_power_of_2(K)}
+        tile["BLOCK_D"] = min(tile["BLOCK_D"], max(128, 4096 // tile["K_LANES"]))
+        dot_kernel[(tokens,)](
+            rows_RD.contiguous(), inverse_TK.contiguous(), other_TD.contiguous(), out_TK, D, **tile
+        )
+    return out_TK
+
+
+@spread.register_fake
+def _(source_TD, inverse_TK, weights_TK, num_rows, has_gaps):
+    return source_TD.new_empty((num_rows, source_TD.shape[1]))
+
+
+@collect.register_fake
+def _(rows_RD, inverse_TK, weights_TK):
+    return rows_RD.new_empty((inverse_TK.shape[0], rows_RD.shape[1]))
+
+
+@dot.register_fake
+def _(rows_RD, inverse_TK, other_TD, dtype):
+    return rows_RD.new_empty(inverse_TK.shape, dtype=dtype)
+
+
+def _or(weights_TK: torch.Tensor | None, anything: torch.Tensor) -> torch.Tensor:
+    """The weights, or a pointer that is not read."""
+    return anything if weights_TK is None else weights_TK.contiguous()
+
+
+def _tile(inverse_TK: torch.Tensor, D: int) -> dict:
+    block = min(2048, triton.next_power_of_2(D))
+    return {"K": inverse_TK.shape[1], "BLOCK_D": block, "num_warps": 4 if block > 512 else 2}

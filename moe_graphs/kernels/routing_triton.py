@@ -1,0 +1,111 @@
+"""The stable sort of (token, slot) pairs by expert, as a counting sort in two launches.
+
+A general sort makes several passes over keys and values; here the keys are expert numbers, so
+counting is enough. Pairs are cut into blocks of consecutive pairs, one program each. The first
+kernel counts a block's pairs per expert. In the second, every program adds up the counts it needs
+(all blocks for where an expert's rows start, the blocks before its own for where its pairs go) and
+places its pairs. Sums are of integers and every row is written once: no atomics, the same result on
+every run.
+
+T tokens, K top-k, R = T*K pairs, E experts, B blocks.
+
+Worked example (that of `route_rows`, its numbers are the test): experts [[2, 0], [0, 1], [2, 1]] in
+blocks of 4 pairs, [2, 0, 0, 1] and [2, 1], are counted as
+
+    counts_BE = [[2, 1, 1],      offsets_E = [2, 4, 6]
+                 [0, 1, 1]]
+
+The second block's pair 5 (expert 1) goes to row 2 (start of expert 1) + 1 (in blocks before) + 0
+(before it in its own block) = 3, and so order[3] = 5, inverse[5] = 3.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _count_kernel(
+    experts_ptr, counts_ptr, pairs, num_experts,
+    BLOCK: tl.constexpr, STEP: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """counts_BE[b, e]: pairs of expert e in block b. Grid (B,)."""
+    block = tl.program_id(0)
+    lane = tl.arange(0, EXPERTS)
+    counts = tl.zeros((EXPERTS,), dtype=tl.int32)
+    for base in range(0, BLOCK, STEP):
+        pair = block * BLOCK + base + tl.arange(0, STEP)
+        expert = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1)
+        counts += tl.sum((expert[:, None] == lane[None, :]).to(tl.int32), 0)
+    tl.store(counts_ptr + block * num_experts + lane, counts, mask=lane < num_experts)
+
+
+@triton.jit
+def _place_kernel(
+    experts_ptr, counts_ptr, order_ptr, inverse_ptr, offsets_ptr, pairs, num_experts, blocks,
+    BLOCK: tl.constexpr, STEP: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """Rows of the block's pairs, their inverse, and (first block) the offsets. Grid (B,)."""
+    block = tl.program_id(0)
+    lane = tl.arange(0, EXPERTS)
+    real = lane < num_experts
+    total = tl.zeros((EXPERTS,), dtype=tl.int32)
+    before = tl.zeros((EXPERTS,), dtype=tl.int32)
+    for base in range(0, blocks, STEP):
+        other = base + tl.arange(0, STEP)
+        at = counts_ptr + other[:, None] * num_experts + lane[None, :]
+        counts = tl.load(at, mask=(other < blocks)[:, None] & real[None, :], other=0)
+        total += tl.sum(counts, 0)
+        before += tl.sum(tl.where((other < block)[:, None], counts, 0), 0)
+    ends = tl.cumsum(total, 0)
+    if block == 0:
+        tl.store(offsets_ptr + lane, ends, mask=real)
+    row_E = ends - total + before  # where the next pair of each expert goes
+    place = tl.arange(0, STEP)
+    for base in range(0, BLOCK, STEP):
+        pair = block * BLOCK + base + place
+        live = pair < pairs
+        expert = tl.load(experts_ptr + pair, mask=live, other=-1)
+        own = expert[:, None] == lane[None, :]
+        earlier = (expert[:, None] == expert[None, :]) & (place[None, :] < place[:, None])
+        row = tl.sum(tl.where(own, row_E[None, :], 0), 1) + tl.sum(earlier.to(tl.int32), 1)
+        tl.store(order_ptr + row, pair.to(tl.int64), mask=live)
+        tl.store(inverse_ptr + pair, row.to(tl.int64), mask=live)
+        row_E += tl.sum(own.to(tl.int32), 0)
+
+
+@torch.library.custom_op("moe_graphs::sort_pairs", mutates_args=())
+def sort_pairs(
+    experts_TK: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`order_R`, `inverse_R` (int64) and `offsets_E` (int32 ends) of `routing.route_rows`.
+
+    Expert numbers must lie in `range(num_experts)`, at most 1024 of them. Does not synchronise.
+    """
+    experts_R = experts_TK.detach().reshape(-1).contiguous()
+    pairs, device = experts_R.numel(), experts_R.device
+    order_R = torch.empty(pairs, dtype=torch.int64, device=device)
+    inverse_R = torch.empty_like(order_R)
+    if pairs == 0:
+        return order_R, inverse_R, torch.zeros(num_experts, dtype=torch.int32, device=device)
+    lanes = triton.next_power_of_2(num_experts)
+    # One-hot tiles of STEP pairs by all experts must stay in registers: 64 values per thread.
+    step = max(16, min(128, 16384 // lanes))
+    # About one program per SM, so that a program has few counts of other blocks to add up.
+    block = max(step, triton.next_power_of_2(triton.cdiv(pairs, 128)))
+    blocks = triton.cdiv(pairs, block)
+    counts_BE = torch.empty((blocks, num_experts), dtype=torch.int32, device=device)
+    offsets_E = torch.empty(num_experts, dtype=torch.int32, device=device)
+    sizes = {"BLOCK": block, "STEP": step, "EXPERTS": lanes, "num_warps": 8}
+    _count_kernel[(blocks,)](experts_R, counts_BE, pairs, num_experts, **sizes)
+    _place_kernel[(blocks,)](
+        experts_R, counts_BE, order_R, inverse_R, offsets_E, pairs, num_experts, blocks, **sizes
+    )
+    return order_R, inverse_R, offsets_E
+
+
+@sort_pairs.register_fake
+def _(experts_TK, num_experts):
+    order_R = experts_TK.new_empty(experts_TK.numel(), dtype=torch.int64)
+    offsets_E = experts_TK.new_empty(num_experts, dtype=torch.int32)
+    return order_R, torch.empty_like(order_R), offsets_E

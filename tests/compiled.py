@@ -1,0 +1,112 @@
+"""Compiles Triton kernels on a machine without a GPU, and reads what ptxas says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+
+@dataclass(frozen=True)
+class CompileOnlyDriver:
+    """Enough of a driver to compile: the target, and a device number nothing else uses."""
+
+    arch: int
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return 1000 + self.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Loop:
+    """An `scf.for` of a kernel's TTGIR: its bounds, and the values it carries."""
+
+    start: str
+    stop: str
+    carried: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One compiled kernel: its IR and the register and warning lines of ptxas."""
+
+    name: str
+    ttgir: str
+    ptx: str
+    log: str
+    shared: int
+
+    @property
+    def spills(self) -> int:
+        return sum(map(int, re.findall(r"(\d+) bytes spill", self.log)))
+
+    @property
+    def serialised(self) -> list[str]:
+        """Warnings C75xx: WGMMAs that ptxas could not keep in flight."""
+        return re.findall(r".*(?:C75\d\d|serializ).*", self.log)
+
+    @property
+    def loops(self) -> list[Loop]:
+        """In order of the text: default partition, then the others, outer loop first."""
+        found = re.findall(
+            r"scf\.for %\w+ = (\S+) to (\S+) step \S+(?: iter_args\((.*?)\))? ", self.ttgir
+        )
+        return [Loop(a, b, tuple(re.findall(r"(%\w+) = ", c))) for a, b, c in found]
+
+    @property
+    def carried(self) -> list[int]:
+        return [len(loop.carried) for loop in self.loops]
+
+
+def launch_compiler(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Compiled]]:
+    """`compiled(function)`: calls it with every launch only compiled, returns the kernels."""
+    kernels = []
+    run = JITFunction.run
+
+    def only_compile(self, *args, grid, warmup, **kwargs):
+        kernels.append((self.__name__, run(self, *args, grid=grid, warmup=True, **kwargs)))
+
+    def compiled(function: Callable, arch: int = 90) -> list[Compiled]:
+        kernels.clear()
+        # Not set_active: its undoing looks for a GPU.
+        monkeypatch.setattr(triton.runtime.driver, "_active", CompileOnlyDriver(arch))
+        function()
+        return [_inspect(name, kernel, arch) for name, kernel in kernels]
+
+    monkeypatch.setattr(JITFunction, "run", only_compile)
+    return compiled
+
+
+def _inspect(name: str, kernel, arch: int) -> Compiled:
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(kernel.asm["ptx"])
+        target = f"--gpu-name=sm_{arch}{'a' if arch >= 90 else ''}"
+        command = [knobs.nvidia.ptxas.path, "-v", target, str(source)]
+        done = subprocess.run(
+            [*command, "-o", str(source.with_suffix(".cubin"))],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    asm = kernel.asm
+    return Compiled(name, asm["ttgir"], asm["ptx"], done.stderr, kernel.metadata.shared)

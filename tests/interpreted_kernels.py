@@ -1,0 +1,144 @@
+"""The plain Triton kernels against the references, run by Triton's interpreter on the CPU.
+
+Not collected by itself: test_kernels_interpreter runs it with TRITON_INTERPRET=1, which has to be
+set before the kernels are imported. TMA and Gluon kernels are beyond the interpreter (Triton 3.6).
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from triton.runtime import interpreter
+
+from moe_graphs.kernels import (
+    RowOrder,
+    gemm_launch,
+    permute_triton,
+    reference,
+    route_rows,
+    routing_triton,
+    swiglu_triton,
+    tiles,
+)
+
+POISON = 777.0
+# The package's `permute` is the function, the module is behind it.
+plain = importlib.import_module("moe_graphs.kernels.permute")
+
+
+@pytest.fixture(autouse=True)
+def _scalars_of_numpy_2_4(monkeypatch):
+    """Triton 3.6 calls int() on one-element arrays, which numpy 2.4 refuses."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+def test_work_list_examples():
+    offsets = torch.tensor([5, 5, 8], dtype=torch.int32)
+    rows = tiles.row_tiles(offsets, 8, 4)
+    assert rows.count.tolist() == [3]
+    assert rows.records[:3, :5].tolist() == [[0, 0, 2, 0, 5], [0, 0, 2, 0, 5], [2, 2, 1, 5, 8]]
+    experts = tiles.expert_order(offsets, skip_empty=False)
+    assert experts.records[:, :3].tolist() == [[0, 0, 5], [2, 5, 8], [1, 5, 5]]
+    assert experts.count.tolist() == [3]
+    assert tiles.expert_order(offsets, skip_empty=True).count.tolist() == [2]
+
+
+def test_zero_tail():
+    rows = torch.full((7, 1030), POISON)
+    tiles.zero_tail_(rows, torch.tensor([2, 5], dtype=torch.int32))
+    assert bool((rows[:5] == POISON).all())
+    assert bool((rows[5:] == 0).all())
+
+
+@pytest.mark.parametrize("sizes", [(0, 70, 3, 130, 1), (64, 0, 0), (0, 0), (200,)])
+def test_grouped_gemm(sizes):
+    torch.manual_seed(0)
+    ends = torch.cumsum(torch.tensor(sizes), 0).to(torch.int32)
+    real, experts, K, N = int(ends[-1]), len(sizes), 72, 200
+    x, dy = torch.randn(real + 9, K), torch.randn(real + 9, N)
+    x[real:], dy[real:] = float("nan"), float("nan")
+    w = torch.randn(experts, K, N)
+    variant = gemm_launch.row_variant("pointer", N)
+    work = tiles.row_tiles(ends, len(x), variant.block_m)
+    expected = reference.grouped_gemm(x, w, ends)
+    for transposed, weights in ((False, w), (True, w.transpose(1, 2).contiguous())):
+        out = torch.full((len(x), N), POISON)
+        gemm_launch.rows_launch(variant, x, weights, out, work, transposed, 3).run()
+        torch.testing.assert_close(out[:real], expected[:real], rtol=1e-4, atol=1e-4)
+        assert bool((out[real:] == POISON).all())
+    for add in (False, True):
+        out = torch.full((experts, K, N), 2.0 if add else POISON)
+        order = tiles.expert_order(ends, skip_empty=add)
+        variant = gemm_launch.weight_variant("pointer", N, torch.float32)
+        gemm_launch.weights_launch(variant, x, dy, out, order, add, 3).run()
+        expected = reference.grouped_gemm_wgrad(x, dy, ends) + (2.0 if add else 0.0)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts"),
+    [(3, 2, 3), (100, 8, 64), (300, 4, 7), (40, 2, 1000), (0, 2, 4)],
+)
+def test_sort_pairs(tokens, top_k, experts):
+    torch.manual_seed(0)
+    ids = torch.randint(0, experts, (tokens, top_k))
+    expected = route_rows(ids, experts)
+    order, inverse, offsets = routing_triton.sort_pairs(ids, experts)
+    assert torch.equal(order, expected.order_R)
+    assert torch.equal(inverse, expected.inverse_R)
+    assert torch.equal(offsets, expected.offsets_E)
+
+
+def test_sort_pairs_example():
+    ids = torch.tensor([[2, 0], [0, 1], [2, 1]])
+    order, inverse, offsets = routing_triton.sort_pairs(ids, 3)
+    assert order.tolist() == [1, 2, 3, 5, 0, 4]
+    assert inverse.tolist() == [4, 0, 1, 2, 5, 3]
+    assert offsets.tolist() == [2, 4, 6]
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+@pytest.mark.parametrize(("tokens", "top_k", "width"), [(13, 3, 72), (5, 1, 2100)])
+def test_permute(tokens, top_k, width, gaps):
+    torch.manual_seed(0)
+    inverse = torch.randperm(tokens * top_k).view(tokens, top_k)
+    if gaps:
+        inverse[2, 0], inverse[4, top_k - 1] = -1, -1
+    flat = inverse.reshape(-1)
+    order = torch.full((flat.numel(),), -1)
+    order[flat[flat >= 0]] = torch.arange(flat.numel())[flat >= 0]
+    row_order = RowOrder(order, flat, torch.tensor([flat.numel()], dtype=torch.int32), gaps)
+    hidden, rows = torch.randn(tokens, width), torch.randn(len(flat), width, requires_grad=True)
+    weights = torch.rand(tokens, top_k, requires_grad=True)
+    moved = permute_triton.spread(hidden, inverse, None, len(flat), gaps)
+    assert torch.equal(moved, plain.permute(hidden, row_order))
+    out = plain.unpermute(rows, row_order, weights)
+    torch.testing.assert_close(permute_triton.collect(rows, inverse, weights), out)
+    out.backward(hidden)
+    moved = permute_triton.spread(hidden, inverse, weights, len(flat), gaps)
+    torch.testing.assert_close(moved, rows.grad)
+    torch.testing.assert_close(
+        permute_triton.dot(rows, inverse, hidden, torch.float32), weights.grad
+    )
+
+
+@pytest.mark.parametrize(("rows", "ffn"), [(13, 24), (3, 300)])
+def test_swiglu(rows, ffn):
+    torch.manual_seed(0)
+    x, dh = torch.randn(rows, 2 * ffn, requires_grad=True), torch.randn(rows, ffn)
+    expected = reference.swiglu(x)
+    expected.backward(dh)
+    ends = torch.tensor([0, 2], dtype=torch.int32)
+    with torch.no_grad():
+        torch.testing.assert_close(swiglu_triton.forward(x), expected)
+        torch.testing.assert_close(swiglu_triton.forward(x, ends)[:2], expected[:2])
+        torch.testing.assert_close(swiglu_triton.backward(x, dh), x.grad)
+        torch.testing.assert_close(swiglu_triton.backward(x, dh, ends)[:2], x.grad[:2])

@@ -1,0 +1,190 @@
+"""Every kernel variant, compiled for an H200 without one: registers, WGMMA, and what loops carry.
+
+Two silent miscompiles of Triton 3.6 (also in 3.7.1) hit software-pipelined scheduling code, one of
+them as a deadlock. They are reproduced here, and the loops of our kernels are checked for them.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from compiled import Compiled, launch_compiler  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from triton.experimental import gluon  # noqa: E402
+from triton.experimental.gluon import language as gl  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from moe_graphs import kernels  # noqa: E402
+from moe_graphs.kernels import gemm_launch, permute_triton, routing_triton, swiglu_triton, tiles  # noqa: E402  # noqa: E402
+
+SHARED_LIMIT = 232448  # bytes a block may use on Hopper
+VARIANTS = ("split", "pingpong", "tma", "pointer")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+# Values carried by the loops, per partition, tile loop first. Records are loaded one tile ahead, so
+# they are carried; a missing one is a miscompile.
+#   rows consumer: slot, phase (ping-pong: passed, turns), first, tiles_m, start, end | K loops:
+#   slot, phase (of a half without rows); slot, phase, acc.   producer: slot, phase, e, first,
+#   tiles_m, start, end | slot, phase
+ROWS_CARRY = {"split": [6, 2, 3] * 2 + [7, 2], "pingpong": [6, 3] * 2 + [7, 2]}
+#   weights consumer: slot, phase (ping-pong: passed, count), e, start, end | slot, phase, acc.
+#   producer: slot, phase, start, end | slot, phase
+WEIGHTS_CARRY = {"split": [5, 3] * 2 + [4, 2], "pingpong": [5, 3] * 2 + [4, 2]}
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    return launch_compiler(monkeypatch)
+
+
+def work(words: int) -> tiles.WorkList:
+    return tiles.WorkList(
+        torch.zeros(64, words, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    )
+
+
+def check(kernel: Compiled, wgmma: bool) -> None:
+    assert kernel.spills == 0, kernel.log
+    assert kernel.serialised == []
+    assert kernel.shared <= SHARED_LIMIT
+    assert ("wgmma.mma_async" in kernel.ptx) == wgmma
+    # 16-bit operands of either major go to WGMMA as they lie: no transposing copies.
+    assert "ttg.local_alloc %" not in kernel.ttgir or not wgmma
+
+
+@pytest.mark.parametrize(("columns", "dtype"), [(1024, BF16), (1024, FP16), (384, BF16)])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_rows(compiled, name, transposed, columns, dtype):
+    x, out = torch.empty(4096, 512, dtype=dtype), torch.empty(4096, columns, dtype=dtype)
+    w = torch.empty((8, columns, 512) if transposed else (8, 512, columns), dtype=dtype)
+    variant = gemm_launch.row_variant(name, columns)
+    launch = gemm_launch.rows_launch(variant, x, w, out, work(8), transposed, 132)
+    (kernel,) = compiled(launch.run, arch=80 if name == "pointer" else 90)
+    check(kernel, wgmma=name != "pointer")
+    if name in ROWS_CARRY:
+        assert kernel.carried == ROWS_CARRY[name]
+    if (
+        name == "tma"
+    ):  # flattened: one loop over all K steps of all tiles, with the next tile's state
+        assert max(kernel.carried) > 10
+
+
+@pytest.mark.parametrize(("out_dtype", "accumulate"), [(BF16, False), (FP32, False), (FP32, True)])
+@pytest.mark.parametrize("columns", [1024, 384])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_weights(compiled, name, columns, out_dtype, accumulate):
+    x, dy = torch.empty(4096, 512, dtype=BF16), torch.empty(4096, columns, dtype=BF16)
+    dw = torch.empty(8, 512, columns, dtype=out_dtype)
+    variant = gemm_launch.weight_variant(name, columns, out_dtype)
+    launch = gemm_launch.weights_launch(variant, x, dy, dw, work(4), accumulate, 132)
+    (kernel,) = compiled(launch.run, arch=80 if name == "pointer" else 90)
+    check(kernel, wgmma=name != "pointer")
+    assert ("cp.reduce.async.bulk" in kernel.ptx) == (accumulate and name != "pointer")
+    if name in WEIGHTS_CARRY:
+        assert kernel.carried == WEIGHTS_CARRY[name]
+        check_row_bounds(kernel)
+
+
+def check_row_bounds(kernel: Compiled) -> None:
+    """The row loop of a consumer ends where the carried record says, not at the first one's."""
+    outer = None
+    for loop in kernel.loops:
+        if len(loop.carried) > 3:
+            outer = loop
+        elif len(loop.carried) == 3:
+            assert {loop.start, loop.stop} <= set(outer.carried), loop
+
+
+@pytest.mark.parametrize("experts", [8, 128, 512, 1024])
+def test_work_lists_and_routing(compiled, experts):
+    offsets = torch.zeros(experts, dtype=torch.int32)
+    pairs = torch.zeros(16384, 8, dtype=torch.int64)
+
+    def launches():
+        tiles.row_tiles(offsets, 4096, 128)
+        tiles.expert_order(offsets, skip_empty=True)
+        tiles.zero_tail_(torch.empty(64, 512, dtype=BF16), offsets)
+        routing_triton.sort_pairs(pairs, experts)
+
+    kernels = compiled(launches)
+    assert len(kernels) == 5
+    for kernel in kernels:
+        check(kernel, wgmma=False)
+        assert "atom" not in kernel.ptx  # deterministic by construction
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_elementwise(compiled, dtype):
+    inverse, weights = torch.zeros(64, 8, dtype=torch.int64), torch.zeros(64, 8)
+    hidden, rows = torch.empty(64, 2880, dtype=dtype), torch.empty(512, 2880, dtype=dtype)
+    offsets = torch.zeros(8, dtype=torch.int32)
+
+    def launches():
+        for given in (weights, None):
+            permute_triton.spread(hidden, inverse, given, 512, False)
+            permute_triton.collect(rows, inverse, given)
+        permute_triton.dot(rows, inverse, hidden, FP32)
+        for ends in (offsets, None):
+            swiglu_triton.forward(rows, ends)
+            swiglu_triton.backward(rows, rows[:, :1440], ends)
+
+    kernels = compiled(launches)
+    assert len(kernels) == 9
+    for kernel in kernels:
+        check(kernel, wgmma=False)
+        assert "atom" not in kernel.ptx
+
+
+def test_fake_cuda_tensors_see_static_shapes():
+    """The whole dropless path, traced without launching anything."""
+    with FakeTensorMode():
+        hidden = torch.empty(64, 128, device="cuda", dtype=BF16)
+        weights = torch.empty(64, 4, device="cuda")
+        ids = torch.empty(64, 4, device="cuda", dtype=torch.int64)
+        w1 = torch.empty(8, 128, 192, device="cuda", dtype=BF16)
+        w2 = torch.empty(8, 96, 128, device="cuda", dtype=BF16)
+        order = kernels.route_rows(ids, 8)
+        rows = kernels.grouped_gemm(kernels.permute(hidden, order), w1, order.offsets_E)
+        rows = kernels.grouped_gemm(kernels.swiglu(rows), w2, order.offsets_E)
+        out = kernels.unpermute(rows, order, weights)
+        assert out.shape == hidden.shape
+
+
+@triton.jit
+def previous_is_current(out, n):
+    current = triton.language.program_id(0)
+    previous = current
+    for k in range(n):
+        triton.language.store(out + k, previous)
+        previous = current
+        current = current + 3
+
+
+@gluon.jit
+def bound_of_a_nested_loop(out, ends, n):
+    stop = gl.load(ends)
+    for t in range(n):
+        now = stop
+        stop = gl.load(ends + t + 1)
+        for k in range(now):
+            gl.store(out + k, t)
+
+
+@pytest.mark.xfail(strict=True, reason="Triton 3.6 and 3.7.1 drop `previous = current`")
+def test_trap_previous_is_current(compiled):
+    (kernel,) = compiled(lambda: launch(previous_is_current, 1))
+    assert kernel.carried == [2]
+
+
+@pytest.mark.xfail(strict=True, reason="Triton 3.6 and 3.7.1 drop a value that is only a bound")
+def test_trap_bound_of_a_nested_loop(compiled):
+    (kernel,) = compiled(lambda: launch(bound_of_a_nested_loop, 2))
+    assert 1 in kernel.carried
+
+
+def launch(kernel: JITFunction, pointers: int) -> None:
+    kernel[(1,)](*(torch.zeros(8, dtype=torch.int32) for _ in range(pointers)), 5)
