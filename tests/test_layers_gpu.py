@@ -130,7 +130,6 @@ class TestLayer:
         assert all(map(torch.equal, runs[0], runs[1]))
         assert all(map(torch.equal, runs[0], runs[2]))
 
-    @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
     def test_nothing_syncs(self, dispatcher):
         model = LanguageModel(CONFIG, dispatcher, device="cuda")
         tokens = torch.randint(97, (2, 64), device="cuda")
