@@ -34,6 +34,7 @@ import triton  # noqa: E402
 POISON = 777.0
 KERNELS = ("split", "pingpong", "tma", "pointer")
 KINDS = [*(f"{op}:{name}" for op in ("rows", "weights") for name in KERNELS), "ops:all"]
+KINDS += ["weights:split4", "weights:pingpong4", "weights:split5"]
 # (routing, rows, experts, K, N, rows past the last end)
 CASES = [
     ("uniform", 6000, 16, 512, 1024, 77),
@@ -44,6 +45,8 @@ CASES = [
     ("uniform", 90, 8, 128, 512, 900),
     ("zipf", 3000, 512, 72, 200, 5),
     ("none", 0, 3, 256, 384, 40),
+    ("one", 20000, 8, 512, 1024, 3),
+    ("zipf", 30000, 16, 256, 512, 65),
 ]
 SHAPES = [  # rows, experts, K, N
     (65536, 128, 2048, 1536), (65536, 128, 768, 2048), (131072, 128, 2048, 1536),
@@ -151,7 +154,12 @@ def weights_case(name: str, case: tuple, seed: int, dtype: torch.dtype, mode: st
         out = torch.full((experts, K, N), POISON, device="cuda", dtype=out_dtype)
         if mode == "add":
             out.copy_(before)
-        variant = weight_variant(name, N, out_dtype)
+        try:
+            variant = weight_variant(name, N, out_dtype)
+        except ValueError:
+            return ""
+        if mode == "add" and name == "split5":
+            return ""
         matmul_weights(x, dy, offsets, out=out, accumulate=mode == "add", variant=variant)
         torch.cuda.synchronize()
         got = error(out, reference)
@@ -180,8 +188,9 @@ def replay_case(op: str, name: str) -> str:
         variant = g.row_variant(name, N)
         call = lambda: g.matmul_rows(x, w, offsets, variant=variant)  # noqa: E731
     else:
-        variant = g.weight_variant(name, N, torch.bfloat16)
-        call = lambda: g.matmul_weights(x, dy, offsets, variant=variant)  # noqa: E731
+        out_dtype = torch.float32 if name[-1] in "45" else torch.bfloat16
+        variant = g.weight_variant(name, N, out_dtype)
+        call = lambda: g.matmul_weights(x, dy, offsets, variant=variant, out_dtype=out_dtype)  # noqa
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -334,6 +343,23 @@ def contenders(shape: tuple, routing: str, good: set[str]) -> dict:
                 ),
                 None,
             )
+    for name in ("split4", "split5", "pingpong4"):
+        if f"weights:{name}" not in good or name != "pingpong4" and N % 256:
+            continue
+        v = g.weight_variant(name, N, torch.float32)
+        add(
+            f"{name} wgrad f32",
+            "wgrad f32",
+            lambda v=v: g.matmul_weights(x, dy, offsets, out=dw32, variant=v),
+            dw32,
+        )
+        if name != "split5":
+            add(
+                f"{name} wgrad add",
+                "wgrad add",
+                lambda v=v: g.matmul_weights(x, dy, offsets, out=dw32, accumulate=True, variant=v),
+                None,
+            )
     if "rows:split" in good:  # what the work list costs: the GEMM alone, list made beforehand
         v = g.row_variant("split", N)
         launch = g.rows_launch(
@@ -379,12 +405,13 @@ def verify(jobs: dict, watch: Watch) -> None:
 
 
 def time_shape(
-    shape: tuple, routing: str, good: set, rounds: int, cool: bool, watch: Watch
+    shape: tuple, routing: str, good: set, rounds: int, cool: bool, watch: Watch, only: str = ""
 ) -> dict:
     """TFLOP/s [p10, p50, p90] per contender on unpadded FLOPs; host microseconds per eager call."""
     rows, _, K, N = shape
     jobs = contenders(shape, routing, good)
     verify(jobs, watch)
+    jobs = {n: job for n, job in jobs.items() if n == "dense" or only in n}
     flops = 2.0 * rows * K * N
     graphs, calls, host = {}, {}, {}
     for name, (_, call, _) in jobs.items():
@@ -440,7 +467,7 @@ def time_child(args: argparse.Namespace) -> None:
         key = f"{shape} {routing} {cool}"
         if key in done:
             continue
-        row = time_shape(shape, routing, good, rounds, cool, watch)
+        row = time_shape(shape, routing, good, rounds, cool, watch, args.only)
         print("TIME " + json.dumps(row), flush=True)
         with (out / "done.txt").open("a") as f:
             f.write(key + "\n")
@@ -459,6 +486,7 @@ def run_times(args: argparse.Namespace, good: list[str], budget: float) -> list[
     """The timing child, restarted without a contender that hung, until the budget is spent."""
     rows, until = [], time.time() + budget
     command = [sys.executable, __file__, "--time", "--good", ",".join(good), "--out", args.out]
+    command += ["--only", args.only]
     for _ in range(4):
         child = subprocess.Popen(
             command + (["--quick"] if args.quick else []),
@@ -484,9 +512,11 @@ def print_row(row: dict) -> None:
     dense = rates["dense"]
     head = "x".join(map(str, row["shape"]))
     head += f" {row['routing']}{' cool' if row['cool'] else ''}"
-    host = f"torch {row['host_us']['torch fwd']} ours {row['host_us'].get('split fwd', '-')}"
+    host = {name: us for name, us in row["host_us"].items() if name.startswith(("torch", "split "))}
     print(f"\n{head}  dense {dense:.0f}  host us {host}")
     for group in ("fwd", "dgrad", "wgrad"):
+        if f"torch {group}" not in rates:
+            continue
         base = rates[f"torch {group}"]
         cells = [f"torch {base:.0f}"]
         for name, rate in rates.items():
@@ -525,6 +555,7 @@ def main() -> None:
         "--out", default=str(ROOT / "benchmarks" / "results"), help="folder for JSON lines"
     )
     parser.add_argument("--budget", type=float, default=230.0, help="seconds for the timings")
+    parser.add_argument("--only", default="", help="fwd, dgrad or wgrad")
     parser.add_argument("--kind", help=argparse.SUPPRESS)
     parser.add_argument("--time", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--good", default="", help=argparse.SUPPRESS)

@@ -43,12 +43,55 @@ def _scalars_of_numpy_2_4(monkeypatch):
 def test_work_list_examples():
     offsets = torch.tensor([5, 5, 8], dtype=torch.int32)
     rows = tiles.row_tiles(offsets, 8, 4)
-    assert rows.count.tolist() == [3]
+    assert rows.count[0] == 3
     assert rows.records[:3, :5].tolist() == [[0, 0, 2, 0, 5], [0, 0, 2, 0, 5], [2, 2, 1, 5, 8]]
     experts = tiles.expert_order(offsets, skip_empty=False)
-    assert experts.records[:, :3].tolist() == [[0, 0, 5], [2, 5, 8], [1, 5, 5]]
-    assert experts.count.tolist() == [3]
-    assert tiles.expert_order(offsets, skip_empty=True).count.tolist() == [2]
+    assert experts.records.tolist() == [[0, 0, 5, -1], [2, 5, 8, -1], [1, 5, 5, -1]]
+    assert experts.count.tolist() == [3, 2, 0]
+    assert tiles.expert_order(offsets, skip_empty=True).count.tolist() == [2, 2, 0]
+
+
+def test_work_list_example_of_a_split_expert():
+    offsets = torch.tensor([0, 512, 2048], dtype=torch.int32)
+    work = tiles.expert_order(offsets, skip_empty=False, limit=512)
+    assert work.count.tolist() == [5, 4, 1]
+    assert work.records[:5].tolist() == [
+        [1, 0, 512, -1], [2, 512, 1024, 0], [2, 1024, 1536, 1], [2, 1536, 2048, 2], [0, 0, 0, -1],
+    ]  # fmt: skip
+    assert work.splits[0, :3].tolist() == [2, 0, 3]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_split_experts_keep_every_row_and_fit_the_slots(seed):
+    torch.manual_seed(seed)
+    sizes = torch.randint(0, 40, (16,)) ** torch.randint(1, 4, (16,))
+    rows, ends = int(sizes.sum()), torch.cumsum(sizes, 0).to(torch.int32)
+    limit = tiles.split_limit(rows, 40, 132) or 512
+    work = tiles.expert_order(ends, skip_empty=False, limit=limit)
+    records = work.records[: int(work.count[0])].tolist()
+    lengths = [end - start for _, start, end, _ in records]
+    assert max(lengths) < 2 * limit
+    assert sum(lengths) == rows
+    slots = sorted(slot for *_, slot in records if slot >= 0)
+    assert slots == list(range(len(slots)))
+    assert len(slots) <= rows // limit <= tiles.MAX_SLOTS
+    for e, first, parts, _ in work.splits[: int(work.count[2])].tolist():
+        own = sorted((slot, start, end) for x, start, end, slot in records if x == e)
+        assert [slot for slot, _, _ in own] == list(range(first, first + parts))
+        assert sum(end - start for _, start, end in own) == sizes[e]
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_add_partials(add):
+    torch.manual_seed(0)
+    partials, out = torch.randn(3, 40, 72), torch.randn(3, 40, 72)
+    work = tiles.expert_order(
+        torch.tensor([0, 512, 2048], dtype=torch.int32), skip_empty=add, limit=512
+    )
+    expected = out.clone()
+    expected[2] = partials.sum(0) + (out[2] if add else 0)
+    tiles.add_partials_(out, partials, work, add)
+    torch.testing.assert_close(out, expected)
 
 
 def test_zero_tail():

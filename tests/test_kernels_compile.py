@@ -30,9 +30,9 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 #   slot, phase (of a half without rows); slot, phase, acc.   producer: slot, phase, e, first,
 #   tiles_m, start, end | slot, phase
 ROWS_CARRY = {"split": [6, 2, 3] * 2 + [7, 2], "pingpong": [6, 3] * 2 + [7, 2]}
-#   weights consumer: slot, phase (ping-pong: passed, count), e, start, end | slot, phase, acc.
-#   producer: slot, phase, start, end | slot, phase
-WEIGHTS_CARRY = {"split": [5, 3] * 2 + [4, 2], "pingpong": [5, 3] * 2 + [4, 2]}
+#   weights consumer: slot, phase (ping-pong: passed), e, start, end, and if it is used part | slot,
+#   phase, acc.   producer: slot, phase, start, end | slot, phase
+WEIGHTS_CARRY = {"split": 5, "pingpong": 4}
 
 
 @pytest.fixture
@@ -74,18 +74,21 @@ def test_rows(compiled, name, transposed, columns, dtype):
 
 
 @pytest.mark.parametrize(("out_dtype", "accumulate"), [(BF16, False), (FP32, False), (FP32, True)])
+@pytest.mark.parametrize("splits", [False, True])
 @pytest.mark.parametrize("columns", [1024, 384])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_weights(compiled, name, columns, out_dtype, accumulate):
+def test_weights(compiled, name, columns, splits, out_dtype, accumulate):
     x, dy = torch.empty(4096, 512, dtype=BF16), torch.empty(4096, columns, dtype=BF16)
     dw = torch.empty(8, 512, columns, dtype=out_dtype)
     variant = gemm_launch.weight_variant(name, columns, out_dtype)
-    launch = gemm_launch.weights_launch(variant, x, dy, dw, work(4), accumulate, 132)
+    partials = torch.empty(4, 512, columns) if splits else None
+    launch = gemm_launch.weights_launch(variant, x, dy, dw, work(4), accumulate, 132, partials)
     (kernel,) = compiled(launch.run, arch=80 if name == "pointer" else 90)
     check(kernel, wgmma=name != "pointer")
-    assert ("cp.reduce.async.bulk" in kernel.ptx) == (accumulate and name != "pointer")
+    assert ("cp.reduce.async.bulk" in kernel.ptx) == (accumulate and name == "tma")
     if name in WEIGHTS_CARRY:
-        assert kernel.carried == WEIGHTS_CARRY[name]
+        outer = WEIGHTS_CARRY[name] + (splits or accumulate)
+        assert kernel.carried == [outer, 3] * 2 + [4, 2]
         check_row_bounds(kernel)
 
 
@@ -106,12 +109,13 @@ def test_work_lists_and_routing(compiled, experts):
 
     def launches():
         tiles.row_tiles(offsets, 4096, 128)
-        tiles.expert_order(offsets, skip_empty=True)
+        order = tiles.expert_order(offsets, skip_empty=True, limit=512)
+        tiles.add_partials_(torch.empty(8, 64, 64), torch.empty(4, 64, 64), order, True)
         tiles.zero_tail_(torch.empty(64, 512, dtype=BF16), offsets)
         routing_triton.sort_pairs(pairs, experts)
 
     kernels = compiled(launches)
-    assert len(kernels) == 5
+    assert len(kernels) == 7
     for kernel in kernels:
         check(kernel, wgmma=False)
         assert "atom" not in kernel.ptx  # deterministic by construction

@@ -20,7 +20,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moe_graphs.kernels.gemm_pointer import rows_pointer_kernel, weights_pointer_kernel
 from moe_graphs.kernels.gemm_tma import rows_tma_kernel, weights_tma_kernel
 from moe_graphs.kernels.rows_gluon import rows_gluon_kernel
-from moe_graphs.kernels.tiles import WorkList, expert_order, row_tiles
+from moe_graphs.kernels.tiles import (
+    MAX_SLOTS,
+    WorkList,
+    add_partials_,
+    expert_order,
+    row_tiles,
+    split_limit,
+)
 from moe_graphs.kernels.weights_gluon import weights_gluon_kernel
 
 GLUON = ("split", "pingpong")
@@ -79,8 +86,13 @@ def weight_variant(name: str, columns: int, out_dtype: torch.dtype) -> Variant:
         "pointer": Variant("pointer", 64, 128, 32, 3, warps=4),
     }
     if long:
-        variants["split"] = Variant("split", 128, 256, 64, 3, pieces=4, buffers=2)
+        variants["split"] = Variant("split", 128, 256, 64, 3, pieces=8, buffers=4)
+        variants["pingpong4"] = Variant("pingpong", 128, 128, 64, 5, pieces=4, buffers=2)
+        variants["split5"] = Variant("split", 128, 256, 64, 3, pieces=8, buffers=5)
+        variants["split4"] = Variant("split", 128, 256, 64, 3, pieces=4, buffers=2)
     if not wide:
+        for other in ("split4", "split5"):
+            variants.pop(other, None)
         variants["split"] = Variant("split", 128, 128, 64, 4, pieces=2 if long else 1)
         variants["tma"] = replace(variants["tma"], block_n=128)
     return _named(variants, name)
@@ -164,9 +176,31 @@ def matmul_weights(
     if variant is None:
         name = choose(x_RK.device, rows, experts, weights=True)
         variant = weight_variant(name, shape[2], out.dtype)
-    work = expert_order(offsets_E, skip_empty=accumulate)
-    weights_launch(variant, x_RK, dy_RN, out, work, accumulate, sm_count(x_RK.device)).run()
+    _run_weights(variant, x_RK, dy_RN, out, offsets_E, accumulate)
     return out
+
+
+def _run_weights(
+    variant: Variant,
+    x_RK: torch.Tensor,
+    dy_RN: torch.Tensor,
+    out: torch.Tensor,
+    offsets_E: torch.Tensor,
+    accumulate: bool,
+) -> None:
+    """Work list, product, and the sum of what long experts were split into."""
+    grid, (_, K, N) = sm_count(x_RK.device), out.shape
+    limit, partials = 0, None
+    if variant.name in GLUON:
+        tiles = triton.cdiv(K, variant.block_m) * triton.cdiv(N, variant.block_n)
+        limit = split_limit(x_RK.shape[0], tiles, grid)
+    work = expert_order(offsets_E, skip_empty=accumulate, limit=limit)
+    if limit:
+        slots = min(MAX_SLOTS, x_RK.shape[0] // limit)
+        partials = torch.empty((slots, K, N), dtype=torch.float32, device=x_RK.device)
+    weights_launch(variant, x_RK, dy_RN, out, work, accumulate, grid, partials).run()
+    if partials is not None:
+        add_partials_(out, partials, work, accumulate)
 
 
 def sm_count(device: torch.device) -> int:
@@ -214,8 +248,12 @@ def weights_launch(
     work: WorkList,
     accumulate: bool,
     grid: int,
+    partials: torch.Tensor | None = None,
 ) -> Launch:
-    """The launch of a weight-gradient kernel over `work`, an expert order."""
+    """The launch of a weight-gradient kernel over `work`, an expert order.
+
+    `partials` fp32 [slots, K, N] takes what `work` splits; the Gluon kernels know how to.
+    """
     v = variant
     _, M, N = dw_EKN.shape
     tile = {"ADD": accumulate, "BLOCK_M": v.block_m, "BLOCK_N": v.block_n, "BLOCK_R": v.block_k}
@@ -233,8 +271,9 @@ def weights_launch(
         kernel, extra = weights_tma_kernel, {"num_stages": v.stages, "PIECES": v.pieces}
         if v.name in GLUON:
             kernel = weights_gluon_kernel
+            operands = (*operands, dw_EKN if partials is None else partials)
             extra = {"STAGES": v.stages, "PIECES": v.pieces, "BUFFERS": v.buffers}
-            extra["PINGPONG"] = v.name == "pingpong"
+            extra |= {"PINGPONG": v.name == "pingpong", "SPLITS": partials is not None}
     return Launch(kernel, grid, (*operands, work.records, work.count, M, N), tile | extra)
 
 

@@ -14,10 +14,8 @@ Two rules of Triton 3.6 that this code obeys (both are silent miscompiles, also 
    also used in the loop body.
 """
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 # Base of a ragged TMA coordinate: see `ragged` below and triton.tools.ragged_tma.
@@ -71,18 +69,6 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return barriers
 
 
-@builtin
-def async_add_shared_to_global(desc, coord, src, _semantic=None):
-    """`tma.async_copy_shared_to_global` that adds instead of overwriting (cp.reduce.async.bulk).
-
-    Triton 3.6 has the operation but no Gluon name for it. Every element is added to once per
-    launch, so the result does not depend on the order of tiles.
-    """
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
-    _semantic.builder.create_async_tma_reduce(kind, desc.handle, coord, src.handle)
-
-
 @gluon.jit
 def _halves(x):
     """[M, N] -> two [M, N/2]; renames registers, moves nothing."""
@@ -113,30 +99,96 @@ def store_rows(acc, desc, buffers, FIRST: gl.constexpr, row, end, column):
 
 
 @gluon.jit
-def _store_piece(piece, desc, buffer, e, row, column, BUFFERS: gl.constexpr, ADD: gl.constexpr):
-    _stage(piece, desc, buffer, BUFFERS)
-    if ADD:
-        async_add_shared_to_global(desc, [e, row, column], buffer)
-    else:
-        tma.async_copy_shared_to_global(desc, [e, row, column], buffer)
+def _pieces(acc, PIECES: gl.constexpr):
+    """Column pieces of acc, from left to right."""
+    pieces = (acc,)
+    if PIECES >= 2:
+        pieces = _halves(acc)
+    if PIECES >= 4:
+        pieces = _halves(pieces[0]) + _halves(pieces[1])
+    if PIECES >= 8:
+        pieces = _halves(pieces[0]) + _halves(pieces[1]) + _halves(pieces[2]) + _halves(pieces[3])
+    return pieces
+
+
+@gluon.jit
+def _fetch(desc, buffer, arrived, e, row, column):
+    mbarrier.expect(arrived, desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, [e, row, column], arrived, buffer)
+
+
+@gluon.jit
+def fetch_weights(
+    desc, buffers, arrived, FIRST: gl.constexpr, BUFFERS: gl.constexpr, e, row, column
+):
+    """Starts loading what `store_weights` adds to first: one piece for every buffer."""
+    tma.store_wait(pendings=0)
+    for i in gl.static_range(BUFFERS):
+        _fetch(
+            desc, buffers.index(FIRST + i), arrived.index(FIRST + i),
+            e, row, column + i * desc.block_shape[2],
+        )  # fmt: skip
 
 
 @gluon.jit
 def store_weights(
-    acc, desc, buffers, FIRST: gl.constexpr, BUFFERS: gl.constexpr, PIECES: gl.constexpr,
+    acc, desc, buffers, arrived, FIRST: gl.constexpr, BUFFERS: gl.constexpr, PIECES: gl.constexpr,
     e, row, column, ADD: gl.constexpr,
 ):  # fmt: skip
     """acc -> matrix `e` of a [E, K, N] output in PIECES column pieces, through BUFFERS buffers.
 
-    Pieces rotate through `buffers[FIRST : FIRST + BUFFERS]`; ADD accumulates (fp32 outputs).
+    Pieces rotate through `buffers[FIRST : FIRST + BUFFERS]`. ADD (fp32 outputs) adds to what is
+    there: it comes into the buffer first, by `fetch_weights` and then a buffer's next piece as soon
+    as the last is stored. Every buffer is used an even number of times per tile, so the parity of
+    its barrier follows from the piece.
     """
     WIDTH: gl.constexpr = acc.shape[1] // PIECES
-    pieces = (acc,)
-    if PIECES == 2:
-        pieces = _halves(acc)
-    if PIECES == 4:
-        left, right = _halves(acc)
-        pieces = _halves(left) + _halves(right)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    pieces = _pieces(acc, PIECES)
     for i in gl.static_range(PIECES):
         buffer = buffers.index(FIRST + i % BUFFERS)
-        _store_piece(pieces[i], desc, buffer, e, row, column + i * WIDTH, BUFFERS, ADD)
+        value = gl.convert_layout(pieces[i].to(desc.dtype), layout)
+        if ADD:
+            mbarrier.wait(arrived.index(FIRST + i % BUFFERS), (i // BUFFERS) & 1)
+            value += buffer.reshape([acc.shape[0], WIDTH]).load(layout)
+        else:
+            tma.store_wait(pendings=BUFFERS - 1)
+        buffer.store(value.reshape(desc.block_shape))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(desc, [e, row, column + i * WIDTH], buffer)
+        if ADD and i >= BUFFERS - 1 and i + 1 < PIECES:
+            # The buffer of the next piece: its store is the oldest of BUFFERS in flight.
+            tma.store_wait(pendings=BUFFERS - 1)
+            _fetch(
+                desc, buffers.index(FIRST + (i + 1) % BUFFERS),
+                arrived.index(FIRST + (i + 1) % BUFFERS), e, row, column + (i + 1) * WIDTH,
+            )  # fmt: skip
+
+
+@gluon.jit
+def store_partial(acc, partials_ptr, slot, row, column, M, N):
+    """acc -> matrix `slot` of fp32 [slots, M, N], straight from registers: rare, so kept simple."""
+    layout: gl.constexpr = acc.type.layout
+    rows = row + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, layout))
+    columns = column + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
+    at = partials_ptr + slot.to(gl.int64) * M * N + rows[:, None] * N + columns[None, :]
+    gl.store(at, acc, mask=(rows < M)[:, None] & (columns < N)[None, :])
+
+
+@gluon.jit
+def rounds_of(total, GRID: gl.constexpr):
+    """How many of `total` tiles this CTA has in `tile_of`'s order."""
+    full = total // GRID
+    place_in_last = gl.where((full & 1) == 1, GRID - 1 - gl.program_id(0), gl.program_id(0))
+    return full + (place_in_last < total - full * GRID).to(gl.int32)
+
+
+@gluon.jit
+def tile_of(round, rounds, first, GRID: gl.constexpr):
+    """This CTA's tile in a round. Tiles are dealt in boustrophedon, since they get shorter.
+
+    It begins with its round number `first` and comes back to the rounds left out.
+    """
+    turn = round + first
+    turn = gl.where(turn >= rounds, turn - rounds, turn)
+    return turn * GRID + gl.where((turn & 1) == 1, GRID - 1 - gl.program_id(0), gl.program_id(0))

@@ -1,19 +1,18 @@
-"""The stable sort of (token, slot) pairs by expert, as a counting sort in two launches.
+"""The stable sort of (token, slot) pairs by expert, as a counting sort in three launches.
 
 A general sort makes several passes over keys and values; here the keys are expert numbers, so
 counting is enough. Pairs are cut into blocks of consecutive pairs, one program each. The first
-kernel counts a block's pairs per expert. In the second, every program adds up the counts it needs
-(all blocks for where an expert's rows start, the blocks before its own for where its pairs go) and
-places its pairs. Sums are of integers and every row is written once: no atomics, the same result on
-every run.
+kernel counts a block's pairs per expert, the second makes of an expert's counts their sums over
+the blocks before, and the third places the pairs. Sums are of integers and every row is written
+once: no atomics, the same result on every run.
 
 T tokens, K top-k, R = T*K pairs, E experts, B blocks.
 
 Worked example (that of `route_rows`, its numbers are the test): experts [[2, 0], [0, 1], [2, 1]] in
 blocks of 4 pairs, [2, 0, 0, 1] and [2, 1], are counted as
 
-    counts_BE = [[2, 1, 1],      offsets_E = [2, 4, 6]
-                 [0, 1, 1]]
+    counts_BE = [[2, 1, 1],      before_BE = [[0, 0, 0],      totals_E = [2, 2, 2]
+                 [0, 1, 1]]                   [2, 1, 1]]      offsets_E = [2, 4, 6]
 
 The second block's pair 5 (expert 1) goes to row 2 (start of expert 1) + 1 (in blocks before) + 0
 (before it in its own block) = 3, and so order[3] = 5, inverse[5] = 3.
@@ -41,22 +40,33 @@ def _count_kernel(
 
 
 @triton.jit
+def _sum_kernel(
+    counts_ptr, totals_ptr, num_experts, blocks, BLOCKS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """counts_BE -> before_BE in place, and totals_E, for WIDTH experts. Grid (E / WIDTH,)."""
+    lane = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    total = tl.zeros((WIDTH,), dtype=tl.int32)
+    for base in range(0, blocks, BLOCKS):
+        block = base + tl.arange(0, BLOCKS)
+        at = counts_ptr + block[:, None] * num_experts + lane[None, :]
+        live = (block < blocks)[:, None] & (lane < num_experts)[None, :]
+        counts = tl.load(at, mask=live, other=0)
+        tl.store(at, total[None, :] + tl.cumsum(counts, 0) - counts, mask=live)
+        total += tl.sum(counts, 0)
+    tl.store(totals_ptr + lane, total, mask=lane < num_experts)
+
+
+@triton.jit
 def _place_kernel(
-    experts_ptr, counts_ptr, order_ptr, inverse_ptr, offsets_ptr, pairs, num_experts, blocks,
+    experts_ptr, before_ptr, totals_ptr, order_ptr, inverse_ptr, offsets_ptr, pairs, num_experts,
     BLOCK: tl.constexpr, STEP: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """Rows of the block's pairs, their inverse, and (first block) the offsets. Grid (B,)."""
     block = tl.program_id(0)
     lane = tl.arange(0, EXPERTS)
     real = lane < num_experts
-    total = tl.zeros((EXPERTS,), dtype=tl.int32)
-    before = tl.zeros((EXPERTS,), dtype=tl.int32)
-    for base in range(0, blocks, STEP):
-        other = base + tl.arange(0, STEP)
-        at = counts_ptr + other[:, None] * num_experts + lane[None, :]
-        counts = tl.load(at, mask=(other < blocks)[:, None] & real[None, :], other=0)
-        total += tl.sum(counts, 0)
-        before += tl.sum(tl.where((other < block)[:, None], counts, 0), 0)
+    total = tl.load(totals_ptr + lane, mask=real, other=0)
+    before = tl.load(before_ptr + block * num_experts + lane, mask=real, other=0)
     ends = tl.cumsum(total, 0)
     if block == 0:
         tl.store(offsets_ptr + lane, ends, mask=real)
@@ -89,17 +99,21 @@ def sort_pairs(
     if pairs == 0:
         return order_R, inverse_R, torch.zeros(num_experts, dtype=torch.int32, device=device)
     lanes = triton.next_power_of_2(num_experts)
-    # One-hot tiles of STEP pairs by all experts must stay in registers: 64 values per thread.
-    step = max(16, min(128, 16384 // lanes))
-    # About one program per SM, so that a program has few counts of other blocks to add up.
-    block = max(step, triton.next_power_of_2(triton.cdiv(pairs, 128)))
+    # One-hot tiles of STEP pairs by all experts must stay in registers: 32 values per thread.
+    step = max(16, min(128, 8192 // lanes))
+    # Two steps per program, up to 1024 programs, and as many more as it takes for many pairs.
+    block = max(2 * step, triton.next_power_of_2(triton.cdiv(pairs, 1024)))
     blocks = triton.cdiv(pairs, block)
     counts_BE = torch.empty((blocks, num_experts), dtype=torch.int32, device=device)
-    offsets_E = torch.empty(num_experts, dtype=torch.int32, device=device)
+    totals_E = torch.empty(num_experts, dtype=torch.int32, device=device)
+    offsets_E = torch.empty_like(totals_E)
     sizes = {"BLOCK": block, "STEP": step, "EXPERTS": lanes, "num_warps": 8}
     _count_kernel[(blocks,)](experts_R, counts_BE, pairs, num_experts, **sizes)
+    _sum_kernel[(triton.cdiv(num_experts, 4),)](
+        counts_BE, totals_E, num_experts, blocks, BLOCKS=1024, WIDTH=4
+    )
     _place_kernel[(blocks,)](
-        experts_R, counts_BE, order_R, inverse_R, offsets_E, pairs, num_experts, blocks, **sizes
+        experts_R, counts_BE, totals_E, order_R, inverse_R, offsets_E, pairs, num_experts, **sizes
     )
     return order_R, inverse_R, offsets_E
 

@@ -17,6 +17,15 @@ experts have 5, 0 and 3 rows. `row_tiles` gives a count of 3 and the records
 and `expert_order` the records (expert, first row, end row), longest expert first, ties by number:
 
     0 0 5;  2 5 8;  1 5 5    count 3, or 2 when empty experts are left out
+
+A weight gradient has a fixed number of output tiles per expert, so an expert with most of the rows
+would leave SMs idle: from twice `limit` rows on, its rows are split into several records, each with
+a slot of a workspace where its partial sum goes; `splits` says which slots belong together. With
+`offsets_E = [0, 512, 2048]` and limit 512 the records (expert, first row, end row, slot) are
+
+    1 0 512 -1;  2 512 1024 0;  2 1024 1536 1;  2 1536 2048 2;  0 0 0 -1
+
+and `splits` (expert, first slot, slots) has the one entry 2 0 3.
 """
 
 from dataclasses import dataclass
@@ -27,14 +36,20 @@ import triton.language as tl
 
 ROW_RECORD = 8  # int32 words of a row tile's record; five used, so that a record is 32 bytes
 EXPERT_RECORD = 4
+MAX_SLOTS = 32  # parts of all split experts together
+SHORTEST_LIMIT = 512  # rows; a shorter part would not be worth writing and reading its partial sum
 
 
 @dataclass(frozen=True)
 class WorkList:
-    """Records a persistent kernel walks through, and how many of them are real; on the device."""
+    """Records a persistent kernel walks through, and how many of them are real; on the device.
+
+    An expert order counts records, those of experts with rows, and entries of `splits`.
+    """
 
     records: torch.Tensor
     count: torch.Tensor
+    splits: torch.Tensor | None = None
 
 
 @triton.jit
@@ -71,24 +86,69 @@ def row_tiles_kernel(
 
 
 @triton.jit
+def _parts(sizes, limit):
+    """Number and length of the parts an expert's rows are cut into: 1 below twice `limit` rows.
+
+    Cut parts are between `limit` and twice `limit` rows, a multiple of 64 except for the last.
+    """
+    parts = tl.maximum(sizes // limit, 1)
+    length = tl.where(parts > 1, tl.cdiv(tl.cdiv(sizes, parts), 64) * 64, sizes)
+    return tl.maximum(tl.cdiv(sizes, tl.maximum(length, 1)), 1), length
+
+
+@triton.jit
 def expert_order_kernel(
-    offsets_ptr, records_ptr, count_ptr, num_experts,
+    offsets_ptr, records_ptr, count_ptr, splits_ptr, num_experts, limit,
     EXPERTS: tl.constexpr, RECORD: tl.constexpr, SKIP_EMPTY: tl.constexpr,
 ):  # fmt: skip
-    """One program per expert: its record at its rank by size, so that the last wave is short."""
+    """One program per expert: its records at its rank by length, so that the last wave is short."""
     e = tl.program_id(0)
     lane, sizes, start, end = _group_bounds(offsets_ptr, e, num_experts, EXPERTS)
-    size = end - start
-    ahead = (lane < num_experts) & ((sizes > size) | ((sizes == size) & (lane < e)))
-    record = records_ptr + tl.sum(ahead.to(tl.int32), 0) * RECORD
-    tl.store(record, e)
-    tl.store(record + 1, start)
-    tl.store(record + 2, end)
+    real = lane < num_experts
+    own_parts, own_length = _parts(end - start, limit)
+    parts, lengths = _parts(sizes, limit)
+    ahead = real & ((lengths > own_length) | ((lengths == own_length) & (lane < e)))
+    rank = tl.sum(tl.where(ahead, parts, 0), 0)
+    split = (parts > 1) & (lane < e)
+    slot = tl.sum(tl.where(split, parts, 0), 0)
+    for part in range(0, own_parts):
+        record = records_ptr + (rank + part) * RECORD
+        tl.store(record, e)
+        tl.store(record + 1, start + part * own_length)
+        tl.store(record + 2, tl.minimum(start + (part + 1) * own_length, end))
+        tl.store(record + 3, tl.where(own_parts > 1, slot + part, -1))
+    if own_parts > 1:
+        entry = splits_ptr + tl.sum(split.to(tl.int32), 0) * RECORD
+        tl.store(entry, e)
+        tl.store(entry + 1, slot)
+        tl.store(entry + 2, own_parts)
     if e == 0:
-        if SKIP_EMPTY:
-            tl.store(count_ptr, tl.sum((sizes > 0).to(tl.int32), 0))
-        else:
-            tl.store(count_ptr, num_experts)
+        full = tl.sum(tl.where(sizes > 0, parts, 0), 0)
+        empty = tl.sum((real & (sizes <= 0)).to(tl.int32), 0)
+        tl.store(count_ptr, full if SKIP_EMPTY else full + empty)
+        tl.store(count_ptr + 1, full)
+        tl.store(count_ptr + 2, tl.sum((parts > 1).to(tl.int32), 0))
+
+
+@triton.jit
+def add_partials_kernel(
+    out_ptr, partials_ptr, splits_ptr, count_ptr, size,
+    ADD: tl.constexpr, BLOCK: tl.constexpr, RECORD: tl.constexpr, GRID: tl.constexpr,
+):  # fmt: skip
+    """out[e] (+)= the sum of the expert's partials, slot after slot. Matrices of `size` numbers."""
+    blocks = tl.cdiv(size, BLOCK)
+    for tile in range(tl.program_id(0), tl.load(count_ptr + 2) * blocks, GRID):
+        entry = splits_ptr + (tile // blocks) * RECORD
+        e = tl.load(entry).to(tl.int64)
+        slot = tl.load(entry + 1).to(tl.int64)
+        at = (tile % blocks) * BLOCK + tl.arange(0, BLOCK)
+        live = at < size
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        if ADD:
+            total += tl.load(out_ptr + e * size + at, mask=live)
+        for part in range(tl.load(entry + 2)):
+            total += tl.load(partials_ptr + (slot + part) * size + at, mask=live)
+        tl.store(out_ptr + e * size + at, total.to(out_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -126,19 +186,46 @@ def row_tiles(offsets_E: torch.Tensor, rows: int, block_m: int) -> WorkList:
     return work
 
 
-def expert_order(offsets_E: torch.Tensor, *, skip_empty: bool) -> WorkList:
-    """Experts, longest first (ties by number). `skip_empty` leaves empty ones out of the count."""
+def expert_order(offsets_E: torch.Tensor, *, skip_empty: bool, limit: int = 0) -> WorkList:
+    """Experts, longest first (ties by number). `skip_empty` leaves empty ones out of the count.
+
+    Experts of twice `limit` rows or more are split; 0 splits none. At most `rows // limit` slots.
+    """
     experts = offsets_E.numel()
-    work = _empty_list(offsets_E, experts, EXPERT_RECORD)
+    slots = MAX_SLOTS if limit else 0
+    work = _empty_list(offsets_E, experts + slots, EXPERT_RECORD, slots)
     expert_order_kernel[(experts,)](
-        offsets_E, work.records, work.count, experts,
+        offsets_E, work.records, work.count, work.splits, experts, limit or 1 << 30,
         EXPERTS=triton.next_power_of_2(experts), RECORD=EXPERT_RECORD, SKIP_EMPTY=skip_empty,
     )  # fmt: skip
     return work
 
 
-def _empty_list(offsets_E: torch.Tensor, records: int, words: int) -> WorkList:
+def split_limit(rows: int, tiles: int, programs: int) -> int:
+    """The `limit` for experts of `tiles` output tiles each, 0 where no expert can be too long.
+
+    So that one expert with all the rows makes four rounds of `programs` or more.
+    """
+    if tiles >= 3 * programs:
+        return 0
+    parts = max(4, triton.next_power_of_2(triton.cdiv(4 * programs, tiles)))
+    limit = max(SHORTEST_LIMIT, triton.cdiv(rows, min(parts, MAX_SLOTS)))
+    return limit if rows >= 2 * limit else 0
+
+
+def add_partials_(out_EKN: torch.Tensor, partials: torch.Tensor, work: WorkList, add: bool) -> None:
+    """Sums the partial gradients of split experts into `out_EKN`, in the order of the slots."""
+    size = out_EKN[0].numel()
+    add_partials_kernel[(264,)](
+        out_EKN, partials, work.splits, work.count, size,
+        ADD=add, BLOCK=2048, RECORD=EXPERT_RECORD, GRID=264,
+    )  # fmt: skip
+
+
+def _empty_list(offsets_E: torch.Tensor, records: int, words: int, splits: int = 0) -> WorkList:
+    integers = {"dtype": torch.int32, "device": offsets_E.device}
     return WorkList(
-        torch.empty((records, words), dtype=torch.int32, device=offsets_E.device),
-        torch.empty(1, dtype=torch.int32, device=offsets_E.device),
+        torch.empty((records, words), **integers),
+        torch.empty(3, **integers),
+        torch.empty((max(splits, 1), words), **integers),
     )

@@ -13,7 +13,7 @@ ADD accumulates into it by a TMA reduction (fp32).
 Measured on an H200 (2026-11-20, probes): 0.92-1.03 of dense from 1024 rows per expert on, 0.85 at
 512.
 """
-# ruff: noqa: RUF005, SIM113 (Triton's frontend has no starred lists and no enumerate)
+# ruff: noqa: RUF005 (Triton's frontend has no starred lists)
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,39 +27,45 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moe_graphs.kernels.gluon_parts import (
+    fetch_weights,
     make_barriers,
     next_slot,
     place,
     previous_slot,
     ragged,
+    rounds_of,
+    store_partial,
     store_weights,
+    tile_of,
 )
 
 
 @gluon.jit
 def _record(tile, total, records_ptr, tiles_per_expert):
-    """(expert, first row, end row) of a tile, loads only; clamped into the list."""
+    """(expert, first row, end row, slot) of a tile, loads only; clamped into the list."""
     record = records_ptr + (gl.maximum(gl.minimum(tile, total - 1), 0) // tiles_per_expert) * 4
-    return gl.load(record), gl.load(record + 1), gl.load(record + 2)
+    return gl.load(record), gl.load(record + 1), gl.load(record + 2), gl.load(record + 3)
 
 
 @gluon.jit
 def _produce(
-    x_desc, dy_desc, records_ptr, total, tiles_m, tiles_n, x_ring, dy_ring, full, empty,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_R: gl.constexpr, STAGES: gl.constexpr,
-    GRID: gl.constexpr,
+    x_desc, dy_desc, records_ptr, total, tiles_m, tiles_n, rounds, first, x_ring, dy_ring, full,
+    empty, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_R: gl.constexpr,
+    STAGES: gl.constexpr, GRID: gl.constexpr,
 ):  # fmt: skip
     BYTES: gl.constexpr = x_desc.block_type.nbytes + dy_desc.block_type.nbytes
     per_expert = tiles_m * tiles_n
     slot = 0
     phase = 1
-    first_tile = gl.program_id(0)
-    _, next_start, next_end = _record(first_tile, total, records_ptr, per_expert)
-    for tile in range(first_tile, total, GRID):
+    first_tile = tile_of(0, rounds, first, GRID)
+    _, next_start, next_end, _ = _record(first_tile, total, records_ptr, per_expert)
+    for round in range(rounds):
         start = next_start
         end = next_end
+        tile = tile_of(round, rounds, first, GRID)
         tile_m, tile_n = place(tile % per_expert, tiles_m, tiles_n)
-        _, next_start, next_end = _record(tile + GRID, total, records_ptr, per_expert)
+        next_tile = tile_of(round + 1, rounds, first, GRID)
+        _, next_start, next_end, _ = _record(next_tile, total, records_ptr, per_expert)
         for step in range(gl.cdiv(end - start, BLOCK_R)):
             above, below, at = ragged(start + step * BLOCK_R, end)
             mbarrier.wait(empty.index(slot), phase)
@@ -76,35 +82,44 @@ def _produce(
 
 @gluon.jit
 def _consume(
-    dw_desc, records_ptr, total, tiles_m, tiles_n, x_ring, dy_ring, dw_buffers, full, empty, turn,
-    ME: gl.constexpr, PINGPONG: gl.constexpr, ADD: gl.constexpr, PIECES: gl.constexpr,
-    BUFFERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_R: gl.constexpr,
-    STAGES: gl.constexpr, GRID: gl.constexpr,
+    dw_desc, partials_ptr, records_ptr, total, M, N, tiles_m, tiles_n, rounds, first, x_ring,
+    dy_ring, dw_buffers, full, empty, turn, arrived,
+    ME: gl.constexpr, PINGPONG: gl.constexpr, ADD: gl.constexpr, SPLITS: gl.constexpr,
+    PIECES: gl.constexpr, BUFFERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_R: gl.constexpr, STAGES: gl.constexpr, GRID: gl.constexpr,
 ):  # fmt: skip
     """Half ME of every tile's M, or (PINGPONG) tiles ME, ME + 2, ... of this CTA."""
     HALF_M: gl.constexpr = BLOCK_M if PINGPONG else BLOCK_M // 2
     SHIFT: gl.constexpr = 0 if PINGPONG else ME * HALF_M
+    FIRST: gl.constexpr = ME * BUFFERS
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     per_expert = tiles_m * tiles_n
     slot = 0
     phase = 0
     passed = 0  # K steps of all tiles before this one
-    count = 0  # tiles before this one
-    first_tile = gl.program_id(0)
-    next_e, next_start, next_end = _record(first_tile, total, records_ptr, per_expert)
-    for tile in range(first_tile, total, GRID):
+    first_tile = tile_of(0, rounds, first, GRID)
+    next_e, next_start, next_end, next_part = _record(first_tile, total, records_ptr, per_expert)
+    for round in range(rounds):
         e = next_e
         start = next_start
         end = next_end
+        part = next_part
+        tile = tile_of(round, rounds, first, GRID)
         tile_m, tile_n = place(tile % per_expert, tiles_m, tiles_n)
-        next_e, next_start, next_end = _record(tile + GRID, total, records_ptr, per_expert)
+        row_dw = tile_m * BLOCK_M + SHIFT
+        next_tile = tile_of(round + 1, rounds, first, GRID)
+        next_e, next_start, next_end, next_part = _record(next_tile, total, records_ptr, per_expert)
         if PINGPONG:
             slot = passed % STAGES
             phase = (passed // STAGES) & 1
             passed += gl.cdiv(end - start, BLOCK_R)
-        if not PINGPONG or (count & 1) == ME:
+        if not PINGPONG or (round & 1) == ME:
+            if ADD and part < 0:
+                fetch_weights(
+                    dw_desc, dw_buffers, arrived, FIRST, BUFFERS, e, row_dw, tile_n * BLOCK_N
+                )
             if PINGPONG:
-                mbarrier.wait(turn.index(ME), ((count // 2) & 1) ^ (1 - ME))
+                mbarrier.wait(turn.index(ME), ((round // 2) & 1) ^ (1 - ME))
             acc = warpgroup_mma_init(gl.zeros((HALF_M, BLOCK_N), gl.float32, layout))
             for row in range(start, end, BLOCK_R):
                 mbarrier.wait(full.index(slot), phase)
@@ -120,20 +135,22 @@ def _consume(
             result = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
             done = empty.index(previous_slot(slot, STAGES))
             mbarrier.arrive(done, count=1, pred=end > start)
-            store_weights(
-                result, dw_desc, dw_buffers, ME * BUFFERS, BUFFERS, PIECES,
-                e, tile_m * BLOCK_M + SHIFT, tile_n * BLOCK_N, ADD,
-            )  # fmt: skip
-        count += 1
+            if SPLITS and part >= 0:
+                store_partial(result, partials_ptr, part, row_dw, tile_n * BLOCK_N, M, N)
+            else:
+                store_weights(
+                    result, dw_desc, dw_buffers, arrived, FIRST, BUFFERS, PIECES,
+                    e, row_dw, tile_n * BLOCK_N, ADD,
+                )  # fmt: skip
     tma.store_wait(pendings=0)
 
 
 @gluon.jit
 def weights_gluon_kernel(
-    x_desc, dy_desc, dw_desc, records_ptr, count_ptr, M, N,
-    PINGPONG: gl.constexpr, ADD: gl.constexpr, PIECES: gl.constexpr, BUFFERS: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_R: gl.constexpr, STAGES: gl.constexpr,
-    GRID: gl.constexpr, num_warps: gl.constexpr,
+    x_desc, dy_desc, dw_desc, partials_ptr, records_ptr, count_ptr, M, N,
+    PINGPONG: gl.constexpr, ADD: gl.constexpr, SPLITS: gl.constexpr, PIECES: gl.constexpr,
+    BUFFERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_R: gl.constexpr,
+    STAGES: gl.constexpr, GRID: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Persistent over experts x M tiles x N tiles; grid (GRID,), num_warps=4."""
     x_ring = gl.allocate_shared_memory(
@@ -148,20 +165,28 @@ def weights_gluon_kernel(
     full = make_barriers(STAGES, 1)
     empty = make_barriers(STAGES, 1 if PINGPONG else 2)
     turn = make_barriers(2, 1)
+    arrived = make_barriers(2 * BUFFERS, 1)
     fence_async_shared()
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N)
     total = gl.load(count_ptr) * tiles_m * tiles_n
+    rounds = rounds_of(total, GRID)
+    # Every second CTA begins with the experts without rows: storing zeros takes memory bandwidth
+    # and no tensor cores, so it goes beside the others' products.
+    with_rows = gl.cdiv(gl.load(count_ptr + 1) * tiles_m * tiles_n, GRID)
+    first = gl.where((gl.program_id(0) & 1) == 1, gl.minimum(with_rows, rounds), 0)
     gl.warp_specialize(
         [
-            (_consume, (dw_desc, records_ptr, total, tiles_m, tiles_n, x_ring, dy_ring, dw_buffers,
-                        full, empty, turn, 0, PINGPONG, ADD, PIECES, BUFFERS, BLOCK_M, BLOCK_N,
-                        BLOCK_R, STAGES, GRID)),
-            (_consume, (dw_desc, records_ptr, total, tiles_m, tiles_n, x_ring, dy_ring, dw_buffers,
-                        full, empty, turn, 1, PINGPONG, ADD, PIECES, BUFFERS, BLOCK_M, BLOCK_N,
-                        BLOCK_R, STAGES, GRID)),
-            (_produce, (x_desc, dy_desc, records_ptr, total, tiles_m, tiles_n, x_ring, dy_ring,
-                        full, empty, BLOCK_M, BLOCK_N, BLOCK_R, STAGES, GRID)),
+            (_consume, (dw_desc, partials_ptr, records_ptr, total, M, N, tiles_m, tiles_n, rounds,
+                        first, x_ring, dy_ring, dw_buffers, full, empty, turn, arrived, 0,
+                        PINGPONG, ADD, SPLITS, PIECES, BUFFERS, BLOCK_M, BLOCK_N, BLOCK_R, STAGES,
+                        GRID)),
+            (_consume, (dw_desc, partials_ptr, records_ptr, total, M, N, tiles_m, tiles_n, rounds,
+                        first, x_ring, dy_ring, dw_buffers, full, empty, turn, arrived, 1,
+                        PINGPONG, ADD, SPLITS, PIECES, BUFFERS, BLOCK_M, BLOCK_N, BLOCK_R, STAGES,
+                        GRID)),
+            (_produce, (x_desc, dy_desc, records_ptr, total, tiles_m, tiles_n, rounds, first,
+                        x_ring, dy_ring, full, empty, BLOCK_M, BLOCK_N, BLOCK_R, STAGES, GRID)),
         ],
         [4, 1],
         [240, 24],
