@@ -34,7 +34,6 @@ import triton  # noqa: E402
 POISON = 777.0
 KERNELS = ("split", "pingpong", "tma", "pointer")
 KINDS = [*(f"{op}:{name}" for op in ("rows", "weights") for name in KERNELS), "ops:all"]
-KINDS += ["weights:split4", "weights:pingpong4", "weights:split5"]
 # (routing, rows, experts, K, N, rows past the last end)
 CASES = [
     ("uniform", 6000, 16, 512, 1024, 77),
@@ -146,7 +145,7 @@ def weights_case(name: str, case: tuple, seed: int, dtype: torch.dtype, mode: st
         own = slice(starts[e], ends[e])
         reference[e] = x[own].float().t() @ dy[own].float()
         torch_out[e] = (x[own].t() @ dy[own]).float()
-    allowed = max(2 * error(torch_out, reference), 1e-6) if mode == "same" else 1e-5
+    allowed = max(2 * error(torch_out, reference), 1e-6) if mode == "same" else 5e-5
     if mode == "add":
         reference += before
     first = None
@@ -154,12 +153,7 @@ def weights_case(name: str, case: tuple, seed: int, dtype: torch.dtype, mode: st
         out = torch.full((experts, K, N), POISON, device="cuda", dtype=out_dtype)
         if mode == "add":
             out.copy_(before)
-        try:
-            variant = weight_variant(name, N, out_dtype)
-        except ValueError:
-            return ""
-        if mode == "add" and name == "split5":
-            return ""
+        variant = weight_variant(name, N, out_dtype)
         matmul_weights(x, dy, offsets, out=out, accumulate=mode == "add", variant=variant)
         torch.cuda.synchronize()
         got = error(out, reference)
@@ -188,9 +182,8 @@ def replay_case(op: str, name: str) -> str:
         variant = g.row_variant(name, N)
         call = lambda: g.matmul_rows(x, w, offsets, variant=variant)  # noqa: E731
     else:
-        out_dtype = torch.float32 if name[-1] in "45" else torch.bfloat16
-        variant = g.weight_variant(name, N, out_dtype)
-        call = lambda: g.matmul_weights(x, dy, offsets, variant=variant, out_dtype=out_dtype)  # noqa
+        variant = g.weight_variant(name, N, torch.bfloat16)
+        call = lambda: g.matmul_weights(x, dy, offsets, variant=variant)  # noqa: E731
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -341,23 +334,6 @@ def contenders(shape: tuple, routing: str, good: set[str]) -> dict:
                 lambda v=v32: g.matmul_weights(
                     x, dy, offsets, out=dw32, accumulate=True, variant=v
                 ),
-                None,
-            )
-    for name in ("split4", "split5", "pingpong4"):
-        if f"weights:{name}" not in good or name != "pingpong4" and N % 256:
-            continue
-        v = g.weight_variant(name, N, torch.float32)
-        add(
-            f"{name} wgrad f32",
-            "wgrad f32",
-            lambda v=v: g.matmul_weights(x, dy, offsets, out=dw32, variant=v),
-            dw32,
-        )
-        if name != "split5":
-            add(
-                f"{name} wgrad add",
-                "wgrad add",
-                lambda v=v: g.matmul_weights(x, dy, offsets, out=dw32, accumulate=True, variant=v),
                 None,
             )
     if "rows:split" in good:  # what the work list costs: the GEMM alone, list made beforehand

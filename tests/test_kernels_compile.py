@@ -73,21 +73,26 @@ def test_rows(compiled, name, transposed, columns, dtype):
         assert max(kernel.carried) > 10
 
 
-@pytest.mark.parametrize(("out_dtype", "accumulate"), [(BF16, False), (FP32, False), (FP32, True)])
+@pytest.mark.parametrize(
+    ("out_dtype", "add"), [(BF16, ""), (FP32, ""), (FP32, "fetch"), (FP32, "reduce")]
+)
 @pytest.mark.parametrize("splits", [False, True])
 @pytest.mark.parametrize("columns", [1024, 384])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_weights(compiled, name, columns, splits, out_dtype, accumulate):
+def test_weights(compiled, name, columns, splits, out_dtype, add):
     x, dy = torch.empty(4096, 512, dtype=BF16), torch.empty(4096, columns, dtype=BF16)
-    dw = torch.empty(8, 512, columns, dtype=out_dtype)
+    experts = 4 if add == "reduce" else 8  # 1024 rows per expert, or 512
+    dw = torch.empty(experts, 512, columns, dtype=out_dtype)
     variant = gemm_launch.weight_variant(name, columns, out_dtype)
     partials = torch.empty(4, 512, columns) if splits else None
-    launch = gemm_launch.weights_launch(variant, x, dy, dw, work(4), accumulate, 132, partials)
+    launch = gemm_launch.weights_launch(variant, x, dy, dw, work(4), add != "", 132, partials)
     (kernel,) = compiled(launch.run, arch=80 if name == "pointer" else 90)
     check(kernel, wgmma=name != "pointer")
-    assert ("cp.reduce.async.bulk" in kernel.ptx) == (accumulate and name == "tma")
+    if name in WEIGHTS_CARRY or name == "tma":
+        reduces = add == "reduce" or (add == "fetch" and name == "tma")
+        assert ("cp.reduce.async.bulk" in kernel.ptx) == reduces
     if name in WEIGHTS_CARRY:
-        outer = WEIGHTS_CARRY[name] + (splits or accumulate)
+        outer = WEIGHTS_CARRY[name] + (splits or add == "fetch")
         assert kernel.carried == [outer, 3] * 2 + [4, 2]
         check_row_bounds(kernel)
 

@@ -14,8 +14,10 @@ Two rules of Triton 3.6 that this code obeys (both are silent miscompiles, also 
    also used in the loop body.
 """
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 # Base of a ragged TMA coordinate: see `ragged` below and triton.tools.ragged_tma.
@@ -69,6 +71,18 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return barriers
 
 
+@builtin
+def async_add_shared_to_global(desc, coord, src, _semantic=None):
+    """`tma.async_copy_shared_to_global` that adds instead of overwriting (cp.reduce.async.bulk).
+
+    Triton 3.6 has the operation but no Gluon name for it. Every element is added to once per
+    launch, so the result does not depend on the order of tiles.
+    """
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, desc.handle, coord, src.handle)
+
+
 @gluon.jit
 def _halves(x):
     """[M, N] -> two [M, N/2]; renames registers, moves nothing."""
@@ -106,8 +120,6 @@ def _pieces(acc, PIECES: gl.constexpr):
         pieces = _halves(acc)
     if PIECES >= 4:
         pieces = _halves(pieces[0]) + _halves(pieces[1])
-    if PIECES >= 8:
-        pieces = _halves(pieces[0]) + _halves(pieces[1]) + _halves(pieces[2]) + _halves(pieces[3])
     return pieces
 
 
@@ -138,9 +150,9 @@ def store_weights(
     """acc -> matrix `e` of a [E, K, N] output in PIECES column pieces, through BUFFERS buffers.
 
     Pieces rotate through `buffers[FIRST : FIRST + BUFFERS]`. ADD (fp32 outputs) adds to what is
-    there: it comes into the buffer first, by `fetch_weights` and then a buffer's next piece as soon
-    as the last is stored. Every buffer is used an even number of times per tile, so the parity of
-    its barrier follows from the piece.
+    there, "reduce" in L2, "fetch" here: then it comes into the buffer first, by `fetch_weights`,
+    and a buffer's next piece as soon as the last is stored. Every buffer is used an even number of
+    times per tile, so the parity of its barrier follows from the piece.
     """
     WIDTH: gl.constexpr = acc.shape[1] // PIECES
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
@@ -148,15 +160,18 @@ def store_weights(
     for i in gl.static_range(PIECES):
         buffer = buffers.index(FIRST + i % BUFFERS)
         value = gl.convert_layout(pieces[i].to(desc.dtype), layout)
-        if ADD:
+        if ADD == "fetch":
             mbarrier.wait(arrived.index(FIRST + i % BUFFERS), (i // BUFFERS) & 1)
             value += buffer.reshape([acc.shape[0], WIDTH]).load(layout)
         else:
             tma.store_wait(pendings=BUFFERS - 1)
         buffer.store(value.reshape(desc.block_shape))
         fence_async_shared()
-        tma.async_copy_shared_to_global(desc, [e, row, column + i * WIDTH], buffer)
-        if ADD and i >= BUFFERS - 1 and i + 1 < PIECES:
+        if ADD == "reduce":
+            async_add_shared_to_global(desc, [e, row, column + i * WIDTH], buffer)
+        else:
+            tma.async_copy_shared_to_global(desc, [e, row, column + i * WIDTH], buffer)
+        if ADD == "fetch" and i >= BUFFERS - 1 and i + 1 < PIECES:
             # The buffer of the next piece: its store is the oldest of BUFFERS in flight.
             tma.store_wait(pendings=BUFFERS - 1)
             _fetch(

@@ -22,21 +22,21 @@ import torch
 import triton
 import triton.language as tl
 
+BLOCK = 128  # pairs of a program: it compares each with each
+
 
 @triton.jit
 def _count_kernel(
-    experts_ptr, counts_ptr, pairs, num_experts,
-    BLOCK: tl.constexpr, STEP: tl.constexpr, EXPERTS: tl.constexpr,
-):  # fmt: skip
-    """counts_BE[b, e]: pairs of expert e in block b. Grid (B,)."""
+    experts_ptr, counts_ptr, pairs, num_experts, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+):
+    """counts_BE[b, e]: pairs of expert e in block b, WIDTH experts at a time. Grid (B,)."""
     block = tl.program_id(0)
-    lane = tl.arange(0, EXPERTS)
-    counts = tl.zeros((EXPERTS,), dtype=tl.int32)
-    for base in range(0, BLOCK, STEP):
-        pair = block * BLOCK + base + tl.arange(0, STEP)
-        expert = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1)
-        counts += tl.sum((expert[:, None] == lane[None, :]).to(tl.int32), 0)
-    tl.store(counts_ptr + block * num_experts + lane, counts, mask=lane < num_experts)
+    pair = block * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1).to(tl.int32)
+    for base in range(0, num_experts, WIDTH):
+        lane = base + tl.arange(0, WIDTH)
+        counts = tl.sum((expert[:, None] == lane[None, :]).to(tl.int32), 0)
+        tl.store(counts_ptr + block * num_experts + lane, counts, mask=lane < num_experts)
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def _sum_kernel(
 @triton.jit
 def _place_kernel(
     experts_ptr, before_ptr, totals_ptr, order_ptr, inverse_ptr, offsets_ptr, pairs, num_experts,
-    BLOCK: tl.constexpr, STEP: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """Rows of the block's pairs, their inverse, and (first block) the offsets. Grid (B,)."""
     block = tl.program_id(0)
@@ -70,18 +70,14 @@ def _place_kernel(
     ends = tl.cumsum(total, 0)
     if block == 0:
         tl.store(offsets_ptr + lane, ends, mask=real)
-    row_E = ends - total + before  # where the next pair of each expert goes
-    place = tl.arange(0, STEP)
-    for base in range(0, BLOCK, STEP):
-        pair = block * BLOCK + base + place
-        live = pair < pairs
-        expert = tl.load(experts_ptr + pair, mask=live, other=-1)
-        own = expert[:, None] == lane[None, :]
-        earlier = (expert[:, None] == expert[None, :]) & (place[None, :] < place[:, None])
-        row = tl.sum(tl.where(own, row_E[None, :], 0), 1) + tl.sum(earlier.to(tl.int32), 1)
-        tl.store(order_ptr + row, pair.to(tl.int64), mask=live)
-        tl.store(inverse_ptr + pair, row.to(tl.int64), mask=live)
-        row_E += tl.sum(own.to(tl.int32), 0)
+    place = tl.arange(0, BLOCK)
+    pair = block * BLOCK + place
+    live = pair < pairs
+    expert = tl.load(experts_ptr + pair, mask=live, other=0).to(tl.int32)
+    same = (expert[:, None] == expert[None, :]) & (place[None, :] < place[:, None])
+    row = tl.gather(ends - total + before, expert, 0) + tl.sum(same.to(tl.int32), 1)
+    tl.store(order_ptr + row, pair.to(tl.int64), mask=live)
+    tl.store(inverse_ptr + pair, row.to(tl.int64), mask=live)
 
 
 @torch.library.custom_op("moe_graphs::sort_pairs", mutates_args=())
@@ -99,22 +95,20 @@ def sort_pairs(
     if pairs == 0:
         return order_R, inverse_R, torch.zeros(num_experts, dtype=torch.int32, device=device)
     lanes = triton.next_power_of_2(num_experts)
-    # One-hot tiles of STEP pairs by all experts must stay in registers: 32 values per thread.
-    step = max(16, min(128, 8192 // lanes))
-    # Two steps per program, up to 1024 programs, and as many more as it takes for many pairs.
-    block = max(2 * step, triton.next_power_of_2(triton.cdiv(pairs, 1024)))
-    blocks = triton.cdiv(pairs, block)
+    blocks = triton.cdiv(pairs, BLOCK)
     counts_BE = torch.empty((blocks, num_experts), dtype=torch.int32, device=device)
     totals_E = torch.empty(num_experts, dtype=torch.int32, device=device)
     offsets_E = torch.empty_like(totals_E)
-    sizes = {"BLOCK": block, "STEP": step, "EXPERTS": lanes, "num_warps": 8}
-    _count_kernel[(blocks,)](experts_R, counts_BE, pairs, num_experts, **sizes)
-    _sum_kernel[(triton.cdiv(num_experts, 4),)](
-        counts_BE, totals_E, num_experts, blocks, BLOCKS=1024, WIDTH=4
+    _count_kernel[(blocks,)](
+        experts_R, counts_BE, pairs, num_experts, BLOCK=BLOCK, WIDTH=min(lanes, 64)
+    )
+    _sum_kernel[(triton.cdiv(num_experts, 8),)](
+        counts_BE, totals_E, num_experts, blocks, BLOCKS=512, WIDTH=8
     )
     _place_kernel[(blocks,)](
-        experts_R, counts_BE, totals_E, order_R, inverse_R, offsets_E, pairs, num_experts, **sizes
-    )
+        experts_R, counts_BE, totals_E, order_R, inverse_R, offsets_E, pairs, num_experts,
+        BLOCK=BLOCK, EXPERTS=lanes,
+    )  # fmt: skip
     return order_R, inverse_R, offsets_E
 
 

@@ -4,14 +4,15 @@
 
 The reduction runs over a group's rows, so the number of K steps differs from tile to tile and is
 known on the device only; rows past the group's end arrive as zeros from TMA, and an expert without
-rows stores zeros. Tiles are M (columns of x) by N (columns of dy), experts longest first.
+rows stores zeros. Tiles are M (columns of x) by N (columns of dy), experts longest first. The part
+of an expert that tiles.py has split goes to its slot of `partials` (SPLITS).
 
 Split and ping-pong share the work as in rows_gluon. Every partition walks over all tiles of the
 CTA, as the position in the ring is the sum of all steps before. Output in the dtype of `dw_desc`;
-ADD accumulates into it by a TMA reduction (fp32).
+ADD accumulates into it (fp32): "reduce", "fetch" or "" for not at all, see `store_weights`.
 
-Measured on an H200 (2026-11-20, probes): 0.92-1.03 of dense from 1024 rows per expert on, 0.85 at
-512.
+Measured on an H200 (2026-11-21, sustained): bf16 0.96-1.07 of dense from 1024 rows per expert on,
+0.9 at 512 (split); fp32 0.89-1.05 and 0.83 (ping-pong, whose stores go beside products).
 """
 # ruff: noqa: RUF005 (Triton's frontend has no starred lists)
 
@@ -114,7 +115,7 @@ def _consume(
             phase = (passed // STAGES) & 1
             passed += gl.cdiv(end - start, BLOCK_R)
         if not PINGPONG or (round & 1) == ME:
-            if ADD and part < 0:
+            if ADD == "fetch" and part < 0:
                 fetch_weights(
                     dw_desc, dw_buffers, arrived, FIRST, BUFFERS, e, row_dw, tile_n * BLOCK_N
                 )
