@@ -41,12 +41,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from runs import DEVICES
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import moe_graphs
 from moe_graphs import CaptureError, GraphConfig, GraphError
+from runs import DEVICES
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 WIDTH = 8
@@ -506,6 +506,43 @@ def test_accumulating_gradients_over_microbatches(device):
         return [p.grad for p in model.parameters()]
 
     assert both(device, scenario, on_mismatch="error").replayed == 2 * (1 + 3)
+
+
+def test_accumulating_with_hooks_and_with_a_parameter_of_two_scopes(device):
+    def scenario(model, graphs):
+        model.zero_grad()
+        seen: list[torch.Tensor] = []
+        weight, bias = model.first.linear.weight, model.first.linear.bias
+        handles = [
+            weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone())),
+            bias.register_hook(lambda gradient: seen.append(gradient)),
+        ]
+        with graphs.step():
+            for _ in range(3):
+                model(data(device)).square().sum().backward()
+        for handle in handles:
+            handle.remove()
+        assert len(seen) == 6
+        return seen
+
+    both(device, scenario, on_mismatch="error")
+
+    def run(config):
+        model = build(device)
+        model.second.linear.weight = model.first.linear.weight
+        graphs = moe_graphs.graph(model, config)
+        found = []
+        for _ in range(4):
+            model.zero_grad()
+            with graphs.step():
+                for _ in range(3):
+                    model(data(device)).square().sum().backward()
+            found += [p.grad.clone() for p in model.parameters()]
+            update(model)
+        return found
+
+    eager, graphed = run(GraphConfig(impl="none")), run(scopes(warmup_steps=1))
+    assert all(torch.equal(a, b) for a, b in zip(eager, graphed, strict=True))
 
 
 def test_autograd_grad_and_tensor_hooks_get_gradients_that_last(device):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -54,7 +55,10 @@ def capture_slot(
             recording.release()
         backend.release()
         raise
-    return Slot(list(recordings.values()), pool)
+    uses = Counter(id(p) for recording in recordings.values() for p in recording.parameters)
+    for recording in recordings.values():
+        recording.complete(uses)
+    return Slot(list(recordings.values()), pool, list(buffers.values()))
 
 
 def _prepare(observed: ObservedCall, position: int, backend: Backend) -> Recording:

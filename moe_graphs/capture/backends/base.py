@@ -44,6 +44,13 @@ class Backend(abc.ABC):
         """Records the block; the list holds its graph afterwards. On an exception nothing stays."""
 
     @abc.abstractmethod
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory without keeping it: later captures into the pool may use it, too.
+
+        Its values are good from the replay of its graph to the next replay in the pool.
+        """
+
+    @abc.abstractmethod
     def pool_bytes(self, pool: Any) -> int:
         """Bytes that the pool holds on the device (0 where there is no pool)."""
 
