@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch.utils import _pytree as pytree
 from moe_graphs.capture.errors import GraphError
 from moe_graphs.capture.recording import Recording
 from moe_graphs.capture.signature import Mismatch
+
+_LARGE = 1 << 22  # elements
 
 
 class Flight:
@@ -217,11 +219,26 @@ def _to_parameters(
             copies.append(torch.empty_like(parameter, requires_grad=False))
             sources.append(gradient)
             results.append(copies[-1])
-    if totals:
-        torch._foreach_add_(totals, addends)
-    if copies:
-        torch._foreach_copy_(copies, sources)
+    _for_all(torch._foreach_add_, torch.Tensor.add_, totals, addends)
+    _for_all(torch._foreach_copy_, torch.Tensor.copy_, copies, sources)
     return results
+
+
+def _for_all(
+    for_small: Callable[..., Any],
+    for_large: Callable[..., Any],
+    targets: list[torch.Tensor],
+    sources: list[torch.Tensor],
+) -> None:
+    """Small tensors in one launch. Large ones each by themselves: the kernel for many tensors
+    moves 2.6 TB/s on an H200, the one for a single tensor 4.3 (2026-11-21)."""
+    pairs = list(zip(targets, sources, strict=True))
+    small = [pair for pair in pairs if pair[0].numel() < _LARGE]
+    if small:
+        for_small(*map(list, zip(*small, strict=True)))
+    for target, source in pairs:
+        if target.numel() >= _LARGE:
+            for_large(target, source)
 
 
 def _has_plain_grad(parameter: torch.Tensor) -> bool:
