@@ -46,6 +46,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moe_graphs
 from moe_graphs import CaptureError, GraphConfig, GraphError
+from moe_graphs.capture import replay
 from runs import DEVICES
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -495,8 +496,10 @@ def test_gradients_are_your_own(device):
     assert x.grad is None
 
 
-def test_accumulating_gradients_over_microbatches(device):
+@pytest.mark.parametrize("large", [1, 1 << 22])
+def test_accumulating_gradients_over_microbatches(device, monkeypatch, large):
     """pytorch#181723: torch's own helper returns one static buffer for both."""
+    monkeypatch.setattr(replay, "_LARGE", large)
 
     def scenario(model, graphs):
         model.zero_grad()
