@@ -12,6 +12,7 @@ name of the scope and of what is wrong.
 | modify an input in place inside a scope                 | error at capture                  |
 | draw random numbers in a scope                          | right, new ones every replay      |
 | ``.item()``, ``.tolist()``, masks in a scope            | error at capture, with the line   |
+| read a tensor that is no input, parameter or buffer     | error at capture, with the line   |
 | change a flag or a number on a module (dropout.p)       | eager: attribute                  |
 | pass another batch size, dtype, constant                | eager: shape, dtype, constant     |
 | eval(), no_grad between replays                         | eager: training_flag, no_grad     |
@@ -225,6 +226,22 @@ def test_reading_values_on_the_host_in_a_scope_names_the_line(device, read):
     with pytest.raises(CaptureError, match=message):
         train_step(model, graphs, data(device))
     assert graphs.report().state == "capture_failed"
+
+
+def test_a_tensor_from_outside_is_refused_by_name_of_the_operation(device):
+    """The graph would keep reading the address of a tensor that nobody keeps."""
+    model = build(device)
+    outside = torch.randn(WIDTH, device=device)
+    model.first.inside = lambda x: x + outside
+    graphs = moe_graphs.graph(model, scopes(warmup_steps=1))
+    message = r"'first': .*aten.add reads a tensor \(8,\).*register it as a buffer.*test_footguns"
+    with pytest.raises(CaptureError, match=message):
+        train_step(model, graphs, data(device))
+
+    def scenario(model, graphs):
+        return [train_step(model, graphs, data(device))]
+
+    both(device, scenario)
 
 
 def test_changing_a_number_on_a_module_makes_the_call_eager(device):

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from moe_graphs.capture.backends.base import Backend, Graph
 from moe_graphs.capture.errors import CaptureError
 from moe_graphs.capture.module_state import ModuleState
+from moe_graphs.capture.rehearsal import capturable_only
 from moe_graphs.capture.scopes import Call, Exit, Scope
 from moe_graphs.capture.signature import Mismatch, Signature, TensorSpec
 
@@ -127,21 +128,24 @@ class Recording:
         output = self.outputs[index]
         return output if output.dim() and index not in self.passed_through else None
 
-    def rehearse(self) -> None:
-        """Runs the call once on the observed values: lazy initialisation happens here."""
-        specs = self.signature.leaves
+    def rehearse(self, known: Sequence[torch.Tensor]) -> None:
+        """Runs the call once on the observed values: lazy initialisation happens here, and what
+        cannot be in a graph is refused. ``known``: the model's parameters and buffers."""
         leaves = [
             leaf.detach().requires_grad_(spec.requires_grad)
             if isinstance(spec, TensorSpec)
             else leaf
-            for spec, leaf in zip(specs, self.observed.leaves, strict=True)
+            for spec, leaf in zip(self.signature.leaves, self.observed.leaves, strict=True)
         ]
-        with self._as_observed():
+        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        with self._as_observed(), capturable_only(self.device, [*known, *inputs]):
             outputs, _ = self._run(leaves)
         outputs = [o for o in pytree.tree_leaves(outputs) if _requires_grad(o)]
         if outputs:
             gradients = [torch.zeros_like(o) for o in outputs]
-            torch.autograd.grad(outputs, _reachable_leaves(outputs), gradients, allow_unused=True)
+            wanted = _reachable_leaves(outputs)
+            with capturable_only(self.device):
+                torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
 
     def record_forward(self, backend: Backend, pool: Any, originals: Originals) -> None:
         statics = [self.inputs[i] for i in self.tensor_indices]

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from moe_graphs.capture.backends.base import Backend
-from moe_graphs.capture.backends.host_sync import HostSyncCheck, source_line
 from moe_graphs.capture.errors import CaptureError
 from moe_graphs.capture.module_state import ModuleState
 from moe_graphs.capture.plan import Plan
 from moe_graphs.capture.recording import ObservedCall, Originals, Recording
+from moe_graphs.capture.rehearsal import source_line
 from moe_graphs.capture.replay import Slot
 from moe_graphs.capture.rng import preserved_rng
 
@@ -39,9 +39,10 @@ def capture_slot(
             backend.session(),
             _stand_in_parameters(model) as originals,
         ):
-            for recording in recordings.values() if backend.rehearses else ():
-                with _explained(recording, "forward"), HostSyncCheck(backend.device):
-                    recording.rehearse()
+            known = [*model.parameters(), *model.buffers()]
+            for recording in recordings.values():
+                with _explained(recording, "forward"):
+                    recording.rehearse(known)
             for recording in recordings.values():
                 with _explained(recording, "forward"):
                     recording.allocate_inputs(recordings)

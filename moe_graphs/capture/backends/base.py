@@ -28,8 +28,6 @@ class Backend(abc.ABC):
 
     name: str
     device: torch.device
-    rehearses: bool
-    """Whether a call has to run once before it is recorded, since recording does not execute."""
 
     @abc.abstractmethod
     def session(self) -> contextlib.AbstractContextManager[None]:

@@ -35,7 +35,6 @@ class CudaGraphs(Backend):
     """The backend for models on a CUDA device."""
 
     name = "cuda graphs"
-    rehearses = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
