@@ -81,7 +81,7 @@ def train(
     ] = False,
 ) -> None:
     """Trains a byte-level MoE language model on text found on this machine."""
-    console = Console(stderr=json_, soft_wrap=True, highlight=False)
+    console = _console(stderr=json_)
     changes = {
         "steps": steps,
         "batch_size": batch_size,
@@ -110,13 +110,20 @@ def train(
         typer.echo(json.dumps(document, allow_nan=False))
 
 
+def _console(stderr: bool) -> Console:
+    console = Console(stderr=stderr, soft_wrap=True, highlight=False)
+    if not console.is_terminal:
+        console.width = 120  # a file has no width: wide enough that no table cell is folded
+    return console
+
+
 @contextlib.contextmanager
 def _errors_in_a_line() -> Iterator[None]:
     """What the user can do something about ends the command without a traceback."""
     try:
         yield
     except (ValueError, GraphError, TrainingDiverged) as error:
-        console = Console(stderr=True, soft_wrap=True, highlight=False)
+        console = _console(stderr=True)
         console.print(f"error: {error}", style="red", markup=False)
         raise typer.Exit(1) from error
 
@@ -180,7 +187,7 @@ def _describe(
         f"out; left out: {skipped}",
         f"preset {name} on {options.device}, torch {torch.__version__}, "
         f"{torch.get_num_threads()} CPU threads: {settings.steps} steps of {settings.batch_size} "
-        f"sequences of {settings.sequence_length} bytes in {settings.microbatches} microbatches",
+        f"sequences of {settings.sequence_length} bytes in {settings.microbatches} microbatch(es)",
         f"graphs: {_describe_graphs(options.graph_config)}; dispatcher {options.dispatcher}",
     )
     for line in lines:

@@ -54,8 +54,10 @@ def test_json_is_the_only_thing_on_stdout(text, tmp_path):
     assert "step:" in result.stderr
 
 
-def test_compare_reports_both_sides(text):
-    result = invoke(*SMALL, "--data", text, "--steps", 8, "--compare", "--json")
+@pytest.mark.parametrize("dispatcher", ["local", "all_to_all"])
+def test_compare_reports_both_sides(text, dispatcher):
+    arguments = ["--steps", 8, "--dispatcher", dispatcher, "--compare", "--json"]
+    result = invoke(*SMALL, "--data", text, *arguments)
     document = last_line(result)
     assert document["losses_bitwise_equal"] is True
     assert document["parameters_bitwise_equal"] is True

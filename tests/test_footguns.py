@@ -12,6 +12,7 @@ name of the scope and of what is wrong.
 | modify an input in place inside a scope                 | error at capture                  |
 | draw random numbers in a scope                          | right, new ones every replay      |
 | ``.item()``, ``.tolist()``, masks in a scope            | error at capture, with the line   |
+| read a tensor that is no input, parameter or buffer     | error at capture, with the line   |
 | change a flag or a number on a module (dropout.p)       | eager: attribute                  |
 | pass another batch size, dtype, constant                | eager: shape, dtype, constant     |
 | eval(), no_grad between replays                         | eager: training_flag, no_grad     |
@@ -41,12 +42,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from runs import DEVICES
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import moe_graphs
 from moe_graphs import CaptureError, GraphConfig, GraphError
+from moe_graphs.capture import replay
+from runs import DEVICES
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 WIDTH = 8
@@ -224,6 +226,22 @@ def test_reading_values_on_the_host_in_a_scope_names_the_line(device, read):
     with pytest.raises(CaptureError, match=message):
         train_step(model, graphs, data(device))
     assert graphs.report().state == "capture_failed"
+
+
+def test_a_tensor_from_outside_is_refused_by_name_of_the_operation(device):
+    """The graph would keep reading the address of a tensor that nobody keeps."""
+    model = build(device)
+    outside = torch.randn(WIDTH, device=device)
+    model.first.inside = lambda x: x + outside
+    graphs = moe_graphs.graph(model, scopes(warmup_steps=1))
+    message = r"'first': .*aten.add reads a tensor \(8,\).*register it as a buffer.*test_footguns"
+    with pytest.raises(CaptureError, match=message):
+        train_step(model, graphs, data(device))
+
+    def scenario(model, graphs):
+        return [train_step(model, graphs, data(device))]
+
+    both(device, scenario)
 
 
 def test_changing_a_number_on_a_module_makes_the_call_eager(device):
@@ -495,8 +513,10 @@ def test_gradients_are_your_own(device):
     assert x.grad is None
 
 
-def test_accumulating_gradients_over_microbatches(device):
+@pytest.mark.parametrize("large", [1, 1 << 22])
+def test_accumulating_gradients_over_microbatches(device, monkeypatch, large):
     """pytorch#181723: torch's own helper returns one static buffer for both."""
+    monkeypatch.setattr(replay, "_LARGE", large)
 
     def scenario(model, graphs):
         model.zero_grad()
@@ -506,6 +526,43 @@ def test_accumulating_gradients_over_microbatches(device):
         return [p.grad for p in model.parameters()]
 
     assert both(device, scenario, on_mismatch="error").replayed == 2 * (1 + 3)
+
+
+def test_accumulating_with_hooks_and_with_a_parameter_of_two_scopes(device):
+    def scenario(model, graphs):
+        model.zero_grad()
+        seen: list[torch.Tensor] = []
+        weight, bias = model.first.linear.weight, model.first.linear.bias
+        handles = [
+            weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone())),
+            bias.register_hook(lambda gradient: seen.append(gradient)),
+        ]
+        with graphs.step():
+            for _ in range(3):
+                model(data(device)).square().sum().backward()
+        for handle in handles:
+            handle.remove()
+        assert len(seen) == 6
+        return seen
+
+    both(device, scenario, on_mismatch="error")
+
+    def run(config):
+        model = build(device)
+        model.second.linear.weight = model.first.linear.weight
+        graphs = moe_graphs.graph(model, config)
+        found = []
+        for _ in range(4):
+            model.zero_grad()
+            with graphs.step():
+                for _ in range(3):
+                    model(data(device)).square().sum().backward()
+            found += [p.grad.clone() for p in model.parameters()]
+            update(model)
+        return found
+
+    eager, graphed = run(GraphConfig(impl="none")), run(scopes(warmup_steps=1))
+    assert all(torch.equal(a, b) for a, b in zip(eager, graphed, strict=True))
 
 
 def test_autograd_grad_and_tensor_hooks_get_gradients_that_last(device):

@@ -182,9 +182,6 @@ class Graphs:
         self.state = "capture_failed"
         slot = capture_slot(self.model, self.backend, plan(observation.events), observation.calls)
         observation.clear()
-        for recording in slot.recordings:
-            recording.watch_outputs()
-            recording.state.freeze()
         self.slot = self._resources.slot = slot
         self.state = "captured"
         self._capture_seconds = time.perf_counter() - started
@@ -225,11 +222,16 @@ class Graphs:
             captured=len(recordings),
             replayed=sum(scope.replayed for scope in scopes),
             eager_calls=dict(eager_calls),
-            static_bytes=sum(scope.static_bytes for scope in scopes),
+            static_bytes=sum(t.nbytes for t in self._static_tensors()),
             pool_bytes=self.backend.pool_bytes(self.slot.pool) if self.slot else 0,
             abandoned=self.slot.abandoned if self.slot else 0,
             capture_seconds=self._capture_seconds,
         )
+
+    def _static_tensors(self) -> list[torch.Tensor]:
+        if self.slot is None:
+            return []
+        return [*self.slot.shared, *(t for r in self.slot.recordings for t in r.static_tensors())]
 
     def _install(self) -> list[GraphedScope]:
         graphed = [GraphedScope(self, scope) for scope in find_scopes(self.model, self.config)]

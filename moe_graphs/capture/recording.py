@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from moe_graphs.capture.backends.base import Backend, Graph
 from moe_graphs.capture.errors import CaptureError
 from moe_graphs.capture.module_state import ModuleState
+from moe_graphs.capture.rehearsal import capturable_only
 from moe_graphs.capture.scopes import Call, Exit, Scope
 from moe_graphs.capture.signature import Mismatch, Signature, TensorSpec
 
@@ -55,8 +56,9 @@ class OutputLeaf:
 class Recording:
     """The graphs of one call. ``position`` is its place in the order of its slot.
 
-    Static tensors belong to the recording; forward outputs that are handed out alias them until
-    the next replay (0-dim ones are copies), gradients never do.
+    Forward outputs that are handed out alias static memory until the next replay (0-dim ones are
+    copies); gradients are copied out of it at once, so the memory behind ``gradient_inputs`` and
+    ``gradient_parameters`` is only borrowed: later captures of the slot use it again.
     """
 
     position: int
@@ -76,6 +78,7 @@ class Recording:
     gradient_outputs: list[torch.Tensor | None] = field(default_factory=list)
     gradient_inputs: list[torch.Tensor | None] = field(default_factory=list)
     gradient_parameters: list[torch.Tensor] = field(default_factory=list)
+    is_sole_user: list[bool] = field(default_factory=list)
     saved_outputs: list[torch.Tensor] = field(default_factory=list)
     forward: Graph | None = None
     backward: Graph | None = None
@@ -93,9 +96,10 @@ class Recording:
         return self.observed.signature
 
     def static_tensors(self) -> list[torch.Tensor]:
-        own = [self.inputs[i] for i in self.tensor_indices if i not in self.linked]
-        gradients = [*self.gradient_outputs, *self.gradient_inputs, *self.gradient_parameters]
-        return [*own, *self.outputs, *(g for g in gradients if g is not None)]
+        """What this recording alone keeps alive: inputs and outputs."""
+        inputs = [self.inputs[i] for i in self.tensor_indices if i not in self.linked]
+        outputs = [o for i, o in enumerate(self.outputs) if i not in self.passed_through]
+        return [*inputs, *outputs]
 
     # ---- capture
 
@@ -124,21 +128,24 @@ class Recording:
         output = self.outputs[index]
         return output if output.dim() and index not in self.passed_through else None
 
-    def rehearse(self) -> None:
-        """Runs the call once on the observed values: lazy initialisation happens here."""
-        specs = self.signature.leaves
+    def rehearse(self, known: Sequence[torch.Tensor]) -> None:
+        """Runs the call once on the observed values: lazy initialisation happens here, and what
+        cannot be in a graph is refused. ``known``: the model's parameters and buffers."""
         leaves = [
             leaf.detach().requires_grad_(spec.requires_grad)
             if isinstance(spec, TensorSpec)
             else leaf
-            for spec, leaf in zip(specs, self.observed.leaves, strict=True)
+            for spec, leaf in zip(self.signature.leaves, self.observed.leaves, strict=True)
         ]
-        with self._as_observed():
+        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        with self._as_observed(), capturable_only(self.device, [*known, *inputs]):
             outputs, _ = self._run(leaves)
         outputs = [o for o in pytree.tree_leaves(outputs) if _requires_grad(o)]
         if outputs:
             gradients = [torch.zeros_like(o) for o in outputs]
-            torch.autograd.grad(outputs, _reachable_leaves(outputs), gradients, allow_unused=True)
+            wanted = _reachable_leaves(outputs)
+            with capturable_only(self.device):
+                torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
 
     def record_forward(self, backend: Backend, pool: Any, originals: Originals) -> None:
         statics = [self.inputs[i] for i in self.tensor_indices]
@@ -169,16 +176,22 @@ class Recording:
                     live, [*wanted, *leaves], self.gradient_outputs, allow_unused=True
                 )
             (self.backward,) = graphs
-            self.gradient_inputs = [_detached(g) for g in gradients[: len(wanted)]]
-            used = list(zip(leaves, gradients[len(wanted) :], strict=True))
+            borrowed = [None if g is None else backend.borrow(g.detach()) for g in gradients]
+            self.gradient_inputs = borrowed[: len(wanted)]
+            used = list(zip(leaves, borrowed[len(wanted) :], strict=True))
             self.parameters = [originals.get(id(p), p) for p, g in used if g is not None]
-            self.gradient_parameters = [g.detach() for _, g in used if g is not None]
+            self.gradient_parameters = [g for _, g in used if g is not None]
         # From here on nothing holds the autograd graph: what it saved is free for later captures.
         self.outputs = [output.detach() for output in self.outputs]
         self.saved_outputs = [o for o in self.outputs if o.data_ptr() in self._saved]
 
-    def watch_outputs(self) -> None:
-        """After all captures: from now on more references to an output are a user's."""
+    def complete(self, uses: Mapping[int, int]) -> None:
+        """After all captures. ``uses``: how many recordings use a parameter, by its id.
+
+        From now on more references to an output are a user's.
+        """
+        self.state.freeze()
+        self.is_sole_user = [uses[id(parameter)] == 1 for parameter in self.parameters]
         module = self.scope.module
         tensors = (*module.parameters(), *module.buffers())
         owned = {t.untyped_storage().data_ptr() for t in tensors}
@@ -304,10 +317,6 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
         if stride == 0 and size > 1:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
-
-
-def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.detach()
 
 
 def _unchanged(tensor: torch.Tensor) -> torch.Tensor:

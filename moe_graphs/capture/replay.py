@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch.utils import _pytree as pytree
 from moe_graphs.capture.errors import GraphError
 from moe_graphs.capture.recording import Recording
 from moe_graphs.capture.signature import Mismatch
+
+_LARGE = 1 << 22  # elements
 
 
 class Flight:
@@ -33,9 +35,12 @@ class Slot:
     refused here by comparing two integers.
     """
 
-    def __init__(self, recordings: Sequence[Recording], pool: Any) -> None:
+    def __init__(
+        self, recordings: Sequence[Recording], pool: Any, shared: Sequence[torch.Tensor] = ()
+    ) -> None:
         self.recordings = tuple(recordings)
         self.pool = pool
+        self.shared = tuple(shared)  # incoming gradients, used by all recordings
         self._clock = -1
         self._flights: list[weakref.ref[Flight]] = []
         self.abandoned = 0
@@ -170,16 +175,8 @@ class Replay(torch.autograd.Function):
         inputs = iter(recording.gradient_inputs)
         tensors = (recording.inputs[index] for index in recording.tensor_indices)
         to_inputs = [_owned(next(inputs)) if t.requires_grad else None for t in tensors]
-        to_parameters = [
-            _gradient(parameter, gradient, node)
-            for parameter, gradient, (node, _) in zip(
-                recording.parameters,
-                recording.gradient_parameters,
-                ctx.next_functions[len(to_inputs) :],
-                strict=True,
-            )
-        ]
-        return (None, None, *to_inputs, *to_parameters)
+        nodes = [node for node, _ in ctx.next_functions[len(to_inputs) :]]
+        return (None, None, *to_inputs, *_to_parameters(recording, nodes))
 
 
 def replay(slot: Slot, recording: Recording, leaves: Sequence[Any]) -> list[Any]:
@@ -199,18 +196,55 @@ def _owned(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return None if gradient is None else gradient.clone()
 
 
-def _gradient(
-    parameter: torch.Tensor, gradient: torch.Tensor, node: torch.autograd.graph.Node
-) -> torch.Tensor:
-    """A parameter's gradient as a tensor that autograd may keep.
+def _to_parameters(
+    recording: Recording, nodes: Sequence[torch.autograd.graph.Node]
+) -> list[torch.Tensor | None]:
+    """The parameters' gradients as tensors that autograd may keep, or None where that is done.
 
-    With a ``.grad`` already there autograd only adds to it, so it is lent the static tensor and
-    a copy is saved; in every other case (first microbatch, tensor hooks, ``autograd.grad``) it
-    gets a copy, laid out like the parameter so that it becomes ``.grad`` without another one.
+    A parameter that has a ``.grad`` already (a later microbatch) is added to right here, which is
+    what autograd would do next, without a copy in between. In every other case (first microbatch,
+    hooks, ``autograd.grad``, a parameter that other scopes use too) autograd gets a copy, laid
+    out like the parameter so that it can become ``.grad`` without another one.
     """
-    if parameter.grad is not None and not parameter._backward_hooks and _accumulates(node):
-        return gradient
-    return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+    totals, addends, copies, sources = [], [], [], []
+    results: list[torch.Tensor | None] = []
+    parameters = zip(recording.parameters, recording.is_sole_user, strict=True)
+    gradients = zip(recording.gradient_parameters, nodes, strict=True)
+    for (parameter, is_sole_user), (gradient, node) in zip(parameters, gradients, strict=True):
+        if is_sole_user and _has_plain_grad(parameter) and _accumulates(node):
+            totals.append(parameter.grad)
+            addends.append(gradient)
+            results.append(None)
+        else:
+            copies.append(torch.empty_like(parameter, requires_grad=False))
+            sources.append(gradient)
+            results.append(copies[-1])
+    _for_all(torch._foreach_add_, torch.Tensor.add_, totals, addends)
+    _for_all(torch._foreach_copy_, torch.Tensor.copy_, copies, sources)
+    return results
+
+
+def _for_all(
+    for_small: Callable[..., Any],
+    for_large: Callable[..., Any],
+    targets: list[torch.Tensor],
+    sources: list[torch.Tensor],
+) -> None:
+    """Small tensors in one launch. Large ones each by themselves: the kernel for many tensors
+    moves 2.6 TB/s on an H200, the one for a single tensor 4.3 (2026-11-21)."""
+    pairs = list(zip(targets, sources, strict=True))
+    small = [pair for pair in pairs if pair[0].numel() < _LARGE]
+    if small:
+        for_small(*map(list, zip(*small, strict=True)))
+    for target, source in pairs:
+        if target.numel() >= _LARGE:
+            for_large(target, source)
+
+
+def _has_plain_grad(parameter: torch.Tensor) -> bool:
+    hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    gradient = parameter.grad
+    return gradient is not None and not hooks and gradient.layout is torch.strided
 
 
 def _accumulates(node: torch.autograd.graph.Node) -> bool:

@@ -11,8 +11,8 @@ class ScopeReport:
     """One scope.
 
     kernels: kernels in its graphs (ops on the CPU recorder); None if they could not be counted.
-    static_bytes: inputs, outputs and gradients that its graphs read and write in place.
-    boundary_bytes: the part of them that is handed to the eager rest.
+    static_bytes: inputs and outputs that its graphs read and write in place.
+    boundary_bytes: the outputs among them, which are handed to the eager rest.
     eager_calls: reason -> number of calls that ran eagerly.
     interrupted: why the graph ends before the scope's module does, or None.
     """
@@ -33,6 +33,7 @@ class Report:
     """All scopes of a ``Graphs``.
 
     captured: recordings (a forward and a backward graph each); replayed: their forwards replayed.
+    static_bytes: those of the scopes, and incoming gradients, which they share.
     pool_bytes: device memory held by the graphs' pools; 0 on the CPU, which has none.
     abandoned: forwards that were replayed and whose backward never came.
     """

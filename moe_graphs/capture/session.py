@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import gc
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from moe_graphs.capture.backends.base import Backend
-from moe_graphs.capture.backends.host_sync import HostSyncCheck, source_line
 from moe_graphs.capture.errors import CaptureError
 from moe_graphs.capture.module_state import ModuleState
 from moe_graphs.capture.plan import Plan
 from moe_graphs.capture.recording import ObservedCall, Originals, Recording
+from moe_graphs.capture.rehearsal import source_line
 from moe_graphs.capture.replay import Slot
 from moe_graphs.capture.rng import preserved_rng
 
@@ -38,9 +39,10 @@ def capture_slot(
             backend.session(),
             _stand_in_parameters(model) as originals,
         ):
-            for recording in recordings.values() if backend.rehearses else ():
-                with _explained(recording, "forward"), HostSyncCheck(backend.device):
-                    recording.rehearse()
+            known = [*model.parameters(), *model.buffers()]
+            for recording in recordings.values():
+                with _explained(recording, "forward"):
+                    recording.rehearse(known)
             for recording in recordings.values():
                 with _explained(recording, "forward"):
                     recording.allocate_inputs(recordings)
@@ -54,7 +56,10 @@ def capture_slot(
             recording.release()
         backend.release()
         raise
-    return Slot(list(recordings.values()), pool)
+    uses = Counter(id(p) for recording in recordings.values() for p in recording.parameters)
+    for recording in recordings.values():
+        recording.complete(uses)
+    return Slot(list(recordings.values()), pool, list(buffers.values()))
 
 
 def _prepare(observed: ObservedCall, position: int, backend: Backend) -> Recording:

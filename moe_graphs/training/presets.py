@@ -22,22 +22,27 @@ class Preset:
 
 def tiny() -> Preset:
     """Two CPU cores, less than ten minutes."""
-    moe = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=128, aux_loss_coef=0.01)
+    moe = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=192, aux_loss_coef=0.01)
     model = TransformerConfig(
-        hidden_size=128,
-        num_layers=4,
-        num_heads=4,
-        ffn_hidden_size=256,
+        hidden_size=192,
+        num_layers=3,
+        num_heads=3,
+        ffn_hidden_size=384,
         vocab_size=256,
         max_sequence_length=256,
         qk_norm="head",
         moe=moe,
-        moe_layers=(False, True, True, True),
+        moe_layers=(False, True, True),
     )
     training = TrainSettings(
-        steps=1000, batch_size=16, sequence_length=256, learning_rate=4e-3, warmup_steps=40
+        steps=1000,
+        batch_size=8,
+        sequence_length=256,
+        learning_rate=3e-3,
+        warmup_steps=50,
+        beta2=0.97,
     )
-    return Preset(model, training, log_every=20, evaluate_every=200)
+    return Preset(model, training, log_every=20, evaluate_every=250)
 
 
 def small() -> Preset:

@@ -28,8 +28,6 @@ class Backend(abc.ABC):
 
     name: str
     device: torch.device
-    rehearses: bool
-    """Whether a call has to run once before it is recorded, since recording does not execute."""
 
     @abc.abstractmethod
     def session(self) -> contextlib.AbstractContextManager[None]:
@@ -42,6 +40,13 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def record(self, pool: Any) -> contextlib.AbstractContextManager[list[Graph]]:
         """Records the block; the list holds its graph afterwards. On an exception nothing stays."""
+
+    @abc.abstractmethod
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory without keeping it: later captures into the pool may use it, too.
+
+        Its values are good from the replay of its graph to the next replay in the pool.
+        """
 
     @abc.abstractmethod
     def pool_bytes(self, pool: Any) -> int:

@@ -1,9 +1,9 @@
 """CUDA-graph semantics on a machine without a GPU: a tape of ATen calls, run again in place.
 
-Recording executes the block. Replaying runs the same ATen calls on the same tensors and writes
-their results into the same storages; Python is not run again, so branches and numbers are frozen
-and addresses are static, as in a CUDA graph. What it is not: a simulation of a memory pool (every
-intermediate keeps its own memory) or of speed.
+Recording executes the block and notes its ATen calls. Replaying runs the same calls on the same
+tensors and writes their results into the same storages; Python is not run again, so branches and
+numbers are frozen and addresses are static, as in a CUDA graph. What it is not: a simulation of a
+memory pool (every intermediate keeps its own memory) or of speed.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_graphs.capture.backends.base import Backend, Graph
-from moe_graphs.capture.backends.host_sync import HostSyncCheck, _RefuseHostSyncs
 
 
 class Tape(Graph):
@@ -42,17 +42,20 @@ class Tape(Graph):
         self.calls.clear()
 
 
-class _Recorder(_RefuseHostSyncs):
+class _Recorder(TorchDispatchMode):
     def __init__(self, tape: Tape) -> None:
-        super().__init__(torch.device("cpu"))
+        super().__init__()
         self.tape = tape
 
-    def after(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
         if _is_view(func):
-            return  # static memory seen through other metadata: nothing to do on replay
+            return out  # static memory seen through other metadata: nothing to do on replay
         # Detached: the tape must hold neither the autograd graph nor what it saves.
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
         self.tape.calls.append((func, args, kwargs, [t.detach() for t in _tensors(out)]))
+        return out
 
 
 def _tensors(out: Any) -> list[torch.Tensor]:
@@ -70,7 +73,6 @@ class CpuRecorder(Backend):
     """The backend for models on the CPU."""
 
     name = "cpu recorder"
-    rehearses = False
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -86,9 +88,12 @@ class CpuRecorder(Backend):
     def record(self, pool: None) -> Iterator[list[Graph]]:
         tape = Tape()
         graphs: list[Graph] = []
-        with HostSyncCheck(self.device, _Recorder(tape)):
+        with _Recorder(tape):
             yield graphs
         graphs.append(tape)
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
 
     def pool_bytes(self, pool: None) -> int:
         return 0

@@ -35,7 +35,6 @@ class CudaGraphs(Backend):
     """The backend for models on a CUDA device."""
 
     name = "cuda graphs"
-    rehearses = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -94,6 +93,14 @@ class CudaGraphs(Backend):
                 empty.capture_end()
                 empty.reset()
         graph.reset()
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        storage = torch._C._construct_storage_from_data_pointer(
+            tensor.data_ptr(), tensor.device, span * tensor.element_size()
+        )
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(storage, 0, tensor.shape, tensor.stride())
 
     def pool_bytes(self, pool: Any) -> int:
         return sum(
