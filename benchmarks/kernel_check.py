@@ -16,7 +16,6 @@ shape and one regime count. `cool` lets the chip idle for 60 ms before about 3 m
 
 import argparse
 import json
-import os
 import random
 import subprocess
 import sys
@@ -30,6 +29,16 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import triton  # noqa: E402
+
+from moe_graphs.bench.timing import (  # noqa: E402
+    Watch,
+    capture_burst,
+    elapsed,
+    error,
+    group_ends,
+    group_sizes,
+    matrices,
+)
 
 POISON = 777.0
 KERNELS = ("split", "pingpong", "tma", "pointer")
@@ -57,41 +66,7 @@ SHAPES = [  # rows, experts, K, N
 EIGHT = SHAPES[:8]
 
 
-def group_sizes(routing: str, rows: int, experts: int, seed: int) -> torch.Tensor:
-    """Rows per expert on the CPU, random, `rows` in total."""
-    generator = torch.Generator().manual_seed(seed)
-    weight = torch.ones(experts)
-    if routing == "zipf":
-        weight = 1.0 / torch.arange(1, experts + 1)
-        weight = weight[torch.randperm(experts, generator=generator)]
-    elif routing == "empty":
-        weight[torch.randperm(experts, generator=generator)[: max(experts // 4, 1)]] = 0
-        weight[0] = 0
-    elif routing == "one":
-        weight = torch.zeros(experts)
-        weight[experts // 2] = 1
-    if rows == 0:
-        return torch.zeros(experts, dtype=torch.int64)
-    drawn = torch.multinomial(weight / weight.sum(), rows, replacement=True, generator=generator)
-    return torch.bincount(drawn, minlength=experts)
-
-
-def group_ends(sizes: torch.Tensor) -> torch.Tensor:
-    return torch.cumsum(sizes, 0).to(torch.int32).cuda()
-
-
 # ---------------------------------------------------------------- correctness
-
-
-def error(got: torch.Tensor, reference: torch.Tensor) -> float:
-    """Relative Frobenius error; inf for NaN."""
-    if torch.isnan(got).any():
-        return float("inf")
-    return ((got.float() - reference).norm() / reference.norm().clamp_min(1e-30)).item()
-
-
-def matrices(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(*shape, device="cuda").to(dtype)
 
 
 def rows_case(name: str, case: tuple, seed: int, dtype: torch.dtype, transposed: bool) -> str:
@@ -253,29 +228,6 @@ def run_check(kind: str, timeout: float = 75) -> dict:
 # ---------------------------------------------------------------- speed
 
 
-class Watch:
-    """Ends the process when one contender runs for too long, after saying which."""
-
-    def __init__(self, hung: Path, limit: float = 25.0):
-        self.hung, self.limit, self.since, self.what = hung, limit, None, ""
-        threading.Thread(target=self._loop, daemon=True).start()
-
-    def on(self, what: str) -> None:
-        self.what, self.since = what, time.time()
-
-    def off(self) -> None:
-        self.since = None
-
-    def _loop(self) -> None:
-        while True:
-            time.sleep(0.5)
-            if self.since and time.time() - self.since > self.limit:
-                with self.hung.open("a") as f:
-                    f.write(self.what + "\n")
-                print("HUNG", self.what, flush=True)
-                os._exit(17)
-
-
 def contenders(shape: tuple, routing: str, good: set[str]) -> dict:
     """name -> (group, call, output to compare with torch's, or None)."""
     from moe_graphs.kernels import gemm_launch as g
@@ -343,23 +295,6 @@ def contenders(shape: tuple, routing: str, good: set[str]) -> dict:
         )
         add("split fwd alone", "fwd", launch.run, y)
     return jobs  # fmt: skip
-
-
-def capture_burst(call, calls: int) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    return graph
-
-
-def elapsed(run) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
 
 
 def verify(jobs: dict, watch: Watch) -> None:

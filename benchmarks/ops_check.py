@@ -11,6 +11,7 @@ other routings. Fast: microseconds of a graph replay, and GB/s of the bytes that
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -221,6 +222,20 @@ def print_times() -> None:
             cell = f"{name} {us:.1f}" + (f" {size / us / 1000:.0f}GB/s" if size else "")
             cells.append(cell + (f" (torch {microseconds(plain):.1f})" if plain else ""))
         print(f"  T={T} D={D} F={F} E={E} K={K}: " + " | ".join(cells), flush=True)
+    print_routing_times()
+
+
+def print_routing_times() -> None:
+    """Microseconds of ours / torch's stable sort, where the two meet."""
+    from moe_graphs.kernels.routing_triton import sort_pairs
+
+    for tokens in (2048, 16384, 32768, 65536):
+        cells = []
+        for experts in (8, 32, 64, 128, 256, 512, 1024):
+            ids = top_k_ids(tokens, 8, experts)
+            calls = [partial(sort_pairs, ids, experts), partial(torch_route, ids, experts)]
+            cells.append(f"E={experts} " + "/".join(f"{microseconds(c):.1f}" for c in calls))
+        print(f"  route T={tokens} K=8, us ours/torch: " + "  ".join(cells), flush=True)
 
 
 if __name__ == "__main__":

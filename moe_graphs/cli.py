@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from moe_graphs.bench.command import bench_app
 from moe_graphs.capture.errors import GraphError
 from moe_graphs.config import GraphConfig
 from moe_graphs.report import capture_table, comparison_table
@@ -36,6 +37,7 @@ def build_app() -> typer.Typer:
         """MoE training on PyTorch with partial CUDA graphs."""
 
     app.command()(train)
+    app.add_typer(bench_app(), name="bench")
     return app
 
 

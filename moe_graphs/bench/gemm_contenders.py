@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from kernel_check import group_ends, group_sizes, matrices
 
+from moe_graphs.bench.timing import group_ends, group_sizes, matrices
 from moe_graphs.kernels import gemm_launch
 
 Call = Callable[[], torch.Tensor]
@@ -168,10 +168,10 @@ def contenders(p: Problem) -> dict[str, dict[str, Call]]:
         "loop": loop(p),
         "loop 4 streams": loop(p, streams=4),
         "torch": torch_grouped(p),
-        "tma": ours(p, "tma"),
-        "split": ours(p, "split"),
-        "pingpong": ours(p, "pingpong"),
         "ours": ours(p, None),
+        "ours tma": ours(p, "tma"),
+        "ours split": ours(p, "split"),
+        "ours pingpong": ours(p, "pingpong"),
         "ours f32": ours_fp32(p, accumulate=False),
         "ours f32 add": ours_fp32(p, accumulate=True),
     }

@@ -1,0 +1,227 @@
+"""The whole MoE layer, router included, forward and forward + backward, on one GPU.
+
+    python benchmarks/moe_layer.py --out benchmarks/results/moe_layer_h200.jsonl
+
+Contenders: ours eager, ours with scope `moe` captured, and where transformers is installed the
+block of Qwen3-MoE with its `grouped_mm` experts. Gate first: captured is bitwise eager, the
+others are close to it. Sustained: contenders take turns in random order; median, p10, p90 of the
+rounds. FLOPs are 6TKDF forward and 18TKDF with backward. Saved: memory that a forward in training
+leaves allocated besides its output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import moe_graphs
+from moe_graphs.bench import environment
+from moe_graphs.bench.timing import elapsed, error
+from moe_graphs.layers.config import MoEConfig
+from moe_graphs.layers.moe import MoELayer
+
+WARMUP_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Size:
+    tokens: int
+    hidden: int
+    ffn: int
+    experts: int
+    top_k: int
+
+    @property
+    def forward_flops(self) -> float:
+        return 6.0 * self.tokens * self.top_k * self.hidden * self.ffn
+
+
+SIZES = (
+    Size(16384, 2048, 768, 128, 8),
+    Size(2048, 2048, 768, 128, 8),
+    Size(16384, 2048, 1024, 64, 8),
+    Size(8192, 4096, 14336, 8, 2),
+    Size(32768, 4096, 1024, 128, 8),
+    Size(16384, 7168, 2048, 32, 4),
+)
+
+
+@dataclass
+class Contender:
+    """A layer; with `graphs`, trained under them."""
+
+    name: str
+    module: nn.Module
+    run: Callable[[Tensor], Tensor]
+    graphs: moe_graphs.Graphs | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.run(x)
+
+    def train(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """The output and the gradient of x."""
+        x.grad = None
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        if self.graphs is None:
+            out = self.run(x)
+            out.backward(grad)
+        else:
+            with self.graphs.step():
+                out = self.run(x)
+                out.backward(grad)
+        return out, x.grad
+
+
+def ours(size: Size, captured: bool) -> Contender:
+    config = MoEConfig(num_experts=size.experts, top_k=size.top_k, ffn_hidden_size=size.ffn)
+    torch.manual_seed(0)
+    layer = MoELayer(config, size.hidden, device="cuda", dtype=torch.bfloat16)
+    layer.init_weights()
+    graphs = None
+    if captured:
+        graph_config = moe_graphs.GraphConfig(scopes="moe", warmup_steps=WARMUP_STEPS)
+        graphs = moe_graphs.graph(layer, graph_config)
+    name = "ours, scope moe" if captured else "ours, eager"
+    return Contender(name, layer, lambda x: layer(x).hidden, graphs)
+
+
+def hugging_face(size: Size, like: MoELayer) -> Contender:
+    """Qwen3MoeSparseMoeBlock with the weights of ours."""
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen
+    from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        hidden_size=size.hidden, moe_intermediate_size=size.ffn, num_experts=size.experts,
+        num_experts_per_tok=size.top_k, norm_topk_prob=True,
+    )  # fmt: skip
+    config._experts_implementation = "grouped_mm"
+    block = qwen.Qwen3MoeSparseMoeBlock(config).to("cuda", torch.bfloat16).train()
+    with torch.no_grad():
+        block.gate.weight.copy_(like.router.weight)
+        block.experts.gate_up_proj.copy_(like.experts.w1.transpose(1, 2))
+        block.experts.down_proj.copy_(like.experts.w2.transpose(1, 2))
+
+    def run(x: Tensor) -> Tensor:
+        out = block(x[None])
+        return (out[0] if isinstance(out, tuple) else out).view_as(x)
+
+    return Contender("HF grouped_mm", block, run)
+
+
+def saved_bytes(contender: Contender, x: Tensor) -> int:
+    before = torch.cuda.memory_allocated()
+    out = contender.run(x)
+    return torch.cuda.memory_allocated() - before - out.numel() * out.element_size()
+
+
+def spread(samples: list[float]) -> list[float]:
+    samples = sorted(samples)
+    return [round(samples[int(q * (len(samples) - 1))], 4) for q in (0.1, 0.5, 0.9)]
+
+
+def measure(size: Size, rounds: int) -> list[dict]:
+    """One record per contender; what failed its gate or raised has `error` and no speed."""
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    x = torch.randn(size.tokens, size.hidden, device="cuda", generator=generator)
+    x = x.to(torch.bfloat16).requires_grad_()
+    grad = torch.randn(x.shape, device="cuda", generator=generator).to(torch.bfloat16)
+    eager, failed = ours(size, captured=False), {}
+    running = [eager]
+    for build in (lambda: ours(size, captured=True), lambda: hugging_face(size, eager.module)):
+        try:
+            contender = build()
+            gate(contender, eager, x, grad)
+            running.append(contender)
+        except Exception as problem:
+            name = ("ours, scope moe", "HF grouped_mm")[len(running) + len(failed) - 1]
+            failed[name] = f"{type(problem).__name__}: {problem}"[:500]
+    saved = {c.name: saved_bytes(c, x) for c in running if c.graphs is None}
+    spent = time_together(running, x, grad, rounds)
+    records = [asdict(size) | {"contender": name, "error": why} for name, why in failed.items()]
+    for contender in running:
+        forward, train = (spread(ms) if ms else None for ms in spent[contender.name])
+        record = asdict(size) | {"contender": contender.name, "error": None}
+        record |= {"forward_ms": forward, "train_ms": train}
+        record["forward_tflops"] = forward and round(size.forward_flops / forward[1] / 1e9, 1)
+        record["train_tflops"] = round(3 * size.forward_flops / train[1] / 1e9, 1)
+        record["saved_mib"] = round(saved.get(contender.name, 0) / 2**20) or None
+        records.append(record)
+    for contender in running:
+        if contender.graphs is not None:
+            contender.graphs.release()
+    return records
+
+
+def gate(contender: Contender, eager: Contender, x: Tensor, grad: Tensor) -> None:
+    want = [t.clone() for t in eager.train(x, grad)]
+    for _ in range(WARMUP_STEPS + 1):
+        got = [t.clone() for t in contender.train(x, grad)]
+    for name, a, b in zip(("output", "gradient of x"), got, want, strict=True):
+        if contender.graphs is not None and not torch.equal(a, b):
+            raise RuntimeError(f"{name}: not bitwise eager's")
+        if error(a, b.float()) > 2e-2:
+            raise RuntimeError(f"{name}: {error(a, b.float()):.1e} from eager's")
+    report = contender.graphs and contender.graphs.report()
+    if report and not (report.captured and report.replayed):
+        raise RuntimeError(f"nothing replayed: {report.eager_calls}")
+
+
+def time_together(
+    running: list[Contender], x: Tensor, grad: Tensor, rounds: int
+) -> dict[str, tuple[list[float], list[float]]]:
+    """Milliseconds of forwards and of forwards with backwards, per contender."""
+    jobs = [(c, c.train, (x, grad), 1) for c in running]
+    jobs += [(c, c.forward, (x,), 0) for c in running if c.graphs is None]
+    spent = {c.name: ([], []) for c in running}
+    calls = {}
+    for contender, run, arguments, kind in jobs:
+        once = elapsed(lambda: (run(*arguments), run(*arguments))) / 2  # noqa: B023
+        calls[contender.name, kind] = max(3, min(50, int(60 / once)))
+    shuffler = random.Random(1)
+    for _ in range(rounds):
+        shuffler.shuffle(jobs)
+        for contender, run, arguments, kind in jobs:
+            count = calls[contender.name, kind]
+            ms = elapsed(lambda: [run(*arguments) for _ in range(count)])  # noqa: B023
+            spent[contender.name][kind].append(ms / count)
+    return spent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="JSON lines are appended here")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--budget", type=float, default=300.0, help="seconds")
+    parser.add_argument("--commit", help="where there is no .git to ask")
+    args = parser.parse_args()
+    stamp, started = environment.stamp(args.commit), time.time()
+    print(environment.describe(stamp))
+    for size in SIZES:
+        if time.time() - started > args.budget:
+            print(f"budget spent: {size} left out")
+            continue
+        for record in measure(size, args.rounds):
+            print(json.dumps(record), flush=True)
+            if args.out:
+                with args.out.open("a") as lines:
+                    lines.write(json.dumps(record | {"environment": stamp}) + "\n")
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Benchmarks that need nothing but the package: ``moe-graphs bench``."""
