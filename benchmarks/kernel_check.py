@@ -42,7 +42,11 @@ from moe_graphs.bench.timing import (  # noqa: E402
 
 POISON = 777.0
 KERNELS = ("split", "pingpong", "tma", "pointer")
-KINDS = [*(f"{op}:{name}" for op in ("rows", "weights") for name in KERNELS), "ops:all"]
+KINDS = [
+    *(f"{op}:{name}" for op in ("rows", "weights") for name in KERNELS),
+    "gather:split",
+    "ops:all",
+]
 # (routing, rows, experts, K, N, rows past the last end)
 CASES = [
     ("uniform", 6000, 16, 512, 1024, 77),
@@ -99,6 +103,31 @@ def rows_case(name: str, case: tuple, seed: int, dtype: torch.dtype, transposed:
         first = out if first is None else first
         if not torch.equal(first, out):
             return "two runs differ"
+    return ""
+
+
+def gather_case(case: tuple, seed: int, dtype: torch.dtype) -> str:
+    """Gathered rows equal copied rows; order entries past the last end are not followed."""
+    from moe_graphs.kernels.gemm_launch import matmul_gathered, matmul_rows, row_variant
+
+    routing, rows, experts, K, N, tail = case
+    K = -(-K // 64) * 64
+    torch.manual_seed(seed)
+    offsets = group_ends(group_sizes(routing, rows, experts, seed))
+    tokens = max(rows // 4, 1)
+    x, w = matrices(tokens, K, dtype=dtype), matrices(experts, K, N, dtype=dtype)
+    order = torch.randint(0, 4 * tokens, (rows + tail,), device="cuda")
+    order[rows:] = 1 << 40
+    want = torch.full((rows + tail, N), POISON, device="cuda", dtype=dtype)
+    copied = x[order.clamp(max=4 * tokens - 1) // 4]
+    matmul_rows(copied, w, offsets, out=want, variant=row_variant("tma", N))
+    for _ in range(3):
+        out = torch.full_like(want, POISON)
+        matmul_gathered(x, order, 4, w, offsets, out=out)
+        if not torch.equal(out[rows:], want[rows:]):
+            return "rows past the last end were written"
+        if rows and not error(out[:rows], want[:rows].float()) < 1e-4:
+            return f"error {error(out[:rows], want[:rows].float()):.2e} to copied rows"
     return ""
 
 
@@ -196,11 +225,14 @@ def check_kind(kind: str) -> None:
             runs += [(half, mode) for _, mode in runs]
         for dtype, mode in runs:
             print(f"AT case {seed} {case[0]} {str(dtype)[6:]} {mode}", flush=True)
-            wrong = (rows_case if op == "rows" else weights_case)(name, case, seed, dtype, mode)
+            if op == "gather":
+                wrong = "" if mode else gather_case(case, seed, dtype)
+            else:
+                wrong = (rows_case if op == "rows" else weights_case)(name, case, seed, dtype, mode)
             if wrong:
                 failures.append(f"case {seed} {case[0]} {str(dtype)[6:]} {mode}: {wrong}")
     print("AT capture and replay", flush=True)
-    wrong = replay_case(op, name)
+    wrong = "" if op == "gather" else replay_case(op, name)
     if wrong:
         failures.append(wrong)
     print_verdict(kind, failures, started)
@@ -288,6 +320,26 @@ def contenders(shape: tuple, routing: str, good: set[str]) -> dict:
                 ),
                 None,
             )
+    if "gather:split" in good:
+        tokens, order = matrices(rows // 8, K, dtype=bf16), torch.randperm(rows, device="cuda")
+        add(
+            "gather fwd",
+            "fwd",
+            lambda: g.matmul_gathered(tokens, order, 8, w, offsets, out=y),
+            None,
+        )
+        add(
+            "copy+split fwd",
+            "fwd",
+            lambda: g.matmul_rows(
+                tokens.index_select(0, order // 8),
+                w,
+                offsets,
+                out=y,
+                variant=g.row_variant("split", N),
+            ),
+            None,
+        )
     if "rows:split" in good:  # what the work list costs: the GEMM alone, list made beforehand
         v = g.row_variant("split", N)
         launch = g.rows_launch(

@@ -73,6 +73,20 @@ def test_rows(compiled, name, transposed, columns, dtype):
         assert max(kernel.carried) > 10
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("columns", [1024, 384])
+def test_gathered_rows(compiled, columns, dtype):
+    x, out = torch.empty(512, 512, dtype=dtype), torch.empty(4096, columns, dtype=dtype)
+    w, order = torch.empty(8, 512, columns, dtype=dtype), torch.zeros(4096, dtype=torch.int64)
+    variant = gemm_launch.row_variant("gather", columns)
+    launch = gemm_launch.gathered_launch(variant, x, order, 8, w, out, work(8), 132)
+    (kernel,) = compiled(launch.run)
+    check(kernel, wgmma=True)
+    # The producer's K loop also carries its pointers; the fence is the consumers'.
+    assert kernel.carried == [6, 2, 3] * 2 + [7, 3]
+    assert kernel.ptx.count("cp.async.ca.shared") + kernel.ptx.count("cp.async.cg.shared") > 0
+
+
 @pytest.mark.parametrize(
     ("out_dtype", "add"), [(BF16, ""), (FP32, ""), (FP32, "fetch"), (FP32, "reduce")]
 )
@@ -159,6 +173,7 @@ def test_fake_cuda_tensors_see_static_shapes():
         order = kernels.route_rows(ids, 8)
         rows = kernels.grouped_gemm(kernels.permute(hidden, order), w1, order.offsets_E)
         rows = kernels.grouped_gemm(kernels.swiglu(rows), w2, order.offsets_E)
+        assert kernels.gather_gemm(hidden, order, w1).shape == (256, 192)
         out = kernels.unpermute(rows, order, weights)
         assert out.shape == hidden.shape
 

@@ -15,6 +15,7 @@ import torch
 
 from moe_graphs.kernels import (
     RowOrder,
+    gather_gemm,
     grouped_gemm,
     permute,
     reference,
@@ -82,6 +83,29 @@ def test_grouped_gemm(rows, experts, K, N, routing, dtype):
     compare(lambda x, w: grouped_gemm(x, w, offsets), plain_gemm(ends.tolist()), inputs)
     transposed = inputs[1].transpose(1, 2).contiguous().transpose(1, 2)
     assert torch.equal(grouped_gemm(inputs[0], transposed, offsets), grouped_gemm(*inputs, offsets))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("experts", "D", "N"), [(16, 512, 768), (5, 72, 320)])
+def test_gather_gemm(experts, D, N, dtype):
+    """Equal to permute and grouped_gemm; 72 columns take that path."""
+    torch.manual_seed(0)
+    hidden, w = random(300, D, dtype=dtype), random(experts, D, N, dtype=dtype)
+    order = route_rows(torch.rand(300, experts, device="cuda").topk(4, dim=1).indices, experts)
+
+    def apart(h, w):
+        return grouped_gemm(permute(h, order), w, order.offsets_E)
+
+    ours = results(lambda h, w: gather_gemm(h, order, w), dtype, hidden, w)
+    again = results(lambda h, w: gather_gemm(h, order, w), dtype, hidden, w)
+    for got, twice, want in zip(ours, again, results(apart, dtype, hidden, w), strict=True):
+        assert torch.equal(got, twice)
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+    compare(
+        lambda h, w: gather_gemm(h, order, w),
+        lambda h, w: plain_gemm(order.offsets_E.tolist())(h[order.order_R // 4], w),
+        (hidden, w),
+    )
 
 
 def test_main_grad_adds_in_fp32():

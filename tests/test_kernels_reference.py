@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_graphs.kernels import RowOrder, grouped_gemm, permute, route_rows, swiglu, unpermute
+from moe_graphs.kernels import (
+    RowOrder,
+    gather_gemm,
+    grouped_gemm,
+    permute,
+    route_rows,
+    swiglu,
+    unpermute,
+)
 
 # Half a unit in the last of bf16's eight significant bits, and a little for fp32's own error.
 BF16_ROUNDING = 2**-7.99
@@ -324,3 +332,50 @@ def _saved_tensors(call) -> list[torch.Tensor]:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         call()
     return saved
+
+
+class TestGatherGemm:
+    """One op instead of permute and grouped_gemm."""
+
+    @staticmethod
+    def _case():
+        torch.manual_seed(0)
+        order = route_rows(torch.tensor([[2, 0], [0, 1], [2, 1]]), 4)
+        hidden = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+        return hidden, order, torch.randn(4, 5, 3, dtype=torch.float64, requires_grad=True)
+
+    def test_equals_the_two_ops(self):
+        hidden, order, w = self._case()
+        grad = torch.randn(6, 3, dtype=torch.float64)
+        apart = grouped_gemm(permute(hidden, order), w, order.offsets_E)
+        together = gather_gemm(hidden, order, w)
+        torch.testing.assert_close(together, apart)
+        for got, want in zip(
+            torch.autograd.grad(together, (hidden, w), grad),
+            torch.autograd.grad(apart, (hidden, w), grad),
+            strict=True,
+        ):
+            torch.testing.assert_close(got, want)
+
+    def test_saves_tokens_and_not_rows(self):
+        hidden, order, w = self._case()
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            gather_gemm(hidden, order, w)
+        shapes = sorted(tuple(t.shape) for t in saved)
+        assert shapes == [(3, 5), (4,), (4, 5, 3), (6,), (6,)]
+
+    def test_gaps_take_the_two_ops(self):
+        hidden, order, w = self._case()
+        inverse = order.inverse_R.clone()
+        inverse[5] = -1
+        rows = order.order_R.clone()
+        rows[3] = -1
+        gapped = RowOrder(rows, inverse, order.offsets_E, True)
+        want = grouped_gemm(permute(hidden, gapped), w, order.offsets_E)
+        torch.testing.assert_close(gather_gemm(hidden, gapped, w), want)
+
+    def test_an_order_of_other_tokens_is_refused(self):
+        hidden, order, w = self._case()
+        with pytest.raises(ValueError, match="whole multiples of 4 tokens"):
+            gather_gemm(torch.cat([hidden, hidden[:1]]), order, w)

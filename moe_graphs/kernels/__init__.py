@@ -1,8 +1,17 @@
 """The ops of a mixture-of-experts layer, sizes on the device; ``reference`` specifies them."""
 
+from moe_graphs.kernels.gather_gemm import gather_gemm
 from moe_graphs.kernels.grouped_gemm import grouped_gemm
 from moe_graphs.kernels.permute import permute, unpermute
 from moe_graphs.kernels.routing import RowOrder, route_rows
 from moe_graphs.kernels.swiglu import swiglu
 
-__all__ = ["RowOrder", "grouped_gemm", "permute", "route_rows", "swiglu", "unpermute"]
+__all__ = [
+    "RowOrder",
+    "gather_gemm",
+    "grouped_gemm",
+    "permute",
+    "route_rows",
+    "swiglu",
+    "unpermute",
+]

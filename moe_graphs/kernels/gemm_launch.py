@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_graphs.kernels.gemm_pointer import rows_pointer_kernel, weights_pointer_kernel
 from moe_graphs.kernels.gemm_tma import rows_tma_kernel, weights_tma_kernel
-from moe_graphs.kernels.rows_gluon import rows_gluon_kernel
+from moe_graphs.kernels.rows_gluon import gathered_rows_gluon_kernel, rows_gluon_kernel
 from moe_graphs.kernels.tiles import (
     MAX_SLOTS,
     WorkList,
@@ -30,7 +30,7 @@ from moe_graphs.kernels.tiles import (
 )
 from moe_graphs.kernels.weights_gluon import weights_gluon_kernel
 
-GLUON = ("split", "pingpong")
+GLUON = ("split", "pingpong", "gather")
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,9 @@ def row_variant(name: str, columns: int) -> Variant:
     variants = {
         "split": Variant("split", 128, 256, 64, 3) if wide else Variant("split", 128, 128, 64, 5),
         "pingpong": Variant("pingpong", 64, 256 if wide else 128, 64, 4 if wide else 6),
+        "gather": Variant("gather", 128, 256, 64, 4, pieces=2)
+        if wide
+        else Variant("gather", 128, 128, 64, 5),
         "tma": Variant("tma", 128, 256 if wide else 128, 64, 3, warps=8),
         "pointer": Variant("pointer", 64, 128, 32, 3, warps=4),
     }
@@ -147,6 +150,59 @@ def matmul_rows(
     work = row_tiles(offsets_E, rows, variant.block_m)
     rows_launch(variant, x_RK, w_EKN, out, work, transposed, sm_count(x_RK.device)).run()
     return out
+
+
+def can_gather(x: torch.Tensor) -> bool:
+    """Whether `matmul_gathered` takes these tokens: a Hopper GPU, and a width it copies whole."""
+    return _without_wgmma(x.device) is None and x.shape[1] % 64 == 0
+
+
+def matmul_gathered(
+    x_TK: torch.Tensor,
+    order_R: torch.Tensor,
+    top_k: int,
+    w_EKN: torch.Tensor,
+    offsets_E: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`out_RN[r] = x_TK[order_R[r] // top_k] @ w[e]`, without a copy of the rows.
+
+    Like `matmul_rows` otherwise; `order_R` int64 without gaps. See `can_gather`.
+    """
+    _check_operands(offsets_E, x=x_TK, w=w_EKN)
+    _check_equal("w", w_EKN.shape[1], "x columns", x_TK.shape[1])
+    rows, columns = order_R.numel(), w_EKN.shape[2]
+    if out is None:
+        out = x_TK.new_empty(rows, columns)
+    if rows == 0:
+        return out
+    v, grid = row_variant("gather", columns), sm_count(x_TK.device)
+    work = row_tiles(offsets_E, rows, v.block_m)
+    gathered_launch(v, x_TK, order_R, top_k, w_EKN, out, work, grid).run()
+    return out
+
+
+def gathered_launch(
+    variant: Variant,
+    x_TK: torch.Tensor,
+    order_R: torch.Tensor,
+    top_k: int,
+    w_EKN: torch.Tensor,
+    out_RN: torch.Tensor,
+    work: WorkList,
+    grid: int,
+) -> Launch:
+    """The launch of the gathered rows kernel over `work`."""
+    v, (_, K, N) = variant, w_EKN.shape
+    args = (
+        x_TK, order_R, top_k, _matrix_descriptor(v, w_EKN, [v.block_k, v.block_n]),
+        _ragged_descriptor(v, out_RN, [v.block_m // 2, v.block_n // v.pieces]),
+        work.records, work.count, N, K,
+    )  # fmt: skip
+    tile = {"BLOCK_M": v.block_m, "BLOCK_N": v.block_n, "BLOCK_K": v.block_k, "GRID": grid}
+    tile |= {"PIECES": v.pieces, "STAGES": v.stages, "num_warps": v.warps}
+    return Launch(gathered_rows_gluon_kernel, grid, args, tile)
 
 
 def matmul_weights(

@@ -104,15 +104,6 @@ def _stage(piece, desc, buffer, BUFFERS: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(acc, desc, buffers, FIRST: gl.constexpr, row, end, column):
-    """acc -> rows `row...` of a ragged output, those before `end`. Asynchronous; one buffer."""
-    buffer = buffers.index(FIRST)
-    _stage(acc, desc, buffer, 1)
-    above, below, at = ragged(row, end)
-    tma.async_copy_shared_to_global(desc, [above, below, at, column], buffer)
-
-
-@gluon.jit
 def _pieces(acc, PIECES: gl.constexpr):
     """Column pieces of acc, from left to right."""
     pieces = (acc,)
@@ -121,6 +112,18 @@ def _pieces(acc, PIECES: gl.constexpr):
     if PIECES >= 4:
         pieces = _halves(pieces[0]) + _halves(pieces[1])
     return pieces
+
+
+@gluon.jit
+def store_rows(acc, desc, buffers, FIRST: gl.constexpr, PIECES: gl.constexpr, row, end, column):
+    """acc -> rows `row...` of a ragged output, those before `end`. Asynchronous; one buffer."""
+    WIDTH: gl.constexpr = acc.shape[1] // PIECES
+    buffer = buffers.index(FIRST)
+    above, below, at = ragged(row, end)
+    pieces = _pieces(acc, PIECES)
+    for i in gl.static_range(PIECES):
+        _stage(pieces[i], desc, buffer, 1)
+        tma.async_copy_shared_to_global(desc, [above, below, at, column + i * WIDTH], buffer)
 
 
 @gluon.jit

@@ -40,10 +40,8 @@ def grouped_gemm(
     Raises:
         ValueError: shapes or dtypes do not fit, or the GPU path does not take them.
     """
-    if torch.is_autocast_enabled(x_RK.device.type):
-        dtype = torch.get_autocast_dtype(x_RK.device.type)
-        x_RK, w_EKN = x_RK.to(dtype), w_EKN.to(dtype)
-    _check(x_RK, w_EKN, offsets_E)
+    x_RK, w_EKN = to_autocast(x_RK, w_EKN)
+    check_operands(x_RK, w_EKN, offsets_E)
     if main_grad_EKN is not None and (
         main_grad_EKN.dtype != torch.float32 or main_grad_EKN.shape != w_EKN.shape
     ):
@@ -54,6 +52,14 @@ def grouped_gemm(
     return _forward(x_RK, w_EKN, offsets_E, zero_tail, main_grad_EKN)
 
 
+def to_autocast(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the autocast dtype, if autocast is on for their device."""
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        return x.to(dtype), w.to(dtype)
+    return x, w
+
+
 @torch.library.custom_op("moe_graphs::grouped_gemm", mutates_args=(), device_types="cpu")
 def _forward(
     x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool, main_grad: Tensor | None = None
@@ -62,12 +68,12 @@ def _forward(
 
 
 @torch.library.custom_op("moe_graphs::grouped_gemm_dgrad", mutates_args=(), device_types="cpu")
-def _dgrad(grad_RN: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool) -> Tensor:
+def dgrad(grad_RN: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool) -> Tensor:
     return reference.grouped_gemm_dgrad(grad_RN, w_EKN, offsets_E)
 
 
 @torch.library.custom_op("moe_graphs::grouped_gemm_wgrad", mutates_args=(), device_types="cpu")
-def _wgrad(x_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
+def wgrad(x_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
     return reference.grouped_gemm_wgrad(x_RK, grad_RN, offsets_E)
 
 
@@ -80,12 +86,12 @@ def _wgrad_add(x_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor, out_EKN: Tensor
 
 @_forward.register_kernel("cuda")
 def _(x_RK, w_EKN, offsets_E, zero_tail, main_grad=None):
-    return _matmul_rows(x_RK, w_EKN, offsets_E, zero_tail)
+    return matmul_rows(x_RK, w_EKN, offsets_E, zero_tail)
 
 
-@_dgrad.register_kernel("cuda")
+@dgrad.register_kernel("cuda")
 def _(grad_RN, w_EKN, offsets_E, zero_tail):
-    return _matmul_rows(grad_RN, w_EKN.transpose(1, 2), offsets_E, zero_tail)
+    return matmul_rows(grad_RN, w_EKN.transpose(1, 2), offsets_E, zero_tail)
 
 
 @_wgrad_add.register_kernel("cuda")
@@ -99,7 +105,7 @@ def _(x_RK, grad_RN, offsets_E, out_EKN):
     matmul_weights(x_RK, grad_RN, offsets_E, out=out_EKN, accumulate=True)
 
 
-@_wgrad.register_kernel("cuda")
+@wgrad.register_kernel("cuda")
 def _(x_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
     if has_triton():
         from moe_graphs.kernels.gemm_launch import matmul_weights
@@ -110,16 +116,18 @@ def _(x_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
     return torch._grouped_mm(x_RK.t(), grad_RN.contiguous(), offs=offsets_E)
 
 
-def _matmul_rows(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool) -> Tensor:
+def matmul_rows(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool) -> Tensor:
     """Rows times ``w_EKN``, which may be a transposed view: the kernels read either as it lies."""
     if not has_triton():
         return _grouped_mm(x_RK, w_EKN, offsets_E, zero_tail)
-    from moe_graphs.kernels.gemm_launch import matmul_rows
+    from moe_graphs.kernels import gemm_launch
     from moe_graphs.kernels.tiles import zero_tail_
 
     transposed = not w_EKN.is_contiguous()
     weights = w_EKN.transpose(1, 2) if transposed else w_EKN
-    out_RN = matmul_rows(x_RK.contiguous(), weights.contiguous(), offsets_E, transposed=transposed)
+    out_RN = gemm_launch.matmul_rows(
+        x_RK.contiguous(), weights.contiguous(), offsets_E, transposed=transposed
+    )
     return zero_tail_(out_RN, offsets_E) if zero_tail else out_RN
 
 
@@ -140,12 +148,12 @@ def _(x_RK, w_EKN, offsets_E, zero_tail, main_grad=None):
     return x_RK.new_empty(x_RK.shape[0], w_EKN.shape[2])
 
 
-@_dgrad.register_fake
+@dgrad.register_fake
 def _(grad_RN: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool) -> Tensor:
     return grad_RN.new_empty(grad_RN.shape[0], w_EKN.shape[1])
 
 
-@_wgrad.register_fake
+@wgrad.register_fake
 def _(x_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
     return x_RK.new_empty(offsets_E.shape[0], x_RK.shape[1], grad_RN.shape[1])
 
@@ -162,10 +170,10 @@ def _backward(ctx, grad_RN: Tensor):
     x_RK, w_EKN, offsets_E = ctx.saved_tensors
     grad_x = grad_w = None
     if ctx.needs_input_grad[0]:
-        grad_x = _dgrad(grad_RN, w_EKN, offsets_E, ctx.zero_tail)
+        grad_x = dgrad(grad_RN, w_EKN, offsets_E, ctx.zero_tail)
     if ctx.needs_input_grad[1]:
         if ctx.main_grad is None:
-            grad_w = _wgrad(x_RK, grad_RN, offsets_E)
+            grad_w = wgrad(x_RK, grad_RN, offsets_E)
         else:
             _wgrad_add(x_RK, grad_RN, offsets_E, ctx.main_grad)
     return grad_x, grad_w, None, None, None
@@ -174,7 +182,7 @@ def _backward(ctx, grad_RN: Tensor):
 torch.library.register_autograd("moe_graphs::grouped_gemm", _backward, setup_context=_save_operands)
 
 
-def _check(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor) -> None:
+def check_operands(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor) -> None:
     if x_RK.dim() != 2 or w_EKN.dim() != 3 or x_RK.shape[1] != w_EKN.shape[1]:
         raise ValueError(
             f"grouped_gemm wants x [R, K] and w [E, K, N], got {tuple(x_RK.shape)} and "

@@ -41,6 +41,18 @@ def unpermute(rows_RD: Tensor, order: RowOrder, weights_TK: Tensor) -> Tensor:
     return _Unpermute.apply(rows_RD, weights_TK, order.order_R, order.inverse_R, order.has_gaps)
 
 
+def sum_rows(rows_RD: Tensor, inverse_TK: Tensor) -> Tensor:
+    """The sum of each token's K rows, without gaps; not differentiable."""
+    return _gather_sum(rows_RD, inverse_TK, None, False)
+
+
+def gather_rows(hidden_TD: Tensor, inverse_TK: Tensor, order_R: Tensor) -> Tensor:
+    """Each token in its K rows, without gaps; not differentiable."""
+    if has_kernel(hidden_TD):
+        return _spread(hidden_TD, inverse_TK, None, order_R, False)
+    return _gather(hidden_TD, _token_of(order_R, inverse_TK.shape[1]), order_R, False)
+
+
 class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_TD, order_R, inverse_R, has_gaps):
