@@ -128,14 +128,12 @@ def _consume(
                 dy = dy_ring.index(slot).reshape([BLOCK_R, BLOCK_N])
                 acc = warpgroup_mma(x.permute((1, 0)), dy, acc, is_async=True, use_acc=row > start)
                 acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
-                done = empty.index(previous_slot(slot, STAGES))
-                mbarrier.arrive(done, count=1, pred=row > start)
+                mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), count=1, pred=row > start)
                 slot, phase = next_slot(slot, phase, STAGES)
             if PINGPONG:
                 mbarrier.arrive(turn.index(1 - ME), count=1)
             result = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-            done = empty.index(previous_slot(slot, STAGES))
-            mbarrier.arrive(done, count=1, pred=end > start)
+            mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), count=1, pred=end > start)
             if SPLITS and part >= 0:
                 store_partial(result, partials_ptr, part, row_dw, tile_n * BLOCK_N, M, N)
             else:
