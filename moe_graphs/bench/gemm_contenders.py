@@ -175,8 +175,16 @@ def contenders(p: Problem) -> dict[str, dict[str, Call]]:
         "ours f32": ours_fp32(p, accumulate=False),
         "ours f32 add": ours_fp32(p, accumulate=True),
     }
-    if importlib.util.find_spec("grouped_gemm"):
+    if _installed("grouped_gemm.ops"):
         found["grouped_gemm"] = grouped_gemm_package(p)
-    if importlib.util.find_spec("transformer_engine"):
+    if _installed("transformer_engine.pytorch"):
         found["TE"] = te_grouped_linear(p)
     return found
+
+
+def _installed(module: str) -> bool:
+    """Whether a module can be imported: any file may have the name of its package."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
