@@ -61,12 +61,27 @@ def test_work_list_example_of_a_split_expert():
     assert work.splits[0, :3].tolist() == [2, 0, 3]
 
 
+@pytest.mark.parametrize(
+    ("rows", "tiles_of_expert", "limit"),
+    [
+        (65536, 96, 8192),  # 8 parts: 768 tiles are 5.8 rounds of 132
+        (65536, 128, 0),  # 128 of 132 programs have a tile
+        (65536, 3584, 0),
+        (65536, 8, 2048),  # no more parts than there are slots
+        (1000, 96, 0),  # too short to be worth it
+        (2048, 96, 512),
+    ],
+)
+def test_split_limit(rows, tiles_of_expert, limit):
+    assert tiles.split_limit(rows, tiles_of_expert, 132) == limit
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_split_experts_keep_every_row_and_fit_the_slots(seed):
     torch.manual_seed(seed)
     sizes = torch.randint(0, 40, (16,)) ** torch.randint(1, 4, (16,))
     rows, ends = int(sizes.sum()), torch.cumsum(sizes, 0).to(torch.int32)
-    limit = tiles.split_limit(rows, 40, 132) or 512
+    limit = max(512, -(-rows // tiles.MAX_SLOTS))
     work = tiles.expert_order(ends, skip_empty=False, limit=limit)
     records = work.records[: int(work.count[0])].tolist()
     lengths = [end - start for _, start, end, _ in records]

@@ -108,10 +108,9 @@ def choose_rows(device: torch.device, rows: int, experts: int) -> str:
     return _without_wgmma(device) or ("pingpong" if rows < 400 * experts else "split")
 
 
-def choose_weights(device: torch.device, rows: int, experts: int, out_dtype: torch.dtype) -> str:
-    """The variant for these static averages. Measured on H200, see weights_gluon."""
-    few = rows < 300 * experts
-    return _without_wgmma(device) or ("pingpong" if few or out_dtype == torch.float32 else "split")
+def choose_weights(device: torch.device, out_dtype: torch.dtype) -> str:
+    """The variant for this output. Measured on H200, see weights_gluon."""
+    return _without_wgmma(device) or ("pingpong" if out_dtype == torch.float32 else "split")
 
 
 def _without_wgmma(device: torch.device) -> str | None:
@@ -233,7 +232,7 @@ def matmul_weights(
     if rows == 0:
         return out if accumulate else out.zero_()
     if variant is None:
-        name = choose_weights(x_RK.device, rows, experts, out.dtype)
+        name = choose_weights(x_RK.device, out.dtype)
         variant = weight_variant(name, shape[2], out.dtype)
     _run_weights(variant, x_RK, dy_RN, out, offsets_E, accumulate)
     return out

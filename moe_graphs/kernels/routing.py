@@ -43,7 +43,7 @@ def route_rows(experts_TK: Tensor, num_experts: int) -> RowOrder:
     Example: experts ``[[2, 0], [0, 1], [2, 1]]`` of 3 experts give
     order ``[1, 2, 3, 5, 0, 4]``, inverse ``[4, 0, 1, 2, 5, 3]``, offsets ``[2, 4, 6]``.
     """
-    if experts_TK.is_cuda and num_experts <= 1024 and has_triton():
+    if experts_TK.is_cuda and counting_pays(experts_TK.numel(), num_experts) and has_triton():
         from moe_graphs.kernels.routing_triton import sort_pairs
 
         return RowOrder(*sort_pairs(experts_TK, num_experts))
@@ -58,3 +58,12 @@ def route_rows(experts_TK: Tensor, num_experts: int) -> RowOrder:
     ids_E = torch.arange(num_experts, device=device, dtype=key_dtype)
     offsets_E = torch.searchsorted(sorted_R, ids_E, right=True, out_int32=True)
     return RowOrder(order_R, inverse_R, offsets_E)
+
+
+def counting_pays(pairs: int, num_experts: int) -> bool:
+    """Whether the counting sort of ``routing_triton`` is faster than torch's stable sort.
+
+    Measured on H200 (2026-11-21), us of ours / torch's: 2^17 pairs 25 / 44 (128 experts) and
+    34 / 47 (512), 2^18 pairs 45 / 50 and 63 / 54, 2^19 pairs 68 / 59 (8 experts).
+    """
+    return num_experts <= 1024 and pairs * max(num_experts, 256) <= 10**8

@@ -202,14 +202,21 @@ def expert_order(offsets_E: torch.Tensor, *, skip_empty: bool, limit: int = 0) -
 
 
 def split_limit(rows: int, tiles: int, programs: int) -> int:
-    """The `limit` for experts of `tiles` output tiles each, 0 where no expert can be too long.
+    """The `limit` for experts of `tiles` output tiles each; 0 where splitting would not pay.
 
-    So that one expert with all the rows makes four rounds of `programs` or more.
+    Not when one expert's tiles fill their rounds of `programs` by themselves. Otherwise an expert
+    with all the rows is cut into as many parts as fill theirs, and a part is a third of a program's
+    share of the rows or less, so that several long experts balance, too.
     """
-    if tiles >= 3 * programs:
+
+    def filled(parts: int) -> float:
+        return parts * tiles / (triton.cdiv(parts * tiles, programs) * programs)
+
+    if filled(1) >= 0.9:
         return 0
-    parts = max(4, triton.next_power_of_2(triton.cdiv(4 * programs, tiles)))
-    limit = max(SHORTEST_LIMIT, triton.cdiv(rows, min(parts, MAX_SLOTS)))
+    least = min(triton.cdiv(10 * programs, 3 * tiles), MAX_SLOTS)
+    parts = next((n for n in range(least, MAX_SLOTS) if filled(n) >= 0.95), MAX_SLOTS)
+    limit = max(SHORTEST_LIMIT, triton.cdiv(rows, parts))
     return limit if rows >= 2 * limit else 0
 
 
