@@ -13,7 +13,7 @@ import moe_graphs
 from moe_graphs import CaptureError, GraphConfig, GraphError
 from moe_graphs.capture import graphs as engine
 from moe_graphs.capture.call_capture import CallCapture
-from runs import DEVICES, Trace, loss_of, microbatches, tiny_model, train
+from training_runs import DEVICES, Trace, loss_of, microbatches, tiny_model, train
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 RECIPE = "attn,moe_router,moe_preprocess"

@@ -48,7 +48,7 @@ from torch.utils.checkpoint import checkpoint
 import moe_graphs
 from moe_graphs import CaptureError, GraphConfig, GraphError
 from moe_graphs.capture import replay
-from runs import DEVICES
+from training_runs import DEVICES
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 WIDTH = 8
