@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from kernel_check import group_ends, group_sizes, matrices
 
+from kernel_check import group_ends, group_sizes, matrices
 from moe_graphs.kernels import gemm_launch
 
 Call = Callable[[], torch.Tensor]

@@ -21,9 +21,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import kernel_check as check
 import torch
 import triton
+
+import kernel_check as check
 from gemm_contenders import DIRECTIONS, Call, Problem, contenders, make_problem
 
 LINES = Path(__file__).parent / "results" / "grouped_gemm.jsonl"
