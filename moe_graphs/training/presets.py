@@ -35,14 +35,14 @@ def tiny() -> Preset:
         moe_layers=(False, True, True),
     )
     training = TrainSettings(
-        steps=1000,
+        steps=1200,
         batch_size=8,
         sequence_length=256,
         learning_rate=3e-3,
         warmup_steps=50,
         beta2=0.97,
     )
-    return Preset(model, training, log_every=20, evaluate_every=250)
+    return Preset(model, training, log_every=20, evaluate_every=300)
 
 
 def small() -> Preset:
