@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy
 import torch
-from contenders import EAGER, WARMUP_STEPS, Contender, Run, Setting, free_memory, synchronize
-from timeline import Timeline, read_timeline
 from torch.profiler import ProfilerActivity, profile
 
+from contenders import EAGER, WARMUP_STEPS, Contender, Run, Setting, free_memory, synchronize
 from moe_graphs.training.run import deterministic
+from timeline import Timeline, read_timeline
 
 GATE_STEPS = WARMUP_STEPS + 5
 TRACED_STEPS = 3

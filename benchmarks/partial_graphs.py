@@ -19,13 +19,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import environment
-import measure
 import torch
-from contenders import Contender, Run, Setting, contenders, free_memory, settings, tiny
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+import environment
+import measure
+from contenders import Contender, Run, Setting, contenders, free_memory, settings, tiny
 
 Row = dict[str, Any]
 

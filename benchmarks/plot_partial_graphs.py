@@ -18,10 +18,11 @@ import matplotlib
 
 matplotlib.use("Agg")
 
-from environment import describe
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from environment import describe
 
 Row = dict[str, Any]
 

@@ -7,13 +7,13 @@ import gc
 
 import pytest
 import torch
-from runs import DEVICES, Trace, loss_of, microbatches, tiny_model, train
 from torch import nn
 
 import moe_graphs
 from moe_graphs import CaptureError, GraphConfig, GraphError
 from moe_graphs.capture import graphs as engine
-from moe_graphs.capture.recording import Recording
+from moe_graphs.capture.call_capture import CallCapture
+from training_runs import DEVICES, Trace, loss_of, microbatches, tiny_model, train
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 RECIPE = "attn,moe_router,moe_preprocess"
@@ -66,8 +66,8 @@ def _raise(*arguments):
     raise OSError("disk on fire")
 
 
-def _exhaust(recording: Recording):
-    if recording.device.type == "cuda":
+def _exhaust(device: torch.device):
+    if device.type == "cuda":
         return torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
     raise torch.OutOfMemoryError("out of memory")
 
@@ -92,18 +92,18 @@ def test_a_failed_capture_leaves_an_eager_model_as_if_nothing_had_happened(
 
     model = tiny_model(device)
     graphs = moe_graphs.graph(model, GraphConfig(RECIPE, warmup_steps=2))
-    original, calls = getattr(Recording, where), []
+    original, calls = getattr(CallCapture, where), []
 
-    def failing(recording: Recording, *arguments):
-        calls.append(recording.scope.name)
+    def failing(capture: CallCapture, *arguments):
+        calls.append(capture.recording.scope.name)
         if len(calls) == 2:  # one scope has been captured by then
             # Fail inside the recorded block, with the capture under way.
-            backend = arguments[0]
-            patched = _failing_record(backend.record, recording, fail)
+            backend = capture._backend
+            patched = _failing_record(backend.record, backend.device, fail)
             monkeypatch.setattr(backend, "record", patched)
-        return original(recording, *arguments)
+        return original(capture, *arguments)
 
-    monkeypatch.setattr(Recording, where, failing)
+    monkeypatch.setattr(CallCapture, where, failing)
     errors = _catch_capture_errors(graphs, monkeypatch)
     train(model, graphs, device, steps=5).assert_equal(expected)
     (error,) = errors
@@ -117,12 +117,12 @@ def test_a_failed_capture_leaves_an_eager_model_as_if_nothing_had_happened(
     assert report.pool_bytes == 0
 
 
-def _failing_record(record, recording, fail):
+def _failing_record(record, device, fail):
     @contextlib.contextmanager
     def failing(pool):
         with record(pool) as graphs:
             yield graphs
-            fail(recording)
+            fail(device)
 
     return failing
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from runs import tiny_model
 from torch import nn
 
 import moe_graphs
 from moe_graphs import GraphConfig
 from moe_graphs.dispatch import AllToAllDispatcher
+from training_runs import tiny_model
 
 BROKEN = {
     "unknown": (dict(scopes="attn,moe_ruoter"), "did you mean 'moe_router'"),

@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_distributed
 
+from distributed import run_distributed
 from moe_graphs.capture.interrupt import Stop, resuming, run_until
 from moe_graphs.dispatch import AllToAllDispatcher, LocalDispatcher
 from moe_graphs.layers import LanguageModel, MoEConfig, MoELayer, TransformerConfig

@@ -42,13 +42,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from runs import DEVICES
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import moe_graphs
 from moe_graphs import CaptureError, GraphConfig, GraphError
 from moe_graphs.capture import replay
+from training_runs import DEVICES
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 WIDTH = 8

@@ -10,12 +10,12 @@ import functools
 import itertools
 
 import pytest
-from runs import DEVICES, Trace, eager_trace, tiny_model, train
 
 import moe_graphs
 from moe_graphs import GraphConfig
 from moe_graphs.config import SCOPE_STAGES
 from moe_graphs.dispatch import AllToAllDispatcher, LocalDispatcher, PaddedDispatcher
+from training_runs import DEVICES, Trace, eager_trace, tiny_model, train
 
 DISPATCHERS = {
     "local": LocalDispatcher(),

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_distributed
-from runs import eager_trace, tiny_model, train
 from torch import nn
 
 import moe_graphs
+from distributed import run_distributed
 from moe_graphs import GraphConfig
 from moe_graphs.capture import interrupt as interrupts
 from moe_graphs.dispatch import AllToAllDispatcher
+from training_runs import eager_trace, tiny_model, train
 
 BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)]
 LISTS = [

@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 import torch
-from runs import DEVICES, loss_of, microbatches, tiny_model, train
 from torch import nn
 
 import moe_graphs
@@ -24,6 +23,7 @@ from moe_graphs.capture.interrupt import Boundary, Stop, resuming, run_until
 from moe_graphs.dispatch import AllToAllDispatcher
 from moe_graphs.layers import MoEConfig, MoELayer
 from moe_graphs.layers.transformer import LayerPrepared
+from training_runs import DEVICES, loss_of, microbatches, tiny_model, train
 
 RECIPE = "attn,moe_router,moe_preprocess"
 

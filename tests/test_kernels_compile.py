@@ -11,12 +11,12 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from compiled import Compiled, launch_compiler  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from triton.experimental import gluon  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from compiled import Compiled, launch_compiler  # noqa: E402
 from moe_graphs import kernels  # noqa: E402
 from moe_graphs.kernels import gemm_launch, permute_triton, routing_triton, swiglu_triton, tiles  # noqa: E402  # noqa: E402
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_distributed
 
+from distributed import run_distributed
 from moe_graphs.dispatch import AllToAllDispatcher, LocalDispatcher, PaddedDispatcher
 from moe_graphs.kernels import grouped_gemm, permute, route_rows, swiglu, unpermute
 from moe_graphs.layers import LanguageModel, MoEConfig, MoELayer, TransformerConfig

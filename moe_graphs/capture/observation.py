@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from moe_graphs.capture.call_capture import Link, ObservedCall
 from moe_graphs.capture.plan import Event
-from moe_graphs.capture.recording import Link, ObservedCall
 from moe_graphs.capture.scopes import Call, Scope
 from moe_graphs.capture.signature import Signature
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from moe_graphs.capture.backends.base import Backend
+from moe_graphs.capture.call_capture import CallCapture, ObservedCall, Originals
 from moe_graphs.capture.errors import CaptureError
-from moe_graphs.capture.module_state import ModuleState
 from moe_graphs.capture.plan import Plan
-from moe_graphs.capture.recording import ObservedCall, Originals, Recording
+from moe_graphs.capture.recording import Recording
 from moe_graphs.capture.rehearsal import source_line
 from moe_graphs.capture.replay import Slot
 from moe_graphs.capture.rng import preserved_rng
@@ -31,8 +31,13 @@ def capture_slot(
     Raises:
         CaptureError: naming scope, operation and source line. Nothing of the session remains.
     """
-    recordings = {n: _prepare(observed[n], place, backend) for place, n in enumerate(plan.calls)}
     pool = backend.new_pool()
+    captures = {
+        number: CallCapture(observed[number], position, backend, pool)
+        for position, number in enumerate(plan.calls)
+    }
+    recordings = {number: capture.recording for number, capture in captures.items()}
+    buffers: dict = {}
     try:
         with (
             _undisturbed(model, backend.device),
@@ -40,17 +45,16 @@ def capture_slot(
             _stand_in_parameters(model) as originals,
         ):
             known = [*model.parameters(), *model.buffers()]
-            for recording in recordings.values():
-                with _explained(recording, "forward"):
-                    recording.rehearse(known)
-            for recording in recordings.values():
-                with _explained(recording, "forward"):
-                    recording.allocate_inputs(recordings)
-                    recording.record_forward(backend, pool, originals)
-            buffers: dict = {}
-            for recording in reversed(recordings.values()):
-                with _explained(recording, "backward"):
-                    recording.record_backward(backend, pool, originals, buffers)
+            for capture in captures.values():
+                with _explained(capture.recording, "forward"):
+                    capture.rehearse(known)
+            for capture in captures.values():
+                with _explained(capture.recording, "forward"):
+                    capture.allocate_inputs(recordings)
+                    capture.record_forward(originals)
+            for capture in reversed(captures.values()):
+                with _explained(capture.recording, "backward"):
+                    capture.record_backward(originals, buffers)
     except BaseException:
         for recording in recordings.values():
             recording.release()
@@ -60,12 +64,6 @@ def capture_slot(
     for recording in recordings.values():
         recording.complete(uses)
     return Slot(list(recordings.values()), pool, list(buffers.values()))
-
-
-def _prepare(observed: ObservedCall, position: int, backend: Backend) -> Recording:
-    state = ModuleState(observed.scope.name, observed.scope.module)
-    state.check_capturable()
-    return Recording(position, observed, state, backend.device)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ S sequence length, N windows of a stream.
 from __future__ import annotations
 
 import hashlib
+import platform
 import random
 import sysconfig
 from collections.abc import Iterable
@@ -57,7 +58,8 @@ def standard_library() -> Corpus:
     paths = (
         path for path in root.rglob("*.py") if left_out.isdisjoint(path.relative_to(root).parts)
     )
-    return _corpus(f"Python standard library at {root}", *_read(paths, _LARGEST_BYTES))
+    source = f"the standard library of Python {platform.python_version()}"
+    return _corpus(source, *_read(paths, _LARGEST_BYTES))
 
 
 def corpus_at(path: Path) -> Corpus:

@@ -32,11 +32,14 @@ def draw_losses(
     axes.plot(*_smoothed(bits), color="tab:blue", label="train, mean of recent steps")
     if held_out_bits:
         steps, values = zip(*held_out_bits, strict=True)
-        axes.plot(steps, values, "o-", color="tab:red", markersize=4, label="held out")
+        axes.plot(
+            steps, values, "o-", color="tab:red", markersize=4, label="held out (last: all of it)"
+        )
     for (name, value), style in zip(compressors.items(), ("--", "-.", ":"), strict=False):
         axes.axhline(value, color="0.3", linewidth=1, linestyle=style, label=f"{name} {value:.3f}")
     finite = [value for value in (*bits, *compressors.values()) if math.isfinite(value)]
-    axes.set(xlabel="step", ylabel="bits per byte", title=title, ylim=(0.8 * min(finite), 5))
+    axes.set(xlabel="step", ylabel="bits per byte", ylim=(0.8 * min(finite), 5))
+    axes.set_title(title, fontsize=10, wrap=True)
     axes.legend(frameon=False, loc="upper right")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)

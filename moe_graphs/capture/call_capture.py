@@ -1,0 +1,220 @@
+"""Captures one observed call of a scope into a ``Recording``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from moe_graphs.capture.backends.base import Backend
+from moe_graphs.capture.errors import CaptureError
+from moe_graphs.capture.module_state import ModuleState
+from moe_graphs.capture.recording import OutputLeaf, Recording, dense
+from moe_graphs.capture.rehearsal import capturable_only
+from moe_graphs.capture.scopes import Call, Exit, Scope
+from moe_graphs.capture.signature import Signature, TensorSpec
+
+# The stand-in of a parameter during the capture, by id -> the parameter.
+Originals = Mapping[int, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Link:
+    """An input that was the untouched output ``output`` of observed call ``call``."""
+
+    call: int
+    output: int
+
+
+@dataclass(frozen=True)
+class ObservedCall:
+    """What an eager call of a scope looked like. ``leaves`` are its inputs, detached."""
+
+    scope: Scope
+    signature: Signature
+    leaves: tuple[Any, ...]
+    links: dict[int, Link]
+    arguments: Call
+
+
+class CallCapture:
+    """The steps of a capture, in the order of its methods. Lives as long as the session."""
+
+    def __init__(self, observed: ObservedCall, position: int, backend: Backend, pool: Any) -> None:
+        state = ModuleState(observed.scope.name, observed.scope.module)
+        state.check_capturable()
+        self.recording = Recording(
+            position, observed.scope, observed.signature, state, backend.device
+        )
+        self._observed = observed
+        self._backend = backend
+        self._pool = pool
+        self._saved: set[int] = set()
+
+    def rehearse(self, known: Sequence[torch.Tensor]) -> None:
+        """Runs the call once on the observed values: lazy initialisation happens here, and what
+        cannot be in a graph is refused. ``known``: the model's parameters and buffers."""
+        leaves = [
+            leaf.detach().requires_grad_(spec.requires_grad)
+            if isinstance(spec, TensorSpec)
+            else leaf
+            for spec, leaf in zip(
+                self._observed.signature.leaves, self._observed.leaves, strict=True
+            )
+        ]
+        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        with self._as_observed(), capturable_only(self._backend.device, [*known, *inputs]):
+            outputs, _ = self._run(leaves)
+        outputs = [o for o in pytree.tree_leaves(outputs) if _requires_grad(o)]
+        if outputs:
+            gradients = [torch.zeros_like(o) for o in outputs]
+            wanted = _reachable_leaves(outputs)
+            with capturable_only(self._backend.device):
+                torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+
+    def allocate_inputs(self, others: Mapping[int, Recording]) -> None:
+        """Static inputs, filled with the observed values; a linked one is another's output."""
+        recording, observed = self.recording, self._observed
+        recording.inputs = list(observed.leaves)
+        for index, spec in enumerate(observed.signature.leaves):
+            if not isinstance(spec, TensorSpec):
+                continue
+            recording.tensor_indices.append(index)
+            link = observed.links.get(index)
+            source = others.get(link.call) if link is not None else None
+            shared = source.static_output(link.output) if source is not None else None
+            if shared is not None and TensorSpec.of(spec.name, shared) == spec:
+                recording.linked[index] = source
+                static = shared.detach()
+            else:
+                static = dense(observed.leaves[index]).clone().expand(spec.shape)
+            recording.inputs[index] = static.requires_grad_(spec.requires_grad)
+
+    def record_forward(self, originals: Originals) -> None:
+        recording = self.recording
+        statics = [recording.inputs[i] for i in recording.tensor_indices]
+        versions = [static._version for static in statics]
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._note_saved, _unchanged)
+        with self._as_observed(), hooks, self._backend.record(self._pool) as graphs:
+            outputs, recording.exit = self._run(recording.inputs)
+        (recording.forward,) = graphs
+        for index, static, version in zip(recording.tensor_indices, statics, versions, strict=True):
+            if static._version != version:
+                raise CaptureError(
+                    f"input {recording.signature.leaves[index].name!r} is modified in place, "
+                    f"which a replay would do to its own copy only: clone it before modifying it"
+                )
+        self._describe_outputs(outputs, originals)
+
+    def record_backward(self, originals: Originals, buffers: dict) -> None:
+        """``buffers`` holds the incoming gradients, shared by all recordings of the slot."""
+        recording = self.recording
+        outputs = zip(recording.outputs, recording.differentiable, strict=True)
+        live = [output for output, needed in outputs if needed]
+        if live:
+            wanted = [t for t in recording.inputs if _requires_grad(t)]
+            leaves = self._find_parameters(live)
+            recording.gradient_outputs = _shared_buffers(live, buffers)
+            with self._backend.record(self._pool) as graphs:
+                gradients = torch.autograd.grad(
+                    live, [*wanted, *leaves], recording.gradient_outputs, allow_unused=True
+                )
+            (recording.backward,) = graphs
+            borrowed = [None if g is None else self._backend.borrow(g.detach()) for g in gradients]
+            recording.gradient_inputs = borrowed[: len(wanted)]
+            used = list(zip(leaves, borrowed[len(wanted) :], strict=True))
+            recording.parameters = [originals.get(id(p), p) for p, g in used if g is not None]
+            recording.gradient_parameters = [g for _, g in used if g is not None]
+        # From here on nothing holds the autograd graph: what it saved is free for later captures.
+        recording.outputs = [output.detach() for output in recording.outputs]
+        recording.saved_outputs = [o for o in recording.outputs if o.data_ptr() in self._saved]
+
+    def _run(self, leaves: Sequence[Any]) -> tuple[Any, Exit | None]:
+        inputs = pytree.tree_unflatten(leaves, self._observed.signature.structure)
+        return self._observed.scope.run(inputs, self._observed.arguments, capturing=True)
+
+    @contextlib.contextmanager
+    def _as_observed(self) -> Iterator[None]:
+        autocast = self._observed.signature.autocast
+        if autocast.enabled and autocast.cached:
+            raise CaptureError(
+                "autocast caches casts of weights, and a graph would keep a stale one: use "
+                "torch.autocast(..., cache_enabled=False)"
+            )
+        kind, dtype, enabled = self._backend.device.type, autocast.dtype, autocast.enabled
+        with torch.enable_grad(), torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False):
+            yield
+
+    def _note_saved(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._saved.add(tensor.data_ptr())
+        return tensor
+
+    def _describe_outputs(self, outputs: Any, originals: Originals) -> None:
+        recording = self.recording
+        leaves, recording.output_structure = pytree.tree_flatten(outputs)
+        inputs = {id(recording.inputs[i]): i for i in recording.tensor_indices}
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor) or id(leaf) in originals:
+                constant = OutputLeaf("constant", originals.get(id(leaf), leaf))
+                recording.output_leaves.append(constant)
+            elif id(leaf) in inputs and not leaf.requires_grad:
+                recording.output_leaves.append(OutputLeaf("input", inputs[id(leaf)]))
+            else:
+                number = len(recording.outputs)
+                if id(leaf) in inputs:
+                    # The caller gets its own tensor back, but its gradient comes through here:
+                    # added up in one place, in the order in which the eager backward adds it up.
+                    place = recording.tensor_indices.index(inputs[id(leaf)])
+                    recording.passed_through[number] = place
+                recording.output_leaves.append(OutputLeaf("graph", number))
+                recording.outputs.append(leaf)
+                recording.differentiable.append(leaf.requires_grad)
+
+    def _find_parameters(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Every leaf that the outputs depend on, parameters of other modules included."""
+        inputs = {id(self.recording.inputs[i]) for i in self.recording.tensor_indices}
+        return [leaf for leaf in _reachable_leaves(outputs) if id(leaf) not in inputs]
+
+
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _shared_buffers(outputs: Sequence[torch.Tensor], buffers: dict) -> list[torch.Tensor]:
+    """Static incoming gradients. They are only read, and only within one backward, so recordings
+    share them: one per layout and per place among this recording's outputs of that layout."""
+    taken: Counter[Any] = Counter()
+    chosen = []
+    for output in outputs:
+        layout = (tuple(output.shape), output.stride(), output.dtype)
+        key = (layout, taken[layout])
+        taken[layout] += 1
+        if key not in buffers:
+            buffers[key] = torch.empty_like(output, requires_grad=False)
+        chosen.append(buffers[key])
+    return chosen
+
+
+def _reachable_leaves(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaves of the autograd graph behind ``outputs``, in a deterministic order."""
+    leaves: dict[int, torch.Tensor] = {}
+    seen: set[Any] = set()
+    stack = [output.grad_fn for output in reversed(outputs)]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves[id(node.variable)] = node.variable
+        stack.extend(following for following, _ in reversed(node.next_functions))
+    return list(leaves.values())
