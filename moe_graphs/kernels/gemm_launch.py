@@ -7,6 +7,7 @@ its replay is right for any routing.
 R rows, E experts, K and N columns of the operands.
 """
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,6 +64,7 @@ class Launch:
         self.kernel[(self.grid,)](*self.args, **self.options)
 
 
+@functools.cache
 def row_variant(name: str, columns: int) -> Variant:
     """The tile of a rows kernel: narrow where wide ones would waste a seventh of `columns`."""
     wide = triton.cdiv(columns, 256) * 256 <= 1.15 * columns
@@ -78,6 +80,7 @@ def row_variant(name: str, columns: int) -> Variant:
     return _named(variants, name)
 
 
+@functools.cache
 def weight_variant(name: str, columns: int, out_dtype: torch.dtype) -> Variant:
     """The tile of a weight-gradient kernel; fp32 output tiles are stored in pieces to fit."""
     wide = triton.cdiv(columns, 256) * 256 <= 1.15 * columns
@@ -261,6 +264,7 @@ def _run_weights(
         add_partials_(out, partials, work, accumulate)
 
 
+@functools.cache
 def sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -345,10 +349,9 @@ def _way_to_add(rows: int, experts: int) -> str:
     return "reduce" if rows >= 800 * experts else "fetch"
 
 
-def _layout(tensor: torch.Tensor, rank: int) -> NVMMASharedLayout:
-    return NVMMASharedLayout(
-        swizzle_byte_width=128, element_bitwidth=8 * tensor.element_size(), rank=rank
-    )
+@functools.cache
+def _layout(element_size: int, rank: int) -> NVMMASharedLayout:
+    return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * element_size, rank=rank)
 
 
 def _ragged_descriptor(variant: Variant, rows: torch.Tensor, box: list[int]) -> Any:
@@ -356,14 +359,16 @@ def _ragged_descriptor(variant: Variant, rows: torch.Tensor, box: list[int]) -> 
     desc = create_ragged_descriptor(rows, box)
     if variant.name not in GLUON:
         return desc
-    return GluonDescriptor(rows, desc.shape, desc.strides, desc.block_shape, _layout(rows, 4))
+    return GluonDescriptor(
+        rows, desc.shape, desc.strides, desc.block_shape, _layout(rows.element_size(), 4)
+    )
 
 
 def _matrix_descriptor(variant: Variant, matrices: torch.Tensor, box: list[int]) -> Any:
     """A descriptor of [E, rows, columns] with a box inside one matrix."""
     if variant.name not in GLUON:
         return TensorDescriptor.from_tensor(matrices, [1, *box])
-    return GluonDescriptor.from_tensor(matrices, [1, *box], _layout(matrices, 3))
+    return GluonDescriptor.from_tensor(matrices, [1, *box], _layout(matrices.element_size(), 3))
 
 
 def _check_operands(offsets_E: torch.Tensor, **operands: torch.Tensor) -> None:
