@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import torch
 from rich.console import Console
@@ -93,7 +95,7 @@ class Timed:
     graph: torch.cuda.CUDAGraph | None
     calls: int
     host_us: float
-    error: float
+    error: float | None
 
     def burst(self) -> float:
         """Microseconds per call."""
@@ -108,7 +110,7 @@ class Timed:
 def prepare(call: Call, problem: Problem, direction: str, compare: bool) -> Timed:
     """Checks the result, measures host time, captures a burst if that is possible."""
     out = call()
-    error = sampled_error(out, problem, direction) if compare else float("nan")
+    error = sampled_error(out, problem, direction) if compare else None
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -209,7 +211,8 @@ def table(cell: Cell, records: list[dict]) -> Table:
                 f"{r['tflops']:.0f}", f"{r['tflops'] / ceiling[direction]:.2f}",
                 f"{r['tflops'] / base[direction]:.2f}", str(r["launches"] or "-"),
                 str(r["host_us"]), "yes" if r["needs_sync"] else "no",
-                "yes" if r["capturable"] else "no", f"{r['error']:.1e}",
+                "yes" if r["capturable"] else "no",
+                "-" if r["error"] is None else f"{r['error']:.1e}",
             )  # fmt: skip
     return found
 
@@ -246,16 +249,21 @@ def plot(lines: Path, target: Path) -> None:
     records = [r for r in records if r["routing"] == "uniform"]
     figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.5), sharey=True)
     for axis, direction in zip(axes, DIRECTIONS, strict=True):
-        for name in ("dense", "ours", "torch", "loop 4 streams", "loop"):
-            points = sorted((r["rows"], r["tflops"]) for r in records
-                            if r["contender"] == name and r["direction"] == direction)  # fmt: skip
-            if points:
-                axis.plot(*zip(*points, strict=True), "o", label=name, alpha=0.7, markersize=4)
+        for place, name in enumerate(("dense", "ours", "torch", "loop 4 streams", "loop")):
+            points = defaultdict(list)
+            for r in records:
+                if r["contender"] == name and r["direction"] == direction:
+                    points[round(r["rows"])].append(r["tflops"])
+            shift = 1.05 ** (place - 2)  # beside each other
+            for rows, rates in points.items():
+                axis.plot([rows * shift] * len(rates), rates, "o", color=f"C{place}", markersize=3)
+            middle = [(rows * shift, median(points[rows])) for rows in sorted(points)]
+            axis.plot(*zip(*middle, strict=True), color=f"C{place}", label=name)
         axis.set(title=direction, xscale="log", xlabel="rows per expert")
         axis.grid(alpha=0.3)
     axes[0].set(ylabel="TFLOP/s, unpadded")
     axes[0].legend()
     device = records[0]["environment"]["gpu"] if records else ""
-    figure.suptitle(f"Grouped GEMM, uniform random routing, bf16, {device}")
+    figure.suptitle(f"Grouped GEMM, uniform routing, bf16, {device}: each shape, and the medians")
     figure.tight_layout()
     figure.savefig(target, dpi=110)
