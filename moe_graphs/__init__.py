@@ -1,4 +1,8 @@
-"""MoE training on PyTorch with partial CUDA graphs."""
+"""MoE training on PyTorch with partial CUDA graphs.
+
+``moe_graphs.capture`` is the function; the engine's modules lie in the folder of the same name and
+are imported from there (``from moe_graphs.capture.plan import Plan``).
+"""
 
 from moe_graphs.capture.ahead_of_time import capture
 from moe_graphs.capture.errors import CaptureError, GraphError
