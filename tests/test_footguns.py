@@ -27,7 +27,8 @@ name of the scope and of what is wrong.
 | start a second microbatch before the first's backward   | error                             |
 | run a backward twice, or after its step                 | error                             |
 | raise between forward and backward                      | right from the next step on       |
-| activation checkpointing                                | eager: recompute and its kin      |
+| checkpoint activations around a scope                   | eager: recompute and its kin      |
+| checkpoint activations inside a scope                   | error at capture                  |
 | forget graphs.step()                                    | eager: outside_step               |
 | graph two models in a process                           | right                             |
 | capture inside a scope that raises                      | error; the model trains on eagerly |
@@ -683,6 +684,21 @@ def test_activation_checkpointing_runs_eagerly(device, reentrant):
     report = both(device, scenario)
     expected = {"no_grad"} if reentrant else {"saved_tensors_hooks"}
     assert report.scopes[0].eager_calls.keys() == {"warmup", "recompute", *expected}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_inside_a_scope_is_refused(device, reentrant):
+    """Its recomputation would draw another dropout mask in a replay."""
+    model = build(device)
+    block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)).to(device)
+    model.second.block = block
+    model.second.inside = lambda x: checkpoint(block, x, use_reentrant=reentrant)
+    graphs = moe_graphs.graph(model, scopes(warmup_steps=1))
+    message = "use_reentrant=True" if reentrant else "activation checkpointing"
+    with pytest.raises(CaptureError, match=f"'second': .*{message}"):
+        train_step(model, graphs, data(device))
+    train_step(model, graphs, data(device))
+    assert graphs.report().state == "capture_failed"
 
 
 # ---- the whole

@@ -77,8 +77,8 @@ class _RefuseOps(TorchDispatchMode):
             _refuse(
                 str(func.overloadpacket), "reads values on the host, which a graph cannot replay"
             )
-        if self._known is not None and func is not torch.ops.aten.lift_fresh.default:
-            self._check_known(str(func.overloadpacket), tensors)
+        if self._known is not None:
+            self._check_forward(func, tensors)
         # An op's own implementation may look at values (a custom op on the CPU): it is one op.
         with torch._C.DisableTorchFunction():
             out = func(*args, **kwargs)
@@ -86,7 +86,17 @@ class _RefuseOps(TorchDispatchMode):
             self._known.update(_address(tensor) for tensor in _tensors(out))
         return out
 
-    def _check_known(self, operation: str, tensors: list[torch.Tensor]) -> None:
+    def _check_forward(self, func: Any, tensors: list[torch.Tensor]) -> None:
+        operation = str(func.overloadpacket)
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            _refuse(
+                operation,
+                "runs under saved-tensor hooks (activation checkpointing, offloading), which a "
+                "replay does not run: checkpoint around the scope instead, which runs it eagerly, "
+                "or leave this part out of the scopes",
+            )
+        if func is torch.ops.aten.lift_fresh.default:
+            return
         for tensor in tensors:
             if tensor.numel() and _address(tensor) not in self._known:
                 _refuse(
