@@ -149,7 +149,11 @@ def weights_case(name: str, case: tuple, seed: int, dtype: torch.dtype, mode: st
         own = slice(starts[e], ends[e])
         reference[e] = x[own].float().t() @ dy[own].float()
         torch_out[e] = (x[own].t() @ dy[own]).float()
-    allowed = max(2 * error(torch_out, reference), 1e-6) if mode == "same" else 5e-5
+    # fp32 sums lose a bit per doubling of their length: 1e-5 up to 4096 rows, more only beyond.
+    # (20,000 rows of one expert measured 2.3e-5 on an H200 with kernels that do not split them.)
+    allowed = max(2 * error(torch_out, reference), 1e-6)
+    if mode != "same":
+        allowed = 1e-5 * max(1, rows / 4096)
     if mode == "add":
         reference += before
     first = None
