@@ -11,7 +11,7 @@ from torch import nn
 
 from moe_graphs.capture.errors import GraphError
 from moe_graphs.capture.graphs import Graphs, graph
-from moe_graphs.capture.rng import preserved_rng
+from moe_graphs.capture.preserve import preserved_rng, preserved_values
 from moe_graphs.config import GraphConfig
 
 
@@ -53,19 +53,15 @@ def capture(
 def _without_trace(
     model: nn.Module, device: torch.device, optimizer: torch.optim.Optimizer | None
 ) -> Iterator[None]:
-    tensors = [*model.parameters(), *model.buffers()]
-    values = [tensor.detach().clone() for tensor in tensors]
+    tensors = (*model.parameters(), *model.buffers())
     gradients = [(p, p.grad) for p in model.parameters()]
     state = copy.deepcopy(optimizer.state_dict()) if optimizer is not None else None
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with preserved_rng(device):
+        with preserved_values(tensors), preserved_rng(device):
             yield
     finally:
-        with torch.no_grad():
-            for tensor, value in zip(tensors, values, strict=True):
-                tensor.copy_(value)
         for parameter, gradient in gradients:
             parameter.grad = gradient
         if optimizer is not None:

@@ -17,7 +17,7 @@ from moe_graphs.capture.module_state import ModuleState
 from moe_graphs.capture.recording import OutputLeaf, Recording, dense
 from moe_graphs.capture.rehearsal import capturable_only
 from moe_graphs.capture.scopes import Call, Exit, Scope
-from moe_graphs.capture.signature import Signature, TensorSpec
+from moe_graphs.capture.signature import Signature, TensorSpec, tensor_leaves
 
 # The stand-in of a parameter during the capture, by id -> the parameter.
 Originals = Mapping[int, torch.Tensor]
@@ -67,8 +67,10 @@ class CallCapture:
                 self._observed.signature.leaves, self._observed.leaves, strict=True
             )
         ]
-        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        with self._as_observed(), capturable_only(self._backend.device, [*known, *inputs]):
+        with (
+            self._as_observed(),
+            capturable_only(self._backend.device, [*known, *tensor_leaves(leaves)]),
+        ):
             outputs, _ = self._run(leaves)
         outputs = [o for o in pytree.tree_leaves(outputs) if _requires_grad(o)]
         if outputs:

@@ -6,7 +6,7 @@
             model(batch).loss.backward()
         optimizer.step()
 
-The first ``warmup_steps`` steps run eagerly and are observed (``GraphedScope.observe``). When the
+The first ``warmup_steps`` steps run eagerly and are observed (``observation.py``). When the
 last of them ends, the observed calls are planned (``plan.py``) and captured in one session
 (``session.py``); from then on a call that matches its recording is replayed (``replay.py``), and
 one that does not runs eagerly and is counted, or raises.
@@ -125,7 +125,6 @@ class Graphs:
         self.config = config
         self.backend = _backend_of(model)
         self.observation = Observation(self.backend.device)
-        self.slot: Slot | None = None
         self.state = "warmup" if config.impl == "local" else "off"
         self._in_step = self._paused = False
         self._warm_steps = 0
@@ -133,6 +132,11 @@ class Graphs:
         self.scopes = self._install() if config.impl == "local" else []
         self._resources = _Resources(self.backend)
         self._finalizer = weakref.finalize(self, self._resources.release)
+
+    @property
+    def slot(self) -> Slot | None:
+        """What was captured, until it is released."""
+        return self._resources.slot
 
     # ---- a training step
 
@@ -178,11 +182,11 @@ class Graphs:
 
     def _capture(self) -> None:
         started = time.perf_counter()
-        observation, self.observation = self.observation, Observation(self.backend.device)
         self.state = "capture_failed"
-        slot = capture_slot(self.model, self.backend, plan(observation.events), observation.calls)
-        observation.clear()
-        self.slot = self._resources.slot = slot
+        planned = plan(self.observation.events)
+        self._resources.slot = capture_slot(
+            self.model, self.backend, planned, self.observation.calls
+        )
         self.state = "captured"
         self._capture_seconds = time.perf_counter() - started
 
@@ -204,13 +208,12 @@ class Graphs:
         for graphed in self.scopes:
             if graphed.scope.module.__dict__.get("forward") is graphed:
                 del graphed.scope.module.__dict__["forward"]
-        self.slot = None
         self.state = "released"
         self._finalizer()
 
     def report(self) -> Report:
         """What was captured and what happened since. Does not synchronise."""
-        recordings = self._resources.recordings()
+        recordings = self.slot.recordings if self.slot is not None else ()
         scopes = tuple(_report_scope(graphed, recordings) for graphed in self.scopes)
         eager_calls: Counter[str] = Counter()
         for graphed in self.scopes:
@@ -253,9 +256,6 @@ class _Resources:
         self.backend = backend
         self.slot: Slot | None = None
 
-    def recordings(self) -> tuple:
-        return self.slot.recordings if self.slot is not None else ()
-
     def release(self) -> None:
         if self.slot is not None:
             for recording in self.slot.recordings:
@@ -286,7 +286,7 @@ def _report_scope(graphed: GraphedScope, recordings: tuple) -> ScopeReport:
         backward_graphs=sum(r.backward is not None for r in own),
         kernels=None if None in counts else sum(counts),
         static_bytes=sum(t.nbytes for r in own for t in r.static_tensors()),
-        boundary_bytes=sum(t.nbytes for r in own for t in r.outputs),
+        boundary_bytes=sum(t.nbytes for r in own for t in r.own_outputs()),
         replayed=sum(r.replayed for r in own),
         eager_calls=dict(graphed.eager_calls),
         interrupted=exits[0] if exits else None,

@@ -63,8 +63,11 @@ class Recording:
     def static_tensors(self) -> list[torch.Tensor]:
         """What this recording alone keeps alive: inputs and outputs."""
         inputs = [self.inputs[i] for i in self.tensor_indices if i not in self.linked]
-        outputs = [o for i, o in enumerate(self.outputs) if i not in self.passed_through]
-        return [*inputs, *outputs]
+        return [*inputs, *self.own_outputs()]
+
+    def own_outputs(self) -> list[torch.Tensor]:
+        """The outputs that the graph makes, without inputs that it hands through."""
+        return [o for i, o in enumerate(self.outputs) if i not in self.passed_through]
 
     def static_output(self, leaf: int) -> torch.Tensor | None:
         """The static tensor behind a leaf of the outputs, if it is handed out as an alias."""

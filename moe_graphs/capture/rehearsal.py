@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_graphs.capture.errors import CaptureError
+from moe_graphs.capture.signature import tensor_leaves
 
 # Reads of tensor values that never reach the dispatcher on the CPU.
 _HOST_READS = (
@@ -72,8 +72,8 @@ class _RefuseOps(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        tensors = [t for t in _tensors((args, kwargs)) if t.device.type == self._device.type]
-        if (tensors or not _tensors(args)) and _depends_on_values(func, args):
+        tensors = [t for t in tensor_leaves((args, kwargs)) if t.device.type == self._device.type]
+        if (tensors or not tensor_leaves(args)) and _depends_on_values(func, args):
             _refuse(
                 str(func.overloadpacket), "reads values on the host, which a graph cannot replay"
             )
@@ -83,7 +83,7 @@ class _RefuseOps(TorchDispatchMode):
         with torch._C.DisableTorchFunction():
             out = func(*args, **kwargs)
         if self._known is not None:
-            self._known.update(_address(tensor) for tensor in _tensors(out))
+            self._known.update(_address(tensor) for tensor in tensor_leaves(out))
         return out
 
     def _check_forward(self, func: Any, tensors: list[torch.Tensor]) -> None:
@@ -105,10 +105,6 @@ class _RefuseOps(TorchDispatchMode):
                     f"parameter or buffer of the model, and a graph would keep reading its "
                     f"address: register it as a buffer, or pass it as an argument",
                 )
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _address(tensor: torch.Tensor) -> int:

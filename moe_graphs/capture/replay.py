@@ -41,8 +41,12 @@ class Slot:
         self.recordings = tuple(recordings)
         self.pool = pool
         self.shared = tuple(shared)  # incoming gradients, used by all recordings
+        self._of_scope: dict[str, list[Recording]] = {}
+        for recording in self.recordings:
+            self._of_scope.setdefault(recording.scope.name, []).append(recording)
         self._clock = -1
-        self._flights: list[weakref.ref[Flight]] = []
+        # By position: a recording is in the air once at most.
+        self._flights: dict[int, weakref.ref[Flight]] = {}
         self.abandoned = 0
 
     def next_recording(self, scope: str) -> Recording | None:
@@ -51,7 +55,7 @@ class Slot:
         Raises:
             GraphError: if the previous microbatch is still in flight.
         """
-        own = [r for r in self.recordings if r.scope.name == scope]
+        own = self._of_scope.get(scope, [])
         for recording in own:
             if recording.position > self._clock:
                 return recording
@@ -90,16 +94,16 @@ class Slot:
 
     def in_flight(self) -> list[Flight]:
         """Replayed forwards whose backward may still come."""
-        alive = [flight for ref in self._flights if (flight := ref()) is not None]
+        alive = [flight for ref in self._flights.values() if (flight := ref()) is not None]
         self.abandoned += len(self._flights) - len(alive)
-        self._flights = [weakref.ref(flight) for flight in alive]
+        self._flights = {f.recording.position: weakref.ref(f) for f in alive}
         return alive
 
     def take_off(self, recording: Recording) -> Flight:
         flight = Flight(recording)
         self._clock = recording.position
         if recording.backward is not None:
-            self._flights.append(weakref.ref(flight))
+            self._flights[recording.position] = weakref.ref(flight)
         return flight
 
     def land(self, flight: Flight) -> None:
@@ -132,7 +136,7 @@ class Slot:
             )
         self._clock = position
         flight.landed = True
-        self._flights = [ref for ref in self._flights if ref() is not flight]
+        del self._flights[recording.position]
 
     def end_step(self) -> None:
         """Flights of a step that has ended will not be continued."""

@@ -108,13 +108,13 @@ def find_scopes(model: nn.Module, config: GraphConfig) -> list[Scope]:
         ValueError: if a name or pattern selects nothing, or a rule of ``config.py`` is broken, or
             two scopes overlap.
     """
-    names = [scope for scope in config.scopes if not is_pattern(scope)]
     scopes: list[Scope] = []
-    if names:
+    if not all(map(is_pattern, config.scopes)):
         layers = _outermost_staged(model)
         offered = {s.name: s.dynamic for _, layer in layers for s in layer.stages()}
-        check(Choice(config.impl, config.scopes, offered))
-        wanted = Choice(config.impl, config.scopes, offered).wanted_stages()
+        choice = Choice(config.impl, config.scopes, offered)
+        check(choice)
+        wanted = choice.wanted_stages()
         scopes += [s for name, layer in layers if (s := _part_of_layer(name, layer, wanted))]
     for pattern in filter(is_pattern, config.scopes):
         scopes += _matching(model, pattern)

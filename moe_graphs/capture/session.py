@@ -15,10 +15,10 @@ from moe_graphs.capture.backends.base import Backend
 from moe_graphs.capture.call_capture import CallCapture, ObservedCall, Originals
 from moe_graphs.capture.errors import CaptureError
 from moe_graphs.capture.plan import Plan
+from moe_graphs.capture.preserve import preserved_rng, preserved_values
 from moe_graphs.capture.recording import Recording
 from moe_graphs.capture.rehearsal import source_line
 from moe_graphs.capture.replay import Slot
-from moe_graphs.capture.rng import preserved_rng
 
 
 def capture_slot(
@@ -69,19 +69,15 @@ def capture_slot(
 @contextlib.contextmanager
 def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Whatever happens inside: buffers, random states and garbage collection stay as they are."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()  # a graph that is collected during a capture invalidates it
     try:
-        with preserved_rng(device):
+        with preserved_values(model.buffers()), preserved_rng(device):
             yield
     finally:
         if collecting:
             gc.enable()
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
 
 
 @contextlib.contextmanager

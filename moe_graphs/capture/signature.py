@@ -120,24 +120,15 @@ class Signature:
             difference = spec.mismatch(leaf)
             if difference is not None:
                 return difference
-        if self.autocast != Autocast.current(device_type):
-            current = Autocast.current(device_type)
+        current = Autocast.current(device_type)
+        if self.autocast != current:
             return Mismatch("autocast", f"captured under {self.autocast}, called under {current}")
         return None
 
-    def equals(self, other: Signature) -> bool:
-        """Like ``==``, also for constants whose ``==`` is not a bool."""
-        return (
-            self.structure == other.structure
-            and self.autocast == other.autocast
-            and all(_same(a, b) for a, b in zip(self.leaves, other.leaves, strict=True))
-        )
 
-
-def _same(a: TensorSpec | ConstantSpec, b: TensorSpec | ConstantSpec) -> bool:
-    if isinstance(a, TensorSpec) or isinstance(b, TensorSpec):
-        return a == b
-    return a.mismatch(b.value) is None
+def tensor_leaves(tree: Any) -> list[torch.Tensor]:
+    """The tensors among the leaves of a pytree, in order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _equal_constants(a: Any, b: Any) -> bool:

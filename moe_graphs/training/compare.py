@@ -128,7 +128,7 @@ def _one_side(
         timed_steps=len(times),
         reserved_bytes=memory.bytes,
         memory_kind=memory.kind,
-        dropped=int(trainer.history.dropped.sum()) if trainer.drops_tokens else None,
+        dropped=trainer.total_dropped(),
         losses=tuple(trainer.history.loss.tolist()),
         grad_norms=tuple(trainer.history.grad_norm.tolist()),
     )

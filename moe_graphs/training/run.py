@@ -221,7 +221,7 @@ def _summary(
         tokens_per_second=rate,
         seconds=seconds,
         parameters=trainer.model.num_parameters(),
-        dropped=int(trainer.history.dropped.sum()) if trainer.drops_tokens else None,
+        dropped=trainer.total_dropped(),
         report=report,
         out=options.out,
     )

@@ -140,6 +140,10 @@ class Trainer:
             dropped=int(self.history.dropped[since].sum()) if self.drops_tokens else None,
         )
 
+    def total_dropped(self) -> int | None:
+        """Routed rows dropped so far, None if the dispatcher never drops. Waits for the device."""
+        return int(self.history.dropped.sum()) if self.drops_tokens else None
+
     def bits_per_byte(self, held_out: HeldOut) -> float:
         """Mean code length of the counted bytes in ``held_out``, eager and in eval mode."""
         paused = self.graphs.paused() if self.graphs is not None else contextlib.nullcontext()

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_graphs.capture.backends.base import Backend, Graph
+from moe_graphs.capture.signature import tensor_leaves
 
 
 class Tape(Graph):
@@ -34,7 +35,9 @@ class Tape(Graph):
         # The casts are on the tape: the caller's autocast must not cast again.
         with torch.autocast("cpu", enabled=False):
             for func, args, kwargs, outputs in self.calls:
-                for output, result in zip(outputs, _tensors(func(*args, **kwargs)), strict=True):
+                for output, result in zip(
+                    outputs, tensor_leaves(func(*args, **kwargs)), strict=True
+                ):
                     if output.data_ptr() != result.data_ptr():
                         output.copy_(result)
 
@@ -54,12 +57,8 @@ class _Recorder(TorchDispatchMode):
             return out  # static memory seen through other metadata: nothing to do on replay
         # Detached: the tape must hold neither the autograd graph nor what it saves.
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
-        self.tape.calls.append((func, args, kwargs, [t.detach() for t in _tensors(out)]))
+        self.tape.calls.append((func, args, kwargs, [t.detach() for t in tensor_leaves(out)]))
         return out
-
-
-def _tensors(out: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
 
 
 def _is_view(func: Any) -> bool:
