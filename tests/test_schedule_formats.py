@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import types
 from collections import Counter
 
 import pytest
 from hypothesis import given, settings
-from torch.distributed.pipelining.schedules import _Action, get_schedule_class
+from torch.distributed.pipelining.schedules import _Action
 
 from moe_graphs.capture.schedule import Action, slots
 from moe_graphs.capture.schedule_builders import (
@@ -23,6 +22,7 @@ from moe_graphs.capture.schedule_formats import (
     to_te_order,
     to_torch_csv,
 )
+from pipelines import torch_schedule
 from random_schedules import schedules
 
 
@@ -41,16 +41,6 @@ def test_the_text_of_a_schedule_reads_back(random):
 def test_transformer_engine_orders_read_back(random):
     for rank in range(len(random.ranks)):
         assert from_te_order(to_te_order(random.local_order(rank))) == random.local_order(rank)
-
-
-def torch_schedule(name: str, pp: int, chunks: int, microbatches: int):
-    """Constructed without processes: a schedule only asks its stages for their numbers."""
-    style = "v" if name in ("ZBVZeroBubble", "DualPipeV") else "loop"
-    indices = [0, 2 * pp - 1] if style == "v" else range(0, pp * chunks, pp)
-    numbers = {"num_stages": pp * chunks, "group_size": pp, "group_rank": 0, "submod": None}
-    stages = [types.SimpleNamespace(stage_index=index, **numbers) for index in indices]
-    given = stages[0] if name in ("GPipe", "1F1B") else stages
-    return get_schedule_class(name)(given, microbatches, loss_fn=lambda *_: None)
 
 
 @pytest.mark.parametrize(("pp", "microbatches"), [(1, 3), (2, 4), (4, 8), (4, 16), (8, 16)])
