@@ -153,6 +153,9 @@ class GraphConfig:
     warmup_steps: eager steps that are observed before the capture.
     on_mismatch: a call that differs from what was captured runs eagerly and is counted ("eager"),
         or raises ``GraphError`` ("error").
+    split_backward: capture the gradients of the weights apart from those of the inputs, so that
+        zero-bubble schedules can delay them: torch's own, or ``graphs.delayed_weights()``. Costs
+        memory: what the weights' part needs is kept until then.
 
     Raises:
         ValueError: for a combination that is not legal; the message says what to change.
@@ -162,6 +165,7 @@ class GraphConfig:
     impl: str = "local"
     warmup_steps: int = 3
     on_mismatch: str = "eager"
+    split_backward: bool = False
 
     def __post_init__(self) -> None:
         if self.impl not in IMPLS:

@@ -24,7 +24,7 @@ name of the scope and of what is wrong.
 | state_dict, deepcopy, pickle                            | right: no trace of the graphs     |
 | autocast with its cache                                 | error at capture                  |
 | accumulate gradients, ``autograd.grad``, tensor hooks   | right: gradients are your own     |
-| start a second microbatch before the first's backward   | error                             |
+| more microbatches in flight than in the observed step   | eager: slots_full                 |
 | run a backward twice, or after its step                 | error                             |
 | raise between forward and backward                      | right from the next step on       |
 | checkpoint activations around a scope                   | eager: recompute and its kin      |
@@ -495,7 +495,7 @@ def test_gradients_are_your_own(device):
     graphs = warm(model, device)
     static = {
         t.untyped_storage().data_ptr()
-        for recording in graphs.slot.recordings
+        for recording in graphs.captured.recordings
         for t in recording.static_tensors()
     }
     model.zero_grad()
@@ -610,28 +610,52 @@ def test_none_stays_none(device):
 # ---- order
 
 
-def test_a_second_microbatch_in_flight_is_an_error(device):
+def test_more_microbatches_in_flight_than_captured_run_eagerly(device):
+    def scenario(model, graphs):
+        x = [data(device) for _ in range(3)]
+        with graphs.step():
+            losses = [model(each).square().sum() for each in x]
+            for loss in losses:
+                loss.backward()
+        return [p.grad for p in model.parameters()] + [train_step(model, graphs, data(device))]
+
+    report = both(device, scenario)
+    assert (report.slots, report.eager_calls["slots_full"]) == ((1,), 4)
+
+
+def test_more_microbatches_in_flight_than_captured_are_an_error_that_says_both_numbers(device):
     model = build(device)
-    graphs = warm(model, device)
+    graphs = warm(model, device, on_mismatch="error")
     with graphs.step():
         first = model(data(device)).sum()
-        with pytest.raises(GraphError, match="second microbatch is in flight.*1 was captured"):
+        with pytest.raises(GraphError, match="would make 2, and 1 were captured"):
             model(data(device))
-        with graphs.paused():
-            second = model(data(device)).sum()
-        second.backward()
         first.backward()
 
 
-def test_a_second_microbatch_in_flight_in_the_warm_up_is_an_error_of_the_capture(device):
+@pytest.mark.parametrize("order", ["first in, first out", "last in, first out"])
+def test_microbatches_in_flight_in_the_warm_up_get_a_slot_each(device, order):
+    def scenario(model, graphs):
+        found = []
+        for _ in range(2):
+            model.zero_grad()
+            with graphs.step():
+                losses = [model(data(device)).square().sum() for _ in range(3)]
+                for loss in losses if order == "first in, first out" else reversed(losses):
+                    loss.backward()
+            found += [p.grad.clone() for p in model.parameters()]
+            update(model)
+        return found
+
     model = build(device)
-    graphs = moe_graphs.graph(model, scopes(warmup_steps=1))
-    with pytest.raises(CaptureError, match="two microbatches are in flight"), graphs.step():
-        losses = [model(data(device)).sum() for _ in range(2)]
-        for loss in losses:
-            loss.backward()
-    train_step(model, graphs, data(device))
-    assert graphs.report().eager_calls["capture_failed"] == 2
+    expected = scenario(model, moe_graphs.graph(model, GraphConfig(impl="none")))
+    for warmup_steps in (1, 2):
+        model = build(device)
+        graphs = moe_graphs.graph(model, scopes(warmup_steps=warmup_steps, on_mismatch="error"))
+        found = scenario(model, graphs)
+        assert all(map(torch.equal, found, expected))
+        assert graphs.report().slots == (3,)
+    assert graphs.report().captured == 6
 
 
 def test_a_second_backward_and_one_after_its_step_are_errors(device):

@@ -16,27 +16,26 @@ from __future__ import annotations
 
 import contextlib
 import time
-import types
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from moe_graphs.capture.backends.base import Backend
 from moe_graphs.capture.backends.cpu import CpuRecorder
 from moe_graphs.capture.backends.cuda import CudaGraphs
 from moe_graphs.capture.errors import GraphError
+from moe_graphs.capture.graphed_scope import GraphedScope
 from moe_graphs.capture.observation import Observation
 from moe_graphs.capture.plan import plan
-from moe_graphs.capture.replay import Slot, replay
+from moe_graphs.capture.recording import Recording
+from moe_graphs.capture.replay import replay_weights
 from moe_graphs.capture.report import Report, ScopeReport
-from moe_graphs.capture.scopes import Call, Scope, find_scopes
-from moe_graphs.capture.session import capture_slot
-from moe_graphs.capture.signature import Mismatch
+from moe_graphs.capture.scopes import find_scopes
+from moe_graphs.capture.session import capture_plan
+from moe_graphs.capture.slots import Captured, DelayedWeights
 from moe_graphs.config import GraphConfig
 
 
@@ -51,68 +50,6 @@ def graph(model: nn.Module, config: GraphConfig | None = None) -> Graphs:
     return Graphs(model, config or GraphConfig())
 
 
-class GraphedScope:
-    """Stands in for the forward of one scope's module, on that instance only."""
-
-    def __init__(self, graphs: Graphs, scope: Scope) -> None:
-        self.graphs = graphs
-        self.scope = scope
-        self.eager_calls: Counter[str] = Counter()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        reason = self.graphs.eager_reason()
-        if reason is not None:
-            self.eager_calls[reason] += 1
-            return self.scope.forward(*args, **kwargs)
-        call = Call(args, kwargs)
-        inputs = self.scope.enter(call)
-        if self.graphs.slot is None:
-            return self._observe(inputs, call)
-        return self._replay(inputs, call)
-
-    def _observe(self, inputs: Any, call: Call) -> Any:
-        self.eager_calls["warmup"] += 1
-        observation = self.graphs.observation
-        number = observation.forward(self.scope, inputs, call)
-        outputs, exit = self.scope.run(inputs, call, capturing=True)
-        observation.produced(number, outputs)
-        return self.scope.leave(outputs, exit, call)
-
-    def _replay(self, inputs: Any, call: Call) -> Any:
-        slot = self.graphs.slot
-        recording = slot.next_recording(self.scope.name)
-        if recording is None:
-            return self._mismatched(NOT_OBSERVED, inputs, call)
-        leaves, structure = pytree.tree_flatten(inputs)
-        mismatch = slot.mismatch(recording, structure, leaves)
-        if mismatch is not None:
-            return self._mismatched(mismatch, inputs, call)
-        produced = replay(slot, recording, leaves)
-        outputs = pytree.tree_unflatten(produced, recording.output_structure)
-        return self.scope.leave(outputs, recording.exit, call)
-
-    def _mismatched(self, mismatch: Mismatch, inputs: Any, call: Call) -> Any:
-        if self.graphs.config.on_mismatch == "error":
-            raise GraphError(f"scope {self.scope.name!r}, {mismatch.message}")
-        self.eager_calls[mismatch.reason] += 1
-        outputs, exit = self.scope.run(inputs, call, capturing=False)
-        return self.scope.leave(outputs, exit, call)
-
-    def __deepcopy__(self, memo: dict) -> Any:
-        """A copied or unpickled model is a plain, eager one: its forward is its class's."""
-        return _class_forward(memo[id(self.scope.module)])
-
-    def __reduce__(self) -> Any:
-        return _class_forward, (self.scope.module,)
-
-
-def _class_forward(module: nn.Module) -> Any:
-    return types.MethodType(type(module).forward, module)
-
-
-NOT_OBSERVED = Mismatch("not_observed", "this call was not observed in warm-up: nothing to replay")
-
-
 class Graphs:
     """The graphs of one model, and the counters of what ran how.
 
@@ -125,6 +62,7 @@ class Graphs:
         self.config = config
         self.backend = _backend_of(model)
         self.observation = Observation(self.backend.device)
+        self.delayed = DelayedWeights()
         self.state = "warmup" if config.impl == "local" else "off"
         self._in_step = self._paused = False
         self._warm_steps = 0
@@ -134,9 +72,9 @@ class Graphs:
         self._finalizer = weakref.finalize(self, self._resources.release)
 
     @property
-    def slot(self) -> Slot | None:
+    def captured(self) -> Captured | None:
         """What was captured, until it is released."""
-        return self._resources.slot
+        return self._resources.captured
 
     # ---- a training step
 
@@ -154,6 +92,7 @@ class Graphs:
         self.observation.clear()
         try:
             yield
+            self._check_weights_are_done()
             if self.state == "warmup" and self.observation.events:
                 self._warm_steps += 1
                 if self._warm_steps == self.config.warmup_steps:
@@ -161,8 +100,9 @@ class Graphs:
         finally:
             self._in_step = False
             self.observation.clear()
-            if self.slot is not None:
-                self.slot.end_step()
+            self.delayed = DelayedWeights()
+            if self.captured is not None:
+                self.captured.end_step()
 
     def eager_reason(self) -> str | None:
         """Why every call runs eagerly just now, or None if calls are observed or replayed."""
@@ -184,11 +124,50 @@ class Graphs:
         started = time.perf_counter()
         self.state = "capture_failed"
         planned = plan(self.observation.events)
-        self._resources.slot = capture_slot(
-            self.model, self.backend, planned, self.observation.calls
+        split = self.config.split_backward
+        self._resources.captured = capture_plan(
+            self.model, self.backend, planned, self.observation, split=split
         )
         self.state = "captured"
         self._capture_seconds = time.perf_counter() - started
+
+    # ---- weight gradients apart, for zero-bubble schedules
+
+    @contextlib.contextmanager
+    def delayed_weights(self) -> Iterator[None]:
+        """Around the backward of one microbatch: replayed scopes leave their weights' gradients
+        for a ``backward_weight()``, which has to follow within the step. Eager calls do not.
+
+        torch's own zero-bubble schedules need neither of the two.
+        """
+        if not self.config.split_backward:
+            raise GraphError("delayed_weights() needs GraphConfig(split_backward=True)")
+        if not self._in_step or self.delayed.is_collecting:
+            raise GraphError("delayed_weights() belongs inside 'with graphs.step()', not nested")
+        self.delayed.begin()
+        try:
+            yield
+        finally:
+            self.delayed.is_collecting = False
+
+    def backward_weight(self) -> None:
+        """Adds the weights' gradients of the oldest backward that waits for it to ``.grad``.
+
+        Raises:
+            GraphError: if none does.
+        """
+        waiting = self.delayed.take_oldest()
+        if self.state == "warmup":
+            self.observation.weights()
+        replay_weights(waiting)
+
+    def _check_weights_are_done(self) -> None:
+        missing = len(self.delayed.waiting)
+        if missing:
+            raise GraphError(
+                f"the step ended with {missing} backward(s) whose weight gradients are missing: "
+                f"call backward_weight() once for every 'with graphs.delayed_weights()'"
+            )
 
     # ---- control
 
@@ -213,7 +192,8 @@ class Graphs:
 
     def report(self) -> Report:
         """What was captured and what happened since. Does not synchronise."""
-        recordings = self.slot.recordings if self.slot is not None else ()
+        captured = self.captured
+        recordings = captured.recordings if captured is not None else []
         scopes = tuple(_report_scope(graphed, recordings) for graphed in self.scopes)
         eager_calls: Counter[str] = Counter()
         for graphed in self.scopes:
@@ -225,16 +205,12 @@ class Graphs:
             captured=len(recordings),
             replayed=sum(scope.replayed for scope in scopes),
             eager_calls=dict(eager_calls),
-            static_bytes=sum(t.nbytes for t in self._static_tensors()),
-            pool_bytes=self.backend.pool_bytes(self.slot.pool) if self.slot else 0,
-            abandoned=self.slot.abandoned if self.slot else 0,
+            static_bytes=sum(t.nbytes for t in captured.static_tensors()) if captured else 0,
+            slots=tuple(len(chunk.slots) for chunk in captured.chunks) if captured else (),
+            pool_bytes=sum(map(self.backend.pool_bytes, captured.pools)) if captured else 0,
+            abandoned=captured.abandoned if captured else 0,
             capture_seconds=self._capture_seconds,
         )
-
-    def _static_tensors(self) -> list[torch.Tensor]:
-        if self.slot is None:
-            return []
-        return [*self.slot.shared, *(t for r in self.slot.recordings for t in r.static_tensors())]
 
     def _install(self) -> list[GraphedScope]:
         graphed = [GraphedScope(self, scope) for scope in find_scopes(self.model, self.config)]
@@ -254,13 +230,12 @@ class _Resources:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.slot: Slot | None = None
+        self.captured: Captured | None = None
 
     def release(self) -> None:
-        if self.slot is not None:
-            for recording in self.slot.recordings:
-                recording.release()
-            self.slot = None
+        if self.captured is not None:
+            self.captured.release()
+            self.captured = None
             self.backend.release()
 
 
@@ -275,15 +250,15 @@ def _backend_of(model: nn.Module) -> Backend:
     return CudaGraphs(device) if device.type == "cuda" else CpuRecorder()
 
 
-def _report_scope(graphed: GraphedScope, recordings: tuple) -> ScopeReport:
+def _report_scope(graphed: GraphedScope, recordings: list[Recording]) -> ScopeReport:
     own = [r for r in recordings if r.scope.name == graphed.scope.name]
-    graphs = [g for r in own for g in (r.forward, r.backward) if g is not None]
-    counts = [g.kernels for g in graphs]
+    counts = [graph.kernels for recording in own for graph in recording.graphs()]
     exits = [r.exit.reason for r in own if r.exit is not None]
     return ScopeReport(
         name=graphed.scope.name,
         forward_graphs=sum(r.forward is not None for r in own),
         backward_graphs=sum(r.backward is not None for r in own),
+        weight_graphs=sum(r.weights is not None for r in own),
         kernels=None if None in counts else sum(counts),
         static_bytes=sum(t.nbytes for r in own for t in r.static_tensors()),
         boundary_bytes=sum(t.nbytes for r in own for t in r.own_outputs()),

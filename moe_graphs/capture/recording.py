@@ -29,6 +29,8 @@ class OutputLeaf:
 class Recording:
     """The graphs of one call. ``position`` is its place in the order of its slot.
 
+    ``backward`` computes all gradients or, where ``weights`` exists, those of the inputs only.
+
     Forward outputs that are handed out alias static memory until the next replay (0-dim ones are
     copies); gradients are copied out of it at once, so the memory behind ``gradient_inputs`` and
     ``gradient_parameters`` is only borrowed: later captures of the slot use it again.
@@ -56,9 +58,18 @@ class Recording:
     saved_outputs: list[torch.Tensor] = field(default_factory=list)
     forward: Graph | None = None
     backward: Graph | None = None
+    weights: Graph | None = None
     replayed: int = 0
     _watched: list[tuple[int, torch.UntypedStorage, int]] = field(default_factory=list)
     _handed: list[weakref.ref | None] = field(default_factory=list)
+
+    @property
+    def has_backward(self) -> bool:
+        return self.backward is not None or self.weights is not None
+
+    def graphs(self) -> list[Graph]:
+        graphs = (self.forward, self.backward, self.weights)
+        return [graph for graph in graphs if graph is not None]
 
     def static_tensors(self) -> list[torch.Tensor]:
         """What this recording alone keeps alive: inputs and outputs."""
@@ -140,10 +151,9 @@ class Recording:
 
     def release(self) -> None:
         """Drops graphs and static tensors. Idempotent."""
-        for graph in (self.forward, self.backward):
-            if graph is not None:
-                graph.release()
-        self.forward = self.backward = None
+        for graph in self.graphs():
+            graph.release()
+        self.forward = self.backward = self.weights = None
         for tensors in (
             self.inputs, self.outputs, self.gradient_outputs, self.gradient_inputs,
             self.gradient_parameters, self.saved_outputs, self._watched,

@@ -5,39 +5,42 @@ from __future__ import annotations
 import contextlib
 import gc
 import traceback
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from moe_graphs.capture.backends.base import Backend
-from moe_graphs.capture.call_capture import CallCapture, ObservedCall, Originals
+from moe_graphs.capture.call_capture import CallCapture, Originals
 from moe_graphs.capture.errors import CaptureError
-from moe_graphs.capture.plan import Plan
+from moe_graphs.capture.observation import Observation
+from moe_graphs.capture.plan import Plan, PlannedChunk
 from moe_graphs.capture.preserve import preserved_rng, preserved_values
 from moe_graphs.capture.recording import Recording
 from moe_graphs.capture.rehearsal import source_line
-from moe_graphs.capture.replay import Slot
+from moe_graphs.capture.slots import Captured, Chunk, Slot
 
 
-def capture_slot(
-    model: nn.Module, backend: Backend, plan: Plan, observed: Sequence[ObservedCall]
-) -> Slot:
-    """Captures the planned calls: all forwards, then all backwards in reverse, in one pool.
+def capture_plan(
+    model: nn.Module, backend: Backend, plan: Plan, observation: Observation, *, split: bool = False
+) -> Captured:
+    """Captures the planned calls of every chunk, once for each of its slots.
 
     Parameters, their ``.grad``, buffers, random states and optimizers are left as they were.
+
+    Args:
+        split: capture the gradients of the weights apart from those of the inputs.
 
     Raises:
         CaptureError: naming scope, operation and source line. Nothing of the session remains.
     """
-    pool = backend.new_pool()
-    captures = {
-        number: CallCapture(observed[number], position, backend, pool)
-        for position, number in enumerate(plan.calls)
-    }
-    recordings = {number: capture.recording for number, capture in captures.items()}
     buffers: dict = {}
+    # Before the stand-ins take the parameters' places: the guards compare with the real ones.
+    captures = [
+        [_captures_of_slot(chunk, observation, backend, split) for _ in range(chunk.slots)]
+        for chunk in plan.chunks
+    ]
+    chunks = []
     try:
         with (
             _undisturbed(model, backend.device),
@@ -45,25 +48,54 @@ def capture_slot(
             _stand_in_parameters(model) as originals,
         ):
             known = [*model.parameters(), *model.buffers()]
-            for capture in captures.values():
-                with _explained(capture.recording, "forward"):
-                    capture.rehearse(known)
-            for capture in captures.values():
-                with _explained(capture.recording, "forward"):
-                    capture.allocate_inputs(recordings)
-                    capture.record_forward(originals)
-            for capture in reversed(captures.values()):
-                with _explained(capture.recording, "backward"):
-                    capture.record_backward(originals, buffers)
+            for of_chunk in captures:
+                _rehearse(of_chunk[0], known)
+                chunks.append(Chunk([_capture_slot(own, originals, buffers) for own in of_chunk]))
     except BaseException:
-        for recording in recordings.values():
-            recording.release()
+        for capture in (c for of_chunk in captures for own in of_chunk for c in own.values()):
+            capture.recording.release()
         backend.release()
         raise
-    uses = Counter(id(p) for recording in recordings.values() for p in recording.parameters)
-    for recording in recordings.values():
-        recording.complete(uses)
-    return Slot(list(recordings.values()), pool, list(buffers.values()))
+    captured = Captured(chunks, list(buffers.values()))
+    for slot in captured.slots:
+        slot.complete()
+    return captured
+
+
+def _captures_of_slot(
+    chunk: PlannedChunk, observation: Observation, backend: Backend, split: bool
+) -> dict[int, CallCapture]:
+    pool = backend.new_pool()
+    calls = [(number, observation.calls[number]) for number in chunk.calls]
+    return {
+        number: CallCapture(call, observation.inputs_of(call), position, backend, pool, split)
+        for position, (number, call) in enumerate(calls)
+    }
+
+
+def _rehearse(captures: dict[int, CallCapture], known: Sequence[torch.Tensor]) -> None:
+    for capture in captures.values():
+        with _explained(capture.recording, "forward"):
+            capture.rehearse(known)
+
+
+def _capture_slot(captures: dict[int, CallCapture], originals: Originals, buffers: dict) -> Slot:
+    """All forwards, then all backwards in reverse, then the weights' part, in one pool."""
+    recordings = {number: capture.recording for number, capture in captures.items()}
+    for capture in captures.values():
+        with _explained(capture.recording, "forward"):
+            capture.allocate_inputs(recordings)
+            capture.record_forward(originals)
+    for capture in reversed(captures.values()):
+        with _explained(capture.recording, "backward"):
+            capture.record_backward(originals, buffers)
+    for capture in reversed(captures.values()):
+        with _explained(capture.recording, "backward"):
+            capture.record_weights(originals)
+    # Only now, so that the weights' parts of a slot may be replayed in any order.
+    for capture in captures.values():
+        capture.finish()
+    return Slot(list(recordings.values()), next(iter(captures.values())).pool)
 
 
 @contextlib.contextmanager
