@@ -48,7 +48,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moe_graphs
 from moe_graphs import CaptureError, GraphConfig, GraphError
-from moe_graphs.capture import replay
+from moe_graphs.capture import gradients
 from training_runs import DEVICES
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -517,7 +517,7 @@ def test_gradients_are_your_own(device):
 @pytest.mark.parametrize("large", [1, 1 << 22])
 def test_accumulating_gradients_over_microbatches(device, monkeypatch, large):
     """pytorch#181723: torch's own helper returns one static buffer for both."""
-    monkeypatch.setattr(replay, "_LARGE", large)
+    monkeypatch.setattr(gradients, "_LARGE", large)
 
     def scenario(model, graphs):
         model.zero_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from moe_graphs.capture.split_backward import SplitBackward
 
 # The stand-in of a parameter during the capture, by id -> the parameter.
 Originals = Mapping[int, torch.Tensor]
+# "forward_pre_hooks" and so on -> what to call with the module and the values.
+Hooks = Mapping[str, Callable[..., None]]
 
 
 class CallCapture:
@@ -34,9 +36,12 @@ class CallCapture:
         position: int,
         backend: Backend,
         pool: Any,
-        split: bool,
+        *,
+        split: bool = False,
+        hooks: Hooks | None = None,
     ) -> None:
-        """``leaves``: detached inputs to start from; ``split``: weights' gradients apart."""
+        """``leaves``: detached inputs to start from; ``split``: weights' gradients apart;
+        ``hooks``: called with the module and the values around every run, outside the graphs."""
         state = ModuleState(observed.scope.name, observed.scope.module)
         state.check_capturable()
         self.recording = Recording(
@@ -45,6 +50,7 @@ class CallCapture:
         self._observed = observed
         self._leaves = leaves
         self._split = split
+        self._hooks = hooks or {}
         self._backend = backend
         self.pool = pool
         self._saved: set[int] = set()
@@ -61,14 +67,15 @@ class CallCapture:
         ]
         with (
             self._as_observed(),
+            self._forward_hooks(leaves) as produced,
             capturable_only(self._backend.device, [*known, *tensor_leaves(leaves)]),
         ):
-            outputs, _ = self._run(leaves)
-        outputs = [o for o in pytree.tree_leaves(outputs) if _requires_grad(o)]
+            produced["output"], _ = self._run(leaves)
+        outputs = [o for o in pytree.tree_leaves(produced["output"]) if _requires_grad(o)]
         if outputs:
             gradients = [torch.zeros_like(o) for o in outputs]
             wanted = _reachable_leaves(outputs)
-            with capturable_only(self._backend.device):
+            with self._backward_hooks(gradients), capturable_only(self._backend.device):
                 torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
 
     def allocate_inputs(self, others: Mapping[int, Recording]) -> None:
@@ -94,8 +101,14 @@ class CallCapture:
         statics = [recording.inputs[i] for i in recording.tensor_indices]
         versions = [static._version for static in statics]
         hooks = torch.autograd.graph.saved_tensors_hooks(self._note_saved, _unchanged)
-        with self._as_observed(), hooks, self._backend.record(self.pool) as graphs:
-            outputs, recording.exit = self._run(recording.inputs)
+        with (
+            self._as_observed(),
+            self._forward_hooks(recording.inputs) as produced,
+            hooks,
+            self._backend.record(self.pool) as graphs,
+        ):
+            produced["output"], recording.exit = self._run(recording.inputs)
+        outputs = produced.pop("output")
         (recording.forward,) = graphs
         for index, static, version in zip(recording.tensor_indices, statics, versions, strict=True):
             if static._version != version:
@@ -115,6 +128,19 @@ class CallCapture:
         leaves = self._find_parameters(live)
         if live:
             recording.gradient_outputs = _shared_buffers(live, {} if self._split else buffers)
+        with self._backward_hooks(recording.gradient_outputs):
+            self._record_gradients(live, wanted, leaves, originals)
+        if not self._split:
+            self.finish()
+
+    def _record_gradients(
+        self,
+        live: Sequence[torch.Tensor],
+        wanted: Sequence[torch.Tensor],
+        leaves: Sequence[torch.Tensor],
+        originals: Originals,
+    ) -> None:
+        recording = self.recording
         if live and self._split:
             self._backward = SplitBackward(live, wanted, leaves)
             if wanted:
@@ -124,8 +150,7 @@ class CallCapture:
                 recording.gradient_inputs = self._borrowed(gradients)
             else:
                 self._backward.input_gradients(recording.gradient_outputs)
-            return
-        if live:
+        elif live:
             with self._backend.record(self.pool) as graphs:
                 gradients = torch.autograd.grad(
                     live, [*wanted, *leaves], recording.gradient_outputs, allow_unused=True
@@ -133,7 +158,6 @@ class CallCapture:
             (recording.backward,) = graphs
             recording.gradient_inputs = self._borrowed(gradients[: len(wanted)])
             self._note_parameters(leaves, gradients[len(wanted) :], originals)
-        self.finish()
 
     def record_weights(self, originals: Originals) -> None:
         """Split, after all ``record_backward`` of the slot: the gradients of the weights."""
@@ -169,6 +193,27 @@ class CallCapture:
     def _run(self, leaves: Sequence[Any]) -> tuple[Any, Exit | None]:
         inputs = pytree.tree_unflatten(leaves, self._observed.signature.structure)
         return self._observed.scope.run(inputs, self._observed.arguments, capturing=True)
+
+    @contextlib.contextmanager
+    def _forward_hooks(self, leaves: Sequence[Any]) -> Iterator[dict[str, Any]]:
+        """The block puts the scope's output under "output"."""
+        produced: dict[str, Any] = {}
+        args, kwargs = (), {}
+        if self._hooks:
+            args, kwargs = pytree.tree_unflatten(leaves, self._observed.signature.structure)
+        self._call_hook("forward_pre_hooks", args, kwargs)
+        yield produced
+        self._call_hook("forward_hooks", args, kwargs, produced["output"])
+
+    @contextlib.contextmanager
+    def _backward_hooks(self, gradients: Sequence[torch.Tensor]) -> Iterator[None]:
+        self._call_hook("backward_pre_hooks", tuple(gradients))
+        yield
+        self._call_hook("backward_hooks", tuple(self.recording.gradient_inputs), tuple(gradients))
+
+    def _call_hook(self, kind: str, *values: Any) -> None:
+        if kind in self._hooks:
+            self._hooks[kind](self._observed.scope.module, *values)
 
     @contextlib.contextmanager
     def _as_observed(self) -> Iterator[None]:

@@ -6,24 +6,28 @@ import types
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from moe_graphs.capture.delayed_weights import DelayedWeights
 from moe_graphs.capture.errors import GraphError
 from moe_graphs.capture.replay import replay
 from moe_graphs.capture.scopes import Call, Scope
 from moe_graphs.capture.signature import Mismatch
 
 if TYPE_CHECKING:
+    from moe_graphs.capture.callables import CallableGraphs
     from moe_graphs.capture.graphs import Graphs
 
 
 class GraphedScope:
     """Stands in for the forward of one scope's module, on that instance only."""
 
-    def __init__(self, graphs: Graphs, scope: Scope) -> None:
+    def __init__(self, graphs: Graphs | CallableGraphs, scope: Scope, on_mismatch: str) -> None:
         self.graphs = graphs
         self.scope = scope
+        self.on_mismatch = on_mismatch
         self.eager_calls: Counter[str] = Counter()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -36,6 +40,11 @@ class GraphedScope:
         if self.graphs.captured is None:
             return self._observe(inputs, call)
         return self._replay(inputs, call)
+
+    @property
+    def delayed(self) -> DelayedWeights:
+        """Where backwards wait for their weights' part."""
+        return self.graphs.delayed
 
     def _observe(self, inputs: Any, call: Call) -> Any:
         self.eager_calls["warmup"] += 1
@@ -55,12 +64,12 @@ class GraphedScope:
         if mismatch is not None:
             slot.pass_by(recording)
             return self._mismatched(mismatch, inputs, call)
-        produced = replay(slot, recording, leaves, self.graphs.delayed)
+        produced = replay(slot, recording, leaves, self.delayed)
         outputs = pytree.tree_unflatten(produced, recording.output_structure)
         return self.scope.leave(outputs, recording.exit, call)
 
     def _mismatched(self, mismatch: Mismatch, inputs: Any, call: Call) -> Any:
-        if self.graphs.config.on_mismatch == "error":
+        if self.on_mismatch == "error":
             raise GraphError(f"scope {self.scope.name!r}, {mismatch.message}")
         self.eager_calls[mismatch.reason] += 1
         outputs, exit = self.scope.run(inputs, call, capturing=False)
@@ -72,6 +81,17 @@ class GraphedScope:
 
     def __reduce__(self) -> Any:
         return _class_forward, (self.scope.module,)
+
+
+def reason_of_autograd() -> str | None:
+    """Why autograd, as it is just now, asks for an eager call, or None."""
+    if not torch.is_grad_enabled():
+        return "no_grad"
+    if torch._C._current_graph_task_id() != -1:
+        return "recompute"  # activation checkpointing runs a forward inside a backward
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return "saved_tensors_hooks"  # they would not see what a graph saves
+    return None
 
 
 def _class_forward(module: nn.Module) -> Any:

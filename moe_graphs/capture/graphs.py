@@ -18,36 +18,40 @@ import contextlib
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
+from moe_graphs.capture.backends import backend_for
 from moe_graphs.capture.backends.base import Backend
-from moe_graphs.capture.backends.cpu import CpuRecorder
-from moe_graphs.capture.backends.cuda import CudaGraphs
+from moe_graphs.capture.delayed_weights import DelayedWeights
 from moe_graphs.capture.errors import GraphError
-from moe_graphs.capture.graphed_scope import GraphedScope
+from moe_graphs.capture.graphed_scope import GraphedScope, reason_of_autograd
 from moe_graphs.capture.observation import Observation
 from moe_graphs.capture.plan import plan
 from moe_graphs.capture.recording import Recording
-from moe_graphs.capture.replay import replay_weights
 from moe_graphs.capture.report import Report, ScopeReport
 from moe_graphs.capture.scopes import find_scopes
-from moe_graphs.capture.session import capture_plan
-from moe_graphs.capture.slots import Captured, DelayedWeights
+from moe_graphs.capture.session import CaptureOptions, capture_plan
+from moe_graphs.capture.slots import Captured
 from moe_graphs.config import GraphConfig
 
 
-def graph(model: nn.Module, config: GraphConfig | None = None) -> Graphs:
+def graph(
+    model: nn.Module,
+    config: GraphConfig | None = None,
+    generators: Sequence[torch.Generator] = (),
+) -> Graphs:
     """Installs graphs on the scopes of ``model`` and returns their handle.
 
     Nothing is captured yet: train under ``with graphs.step():``. Keep using ``model`` as before.
+    ``generators``: random number generators that scopes draw from, besides the default one.
 
     Raises:
         ValueError: if the config does not fit the model; the message says what to change.
     """
-    return Graphs(model, config or GraphConfig())
+    return Graphs(model, config or GraphConfig(), generators)
 
 
 class Graphs:
@@ -57,10 +61,12 @@ class Graphs:
     ``release()``, which has to come before ``destroy_process_group()``.
     """
 
-    def __init__(self, model: nn.Module, config: GraphConfig) -> None:
+    def __init__(
+        self, model: nn.Module, config: GraphConfig, generators: Sequence[torch.Generator] = ()
+    ) -> None:
         self.model = model
         self.config = config
-        self.backend = _backend_of(model)
+        self.backend = backend_for((*model.parameters(), *model.buffers()), generators)
         self.observation = Observation(self.backend.device)
         self.delayed = DelayedWeights()
         self.state = "warmup" if config.impl == "local" else "off"
@@ -110,23 +116,17 @@ class Graphs:
             return self.state
         if self._paused:
             return "paused"
-        if not torch.is_grad_enabled():
-            return "no_grad"
-        if not self._in_step:
+        if torch.is_grad_enabled() and not self._in_step:
             return "outside_step"
-        if torch._C._current_graph_task_id() != -1:
-            return "recompute"  # activation checkpointing runs a forward inside a backward
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            return "saved_tensors_hooks"  # they would not see what a graph saves
-        return None
+        return reason_of_autograd()
 
     def _capture(self) -> None:
         started = time.perf_counter()
         self.state = "capture_failed"
         planned = plan(self.observation.events)
-        split = self.config.split_backward
+        options = CaptureOptions(split=self.config.split_backward)
         self._resources.captured = capture_plan(
-            self.model, self.backend, planned, self.observation, split=split
+            self.model, self.backend, planned, self.observation, options
         )
         self.state = "captured"
         self._capture_seconds = time.perf_counter() - started
@@ -144,11 +144,8 @@ class Graphs:
             raise GraphError("delayed_weights() needs GraphConfig(split_backward=True)")
         if not self._in_step or self.delayed.is_collecting:
             raise GraphError("delayed_weights() belongs inside 'with graphs.step()', not nested")
-        self.delayed.begin()
-        try:
+        with self.delayed.collecting():
             yield
-        finally:
-            self.delayed.is_collecting = False
 
     def backward_weight(self) -> None:
         """Adds the weights' gradients of the oldest backward that waits for it to ``.grad``.
@@ -156,13 +153,12 @@ class Graphs:
         Raises:
             GraphError: if none does.
         """
-        waiting = self.delayed.take_oldest()
+        self.delayed.replay_oldest()
         if self.state == "warmup":
             self.observation.weights()
-        replay_weights(waiting)
 
     def _check_weights_are_done(self) -> None:
-        missing = len(self.delayed.waiting)
+        missing = len(self.delayed)
         if missing:
             raise GraphError(
                 f"the step ended with {missing} backward(s) whose weight gradients are missing: "
@@ -213,7 +209,8 @@ class Graphs:
         )
 
     def _install(self) -> list[GraphedScope]:
-        graphed = [GraphedScope(self, scope) for scope in find_scopes(self.model, self.config)]
+        scopes, on_mismatch = find_scopes(self.model, self.config), self.config.on_mismatch
+        graphed = [GraphedScope(self, scope, on_mismatch) for scope in scopes]
         for each in graphed:
             name = each.scope.name
             if isinstance(each.scope.module.__dict__.get("forward"), GraphedScope):
@@ -237,17 +234,6 @@ class _Resources:
             self.captured.release()
             self.captured = None
             self.backend.release()
-
-
-def _backend_of(model: nn.Module) -> Backend:
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    if len(devices) != 1:
-        found = ", ".join(sorted(map(str, devices))) or "none"
-        raise ValueError(f"the model's tensors are on devices {found}: graphs need exactly one")
-    (device,) = devices
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"the model is on {device}: graphs exist for 'cuda' and 'cpu'")
-    return CudaGraphs(device) if device.type == "cuda" else CpuRecorder()
 
 
 def _report_scope(graphed: GraphedScope, recordings: list[Recording]) -> ScopeReport:

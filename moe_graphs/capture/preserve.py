@@ -9,8 +9,11 @@ import torch
 
 
 @contextlib.contextmanager
-def preserved_rng(device: torch.device) -> Iterator[None]:
-    """The CPU's and the device's default generators: a capture draws no numbers."""
+def preserved_rng(
+    device: torch.device, generators: Iterable[torch.Generator] = ()
+) -> Iterator[None]:
+    """The CPU's and the device's default generators, and others: a capture draws no numbers."""
+    others = [(generator, generator.get_state()) for generator in generators]
     cpu = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
@@ -19,6 +22,8 @@ def preserved_rng(device: torch.device) -> Iterator[None]:
         torch.set_rng_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, device)
+        for generator, state in others:
+            generator.set_state(state)
 
 
 @contextlib.contextmanager

@@ -78,6 +78,15 @@ class Recording:
         inputs = [self.inputs[i] for i in self.tensor_indices if i not in self.linked]
         return [*inputs, *self.own_outputs()]
 
+    def unused_inputs(self) -> list[str]:
+        """The inputs that require a gradient and get none."""
+        if not self.has_backward:
+            return []
+        inputs = [i for i in self.tensor_indices if self.inputs[i].requires_grad]
+        gradients = self.gradient_inputs or [None] * len(inputs)
+        pairs = zip(inputs, gradients, strict=True)
+        return [self.signature.leaves[i].name for i, gradient in pairs if gradient is None]
+
     def own_outputs(self) -> list[torch.Tensor]:
         """The outputs that the graph makes, without inputs that it hands through."""
         return [o for i, o in enumerate(self.outputs) if i not in self.passed_through]

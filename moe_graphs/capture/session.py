@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import gc
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from moe_graphs.capture.backends.base import Backend
-from moe_graphs.capture.call_capture import CallCapture, Originals
+from moe_graphs.capture.call_capture import CallCapture, Hooks, Originals
 from moe_graphs.capture.errors import CaptureError
 from moe_graphs.capture.observation import Observation
 from moe_graphs.capture.plan import Plan, PlannedChunk
@@ -21,15 +23,34 @@ from moe_graphs.capture.rehearsal import source_line
 from moe_graphs.capture.slots import Captured, Chunk, Slot
 
 
+@dataclass(frozen=True)
+class CaptureOptions:
+    """How to capture.
+
+    split: the gradients of the weights apart from those of the inputs.
+    rehearsals: eager runs of every call before its capture.
+    pool: to be captured into, where there is only one slot.
+    hooks: by number of the call, what to call around each run and capture (see ``CallCapture``).
+    """
+
+    split: bool = False
+    rehearsals: int = 1
+    pool: Any = None
+    hooks: Mapping[int, Hooks] = field(default_factory=dict)
+    before_rehearsals: Callable[[], None] | None = None
+    after_rehearsals: Callable[[], None] | None = None
+
+
 def capture_plan(
-    model: nn.Module, backend: Backend, plan: Plan, observation: Observation, *, split: bool = False
+    model: nn.Module,
+    backend: Backend,
+    plan: Plan,
+    observation: Observation,
+    options: CaptureOptions,
 ) -> Captured:
     """Captures the planned calls of every chunk, once for each of its slots.
 
     Parameters, their ``.grad``, buffers, random states and optimizers are left as they were.
-
-    Args:
-        split: capture the gradients of the weights apart from those of the inputs.
 
     Raises:
         CaptureError: naming scope, operation and source line. Nothing of the session remains.
@@ -37,19 +58,19 @@ def capture_plan(
     buffers: dict = {}
     # Before the stand-ins take the parameters' places: the guards compare with the real ones.
     captures = [
-        [_captures_of_slot(chunk, observation, backend, split) for _ in range(chunk.slots)]
+        [_captures_of_slot(chunk, observation, backend, options) for _ in range(chunk.slots)]
         for chunk in plan.chunks
     ]
     chunks = []
     try:
         with (
-            _undisturbed(model, backend.device),
+            _undisturbed(model, backend),
             backend.session(),
             _stand_in_parameters(model) as originals,
         ):
             known = [*model.parameters(), *model.buffers()]
+            _rehearse([of_chunk[0] for of_chunk in captures], known, options)
             for of_chunk in captures:
-                _rehearse(of_chunk[0], known)
                 chunks.append(Chunk([_capture_slot(own, originals, buffers) for own in of_chunk]))
     except BaseException:
         for capture in (c for of_chunk in captures for own in of_chunk for c in own.values()):
@@ -63,20 +84,38 @@ def capture_plan(
 
 
 def _captures_of_slot(
-    chunk: PlannedChunk, observation: Observation, backend: Backend, split: bool
+    chunk: PlannedChunk, observation: Observation, backend: Backend, options: CaptureOptions
 ) -> dict[int, CallCapture]:
-    pool = backend.new_pool()
-    calls = [(number, observation.calls[number]) for number in chunk.calls]
-    return {
-        number: CallCapture(call, observation.inputs_of(call), position, backend, pool, split)
-        for position, (number, call) in enumerate(calls)
-    }
+    pool = options.pool if options.pool is not None else backend.new_pool()
+    captures = {}
+    for position, number in enumerate(chunk.calls):
+        call = observation.calls[number]
+        captures[number] = CallCapture(
+            call,
+            observation.inputs_of(call),
+            position,
+            backend,
+            pool,
+            split=options.split,
+            hooks=options.hooks.get(number, {}),
+        )
+    return captures
 
 
-def _rehearse(captures: dict[int, CallCapture], known: Sequence[torch.Tensor]) -> None:
-    for capture in captures.values():
-        with _explained(capture.recording, "forward"):
-            capture.rehearse(known)
+def _rehearse(
+    chunks: Sequence[dict[int, CallCapture]],
+    known: Sequence[torch.Tensor],
+    options: CaptureOptions,
+) -> None:
+    """In turn, as the calls will come; every chunk once, whatever its number of slots."""
+    if options.before_rehearsals is not None:
+        options.before_rehearsals()
+    for _ in range(options.rehearsals):
+        for capture in (capture for chunk in chunks for capture in chunk.values()):
+            with _explained(capture.recording, "forward"):
+                capture.rehearse(known)
+    if options.after_rehearsals is not None:
+        options.after_rehearsals()
 
 
 def _capture_slot(captures: dict[int, CallCapture], originals: Originals, buffers: dict) -> Slot:
@@ -99,13 +138,14 @@ def _capture_slot(captures: dict[int, CallCapture], originals: Originals, buffer
 
 
 @contextlib.contextmanager
-def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+def _undisturbed(model: nn.Module, backend: Backend) -> Iterator[None]:
     """Whatever happens inside: buffers, random states and garbage collection stay as they are."""
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()  # a graph that is collected during a capture invalidates it
     try:
-        with preserved_values(model.buffers()), preserved_rng(device):
+        rng = preserved_rng(backend.device, backend.generators)
+        with preserved_values(model.buffers()), rng:
             yield
     finally:
         if collecting:

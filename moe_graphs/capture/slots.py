@@ -10,7 +10,7 @@ microbatches that fits the slots is right.
 from __future__ import annotations
 
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,40 +54,6 @@ class Flight:
                     f"for with other output gradients than those of its inputs were: a graph's "
                     f"saved tensors serve one backward"
                 )
-
-
-class DelayedWeights:
-    """Backwards whose weights' part waits for ``backward_weight()``, oldest first."""
-
-    def __init__(self) -> None:
-        self.waiting: deque[list[tuple[Slot, Flight]]] = deque()
-        self.is_collecting = False
-
-    def begin(self) -> None:
-        self.waiting.append([])
-        self.is_collecting = True
-
-    def collect(self, slot: Slot, flight: Flight) -> None:
-        hooked = next(filter(has_hooks, flight.recording.parameters), None)
-        if hooked is not None:
-            raise GraphError(
-                f"scope {flight.recording.scope.name!r}: a parameter {tuple(hooked.shape)} has "
-                f"gradient hooks, which a delayed weight gradient does not run: remove them, or "
-                f"run this backward outside delayed_weights()"
-            )
-        self.waiting[-1].append((slot, flight))
-
-    def take_oldest(self) -> list[tuple[Slot, Flight]]:
-        if not self.waiting:
-            raise GraphError(
-                "backward_weight() without a backward that waits for it: call it once for every "
-                "'with graphs.delayed_weights()'"
-            )
-        return self.waiting.popleft()
-
-
-def has_hooks(parameter: torch.Tensor) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 class Slot:

@@ -28,6 +28,8 @@ class Backend(abc.ABC):
 
     name: str
     device: torch.device
+    generators: tuple[torch.Generator, ...]
+    """Random number generators that recorded blocks draw from, besides the device's default."""
 
     @abc.abstractmethod
     def session(self) -> contextlib.AbstractContextManager[None]:

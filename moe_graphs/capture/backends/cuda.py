@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,8 +36,9 @@ class CudaGraphs(Backend):
 
     name = "cuda graphs"
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, generators: Sequence[torch.Generator] = ()) -> None:
         self.device = device
+        self.generators = tuple(generators)
         # All captures of an engine use one stream: the allocator reuses blocks within a stream.
         self.stream = torch.cuda.Stream(device)
 
@@ -62,6 +63,8 @@ class CudaGraphs(Backend):
     def record(self, pool: Any) -> Iterator[list[Graph]]:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         graphs: list[Graph] = []
+        for generator in self.generators:
+            graph.register_generator_state(generator)
         # thread_local: a data loader's or NCCL's thread may call CUDA during the capture.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
