@@ -5,6 +5,7 @@ What arrives depends on step, chunk and microbatch only, so eager and graphed ru
 
 from __future__ import annotations
 
+import contextlib
 import types
 from typing import Any
 
@@ -115,7 +116,8 @@ def run_rank(
 ) -> Trace:
     """Trains ``rank``'s chunks; notes what it sends, gradients and state after every step.
 
-    split: W actions call ``graphs.backward_weight()``. Otherwise B is the whole backward.
+    split: B leaves the gradients of weights to ``graphs.backward_weight()`` at its W. Otherwise
+        B is the whole backward, and W nothing.
     """
     optimizer = torch.optim.AdamW(chunks.parameters(), lr=1e-2)
     trace = Trace()
@@ -135,9 +137,10 @@ def run_rank(
 
 
 def _run_step(schedule, rank, chunks, graphs, split, step, trace) -> None:
-    globally = schedule.chunks(rank)
+    globally, order = schedule.chunks(rank), schedule.local_order(rank)
+    has_weights_apart = {(a.chunk, a.microbatch) for a in order if split and a.kind == "W"}
     in_flight: dict[tuple[int, int], tuple[Tensor, tuple[Tensor, ...]]] = {}
-    for action in schedule.local_order(rank):
+    for action in order:
         chunk = chunks[action.chunk]
         microbatch = action.chunk, action.microbatch
         if action.kind == "F":
@@ -151,7 +154,9 @@ def _run_step(schedule, rank, chunks, graphs, split, step, trace) -> None:
             received, (hidden, *losses) = in_flight.pop(microbatch)
             gradient = _received(chunk, step, *microbatch, backward=True)
             ones = [torch.ones_like(loss) for loss in losses]
-            torch.autograd.backward([hidden, *losses], [gradient, *ones])
+            apart = microbatch in has_weights_apart
+            with graphs.delayed_weights() if apart else contextlib.nullcontext():
+                torch.autograd.backward([hidden, *losses], [gradient, *ones])
             trace.note(f"step {step} {action}", received.grad)
         elif split:
             graphs.backward_weight()

@@ -7,12 +7,13 @@ numbers; with dropout, and microbatches in flight as the order of the rank says.
 from __future__ import annotations
 
 import pytest
+import torch
 
 import moe_graphs
 from moe_graphs import GraphConfig
 from moe_graphs.capture.schedule import Schedule
 from moe_graphs.capture.schedule_builders import interleaved_1f1b, one_f_one_b
-from pipelines import eager_rank, make_chunks, make_schedule, run_rank
+from pipelines import SEQUENCE, WIDTH, eager_rank, make_chunks, make_schedule, run_rank
 
 SPLIT = ("zero_bubble", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "LoopedBFS", *SPLIT)
@@ -91,6 +92,27 @@ def test_as_many_graphs_at_64_microbatches_as_at_8(name, rank):
         assert report.captured == sum(schedule.slots()[rank].values())
     assert few.slots()[rank] == many.slots()[rank] or name == "interleaved"
     assert captured[0] == captured[1] or name == "interleaved"
+
+
+def test_a_view_that_outlives_its_microbatch_costs_one_eager_call():
+    """torch's stages keep the last send, a detached view, until the next: in one replayed step
+    that makes calls eager, from then on the output is handed out as a copy."""
+    chunks = make_chunks("plain", 1, "cpu")
+    graphs = moe_graphs.graph(chunks, GraphConfig("*", warmup_steps=1))
+    kept, values = None, []
+    for step in range(4):
+        with graphs.step():
+            for microbatch in range(3):
+                torch.manual_seed(microbatch)
+                output = chunks[0](torch.randn(2, SEQUENCE, WIDTH))
+                if kept is not None:
+                    assert torch.equal(kept, values[-1])
+                kept = output.detach()
+                values.append(kept.clone())
+                output.sum().backward()
+        assert graphs.report().eager_calls.get("output_held", 0) == (step > 0), step
+    for again in range(3, 12):
+        assert torch.equal(values[again], values[again - 3])
 
 
 @pytest.mark.gpu

@@ -108,7 +108,11 @@ def compare(rank: int, pp: int, names: tuple[str, ...], device: str, split: bool
         trace, report = train_rank(rank, pp, name, device, config)
         trace.assert_equal(expected)
         dist.barrier()
-        found.append({"name": name, "replayed": report.replayed, "eager": report.eager_calls})
+        held = report.eager_calls.get("output_held", 0)
+        found.append({"name": name, "replayed": report.replayed, "held": held})
+        # torch keeps the last sends of a stage: known after the first replayed step.
+        assert held <= 2 * pp * len(report.slots), report
+        assert report.eager_calls.keys() <= {"warmup", "output_held"}, report
     return found
 
 
@@ -117,8 +121,7 @@ def check(pp: int, backend: str, names: tuple[str, ...], split: bool = False) ->
     for found in run_distributed(compare, pp, backend, arguments=(names, device, split)):
         for run in found:
             passes = 2 * pp * (1 if run["name"] in SINGLE else 2)
-            assert run["replayed"] == 3 * 2 * passes, run  # steps, layers
-            assert not run["eager"], run
+            assert run["replayed"] + run["held"] == 3 * 2 * passes, run  # steps, layers
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

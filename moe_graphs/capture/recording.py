@@ -60,7 +60,9 @@ class Recording:
     backward: Graph | None = None
     weights: Graph | None = None
     replayed: int = 0
+    copied_outputs: set[int] = field(default_factory=set)
     _watched: list[tuple[int, torch.UntypedStorage, int]] = field(default_factory=list)
+    _linked_addresses: frozenset[int] = frozenset()
     _handed: list[weakref.ref | None] = field(default_factory=list)
 
     @property
@@ -96,9 +98,11 @@ class Recording:
         index = self.output_leaves[leaf].value
         return self.outputs[index] if self._is_alias(index) else None
 
-    def complete(self, uses: Mapping[int, int]) -> None:
-        """After all captures. ``uses``: how many recordings use a parameter, by its id."""
+    def complete(self, uses: Mapping[int, int], linked_addresses: frozenset[int]) -> None:
+        """After all captures. ``uses``: how many recordings use a parameter, by its id;
+        ``linked_addresses``: of outputs that are another recording's static input."""
         self.state.freeze()
+        self._linked_addresses = linked_addresses
         self.is_sole_user = [uses[id(parameter)] == 1 for parameter in self.parameters]
         module = self.scope.module
         tensors = (*module.parameters(), *module.buffers())
@@ -133,7 +137,10 @@ class Recording:
 
     def hand_out(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs of this replay, as new tensor objects; ``tensors`` are its inputs."""
-        outputs = [o.detach() if o.dim() else o.clone() for o in self.outputs]
+        outputs = [
+            o.detach() if o.dim() and i not in self.copied_outputs else o.clone()
+            for i, o in enumerate(self.outputs)
+        ]
         for index, place in self.passed_through.items():
             outputs[index] = tensors[place]
         return outputs
@@ -145,7 +152,9 @@ class Recording:
     def rescue_outputs(self) -> bool:
         """Before a replay overwrites them: gives outputs that are still held memory of their own.
 
-        False if something else than the tensor handed out (a view of it) holds the memory.
+        False if something else than the tensor handed out (a view of it) holds the memory. Whoever
+        did that once does it again (a pipeline's send that is waited for late), so from then on the
+        output is handed out as a copy, unless another recording reads it in place.
         """
         for index, storage, references in self._watched:
             if _references(storage) <= references:
@@ -155,6 +164,8 @@ class Recording:
             if tensor is not None:
                 tensor.data = tensor.detach().clone()
             if _references(storage) > references:
+                if self.outputs[index].data_ptr() not in self._linked_addresses:
+                    self.copied_outputs.add(index)
                 return False
         return True
 

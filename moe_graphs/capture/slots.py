@@ -74,8 +74,9 @@ class Slot:
     def complete(self) -> None:
         """After all captures."""
         uses = Counter(id(p) for recording in self.recordings for p in recording.parameters)
+        linked = frozenset(r.inputs[i].data_ptr() for r in self.recordings for i in r.linked)
         for recording in self.recordings:
-            recording.complete(uses)
+            recording.complete(uses, linked)
 
     def next_recording(self, scope: str) -> Recording | None:
         """The next recording of ``scope`` that this microbatch has not come to yet."""
@@ -196,6 +197,9 @@ class Chunk:
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots = tuple(slots)
         self._current = self.slots[0]
+        for first, *others in zip(*(slot.recordings for slot in self.slots), strict=True):
+            for recording in others:  # the same call in another slot: its outputs go the same way
+                recording.copied_outputs = first.copied_outputs
 
     def next_recording(self, scope: str) -> tuple[Slot, Recording] | Mismatch:
         """Where the next call of ``scope`` is replayed: further in the microbatch whose forward is
