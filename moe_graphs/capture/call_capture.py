@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from moe_graphs.capture.backends.base import Backend
 from moe_graphs.capture.errors import CaptureError
+from moe_graphs.capture.memory import CallMemory, MemoryMeter, nbytes
 from moe_graphs.capture.module_state import ModuleState
 from moe_graphs.capture.observation import ObservedCall
 from moe_graphs.capture.recording import OutputLeaf, Recording, dense
@@ -56,9 +57,10 @@ class CallCapture:
         self._saved: set[int] = set()
         self._backward: SplitBackward | None = None
 
-    def rehearse(self, known: Sequence[torch.Tensor]) -> None:
+    def rehearse(self, known: Sequence[torch.Tensor]) -> CallMemory:
         """Runs the call once on the observed values: lazy initialisation happens here, and what
         cannot be in a graph is refused. ``known``: the model's parameters and buffers."""
+        meter = MemoryMeter(self._backend.device)
         leaves = [
             leaf.detach().requires_grad_(spec.requires_grad)
             if isinstance(spec, TensorSpec)
@@ -69,14 +71,29 @@ class CallCapture:
             self._as_observed(),
             self._forward_hooks(leaves) as produced,
             capturable_only(self._backend.device, [*known, *tensor_leaves(leaves)]),
+            meter,
         ):
             produced["output"], _ = self._run(leaves)
-        outputs = [o for o in pytree.tree_leaves(produced["output"]) if _requires_grad(o)]
+        forward, kept = meter.peak, meter.alive()
+        meter.restart()
+        produced = tensor_leaves(produced["output"])
+        outputs = [output for output in produced if output.requires_grad]
+        gradients = [torch.zeros_like(o) for o in outputs]
         if outputs:
-            gradients = [torch.zeros_like(o) for o in outputs]
             wanted = _reachable_leaves(outputs)
-            with self._backward_hooks(gradients), capturable_only(self._backend.device):
+            with self._backward_hooks(gradients), capturable_only(self._backend.device), meter:
                 torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+        linked = [leaves[index] for index in self._observed.links]
+        return CallMemory(
+            scope=self.recording.scope.name,
+            inputs=nbytes(tensor_leaves(leaves)) - nbytes(linked),
+            linked=nbytes(linked),
+            outputs=nbytes([o for o in produced if not any(o is leaf for leaf in leaves)]),
+            kept=kept,
+            forward=forward,
+            backward=meter.peak,
+            gradients=nbytes(gradients),
+        )
 
     def allocate_inputs(self, others: Mapping[int, Recording]) -> None:
         """Static inputs, filled with the observed values; a linked one is another's output."""

@@ -28,12 +28,13 @@ from moe_graphs.capture.backends.base import Backend
 from moe_graphs.capture.delayed_weights import DelayedWeights
 from moe_graphs.capture.errors import GraphError
 from moe_graphs.capture.graphed_scope import GraphedScope, reason_of_autograd
+from moe_graphs.capture.memory import MemoryPlan
 from moe_graphs.capture.observation import Observation
-from moe_graphs.capture.plan import plan
+from moe_graphs.capture.plan import Plan, plan
 from moe_graphs.capture.recording import Recording
 from moe_graphs.capture.report import Report, ScopeReport
 from moe_graphs.capture.scopes import find_scopes
-from moe_graphs.capture.session import CaptureOptions, capture_plan
+from moe_graphs.capture.session import CaptureOptions, capture_plan, predict_memory
 from moe_graphs.capture.slots import Captured
 from moe_graphs.config import GraphConfig
 
@@ -73,6 +74,7 @@ class Graphs:
         self._in_step = self._paused = False
         self._warm_steps = 0
         self._capture_seconds = 0.0
+        self._memory: MemoryPlan | None = None
         self.scopes = self._install() if config.impl == "local" else []
         self._resources = _Resources(self.backend)
         self._finalizer = weakref.finalize(self, self._resources.release)
@@ -103,6 +105,8 @@ class Graphs:
                 self._warm_steps += 1
                 if self._warm_steps == self.config.warmup_steps:
                     self._capture()
+                elif self._warm_steps == 1:
+                    self._predict()
         finally:
             self._in_step = False
             self.observation.clear()
@@ -120,16 +124,25 @@ class Graphs:
             return "outside_step"
         return reason_of_autograd()
 
+    def _predict(self) -> None:
+        """After the first of several warm-up steps: what cannot be captured is refused early."""
+        self.state = "capture_failed"
+        self._memory = predict_memory(*self._session_arguments())
+        self.state = "warmup"
+
     def _capture(self) -> None:
         started = time.perf_counter()
         self.state = "capture_failed"
-        planned = plan(self.observation.events)
-        options = CaptureOptions(split=self.config.split_backward)
-        self._resources.captured = capture_plan(
-            self.model, self.backend, planned, self.observation, options
-        )
+        self._resources.captured = capture_plan(*self._session_arguments())
+        self._memory = self._resources.captured.memory
         self.state = "captured"
         self._capture_seconds = time.perf_counter() - started
+
+    def _session_arguments(self) -> tuple[nn.Module, Backend, Plan, Observation, CaptureOptions]:
+        config = self.config
+        options = CaptureOptions(split=config.split_backward, memory_limit=config.memory_limit)
+        planned = plan(self.observation.events)
+        return self.model, self.backend, planned, self.observation, options
 
     # ---- weight gradients apart, for zero-bubble schedules
 
@@ -167,6 +180,19 @@ class Graphs:
 
     # ---- control
 
+    def plan(self) -> MemoryPlan:
+        """Bytes that the graphs are predicted to take, per scope and slot; ``print`` it.
+
+        Known from the end of the first warm-up step on, so with ``warmup_steps`` of two or more
+        before anything is captured. ``report()`` has what they do take.
+
+        Raises:
+            GraphError: before that.
+        """
+        if self._memory is None:
+            raise GraphError("no step was observed yet: plan() knows sizes after the first one")
+        return self._memory
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Within this context the model is eager; its calls are counted as ``paused``."""
@@ -203,6 +229,7 @@ class Graphs:
             eager_calls=dict(eager_calls),
             static_bytes=sum(t.nbytes for t in captured.static_tensors()) if captured else 0,
             slots=tuple(len(chunk.slots) for chunk in captured.chunks) if captured else (),
+            predicted_pool_bytes=captured.memory.pool_bytes if captured else 0,
             pool_bytes=sum(map(self.backend.pool_bytes, captured.pools)) if captured else 0,
             abandoned=captured.abandoned if captured else 0,
             capture_seconds=self._capture_seconds,

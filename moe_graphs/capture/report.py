@@ -37,7 +37,8 @@ class Report:
     captured: recordings (a forward and a backward graph each); replayed: their forwards replayed.
     slots: per chunk of the model, how many microbatches may be in flight at once.
     static_bytes: those of the scopes, and incoming gradients, which they share.
-    pool_bytes: device memory held by the graphs' pools; 0 on the CPU, which has none.
+    pool_bytes: device memory held by the graphs' pools (0 on the CPU, which has none), next to what
+        ``graphs.plan()`` predicted, without fragmentation.
     abandoned: forwards that were replayed and whose backward never came.
     """
 
@@ -49,6 +50,7 @@ class Report:
     replayed: int
     eager_calls: dict[str, int]
     static_bytes: int
+    predicted_pool_bytes: int
     pool_bytes: int
     abandoned: int
     capture_seconds: float

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +14,10 @@ from torch import nn
 from moe_graphs.capture.backends.base import Backend
 from moe_graphs.capture.call_capture import CallCapture, Hooks, Originals
 from moe_graphs.capture.errors import CaptureError
+from moe_graphs.capture.memory import CallMemory, ChunkMemory, MemoryPlan
 from moe_graphs.capture.observation import Observation
 from moe_graphs.capture.plan import Plan, PlannedChunk
-from moe_graphs.capture.preserve import preserved_rng, preserved_values
+from moe_graphs.capture.preserve import stand_in_parameters, undisturbed
 from moe_graphs.capture.recording import Recording
 from moe_graphs.capture.rehearsal import source_line
 from moe_graphs.capture.slots import Captured, Chunk, Slot
@@ -31,6 +31,7 @@ class CaptureOptions:
     rehearsals: eager runs of every call before its capture.
     pool: to be captured into, where there is only one slot.
     hooks: by number of the call, what to call around each run and capture (see ``CallCapture``).
+    memory_limit: bytes; a capture that is predicted to take more is refused.
     """
 
     split: bool = False
@@ -39,6 +40,24 @@ class CaptureOptions:
     hooks: Mapping[int, Hooks] = field(default_factory=dict)
     before_rehearsals: Callable[[], None] | None = None
     after_rehearsals: Callable[[], None] | None = None
+    memory_limit: int | None = None
+
+
+def predict_memory(
+    model: nn.Module,
+    backend: Backend,
+    plan: Plan,
+    observation: Observation,
+    options: CaptureOptions,
+) -> MemoryPlan:
+    """Rehearses the planned calls, captures nothing, and leaves everything as it was.
+
+    Raises:
+        CaptureError: as ``capture_plan``.
+    """
+    chunks = [_captures_of_slot(chunk, observation, backend, options) for chunk in plan.chunks]
+    with _session(model, backend):
+        return _rehearse(model, plan, chunks, options)
 
 
 def capture_plan(
@@ -53,7 +72,8 @@ def capture_plan(
     Parameters, their ``.grad``, buffers, random states and optimizers are left as they were.
 
     Raises:
-        CaptureError: naming scope, operation and source line. Nothing of the session remains.
+        CaptureError: naming scope, operation and source line, or with the table of ``MemoryPlan``
+            if that is over the limit. Nothing of the session remains.
     """
     buffers: dict = {}
     # Before the stand-ins take the parameters' places: the guards compare with the real ones.
@@ -63,13 +83,8 @@ def capture_plan(
     ]
     chunks = []
     try:
-        with (
-            _undisturbed(model, backend),
-            backend.session(),
-            _stand_in_parameters(model) as originals,
-        ):
-            known = [*model.parameters(), *model.buffers()]
-            _rehearse([of_chunk[0] for of_chunk in captures], known, options)
+        with _session(model, backend) as originals:
+            memory = _rehearse(model, plan, [of_chunk[0] for of_chunk in captures], options)
             for of_chunk in captures:
                 chunks.append(Chunk([_capture_slot(own, originals, buffers) for own in of_chunk]))
     except BaseException:
@@ -77,10 +92,20 @@ def capture_plan(
             capture.recording.release()
         backend.release()
         raise
-    captured = Captured(chunks, list(buffers.values()))
+    captured = Captured(chunks, list(buffers.values()), memory)
     for slot in captured.slots:
         slot.complete()
     return captured
+
+
+@contextlib.contextmanager
+def _session(model: nn.Module, backend: Backend) -> Iterator[Originals]:
+    with (
+        undisturbed(model, backend.device, backend.generators),
+        backend.session(),
+        stand_in_parameters(model) as originals,
+    ):
+        yield originals
 
 
 def _captures_of_slot(
@@ -103,19 +128,40 @@ def _captures_of_slot(
 
 
 def _rehearse(
+    model: nn.Module,
+    plan: Plan,
     chunks: Sequence[dict[int, CallCapture]],
-    known: Sequence[torch.Tensor],
     options: CaptureOptions,
-) -> None:
+) -> MemoryPlan:
     """In turn, as the calls will come; every chunk once, whatever its number of slots."""
+    known = [*model.parameters(), *model.buffers()]
+    measured: dict[int, CallMemory] = {}
     if options.before_rehearsals is not None:
         options.before_rehearsals()
     for _ in range(options.rehearsals):
-        for capture in (capture for chunk in chunks for capture in chunk.values()):
+        for number, capture in (item for chunk in chunks for item in chunk.items()):
             with _explained(capture.recording, "forward"):
-                capture.rehearse(known)
+                measured[number] = capture.rehearse(known)
     if options.after_rehearsals is not None:
         options.after_rehearsals()
+    memory = _memory_plan(plan, measured, options.split)
+    if options.memory_limit is not None and memory.total_bytes > options.memory_limit:
+        raise CaptureError(
+            f"graphs would take {memory.total_bytes:,} bytes, and memory_limit is "
+            f"{options.memory_limit:,}: choose fewer scopes, or raise the limit; the model is "
+            f"eager again\n{memory}"
+        )
+    return memory
+
+
+def _memory_plan(plan: Plan, measured: Mapping[int, CallMemory], split: bool) -> MemoryPlan:
+    chunks = [
+        ChunkMemory(tuple(measured[n] for n in chunk.calls if n in measured), chunk.slots, split)
+        for chunk in plan.chunks
+    ]
+    gradients = [call.gradients for chunk in chunks for call in chunk.calls]
+    own = sum(chunk.slots * call.gradients for chunk in chunks for call in chunk.calls)
+    return MemoryPlan(tuple(chunks), own if split else max(gradients, default=0))
 
 
 def _capture_slot(captures: dict[int, CallCapture], originals: Originals, buffers: dict) -> Slot:
@@ -135,45 +181,6 @@ def _capture_slot(captures: dict[int, CallCapture], originals: Originals, buffer
     for capture in captures.values():
         capture.finish()
     return Slot(list(recordings.values()), next(iter(captures.values())).pool)
-
-
-@contextlib.contextmanager
-def _undisturbed(model: nn.Module, backend: Backend) -> Iterator[None]:
-    """Whatever happens inside: buffers, random states and garbage collection stay as they are."""
-    collecting = gc.isenabled()
-    gc.collect()
-    gc.disable()  # a graph that is collected during a capture invalidates it
-    try:
-        rng = preserved_rng(backend.device, backend.generators)
-        with preserved_values(model.buffers()), rng:
-            yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def _stand_in_parameters(model: nn.Module) -> Iterator[Originals]:
-    """Within this context every module holds a stand-in on the same memory for each parameter.
-
-    A parameter's gradient accumulator belongs to the stream on which it was first used. As long as
-    the caller keeps a loss of an eager step, that is the caller's stream, and capturing a backward
-    into it would make that stream wait for the capture, which CUDA refuses.
-    """
-    places = [
-        (module._parameters, key, parameter)
-        for module in model.modules()
-        for key, parameter in module._parameters.items()
-        if parameter is not None and parameter.requires_grad
-    ]
-    stand_ins = {id(p): nn.Parameter(p.detach()) for _, _, p in places}
-    try:
-        for place, key, parameter in places:
-            place[key] = stand_ins[id(parameter)]
-        yield {id(stand_ins[id(p)]): p for _, _, p in places}
-    finally:
-        for place, key, parameter in places:
-            place[key] = parameter
 
 
 @contextlib.contextmanager

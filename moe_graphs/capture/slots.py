@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from moe_graphs.capture.errors import GraphError
+from moe_graphs.capture.memory import MemoryPlan
 from moe_graphs.capture.recording import Recording
 from moe_graphs.capture.signature import Mismatch
 
@@ -227,8 +228,11 @@ class Chunk:
 class Captured:
     """Everything that was captured of a model: chunks of slots of recordings."""
 
-    def __init__(self, chunks: Sequence[Chunk], shared: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, chunks: Sequence[Chunk], shared: Sequence[torch.Tensor], memory: MemoryPlan
+    ) -> None:
         self.chunks = tuple(chunks)
+        self.memory = memory
         self.shared = tuple(shared)  # static memory that recordings of several slots use
         self._of_scope = {
             recording.scope.name: chunk
