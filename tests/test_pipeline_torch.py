@@ -13,6 +13,7 @@ from torch.nn import functional
 import moe_graphs
 from distributed import run_distributed
 from moe_graphs import GraphConfig
+from moe_graphs.capture.schedule_formats import from_torch
 from pipelines import SEQUENCE, WIDTH, Layers
 from training_runs import Trace
 
@@ -52,7 +53,7 @@ def loss_of(outputs: tuple[Tensor, Tensor], targets_BS: Tensor) -> Tensor:
 
 
 def train_rank(
-    rank: int, pp: int, name: str, device: str, config: GraphConfig, steps: int = 5
+    rank: int, pp: int, name: str, device: str, config: GraphConfig, steps: int = 4
 ) -> tuple[Trace, moe_graphs.Report]:
     """One rank of a pipeline of torch's; every rank knows the data."""
     indices = [rank] if name in SINGLE else [rank, pp + rank]
@@ -88,6 +89,8 @@ def train_rank(
     trace.note("random number", torch.rand(1, device=place))
     report = graphs.report()
     graphs.release()
+    if report.slots:  # as many as the schedule says, which nobody told the graphs
+        assert sorted(report.slots) == sorted(from_torch(schedule).slots()[rank].values())
     return trace, report
 
 
@@ -121,7 +124,7 @@ def check(pp: int, backend: str, names: tuple[str, ...], split: bool = False) ->
     for found in run_distributed(compare, pp, backend, arguments=(names, device, split)):
         for run in found:
             passes = 2 * pp * (1 if run["name"] in SINGLE else 2)
-            assert run["replayed"] + run["held"] == 3 * 2 * passes, run  # steps, layers
+            assert run["replayed"] + run["held"] == 2 * 2 * passes, run  # steps, layers
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
