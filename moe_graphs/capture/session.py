@@ -190,6 +190,7 @@ def _explained(recording: Recording, direction: str) -> Iterator[None]:
     try:
         yield
     except CaptureError as error:
+        _drop_leaked_hooks(error)
         raise CaptureError(f"{where}: {error}; the model is eager again") from error
     except Exception as error:
         line = source_line(traceback.extract_tb(error.__traceback__))
@@ -201,3 +202,10 @@ def _explained(recording: Recording, direction: str) -> Iterator[None]:
             f"{where} with {type(error).__name__}{memory}: {error}; at {line}; "
             f"the model is eager again"
         ) from error
+
+
+def _drop_leaked_hooks(error: BaseException) -> None:
+    """torch's checkpoint leaves its saved-tensor hooks in force as long as the traceback of an
+    exception from inside it holds the frame of its generator (2.11)."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        traceback.clear_frames(error.__traceback__)
