@@ -121,7 +121,9 @@ def compare(rank: int, pp: int, names: tuple[str, ...], device: str, split: bool
 
 def check(pp: int, backend: str, names: tuple[str, ...], split: bool = False) -> None:
     device = "cuda" if backend == "nccl" else "cpu"
-    for found in run_distributed(compare, pp, backend, arguments=(names, device, split)):
+    arguments = names, device, split
+    ranks = run_distributed(compare, pp, backend, arguments=arguments, timeout_seconds=300)
+    for found in ranks:
         for run in found:
             passes = 2 * pp * (1 if run["name"] in SINGLE else 2)
             assert run["replayed"] + run["held"] == 2 * 2 * passes, run  # steps, layers
@@ -142,4 +144,4 @@ def test_four_ranks():
 
 
 def test_four_ranks_with_weight_gradients_apart():
-    check(4, "gloo", SPLIT, split=True)
+    check(4, "gloo", IN_A_V, split=True)

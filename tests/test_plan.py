@@ -13,20 +13,24 @@ from moe_graphs.capture.plan import Event, plan
 def events(text: str) -> list[Event]:
     """``"a1 b1 -b1 -a1"``: microbatch 1 goes forward through a and b, and back in one backward.
 
-    ``~1`` are its weight gradients, ``~`` those of the oldest microbatch; ``a1!`` is a call of
-    another signature.
+    ``~a1`` are its weight gradients; ``-a1?`` leaves them for ``~``, which makes up for the oldest
+    microbatch left so; ``a1!`` is a call of another signature.
     """
     calls: list[tuple[str, str]] = []
-    found = []
+    found, left = [], []
     for word in text.split():
-        name, changed = word.rstrip("!"), word.endswith("!")
+        name, changed = word.rstrip("!?"), word.endswith("!")
         if name == "~":
-            found.append(Event("W", "", -1))
+            found.append(Event("W", "", -1, delayed=left.pop(0)))
         elif name[0] in "-~":
             key = (name[1], name[2:])
             number = max(n for n, call in enumerate(calls) if call == key)
             kind = "B" if name[0] == "-" else "W"
-            found.append(Event(kind, key[0], number, task=int(key[1])))
+            task, delayed = int(key[1]), -1
+            if word.endswith("?"):
+                delayed = task
+                left += [task] * (task not in left)
+            found.append(Event(kind, key[0], number, task, delayed=delayed))
         else:
             alike = 100 * changed + ord(name[0])
             found.append(Event("F", name[0], len(calls), alike=alike))
@@ -92,10 +96,17 @@ def test_chunks_are_planned_apart():
     assert chunks == [((5,), 2), ((4,), 2)]
 
 
-@pytest.mark.parametrize("weights", ["~a1 ~b1", "~"])
-def test_a_microbatch_is_in_flight_until_its_weight_gradients(weights):
-    assert planned(f"a1 b1 -b1 -a1 a2 b2 -b2 -a2 {weights}") == [((2, 3), 2)]
-    assert planned(f"a1 b1 -b1 -a1 {weights} a2 b2 -b2 -a2") == [((2, 3), 1)]
+@pytest.mark.parametrize("backward", ["-b1 -a1", "-b1? -a1?"])
+def test_a_microbatch_is_in_flight_until_its_weight_gradients(backward):
+    weights = "~" if "?" in backward else "~a1 ~b1"
+    assert planned(f"a1 b1 {backward} a2 b2 -b2 -a2 {weights}") == [((2, 3), 2)]
+    assert planned(f"a1 b1 {backward} {weights} a2 b2 -b2 -a2") == [((2, 3), 1)]
+
+
+def test_whole_backwards_do_not_wait_for_weight_gradients():
+    """DualPipeV has both kinds on one rank."""
+    assert planned("a1 -a1 a2 -a2? ~ a3 -a3 a4 -a4? ~") == [((3,), 1)]
+    assert planned("a1 -a1 a2 -a2? a3 ~ -a3") == [((2,), 2)]
 
 
 def test_a_frozen_first_scope_belongs_to_the_microbatch_that_follows():

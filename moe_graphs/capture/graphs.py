@@ -157,7 +157,7 @@ class Graphs:
             raise GraphError("delayed_weights() needs GraphConfig(split_backward=True)")
         if not self._in_step or self.delayed.is_collecting:
             raise GraphError("delayed_weights() belongs inside 'with graphs.step()', not nested")
-        with self.delayed.collecting():
+        with self.delayed.collecting(), self.observation.delaying():
             yield
 
     def backward_weight(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,6 +51,7 @@ class Observation:
         self.events: list[Event] = []
         self._leaves: dict[int, tuple[Any, ...]] = {}
         self._outputs: dict[int, tuple[weakref.ref[torch.Tensor], Link]] = {}
+        self._delays = self._weights = 0
 
     def inputs_of(self, call: ObservedCall) -> tuple[Any, ...]:
         """Input leaves, detached, that some call alike was made with."""
@@ -81,9 +84,19 @@ class Observation:
         if node is not None:
             node.register_hook(listener.weights)
 
+    @contextlib.contextmanager
+    def delaying(self) -> Iterator[None]:
+        """The backwards within this context leave their weight gradients for ``weights``."""
+        start = len(self.events)
+        yield
+        ran = self.events[start:]
+        self.events[start:] = [replace(event, delayed=self._delays) for event in ran]
+        self._delays += 1
+
     def weights(self) -> None:
-        """Notes a ``backward_weight()``: the weight gradients of the oldest pass without."""
-        self.events.append(Event("W", "", -1))
+        """Notes a ``backward_weight()``: it makes up for the oldest ``delaying`` left."""
+        self.events.append(Event("W", "", -1, delayed=self._weights))
+        self._weights += 1
 
     def _signature(
         self, scope: Scope, inputs: Any, leaves: list[Any], structure: pytree.TreeSpec

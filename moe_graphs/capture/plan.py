@@ -22,9 +22,10 @@ from moe_graphs.capture.errors import CaptureError
 class Event:
     """A forward ("F"), a backward ("B") or the weight gradients ("W") of a call of ``scope``.
 
-    call: its number in this step; -1 for the "W" of the oldest pass that has had none, as
-        ``graphs.backward_weight()`` means it.
+    call: its number in this step; -1 for the "W" of a ``graphs.backward_weight()``.
     task: of a "B", which backward of autograd it belongs to.
+    delayed: of a "B", in which ``delayed_weights()`` of the step it ran, -1 for none; of a "W" of
+        ``backward_weight()``, the one that it makes up for.
     alike: of an "F", the number of the first call with the same signature.
     """
 
@@ -33,6 +34,7 @@ class Event:
     call: int
     task: int = -1
     alike: int = -1
+    delayed: int = -1
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,8 @@ class Plan:
 class _Pass:
     forwards: list[Event] = field(default_factory=list)
     task: int | None = None
-    last_backward: int = -1  # position in the list of events
-    end: int = -1  # position of its last backward or weight gradient
+    delayed: int = -1
+    end: int = -1  # position in the list of events of its last backward or weight gradient
 
     @property
     def scopes(self) -> tuple[str, ...]:
@@ -110,11 +112,14 @@ def _passes(events: Sequence[Event]) -> list[_Pass]:
             passes[-1].task = task if task is not None else passes[-1].task
             of_call[event.call] = passes[-1]
         elif event.kind == "B":
-            of_call[event.call].last_backward = of_call[event.call].end = position
+            of_call[event.call].delayed = event.delayed
+            of_call[event.call].end = position
+        elif event.call >= 0:
+            of_call[event.call].end = position
         else:
-            owner = of_call.get(event.call) or _oldest_without_weights(passes)
-            if owner is not None:
-                owner.end = position
+            for each in passes:
+                if each.delayed == event.delayed:
+                    each.end = position
         may_continue = event.kind == "F"
     return passes
 
@@ -124,11 +129,6 @@ def _continues(current: _Pass, scope: str, task: int | None) -> bool:
     if task is None or current.task is None:
         return scope not in current.scopes
     return task == current.task
-
-
-def _oldest_without_weights(passes: Sequence[_Pass]) -> _Pass | None:
-    waiting = [p for p in passes if p.last_backward >= 0 and p.end == p.last_backward]
-    return min(waiting, key=lambda p: p.last_backward, default=None)
 
 
 def _with_common_scopes(passes: Sequence[_Pass]) -> list[list[_Pass]]:
