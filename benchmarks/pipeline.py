@@ -126,6 +126,8 @@ def capture_rows(count: int = 96, slots: int = 4, width: int = 512) -> Iterable[
 
     common = {"benchmark": "pipeline capture", "scopes": count, "slots": slots}
     model = nn.Sequential(*modules)
+    for _ in range(3):  # libraries load their kernels
+        model(sample()).sum().backward()
     config = moe_graphs.GraphConfig(["[0-9]", "[0-9][0-9]"], warmup_steps=1)
     graphs = moe_graphs.graph(model, config)
     with graphs.step():
