@@ -170,6 +170,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON lines")
     parser.add_argument("--commit", help="for the stamp, where there is no .git")
     parser.add_argument("--only", choices=("memory", "capture"))
+    parser.add_argument("--cases", type=int, default=len(CASES), help="of memory: the first ones")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this needs a CUDA device")
@@ -189,7 +190,7 @@ def main() -> None:
         for row in capture_rows():
             note(row)
     if options.only != "capture":
-        for case in CASES:
+        for case in CASES[: options.cases]:
             note(memory_row(*case))
 
 
