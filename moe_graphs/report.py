@@ -31,7 +31,7 @@ def capture_table(report: Report) -> Table:
         )
     table.caption = (
         f"graphs: forward + backward (+ weights apart); kernels: recorded ops on the CPU; captured "
-        f"{report.captured} for {' + '.join(map(str, report.slots)) or 0} microbatch(es) in flight, "
+        f"{report.captured}, for {' + '.join(map(str, report.slots)) or 0} microbatches in flight, "
         f"replayed {report.replayed:,}, pool {format_bytes(report.pool_bytes)} (predicted "
         f"{format_bytes(report.predicted_pool_bytes)}), static "
         f"{format_bytes(report.static_bytes)}; eager calls: {format_reasons(report.eager_calls)}"
