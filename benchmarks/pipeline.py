@@ -126,6 +126,8 @@ def capture_rows(count: int = 96, slots: int = 4, width: int = 512) -> Iterable[
 
     common = {"benchmark": "pipeline capture", "scopes": count, "slots": slots}
     model = nn.Sequential(*modules)
+    for _ in range(3):  # libraries load their kernels
+        model(sample()).sum().backward()
     config = moe_graphs.GraphConfig(["[0-9]", "[0-9][0-9]"], warmup_steps=1)
     graphs = moe_graphs.graph(model, config)
     with graphs.step():
@@ -168,6 +170,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON lines")
     parser.add_argument("--commit", help="for the stamp, where there is no .git")
     parser.add_argument("--only", choices=("memory", "capture"))
+    parser.add_argument("--cases", type=int, default=len(CASES), help="of memory: the first ones")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this needs a CUDA device")
@@ -187,7 +190,7 @@ def main() -> None:
         for row in capture_rows():
             note(row)
     if options.only != "capture":
-        for case in CASES:
+        for case in CASES[: options.cases]:
             note(memory_row(*case))
 
 

@@ -20,7 +20,10 @@ from moe_graphs.capture.backends.base import Backend, Graph
 class CudaGraph(Graph):
     def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
         self.graph: torch.cuda.CUDAGraph | None = graph
-        self.kernels = _count_kernels(graph)
+
+    @property
+    def kernels(self) -> int | None:
+        return None if self.graph is None else _count_kernels(self.graph)
 
     def replay(self) -> None:
         self.graph.replay()
@@ -58,6 +61,19 @@ class CudaGraphs(Backend):
 
     def new_pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
+
+    @contextlib.contextmanager
+    def reserved(self, pool: Any, nbytes: int) -> Iterator[None]:
+        index = self.device.index or 0
+        torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool)
+        try:
+            torch.empty(nbytes, dtype=torch.uint8, device=self.device)  # and free again
+        finally:
+            torch._C._cuda_endAllocateToPool(index, pool)
+        try:
+            yield
+        finally:
+            torch._C._cuda_releasePool(index, pool)  # by now graphs hold it, or nothing does
 
     @contextlib.contextmanager
     def record(self, pool: Any) -> Iterator[list[Graph]]:
