@@ -658,6 +658,51 @@ def test_microbatches_in_flight_in_the_warm_up_get_a_slot_each(device, order):
     assert graphs.report().captured == 6
 
 
+def in_flight_two_by_two(model, graphs, device, count):
+    """1F1B of depth two: gradients after the step."""
+    model.zero_grad()
+    with graphs.step():
+        waiting = []
+        for _ in range(count):
+            waiting.append(model(data(device)).square().sum())
+            if len(waiting) == 2:
+                waiting.pop(0).backward()
+        for loss in waiting:
+            loss.backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_steps_of_other_numbers_of_microbatches(device):
+    def scenario(model, graphs):
+        return [g for n in (3, 3, 8, 1, 2) for g in in_flight_two_by_two(model, graphs, device, n)]
+
+    model = build(device)
+    expected = scenario(model, moe_graphs.graph(model, GraphConfig(impl="none")))
+    model = build(device)
+    graphs = moe_graphs.graph(model, scopes(warmup_steps=1, on_mismatch="error"))
+    assert all(map(torch.equal, scenario(model, graphs), expected))
+    report = graphs.report()
+    assert (report.slots, report.captured, report.replayed) == ((2,), 4, 2 * (3 + 8 + 1 + 2))
+
+
+def test_a_microbatch_abandoned_while_another_is_in_flight(device):
+    def scenario(model, graphs):
+        found = in_flight_two_by_two(model, graphs, device, 3)
+        with pytest.raises(ZeroDivisionError), graphs.step():
+            first = model(data(device)).square().sum()
+            model(data(device)).square().sum()
+            first.backward()
+            raise ZeroDivisionError
+        return found + in_flight_two_by_two(model, graphs, device, 4)
+
+    model = build(device)
+    expected = scenario(model, moe_graphs.graph(model, GraphConfig(impl="none")))
+    model = build(device)
+    graphs = moe_graphs.graph(model, scopes(warmup_steps=1, on_mismatch="error"))
+    assert all(map(torch.equal, scenario(model, graphs), expected))
+    assert graphs.report().abandoned == 2
+
+
 def test_a_second_backward_and_one_after_its_step_are_errors(device):
     model = build(device)
     graphs = warm(model, device)
