@@ -9,6 +9,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -103,25 +104,41 @@ class Watched:
                 edge.holder[edge.key] = edge.value
 
     def _remember(self, edges: list[Edge]) -> None:
-        self._edges = [(e.holder, e.key, e.value) for e in edges]
-        containers = {id(e.value): e.value for e in edges if isinstance(e.value, (dict, list))}
-        self._sizes = [(container, len(container)) for container in containers.values()]
         self.leaves = [edge for edge in edges if edge.is_leaf]
-        self.tensors = [e.value for e in self.leaves if not e.is_plain]
+        self.tensors = [edge.value for edge in self.leaves if not edge.is_plain]
         self._addresses = [tensor.data_ptr() for tensor in self.tensors]
+        self._indices = list(range(len(self.tensors)))
+        children: dict[int, tuple[Any, list[Edge]]] = {}
+        for edge in edges:
+            children.setdefault(id(edge.holder), (edge.holder, []))[1].append(edge)
+            if isinstance(edge.value, (dict, list)):
+                children.setdefault(id(edge.value), (edge.value, []))  # it may be empty
+        # Whole containers are compared by one loop in C; of others only some entries are watched.
+        self._dicts, self._lists, self._entries = [], [], []
+        for holder, siblings in children.values():
+            values = [edge.value for edge in siblings]
+            if len(holder) != len(values):
+                self._entries += [(holder, edge.key, edge.value) for edge in siblings]
+            elif isinstance(holder, dict):
+                self._dicts.append((holder, values))
+            else:
+                self._lists.append((holder, values))
 
     def _is_untouched(self) -> bool:
         """The quick answer: every holder has the very same values."""
-        try:
-            for holder, key, value in self._edges:
-                if holder[key] is not value:
-                    return False
-        except LookupError:
-            return False
-        sizes = all(len(container) == size for container, size in self._sizes)
-        return sizes and self._are_in_place()
+        for holder, values in self._dicts:
+            if len(holder) != len(values) or not all(map(is_, holder.values(), values)):
+                return False
+        for holder, values in self._lists:
+            if len(holder) != len(values) or not all(map(is_, holder, values)):
+                return False
+        entries = all(holder.get(key) is value for holder, key, value in self._entries)
+        return entries and self._are_in_place()
 
     def _are_in_place(self) -> bool:
+        if hasattr(torch._C, "_tensors_data_ptrs_at_indices_equal"):  # builds with CUDA
+            at_once = torch._C._tensors_data_ptrs_at_indices_equal
+            return at_once(self.tensors, self._addresses, self._indices)
         return [tensor.data_ptr() for tensor in self.tensors] == self._addresses
 
 
