@@ -711,6 +711,20 @@ def test_release(device):
         step.capture(toy.batch())
 
 
+def test_releasing_one_graph_leaves_the_others_whole(device):
+    """Releasing clears the workspaces of cuBLAS: those of other graphs must lie in their pools."""
+
+    def scenario(toy, step):
+        x = toy.batch()["x"][0]
+        if isinstance(step, FullIteration):
+            other = FullIteration(toy.model, model=toy.model)
+            other.capture(x)
+            other.release()
+        return [step(toy.batch()) for _ in range(2)]
+
+    both(device, scenario)
+
+
 def test_arguments(device):
     toy = Toy(device)
     with pytest.raises(ValueError, match="accepted are 'error', 'eager', 'recapture'"):

@@ -18,7 +18,7 @@ EAGER_FORWARDS = 11
 first: what torch's notes on CUDA graphs mean by eleven warm-up iterations."""
 
 _NEVER = 2**31 - 1
-_HOOKS_ON_ACCUMULATORS = ("DistributedDataParallel", "FullyShardedDataParallel")
+_HOOKS_ON_ACCUMULATORS = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 
 
 def wrappers(model: nn.Module) -> list[DistributedDataParallel]:
@@ -32,7 +32,7 @@ def process_group_of(model: nn.Module) -> dist.ProcessGroup | None:
 
 
 def hooks_on_accumulators(model: nn.Module) -> str | None:
-    """The name of a wrapper (torch's, Megatron's) that hangs hooks on gradient accumulators."""
+    """The name of a wrapper whose hooks hang on gradient accumulators (torch's, Megatron's)."""
     kinds = (type(module).__name__ for module in model.modules())
     return next((kind for kind in kinds if kind in _HOOKS_ON_ACCUMULATORS), None)
 
@@ -65,10 +65,10 @@ def check_settings(model: nn.Module) -> None:
 
 def check_streams(model: nn.Module, stale: list[str]) -> None:
     """``stale``: parameters whose gradients are not accumulated on the stream of the capture."""
-    kind = hooks_on_accumulators(model)
-    if stale and kind is not None:
+    if stale:
+        kind, names = hooks_on_accumulators(model), ", ".join(stale[:3])
         raise CaptureError(
-            f"{kind} was built on another stream, where the gradients of {', '.join(stale[:3])} "
+            f"{kind} was built on another stream, where the gradients of {names} "
             f"and {max(0, len(stale) - 3)} more are accumulated: build it within 'with "
             f"torch.cuda.stream(stream):' and pass the same stream=stream to FullIteration"
         )

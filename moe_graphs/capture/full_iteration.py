@@ -18,6 +18,7 @@ For validation wrap a second function; both may be called in any order.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections import Counter
@@ -111,6 +112,7 @@ class FullIteration:
             model = nn.ModuleList(model)
         backend = backend_of(model, stream)
         self._subject = Subject(step, model, optimizer, tuple(state), tuple(generators), backend)
+        self._has_stream = stream is not None
         self._group = data_parallel.process_group_of(model)
         self._warmup_steps, self._on_mismatch = warmup_steps, on_mismatch
         self.state = "warmup"
@@ -188,7 +190,9 @@ class FullIteration:
 
     def _eager(self, batch: Any, reason: str) -> Any:
         self._eager_calls[reason] += 1
-        with self._subject.backend.on_stream():
+        # DDP accumulates on the stream it was built on: elsewhere torch warns of the mismatch.
+        given = self._has_stream
+        with self._subject.backend.on_stream() if given else contextlib.nullcontext():
             return owned(self._subject.step(batch))
 
     def _mismatched(self, mismatch: Mismatch, batch: Any) -> Any:

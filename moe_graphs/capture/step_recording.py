@@ -138,10 +138,11 @@ def _prepare(
     inputs = StaticInputs.of(batch, subject.backend.device)
     modules = ModuleState("full iteration", subject.model)
     modules.check_capturable()
+    if data_parallel.hooks_on_accumulators(subject.model) is None:
+        forget_accumulators(list(named.values()))
     seen = rehearse(subject, inputs, modules, rehearsals)
     late_state.check()
     data_parallel.check_streams(subject.model, seen.stale)
-    forget_accumulators([named[name] for name in seen.stale])
     found = static_gradients(list(named.values()), entry, seen.dropped)
     set_gradients(list(named.values()), found)
     return _Prepared(inputs, modules, seen, found, subject.backend.new_pool())

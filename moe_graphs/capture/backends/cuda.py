@@ -76,6 +76,8 @@ class CudaGraphs(Backend):
         for generator in generators:
             graph.register_generator_state(generator)
         graphs: list[Graph] = []
+        # Or the graph would use a workspace outside its pool, which the next clearing unmaps.
+        torch._C._cuda_clearCublasWorkspaces()
         # thread_local: a data loader's or NCCL's thread may call CUDA during the capture.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
@@ -94,14 +96,14 @@ class CudaGraphs(Backend):
         generator that the capture is over (torch 2.11): the first is told here, the second by
         an empty capture that succeeds.
         """
-        try:
-            graph.capture_end()
-        except RuntimeError:
-            index = self.device.index or 0
-            torch._C._cuda_endAllocateToPool(index, pool)
-            torch._C._cuda_releasePool(index, pool)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # "The CUDA Graph is empty"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "The CUDA Graph is empty"
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                index = self.device.index or 0
+                torch._C._cuda_endAllocateToPool(index, pool)
+                torch._C._cuda_releasePool(index, pool)
                 empty = torch.cuda.CUDAGraph()
                 empty.capture_begin(capture_error_mode="thread_local")
                 empty.capture_end()
