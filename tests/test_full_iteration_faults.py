@@ -691,6 +691,47 @@ def test_declared_state_is_put_back_and_watched(device):
         step(toy.batch())
 
 
+def test_a_scheduler_may_be_named_but_not_stepped_within(device):
+    def scenario(toy, step):
+        scheduler = torch.optim.lr_scheduler.LambdaLR(toy.optimizer, lambda n: 0.9**n)
+        if isinstance(step, FullIteration):
+            step = toy.graph(state=[scheduler], warmup_steps=1)
+        returned = []
+        for _ in range(4):
+            returned.append(step(toy.batch()))
+            scheduler.step()
+        if isinstance(step, FullIteration):
+            assert step.report().replayed == 3
+        return returned
+
+    both(device, scenario)
+    toy = Toy(device)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(toy.optimizer, lambda n: 0.9**n)
+
+    def stepping(batch):
+        result = toy.step(batch)
+        scheduler.step()
+        return result
+
+    step = FullIteration(
+        stepping, model=toy.model, optimizer=toy.optimizer, state=[scheduler], warmup_steps=1
+    )
+    step(toy.batch())
+    with pytest.raises(CaptureError, match=r"state\[0\].last_epoch changes within the step"):
+        step(toy.batch())
+    assert scheduler.last_epoch == 1
+
+
+def test_parameters_outside_the_model(device):
+    toy = Toy(device)
+    scale = nn.Parameter(torch.ones((), device=device))
+    toy.optimizer.add_param_group({"params": [scale]})
+    toy.inside = lambda loss: loss * scale
+    with pytest.raises(CaptureError, match=r"not in model=.*model=\[model, criterion"):
+        toy.graph().capture(toy.batch())
+    assert scale.grad is None or not scale.grad.any()
+
+
 def test_release(device):
     def scenario(toy, step):
         if isinstance(step, FullIteration):

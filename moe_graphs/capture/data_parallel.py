@@ -18,7 +18,6 @@ EAGER_FORWARDS = 11
 first: what torch's notes on CUDA graphs mean by eleven warm-up iterations."""
 
 _NEVER = 2**31 - 1
-_HOOKS_ON_ACCUMULATORS = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 
 
 def wrappers(model: nn.Module) -> list[DistributedDataParallel]:
@@ -29,12 +28,6 @@ def process_group_of(model: nn.Module) -> dist.ProcessGroup | None:
     """The group over which the model's gradients are reduced, None without DDP."""
     found = wrappers(model)
     return found[0].process_group if found else None
-
-
-def hooks_on_accumulators(model: nn.Module) -> str | None:
-    """The name of a wrapper whose hooks hang on gradient accumulators (torch's, Megatron's)."""
-    kinds = (type(module).__name__ for module in model.modules())
-    return next((kind for kind in kinds if kind in _HOOKS_ON_ACCUMULATORS), None)
 
 
 def check_settings(model: nn.Module) -> None:
@@ -60,17 +53,6 @@ def check_settings(model: nn.Module) -> None:
             "NCCL registers the memory of graphs, and hangs or crashes on expandable segments: set "
             "NCCL_GRAPH_REGISTER=0 before init_process_group, or take expandable_segments:True "
             "out of PYTORCH_CUDA_ALLOC_CONF"
-        )
-
-
-def check_streams(model: nn.Module, stale: list[str]) -> None:
-    """``stale``: parameters whose gradients are not accumulated on the stream of the capture."""
-    if stale:
-        kind, names = hooks_on_accumulators(model), ", ".join(stale[:3])
-        raise CaptureError(
-            f"{kind} was built on another stream, where the gradients of {names} "
-            f"and {max(0, len(stale) - 3)} more are accumulated: build it within 'with "
-            f"torch.cuda.stream(stream):' and pass the same stream=stream to FullIteration"
         )
 
 

@@ -91,18 +91,3 @@ def static_gradients(
         static = torch.empty_like(parameter, requires_grad=False)
         found.append(static.copy_(gradient))
     return found
-
-
-def forget_accumulators(parameters: Sequence[torch.Tensor]) -> None:
-    """Lets the next forward make new nodes that accumulate the gradients.
-
-    Such a node belongs to the stream of its first use. While the caller holds a loss of an eager
-    step it lives on, and a captured backward would pull the caller's stream into the capture, which
-    CUDA refuses. Assigning data of another dtype is what makes autograd forget it; the loss
-    keeps its own. Not for data-parallel wrappers, whose hooks sit on these nodes.
-    """
-    for parameter in parameters:
-        data = parameter.data
-        other = torch.float64 if data.dtype is not torch.float64 else torch.float32
-        parameter.data = torch.empty(0, dtype=other, device=data.device)
-        parameter.data = data

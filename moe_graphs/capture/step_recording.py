@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from moe_graphs.capture import data_parallel
+from moe_graphs.capture.accumulators import check_streams, forget_accumulators
 from moe_graphs.capture.backends.base import Backend, Graph
 from moe_graphs.capture.errors import CaptureError, GraphError
 from moe_graphs.capture.gradients import (
     Gradients,
     StaticGradients,
-    forget_accumulators,
     gradients_of,
     set_gradients,
     static_gradients,
@@ -138,12 +138,12 @@ def _prepare(
     inputs = StaticInputs.of(batch, subject.backend.device)
     modules = ModuleState("full iteration", subject.model)
     modules.check_capturable()
-    if data_parallel.hooks_on_accumulators(subject.model) is None:
-        forget_accumulators(list(named.values()))
     seen = rehearse(subject, inputs, modules, rehearsals)
     late_state.check()
-    data_parallel.check_streams(subject.model, seen.stale)
-    found = static_gradients(list(named.values()), entry, seen.dropped)
+    check_streams(subject.model, seen.stale)
+    found = entry
+    if seen.touches_gradients:
+        found = static_gradients(list(named.values()), entry, seen.dropped)
     set_gradients(list(named.values()), found)
     return _Prepared(inputs, modules, seen, found, subject.backend.new_pool())
 
@@ -151,7 +151,7 @@ def _prepare(
 def _record(subject: Subject, prepared: _Prepared, late_state: LateState) -> StepRecording:
     named, inputs, seen = subject.trainable(), prepared.inputs, prepared.seen
     tensors = [*subject.model.parameters(), *subject.model.buffers(), *inputs.tensors()]
-    watched = subject.watch(with_optimizer=seen.optimizer_steps)
+    watched = subject.watch(optimizer=seen.optimizer_steps, schedulers=False)
     versions = [tensor._version for tensor in tensors]
     with subject.backend.record(prepared.pool, subject.generators) as graphs:
         outputs = subject.step(inputs.tree())
@@ -186,7 +186,7 @@ def _record(subject: Subject, prepared: _Prepared, late_state: LateState) -> Ste
 def _preserved(subject: Subject) -> Iterator[tuple[Gradients, LateState]]:
     """Whatever happens inside: everything the step touches is as before afterwards."""
     parameters = list(subject.trainable().values())
-    entry, watched = gradients_of(parameters), subject.watch(with_optimizer=True)
+    entry, watched = gradients_of(parameters), subject.watch()
     late_state = LateState(subject.optimizers())
     tensors = [*subject.model.parameters(), *subject.model.buffers(), *watched.tensors]
     tensors += [gradient for gradient in entry if gradient is not None]
@@ -196,12 +196,14 @@ def _preserved(subject: Subject) -> Iterator[tuple[Gradients, LateState]]:
         preserved_rng(subject.backend.device, subject.generators),
         attributes_put_back_on_failure(subject.model),
     ):
+        forget_accumulators(subject.model)  # those of the caller's stream
         try:
             yield entry, late_state
         finally:
             late_state.take_away()
             watched.put_back()
             set_gradients(parameters, entry)
+            forget_accumulators(subject.model)  # those that an exception's traceback holds
 
 
 def _release(recording: StepRecording | None, backend: Backend) -> None:

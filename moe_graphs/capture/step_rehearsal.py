@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moe_graphs.capture import data_parallel
@@ -44,9 +45,14 @@ class Subject:
         candidates += [v for s in self.state if hasattr(s, "__dict__") for v in vars(s).values()]
         return list({id(c): c for c in candidates if isinstance(c, Optimizer)}.values())
 
-    def watch(self, *, with_optimizer: bool) -> Watched:
-        roots = {f"state[{i}]": each for i, each in enumerate(self.state)}
-        if with_optimizer and self.optimizer is not None:
+    def watch(self, *, optimizer: bool = True, schedulers: bool = True) -> Watched:
+        """Schedulers change between steps, and must not within them."""
+        roots = {
+            f"state[{i}]": each
+            for i, each in enumerate(self.state)
+            if schedulers or not isinstance(each, LRScheduler)
+        }
+        if optimizer and self.optimizer is not None:
             roots["optimizer"] = self.optimizer
         return Watched(roots, {id(p): name for name, p in self.model.named_parameters()})
 
@@ -75,7 +81,8 @@ def rehearse(subject: Subject, inputs: StaticInputs, modules: ModuleState, runs:
     parameters = list(named.values())
     entry, streams, seen = gradients_of(parameters), {}, Rehearsal()
     versions = [parameter._version for parameter in parameters]
-    with _noting_streams(named, streams), _noting_optimizers(subject, seen):
+    strangers = _strangers(subject)
+    with _noting_streams({**named, **strangers}, streams), _noting_optimizers(subject, seen):
         for _ in range(max(1, runs - 1)):
             set_gradients(parameters, entry)
             _run(subject, inputs, modules)
@@ -86,6 +93,11 @@ def rehearse(subject: Subject, inputs: StaticInputs, modules: ModuleState, runs:
         raise CaptureError(
             f"{changed.message}: the step changes it, and a replay runs no Python: keep it in a "
             f"buffer, or change it outside the step"
+        )
+    if strangers.keys() & streams.keys():
+        raise CaptureError(
+            "the optimizer updates parameters that are not in model=...: pass all their modules, "
+            "model=[model, criterion, ...], so that their gradients can be looked after"
         )
     after = gradients_of(parameters)
     if any(gradient is not None and gradient.requires_grad for gradient in after):
@@ -100,7 +112,7 @@ def rehearse(subject: Subject, inputs: StaticInputs, modules: ModuleState, runs:
 
 
 def _run(subject: Subject, inputs: StaticInputs, modules: ModuleState) -> None:
-    watched, drawn = subject.watch(with_optimizer=True), random.getstate()
+    watched, drawn = subject.watch(), random.getstate()
     modules.freeze()
     known = _known(subject, inputs, watched)
     with capturable_only(subject.backend.device, known):
@@ -111,6 +123,14 @@ def _run(subject: Subject, inputs: StaticInputs, modules: ModuleState) -> None:
         raise CaptureError(
             "the step draws from Python's random, which a replay does not: draw with torch"
         )
+
+
+def _strangers(subject: Subject) -> dict[str, torch.Tensor]:
+    """Parameters of optimizers that do not belong to the model."""
+    own = {id(parameter) for parameter in subject.model.parameters()}
+    groups = [group for optimizer in subject.optimizers() for group in optimizer.param_groups]
+    others = [p for group in groups for p in group["params"] if id(p) not in own]
+    return {f"stranger {i}": p for i, p in enumerate(others) if p.requires_grad}
 
 
 def _known(subject: Subject, inputs: StaticInputs, watched: Watched) -> list[torch.Tensor] | None:

@@ -173,8 +173,7 @@ def _children(value: Any, name: str, tensor_names: Mapping[int, str]) -> Iterato
             yield Edge(value, index, child, f"{name}[{index}]")
     elif hasattr(value, "__dict__") and not isinstance(value, _OPAQUE):
         for key, child in vars(value).items():
-            # A scheduler changes between steps, and is no part of them: only its counters are
-            # looked at, to see that it is not stepped within.
+            # Of a scheduler only the counters: they tell whether it has been stepped.
             if not isinstance(value, LRScheduler) or type(child) in _PLAIN:
                 yield Edge(vars(value), key, child, f"{name}.{key}")
 
