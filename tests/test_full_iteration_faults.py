@@ -717,7 +717,7 @@ def test_a_scheduler_may_be_named_but_not_stepped_within(device):
         stepping, model=toy.model, optimizer=toy.optimizer, state=[scheduler], warmup_steps=1
     )
     step(toy.batch())
-    with pytest.raises(CaptureError, match=r"state\[0\].last_epoch changes within the step"):
+    with pytest.raises(CaptureError, match=r"scheduler.step\(\)|belongs there"):
         step(toy.batch())
     assert scheduler.last_epoch == 1
 
