@@ -16,7 +16,7 @@ from moe_graphs.capture import data_parallel
 from moe_graphs.capture.accumulators import check_streams, forget_accumulators
 from moe_graphs.capture.backends.base import Backend, Graph
 from moe_graphs.capture.errors import CaptureError, GraphError
-from moe_graphs.capture.gradients import (
+from moe_graphs.capture.step_gradients import (
     Gradients,
     StaticGradients,
     gradients_of,
