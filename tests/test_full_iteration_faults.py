@@ -558,8 +558,8 @@ def _fail_while_recording(patch, step, toy, where, failure):
     original = backend.record
 
     @contextlib.contextmanager
-    def record(pool, generators=()):
-        with original(pool, generators) as graphs:
+    def record(pool):
+        with original(pool) as graphs:
             if where == "after":
                 yield graphs
             if failure == "memory":

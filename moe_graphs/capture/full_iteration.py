@@ -32,8 +32,8 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from moe_graphs.capture import data_parallel
+from moe_graphs.capture.backends import backend_for
 from moe_graphs.capture.backends.base import Backend
-from moe_graphs.capture.backends.of_model import backend_of
 from moe_graphs.capture.errors import GraphError
 from moe_graphs.capture.signature import Mismatch
 from moe_graphs.capture.static_inputs import owned
@@ -110,8 +110,8 @@ class FullIteration:
             raise ValueError(f"warmup_steps: got {warmup_steps}, must be at least 1")
         if not isinstance(model, nn.Module):
             model = nn.ModuleList(model)
-        backend = backend_of(model, stream)
-        self._subject = Subject(step, model, optimizer, tuple(state), tuple(generators), backend)
+        backend = backend_for((*model.parameters(), *model.buffers()), generators, stream)
+        self._subject = Subject(step, model, optimizer, tuple(state), backend)
         self._has_stream = stream is not None
         self._group = data_parallel.process_group_of(model)
         self._warmup_steps, self._on_mismatch = warmup_steps, on_mismatch

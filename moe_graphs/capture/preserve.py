@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -25,20 +25,20 @@ def no_garbage_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def preserved_rng(
-    device: torch.device, generators: Sequence[torch.Generator] = ()
+    device: torch.device, generators: Iterable[torch.Generator] = ()
 ) -> Iterator[None]:
     """The CPU's and the device's default generators, and others: a capture draws no numbers."""
+    others = [(generator, generator.get_state()) for generator in generators]
     cpu = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    states = [generator.get_state() for generator in generators]
     try:
         yield
     finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
         torch.set_rng_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, device)
+        for generator, state in others:
+            generator.set_state(state)
 
 
 @contextlib.contextmanager
@@ -75,3 +75,38 @@ def attributes_put_back_on_failure(model: nn.Module) -> Iterator[None]:
         for attributes, key, value in before:
             attributes[key] = value
         raise
+
+
+@contextlib.contextmanager
+def undisturbed(
+    model: nn.Module, device: torch.device, generators: Iterable[torch.Generator]
+) -> Iterator[None]:
+    """Whatever happens inside: buffers, random states and garbage collection stay as they are."""
+    rng = preserved_rng(device, generators)
+    with no_garbage_collection(), preserved_values(model.buffers()), rng:
+        yield
+
+
+@contextlib.contextmanager
+def stand_in_parameters(model: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
+    """Within this context every module holds a stand-in on the same memory for each parameter.
+    Gives the id of a stand-in -> the parameter.
+
+    A parameter's gradient accumulator belongs to the stream on which it was first used. As long as
+    the caller keeps a loss of an eager step, that is the caller's stream, and capturing a backward
+    into it would make that stream wait for the capture, which CUDA refuses.
+    """
+    places = [
+        (module._parameters, key, parameter)
+        for module in model.modules()
+        for key, parameter in module._parameters.items()
+        if parameter is not None and parameter.requires_grad
+    ]
+    stand_ins = {id(p): nn.Parameter(p.detach()) for _, _, p in places}
+    try:
+        for place, key, parameter in places:
+            place[key] = stand_ins[id(parameter)]
+        yield {id(stand_ins[id(p)]): p for _, _, p in places}
+    finally:
+        for place, key, parameter in places:
+            place[key] = parameter

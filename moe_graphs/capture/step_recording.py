@@ -16,13 +16,6 @@ from moe_graphs.capture import data_parallel
 from moe_graphs.capture.accumulators import check_streams, forget_accumulators
 from moe_graphs.capture.backends.base import Backend, Graph
 from moe_graphs.capture.errors import CaptureError, GraphError
-from moe_graphs.capture.step_gradients import (
-    Gradients,
-    StaticGradients,
-    gradients_of,
-    set_gradients,
-    static_gradients,
-)
 from moe_graphs.capture.module_state import ModuleState
 from moe_graphs.capture.optimizers import LateState
 from moe_graphs.capture.preserve import (
@@ -34,6 +27,13 @@ from moe_graphs.capture.preserve import (
 from moe_graphs.capture.rehearsal import source_line
 from moe_graphs.capture.signature import Mismatch, tensor_leaves
 from moe_graphs.capture.static_inputs import StaticInputs, owned_leaves
+from moe_graphs.capture.step_gradients import (
+    Gradients,
+    StaticGradients,
+    gradients_of,
+    set_gradients,
+    static_gradients,
+)
 from moe_graphs.capture.step_rehearsal import Rehearsal, Subject, rehearse
 from moe_graphs.capture.watched import Watched
 
@@ -145,6 +145,8 @@ def _prepare(
     if seen.touches_gradients:
         found = static_gradients(list(named.values()), entry, seen.dropped)
     set_gradients(list(named.values()), found)
+    # What the rehearsals left in the allocator's cache would lie beside the graph's own pool.
+    subject.backend.release()
     return _Prepared(inputs, modules, seen, found, subject.backend.new_pool())
 
 
@@ -153,7 +155,7 @@ def _record(subject: Subject, prepared: _Prepared, late_state: LateState) -> Ste
     tensors = [*subject.model.parameters(), *subject.model.buffers(), *inputs.tensors()]
     watched = subject.watch(optimizer=seen.optimizer_steps, schedulers=False)
     versions = [tensor._version for tensor in tensors]
-    with subject.backend.record(prepared.pool, subject.generators) as graphs:
+    with subject.backend.record(prepared.pool) as graphs:
         outputs = subject.step(inputs.tree())
     both = zip(tensors, versions, strict=True)
     written = [tensor for tensor, version in both if tensor._version != version]
@@ -193,7 +195,7 @@ def _preserved(subject: Subject) -> Iterator[tuple[Gradients, LateState]]:
     unique = list({id(tensor): tensor for tensor in tensors}.values())
     with (
         preserved_values(unique, on_host=True),
-        preserved_rng(subject.backend.device, subject.generators),
+        preserved_rng(subject.backend.device, subject.backend.generators),
         attributes_put_back_on_failure(subject.model),
     ):
         forget_accumulators(subject.model)  # those of the caller's stream

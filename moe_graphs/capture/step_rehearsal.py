@@ -17,11 +17,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from moe_graphs.capture import data_parallel
 from moe_graphs.capture.backends.base import Backend
 from moe_graphs.capture.errors import CaptureError
-from moe_graphs.capture.step_gradients import Gradients, gradients_of, set_gradients
 from moe_graphs.capture.module_state import ModuleState
 from moe_graphs.capture.optimizers import check_optimizer
 from moe_graphs.capture.rehearsal import capturable_only
 from moe_graphs.capture.static_inputs import StaticInputs
+from moe_graphs.capture.step_gradients import Gradients, gradients_of, set_gradients
 from moe_graphs.capture.watched import Watched
 
 
@@ -33,7 +33,6 @@ class Subject:
     model: nn.Module
     optimizer: Optimizer | None
     state: tuple[Any, ...]
-    generators: tuple[torch.Generator, ...]
     backend: Backend
 
     def trainable(self) -> dict[str, nn.Parameter]:

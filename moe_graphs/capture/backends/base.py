@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,8 +12,10 @@ import torch
 class Graph(abc.ABC):
     """One recorded block. Replaying reads and writes the very tensors it was recorded with."""
 
-    kernels: int | None
-    """Kernels of a CUDA graph (None where they cannot be counted), recorded ops on the CPU."""
+    @property
+    @abc.abstractmethod
+    def kernels(self) -> int | None:
+        """Kernels of a CUDA graph (None where they cannot be counted), recorded ops on the CPU."""
 
     @abc.abstractmethod
     def replay(self) -> None: ...
@@ -29,6 +30,8 @@ class Backend(abc.ABC):
 
     name: str
     device: torch.device
+    generators: tuple[torch.Generator, ...]
+    """Random number generators that recorded blocks draw from, besides the device's default."""
 
     @abc.abstractmethod
     def session(self) -> contextlib.AbstractContextManager[None]:
@@ -43,13 +46,13 @@ class Backend(abc.ABC):
         """Memory that graphs captured and replayed in one order may share."""
 
     @abc.abstractmethod
-    def record(
-        self, pool: Any, generators: Sequence[torch.Generator] = ()
-    ) -> contextlib.AbstractContextManager[list[Graph]]:
-        """Records the block; the list holds its graph afterwards. On an exception nothing stays.
+    def reserved(self, pool: Any, nbytes: int) -> contextlib.AbstractContextManager[None]:
+        """Around all captures into a pool: gives it memory in one piece, which they divide up. A
+        pool that grows bit by bit ends up a third larger (H200, 2026-11-21)."""
 
-        ``generators``: what the block draws random numbers from, besides the device's default one.
-        """
+    @abc.abstractmethod
+    def record(self, pool: Any) -> contextlib.AbstractContextManager[list[Graph]]:
+        """Records the block; the list holds its graph afterwards. On an exception nothing stays."""
 
     @abc.abstractmethod
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -81,8 +81,9 @@ class CpuRecorder(Backend):
 
     name = "cpu recorder"
 
-    def __init__(self) -> None:
+    def __init__(self, generators: Sequence[torch.Generator] = ()) -> None:
         self.device = torch.device("cpu")
+        self.generators = tuple(generators)
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
@@ -96,9 +97,11 @@ class CpuRecorder(Backend):
         return None
 
     @contextlib.contextmanager
-    def record(
-        self, pool: None, generators: Sequence[torch.Generator] = ()
-    ) -> Iterator[list[Graph]]:
+    def reserved(self, pool: None, nbytes: int) -> Iterator[None]:
+        yield
+
+    @contextlib.contextmanager
+    def record(self, pool: None) -> Iterator[list[Graph]]:
         tape = Tape()
         graphs: list[Graph] = []
         with _Recorder(tape):

@@ -20,7 +20,10 @@ from moe_graphs.capture.backends.base import Backend, Graph
 class CudaGraph(Graph):
     def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
         self.graph: torch.cuda.CUDAGraph | None = graph
-        self.kernels = _count_kernels(graph)
+
+    @property
+    def kernels(self) -> int | None:
+        return None if self.graph is None else _count_kernels(self.graph)
 
     def replay(self) -> None:
         self.graph.replay()
@@ -36,8 +39,14 @@ class CudaGraphs(Backend):
 
     name = "cuda graphs"
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        generators: Sequence[torch.Generator] = (),
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
         self.device = device
+        self.generators = tuple(generators)
         # All captures of an engine use one stream: the allocator reuses blocks within a stream.
         self.stream = stream or torch.cuda.Stream(device)
 
@@ -69,13 +78,24 @@ class CudaGraphs(Backend):
         return torch.cuda.graph_pool_handle()
 
     @contextlib.contextmanager
-    def record(
-        self, pool: Any, generators: Sequence[torch.Generator] = ()
-    ) -> Iterator[list[Graph]]:
+    def reserved(self, pool: Any, nbytes: int) -> Iterator[None]:
+        index = self.device.index or 0
+        torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool)
+        try:
+            torch.empty(nbytes, dtype=torch.uint8, device=self.device)  # and free again
+        finally:
+            torch._C._cuda_endAllocateToPool(index, pool)
+        try:
+            yield
+        finally:
+            torch._C._cuda_releasePool(index, pool)  # by now graphs hold it, or nothing does
+
+    @contextlib.contextmanager
+    def record(self, pool: Any) -> Iterator[list[Graph]]:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        for generator in generators:
-            graph.register_generator_state(generator)
         graphs: list[Graph] = []
+        for generator in self.generators:
+            graph.register_generator_state(generator)
         # Or the graph would use a workspace outside its pool, which the next clearing unmaps.
         torch._C._cuda_clearCublasWorkspaces()
         # thread_local: a data loader's or NCCL's thread may call CUDA during the capture.
