@@ -145,7 +145,8 @@ def _prepare(
     if seen.touches_gradients:
         found = static_gradients(list(named.values()), entry, seen.dropped)
     set_gradients(list(named.values()), found)
-    # What the rehearsals left in the allocator's cache would lie beside the graph's own pool.
+    # What the rehearsals left in the allocator's cache would lie beside the graph's own pool, and
+    # their cuBLAS workspace outside of it, to be unmapped when another graph is released.
     subject.backend.release()
     return _Prepared(inputs, modules, seen, found, subject.backend.new_pool())
 

@@ -13,10 +13,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_graphs.capture.backends.base import Backend, Graph
+from moe_graphs.capture.backends.base import Backend, Graph, MemoryMeter
 from moe_graphs.capture.signature import tensor_leaves
 
 
@@ -76,6 +77,37 @@ def _wait(results: Any) -> None:
             torch._C._distributed_c10d.Work.unbox(leaf).wait()
 
 
+class StorageMeter(MemoryMeter, TorchDispatchMode):
+    """Follows the storages of what ops return. What an op allocates inside is not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __enter__(self) -> StorageMeter:
+        self._alive.clear()
+        self.peak = 0
+        return TorchDispatchMode.__enter__(self)
+
+    def __exit__(self, *exception: object) -> None:
+        TorchDispatchMode.__exit__(self, *exception)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        known = {tensor.untyped_storage()._cdata for tensor in tensor_leaves((args, kwargs or {}))}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tensor_leaves(out):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known:
+                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak = max(self.peak, self.alive())
+        return out
+
+    def alive(self) -> int:
+        self._alive = {key: held for key, held in self._alive.items() if not held[0].expired()}
+        return sum(nbytes for _, nbytes in self._alive.values())
+
+
 class CpuRecorder(Backend):
     """The backend for models on the CPU."""
 
@@ -97,16 +129,15 @@ class CpuRecorder(Backend):
         return None
 
     @contextlib.contextmanager
-    def reserved(self, pool: None, nbytes: int) -> Iterator[None]:
-        yield
-
-    @contextlib.contextmanager
     def record(self, pool: None) -> Iterator[list[Graph]]:
         tape = Tape()
         graphs: list[Graph] = []
         with _Recorder(tape):
             yield graphs
         graphs.append(tape)
+
+    def meter(self) -> StorageMeter:
+        return StorageMeter()
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor

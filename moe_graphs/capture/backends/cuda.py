@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from moe_graphs.capture.backends.base import Backend, Graph
+from moe_graphs.capture.backends.base import Backend, Graph, MemoryMeter
 
 
 class CudaGraph(Graph):
@@ -32,6 +32,26 @@ class CudaGraph(Graph):
         if self.graph is not None:
             self.graph.reset()
             self.graph = None
+
+
+class AllocatorMeter(MemoryMeter):
+    """Reads the allocator, so what ops allocate inside counts. ``torch.cuda``'s peak statistics
+    begin anew."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.peak = 0
+
+    def __enter__(self) -> AllocatorMeter:
+        self._before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.peak = torch.cuda.max_memory_allocated(self._device) - self._before
+
+    def alive(self) -> int:
+        return torch.cuda.memory_allocated(self._device) - self._before
 
 
 class CudaGraphs(Backend):
@@ -53,6 +73,9 @@ class CudaGraphs(Backend):
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
         torch.cuda.synchronize(self.device)
+        # The graphs of a session share cuBLAS workspaces, made in the first one's pool. One from
+        # before (a rehearsal) lies outside the pools, and would be gone with the next clearing.
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         outside = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(outside)
@@ -78,26 +101,11 @@ class CudaGraphs(Backend):
         return torch.cuda.graph_pool_handle()
 
     @contextlib.contextmanager
-    def reserved(self, pool: Any, nbytes: int) -> Iterator[None]:
-        index = self.device.index or 0
-        torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool)
-        try:
-            torch.empty(nbytes, dtype=torch.uint8, device=self.device)  # and free again
-        finally:
-            torch._C._cuda_endAllocateToPool(index, pool)
-        try:
-            yield
-        finally:
-            torch._C._cuda_releasePool(index, pool)  # by now graphs hold it, or nothing does
-
-    @contextlib.contextmanager
     def record(self, pool: Any) -> Iterator[list[Graph]]:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         graphs: list[Graph] = []
         for generator in self.generators:
             graph.register_generator_state(generator)
-        # Or the graph would use a workspace outside its pool, which the next clearing unmaps.
-        torch._C._cuda_clearCublasWorkspaces()
         # thread_local: a data loader's or NCCL's thread may call CUDA during the capture.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
@@ -129,6 +137,9 @@ class CudaGraphs(Backend):
                 empty.capture_end()
                 empty.reset()
         graph.reset()
+
+    def meter(self) -> AllocatorMeter:
+        return AllocatorMeter(self.device)
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
