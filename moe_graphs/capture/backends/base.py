@@ -48,6 +48,10 @@ class Backend(abc.ABC):
         """Around all captures of a session: the stream they use, one synchronisation."""
 
     @abc.abstractmethod
+    def on_stream(self) -> contextlib.AbstractContextManager[None]:
+        """Around eager work on the stream of the captures, ordered with the caller's stream."""
+
+    @abc.abstractmethod
     def new_pool(self) -> Any:
         """Memory that graphs captured and replayed in one order may share."""
 

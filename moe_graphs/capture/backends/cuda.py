@@ -59,11 +59,16 @@ class CudaGraphs(Backend):
 
     name = "cuda graphs"
 
-    def __init__(self, device: torch.device, generators: Sequence[torch.Generator] = ()) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        generators: Sequence[torch.Generator] = (),
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
         self.device = device
         self.generators = tuple(generators)
         # All captures of an engine use one stream: the allocator reuses blocks within a stream.
-        self.stream = torch.cuda.Stream(device)
+        self.stream = stream or torch.cuda.Stream(device)
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
@@ -81,6 +86,16 @@ class CudaGraphs(Backend):
             torch.cuda.set_stream(outside)
             outside.wait_stream(self.stream)
             torch.cuda.synchronize(self.device)
+
+    @contextlib.contextmanager
+    def on_stream(self) -> Iterator[None]:
+        outside = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(outside)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            outside.wait_stream(self.stream)
 
     def new_pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
@@ -109,14 +124,14 @@ class CudaGraphs(Backend):
         generator that the capture is over (torch 2.11): the first is told here, the second by
         an empty capture that succeeds.
         """
-        try:
-            graph.capture_end()
-        except RuntimeError:
-            index = self.device.index or 0
-            torch._C._cuda_endAllocateToPool(index, pool)
-            torch._C._cuda_releasePool(index, pool)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # "The CUDA Graph is empty"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "The CUDA Graph is empty"
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                index = self.device.index or 0
+                torch._C._cuda_endAllocateToPool(index, pool)
+                torch._C._cuda_releasePool(index, pool)
                 empty = torch.cuda.CUDAGraph()
                 empty.capture_begin(capture_error_mode="thread_local")
                 empty.capture_end()
