@@ -107,8 +107,9 @@ def test_schedulers_that_cycle_the_momentum_are_refused():
         check_capturable_scheduler(chained)
 
 
-def test_every_group_gets_a_rate_of_its_own():
-    optimizer = two_groups(torch.tensor(0.5, dtype=torch.float64))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_group_gets_a_rate_of_its_own(dtype):
+    optimizer = two_groups(torch.tensor(0.5, dtype=dtype))
     assert optimizer.param_groups[0]["lr"] is optimizer.param_groups[1]["lr"]
     tensor_hyperparameters(optimizer)
     optimizer.param_groups[0]["lr"].fill_(0.25)
