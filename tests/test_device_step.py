@@ -30,6 +30,16 @@ OPTIMIZERS: dict[str, Callable[[list], torch.optim.Optimizer]] = {
     "plain SGD": lambda parameters: SGD(parameters, lr=1e-2, fused=True),
     "Adagrad": lambda parameters: Adagrad(parameters, lr=1e-2, fused=True),
 }
+EVERY_OPTIMIZER = pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        pytest.param(name, device, marks=pytest.mark.gpu if device == "cuda" else ())
+        for name in OPTIMIZERS
+        for device in ("cpu", "cuda")
+        # Torch 2.11 has no fused Adagrad on CUDA.
+        if (name, device) != ("Adagrad", "cuda")
+    ],
+)
 INFINITE_STEPS = (0, 4, 5, 9)
 
 
@@ -120,9 +130,8 @@ def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
 PARTS = [(), ("clip",), ("scaler",), ("scaler", "clip", "ema", "decay"), ("clip", "ema", "decay")]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@EVERY_OPTIMIZER
 @pytest.mark.parametrize("parts", PARTS, ids="+".join)
-@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_replayed_steps_are_eager_steps(name, parts, device):
     eager, recorded = (Training(device, name, parts) for _ in range(2))
     eager.run_eagerly(0, 12)
@@ -133,8 +142,7 @@ def test_replayed_steps_are_eager_steps(name, parts, device):
     assert not torch.equal(eager.trace[0], eager.trace[-1])
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@EVERY_OPTIMIZER
 def test_a_skipped_step_moves_nothing_but_the_scaler(name, device):
     training = Training(device, name)
     training.run_eagerly(0, 3)  # the first step of all is a skipped one
@@ -151,7 +159,7 @@ def test_a_skipped_step_moves_nothing_but_the_scaler(name, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "Adagrad"])
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
 def test_a_skipped_step_is_not_counted(name, device):
     training = Training(device, name)
     training.run_eagerly(0, 10)
@@ -159,8 +167,7 @@ def test_a_skipped_step_is_not_counted(name, device):
     assert steps == {10 - len(INFINITE_STEPS)}
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@EVERY_OPTIMIZER
 def test_it_is_torchs_scaler_clipping_and_step(name, device):
     ours, theirs = (Training(device, name, ("scaler", "clip")) for _ in range(2))
     # Torch leaves the momentum of fused SGD uninitialised if the first step is skipped.
@@ -238,7 +245,7 @@ def test_no_part_reads_a_value_on_the_host():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "Adagrad"])
 def test_no_part_waits_for_the_gpu(name):
     training = Training("cuda", name)
     cosine = CosineAnnealingLR(training.optimizer, 10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,12 +67,7 @@ class GradScaler:
         # In fp64, as torch's scaler does it: the reciprocal of a power of two must be exact.
         inverse = self.scale_factor.double().reciprocal().float()
         for same in by_dtype(gradients):
-            if same[0].dtype == torch.float16:
-                raise ValueError(
-                    "gradients: float16, which unscaling would underflow: keep the parameters in "
-                    "float32 and run the forward under torch.autocast(dtype=torch.float16)"
-                )
-            torch._amp_foreach_non_finite_check_and_unscale_(same, found_inf, inverse)
+            _unscale(same, found_inf, inverse)
         if process_group is not None:
             dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=process_group)
         return found_inf
@@ -119,6 +115,22 @@ class GradScaler:
         self.scale_factor.fill_(state["scale"])
         self.growth_tracker.fill_(state["_growth_tracker"])
         self.hysteresis_tracker.fill_(state.get("_hysteresis_tracker", self.hysteresis))
+
+
+def _unscale(gradients: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
+    dtype = gradients[0].dtype
+    if dtype == torch.float16:
+        raise ValueError(
+            "gradients: float16, which unscaling would underflow: keep the parameters in "
+            "float32 and run the forward under torch.autocast(dtype=torch.float16)"
+        )
+    if dtype != torch.bfloat16:
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)
+        return
+    # That kernel has no bfloat16 on CUDA (torch 2.11). A norm that is not finite tells as much.
+    largest = torch.stack(torch._foreach_norm(gradients, math.inf))
+    found_inf.copy_(torch.maximum(found_inf, (~largest.isfinite()).any().float()))
+    torch._foreach_mul_(gradients, inverse)
 
 
 def by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
