@@ -27,8 +27,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from moe_graphs.capture.backends.base import Backend
-from moe_graphs.capture.backends.cpu import CpuRecorder
-from moe_graphs.capture.backends.cuda import CudaGraphs
+from moe_graphs.capture.backends.of_model import backend_of
 from moe_graphs.capture.errors import GraphError
 from moe_graphs.capture.observation import Observation
 from moe_graphs.capture.plan import plan
@@ -123,7 +122,7 @@ class Graphs:
     def __init__(self, model: nn.Module, config: GraphConfig) -> None:
         self.model = model
         self.config = config
-        self.backend = _backend_of(model)
+        self.backend = backend_of(model)
         self.observation = Observation(self.backend.device)
         self.state = "warmup" if config.impl == "local" else "off"
         self._in_step = self._paused = False
@@ -262,17 +261,6 @@ class _Resources:
                 recording.release()
             self.slot = None
             self.backend.release()
-
-
-def _backend_of(model: nn.Module) -> Backend:
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    if len(devices) != 1:
-        found = ", ".join(sorted(map(str, devices))) or "none"
-        raise ValueError(f"the model's tensors are on devices {found}: graphs need exactly one")
-    (device,) = devices
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"the model is on {device}: graphs exist for 'cuda' and 'cpu'")
-    return CudaGraphs(device) if device.type == "cuda" else CpuRecorder()
 
 
 def _report_scope(graphed: GraphedScope, recordings: tuple) -> ScopeReport:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ from moe_graphs.capture.backends.base import Backend
 from moe_graphs.capture.call_capture import CallCapture, ObservedCall, Originals
 from moe_graphs.capture.errors import CaptureError
 from moe_graphs.capture.plan import Plan
-from moe_graphs.capture.preserve import preserved_rng, preserved_values
+from moe_graphs.capture.preserve import no_garbage_collection, preserved_rng, preserved_values
 from moe_graphs.capture.recording import Recording
 from moe_graphs.capture.rehearsal import source_line
 from moe_graphs.capture.replay import Slot
@@ -69,15 +68,8 @@ def capture_slot(
 @contextlib.contextmanager
 def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Whatever happens inside: buffers, random states and garbage collection stay as they are."""
-    collecting = gc.isenabled()
-    gc.collect()
-    gc.disable()  # a graph that is collected during a capture invalidates it
-    try:
-        with preserved_values(model.buffers()), preserved_rng(device):
-            yield
-    finally:
-        if collecting:
-            gc.enable()
+    with no_garbage_collection(), preserved_values(model.buffers()), preserved_rng(device):
+        yield
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,12 +35,21 @@ class Backend(abc.ABC):
         """Around all captures of a session: the stream they use, one synchronisation."""
 
     @abc.abstractmethod
+    def on_stream(self) -> contextlib.AbstractContextManager[None]:
+        """Around eager work on the stream of the captures, ordered with the caller's stream."""
+
+    @abc.abstractmethod
     def new_pool(self) -> Any:
         """Memory that graphs captured and replayed in one order may share."""
 
     @abc.abstractmethod
-    def record(self, pool: Any) -> contextlib.AbstractContextManager[list[Graph]]:
-        """Records the block; the list holds its graph afterwards. On an exception nothing stays."""
+    def record(
+        self, pool: Any, generators: Sequence[torch.Generator] = ()
+    ) -> contextlib.AbstractContextManager[list[Graph]]:
+        """Records the block; the list holds its graph afterwards. On an exception nothing stays.
+
+        ``generators``: what the block draws random numbers from, besides the device's default one.
+        """
 
     @abc.abstractmethod
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:

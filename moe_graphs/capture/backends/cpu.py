@@ -9,7 +9,7 @@ memory pool (every intermediate keeps its own memory) or of speed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,9 +35,10 @@ class Tape(Graph):
         # The casts are on the tape: the caller's autocast must not cast again.
         with torch.autocast("cpu", enabled=False):
             for func, args, kwargs, outputs in self.calls:
-                for output, result in zip(
-                    outputs, tensor_leaves(func(*args, **kwargs)), strict=True
-                ):
+                results = func(*args, **kwargs)
+                if func.namespace == "c10d":
+                    _wait(results)
+                for output, result in zip(outputs, tensor_leaves(results), strict=True):
                     if output.data_ptr() != result.data_ptr():
                         output.copy_(result)
 
@@ -53,7 +54,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if _is_view(func):
+        if _is_view(func) or func.namespace == "profiler":
             return out  # static memory seen through other metadata: nothing to do on replay
         # Detached: the tape must hold neither the autograd graph nor what it saves.
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
@@ -68,6 +69,13 @@ def _is_view(func: Any) -> bool:
     )
 
 
+def _wait(results: Any) -> None:
+    """For the communication that has just been started: the next call may read what it writes."""
+    for leaf in pytree.tree_leaves(results):
+        if isinstance(leaf, torch.ScriptObject):
+            torch._C._distributed_c10d.Work.unbox(leaf).wait()
+
+
 class CpuRecorder(Backend):
     """The backend for models on the CPU."""
 
@@ -80,11 +88,17 @@ class CpuRecorder(Backend):
     def session(self) -> Iterator[None]:
         yield
 
+    @contextlib.contextmanager
+    def on_stream(self) -> Iterator[None]:
+        yield
+
     def new_pool(self) -> None:
         return None
 
     @contextlib.contextmanager
-    def record(self, pool: None) -> Iterator[list[Graph]]:
+    def record(
+        self, pool: None, generators: Sequence[torch.Generator] = ()
+    ) -> Iterator[list[Graph]]:
         tape = Tape()
         graphs: list[Graph] = []
         with _Recorder(tape):

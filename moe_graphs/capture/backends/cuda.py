@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,10 +36,10 @@ class CudaGraphs(Backend):
 
     name = "cuda graphs"
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self.device = device
         # All captures of an engine use one stream: the allocator reuses blocks within a stream.
-        self.stream = torch.cuda.Stream(device)
+        self.stream = stream or torch.cuda.Stream(device)
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
@@ -55,12 +55,26 @@ class CudaGraphs(Backend):
             outside.wait_stream(self.stream)
             torch.cuda.synchronize(self.device)
 
+    @contextlib.contextmanager
+    def on_stream(self) -> Iterator[None]:
+        outside = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(outside)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            outside.wait_stream(self.stream)
+
     def new_pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
 
     @contextlib.contextmanager
-    def record(self, pool: Any) -> Iterator[list[Graph]]:
+    def record(
+        self, pool: Any, generators: Sequence[torch.Generator] = ()
+    ) -> Iterator[list[Graph]]:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
+        for generator in generators:
+            graph.register_generator_state(generator)
         graphs: list[Graph] = []
         # thread_local: a data loader's or NCCL's thread may call CUDA during the capture.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")

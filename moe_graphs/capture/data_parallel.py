@@ -1,0 +1,85 @@
+"""What a captured step asks of data parallelism: settings that hang or corrupt are found before."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from moe_graphs.capture.errors import CaptureError
+
+EAGER_FORWARDS = 11
+"""DDP times its first ten forwards with events it waits for, and rebuilds its buckets after the
+first: what torch's notes on CUDA graphs mean by eleven warm-up iterations."""
+
+_NEVER = 2**31 - 1
+_HOOKS_ON_ACCUMULATORS = ("DistributedDataParallel", "FullyShardedDataParallel")
+
+
+def wrappers(model: nn.Module) -> list[DistributedDataParallel]:
+    return [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+
+
+def process_group_of(model: nn.Module) -> dist.ProcessGroup | None:
+    """The group over which the model's gradients are reduced, None without DDP."""
+    found = wrappers(model)
+    return found[0].process_group if found else None
+
+
+def hooks_on_accumulators(model: nn.Module) -> str | None:
+    """The name of a wrapper (torch's, Megatron's) that hangs hooks on gradient accumulators."""
+    kinds = (type(module).__name__ for module in model.modules())
+    return next((kind for kind in kinds if kind in _HOOKS_ON_ACCUMULATORS), None)
+
+
+def check_settings(model: nn.Module) -> None:
+    """Before a capture that will hold collectives.
+
+    Raises:
+        CaptureError: with the line to change.
+    """
+    for wrapper in wrappers(model):
+        if wrapper.find_unused_parameters:
+            raise CaptureError(
+                "DistributedDataParallel(find_unused_parameters=True) reads on the host which "
+                "parameters were used: pass find_unused_parameters=False"
+            )
+        # Otherwise every hundredth forward waits for events, and so would an unlucky capture.
+        if hasattr(wrapper, "_set_ddp_runtime_logging_sample_rate"):
+            wrapper._set_ddp_runtime_logging_sample_rate(_NEVER)
+    group = process_group_of(model)
+    if group is None or dist.get_backend(group) != "nccl":
+        return
+    if os.environ.get("NCCL_GRAPH_REGISTER") != "0" and _has_expandable_segments():
+        raise CaptureError(
+            "NCCL registers the memory of graphs, and hangs or crashes on expandable segments: set "
+            "NCCL_GRAPH_REGISTER=0 before init_process_group, or take expandable_segments:True "
+            "out of PYTORCH_CUDA_ALLOC_CONF"
+        )
+
+
+def check_streams(model: nn.Module, stale: list[str]) -> None:
+    """``stale``: parameters whose gradients are not accumulated on the stream of the capture."""
+    kind = hooks_on_accumulators(model)
+    if stale and kind is not None:
+        raise CaptureError(
+            f"{kind} was built on another stream, where the gradients of {', '.join(stale[:3])} "
+            f"and {max(0, len(stale) - 3)} more are accumulated: build it within 'with "
+            f"torch.cuda.stream(stream):' and pass the same stream=stream to FullIteration"
+        )
+
+
+def all_agree(succeeded: bool, group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether every rank of the group has succeeded. Each of them has to ask."""
+    if group is None:
+        return succeeded
+    flag = torch.tensor(int(succeeded), device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
+    return bool(flag.item())
+
+
+def _has_expandable_segments() -> bool:
+    return any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())

@@ -1,0 +1,193 @@
+"""Recording a whole step: rehearse, capture, and leave everything as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from moe_graphs.capture import data_parallel
+from moe_graphs.capture.backends.base import Graph
+from moe_graphs.capture.errors import CaptureError, GraphError
+from moe_graphs.capture.gradients import (
+    Gradients,
+    StaticGradients,
+    forget_accumulators,
+    gradients_of,
+    set_gradients,
+    static_gradients,
+)
+from moe_graphs.capture.module_state import ModuleState
+from moe_graphs.capture.optimizers import LateState
+from moe_graphs.capture.preserve import (
+    attributes_put_back_on_failure,
+    no_garbage_collection,
+    preserved_rng,
+    preserved_values,
+)
+from moe_graphs.capture.rehearsal import source_line
+from moe_graphs.capture.signature import Mismatch, tensor_leaves
+from moe_graphs.capture.static_inputs import StaticInputs, owned_leaves
+from moe_graphs.capture.step_rehearsal import Subject, rehearse
+from moe_graphs.capture.watched import Watched
+
+
+@dataclass(frozen=True)
+class StepRecording:
+    """One captured step. ``written``: parameters and buffers that a replay changes."""
+
+    graph: Graph
+    pool: Any
+    inputs: StaticInputs
+    outputs: list[Any]
+    output_structure: pytree.TreeSpec
+    gradients: StaticGradients | None
+    modules: ModuleState
+    watched: Watched
+    late_state: LateState
+    grad_mode: tuple[bool, bool]
+    written: list[torch.Tensor]
+
+    def mismatch(self, batch: Any, leaves: Sequence[Any], structure: Any) -> Mismatch | None:
+        """Why this call cannot be replayed, or None. Does not synchronise."""
+        self.late_state.put_in()
+        if _grad_mode() != self.grad_mode:
+            message = "grad mode is not that of the capture: keep no_grad and its kin in the step"
+            return Mismatch("grad_mode", message)
+        try:
+            self.modules.check_addresses()
+        except GraphError as error:
+            return Mismatch("model_moved", str(error))
+        return (
+            self.inputs.mismatch(batch, leaves, structure)
+            or self.modules.mismatch()
+            or self.watched.mismatch()
+            or (self.gradients.mismatch() if self.gradients is not None else None)
+        )
+
+    def replay(self, leaves: Sequence[Any]) -> Any:
+        self.inputs.load(leaves)
+        if self.gradients is not None:
+            self.gradients.load()
+        self.graph.replay()
+        if self.gradients is not None:
+            self.gradients.attach()
+        # A replay changes them behind autograd's back: an older graph must not use them unnoticed.
+        torch.autograd.graph.increment_version(self.written)
+        return pytree.tree_unflatten(owned_leaves(self.outputs), self.output_structure)
+
+    def static_bytes(self) -> int:
+        kept = [*self.inputs.tensors(), *tensor_leaves(self.outputs)]
+        if self.gradients is not None:
+            found, left = self.gradients.found, self.gradients.left
+            kept += {id(t): t for t in (*found, *left) if t is not None}.values()
+        return sum(tensor.nbytes for tensor in kept)
+
+
+def record_step(subject: Subject, batch: Any, rehearsals: int) -> StepRecording:
+    """Captures the step as called now. Nothing that it touches is changed.
+
+    Raises:
+        CaptureError: what in the step cannot be captured, with its line.
+    """
+    backend = subject.backend
+    try:
+        data_parallel.check_settings(subject.model)
+        with no_garbage_collection(), _preserved(subject) as (entry, late_state):
+            return _record(subject, batch, rehearsals, entry, late_state)
+    except CaptureError as error:
+        backend.release()
+        raise CaptureError(f"capture of the step failed: {error}; it runs eagerly now") from error
+    except Exception as error:
+        backend.release()
+        line = source_line(traceback.extract_tb(error.__traceback__))
+        raise CaptureError(
+            f"capture of the step failed with {type(error).__name__}{_memory(error)}: {error}; "
+            f"at {line}; it runs eagerly now"
+        ) from error
+
+
+def _record(
+    subject: Subject, batch: Any, rehearsals: int, entry: Gradients, late_state: LateState
+) -> StepRecording:
+    backend, named = subject.backend, subject.trainable()
+    names, parameters = list(named), list(named.values())
+    tensors = [*subject.model.parameters(), *subject.model.buffers()]
+    inputs = StaticInputs.of(batch, backend.device)
+    modules = ModuleState("full iteration", subject.model)
+    modules.check_capturable()
+    with backend.session():
+        seen = rehearse(subject, inputs, modules, rehearsals)
+        late_state.check()
+        data_parallel.check_streams(subject.model, seen.stale)
+        forget_accumulators([named[name] for name in seen.stale])
+        found = static_gradients(parameters, entry, seen.dropped)
+        set_gradients(parameters, found)
+        watched, pool = subject.watch(with_optimizer=seen.optimizer_steps), backend.new_pool()
+        versions = [tensor._version for tensor in (*tensors, *inputs.tensors())]
+        with backend.record(pool, subject.generators) as graphs:
+            outputs = subject.step(inputs.tree())
+    written = [
+        tensor
+        for tensor, version in zip((*tensors, *inputs.tensors()), versions, strict=True)
+        if tensor._version != version
+    ]
+    leaves, structure = pytree.tree_flatten(outputs)
+    modules.freeze()
+    recording = StepRecording(
+        graph=graphs[0],
+        pool=pool,
+        inputs=inputs,
+        outputs=[leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves],
+        output_structure=structure,
+        gradients=StaticGradients(names, parameters, seen.dropped, found, gradients_of(parameters))
+        if seen.touches_gradients
+        else None,
+        modules=modules,
+        watched=watched,
+        late_state=late_state,
+        grad_mode=_grad_mode(),
+        written=written,
+    )
+    if any(static is tensor for tensor in written for static in inputs.tensors()):
+        recording.graph.release()
+        raise CaptureError("the step modifies its inputs in place: clone them before")
+    return recording
+
+
+@contextlib.contextmanager
+def _preserved(subject: Subject) -> Iterator[tuple[Gradients, LateState]]:
+    """Whatever happens inside: everything the step touches is as before afterwards."""
+    parameters = list(subject.trainable().values())
+    entry, watched = gradients_of(parameters), subject.watch(with_optimizer=True)
+    late_state = LateState(subject.optimizers())
+    tensors = [*subject.model.parameters(), *subject.model.buffers(), *watched.tensors]
+    tensors += [gradient for gradient in entry if gradient is not None]
+    unique = list({id(tensor): tensor for tensor in tensors}.values())
+    with (
+        preserved_values(unique, on_host=True),
+        preserved_rng(subject.backend.device, subject.generators),
+        attributes_put_back_on_failure(subject.model),
+    ):
+        try:
+            yield entry, late_state
+        finally:
+            late_state.take_away()
+            watched.put_back()
+            set_gradients(parameters, entry)
+
+
+def _grad_mode() -> tuple[bool, bool]:
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+
+def _memory(error: Exception) -> str:
+    if not isinstance(error, torch.OutOfMemoryError) or not torch.cuda.is_available():
+        return ""
+    free, total = torch.cuda.mem_get_info()
+    return f" ({free / 2**20:.0f} of {total / 2**20:.0f} MiB free)"
