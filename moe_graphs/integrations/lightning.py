@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from moe_graphs.capture.errors import CaptureError, GraphError
-from moe_graphs.capture.full_iteration import FullIteration
+from moe_graphs.capture.full_iteration import FullIteration, FullIterationReport
 from moe_graphs.capture.graphs import Graphs, graph
+from moe_graphs.capture.report import Report
 from moe_graphs.config import GraphConfig
 from moe_graphs.training.capturable import (
     check_capturable_optimizer,
@@ -40,12 +41,13 @@ class GraphScopes(pl.Callback):
     """``moe_graphs.graph`` on the module, and ``graphs.step()`` around what an update is made of.
 
     All batches that gradients are accumulated over are one step. Every strategy that keeps
-    parameters in place will do (one device, DDP).
+    parameters in place will do (one device, DDP). ``report`` is there after the training.
     """
 
     def __init__(self, config: GraphConfig) -> None:
         self.config = config
         self.graphs: Graphs | None = None
+        self.report: Report | None = None
         self._open = contextlib.ExitStack()
         self._updates_at_opening: int | None = None
 
@@ -65,11 +67,13 @@ class GraphScopes(pl.Callback):
         self._close()
 
     def on_train_end(self, *_: Any) -> None:
-        rank_zero_info(str(self.graphs.report()))
+        self.report = self.graphs.report()
+        rank_zero_info(f"GraphScopes: {self.report}")
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._updates_at_opening = None
         self._open.__exit__(type(exception), exception, exception.__traceback__)
+        self.teardown()  # which Lightning does not call then
 
     def teardown(self, *_: Any, **__: Any) -> None:
         if self.graphs is not None:
@@ -99,7 +103,8 @@ class GraphWholeSteps(pl.Callback):
     - Values that are logged or returned are without autograd history.
 
     What does not fit (another optimizer, overridden hooks, several devices) is named in a warning,
-    and Lightning trains as usual. Checkpoints fit either way.
+    and Lightning trains as usual. Checkpoints fit either way. ``reports`` is there after the
+    training, empty if it was Lightning's.
 
     Args:
         on_mismatch: what to do with a batch of another shape, as in ``FullIteration``.
@@ -107,6 +112,7 @@ class GraphWholeSteps(pl.Callback):
 
     def __init__(self, *, warmup_steps: int = 3, on_mismatch: str = "eager") -> None:
         self.warmup_steps, self.on_mismatch = warmup_steps, on_mismatch
+        self.reports: list[FullIterationReport] = []
         self.steps: _WholeSteps | None = None
         self._undo = contextlib.ExitStack()
 
@@ -125,7 +131,8 @@ class GraphWholeSteps(pl.Callback):
 
     def on_train_end(self, *_: Any) -> None:
         if self.steps is not None:
-            rank_zero_info("\n".join(str(each.report()) for each in self.steps.iterations()))
+            self.reports = [each.report() for each in self.steps.iterations()]
+            rank_zero_info("\n".join(f"GraphWholeSteps: {report}" for report in self.reports))
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -136,6 +143,9 @@ class GraphWholeSteps(pl.Callback):
                 group["lr"] = float(group["lr"])
         states = checkpoint.get("lr_schedulers", ())
         checkpoint["lr_schedulers"] = [_with_numbers(state) for state in states]
+
+    def on_exception(self, *_: Any) -> None:
+        self.teardown()  # which Lightning does not call then
 
     def teardown(self, *_: Any, **__: Any) -> None:
         self._undo.close()
@@ -303,7 +313,7 @@ def _obstacle(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
         return "gradient_clip_algorithm='value': clip by norm, which needs no host sync"
     hooks = ("backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
     for name in (*hooks, "on_before_optimizer_step"):
-        if getattr(type(module), name) is not getattr(pl.LightningModule, name):
+        if _is_overridden(module, name):
             return f"{type(module).__name__}.{name} is overridden and would not be called"
     checks: list[Callable[[], None]] = [
         functools.partial(check_capturable_optimizer, trainer.optimizers[0]),
@@ -318,6 +328,11 @@ def _obstacle(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
         except ValueError as error:
             return str(error)
     return None
+
+
+def _is_overridden(module: pl.LightningModule, name: str) -> bool:
+    owner = next(kind for kind in type(module).__mro__ if name in vars(kind))
+    return not owner.__module__.startswith(("lightning.", "pytorch_lightning."))
 
 
 def _with_numbers(state: dict[str, Any]) -> dict[str, Any]:
