@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from distributed import run_distributed
+from moe_graphs.capture.full_iteration import FullIteration
 from moe_graphs.capture.rehearsal import capturable_only
 from moe_graphs.training.capturable import load_optimizer_state, tensor_hyperparameters
 from moe_graphs.training.device_step import DeviceStep, StepResult, total_norm
@@ -143,6 +145,29 @@ def test_replayed_steps_are_eager_steps(name, parts, device):
 
 
 @EVERY_OPTIMIZER
+def test_full_iteration_takes_it_in(name, device):
+    """Captured with a skipped step behind it and before it, warm-up put back."""
+    eager, graphed = (Training(device, name) for _ in range(2))
+    eager.run_eagerly(0, 12)
+
+    def step(batch: tuple[Tensor, Tensor]) -> StepResult:
+        graphed.input, graphed.target = batch
+        return graphed.whole_step()
+
+    whole = FullIteration(
+        step, model=graphed.model, optimizer=graphed.optimizer, state=[graphed.step]
+    )
+    for index in range(12):
+        graphed.input, graphed.target = (torch.zeros(4, n, device=device) for n in (6, 3))
+        graphed.load_batch(index)
+        graphed.note(whole((graphed.input, graphed.target)))
+    assert whole.report().replayed == 9
+    assert_same(eager.trace, graphed.trace)
+    assert eager.scaler_state() == graphed.scaler_state()
+    whole.release()
+
+
+@EVERY_OPTIMIZER
 def test_a_skipped_step_moves_nothing_but_the_scaler(name, device):
     training = Training(device, name)
     training.run_eagerly(0, 3)  # the first step of all is a skipped one
@@ -227,9 +252,7 @@ def test_a_checkpoint_goes_on_in_the_same_graph(device):
     assert whole.scaler_state() == resumed.scaler_state()
 
 
-def save(saved: dict) -> object:
-    import io
-
+def save(saved: dict) -> io.BytesIO:
     buffer = io.BytesIO()
     torch.save(saved, buffer)
     buffer.seek(0)

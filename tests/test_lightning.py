@@ -306,6 +306,22 @@ def test_what_cannot_be_captured_trains_eagerly_and_says_why(tmp_path, kind, mes
     assert run.global_step == 2 * BATCHES
 
 
+class Counts(Regression):
+    """A number on the module may be read by its training_step, and a graph has it frozen."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.counted = batch_idx
+
+
+def test_training_that_falls_back_at_every_batch_says_so(tmp_path):
+    eager, _ = fit(tmp_path, "cpu", GraphWholeSteps(warmup_steps=1000))
+    message = "most batches run eagerly: {'attribute': 8}"
+    with pytest.warns(UserWarning, match=message):
+        counted, _ = fit(tmp_path, "cpu", GraphWholeSteps(warmup_steps=2), make=Counts)
+    assert_same(eager, counted)
+
+
 class StepsItself(Regression):
     def optimizer_step(self, *args, **kwargs):
         super().optimizer_step(*args, **kwargs)

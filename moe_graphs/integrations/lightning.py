@@ -114,9 +114,11 @@ class GraphWholeSteps(pl.Callback):
         self.warmup_steps, self.on_mismatch = warmup_steps, on_mismatch
         self.reports: list[FullIterationReport] = []
         self.steps: _WholeSteps | None = None
+        self._warned = False
         self._undo = contextlib.ExitStack()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.steps, self.reports, self._warned = None, [], False
         reason = _obstacle(trainer, pl_module)
         if reason is not None:
             rank_zero_warn(f"GraphWholeSteps: training is eager: {reason}")
@@ -128,6 +130,16 @@ class GraphWholeSteps(pl.Callback):
             replacement = _as(getattr(pl_module, name), getattr(self.steps, name))
             setattr(pl_module, name, replacement)
             self._undo.callback(delattr, pl_module, name)
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        """Says, once, if training has fallen back to eager without anything having failed."""
+        for iteration in self.steps.iterations() if self.steps is not None else ():
+            report = iteration.report()
+            reasons = {name: n for name, n in report.eager_calls.items() if name != "warmup"}
+            most = report.state == "captured" and sum(reasons.values()) > report.replayed
+            if most and not self._warned:
+                rank_zero_warn(f"GraphWholeSteps: most batches run eagerly: {reasons}")
+                self._warned = True
 
     def on_train_end(self, *_: Any) -> None:
         if self.steps is not None:

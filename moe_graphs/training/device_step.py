@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,8 @@ from moe_graphs.training.ema import ExponentialMovingAverage
 from moe_graphs.training.grad_scaler import GradScaler, by_dtype
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """What a step found, on the device: fp32, 0-dim.
+class StepResult(NamedTuple):
+    """What a step found, on the device: fp32, 0-dim. A tuple, so that a graph can return it.
 
     Attributes:
         grad_norm: of all gradients together, unscaled, before clipping; None without ``clip_norm``.
