@@ -26,7 +26,9 @@ def batches(
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         shape = (2, SEQUENCE + 1)
-        tokens = [torch.randint(VOCABULARY, shape, generator=generator) for _ in range(microbatches)]
+        tokens = [
+            torch.randint(VOCABULARY, shape, generator=generator) for _ in range(microbatches)
+        ]
         yield {"tokens": [part.to(device) for part in tokens], "scale": 1.0 / microbatches}
 
 
@@ -47,6 +49,7 @@ class Run:
         self.model = tiny_model(device, layers)
         self.optimizer = optimizer_of(self.model, device)
         self.schedule = LambdaLR(self.optimizer, lambda step: 1.0 / (1 + step))
+        self.checkpoint: dict[str, Any] = {}
         self.step: Any = self.train_step
         self.validate: Any = self.validation_step
         if graphed:
@@ -91,6 +94,9 @@ class Run:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
+        self.load_rng(state)
+
+    def load_rng(self, state: dict[str, Any]) -> None:
         torch.set_rng_state(state["rng"])
         if state["cuda_rng"] is not None:
             torch.cuda.set_rng_state(state["cuda_rng"])
@@ -105,7 +111,8 @@ class Run:
 
 def train(run: Run, steps: int, first: int = 0, total: int | None = None) -> tuple[Trace, list]:
     """Notes everything after each step; returns also what the steps returned, looked at last."""
-    torch.manual_seed(3) if first == 0 else None
+    if first == 0:
+        torch.manual_seed(3)
     trace, kept = Trace(), []
     for index, batch in enumerate(batches(run.device, total or steps, run.microbatches)):
         if not first <= index < first + steps:
@@ -122,5 +129,6 @@ def train(run: Run, steps: int, first: int = 0, total: int | None = None) -> tup
         for number, leaf in enumerate(torch.utils._pytree.tree_leaves(result)):
             trace.note(f"result {index} {number}", leaf)
     run.trace(trace, "end")
+    run.checkpoint = run.state()
     trace.note("random number", torch.rand(1, device=run.device))
     return trace, kept

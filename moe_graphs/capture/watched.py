@@ -71,8 +71,9 @@ class Watched:
         edges = list(_walk(self._roots, self._tensor_names))
         now = {edge.name: edge.value for edge in edges if edge.is_leaf}
         for edge in self.leaves:
-            if not _same(now.pop(edge.name, _GONE), edge.value):
-                return _difference(edge)
+            value = now.pop(edge.name, _GONE)
+            if not _same(value, edge.value):
+                return _difference(edge, value)
         for name in now:
             return Mismatch("state_replaced", f"{name} was not there at the capture")
         if not self._are_in_place():
@@ -169,8 +170,7 @@ def _same(now: Any, before: Any) -> bool:
     return now == before or (now != now and before != before)
 
 
-def _difference(edge: Edge) -> Mismatch:
-    now = edge.now()
+def _difference(edge: Edge, now: Any) -> Mismatch:
     if edge.is_plain:
         shown = "gone" if now is _GONE else repr(now)
         message = f"{edge.name} was {edge.value!r} at the capture and is {shown} now"
