@@ -299,8 +299,9 @@ class ReadsTheIndex(Regression):
 def test_what_cannot_be_captured_trains_eagerly_and_says_why(tmp_path, kind, message):
     eager, _ = fit(tmp_path, "cpu", GraphWholeSteps(warmup_steps=1000))
     callback = GraphWholeSteps(warmup_steps=2)
-    with pytest.warns(UserWarning, match=re.compile(message, re.DOTALL)):
+    with pytest.warns(UserWarning, match=re.compile(message, re.DOTALL)) as warned:
         fallen, run = fit(tmp_path, "cpu", callback, make=kind)
+    assert sum("GraphWholeSteps" in str(each.message) for each in warned) == 1
     assert_same(eager, fallen)
     assert callback.reports[0].replayed == 0
     assert run.global_step == 2 * BATCHES

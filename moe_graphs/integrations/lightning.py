@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -194,14 +193,6 @@ def _as(original: Callable, replacement: Callable) -> Callable:
     return replaced
 
 
-@dataclass
-class _Logged:
-    """Arguments of ``self.log`` by name: what the step returned, and what stays the same."""
-
-    values: dict[str, Tensor]
-    options: dict[str, tuple[tuple, dict]]
-
-
 class _WholeSteps:
     """What the module's methods are while training runs in whole steps."""
 
@@ -213,7 +204,7 @@ class _WholeSteps:
         warmup_steps: int,
         on_mismatch: str,
     ) -> None:
-        self._module, self._trainer = module, trainer
+        self._module = module
         self._training_step, self._log = module.training_step, module.log
         self._accumulated = trainer.accumulate_grad_batches
         self._update = DeviceStep(
@@ -223,7 +214,8 @@ class _WholeSteps:
             # Between the batches of one update gradients have to stay where they are.
             set_to_none=self._accumulated == 1,
         )
-        self._logged = _Logged({}, {})
+        self._logged: dict[str, Tensor] = {}
+        self._log_options: dict[str, tuple[tuple, dict]] = {}
         self._refusal: str | None = None
         self._updates = self._in_step = False
         make = functools.partial(
@@ -253,7 +245,7 @@ class _WholeSteps:
             rank_zero_warn(f"GraphWholeSteps: {error}")
             output, logged = iteration(arguments)
         for name, value in logged.items():
-            args, options = self._logged.options[name]
+            args, options = self._log_options[name]
             self._log(name, value, *args, **options)
         self._heed_refusal()
         return output
@@ -276,20 +268,20 @@ class _WholeSteps:
         """Within the step, tensors become its outputs, which are logged after it."""
         if not self._in_step:
             self._log(name, value, *args, **options)
-        elif isinstance(value, Tensor):
-            self._logged.values[name] = value
-            self._logged.options[name] = (args, options)
+        elif isinstance(value, Tensor) and value.device == self._module.device:
+            self._logged[name] = value
+            self._log_options[name] = (args, options)
         else:
             self._refusal = (
                 f"self.log({name!r}) was given a {type(value).__name__}, which a graph would not "
-                f"renew: log a tensor, or log it in on_train_batch_end"
+                f"renew: log a tensor on {self._module.device}, or log in on_train_batch_end"
             )
             self._log(name, value, *args, **options)
 
     # ---- what is captured
 
     def _forward_backward(self, arguments: tuple) -> tuple[Any, dict[str, Tensor]]:
-        self._logged.values.clear()
+        self._logged = logged = {}
         self._in_step = True
         try:
             output = self._training_step(*arguments)
@@ -301,7 +293,7 @@ class _WholeSteps:
         # Lightning's backward is outside of autocast.
         with torch.autocast(self._module.device.type, enabled=False):
             self._update.scale(loss / self._accumulated).backward()
-        return output, dict(self._logged.values)
+        return output, logged
 
     def _last_batch(self, arguments: tuple) -> tuple[Any, dict[str, Tensor]]:
         results = self._forward_backward(arguments)
@@ -309,9 +301,8 @@ class _WholeSteps:
         return results
 
     def _heed_refusal(self) -> None:
-        if self._refusal is not None:
+        if self._refusal is not None and self._last.state != "released":
             rank_zero_warn(f"GraphWholeSteps: training is eager: {self._refusal}")
-            self._refusal = None
             self.release()
 
 
