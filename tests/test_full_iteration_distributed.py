@@ -90,7 +90,8 @@ def compare(rank: int, world_size: int, device: str, steps: int, inside: bool, o
 def test_two_ranks_are_bitwise_eager(backend, inside, as_view):
     arguments = (device_of(backend), 8, inside, {"gradient_as_bucket_view": as_view})
     ends = run_distributed(compare, 2, backend, arguments=arguments)
-    assert ends[0] == ends[1] and ends[0]
+    assert ends[0] == ends[1]
+    assert len(ends[0]) > 10
 
 
 @pytest.mark.multigpu
@@ -161,7 +162,7 @@ def _raise() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_all_ranks_capture_or_none(backend):
     found = run_distributed(fail_on_one_rank, 2, backend, arguments=(device_of(backend),))
-    assert "failed on another rank" in found[0][0]
+    assert "it failed on another rank" in found[0][0]
     assert "OSError: disk on fire" in found[1][0]
     assert found[0][1:] == found[1][1:] == ["capture_failed"]
 

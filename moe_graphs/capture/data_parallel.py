@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -72,11 +74,22 @@ def check_streams(model: nn.Module, stale: list[str]) -> None:
         )
 
 
-def all_agree(succeeded: bool, group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether every rank of the group has succeeded. Each of them has to ask."""
+@contextlib.contextmanager
+def together(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
+    """A piece of work that succeeds on all ranks or raises on all of them."""
+    try:
+        yield
+    except Exception:
+        _all_succeeded(False, group, device)
+        raise
+    if not _all_succeeded(True, group, device):
+        raise CaptureError("it failed on another rank")
+
+
+def _all_succeeded(here: bool, group: dist.ProcessGroup | None, device: torch.device) -> bool:
     if group is None:
-        return succeeded
-    flag = torch.tensor(int(succeeded), device=device)
+        return here
+    flag = torch.tensor(int(here), device=device)
     dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
     return bool(flag.item())
 

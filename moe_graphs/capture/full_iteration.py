@@ -33,7 +33,7 @@ from torch.utils import _pytree as pytree
 from moe_graphs.capture import data_parallel
 from moe_graphs.capture.backends.base import Backend
 from moe_graphs.capture.backends.of_model import backend_of
-from moe_graphs.capture.errors import CaptureError, GraphError
+from moe_graphs.capture.errors import GraphError
 from moe_graphs.capture.signature import Mismatch
 from moe_graphs.capture.static_inputs import owned
 from moe_graphs.capture.step_recording import StepRecording, record_step
@@ -197,22 +197,14 @@ class FullIteration:
         return self._eager(batch, mismatch.reason)
 
     def _capture(self, batch: Any, rehearsals: int) -> None:
-        started, subject = time.perf_counter(), self._subject
+        started = time.perf_counter()
         self.state = "capture_failed"
         self._resources.release()
         if self._group is not None:
             eager_forwards = sum(self._eager_calls.values())
             rehearsals = max(rehearsals, data_parallel.EAGER_FORWARDS - eager_forwards)
-        failure = None
-        try:
-            self._resources.recording = record_step(subject, batch, rehearsals)
-        except CaptureError as error:
-            failure = error
-        if not data_parallel.all_agree(failure is None, self._group, subject.backend.device):
-            self._resources.release()
-            raise failure or CaptureError(
-                "capture of the step failed on another rank; it runs eagerly now on all of them"
-            )
+        recording = record_step(self._subject, batch, rehearsals, self._group)
+        self._resources.recording = recording
         self.state = "captured"
         self._captures += 1
         self._capture_seconds += time.perf_counter() - started

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from moe_graphs.capture import data_parallel
-from moe_graphs.capture.backends.base import Graph
+from moe_graphs.capture.backends.base import Backend, Graph
 from moe_graphs.capture.errors import CaptureError, GraphError
 from moe_graphs.capture.gradients import (
     Gradients,
@@ -33,7 +34,7 @@ from moe_graphs.capture.preserve import (
 from moe_graphs.capture.rehearsal import source_line
 from moe_graphs.capture.signature import Mismatch, tensor_leaves
 from moe_graphs.capture.static_inputs import StaticInputs, owned_leaves
-from moe_graphs.capture.step_rehearsal import Subject, rehearse
+from moe_graphs.capture.step_rehearsal import Rehearsal, Subject, rehearse
 from moe_graphs.capture.watched import Watched
 
 
@@ -89,22 +90,28 @@ class StepRecording:
         return sum(tensor.nbytes for tensor in kept)
 
 
-def record_step(subject: Subject, batch: Any, rehearsals: int) -> StepRecording:
-    """Captures the step as called now. Nothing that it touches is changed.
+def record_step(
+    subject: Subject, batch: Any, rehearsals: int, group: dist.ProcessGroup | None
+) -> StepRecording:
+    """Captures the step as called now, on all ranks of the group. Nothing it touches is changed.
 
     Raises:
         CaptureError: what in the step cannot be captured, with its line.
     """
-    backend = subject.backend
+    backend, recording = subject.backend, None
     try:
         data_parallel.check_settings(subject.model)
-        with no_garbage_collection(), _preserved(subject) as (entry, late_state):
-            return _record(subject, batch, rehearsals, entry, late_state)
+        with no_garbage_collection(), _preserved(subject) as (entry, late_state), backend.session():
+            with data_parallel.together(group, backend.device):
+                prepared = _prepare(subject, batch, rehearsals, entry, late_state)
+            with data_parallel.together(group, backend.device):
+                recording = _record(subject, prepared, late_state)
+        return recording
     except CaptureError as error:
-        backend.release()
+        _release(recording, backend)
         raise CaptureError(f"capture of the step failed: {error}; it runs eagerly now") from error
     except Exception as error:
-        backend.release()
+        _release(recording, backend)
         line = source_line(traceback.extract_tb(error.__traceback__))
         raise CaptureError(
             f"capture of the step failed with {type(error).__name__}{_memory(error)}: {error}; "
@@ -112,43 +119,57 @@ def record_step(subject: Subject, batch: Any, rehearsals: int) -> StepRecording:
         ) from error
 
 
-def _record(
+@dataclass(frozen=True)
+class _Prepared:
+    """Where the capture starts: ``found`` are the gradients that are set for it."""
+
+    inputs: StaticInputs
+    modules: ModuleState
+    seen: Rehearsal
+    found: Gradients
+    pool: Any
+
+
+def _prepare(
     subject: Subject, batch: Any, rehearsals: int, entry: Gradients, late_state: LateState
-) -> StepRecording:
-    backend, named = subject.backend, subject.trainable()
-    names, parameters = list(named), list(named.values())
-    tensors = [*subject.model.parameters(), *subject.model.buffers()]
-    inputs = StaticInputs.of(batch, backend.device)
+) -> _Prepared:
+    """All that may be refused before the capture."""
+    named = subject.trainable()
+    inputs = StaticInputs.of(batch, subject.backend.device)
     modules = ModuleState("full iteration", subject.model)
     modules.check_capturable()
-    with backend.session():
-        seen = rehearse(subject, inputs, modules, rehearsals)
-        late_state.check()
-        data_parallel.check_streams(subject.model, seen.stale)
-        forget_accumulators([named[name] for name in seen.stale])
-        found = static_gradients(parameters, entry, seen.dropped)
-        set_gradients(parameters, found)
-        watched, pool = subject.watch(with_optimizer=seen.optimizer_steps), backend.new_pool()
-        versions = [tensor._version for tensor in (*tensors, *inputs.tensors())]
-        with backend.record(pool, subject.generators) as graphs:
-            outputs = subject.step(inputs.tree())
-    written = [
-        tensor
-        for tensor, version in zip((*tensors, *inputs.tensors()), versions, strict=True)
-        if tensor._version != version
-    ]
+    seen = rehearse(subject, inputs, modules, rehearsals)
+    late_state.check()
+    data_parallel.check_streams(subject.model, seen.stale)
+    forget_accumulators([named[name] for name in seen.stale])
+    found = static_gradients(list(named.values()), entry, seen.dropped)
+    set_gradients(list(named.values()), found)
+    return _Prepared(inputs, modules, seen, found, subject.backend.new_pool())
+
+
+def _record(subject: Subject, prepared: _Prepared, late_state: LateState) -> StepRecording:
+    named, inputs, seen = subject.trainable(), prepared.inputs, prepared.seen
+    tensors = [*subject.model.parameters(), *subject.model.buffers(), *inputs.tensors()]
+    watched = subject.watch(with_optimizer=seen.optimizer_steps)
+    versions = [tensor._version for tensor in tensors]
+    with subject.backend.record(prepared.pool, subject.generators) as graphs:
+        outputs = subject.step(inputs.tree())
+    both = zip(tensors, versions, strict=True)
+    written = [tensor for tensor, version in both if tensor._version != version]
     leaves, structure = pytree.tree_flatten(outputs)
-    modules.freeze()
+    parameters = list(named.values())
+    left = gradients_of(parameters)
+    prepared.modules.freeze()
     recording = StepRecording(
         graph=graphs[0],
-        pool=pool,
+        pool=prepared.pool,
         inputs=inputs,
         outputs=[leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves],
         output_structure=structure,
-        gradients=StaticGradients(names, parameters, seen.dropped, found, gradients_of(parameters))
+        gradients=StaticGradients(list(named), parameters, seen.dropped, prepared.found, left)
         if seen.touches_gradients
         else None,
-        modules=modules,
+        modules=prepared.modules,
         watched=watched,
         late_state=late_state,
         grad_mode=_grad_mode(),
@@ -180,6 +201,12 @@ def _preserved(subject: Subject) -> Iterator[tuple[Gradients, LateState]]:
             late_state.take_away()
             watched.put_back()
             set_gradients(parameters, entry)
+
+
+def _release(recording: StepRecording | None, backend: Backend) -> None:
+    if recording is not None:
+        recording.graph.release()
+    backend.release()
 
 
 def _grad_mode() -> tuple[bool, bool]:
