@@ -31,14 +31,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from moe_graphs.capture import data_parallel
 from moe_graphs.capture.backends import backend_for
 from moe_graphs.capture.backends.base import Backend
 from moe_graphs.capture.errors import GraphError
 from moe_graphs.capture.signature import Mismatch
-from moe_graphs.capture.static_inputs import owned
-from moe_graphs.capture.step_recording import StepRecording, record_step
-from moe_graphs.capture.step_rehearsal import Subject
+from moe_graphs.capture.whole_step import data_parallel
+from moe_graphs.capture.whole_step.recording import StepRecording, record_step
+from moe_graphs.capture.whole_step.rehearsal import Subject
+from moe_graphs.capture.whole_step.static_inputs import owned
 
 _ON_MISMATCH = ("error", "eager", "recapture")
 

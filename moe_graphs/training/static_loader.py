@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from moe_graphs.capture.errors import GraphError
 from moe_graphs.capture.signature import ConstantSpec, Signature
-from moe_graphs.capture.static_inputs import input_name, structure_mismatch
+from moe_graphs.capture.whole_step.static_inputs import input_name, structure_mismatch
 
 
 class StaticLoader:

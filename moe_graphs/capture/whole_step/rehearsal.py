@@ -14,15 +14,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from moe_graphs.capture import data_parallel
 from moe_graphs.capture.backends.base import Backend
 from moe_graphs.capture.errors import CaptureError
 from moe_graphs.capture.module_state import ModuleState
-from moe_graphs.capture.optimizers import check_optimizer
 from moe_graphs.capture.rehearsal import capturable_only
-from moe_graphs.capture.static_inputs import StaticInputs
-from moe_graphs.capture.step_gradients import Gradients, gradients_of, set_gradients
-from moe_graphs.capture.watched import Watched
+from moe_graphs.capture.whole_step import data_parallel
+from moe_graphs.capture.whole_step.gradients import Gradients, gradients_of, set_gradients
+from moe_graphs.capture.whole_step.optimizers import check_optimizer
+from moe_graphs.capture.whole_step.static_inputs import StaticInputs
+from moe_graphs.capture.whole_step.watched import Watched
 
 
 @dataclass(frozen=True)

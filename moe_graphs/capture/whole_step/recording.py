@@ -12,12 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from moe_graphs.capture import data_parallel
-from moe_graphs.capture.accumulators import check_streams, forget_accumulators
 from moe_graphs.capture.backends.base import Backend, Graph
 from moe_graphs.capture.errors import CaptureError, GraphError
 from moe_graphs.capture.module_state import ModuleState
-from moe_graphs.capture.optimizers import LateState
 from moe_graphs.capture.preserve import (
     attributes_put_back_on_failure,
     no_garbage_collection,
@@ -26,16 +23,19 @@ from moe_graphs.capture.preserve import (
 )
 from moe_graphs.capture.rehearsal import source_line
 from moe_graphs.capture.signature import Mismatch, tensor_leaves
-from moe_graphs.capture.static_inputs import StaticInputs, owned_leaves
-from moe_graphs.capture.step_gradients import (
+from moe_graphs.capture.whole_step import data_parallel
+from moe_graphs.capture.whole_step.accumulators import check_streams, forget_accumulators
+from moe_graphs.capture.whole_step.gradients import (
     Gradients,
     StaticGradients,
     gradients_of,
     set_gradients,
     static_gradients,
 )
-from moe_graphs.capture.step_rehearsal import Rehearsal, Subject, rehearse
-from moe_graphs.capture.watched import Watched
+from moe_graphs.capture.whole_step.optimizers import LateState
+from moe_graphs.capture.whole_step.rehearsal import Rehearsal, Subject, rehearse
+from moe_graphs.capture.whole_step.static_inputs import StaticInputs, owned_leaves
+from moe_graphs.capture.whole_step.watched import Watched
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 
 from moe_graphs.capture.errors import CaptureError
 from moe_graphs.capture.signature import Mismatch
-from moe_graphs.capture.static_inputs import copy_all
+from moe_graphs.capture.whole_step.static_inputs import copy_all
 
 Gradients = list[torch.Tensor | None]
 
