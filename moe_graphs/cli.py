@@ -14,11 +14,14 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from moe_graphs.bench.command import bench_app
 from moe_graphs.capture.errors import GraphError
-from moe_graphs.config import GraphConfig
-from moe_graphs.report import capture_table, comparison_table
+from moe_graphs.capture.full_iteration import FullIterationReport
+from moe_graphs.capture.report import Report
+from moe_graphs.config import FullIterationConfig, GraphConfig
+from moe_graphs.report import capture_table, comparison_table, full_iteration_table
 from moe_graphs.training import run as training_run
 from moe_graphs.training.checkpoint import find_checkpoint
 from moe_graphs.training.compare import compare
@@ -54,11 +57,18 @@ def train(
         typer.Option(help="Directory of text files, or one; by default Python's own library."),
     ] = None,
     impl: Annotated[
-        str, typer.Option(help="local captures graphs, none trains eagerly.")
+        str,
+        typer.Option(
+            help="local captures scopes, full_iteration whole steps, none trains eagerly."
+        ),
     ] = "local",
     scopes: Annotated[
         str | None, typer.Option(help=f"What to capture.  [default: {DEFAULT_SCOPES}]")
     ] = None,
+    optimizer_in_graph: Annotated[
+        bool,
+        typer.Option("--optimizer-in-graph", help="With full_iteration: clipping and update, too."),
+    ] = False,
     dispatcher: Annotated[str, typer.Option(help="local, padded or all_to_all.")] = "local",
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Sequences per optimizer step.")] = None,
@@ -97,7 +107,7 @@ def train(
         options = training_run.RunOptions(
             preset=_with_settings(chosen, changes),
             device=where,
-            graph_config=_graph_config(impl, scopes),
+            graph_config=_graph_config(impl, scopes, optimizer_in_graph),
             dispatcher=dispatcher,
             out=out or _free_directory(Path("runs"), name),
             resume=find_checkpoint(resume) if resume else None,
@@ -135,7 +145,7 @@ def _run(options: training_run.RunOptions, corpus: Corpus, console: Console) -> 
     with _progress(console, total) as progress:
         summary = training_run.run(options, corpus, progress)
     if summary.report is not None:
-        console.print(capture_table(summary.report))
+        console.print(_report_table(summary.report))
     baselines = ", ".join(f"{name} {bits:.4f}" for name, bits in summary.compressors.items())
     console.print(
         f"held out: {summary.held_out_bits_per_byte:.4f} bits per byte after {summary.steps} "
@@ -148,7 +158,7 @@ def _run(options: training_run.RunOptions, corpus: Corpus, console: Console) -> 
 def _compare(options: training_run.RunOptions, corpus: Corpus, console: Console) -> dict[str, Any]:
     with _progress(console, 2 * options.preset.training.steps) as progress:
         comparison = compare(options, corpus, progress)
-    console.print(capture_table(comparison.report))
+    console.print(_report_table(comparison.report))
     console.print(comparison_table(comparison))
     return comparison.to_dict()
 
@@ -190,14 +200,15 @@ def _describe(
         f"preset {name} on {options.device}, torch {torch.__version__}, "
         f"{torch.get_num_threads()} CPU threads: {settings.steps} steps of {settings.batch_size} "
         f"sequences of {settings.sequence_length} bytes in {settings.microbatches} microbatch(es)",
-        f"graphs: {_describe_graphs(options.graph_config)}; dispatcher {options.dispatcher}",
+        f"graphs: {options.graph_config or 'none, eager'}; dispatcher {options.dispatcher}",
     )
     for line in lines:
         console.print(line, markup=False)
 
 
-def _describe_graphs(config: GraphConfig | None) -> str:
-    return "none, eager" if config is None else f"{config.impl}, {','.join(config.scopes)}"
+def _report_table(report: Report | FullIterationReport) -> Table:
+    whole = isinstance(report, FullIterationReport)
+    return full_iteration_table(report) if whole else capture_table(report)
 
 
 def _device(name: str | None) -> torch.device:
@@ -222,7 +233,21 @@ def _with_settings(preset: Preset, changes: dict[str, Any]) -> Preset:
     return dataclasses.replace(preset, training=dataclasses.replace(preset.training, **given))
 
 
-def _graph_config(impl: str, scopes: str | None) -> GraphConfig | None:
+def _graph_config(
+    impl: str, scopes: str | None, optimizer_in_graph: bool
+) -> GraphConfig | FullIterationConfig | None:
+    if impl == "full_iteration":
+        if scopes is not None:
+            raise ValueError(
+                f"scopes: {scopes!r} with impl='full_iteration', which captures the whole step: "
+                f"drop --scopes, or use --impl local"
+            )
+        return FullIterationConfig(optimizer_in_graph)
+    if optimizer_in_graph:
+        raise ValueError(
+            f"optimizer_in_graph: impl={impl!r} has no graph of a step to put it in: use --impl "
+            f"full_iteration"
+        )
     config = GraphConfig(scopes or (DEFAULT_SCOPES if impl == "local" else None), impl)
     return None if config.impl == "none" else config
 

@@ -174,7 +174,12 @@ class GraphConfig:
     def __post_init__(self) -> None:
         if self.impl not in IMPLS:
             raise ValueError(f"impl={self.impl!r}: accepted are {', '.join(IMPLS)}")
-        if self.impl in ("transformer_engine", "full_iteration"):
+        if self.impl == "full_iteration":
+            raise ValueError(
+                "impl='full_iteration' captures the function that makes a step, which "
+                "moe_graphs.graph never sees: use moe_graphs.FullIteration(step, model=model)"
+            )
+        if self.impl == "transformer_engine":
             raise ValueError(
                 f"impl={self.impl!r} is not available in this version: "
                 f"impl='local' takes the same scopes and needs no other package"
@@ -188,6 +193,9 @@ class GraphConfig:
             )
         object.__setattr__(self, "scopes", _normalised(self.scopes, self.impl))
         check(Choice(self.impl, self.scopes))
+
+    def __str__(self) -> str:
+        return f"{self.impl}, {','.join(self.scopes)}"
 
     @classmethod
     def from_megatron(
@@ -205,6 +213,21 @@ class GraphConfig:
         if not scopes and cuda_graph_impl != "none":
             scopes = "full"
         return cls(scopes, cuda_graph_impl, cuda_graph_warmup_steps, **options)
+
+
+@dataclass(frozen=True)
+class FullIterationConfig:
+    """That the trainer runs whole steps as one graph (``moe_graphs.FullIteration``).
+
+    optimizer_in_graph: clipping, the optimizer's update and the zeroing of gradients, too.
+    warmup_steps: eager steps before the capture.
+    """
+
+    optimizer_in_graph: bool = False
+    warmup_steps: int = 3
+
+    def __str__(self) -> str:
+        return f"full_iteration, {'with' if self.optimizer_in_graph else 'without'} the optimizer"
 
 
 def _normalised(scopes: Sequence[str] | str | None, impl: str) -> tuple[str, ...]:

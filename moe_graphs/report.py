@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from moe_graphs.capture.full_iteration import FullIterationReport
     from moe_graphs.capture.report import Report, ScopeReport
     from moe_graphs.training.compare import Comparison, Side
 
@@ -36,6 +37,26 @@ def capture_table(report: Report) -> Table:
         f"{format_bytes(report.predicted_pool_bytes)}), static "
         f"{format_bytes(report.static_bytes)}; eager calls: {format_reasons(report.eager_calls)}"
     )
+    return table
+
+
+def full_iteration_table(report: FullIterationReport) -> Table:
+    """The one graph of a whole step, in a row."""
+    table = Table(title="captured step", title_justify="left", caption_justify="left")
+    headings = ("state", "kernels", "static", "pool", "capture", "replays", "eager calls")
+    for heading in headings:
+        justify = "left" if heading in ("state", "eager calls") else "right"
+        table.add_column(heading, justify=justify)
+    table.add_row(
+        report.state,
+        "?" if report.kernels is None else f"{report.kernels:,}",
+        format_bytes(report.static_bytes),
+        format_bytes(report.pool_bytes),
+        f"{report.capture_seconds:.2f} s",
+        f"{report.replayed:,}",
+        format_reasons(report.eager_calls),
+    )
+    table.caption = f"kernels: recorded ops on the CPU; captured {report.captures} times"
     return table
 
 

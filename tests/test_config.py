@@ -20,7 +20,8 @@ BROKEN = {
     "moe_excludes_its_parts": (dict(scopes="moe,moe_router"), "drop moe_router"),
     "preprocess_needs_router": (dict(scopes="moe_preprocess"), "add 'moe_router'"),
     "impl_unknown": (dict(impl="inductor"), "accepted are none, local"),
-    "impl_not_there_yet": (dict(impl="full_iteration"), "not available in this version"),
+    "impl_of_a_whole_step": (dict(impl="full_iteration"), "use moe_graphs.FullIteration"),
+    "impl_not_there_yet": (dict(impl="transformer_engine"), "not available in this version"),
     "on_mismatch": (dict(on_mismatch="warn"), "accepted are 'eager', 'error'"),
     "warmup_steps": (dict(warmup_steps=0), "at least 1"),
 }

@@ -176,7 +176,7 @@ def test_microbatches_divide_the_gradient_not_the_result():
     for trainer in (whole, halves):
         # Without what differs by intent: dropout and jitter draw per call, balance per microbatch.
         trainer.model.eval()
-        trainer._forward_backward(tokens)
+        trainer.forward_backward(tokens)
         norms.append([p.grad for name, p in trainer.model.named_parameters() if "head" in name])
     for left, right in zip(*norms, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-6)

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from moe_graphs.training.capturable import load_optimizer_state
 from moe_graphs.training.settings import TrainSettings
 from moe_graphs.training.trainer import Trainer
 
@@ -77,7 +78,7 @@ def load_checkpoint(path: Path, trainer: Trainer) -> list[str]:
             f"steps asked for: raise --steps"
         )
     trainer.model.load_state_dict(tensors)
-    trainer.optimizer.load_state_dict(state["optimizer"])
+    load_optimizer_state(trainer.optimizer, state["optimizer"])
     trainer.step = trainer.first_unlogged_step = state["step"]
     for name, values in state["history"].items():
         getattr(trainer.history, name)[: len(values)] = values.to(trainer.device)

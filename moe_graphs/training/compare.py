@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from moe_graphs.capture.full_iteration import FullIterationReport
 from moe_graphs.capture.report import Report
-from moe_graphs.config import GraphConfig
+from moe_graphs.config import FullIterationConfig, GraphConfig
 from moe_graphs.training.data import Corpus
 from moe_graphs.training.metrics import memory_in_use
 from moe_graphs.training.run import (
@@ -46,7 +47,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both runs and the graphed one's capture report."""
+    """Both runs and what the graphs of the second did."""
 
     eager: Side
     graphed: Side
@@ -54,20 +55,15 @@ class Comparison:
     grad_norms_bitwise_equal: bool
     first_difference: int | None
     parameters_bitwise_equal: bool
-    report: Report
+    report: Report | FullIterationReport
 
     def to_dict(self) -> dict:
-        report = self.report.to_dict()
-        sides = {"eager": dataclasses.asdict(self.eager)}
-        sides["graphed"] = dataclasses.asdict(self.graphed)
-        equal = dataclasses.replace(self, eager=None, graphed=None, report=None)
+        whole = isinstance(self.report, FullIterationReport)
         return {
-            **dataclasses.asdict(equal),
-            **sides,
-            "captured": self.report.captured,
+            **dataclasses.asdict(self),
+            "captured": self.report.captures if whole else self.report.captured,
             "replayed": self.report.replayed,
             "eager_calls": dict(self.report.eager_calls),
-            "report": report,
         }
 
 
@@ -79,8 +75,10 @@ def compare(options: RunOptions, corpus: Corpus, progress: Progress) -> Comparis
         TrainingDiverged: if a loss is not finite: nothing would be left to compare.
     """
     config = options.graph_config
-    if config is None or config.impl == "none":
-        raise ValueError("impl: 'none' leaves nothing to compare with: choose 'local'")
+    if config is None or (isinstance(config, GraphConfig) and config.impl == "none"):
+        raise ValueError(
+            "impl: 'none' leaves nothing to compare with: choose 'local' or 'full_iteration'"
+        )
     skipped = config.warmup_steps + 2
     if options.preset.training.steps <= skipped:
         raise ValueError(
@@ -105,11 +103,11 @@ def compare(options: RunOptions, corpus: Corpus, progress: Progress) -> Comparis
 def _one_side(
     options: RunOptions,
     corpus: Corpus,
-    config: GraphConfig | None,
+    config: GraphConfig | FullIterationConfig | None,
     skipped: int,
     progress: Progress,
-) -> tuple[Side, list[torch.Tensor], Report | None]:
-    progress.note("eager" if config is None else f"graphed: {', '.join(config.scopes)}")
+) -> tuple[Side, list[torch.Tensor], Report | FullIterationReport | None]:
+    progress.note("eager" if config is None else f"graphed: {config}")
     free_memory(options.device)
     trainer = build_trainer(options, build_batches(options, corpus))
     with with_graphs(trainer, config):
@@ -119,7 +117,7 @@ def _one_side(
             if trainer.step % options.preset.log_every == 0 or trainer.step == steps:
                 progress.line(trainer.log_line())
         memory = memory_in_use(options.device)
-        report = trainer.graphs.report() if trainer.graphs is not None else None
+        report = trainer.report()
     times = sorted(trainer.clock.milliseconds[skipped:])
     side = Side(
         step_ms=statistics.median(times),

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import torch
 
+from moe_graphs.capture.full_iteration import FullIterationReport
 from moe_graphs.capture.graphs import graph
 from moe_graphs.capture.report import Report
-from moe_graphs.config import GraphConfig
+from moe_graphs.config import FullIterationConfig, GraphConfig
 from moe_graphs.dispatch import make_dispatcher
 from moe_graphs.layers import LanguageModel
 from moe_graphs.training.checkpoint import load_checkpoint, save_checkpoint
@@ -41,7 +42,7 @@ class RunOptions:
 
     preset: Preset
     device: torch.device
-    graph_config: GraphConfig | None
+    graph_config: GraphConfig | FullIterationConfig | None
     dispatcher: str = "local"
     out: Path = Path("runs/run")
     resume: Path | None = None
@@ -68,13 +69,11 @@ class Summary:
     seconds: float
     parameters: int
     dropped: int | None
-    report: Report | None
+    report: Report | FullIterationReport | None
     out: Path
 
     def to_dict(self) -> dict:
-        values = dataclasses.asdict(dataclasses.replace(self, report=None, out=None))
-        graphs = self.report.to_dict() if self.report is not None else None
-        return {**values, "out": str(self.out), "report": graphs}
+        return {**dataclasses.asdict(self), "out": str(self.out)}
 
 
 @dataclass(frozen=True)
@@ -130,8 +129,17 @@ def build_batches(options: RunOptions, corpus: Corpus) -> TrainingBatches:
 
 
 @contextlib.contextmanager
-def with_graphs(trainer: Trainer, config: GraphConfig | None) -> Iterator[None]:
-    """Installs graphs on the trainer's model for the duration."""
+def with_graphs(
+    trainer: Trainer, config: GraphConfig | FullIterationConfig | None
+) -> Iterator[None]:
+    """Installs graphs on the trainer's model, or of its steps, for the duration."""
+    if isinstance(config, FullIterationConfig):
+        with trainer.capture_full_iteration(config):
+            try:
+                yield
+            finally:
+                trainer.full_iteration, trainer.optimizer_in_graph = None, False
+        return
     if config is None or config.impl == "none":
         yield
         return
@@ -160,7 +168,7 @@ def run(options: RunOptions, corpus: Corpus, progress: Progress) -> Summary:
     began = time.perf_counter()
     with with_graphs(trainer, options.graph_config):
         curve = _train(options, trainer, held_out, progress)
-        report = trainer.graphs.report() if trainer.graphs is not None else None
+        report = trainer.report()
     seconds = time.perf_counter() - began
     progress.note("evaluating on all held-out bytes")
     bits = trainer.bits_per_byte(held_out)
@@ -209,7 +217,7 @@ def _summary(
     bits: float,
     compressors: dict[str, float],
     seconds: float,
-    report: Report | None,
+    report: Report | FullIterationReport | None,
 ) -> Summary:
     times = trainer.clock.milliseconds
     rate = 1e3 * trainer.settings.tokens_per_step / statistics.median(times) if times else None

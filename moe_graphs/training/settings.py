@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from moe_graphs.training.capturable import tensor_hyperparameters
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
@@ -55,15 +57,22 @@ class TrainSettings:
 
 
 def build_optimizer(model: torch.nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only, fused."""
+    """AdamW with weight decay on matrices only, fused, its learning rate a tensor.
+
+    Also for eager runs, so that they are, bit by bit, those that have the update in a graph: as a
+    tensor the rate is rounded to fp32.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=settings.learning_rate,
         betas=(settings.beta1, settings.beta2),
         fused=True,
+        capturable=True,
     )
+    tensor_hyperparameters(optimizer)
+    return optimizer

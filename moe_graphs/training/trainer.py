@@ -12,8 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moe_graphs.capture.full_iteration import FullIteration, FullIterationReport
 from moe_graphs.capture.graphs import Graphs
+from moe_graphs.capture.report import Report
+from moe_graphs.config import FullIterationConfig
 from moe_graphs.training.data import HeldOut, TrainingBatches
+from moe_graphs.training.device_step import DeviceStep
 from moe_graphs.training.metrics import Memory, StepClock, memory_in_use, peak_flops
 from moe_graphs.training.settings import TrainSettings, build_optimizer
 
@@ -74,6 +78,9 @@ class Trainer:
     Args:
         graphs: what ``moe_graphs.graph(model, ...)`` returned, or None for eager training.
         drops_tokens: whether the model's dispatcher may drop, so that the log line says so.
+
+    Attributes:
+        full_iteration: set by ``capture_full_iteration``, and to None to train eagerly again.
     """
 
     def __init__(
@@ -89,6 +96,11 @@ class Trainer:
         self.drops_tokens = drops_tokens
         self.device = next(model.parameters()).device
         self.optimizer = build_optimizer(model, settings)
+        self.device_step = DeviceStep(
+            self.optimizer, clip_norm=settings.clip_norm, set_to_none=True
+        )
+        self.full_iteration: FullIteration | None = None
+        self.optimizer_in_graph = False
         self.history = History.empty(settings.steps, self.device)
         self.clock = StepClock(self.device)
         self.step = 0
@@ -99,20 +111,37 @@ class Trainer:
         index, settings = self.step, self.settings
         self.model.train()
         for group in self.optimizer.param_groups:
-            group["lr"] = settings.learning_rate_at(index)
+            group["lr"].fill_(settings.learning_rate_at(index))
         self.clock.start()
         tokens = self._to_device(self.batches.batch(index))
-        loss, dropped = self._forward_backward(tokens)
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        # Does nothing unless the config asks for the aux-loss-free balancing of DeepSeek-V3.
-        self.model.update_expert_bias()
+        if self.optimizer_in_graph:
+            loss, dropped, norm = self.full_iteration(tokens)
+        else:
+            loss, dropped = (self.full_iteration or self.forward_backward)(tokens)
+            norm = self.update()
         self.history.loss[index] = loss
         self.history.grad_norm[index] = norm
         self.history.dropped[index] = dropped
         self.clock.stop()
         self.step = index + 1
+
+    def capture_full_iteration(self, config: FullIterationConfig) -> FullIteration:
+        """From now on steps are a graph, captured after the warm-up. The caller releases it."""
+        within = config.optimizer_in_graph
+        self.full_iteration = FullIteration(
+            self.forward_backward_update if within else self.forward_backward,
+            model=self.model,
+            optimizer=self.optimizer if within else None,
+            state=[self.device_step] if within else [],
+            warmup_steps=config.warmup_steps,
+        )
+        self.optimizer_in_graph = within
+        return self.full_iteration
+
+    def report(self) -> Report | FullIterationReport | None:
+        """What the graphs did so far; None when training eagerly."""
+        engine = self.full_iteration or self.graphs
+        return engine.report() if engine is not None else None
 
     def log_line(self) -> LogLine:
         """Reads back what the steps since the last line left behind. Waits for the device.
@@ -162,7 +191,7 @@ class Trainer:
         counted = int((held_out.targets_NS >= 0).sum())
         return total.item() / counted / torch.log(torch.tensor(2.0)).item()
 
-    def _forward_backward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def forward_backward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """All microbatches of a step: the mean loss and the dropped rows, on the device."""
         count = self.settings.microbatches
         losses, dropped = [], []
@@ -176,6 +205,17 @@ class Trainer:
                 losses.append(loss.detach())
                 dropped.append(output.dropped_tokens)
         return torch.stack(losses).mean(), torch.stack(dropped).sum()
+
+    def update(self) -> Tensor:
+        """Clips, steps and drops the gradients. Returns their norm before that."""
+        norm = self.device_step().grad_norm
+        # Does nothing unless the config asks for the aux-loss-free balancing of DeepSeek-V3.
+        self.model.update_expert_bias()
+        return norm
+
+    def forward_backward_update(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All of a step: the loss, the dropped rows, the gradient norm."""
+        return *self.forward_backward(tokens), self.update()
 
     def _check_finite(self, since: slice) -> None:
         values = torch.stack((self.history.loss[since], self.history.grad_norm[since]))
