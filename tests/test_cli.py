@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 from moe_graphs.cli import build_app
 
 SMALL = ["--preset", "tiny", "--device", "cpu", "--batch-size", "1"]
+EAGER, WHOLE = ["--impl", "none"], ["--impl", "full_iteration", "--optimizer-in-graph"]
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +73,19 @@ def test_compare_reports_both_sides(text, dispatcher):
     assert "bitwise equal over 8 steps" in result.stderr
 
 
+def test_whole_steps_are_compared_with_eager(text):
+    result = invoke(*SMALL, "--data", text, "--steps", 7, "--compare", "--json", *WHOLE)
+    document = last_line(result)
+    assert document["losses_bitwise_equal"] is True
+    assert document["grad_norms_bitwise_equal"] is True
+    assert document["parameters_bitwise_equal"] is True
+    assert (document["captured"], document["replayed"]) == (1, 4)
+    assert document["report"]["state"] == "captured"
+    assert document["report"]["eager_calls"] == {"warmup": 3}
+    assert "full_iteration, with the optimizer" in result.stderr
+    assert "captured step" in result.stderr
+
+
 def test_dropped_tokens_are_in_the_line_and_in_the_document(text, tmp_path):
     arguments = ["--steps", 4, "--dispatcher", "padded", "--out", tmp_path / "run", "--json"]
     result = invoke(*SMALL, "--data", text, *arguments)
@@ -80,12 +94,13 @@ def test_dropped_tokens_are_in_the_line_and_in_the_document(text, tmp_path):
     assert f"dropped: {document['dropped']:,}" in result.stderr
 
 
-def test_resume_goes_on_bit_by_bit(text, tmp_path):
+@pytest.mark.parametrize(("before", "after"), [([], EAGER), (EAGER, WHOLE)])
+def test_resume_goes_on_bit_by_bit(text, tmp_path, before, after):
     whole, again = tmp_path / "whole", tmp_path / "again"
     common = [*SMALL, "--data", text, "--steps", 8, "--microbatches", 1]
-    assert invoke(*common, "--out", whole, "--checkpoint-every", 4).exit_code == 0
+    assert invoke(*common, "--out", whole, "--checkpoint-every", 4, *before).exit_code == 0
     middle = whole / "checkpoints" / "step_000004"
-    result = invoke(*common, "--out", again, "--resume", middle, "--impl", "none")
+    result = invoke(*common, "--out", again, "--resume", middle, *after)
     assert result.exit_code == 0, result.stderr
     models = [load_file(p / "checkpoints/step_000008/model.safetensors") for p in (whole, again)]
     assert models[0].keys() == models[1].keys()
@@ -109,6 +124,10 @@ def test_a_new_run_gets_a_directory_of_its_own(text, tmp_path, monkeypatch):
         (["--scopes", "atn"], "did you mean 'attn'"),
         (["--impl", "none", "--scopes", "attn"], "impl='none' captures nothing"),
         (["--impl", "none", "--compare"], "nothing to compare with"),
+        (["--impl", "transformer_engine"], "not available in this version"),
+        (["--impl", "full_iteration", "--scopes", "attn"], "drop --scopes"),
+        (["--optimizer-in-graph"], "use --impl full_iteration"),
+        ([*WHOLE, "--dispatcher", "all_to_all"], "capture of the step failed"),
         (["--dispatcher", "alltoall"], "choose one of local, padded, all_to_all"),
         (["--microbatches", "3"], "does not divide"),
         (["--steps", "0"], "steps: 0 must be at least 1"),

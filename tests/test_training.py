@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moe_graphs.config import GraphConfig
+from moe_graphs.config import FullIterationConfig, GraphConfig
 from moe_graphs.layers import MoEConfig, TransformerConfig
 from moe_graphs.training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from moe_graphs.training.compare import compare
@@ -31,6 +31,7 @@ from moe_graphs.training.settings import TrainSettings
 from moe_graphs.training.trainer import Trainer, TrainingDiverged
 
 SCOPES = "attn,moe_router,moe_preprocess"
+FULL = {"without": FullIterationConfig(), "with": FullIterationConfig(optimizer_in_graph=True)}
 QUIET = Progress(line=lambda line: None, note=lambda note: None)
 
 
@@ -102,6 +103,49 @@ def test_a_graphed_run_is_the_eager_run(microbatches):
     assert report.replayed == report.captured * 5 * microbatches
     assert_same(*trainers)
     assert trainers[0].history.loss[-1] < trainers[0].history.loss[0]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("config", FULL.values(), ids=FULL)
+def test_a_run_of_whole_steps_is_the_eager_run(config, microbatches):
+    given = options(steps=9, microbatches=microbatches)
+    held_out = HeldOut.of(small_corpus().held_out, sequence_length=32, context=16)
+    eager = fresh_trainer(given)
+    advance(eager, 9)
+    graphed = fresh_trainer(given)
+    with with_graphs(graphed, config):
+        advance(graphed, 6)
+        graphed.bits_per_byte(held_out)  # in eval mode, between replays
+        advance(graphed, 9)
+        report = graphed.report()
+    assert (report.captures, report.replayed) == (1, 6)
+    assert report.eager_calls == {"warmup": 3}
+    assert_same(eager, graphed)
+    assert graphed.report() is None
+
+
+@pytest.mark.parametrize("config", FULL.values(), ids=FULL)
+def test_whole_steps_are_resumed_bit_by_bit(tmp_path, config):
+    """By a trainer that captures afterwards, and by one that has captured before."""
+    given = options(steps=12)
+    whole = fresh_trainer(given)
+    with with_graphs(whole, config):
+        advance(whole, 5)
+        path = save_checkpoint(tmp_path, whole)
+        advance(whole, 12)
+    fresh = fresh_trainer(given)
+    load_checkpoint(path, fresh)
+    with with_graphs(fresh, config):
+        advance(fresh, 12)
+    assert_same(whole, fresh)
+    captured = fresh_trainer(given)
+    with with_graphs(captured, config):
+        advance(captured, 7)
+        load_checkpoint(path, captured)
+        advance(captured, 12)
+        assert captured.report().captures == 1
+    assert torch.equal(whole.history.loss[5:], captured.history.loss[5:])
+    assert_same(whole, captured)
 
 
 @pytest.mark.parametrize(("before", "after"), [(False, False), (True, True), (False, True)])
@@ -289,6 +333,34 @@ def test_presets_are_what_the_readme_says():
     assert sizes.keys() == {"tiny", "small"}
     for preset in (make() for make in presets().values()):
         assert preset.training.sequence_length <= preset.model.max_sequence_length
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", FULL.values(), ids=FULL)
+def test_a_run_of_whole_steps_on_the_gpu_is_the_eager_run(config):
+    given = options(steps=12, microbatches=2)
+    given = dataclasses.replace(given, device=torch.device("cuda"), graph_config=config)
+    result = compare(given, small_corpus(), QUIET)
+    assert result.losses_bitwise_equal
+    assert result.grad_norms_bitwise_equal
+    assert result.parameters_bitwise_equal
+    assert result.report.replayed == 9
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", FULL.values(), ids=FULL)
+def test_whole_steps_are_resumed_on_the_gpu(tmp_path, config):
+    given = dataclasses.replace(options(steps=12), device=torch.device("cuda"))
+    whole = fresh_trainer(given)
+    with with_graphs(whole, config):
+        advance(whole, 6)
+        path = save_checkpoint(tmp_path, whole)
+        advance(whole, 12)
+    again = fresh_trainer(given)
+    load_checkpoint(path, again)
+    with with_graphs(again, config):
+        advance(again, 12)
+    assert_same(whole, again)
 
 
 @pytest.mark.gpu
