@@ -73,7 +73,7 @@ def train_rank(
         generator = torch.Generator().manual_seed(step)
         shape = (2 * microbatches, SEQUENCE + 1)
         tokens = torch.randint(VOCABULARY, shape, generator=generator).to(place)
-        data = (tokens[:, :-1],) if 0 in indices else ()
+        data = (tokens[:, :-1].contiguous(),) if 0 in indices else ()  # torch 2.11 asks for it
         target = tokens[:, 1:] if count - 1 in indices else None
         with graphs.step():
             schedule.step(*data, target=target, losses=losses)
