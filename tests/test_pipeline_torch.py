@@ -94,6 +94,25 @@ def train_rank(
     return trace, report
 
 
+def _nodes_outlive_their_outputs() -> bool:
+    """Whether Python's handle of a custom autograd function keeps the function's node."""
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 2
+
+    node = Double.apply(torch.ones(1, requires_grad=True)).grad_fn
+    try:
+        return node._input_metadata is not None
+    except RuntimeError:
+        return False
+
+
 def _forget_what_was_counted(parts: nn.Module) -> None:
     """To learn shapes, torch's first step runs every stage once on memory nobody has written."""
     for name, buffer in parts.named_buffers():
@@ -115,7 +134,8 @@ def compare(rank: int, pp: int, names: tuple[str, ...], device: str, split: bool
         found.append({"name": name, "replayed": report.replayed, "held": held})
         # torch keeps the last sends of a stage: known after the first replayed step.
         assert held <= 2 * pp * len(report.slots), report
-        assert report.eager_calls.keys() <= {"warmup", "output_held"}, report
+        # torch 2.11 runs the stages once under no_grad, to learn shapes.
+        assert report.eager_calls.keys() <= {"warmup", "output_held", "no_grad"}, report
     return found
 
 
@@ -136,6 +156,11 @@ def test_two_ranks(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_ranks_with_weight_gradients_apart(backend):
+    if not _nodes_outlive_their_outputs():
+        pytest.skip(
+            "waits for torch 2.13: before, zero-bubble schedules lose the nodes of Python autograd "
+            "functions between the two parts of a backward, with eager models, too"
+        )
     check(2, backend, SPLIT, split=True)
 
 
