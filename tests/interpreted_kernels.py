@@ -45,9 +45,10 @@ def test_work_list_examples():
     offsets = torch.tensor([5, 5, 8], dtype=torch.int32)
     rows = tiles.row_tiles(offsets, 8, 4)
     assert rows.count[0] == 3
-    assert rows.records[:3, :5].tolist() == [[0, 0, 2, 0, 5], [0, 0, 2, 0, 5], [2, 2, 1, 5, 8]]
+    records = rows.records.view(-1, 8)[:3, :5].tolist()
+    assert records == [[0, 0, 2, 0, 5], [0, 0, 2, 0, 5], [2, 2, 1, 5, 8]]
     experts = tiles.expert_order(offsets, skip_empty=False)
-    assert experts.records.tolist() == [[0, 0, 5, -1], [2, 5, 8, -1], [1, 5, 5, -1]]
+    assert experts.records.view(-1, 4).tolist() == [[0, 0, 5, -1], [2, 5, 8, -1], [1, 5, 5, -1]]
     assert experts.count[:3].tolist() == [3, 2, 0]
     assert tiles.expert_order(offsets, skip_empty=True).count[:3].tolist() == [2, 2, 0]
 
@@ -56,10 +57,10 @@ def test_work_list_example_of_a_split_expert():
     offsets = torch.tensor([0, 512, 2048], dtype=torch.int32)
     work = tiles.expert_order(offsets, skip_empty=False, limit=512)
     assert work.count[:3].tolist() == [5, 4, 1]
-    assert work.records[:5].tolist() == [
+    assert work.records.view(-1, 4)[:5].tolist() == [
         [1, 0, 512, -1], [2, 512, 1024, 0], [2, 1024, 1536, 1], [2, 1536, 2048, 2], [0, 0, 0, -1],
     ]  # fmt: skip
-    assert work.splits[0, :3].tolist() == [2, 0, 3]
+    assert work.splits[:3].tolist() == [2, 0, 3]
 
 
 def test_row_tiles_example_of_a_cut_round(monkeypatch):
@@ -67,11 +68,13 @@ def test_row_tiles_example_of_a_cut_round(monkeypatch):
     offsets = torch.tensor([5, 5, 8], dtype=torch.int32)
     work = tiles.row_tiles(offsets, 8, 4, tiles.Tail(tiles_n=1, steps=10, programs=2))
     assert work.count.tolist() == [3, 2, 1, 5]
-    assert work.splits.tolist() == [[5, 0, 0, 5, 0, 1, 0, 0], [5, 0, 5, 10, 0, 1, 0, 0]]
+    assert work.splits.tolist() == [5, 0, 0, 5, 0, 1, 0, 0, 5, 0, 5, 10, 0, 1, 0, 0]
 
 
 @pytest.mark.parametrize("sizes", [(300, 17, 0, 65), (129,), (0, 64, 1), (0, 0)])
-@pytest.mark.parametrize(("columns", "steps", "programs"), [(200, 40, 7), (64, 33, 13), (500, 1, 5)])
+@pytest.mark.parametrize(
+    ("columns", "steps", "programs"), [(200, 40, 7), (64, 33, 13), (500, 1, 5)]
+)
 def test_cut_rounds_cover_every_step_once_and_add_up(sizes, columns, steps, programs):
     """Partials that count their steps add up to all of them, on the rows of the cut tiles only."""
     block_m, block_n = 64, 128
@@ -88,7 +91,7 @@ def test_cut_rounds_cover_every_step_once_and_add_up(sizes, columns, steps, prog
     )
     partials = torch.full((2 * programs, block_m, block_n), POISON)
     seen = torch.zeros(max(cut, 1), steps)
-    for program, parts in enumerate(work.splits.tolist()):
+    for program, parts in enumerate(work.splits.view(-1, 8).tolist()):
         for slot, (length, tile, first, end) in enumerate((parts[:4], parts[4:])):
             assert length == end - first <= share
             if length:
@@ -99,7 +102,7 @@ def test_cut_rounds_cover_every_step_once_and_add_up(sizes, columns, steps, prog
     tiles.add_tail_(out, partials, work, tail)
     done = torch.zeros_like(out, dtype=torch.bool)
     for tile in range(whole, whole + cut):
-        _, first, tiles_m, start, end = work.records[tile // tail.tiles_n, :5].tolist()
+        _, first, tiles_m, start, end = work.records.view(-1, 8)[tile // tail.tiles_n, :5].tolist()
         m, n = place(tile - first * tail.tiles_n, tiles_m, tail.tiles_n)
         row = start + m * block_m
         done[row : min(row + block_m, end), n * block_n : (n + 1) * block_n] = True
@@ -136,14 +139,14 @@ def test_split_experts_keep_every_row_and_fit_the_slots(seed):
     rows, ends = int(sizes.sum()), torch.cumsum(sizes, 0).to(torch.int32)
     limit = max(512, -(-rows // tiles.MAX_SLOTS))
     work = tiles.expert_order(ends, skip_empty=False, limit=limit)
-    records = work.records[: int(work.count[0])].tolist()
+    records = work.records.view(-1, 4)[: int(work.count[0])].tolist()
     lengths = [end - start for _, start, end, _ in records]
     assert max(lengths) < 2 * limit
     assert sum(lengths) == rows
     slots = sorted(slot for *_, slot in records if slot >= 0)
     assert slots == list(range(len(slots)))
     assert len(slots) <= rows // limit <= tiles.MAX_SLOTS
-    for e, first, parts, _ in work.splits[: int(work.count[2])].tolist():
+    for e, first, parts, _ in work.splits.view(-1, 4)[: int(work.count[2])].tolist():
         own = sorted((slot, start, end) for x, start, end, slot in records if x == e)
         assert [slot for slot, _, _ in own] == list(range(first, first + parts))
         assert sum(end - start for _, start, end in own) == sizes[e]

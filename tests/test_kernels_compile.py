@@ -31,8 +31,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 #   tiles_m, start, end | slot, phase
 ROWS_CARRY = {"split": [6, 2, 3] * 2 + [7, 2], "pingpong": [5, 3] * 2 + [7, 2]}
 #   weights consumer: slot, phase (ping-pong: passed), e, start, end, and if it is used part | slot,
-#   phase, acc.   producer: slot, phase, start, end, and if it zeros chunk, its expert | slot, phase,
-#   chunk, its expert | the chunks that are left
+#   phase, acc.   producer: slot, phase, start, end, and if it zeros a chunk and its expert | slot,
+#   phase, chunk, expert | the chunks that are left
 WEIGHTS_CARRY = {"split": 5, "pingpong": 4}
 
 

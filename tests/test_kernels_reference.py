@@ -136,9 +136,10 @@ class TestGroupedGemm:
         x, w, offsets = _operands(counts, tail=1)
         grad = torch.randn(x.shape[0], w.shape[2], dtype=torch.float64)
         ops = torch.ops.moe_graphs
-        torch.library.opcheck(ops.grouped_gemm_forward.default, (x.detach(), w.detach(), offsets, True))
-        torch.library.opcheck(ops.grouped_gemm_dgrad.default, (grad, w.detach(), offsets, True))
-        torch.library.opcheck(ops.grouped_gemm_wgrad.default, (x.detach(), grad, offsets))
+        x, w = x.detach(), w.detach()
+        torch.library.opcheck(ops.grouped_gemm_forward.default, (x, w, offsets, True))
+        torch.library.opcheck(ops.grouped_gemm_dgrad.default, (grad, w, offsets, True))
+        torch.library.opcheck(ops.grouped_gemm_wgrad.default, (x, grad, offsets))
 
     def test_arguments_that_do_not_fit_are_named(self):
         x, w, offsets = _operands((3, 3))

@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 
 from moe_graphs.kernels.gemm_pointer import rows_pointer_kernel, weights_pointer_kernel
 from moe_graphs.kernels.gemm_tma import rows_tma_kernel, weights_tma_kernel
-from moe_graphs.kernels.launching import launch, matrix_descriptor, ragged_descriptor
+from moe_graphs.kernels.launching import (
+    cdiv,
+    launch,
+    matrix_descriptor,
+    ragged_descriptor,
+)
 from moe_graphs.kernels.rows_gluon import gathered_rows_gluon_kernel, rows_gluon_kernel
 from moe_graphs.kernels.tiles import (
     MAX_SLOTS,
@@ -40,9 +44,8 @@ from moe_graphs.kernels.variants import (
 )
 from moe_graphs.kernels.weights_gluon import weights_gluon_kernel
 
-
-# From here on the last round of row tiles may be cut along K: adding up the parts takes about 10 us,
-# an empty half round of 4096 columns 25.
+# From this K on, the last round of row tiles may be cut along it: adding up the parts takes about
+# 10 us, and half a round of 4096 is 25.
 LONG_SUM = 4096
 
 
@@ -104,7 +107,7 @@ def _run_rows(
     (rows, K), N = x_RK.shape, out_RN.shape[1]
     tail, partials = None, None
     if v.name == "split" and K >= LONG_SUM:
-        tail = Tail(triton.cdiv(N, v.block_n), triton.cdiv(K, v.block_k), grid)
+        tail = Tail(cdiv(N, v.block_n), cdiv(K, v.block_k), grid)
         shape = (2 * grid, v.block_m, v.block_n)
         partials = torch.empty(shape, dtype=torch.float32, device=x_RK.device)
     work = row_tiles(offsets_E, rows, v.block_m, tail)
@@ -214,7 +217,7 @@ def _run_weights(
     grid, (_, K, N) = sm_count(x_RK.device), out.shape
     limit, partials = 0, None
     if variant.name in GLUON:
-        tiles = triton.cdiv(K, variant.block_m) * triton.cdiv(N, variant.block_n)
+        tiles = cdiv(K, variant.block_m) * cdiv(N, variant.block_n)
         limit = split_limit(x_RK.shape[0], tiles, grid)
     work = expert_order(offsets_E, skip_empty=accumulate, limit=limit)
     if limit:

@@ -16,6 +16,7 @@ from triton.tools.ragged_tma import load_ragged, store_ragged
 
 from moe_graphs.kernels.tiles import place
 
+
 @triton.jit
 def rows_tma_kernel(
     x_desc, w_desc, out_desc, records_ptr, count_ptr, N, K,

@@ -1,6 +1,7 @@
 """Grouped GEMM: one matrix product per expert over expert-sorted rows, sizes on the device.
 
-Forward, dgrad and wgrad are torch ops, so that a recorder sees each as one call with static shapes. On CUDA they are the Triton kernels of ``gemm_launch``, which read the offsets on the device
+Forward, dgrad and wgrad are torch ops, so that a recorder sees each as one call with static shapes.
+On CUDA they are the Triton kernels of ``gemm_launch``, which read the offsets on the device
 (without Triton, ``torch._grouped_mm``); on the CPU they are the reference, which loops over the
 experts with host sizes inside the op.
 
@@ -92,7 +93,9 @@ def grouped_gemm_forward(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_ta
 
 
 @define_op()
-def grouped_gemm_dgrad(grad_RN: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool) -> Tensor:
+def grouped_gemm_dgrad(
+    grad_RN: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool
+) -> Tensor:
     return reference.grouped_gemm_dgrad(grad_RN, w_EKN, offsets_E)
 
 

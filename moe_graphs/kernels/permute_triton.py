@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_graphs.kernels.launching import launch
+from moe_graphs.kernels.launching import launch, next_power_of_2
 from moe_graphs.kernels.ops import define_op
 
 
@@ -122,7 +122,7 @@ def dot_rows(
     (tokens, K), D = inverse_TK.shape, rows_RD.shape[1]
     out_TK = torch.zeros((tokens, K), dtype=dtype, device=rows_RD.device)
     if tokens and D:
-        tile = _tile(inverse_TK, D) | {"K_LANES": triton.next_power_of_2(K)}
+        tile = _tile(inverse_TK, D) | {"K_LANES": next_power_of_2(K)}
         tile["BLOCK_D"] = min(tile["BLOCK_D"], max(128, 4096 // tile["K_LANES"]))
         rows_RD, inverse_TK = rows_RD.contiguous(), inverse_TK.contiguous()
         args = (rows_RD, inverse_TK, other_TD.contiguous(), out_TK, D)
@@ -151,5 +151,5 @@ def _or(weights_TK: torch.Tensor | None, anything: torch.Tensor) -> torch.Tensor
 
 
 def _tile(inverse_TK: torch.Tensor, D: int) -> dict:
-    block = min(2048, triton.next_power_of_2(D))
+    block = min(2048, next_power_of_2(D))
     return {"K": inverse_TK.shape[1], "BLOCK_D": block, "num_warps": 4 if block > 512 else 2}

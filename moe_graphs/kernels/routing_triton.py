@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_graphs.kernels.launching import launch
+from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2
 from moe_graphs.kernels.ops import define_op
 
 BLOCK = 128  # pairs of a program: it compares each with each
@@ -97,15 +97,15 @@ def sort_pairs(
     inverse_R = torch.empty_like(order_R)
     if pairs == 0:
         return order_R, inverse_R, torch.zeros(num_experts, dtype=torch.int32, device=device)
-    lanes = triton.next_power_of_2(num_experts)
-    blocks = triton.cdiv(pairs, BLOCK)
+    lanes = next_power_of_2(num_experts)
+    blocks = cdiv(pairs, BLOCK)
     counts_BE = torch.empty((blocks, num_experts), dtype=torch.int32, device=device)
     totals_E = torch.empty(num_experts, dtype=torch.int32, device=device)
     offsets_E = torch.empty_like(totals_E)
     args = (experts_R, counts_BE, pairs, num_experts)
     launch(_count_kernel, (blocks,), args, BLOCK=BLOCK, WIDTH=min(lanes, 64))
     args = (counts_BE, totals_E, num_experts, blocks)
-    launch(_sum_kernel, (triton.cdiv(num_experts, 8),), args, BLOCKS=512, WIDTH=8)
+    launch(_sum_kernel, (cdiv(num_experts, 8),), args, BLOCKS=512, WIDTH=8)
     args = (experts_R, counts_BE, totals_E, order_R, inverse_R, offsets_E, pairs, num_experts)
     launch(_place_kernel, (blocks,), args, BLOCK=BLOCK, EXPERTS=lanes)
     return order_R, inverse_R, offsets_E

@@ -167,6 +167,33 @@ def _produce_gathered(
 
 
 @gluon.jit
+def _multiply(
+    x_ring, w_ring, full, empty, slot, phase, first_step, end_step,
+    SHIFT: gl.constexpr, HALF_M: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, GATHER: gl.constexpr,
+):  # fmt: skip
+    """Rows SHIFT ... of a tile times its columns; the last MMA is in flight, its slot not free."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    acc = warpgroup_mma_init(gl.zeros((HALF_M, BLOCK_N), gl.float32, layout))
+    for step in range(first_step, end_step):
+        mbarrier.wait(full.index(slot), phase)
+        if GATHER:
+            fence_async_shared()
+        x = x_ring.index(slot).reshape([BLOCK_M, BLOCK_K]).slice(SHIFT, HALF_M, 0)
+        if TRANSPOSED:
+            w = w_ring.index(slot).reshape([BLOCK_N, BLOCK_K]).permute((1, 0))
+        else:
+            w = w_ring.index(slot).reshape([BLOCK_K, BLOCK_N])
+        acc = warpgroup_mma(x, w, acc, is_async=True, use_acc=step > first_step)
+        # One MMA stays in flight; the slot of the one before it can be refilled.
+        acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
+        behind = previous_slot(slot, STAGES)
+        mbarrier.arrive(empty.index(behind), count=1, pred=step > first_step)
+        slot, phase = next_slot(slot, phase, STAGES)
+    return acc, slot, phase
+
+
+@gluon.jit
 def _consume(
     out_desc, partials_ptr, records_ptr, splits_ptr, total, whole, tiles_n, steps, x_ring, w_ring,
     out_buffers, full, empty, turn,
@@ -179,7 +206,6 @@ def _consume(
     SHIFT: gl.constexpr = 0 if PINGPONG else ME * HALF_M
     FIRST: gl.constexpr = ME if PINGPONG else 0
     STRIDE: gl.constexpr = 2 if PINGPONG else 1
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     slot = 0
     phase = 0
     passed = FIRST * steps  # K steps of the tiles before this consumer's next one (ping-pong)
@@ -206,22 +232,10 @@ def _consume(
                 mbarrier.arrive(empty.index(slot), count=1)
                 slot, phase = next_slot(slot, phase, STAGES)
         else:
-            acc = warpgroup_mma_init(gl.zeros((HALF_M, BLOCK_N), gl.float32, layout))
-            for step in range(first_step, end_step):
-                mbarrier.wait(full.index(slot), phase)
-                if GATHER:
-                    fence_async_shared()
-                x = x_ring.index(slot).reshape([BLOCK_M, BLOCK_K]).slice(SHIFT, HALF_M, 0)
-                if TRANSPOSED:
-                    w = w_ring.index(slot).reshape([BLOCK_N, BLOCK_K]).permute((1, 0))
-                else:
-                    w = w_ring.index(slot).reshape([BLOCK_K, BLOCK_N])
-                acc = warpgroup_mma(x, w, acc, is_async=True, use_acc=step > first_step)
-                # One MMA stays in flight; the slot of the one before it can be refilled.
-                acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
-                behind = previous_slot(slot, STAGES)
-                mbarrier.arrive(empty.index(behind), count=1, pred=step > first_step)
-                slot, phase = next_slot(slot, phase, STAGES)
+            acc, slot, phase = _multiply(
+                x_ring, w_ring, full, empty, slot, phase, first_step, end_step, SHIFT, HALF_M,
+                BLOCK_M, BLOCK_N, BLOCK_K, STAGES, TRANSPOSED, GATHER,
+            )  # fmt: skip
             if PINGPONG:
                 mbarrier.arrive(turn.index(1 - ME), count=1)
             result = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))

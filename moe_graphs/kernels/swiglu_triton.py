@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_graphs.kernels.launching import launch
+from moe_graphs.kernels.launching import cdiv, launch
 from moe_graphs.kernels.ops import define_op
 
 
@@ -55,9 +55,7 @@ def swiglu_backward_kernel(
 
 
 @define_op(device="default")
-def swiglu_forward(
-    x_R2F: torch.Tensor, offsets_E: torch.Tensor | None = None
-) -> torch.Tensor:
+def swiglu_forward(x_R2F: torch.Tensor, offsets_E: torch.Tensor | None = None) -> torch.Tensor:
     """`[..., 2F] -> [..., F]`. Rows past the last end of `offsets_E`, if given, are left alone."""
     x_R2F = x_R2F.contiguous()
     h_RF = x_R2F.new_empty((*x_R2F.shape[:-1], x_R2F.shape[-1] // 2))
@@ -94,6 +92,6 @@ def _shape(h_RF: torch.Tensor, offsets_E: torch.Tensor | None) -> tuple[tuple, t
     """Grid, trailing arguments and tile for an [R, F] output."""
     F = h_RF.shape[-1]
     rows, tile = h_RF.numel() // F, {"ROWS": 8, "COLS": 256, "TAIL": offsets_E is not None}
-    grid = (triton.cdiv(rows, tile["ROWS"]), triton.cdiv(F, tile["COLS"]))
+    grid = (cdiv(rows, tile["ROWS"]), cdiv(F, tile["COLS"]))
     offsets, last = (h_RF, 0) if offsets_E is None else (offsets_E, offsets_E.numel() - 1)
     return grid, (offsets, rows, F, last), tile

@@ -44,7 +44,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_graphs.kernels.launching import launch
+from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2
 
 ROW_RECORD = 8  # int32 words of a row tile's record; five used, so that a record is 32 bytes
 EXPERT_RECORD = 4
@@ -59,6 +59,8 @@ SHORTEST_LIMIT = 512  # rows; a shorter part would not be worth writing and read
 @dataclass(frozen=True)
 class WorkList:
     """Records a persistent kernel walks through, and how many of them are real; on the device.
+
+    Flat int32; a record is ROW_RECORD or EXPERT_RECORD words, an entry of `splits` as many.
 
     An expert order counts records, those of experts with rows, and entries of `splits`. Row tiles
     count records, output tiles done whole, those cut along K, and steps of a program's share.
@@ -284,20 +286,18 @@ def row_tiles(
     """
     experts = offsets_E.numel()
     cut = tail or Tail(1, 1, 0)
-    records = triton.cdiv(rows, block_m) + experts
+    records = cdiv(rows, block_m) + experts
     work = _empty_list(offsets_E, records, ROW_RECORD, cut.programs)
     launch(
         row_tiles_kernel, (experts,),
         (offsets_E, work.records, work.count, work.splits, experts, cut.tiles_n, cut.steps),
-        BLOCK_M=block_m, EXPERTS=triton.next_power_of_2(experts), RECORD=ROW_RECORD, CHUNK=128,
-        PROGRAMS=cut.programs, LANES=triton.next_power_of_2(max(cut.programs, 1)),
+        BLOCK_M=block_m, EXPERTS=next_power_of_2(experts), RECORD=ROW_RECORD, CHUNK=128,
+        PROGRAMS=cut.programs, LANES=next_power_of_2(max(cut.programs, 1)),
     )  # fmt: skip
     return work
 
 
-def add_tail_(
-    out_RN: torch.Tensor, partials: torch.Tensor, work: WorkList, tail: Tail
-) -> None:
+def add_tail_(out_RN: torch.Tensor, partials: torch.Tensor, work: WorkList, tail: Tail) -> None:
     """Writes the rows of the tiles that were cut along K, whose `partials` are [slots, M, N]."""
     _, block_m, block_n = partials.shape
     launch(
@@ -318,7 +318,7 @@ def expert_order(offsets_E: torch.Tensor, *, skip_empty: bool, limit: int = 0) -
     launch(
         expert_order_kernel, (experts,),
         (offsets_E, work.records, work.count, work.splits, experts, limit or 1 << 30),
-        EXPERTS=triton.next_power_of_2(experts), RECORD=EXPERT_RECORD, SKIP_EMPTY=skip_empty,
+        EXPERTS=next_power_of_2(experts), RECORD=EXPERT_RECORD, SKIP_EMPTY=skip_empty,
     )  # fmt: skip
     return work
 
@@ -332,13 +332,13 @@ def split_limit(rows: int, tiles: int, programs: int) -> int:
     """
 
     def filled(parts: int) -> float:
-        return parts * tiles / (triton.cdiv(parts * tiles, programs) * programs)
+        return parts * tiles / (cdiv(parts * tiles, programs) * programs)
 
     if filled(1) >= 0.9:
         return 0
-    least = min(triton.cdiv(10 * programs, 3 * tiles), MAX_SLOTS)
+    least = min(cdiv(10 * programs, 3 * tiles), MAX_SLOTS)
     parts = next((n for n in range(least, MAX_SLOTS) if filled(n) >= 0.95), MAX_SLOTS)
-    limit = max(SHORTEST_LIMIT, triton.cdiv(rows, parts))
+    limit = max(SHORTEST_LIMIT, cdiv(rows, parts))
     return limit if rows >= 2 * limit else 0
 
 
@@ -352,9 +352,8 @@ def add_partials_(out_EKN: torch.Tensor, partials: torch.Tensor, work: WorkList,
 
 
 def _empty_list(offsets_E: torch.Tensor, records: int, words: int, splits: int = 0) -> WorkList:
-    integers = {"dtype": torch.int32, "device": offsets_E.device}
-    return WorkList(
-        torch.empty((records, words), **integers),
-        torch.empty(4, **integers),
-        torch.empty((max(splits, 1), words), **integers),
-    )
+    """One allocation, and parts of it aligned to 16 bytes."""
+    sizes = (4, records * words, max(splits, 1) * words)
+    memory = torch.empty(sum(sizes), dtype=torch.int32, device=offsets_E.device)
+    count, records, splits = memory.split_with_sizes(sizes)
+    return WorkList(records, count, splits)

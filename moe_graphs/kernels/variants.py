@@ -8,7 +8,8 @@ import functools
 from dataclasses import dataclass, replace
 
 import torch
-import triton
+
+from moe_graphs.kernels.launching import cdiv
 
 GLUON = ("split", "pingpong", "gather")
 
@@ -33,7 +34,7 @@ class Variant:
 @functools.cache
 def row_variant(name: str, columns: int) -> Variant:
     """The tile of a rows kernel: narrow where wide ones would waste a seventh of `columns`."""
-    wide = triton.cdiv(columns, 256) * 256 <= 1.15 * columns
+    wide = cdiv(columns, 256) * 256 <= 1.15 * columns
     variants = {
         "split": Variant("split", 128, 256, 64, 3) if wide else Variant("split", 128, 128, 64, 5),
         "pingpong": Variant("pingpong", 64, 256 if wide else 128, 64, 4 if wide else 6),
@@ -49,7 +50,7 @@ def row_variant(name: str, columns: int) -> Variant:
 @functools.cache
 def weight_variant(name: str, columns: int, out_dtype: torch.dtype) -> Variant:
     """The tile of a weight-gradient kernel; fp32 output tiles are stored in pieces to fit."""
-    wide = triton.cdiv(columns, 256) * 256 <= 1.15 * columns
+    wide = cdiv(columns, 256) * 256 <= 1.15 * columns
     long = out_dtype == torch.float32
     variants = {
         "split": Variant("split", 128, 256, 64, 3),

@@ -3,8 +3,9 @@
     dw_EKN[e] (+)= x_RK[rows of e].T @ dy_RN[rows of e]
 
 The reduction runs over a group's rows, so the number of K steps differs from tile to tile and is
-known on the device only; rows past the group's end arrive as zeros from TMA. Tiles are M (columns of x) by N (columns of dy), experts longest first. The part
-of an expert that tiles.py has split goes to its slot of `partials` (SPLITS).
+known on the device only; rows past the group's end arrive as zeros from TMA. Tiles are M (columns
+of x) by N (columns of dy), experts longest first. The part of an expert that tiles.py has split
+goes to its slot of `partials` (SPLITS).
 
 Split and ping-pong share the work as in rows_gluon. Every partition walks over all tiles of the
 CTA, as the position in the ring is the sum of all steps before. Output in the dtype of `dw_desc`;
