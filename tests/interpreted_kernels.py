@@ -10,7 +10,6 @@ import importlib
 
 import pytest
 import torch
-import triton
 from triton.runtime import interpreter
 
 from moe_graphs.kernels import (
@@ -63,17 +62,15 @@ def test_work_list_example_of_a_split_expert():
     assert work.splits[:3].tolist() == [2, 0, 3]
 
 
-def test_row_tiles_example_of_a_cut_round(monkeypatch):
-    monkeypatch.setattr(tiles, "LEAST_SAVED", triton.language.constexpr(4))
-    offsets = torch.tensor([5, 5, 8], dtype=torch.int32)
-    work = tiles.row_tiles(offsets, 8, 4, tiles.Tail(tiles_n=1, steps=10, programs=2))
-    assert work.count.tolist() == [3, 2, 1, 5]
-    assert work.splits.tolist() == [5, 0, 0, 5, 0, 1, 0, 0, 5, 0, 5, 10, 0, 1, 0, 0]
+def test_row_tiles_example_of_a_cut_round():
+    offsets = torch.tensor([24], dtype=torch.int32)
+    work = tiles.row_tiles(offsets, 24, 1, tiles.Tail(tiles_n=1, steps=64, programs=10))
+    assert work.count.tolist() == [24, 20, 4, 32]
 
 
 @pytest.mark.parametrize("sizes", [(300, 17, 0, 65), (129,), (0, 64, 1), (0, 0)])
 @pytest.mark.parametrize(
-    ("columns", "steps", "programs"), [(200, 40, 7), (64, 33, 13), (500, 1, 5)]
+    ("columns", "steps", "programs"), [(200, 40, 7), (64, 33, 13), (500, 20, 5), (200, 90, 132)]
 )
 def test_cut_rounds_cover_every_step_once_and_add_up(sizes, columns, steps, programs):
     """Partials that count their steps add up to all of them, on the rows of the cut tiles only."""
@@ -81,22 +78,17 @@ def test_cut_rounds_cover_every_step_once_and_add_up(sizes, columns, steps, prog
     ends = torch.cumsum(torch.tensor(sizes), 0).to(torch.int32)
     rows, tail = int(ends[-1]) + 5, tiles.Tail(-(-columns // block_n), steps, programs)
     work = tiles.row_tiles(ends, rows, block_m, tail)
-    _, whole, cut, share = work.count.tolist()
+    _, whole, cut, length = work.count.tolist()
     total = sum(-(-n // block_m) for n in sizes) * tail.tiles_n
-    saved = (programs - total % programs) * steps
-    assert (whole, cut) == (
-        (total - total % programs, total % programs)
-        if saved >= tiles.LEAST_SAVED.value * programs
-        else (total, 0)
-    )
-    partials = torch.full((2 * programs, block_m, block_n), POISON)
+    assert (whole, cut) in ((total, 0), (total - total % programs, total % programs))
+    assert not cut or steps - length >= tiles.LEAST_SAVED.value
+    partials = torch.full((programs, block_m, block_n), POISON)
     seen = torch.zeros(max(cut, 1), steps)
-    for program, parts in enumerate(work.splits.view(-1, 8).tolist()):
-        for slot, (length, tile, first, end) in enumerate((parts[:4], parts[4:])):
-            assert length == end - first <= share
-            if length:
-                seen[tile, first:end] += 1
-                partials[2 * program + slot] = float(length)
+    for program in range(cut * -(-steps // length)):
+        part, tile = divmod(program, cut)
+        end = min((part + 1) * length, steps)
+        seen[tile, part * length : end] += 1
+        partials[program] = float(end - part * length)
     assert not cut or bool((seen == 1).all())
     out = torch.full((rows, columns), POISON)
     tiles.add_tail_(out, partials, work, tail)

@@ -63,7 +63,7 @@ def test_rows(compiled, name, transposed, columns, dtype):
     x, out = torch.empty(4096, 512, dtype=dtype), torch.empty(4096, columns, dtype=dtype)
     w = torch.empty((8, columns, 512) if transposed else (8, 512, columns), dtype=dtype)
     variant = gemm_launch.row_variant(name, columns)
-    partials = torch.empty(264, variant.block_m, variant.block_n) if cut else None
+    partials = torch.empty(132, variant.block_m, variant.block_n) if cut else None
     launch = gemm_launch.rows_launch(variant, x, w, out, work(8), transposed, 132, partials)
     (kernel,) = compiled(launch.run, arch=80 if name == "pointer" else 90)
     check(kernel, wgmma=name != "pointer")
@@ -133,7 +133,7 @@ def test_work_lists_and_routing(compiled, experts):
         tiles.row_tiles(offsets, 4096, 128)
         tail = tiles.Tail(16, 64, 132)
         rows = tiles.row_tiles(offsets, 4096, 128, tail)
-        tiles.add_tail_(torch.empty(64, 512, dtype=BF16), torch.empty(8, 128, 256), rows, tail)
+        tiles.add_tail_(torch.empty(64, 512, dtype=BF16), torch.empty(132, 128, 256), rows, tail)
         order = tiles.expert_order(offsets, skip_empty=True, limit=512)
         tiles.add_partials_(torch.empty(8, 64, 64), torch.empty(4, 64, 64), order, True)
         tiles.zero_tail_(torch.empty(64, 512, dtype=BF16), offsets)

@@ -108,7 +108,7 @@ def _run_rows(
     tail, partials = None, None
     if v.name == "split" and K >= LONG_SUM:
         tail = Tail(cdiv(N, v.block_n), cdiv(K, v.block_k), grid)
-        shape = (2 * grid, v.block_m, v.block_n)
+        shape = (grid, v.block_m, v.block_n)
         partials = torch.empty(shape, dtype=torch.float32, device=x_RK.device)
     work = row_tiles(offsets_E, rows, v.block_m, tail)
     rows_launch(v, x_RK, w, out_RN, work, transposed, grid, partials).run()
@@ -240,13 +240,12 @@ def rows_launch(
 ) -> Launch:
     """The launch of a rows kernel over `work`, whose row tiles must have `variant.block_m` rows.
 
-    `partials` fp32 [2 * grid, BLOCK_M, BLOCK_N] takes what `work` cuts along K; split only.
+    `partials` fp32 [grid, BLOCK_M, BLOCK_N] takes what `work` cuts along K; split only.
     """
     v = variant
     K, N = x_RK.shape[1], out_RN.shape[1]
     tile = {"TRANSPOSED": transposed, "BLOCK_M": v.block_m, "BLOCK_N": v.block_n}
     tile |= {"BLOCK_K": v.block_k, "GRID": grid, "num_warps": v.warps}
-    lists = (work.records, work.count)
     if v.name == "pointer":
         operands, kernel, extra = (x_RK, w, out_RN), rows_pointer_kernel, {"num_stages": v.stages}
     else:
@@ -262,8 +261,7 @@ def rows_launch(
             kernel, extra = rows_gluon_kernel, {"STAGES": v.stages}
             extra |= {"PINGPONG": v.name == "pingpong", "SPLITS": partials is not None}
             operands = (*operands, out_RN if partials is None else partials)
-            lists = (work.records, work.count, work.splits)
-    return Launch(kernel, grid, (*operands, *lists, N, K), tile | extra)
+    return Launch(kernel, grid, (*operands, work.records, work.count, N, K), tile | extra)
 
 
 def weights_launch(

@@ -210,7 +210,8 @@ def tile_of(round, GRID: gl.constexpr):
 @gluon.jit
 def zero_chunk(out_ptr, chunk, e, size, CHUNK: gl.constexpr):
     """Zeros chunk number `chunk` of matrix `e`, of `size` numbers. One warp, plain stores."""
-    layout: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
+    WIDTH: gl.constexpr = 128 // out_ptr.dtype.element_ty.primitive_bitwidth
+    layout: gl.constexpr = gl.BlockedLayout([WIDTH], [32], [1], [0])
     at = chunk * CHUNK + gl.arange(0, CHUNK, layout=layout)
     zero = gl.zeros([CHUNK], out_ptr.dtype.element_ty, layout=layout)
     gl.store(out_ptr + e.to(gl.int64) * size + at, zero, mask=at < size)

@@ -14,7 +14,7 @@ slots (see gluon_parts). Two ways to share the work between the consumers:
   phases early (measured: garbage, then a hang). The best shape for few rows per expert.
 
 The last round of tiles may be cut along K (SPLITS, see tiles.py): after its whole tiles a CTA then
-has up to two parts of tiles, whose partial sums go to its slots of `partials`.
+has a part of a tile, whose partial sum goes to its slot of `partials`.
 
 Gathered rows (GATHER) come through an index list instead: TMA of Hopper has no gather, so four
 producer warps copy them with cp.async, 16 bytes a thread, and the consumers fence before WGMMA
@@ -62,34 +62,30 @@ def _record(tile, total, records_ptr, tiles_n):
 
 
 @gluon.jit
-def _units_of(whole, splits_ptr, SPLITS: gl.constexpr, GRID: gl.constexpr):
-    """How many whole tiles this CTA has, and how many units of work with its parts of cut ones."""
+def _units_of(whole, tail, length, steps, GRID: gl.constexpr):
+    """How many whole tiles this CTA has, and how many units of work with its part of a cut one."""
     rounds = gl.cdiv(gl.maximum(whole - gl.program_id(0), 0), GRID)
-    units = rounds
-    if SPLITS:
-        part = splits_ptr + gl.program_id(0) * 8
-        units += (gl.load(part) > 0).to(gl.int32) + (gl.load(part + 4) > 0).to(gl.int32)
-    return rounds, units
+    return rounds, rounds + (gl.program_id(0) < tail * gl.cdiv(steps, length)).to(gl.int32)
 
 
 @gluon.jit
-def _unit(unit, rounds, whole, steps, splits_ptr, SPLITS: gl.constexpr, GRID: gl.constexpr):
+def _unit(unit, rounds, whole, tail, length, steps, SPLITS: gl.constexpr, GRID: gl.constexpr):
     """(tile, first K step, end step) of a unit of work of this CTA."""
     tile = gl.program_id(0) + unit * GRID
     first = 0
     end = steps
     if SPLITS:
         cut = unit >= rounds
-        part = splits_ptr + gl.program_id(0) * 8 + gl.where(unit > rounds, 4, 0)
-        tile = gl.where(cut, whole + gl.load(part + 1), tile)
-        first = gl.where(cut, gl.load(part + 2), 0)
-        end = gl.where(cut, gl.load(part + 3), steps)
+        part = gl.program_id(0) // gl.maximum(tail, 1)
+        tile = gl.where(cut, whole + gl.program_id(0) - part * tail, tile)
+        first = gl.where(cut, part * length, 0)
+        end = gl.where(cut, gl.minimum(first + length, steps), steps)
     return tile, first, end
 
 
 @gluon.jit
 def _produce(
-    x_desc, w_desc, records_ptr, splits_ptr, total, whole, tiles_n, steps, x_ring, w_ring, full,
+    x_desc, w_desc, records_ptr, total, whole, tail, length, tiles_n, steps, x_ring, w_ring, full,
     empty, SPLITS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GRID: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
@@ -97,16 +93,16 @@ def _produce(
     BYTES: gl.constexpr = x_desc.block_type.nbytes + w_desc.block_type.nbytes
     slot = 0
     phase = 1
-    rounds, units = _units_of(whole, splits_ptr, SPLITS, GRID)
-    tile, _, _ = _unit(0, rounds, whole, steps, splits_ptr, SPLITS, GRID)
+    rounds, units = _units_of(whole, tail, length, steps, GRID)
+    tile, _, _ = _unit(0, rounds, whole, tail, length, steps, SPLITS, GRID)
     next_e, next_first, next_m, next_start, next_end = _record(tile, total, records_ptr, tiles_n)
     for unit in range(units):
-        tile, first_step, end_step = _unit(unit, rounds, whole, steps, splits_ptr, SPLITS, GRID)
+        tile, first_step, end_step = _unit(unit, rounds, whole, tail, length, steps, SPLITS, GRID)
         e = next_e
         end = next_end
         tile_m, tile_n = place(tile - next_first * tiles_n, next_m, tiles_n)
         above, below, at = ragged(next_start + tile_m * BLOCK_M, end)
-        next_tile, _, _ = _unit(unit + 1, rounds, whole, steps, splits_ptr, SPLITS, GRID)
+        next_tile, _, _ = _unit(unit + 1, rounds, whole, tail, length, steps, SPLITS, GRID)
         next_e, next_first, next_m, next_start, next_end = _record(
             next_tile, total, records_ptr, tiles_n
         )
@@ -195,7 +191,7 @@ def _multiply(
 
 @gluon.jit
 def _consume(
-    out_desc, partials_ptr, records_ptr, splits_ptr, total, whole, tiles_n, steps, x_ring, w_ring,
+    out_desc, partials_ptr, records_ptr, total, whole, tail, length, tiles_n, steps, x_ring, w_ring,
     out_buffers, full, empty, turn,
     ME: gl.constexpr, PINGPONG: gl.constexpr, SPLITS: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GRID: gl.constexpr,
@@ -209,15 +205,15 @@ def _consume(
     slot = 0
     phase = 0
     passed = FIRST * steps  # K steps of the tiles before this consumer's next one (ping-pong)
-    rounds, units = _units_of(whole, splits_ptr, SPLITS, GRID)
-    tile, _, _ = _unit(FIRST, rounds, whole, steps, splits_ptr, SPLITS, GRID)
+    rounds, units = _units_of(whole, tail, length, steps, GRID)
+    tile, _, _ = _unit(FIRST, rounds, whole, tail, length, steps, SPLITS, GRID)
     _, next_first, next_m, next_start, next_end = _record(tile, total, records_ptr, tiles_n)
     for unit in range(FIRST, units, STRIDE):
-        tile, first_step, end_step = _unit(unit, rounds, whole, steps, splits_ptr, SPLITS, GRID)
+        tile, first_step, end_step = _unit(unit, rounds, whole, tail, length, steps, SPLITS, GRID)
         end = next_end
         tile_m, tile_n = place(tile - next_first * tiles_n, next_m, tiles_n)
         row = next_start + tile_m * BLOCK_M + SHIFT
-        next_tile, _, _ = _unit(unit + STRIDE, rounds, whole, steps, splits_ptr, SPLITS, GRID)
+        next_tile, _, _ = _unit(unit + STRIDE, rounds, whole, tail, length, steps, SPLITS, GRID)
         _, next_first, next_m, next_start, next_end = _record(
             next_tile, total, records_ptr, tiles_n
         )
@@ -241,8 +237,8 @@ def _consume(
             result = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
             mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), count=1)
             if SPLITS and unit >= rounds:
-                slot_out = 2 * gl.program_id(0) + unit - rounds
-                store_partial(result, partials_ptr, slot_out, SHIFT, 0, BLOCK_M, BLOCK_N)
+                part = gl.program_id(0)
+                store_partial(result, partials_ptr, part, SHIFT, 0, BLOCK_M, BLOCK_N)
             else:
                 store_rows(result, out_desc, out_buffers, ME, PIECES, row, end, tile_n * BLOCK_N)
     tma.store_wait(pendings=0)
@@ -250,7 +246,7 @@ def _consume(
 
 @gluon.jit
 def rows_gluon_kernel(
-    x_desc, w_desc, out_desc, partials_ptr, records_ptr, count_ptr, splits_ptr, N, K,
+    x_desc, w_desc, out_desc, partials_ptr, records_ptr, count_ptr, N, K,
     PINGPONG: gl.constexpr, SPLITS: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GRID: gl.constexpr,
     num_warps: gl.constexpr,
@@ -271,19 +267,23 @@ def rows_gluon_kernel(
     fence_async_shared()
     tiles_n = gl.cdiv(N, BLOCK_N)
     total = gl.load(count_ptr) * tiles_n
+    steps = gl.cdiv(K, BLOCK_K)
     whole = total
+    tail = 0
+    length = steps
     if SPLITS:
         whole = gl.load(count_ptr + 1)
-    steps = gl.cdiv(K, BLOCK_K)
+        tail = gl.load(count_ptr + 2)
+        length = gl.load(count_ptr + 3)
     gl.warp_specialize(
         [
-            (_consume, (out_desc, partials_ptr, records_ptr, splits_ptr, total, whole, tiles_n,
+            (_consume, (out_desc, partials_ptr, records_ptr, total, whole, tail, length, tiles_n,
                         steps, x_ring, w_ring, out_buffers, full, empty, turn, 0, PINGPONG, SPLITS,
                         BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GRID, TRANSPOSED, False, 1)),
-            (_consume, (out_desc, partials_ptr, records_ptr, splits_ptr, total, whole, tiles_n,
+            (_consume, (out_desc, partials_ptr, records_ptr, total, whole, tail, length, tiles_n,
                         steps, x_ring, w_ring, out_buffers, full, empty, turn, 1, PINGPONG, SPLITS,
                         BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GRID, TRANSPOSED, False, 1)),
-            (_produce, (x_desc, w_desc, records_ptr, splits_ptr, total, whole, tiles_n, steps,
+            (_produce, (x_desc, w_desc, records_ptr, total, whole, tail, length, tiles_n, steps,
                         x_ring, w_ring, full, empty, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
                         GRID, TRANSPOSED)),
         ],
@@ -316,10 +316,10 @@ def gathered_rows_gluon_kernel(
     steps = gl.cdiv(K, BLOCK_K)
     gl.warp_specialize(
         [
-            (_consume, (out_desc, order_ptr, records_ptr, records_ptr, total, total, tiles_n, steps,
+            (_consume, (out_desc, order_ptr, records_ptr, total, total, 0, steps, tiles_n, steps,
                         x_ring, w_ring, out_buffers, full, empty, turn, 0, False, False, BLOCK_M,
                         BLOCK_N, BLOCK_K, STAGES, GRID, False, True, PIECES)),
-            (_consume, (out_desc, order_ptr, records_ptr, records_ptr, total, total, tiles_n, steps,
+            (_consume, (out_desc, order_ptr, records_ptr, total, total, 0, steps, tiles_n, steps,
                         x_ring, w_ring, out_buffers, full, empty, turn, 1, False, False, BLOCK_M,
                         BLOCK_N, BLOCK_K, STAGES, GRID, False, True, PIECES)),
             (_produce_gathered, (x_ptr, order_ptr, top_k, w_desc, records_ptr, total, tiles_n,

@@ -28,14 +28,12 @@ a slot of a workspace where its partial sum goes; `splits` says which slots belo
 and `splits` (expert, first slot, slots) has the one entry 2 0 3.
 
 Row tiles are dealt to the programs in rounds, and a last round with few tiles takes as long as a
-full one. With a `Tail` its tiles are cut along K instead: their steps are lined up, every program
-gets an equal share of the line, so the end of one tile and the beginning of the next, and leaves
-partial sums in its two slots of a workspace. 3 row tiles of 1 column tile and 10 steps on 2
-programs: tiles 0 and 1 are the whole round, and tile 2 is cut in 5 and 5 steps. `splits` holds for
-every program (steps of its first part, tile counted from the whole ones on, first step, end step)
-and (steps of its second part, tile, first step, end step)
-
-    5 0 0 5  0 1 0 0;  5 0 5 10  0 1 0 0
+full one. With a `Tail` its tiles are cut into equal parts along K, one program each, whose partial
+sums go to a workspace: with 10 programs, 24 output tiles of 64 steps are 20 whole ones and 4 in 2
+parts of 32 steps; program p has part p // 4 of tile 20 + p % 4. Programs with the same part of
+neighbouring tiles read the same operands at the same time, as in a whole round: parts that begin
+anywhere would balance better and read from memory what now comes from L2 (measured: slower than
+not to cut at all from 90 tiles on).
 """
 
 from dataclasses import dataclass
@@ -53,6 +51,7 @@ BAND = tl.constexpr(8)
 MAX_SLOTS = 32  # parts of all split experts together
 # A cut last round must be shorter by this many K steps, about 0.8 us each on an H200.
 LEAST_SAVED = tl.constexpr(16)
+MAX_PARTS = tl.constexpr(8)
 SHORTEST_LIMIT = 512  # rows; a shorter part would not be worth writing and reading its partial sum
 
 
@@ -63,7 +62,7 @@ class WorkList:
     Flat int32; a record is ROW_RECORD or EXPERT_RECORD words, an entry of `splits` as many.
 
     An expert order counts records, those of experts with rows, and entries of `splits`. Row tiles
-    count records, output tiles done whole, those cut along K, and steps of a program's share.
+    count records, output tiles done whole, those cut along K, and steps of their parts.
     """
 
     records: torch.Tensor
@@ -104,9 +103,9 @@ def _group_bounds(offsets_ptr, e, num_experts, EXPERTS: tl.constexpr):
 
 @triton.jit
 def row_tiles_kernel(
-    offsets_ptr, records_ptr, count_ptr, splits_ptr, num_experts, tiles_n, steps,
+    offsets_ptr, records_ptr, count_ptr, num_experts, tiles_n, steps,
     BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, RECORD: tl.constexpr, CHUNK: tl.constexpr,
-    PROGRAMS: tl.constexpr, LANES: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """One program per expert: the records of its own row tiles. Grid (E,)."""
     e = tl.program_id(0)
@@ -125,40 +124,20 @@ def row_tiles_kernel(
     if e == num_experts - 1:
         tl.store(count_ptr, first + tiles)
         if PROGRAMS:
-            _cut_tail((first + tiles) * tiles_n, count_ptr, splits_ptr, steps, PROGRAMS, LANES)
+            _cut_tail((first + tiles) * tiles_n, count_ptr, steps, PROGRAMS)
 
 
 @triton.jit
-def _cut_tail(
-    total, count_ptr, splits_ptr, steps, PROGRAMS: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
-    """Counts and `splits` of the tiles after the last full round; of none where it is not worth it.
-
-    What is saved is the part of a round that stays empty; what it costs, to write and to add up the
-    partial sums, is about LEAST_SAVED steps.
-    """
+def _cut_tail(total, count_ptr, steps, PROGRAMS: tl.constexpr):
+    """Counts of tiles in whole rounds and after them, and steps of the latter's parts."""
     tail = total % PROGRAMS
-    if (PROGRAMS - tail) * steps < LEAST_SAVED * PROGRAMS:
+    parts = tl.minimum(PROGRAMS // tl.maximum(tail, 1), MAX_PARTS)
+    length = tl.cdiv(steps, parts)
+    if steps - length < LEAST_SAVED:  # one part, or not worth adding up
         tail = 0
-    share = tl.cdiv(tail * steps, PROGRAMS)
     tl.store(count_ptr + 1, total - tail)
     tl.store(count_ptr + 2, tail)
-    tl.store(count_ptr + 3, share)
-    lane = tl.arange(0, LANES)
-    live = lane < PROGRAMS
-    begin = tl.minimum(lane * share, tail * steps)
-    end = tl.minimum(begin + share, tail * steps)
-    tile = begin // steps
-    middle = tl.minimum(end, (tile + 1) * steps)
-    part = splits_ptr + lane * 8
-    tl.store(part, middle - begin, mask=live)
-    tl.store(part + 1, tile, mask=live)
-    tl.store(part + 2, begin - tile * steps, mask=live)
-    tl.store(part + 3, middle - tile * steps, mask=live)
-    tl.store(part + 4, end - middle, mask=live)
-    tl.store(part + 5, tile + 1, mask=live)
-    tl.store(part + 6, 0, mask=live)
-    tl.store(part + 7, end - middle, mask=live)
+    tl.store(count_ptr + 3, length)
 
 
 @triton.jit
@@ -167,12 +146,12 @@ def add_tail_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, RECORD: tl.constexpr,
     GRID: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the tiles cut along K: the sum of their partials, in the order of the steps."""
+    """Rows of the tiles cut along K: the sum of their partials, in the order of the parts."""
     PIECES: tl.constexpr = BLOCK_M // ROWS
-    share = tl.load(count_ptr + 3)
-    for piece in range(tl.program_id(0), tl.load(count_ptr + 2) * PIECES, GRID):
-        tail_tile = piece // PIECES
-        tile = tl.load(count_ptr + 1) + tail_tile
+    tail = tl.load(count_ptr + 2)
+    for piece in range(tl.program_id(0), tail * PIECES, GRID):
+        slot = piece // PIECES
+        tile = tl.load(count_ptr + 1) + slot
         record = records_ptr + (tile // tiles_n) * RECORD
         local = tile - tl.load(record + 1) * tiles_n
         tile_m, tile_n = place(local, tl.load(record + 2), tiles_n)
@@ -181,11 +160,10 @@ def add_tail_kernel(
         lane = tl.arange(0, BLOCK_N)
         live = (row < tl.load(record + 4))[:, None] & (tile_n * BLOCK_N + lane < N)[None, :]
         total = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
-        for program in range(tail_tile * steps // share, tl.cdiv((tail_tile + 1) * steps, share)):
-            # The tile is a program's second part if its share began in the tile before.
-            slot = 2 * program + (program * share < tail_tile * steps).to(tl.int32)
+        for _ in range(tl.cdiv(steps, tl.load(count_ptr + 3))):
             at = partials_ptr + (slot * BLOCK_M + line)[:, None] * BLOCK_N + lane[None, :]
             total += tl.load(at, mask=live, other=0)
+            slot += tail
         at = out_ptr + row.to(tl.int64)[:, None] * N + tile_n * BLOCK_N + lane[None, :]
         tl.store(at, total.to(out_ptr.dtype.element_ty), mask=live)
 
@@ -287,18 +265,18 @@ def row_tiles(
     experts = offsets_E.numel()
     cut = tail or Tail(1, 1, 0)
     records = cdiv(rows, block_m) + experts
-    work = _empty_list(offsets_E, records, ROW_RECORD, cut.programs)
+    work = _empty_list(offsets_E, records, ROW_RECORD)
     launch(
         row_tiles_kernel, (experts,),
-        (offsets_E, work.records, work.count, work.splits, experts, cut.tiles_n, cut.steps),
+        (offsets_E, work.records, work.count, experts, cut.tiles_n, cut.steps),
         BLOCK_M=block_m, EXPERTS=next_power_of_2(experts), RECORD=ROW_RECORD, CHUNK=128,
-        PROGRAMS=cut.programs, LANES=next_power_of_2(max(cut.programs, 1)),
+        PROGRAMS=cut.programs,
     )  # fmt: skip
     return work
 
 
 def add_tail_(out_RN: torch.Tensor, partials: torch.Tensor, work: WorkList, tail: Tail) -> None:
-    """Writes the rows of the tiles that were cut along K, whose `partials` are [slots, M, N]."""
+    """Writes the rows of the tiles that were cut along K; `partials` [programs, M, N] of a tile."""
     _, block_m, block_n = partials.shape
     launch(
         add_tail_kernel, (264,),

@@ -44,8 +44,9 @@ from moe_graphs.kernels.gluon_parts import (
     zero_chunk,
 )
 
-# Numbers that the producer zeros at a time: 8 KiB of bf16 beside the 48 KiB of a K step.
-CHUNK = gl.constexpr(4096)
+# Multiply-adds of a K step per byte that the producer zeros beside it. Twice the bytes stalled the
+# loads: 1.3 TB/s are written at full speed, and 2.5 TB/s took the products a third of theirs.
+ADDS_PER_ZERO = gl.constexpr(256)
 
 
 @gluon.jit
@@ -66,19 +67,20 @@ def _empty_expert(chunk, chunks, count_ptr, records_ptr, per_matrix):
 @gluon.jit
 def _produce(
     x_desc, dy_desc, dw_ptr, records_ptr, count_ptr, total, M, N, tiles_m, tiles_n, rounds, x_ring,
-    dy_ring, full, empty, ZEROS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    dy_ring, full, empty, CHUNK: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_R: gl.constexpr, STAGES: gl.constexpr, GRID: gl.constexpr,
 ):  # fmt: skip
-    """Fills the ring with the operands of every K step of every tile of this CTA."""
+    """Fills the ring with the operands of every K step of every tile, and zeros CHUNK numbers."""
     BYTES: gl.constexpr = x_desc.block_type.nbytes + dy_desc.block_type.nbytes
     per_expert = tiles_m * tiles_n
     slot = 0
     phase = 1
     chunk = gl.program_id(0)  # the next one to zero, of those of all experts without rows
     chunks = 0
-    per_matrix = gl.cdiv(M * N, CHUNK)
+    per_matrix = 0
     empty_e = 0
-    if ZEROS:
+    if CHUNK:
+        per_matrix = gl.cdiv(M * N, CHUNK)
         chunks = (gl.load(count_ptr) - gl.load(count_ptr + 1)) * per_matrix
         empty_e = _empty_expert(chunk, chunks, count_ptr, records_ptr, per_matrix)
     _, next_start, next_end, _ = _record(tile_of(0, GRID), total, records_ptr, per_expert)
@@ -101,14 +103,34 @@ def _produce(
                 dy_desc, [above, below, at, tile_n * BLOCK_N], landed, dy_ring.index(slot)
             )
             slot, phase = next_slot(slot, phase, STAGES)
-            if ZEROS and chunk < chunks:
+            if CHUNK and chunk < chunks:
                 zero_chunk(dw_ptr, chunk % per_matrix, empty_e, M * N, CHUNK)
                 chunk += GRID
                 empty_e = _empty_expert(chunk, chunks, count_ptr, records_ptr, per_matrix)
-    if ZEROS:
+    if CHUNK:
         for rest in range(chunk, chunks, GRID):
             e = _empty_expert(rest, chunks, count_ptr, records_ptr, per_matrix)
             zero_chunk(dw_ptr, rest % per_matrix, e, M * N, CHUNK)
+
+
+@gluon.jit
+def _multiply(
+    x_ring, dy_ring, full, empty, slot, phase, start, end,
+    SHIFT: gl.constexpr, HALF_M: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_R: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Columns SHIFT ... of x times those of dy; the last MMA is in flight, its slot not free."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    acc = warpgroup_mma_init(gl.zeros((HALF_M, BLOCK_N), gl.float32, layout))
+    for row in range(start, end, BLOCK_R):
+        mbarrier.wait(full.index(slot), phase)
+        x = x_ring.index(slot).reshape([BLOCK_R, BLOCK_M]).slice(SHIFT, HALF_M, 1)
+        dy = dy_ring.index(slot).reshape([BLOCK_R, BLOCK_N])
+        acc = warpgroup_mma(x.permute((1, 0)), dy, acc, is_async=True, use_acc=row > start)
+        acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
+        mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), count=1, pred=row > start)
+        slot, phase = next_slot(slot, phase, STAGES)
+    return acc, slot, phase
 
 
 @gluon.jit
@@ -123,7 +145,6 @@ def _consume(
     HALF_M: gl.constexpr = BLOCK_M if PINGPONG else BLOCK_M // 2
     SHIFT: gl.constexpr = 0 if PINGPONG else ME * HALF_M
     FIRST: gl.constexpr = ME * BUFFERS
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     per_expert = tiles_m * tiles_n
     slot = 0
     phase = 0
@@ -152,15 +173,10 @@ def _consume(
                 )
             if PINGPONG:
                 mbarrier.wait(turn.index(ME), ((round // 2) & 1) ^ (1 - ME))
-            acc = warpgroup_mma_init(gl.zeros((HALF_M, BLOCK_N), gl.float32, layout))
-            for row in range(start, end, BLOCK_R):
-                mbarrier.wait(full.index(slot), phase)
-                x = x_ring.index(slot).reshape([BLOCK_R, BLOCK_M]).slice(SHIFT, HALF_M, 1)
-                dy = dy_ring.index(slot).reshape([BLOCK_R, BLOCK_N])
-                acc = warpgroup_mma(x.permute((1, 0)), dy, acc, is_async=True, use_acc=row > start)
-                acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
-                mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), count=1, pred=row > start)
-                slot, phase = next_slot(slot, phase, STAGES)
+            acc, slot, phase = _multiply(
+                x_ring, dy_ring, full, empty, slot, phase, start, end, SHIFT, HALF_M, BLOCK_M,
+                BLOCK_N, BLOCK_R, STAGES,
+            )  # fmt: skip
             if PINGPONG:
                 mbarrier.arrive(turn.index(1 - ME), count=1)
             result = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
@@ -201,6 +217,9 @@ def weights_gluon_kernel(
     tiles_n = gl.cdiv(N, BLOCK_N)
     total = gl.load(count_ptr + 1) * tiles_m * tiles_n
     rounds = rounds_of(total, GRID)
+    BITS: gl.constexpr = dw_desc.dtype.primitive_bitwidth
+    ZEROS: gl.constexpr = BLOCK_M * BLOCK_N * BLOCK_R * 8 // (ADDS_PER_ZERO * BITS)
+    CHUNK: gl.constexpr = ZEROS if ADD == "" else 0
     gl.warp_specialize(
         [
             (_consume, (dw_desc, partials_ptr, records_ptr, total, M, N, tiles_m, tiles_n, rounds,
@@ -210,7 +229,7 @@ def weights_gluon_kernel(
                         x_ring, dy_ring, dw_buffers, full, empty, turn, arrived, 1, PINGPONG, ADD,
                         SPLITS, PIECES, BUFFERS, BLOCK_M, BLOCK_N, BLOCK_R, STAGES, GRID)),
             (_produce, (x_desc, dy_desc, dw_ptr, records_ptr, count_ptr, total, M, N, tiles_m,
-                        tiles_n, rounds, x_ring, dy_ring, full, empty, ADD == "", BLOCK_M, BLOCK_N,
+                        tiles_n, rounds, x_ring, dy_ring, full, empty, CHUNK, BLOCK_M, BLOCK_N,
                         BLOCK_R, STAGES, GRID)),
         ],
         [4, 1],
