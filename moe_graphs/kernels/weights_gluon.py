@@ -12,7 +12,7 @@ CTA, as the position in the ring is the sum of all steps before. Output in the d
 ADD accumulates into it (fp32): "reduce", "fetch" or "" for not at all, see `store_weights`.
 
 An expert without rows has no tiles: the producer zeros its gradient, one chunk behind the loads of
-every K step, so that it costs memory bandwidth beside the products and no time of the consumers.
+some K steps, so that it costs memory bandwidth beside the products and no time of the consumers.
 
 Measured on an H200 (2026-11-21, sustained): bf16 0.96-1.07 of dense from 1024 rows per expert on,
 0.9 at 512 (split); fp32 0.89-1.05 and 0.83 (ping-pong, whose stores go beside products).
@@ -44,9 +44,10 @@ from moe_graphs.kernels.gluon_parts import (
     zero_chunk,
 )
 
-# Multiply-adds of a K step per byte that the producer zeros beside it. Twice the bytes stalled the
-# loads: 1.3 TB/s are written at full speed, and 2.5 TB/s took the products a third of theirs.
-ADDS_PER_ZERO = gl.constexpr(256)
+# The producer zeros one number per so many multiply-adds (bf16: 1.3 TB/s on an H200), and only
+# behind every fourth K step: it is one warp, and finding a chunk's place delays the next loads.
+ADDS_PER_ZERO = gl.constexpr(512)
+STEPS_PER_CHUNK = gl.constexpr(4)
 
 
 @gluon.jit
@@ -103,7 +104,7 @@ def _produce(
                 dy_desc, [above, below, at, tile_n * BLOCK_N], landed, dy_ring.index(slot)
             )
             slot, phase = next_slot(slot, phase, STAGES)
-            if CHUNK and chunk < chunks:
+            if CHUNK and step % STEPS_PER_CHUNK == 0 and chunk < chunks:
                 zero_chunk(dw_ptr, chunk % per_matrix, empty_e, M * N, CHUNK)
                 chunk += GRID
                 empty_e = _empty_expert(chunk, chunks, count_ptr, records_ptr, per_matrix)
@@ -217,8 +218,7 @@ def weights_gluon_kernel(
     tiles_n = gl.cdiv(N, BLOCK_N)
     total = gl.load(count_ptr + 1) * tiles_m * tiles_n
     rounds = rounds_of(total, GRID)
-    BITS: gl.constexpr = dw_desc.dtype.primitive_bitwidth
-    ZEROS: gl.constexpr = BLOCK_M * BLOCK_N * BLOCK_R * 8 // (ADDS_PER_ZERO * BITS)
+    ZEROS: gl.constexpr = STEPS_PER_CHUNK * BLOCK_M * BLOCK_N * BLOCK_R // ADDS_PER_ZERO
     CHUNK: gl.constexpr = ZEROS if ADD == "" else 0
     gl.warp_specialize(
         [
