@@ -14,8 +14,9 @@ ADD accumulates into it (fp32): "reduce", "fetch" or "" for not at all, see `sto
 An expert without rows has no tiles: the producer zeros its gradient, one chunk behind the loads of
 some K steps, so that it costs memory bandwidth beside the products and no time of the consumers.
 
-Measured on an H200 (2026-11-21, sustained): bf16 0.96-1.07 of dense from 1024 rows per expert on,
-0.9 at 512 (split); fp32 0.89-1.05 and 0.83 (ping-pong, whose stores go beside products).
+Measured on an H200 (2026-11-21, sustained), of one dense cuBLAS GEMM: bf16 (split) 0.91-1.02 from
+1024 rows per expert on, 0.82 at 512, 0.65-0.71 at 256; fp32 (ping-pong, whose stores go beside
+products) 0.87-0.96 and 0.74.
 """
 # ruff: noqa: RUF005 (Triton's frontend has no starred lists)
 
@@ -44,10 +45,11 @@ from moe_graphs.kernels.gluon_parts import (
     zero_chunk,
 )
 
-# The producer zeros one number per so many multiply-adds (bf16: 1.3 TB/s on an H200), and only
-# behind every fourth K step: it is one warp, and finding a chunk's place delays the next loads.
-ADDS_PER_ZERO = gl.constexpr(512)
-STEPS_PER_CHUNK = gl.constexpr(4)
+# The producer zeros one number per so many multiply-adds (bf16: 0.6 TB/s on an H200), and only
+# behind every eighth K step: it is one warp, and finding a chunk's place delays the next loads.
+# Measured with one expert that takes all, TFLOP/s: every step 273, second 490, fourth 545.
+ADDS_PER_ZERO = gl.constexpr(1024)
+STEPS_PER_CHUNK = gl.constexpr(8)
 
 
 @gluon.jit
