@@ -268,7 +268,7 @@ def _replay_ms(run: Run, repeats: int = 20) -> float | None:
     """In the order of capture, which is the only right one, on the data of the last step."""
     if run.graphs is None:
         return None
-    recordings = run.graphs.slot.recordings
+    recordings = run.graphs.captured.recordings
     graphs = [r.forward for r in recordings] + [r.backward for r in reversed(recordings)]
     laps = Laps(run.device)
     for _ in range(repeats + 1):

@@ -5,6 +5,7 @@ are imported from there (``from moe_graphs.capture.plan import Plan``).
 """
 
 from moe_graphs.capture.ahead_of_time import capture
+from moe_graphs.capture.callables import make_graphed_callables
 from moe_graphs.capture.errors import CaptureError, GraphError
 from moe_graphs.capture.graphs import Graphs, graph
 from moe_graphs.capture.interrupt import Stage, Staged, end_capture_here, record
@@ -23,6 +24,7 @@ __all__ = [
     "capture",
     "end_capture_here",
     "graph",
+    "make_graphed_callables",
     "record",
 ]
 __version__ = "0.1.0"

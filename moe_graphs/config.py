@@ -153,6 +153,11 @@ class GraphConfig:
     warmup_steps: eager steps that are observed before the capture.
     on_mismatch: a call that differs from what was captured runs eagerly and is counted ("eager"),
         or raises ``GraphError`` ("error").
+    split_backward: capture the gradients of the weights apart from those of the inputs, so that
+        zero-bubble schedules can delay them: torch's own, or ``graphs.delayed_weights()``. Costs
+        memory: what the weights' part needs is kept until then.
+    memory_limit: bytes; a capture that is predicted to take more is refused with
+        ``graphs.plan()``'s table.
 
     Raises:
         ValueError: for a combination that is not legal; the message says what to change.
@@ -162,6 +167,8 @@ class GraphConfig:
     impl: str = "local"
     warmup_steps: int = 3
     on_mismatch: str = "eager"
+    split_backward: bool = False
+    memory_limit: int | None = None
 
     def __post_init__(self) -> None:
         if self.impl not in IMPLS:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from moe_graphs.capture.report import Report
+    from moe_graphs.capture.report import Report, ScopeReport
     from moe_graphs.training.compare import Comparison, Side
 
 
@@ -22,7 +22,7 @@ def capture_table(report: Report) -> Table:
     for scope in report.scopes:
         table.add_row(
             scope.name,
-            f"{scope.forward_graphs}+{scope.backward_graphs}",
+            "+".join(map(str, _graphs(scope))),
             "?" if scope.kernels is None else f"{scope.kernels:,}",
             format_bytes(scope.static_bytes),
             format_bytes(scope.boundary_bytes),
@@ -30,12 +30,18 @@ def capture_table(report: Report) -> Table:
             format_reasons(scope.eager_calls),
         )
     table.caption = (
-        f"graphs: forward + backward; kernels: recorded ops on the CPU; captured "
-        f"{report.captured}, replayed {report.replayed:,}, pool {format_bytes(report.pool_bytes)}, "
-        f"static {format_bytes(report.static_bytes)}; eager calls: "
-        f"{format_reasons(report.eager_calls)}"
+        f"graphs: forward + backward (+ weights apart); kernels: recorded ops on the CPU; captured "
+        f"{report.captured}, for {' + '.join(map(str, report.slots)) or 0} microbatches in flight, "
+        f"replayed {report.replayed:,}, pool {format_bytes(report.pool_bytes)} (predicted "
+        f"{format_bytes(report.predicted_pool_bytes)}), static "
+        f"{format_bytes(report.static_bytes)}; eager calls: {format_reasons(report.eager_calls)}"
     )
     return table
+
+
+def _graphs(scope: ScopeReport) -> list[int]:
+    counts = [scope.forward_graphs, scope.backward_graphs]
+    return [*counts, scope.weight_graphs] if scope.weight_graphs else counts
 
 
 def comparison_table(comparison: Comparison) -> Table:

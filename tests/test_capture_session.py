@@ -38,15 +38,15 @@ def test_capturing_changes_nothing(device, monkeypatch):
     model.layers[0].unused = nn.Parameter(torch.ones(2, device=device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     graphs = moe_graphs.graph(model, GraphConfig(RECIPE, warmup_steps=2))
-    states, original = [], engine.capture_slot
+    states, original = [], engine.capture_plan
 
-    def watched(*arguments):
+    def watched(*arguments, **options):
         states.append(state_of(model, optimizer, device))
-        slot = original(*arguments)
+        slot = original(*arguments, **options)
         states.append(state_of(model, optimizer, device))
         return slot
 
-    monkeypatch.setattr(engine, "capture_slot", watched)
+    monkeypatch.setattr(engine, "capture_plan", watched)
     gradients = []
     for batches in microbatches(device, 2):
         optimizer.zero_grad()

@@ -24,7 +24,7 @@ name of the scope and of what is wrong.
 | state_dict, deepcopy, pickle                            | right: no trace of the graphs     |
 | autocast with its cache                                 | error at capture                  |
 | accumulate gradients, ``autograd.grad``, tensor hooks   | right: gradients are your own     |
-| start a second microbatch before the first's backward   | error                             |
+| more microbatches in flight than in the observed step   | eager: slots_full                 |
 | run a backward twice, or after its step                 | error                             |
 | raise between forward and backward                      | right from the next step on       |
 | checkpoint activations around a scope                   | eager: recompute and its kin      |
@@ -48,7 +48,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moe_graphs
 from moe_graphs import CaptureError, GraphConfig, GraphError
-from moe_graphs.capture import replay
+from moe_graphs.capture import gradients
 from training_runs import DEVICES
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -495,7 +495,7 @@ def test_gradients_are_your_own(device):
     graphs = warm(model, device)
     static = {
         t.untyped_storage().data_ptr()
-        for recording in graphs.slot.recordings
+        for recording in graphs.captured.recordings
         for t in recording.static_tensors()
     }
     model.zero_grad()
@@ -517,7 +517,7 @@ def test_gradients_are_your_own(device):
 @pytest.mark.parametrize("large", [1, 1 << 22])
 def test_accumulating_gradients_over_microbatches(device, monkeypatch, large):
     """pytorch#181723: torch's own helper returns one static buffer for both."""
-    monkeypatch.setattr(replay, "_LARGE", large)
+    monkeypatch.setattr(gradients, "_LARGE", large)
 
     def scenario(model, graphs):
         model.zero_grad()
@@ -610,28 +610,97 @@ def test_none_stays_none(device):
 # ---- order
 
 
-def test_a_second_microbatch_in_flight_is_an_error(device):
+def test_more_microbatches_in_flight_than_captured_run_eagerly(device):
+    def scenario(model, graphs):
+        x = [data(device) for _ in range(3)]
+        with graphs.step():
+            losses = [model(each).square().sum() for each in x]
+            for loss in losses:
+                loss.backward()
+        return [p.grad for p in model.parameters()] + [train_step(model, graphs, data(device))]
+
+    report = both(device, scenario)
+    assert (report.slots, report.eager_calls["slots_full"]) == ((1,), 4)
+
+
+def test_more_microbatches_in_flight_than_captured_are_an_error_that_says_both_numbers(device):
     model = build(device)
-    graphs = warm(model, device)
+    graphs = warm(model, device, on_mismatch="error")
     with graphs.step():
         first = model(data(device)).sum()
-        with pytest.raises(GraphError, match="second microbatch is in flight.*1 was captured"):
+        with pytest.raises(GraphError, match="would make 2, and 1 were captured"):
             model(data(device))
-        with graphs.paused():
-            second = model(data(device)).sum()
-        second.backward()
         first.backward()
 
 
-def test_a_second_microbatch_in_flight_in_the_warm_up_is_an_error_of_the_capture(device):
+@pytest.mark.parametrize("order", ["first in, first out", "last in, first out"])
+def test_microbatches_in_flight_in_the_warm_up_get_a_slot_each(device, order):
+    def scenario(model, graphs):
+        found = []
+        for _ in range(2):
+            model.zero_grad()
+            with graphs.step():
+                losses = [model(data(device)).square().sum() for _ in range(3)]
+                for loss in losses if order == "first in, first out" else reversed(losses):
+                    loss.backward()
+            found += [p.grad.clone() for p in model.parameters()]
+            update(model)
+        return found
+
     model = build(device)
-    graphs = moe_graphs.graph(model, scopes(warmup_steps=1))
-    with pytest.raises(CaptureError, match="two microbatches are in flight"), graphs.step():
-        losses = [model(data(device)).sum() for _ in range(2)]
-        for loss in losses:
+    expected = scenario(model, moe_graphs.graph(model, GraphConfig(impl="none")))
+    for warmup_steps in (1, 2):
+        model = build(device)
+        graphs = moe_graphs.graph(model, scopes(warmup_steps=warmup_steps, on_mismatch="error"))
+        found = scenario(model, graphs)
+        assert all(map(torch.equal, found, expected))
+        assert graphs.report().slots == (3,)
+    assert graphs.report().captured == 6
+
+
+def in_flight_two_by_two(model, graphs, device, count):
+    """1F1B of depth two: gradients after the step."""
+    model.zero_grad()
+    with graphs.step():
+        waiting = []
+        for _ in range(count):
+            waiting.append(model(data(device)).square().sum())
+            if len(waiting) == 2:
+                waiting.pop(0).backward()
+        for loss in waiting:
             loss.backward()
-    train_step(model, graphs, data(device))
-    assert graphs.report().eager_calls["capture_failed"] == 2
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_steps_of_other_numbers_of_microbatches(device):
+    def scenario(model, graphs):
+        return [g for n in (3, 3, 8, 1, 2) for g in in_flight_two_by_two(model, graphs, device, n)]
+
+    model = build(device)
+    expected = scenario(model, moe_graphs.graph(model, GraphConfig(impl="none")))
+    model = build(device)
+    graphs = moe_graphs.graph(model, scopes(warmup_steps=1, on_mismatch="error"))
+    assert all(map(torch.equal, scenario(model, graphs), expected))
+    report = graphs.report()
+    assert (report.slots, report.captured, report.replayed) == ((2,), 4, 2 * (3 + 8 + 1 + 2))
+
+
+def test_a_microbatch_abandoned_while_another_is_in_flight(device):
+    def scenario(model, graphs):
+        found = in_flight_two_by_two(model, graphs, device, 3)
+        with pytest.raises(ZeroDivisionError), graphs.step():
+            first = model(data(device)).square().sum()
+            model(data(device)).square().sum()
+            first.backward()
+            raise ZeroDivisionError
+        return found + in_flight_two_by_two(model, graphs, device, 4)
+
+    model = build(device)
+    expected = scenario(model, moe_graphs.graph(model, GraphConfig(impl="none")))
+    model = build(device)
+    graphs = moe_graphs.graph(model, scopes(warmup_steps=1, on_mismatch="error"))
+    assert all(map(torch.equal, scenario(model, graphs), expected))
+    assert graphs.report().abandoned == 2
 
 
 def test_a_second_backward_and_one_after_its_step_are_errors(device):

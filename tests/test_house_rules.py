@@ -57,7 +57,9 @@ def test_files_and_functions_stay_short(file):
     assert len(text.splitlines()) <= (500 if "kernels" in file.parts else 400)
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
-            assert node.end_lineno - node.lineno < 60 or node.name == "train", node.name
+            documentation = (ast.get_docstring(node) or "").splitlines()
+            lines = node.end_lineno - node.lineno - len(documentation)
+            assert lines < 60 or node.name == "train", node.name
 
 
 def test_importing_the_package_imports_no_optional_one():

@@ -11,41 +11,61 @@ from moe_graphs.capture.plan import Event, plan
 
 
 def events(text: str) -> list[Event]:
-    """``"Fa Fb Bb Ba"``: each forward is a new call, a backward is the latest call without one."""
-    calls: list[str] = []
-    open_calls: list[int] = []
-    found = []
-    for kind, scope in text.split():
-        if kind == "F":
-            calls.append(scope)
-            open_calls.append(len(calls) - 1)
-            found.append(Event("F", scope, len(calls) - 1))
+    """``"a1 b1 -b1 -a1"``: microbatch 1 goes forward through a and b, and back in one backward.
+
+    ``~a1`` are its weight gradients; ``-a1?`` leaves them for ``~``, which makes up for the oldest
+    microbatch left so; ``a1!`` is a call of another signature.
+    """
+    calls: list[tuple[str, str]] = []
+    found, left = [], []
+    for word in text.split():
+        name, changed = word.rstrip("!?"), word.endswith("!")
+        if name == "~":
+            found.append(Event("W", "", -1, delayed=left.pop(0)))
+        elif name[0] in "-~":
+            key = (name[1], name[2:])
+            number = max(n for n, call in enumerate(calls) if call == key)
+            kind = "B" if name[0] == "-" else "W"
+            task, delayed = int(key[1]), -1
+            if word.endswith("?"):
+                delayed = task
+                left += [task] * (task not in left)
+            found.append(Event(kind, key[0], number, task, delayed=delayed))
         else:
-            number = next(n for n in reversed(open_calls) if calls[n] == scope)
-            open_calls.remove(number)
-            found.append(Event("B", scope, number))
+            alike = 100 * changed + ord(name[0])
+            found.append(Event("F", name[0], len(calls), alike=alike))
+            calls.append((name[0], name[1:]))
     return found
 
 
+def planned(text: str) -> list[tuple[tuple[int, ...], int]]:
+    return [(chunk.calls, chunk.slots) for chunk in plan(events(text)).chunks]
+
+
 def test_one_microbatch():
-    assert plan(events("Fa Fb Bb Ba")).calls == (0, 1)
+    assert planned("a1 b1 -b1 -a1") == [((0, 1), 1)]
 
 
 def test_accumulated_microbatches_take_one_slot():
-    found = plan(events("Fa Fb Bb Ba Fa Fb Bb Ba Fa Fb Bb Ba"))
-    assert (found.calls, found.slots) == ((4, 5), 1)
+    assert planned("a1 b1 -b1 -a1 a2 b2 -b2 -a2 a3 b3 -b3 -a3") == [((4, 5), 1)]
 
 
 def test_a_repeated_layer_is_captured_once_per_call():
-    assert plan(events("Fa Fb Fa Ba Bb Ba")).calls == (0, 1, 2)
+    found = [Event("F", s, n) for n, s in enumerate("aba")]
+    found += [Event("B", "aba"[n], n, task=1) for n in (2, 1, 0)]
+    assert [(c.calls, c.slots) for c in plan(found).chunks] == [((0, 1, 2), 1)]
 
 
 def test_the_most_common_microbatch_wins():
-    assert plan(events("Fa Fb Bb Ba Fa Ba Fa Fb Bb Ba")).calls == (3, 4)
+    assert planned("a1 b1 -b1 -a1 a2 -a2 a3 b3 -b3 -a3") == [((3, 4), 1)]
+
+
+def test_the_most_common_signature_wins():
+    assert planned("a1 b1 -b1 -a1 a2 b2 -b2 -a2 a3! b3! -b3 -a3") == [((2, 3), 1)]
 
 
 def test_forwards_without_backward_are_no_trouble():
-    assert plan(events("Fa Fb Fc Bb")).calls == (0, 1, 2)
+    assert planned("a1 b1 c1 -b1") == [((0, 1, 2), 1)]
 
 
 def test_nothing_observed():
@@ -54,30 +74,57 @@ def test_nothing_observed():
 
 
 @pytest.mark.parametrize(
-    "order",
+    ("order", "calls", "slots"),
     [
-        [("F", 0), ("F", 1), ("F", 2), ("F", 3), ("B", 1), ("B", 0), ("B", 3), ("B", 2)],  # GPipe
-        [("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("B", 2)],  # 1F1B
+        ("a1 b1 a2 b2 -b1 -a1 -b2 -a2", (2, 3), 2),  # GPipe
+        ("a1 b1 a2 b2 -b2 -a2 -b1 -a1", (2, 3), 2),  # GPipe, last in, first out
+        ("a1 b1 a2 b2 -b1 -a1 a3 b3 -b2 -a2 -b3 -a3", (4, 5), 2),  # 1F1B
     ],
-    ids=["gpipe", "1f1b"],
 )
-def test_two_microbatches_in_flight_are_refused(order):
-    found = [Event(kind, "ab"[call % 2], call) for kind, call in order]
-    with pytest.raises(CaptureError, match="two microbatches are in flight"):
-        plan(found)
+def test_microbatches_in_flight(order, calls, slots):
+    assert planned(order) == [(calls, slots)]
+
+
+def test_chunks_are_planned_apart():
+    order = "a1 a2 b1 b2 -b1 -a1 b3 a3 -b2 -a2 -b3 -a3"
+    # Chunk a and chunk b of an interleaved pipeline: their backwards are not one backward.
+    found = [
+        Event(e.kind, e.scope, e.call, e.task + 10 * (e.scope == "b"), e.alike)
+        for e in events(order)
+    ]
+    chunks = [(chunk.calls, chunk.slots) for chunk in plan(found).chunks]
+    assert chunks == [((5,), 2), ((4,), 2)]
+
+
+@pytest.mark.parametrize("backward", ["-b1 -a1", "-b1? -a1?"])
+def test_a_microbatch_is_in_flight_until_its_weight_gradients(backward):
+    weights = "~" if "?" in backward else "~a1 ~b1"
+    assert planned(f"a1 b1 {backward} a2 b2 -b2 -a2 {weights}") == [((2, 3), 2)]
+    assert planned(f"a1 b1 {backward} {weights} a2 b2 -b2 -a2") == [((2, 3), 1)]
+
+
+def test_whole_backwards_do_not_wait_for_weight_gradients():
+    """DualPipeV has both kinds on one rank."""
+    assert planned("a1 -a1 a2 -a2? ~ a3 -a3 a4 -a4? ~") == [((3,), 1)]
+    assert planned("a1 -a1 a2 -a2? a3 ~ -a3") == [((2,), 2)]
+
+
+def test_a_frozen_first_scope_belongs_to_the_microbatch_that_follows():
+    assert planned("a1 b1 a2 b2 -b1 -b2") == [((2, 3), 2)]
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.randoms())
 def test_any_step_of_nested_microbatches_is_planned_in_order(sizes, random):
     """Forwards in order, backwards in reverse with any of them missing."""
     found, number = [], 0
-    for size in sizes:
+    for task, size in enumerate(sizes):
         calls = list(range(number, number + size))
         number += size
         found += [Event("F", str(call - calls[0]), call) for call in calls]
         # At least one backward: it is what ends a microbatch.
         kept = sorted(random.sample(calls, random.randint(1, size)), reverse=True)
-        found += [Event("B", str(call - calls[0]), call) for call in kept]
-    chosen = plan(found).calls
+        found += [Event("B", str(call - calls[0]), call, task) for call in kept]
+    (chunk,) = plan(found).chunks
+    chosen = chunk.calls
     assert list(chosen) == sorted(chosen)
     assert sizes.count(len(chosen)) == max(sizes.count(size) for size in sizes)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from moe_graphs.capture.backends.base import Backend
 from moe_graphs.capture.errors import GraphError
 from moe_graphs.capture.graphs import Graphs, graph
 from moe_graphs.capture.preserve import preserved_rng, preserved_values
@@ -32,7 +33,7 @@ def capture(
     """
     graphs = graph(model, config)
     try:
-        with _without_trace(model, graphs.backend.device, optimizer):
+        with _without_trace(model, graphs.backend, optimizer):
             versions = [parameter._version for parameter in model.parameters()]
             for _ in range(graphs.config.warmup_steps):
                 with graphs.step():
@@ -51,7 +52,7 @@ def capture(
 
 @contextlib.contextmanager
 def _without_trace(
-    model: nn.Module, device: torch.device, optimizer: torch.optim.Optimizer | None
+    model: nn.Module, backend: Backend, optimizer: torch.optim.Optimizer | None
 ) -> Iterator[None]:
     tensors = (*model.parameters(), *model.buffers())
     gradients = [(p, p.grad) for p in model.parameters()]
@@ -59,7 +60,7 @@ def _without_trace(
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with preserved_values(tensors), preserved_rng(device):
+        with preserved_values(tensors), preserved_rng(backend.device, backend.generators):
             yield
     finally:
         for parameter, gradient in gradients:

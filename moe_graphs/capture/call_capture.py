@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,88 +12,105 @@ from torch.utils import _pytree as pytree
 
 from moe_graphs.capture.backends.base import Backend
 from moe_graphs.capture.errors import CaptureError
+from moe_graphs.capture.memory import CallMemory, MemoryMeter, nbytes
 from moe_graphs.capture.module_state import ModuleState
+from moe_graphs.capture.observation import ObservedCall
 from moe_graphs.capture.recording import OutputLeaf, Recording, dense
 from moe_graphs.capture.rehearsal import capturable_only
-from moe_graphs.capture.scopes import Call, Exit, Scope
-from moe_graphs.capture.signature import Signature, TensorSpec, tensor_leaves
+from moe_graphs.capture.scopes import Exit
+from moe_graphs.capture.signature import TensorSpec, tensor_leaves
+from moe_graphs.capture.split_backward import SplitBackward
 
 # The stand-in of a parameter during the capture, by id -> the parameter.
 Originals = Mapping[int, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Link:
-    """An input that was the untouched output ``output`` of observed call ``call``."""
-
-    call: int
-    output: int
-
-
-@dataclass(frozen=True)
-class ObservedCall:
-    """What an eager call of a scope looked like. ``leaves`` are its inputs, detached."""
-
-    scope: Scope
-    signature: Signature
-    leaves: tuple[Any, ...]
-    links: dict[int, Link]
-    arguments: Call
+# "forward_pre_hooks" and so on -> what to call with the module and the values.
+Hooks = Mapping[str, Callable[..., None]]
 
 
 class CallCapture:
     """The steps of a capture, in the order of its methods. Lives as long as the session."""
 
-    def __init__(self, observed: ObservedCall, position: int, backend: Backend, pool: Any) -> None:
+    def __init__(
+        self,
+        observed: ObservedCall,
+        leaves: Sequence[Any],
+        position: int,
+        backend: Backend,
+        pool: Any,
+        *,
+        split: bool = False,
+        hooks: Hooks | None = None,
+    ) -> None:
+        """``leaves``: detached inputs to start from; ``split``: weights' gradients apart;
+        ``hooks``: called with the module and the values around every run, outside the graphs."""
         state = ModuleState(observed.scope.name, observed.scope.module)
         state.check_capturable()
         self.recording = Recording(
             position, observed.scope, observed.signature, state, backend.device
         )
         self._observed = observed
+        self._leaves = leaves
+        self._split = split
+        self._hooks = hooks or {}
         self._backend = backend
-        self._pool = pool
+        self.pool = pool
         self._saved: set[int] = set()
+        self._backward: SplitBackward | None = None
 
-    def rehearse(self, known: Sequence[torch.Tensor]) -> None:
+    def rehearse(self, known: Sequence[torch.Tensor]) -> CallMemory:
         """Runs the call once on the observed values: lazy initialisation happens here, and what
         cannot be in a graph is refused. ``known``: the model's parameters and buffers."""
+        meter = MemoryMeter(self._backend.device)
         leaves = [
             leaf.detach().requires_grad_(spec.requires_grad)
             if isinstance(spec, TensorSpec)
             else leaf
-            for spec, leaf in zip(
-                self._observed.signature.leaves, self._observed.leaves, strict=True
-            )
+            for spec, leaf in zip(self._observed.signature.leaves, self._leaves, strict=True)
         ]
         with (
             self._as_observed(),
+            self._forward_hooks(leaves) as produced,
             capturable_only(self._backend.device, [*known, *tensor_leaves(leaves)]),
+            meter,
         ):
-            outputs, _ = self._run(leaves)
-        outputs = [o for o in pytree.tree_leaves(outputs) if _requires_grad(o)]
+            produced["output"], _ = self._run(leaves)
+        forward, kept = meter.peak, meter.alive()
+        meter.restart()
+        produced = tensor_leaves(produced["output"])
+        outputs = [output for output in produced if output.requires_grad]
+        gradients = [torch.zeros_like(o) for o in outputs]
         if outputs:
-            gradients = [torch.zeros_like(o) for o in outputs]
             wanted = _reachable_leaves(outputs)
-            with capturable_only(self._backend.device):
+            with self._backward_hooks(gradients), capturable_only(self._backend.device), meter:
                 torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+        linked = [leaves[index] for index in self._observed.links]
+        return CallMemory(
+            scope=self.recording.scope.name,
+            inputs=nbytes(tensor_leaves(leaves)) - nbytes(linked),
+            linked=nbytes(linked),
+            outputs=nbytes([o for o in produced if not any(o is leaf for leaf in leaves)]),
+            kept=kept,
+            forward=forward,
+            backward=meter.peak,
+            gradients=nbytes(gradients),
+        )
 
     def allocate_inputs(self, others: Mapping[int, Recording]) -> None:
         """Static inputs, filled with the observed values; a linked one is another's output."""
         recording, observed = self.recording, self._observed
-        recording.inputs = list(observed.leaves)
+        recording.inputs = list(self._leaves)
         for index, spec in enumerate(observed.signature.leaves):
             if not isinstance(spec, TensorSpec):
                 continue
             recording.tensor_indices.append(index)
             link = observed.links.get(index)
             source = others.get(link.call) if link is not None else None
-            shared = source.static_output(link.output) if source is not None else None
-            if shared is not None and TensorSpec.of(spec.name, shared) == spec:
+            output = source.static_output(link.output) if source is not None else None
+            if output is not None and TensorSpec.of(spec.name, output) == spec:
                 recording.linked[index] = source
-                static = shared.detach()
+                static = output.detach()
             else:
-                static = dense(observed.leaves[index]).clone().expand(spec.shape)
+                static = dense(self._leaves[index]).clone().expand(spec.shape)
             recording.inputs[index] = static.requires_grad_(spec.requires_grad)
 
     def record_forward(self, originals: Originals) -> None:
@@ -102,8 +118,14 @@ class CallCapture:
         statics = [recording.inputs[i] for i in recording.tensor_indices]
         versions = [static._version for static in statics]
         hooks = torch.autograd.graph.saved_tensors_hooks(self._note_saved, _unchanged)
-        with self._as_observed(), hooks, self._backend.record(self._pool) as graphs:
-            outputs, recording.exit = self._run(recording.inputs)
+        with (
+            self._as_observed(),
+            self._forward_hooks(recording.inputs) as produced,
+            hooks,
+            self._backend.record(self.pool) as graphs,
+        ):
+            produced["output"], recording.exit = self._run(recording.inputs)
+        outputs = produced.pop("output")
         (recording.forward,) = graphs
         for index, static, version in zip(recording.tensor_indices, statics, versions, strict=True):
             if static._version != version:
@@ -114,31 +136,101 @@ class CallCapture:
         self._describe_outputs(outputs, originals)
 
     def record_backward(self, originals: Originals, buffers: dict) -> None:
-        """``buffers`` holds the incoming gradients, shared by all recordings of the slot."""
+        """``buffers`` holds the incoming gradients, shared by all recordings that compute all
+        gradients at once. Split, those of the weights follow with ``record_weights``."""
         recording = self.recording
         outputs = zip(recording.outputs, recording.differentiable, strict=True)
         live = [output for output, needed in outputs if needed]
+        wanted = [t for t in recording.inputs if _requires_grad(t)]
+        leaves = self._find_parameters(live)
         if live:
-            wanted = [t for t in recording.inputs if _requires_grad(t)]
-            leaves = self._find_parameters(live)
-            recording.gradient_outputs = _shared_buffers(live, buffers)
-            with self._backend.record(self._pool) as graphs:
+            recording.gradient_outputs = _shared_buffers(live, {} if self._split else buffers)
+        with self._backward_hooks(recording.gradient_outputs):
+            self._record_gradients(live, wanted, leaves, originals)
+        if not self._split:
+            self.finish()
+
+    def _record_gradients(
+        self,
+        live: Sequence[torch.Tensor],
+        wanted: Sequence[torch.Tensor],
+        leaves: Sequence[torch.Tensor],
+        originals: Originals,
+    ) -> None:
+        recording = self.recording
+        if live and self._split:
+            self._backward = SplitBackward(live, wanted, leaves)
+            if wanted:
+                with self._backend.record(self.pool) as graphs:
+                    gradients = self._backward.input_gradients(recording.gradient_outputs)
+                (recording.backward,) = graphs
+                recording.gradient_inputs = self._borrowed(gradients)
+            else:
+                self._backward.input_gradients(recording.gradient_outputs)
+        elif live:
+            with self._backend.record(self.pool) as graphs:
                 gradients = torch.autograd.grad(
                     live, [*wanted, *leaves], recording.gradient_outputs, allow_unused=True
                 )
             (recording.backward,) = graphs
-            borrowed = [None if g is None else self._backend.borrow(g.detach()) for g in gradients]
-            recording.gradient_inputs = borrowed[: len(wanted)]
-            used = list(zip(leaves, borrowed[len(wanted) :], strict=True))
-            recording.parameters = [originals.get(id(p), p) for p, g in used if g is not None]
-            recording.gradient_parameters = [g for _, g in used if g is not None]
-        # From here on nothing holds the autograd graph: what it saved is free for later captures.
+            recording.gradient_inputs = self._borrowed(gradients[: len(wanted)])
+            self._note_parameters(leaves, gradients[len(wanted) :], originals)
+
+    def record_weights(self, originals: Originals) -> None:
+        """Split, after all ``record_backward`` of the slot: the gradients of the weights."""
+        if self._backward is None:
+            return
+        leaves = self._backward.parameters
+        if leaves:
+            with self._backend.record(self.pool) as graphs:
+                gradients = self._backward.parameter_gradients()
+            (self.recording.weights,) = graphs
+            self._note_parameters(leaves, gradients, originals)
+
+    def finish(self) -> None:
+        """Drops the autograd graph: what it saved is free for captures that follow."""
+        recording = self.recording
+        self._backward = None
         recording.outputs = [output.detach() for output in recording.outputs]
         recording.saved_outputs = [o for o in recording.outputs if o.data_ptr() in self._saved]
+
+    def _borrowed(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        return [None if g is None else self._backend.borrow(g.detach()) for g in gradients]
+
+    def _note_parameters(
+        self,
+        leaves: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
+        originals: Originals,
+    ) -> None:
+        used = [(p, g) for p, g in zip(leaves, gradients, strict=True) if g is not None]
+        self.recording.parameters = [originals.get(id(p), p) for p, _ in used]
+        self.recording.gradient_parameters = self._borrowed([g for _, g in used])
 
     def _run(self, leaves: Sequence[Any]) -> tuple[Any, Exit | None]:
         inputs = pytree.tree_unflatten(leaves, self._observed.signature.structure)
         return self._observed.scope.run(inputs, self._observed.arguments, capturing=True)
+
+    @contextlib.contextmanager
+    def _forward_hooks(self, leaves: Sequence[Any]) -> Iterator[dict[str, Any]]:
+        """The block puts the scope's output under "output"."""
+        produced: dict[str, Any] = {}
+        args, kwargs = (), {}
+        if self._hooks:
+            args, kwargs = pytree.tree_unflatten(leaves, self._observed.signature.structure)
+        self._call_hook("forward_pre_hooks", args, kwargs)
+        yield produced
+        self._call_hook("forward_hooks", args, kwargs, produced["output"])
+
+    @contextlib.contextmanager
+    def _backward_hooks(self, gradients: Sequence[torch.Tensor]) -> Iterator[None]:
+        self._call_hook("backward_pre_hooks", tuple(gradients))
+        yield
+        self._call_hook("backward_hooks", tuple(self.recording.gradient_inputs), tuple(gradients))
+
+    def _call_hook(self, kind: str, *values: Any) -> None:
+        if kind in self._hooks:
+            self._hooks[kind](self._observed.scope.module, *values)
 
     @contextlib.contextmanager
     def _as_observed(self) -> Iterator[None]:

@@ -16,101 +16,43 @@ from __future__ import annotations
 
 import contextlib
 import time
-import types
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from moe_graphs.capture.backends import backend_for
 from moe_graphs.capture.backends.base import Backend
-from moe_graphs.capture.backends.cpu import CpuRecorder
-from moe_graphs.capture.backends.cuda import CudaGraphs
+from moe_graphs.capture.delayed_weights import DelayedWeights
 from moe_graphs.capture.errors import GraphError
+from moe_graphs.capture.graphed_scope import GraphedScope, reason_of_autograd
+from moe_graphs.capture.memory import MemoryPlan
 from moe_graphs.capture.observation import Observation
-from moe_graphs.capture.plan import plan
-from moe_graphs.capture.replay import Slot, replay
+from moe_graphs.capture.plan import Plan, plan
+from moe_graphs.capture.recording import Recording
 from moe_graphs.capture.report import Report, ScopeReport
-from moe_graphs.capture.scopes import Call, Scope, find_scopes
-from moe_graphs.capture.session import capture_slot
-from moe_graphs.capture.signature import Mismatch
+from moe_graphs.capture.scopes import find_scopes
+from moe_graphs.capture.session import CaptureOptions, capture_plan, predict_memory
+from moe_graphs.capture.slots import Captured
 from moe_graphs.config import GraphConfig
 
 
-def graph(model: nn.Module, config: GraphConfig | None = None) -> Graphs:
+def graph(
+    model: nn.Module,
+    config: GraphConfig | None = None,
+    generators: Sequence[torch.Generator] = (),
+) -> Graphs:
     """Installs graphs on the scopes of ``model`` and returns their handle.
 
     Nothing is captured yet: train under ``with graphs.step():``. Keep using ``model`` as before.
+    ``generators``: random number generators that scopes draw from, besides the default one.
 
     Raises:
         ValueError: if the config does not fit the model; the message says what to change.
     """
-    return Graphs(model, config or GraphConfig())
-
-
-class GraphedScope:
-    """Stands in for the forward of one scope's module, on that instance only."""
-
-    def __init__(self, graphs: Graphs, scope: Scope) -> None:
-        self.graphs = graphs
-        self.scope = scope
-        self.eager_calls: Counter[str] = Counter()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        reason = self.graphs.eager_reason()
-        if reason is not None:
-            self.eager_calls[reason] += 1
-            return self.scope.forward(*args, **kwargs)
-        call = Call(args, kwargs)
-        inputs = self.scope.enter(call)
-        if self.graphs.slot is None:
-            return self._observe(inputs, call)
-        return self._replay(inputs, call)
-
-    def _observe(self, inputs: Any, call: Call) -> Any:
-        self.eager_calls["warmup"] += 1
-        observation = self.graphs.observation
-        number = observation.forward(self.scope, inputs, call)
-        outputs, exit = self.scope.run(inputs, call, capturing=True)
-        observation.produced(number, outputs)
-        return self.scope.leave(outputs, exit, call)
-
-    def _replay(self, inputs: Any, call: Call) -> Any:
-        slot = self.graphs.slot
-        recording = slot.next_recording(self.scope.name)
-        if recording is None:
-            return self._mismatched(NOT_OBSERVED, inputs, call)
-        leaves, structure = pytree.tree_flatten(inputs)
-        mismatch = slot.mismatch(recording, structure, leaves)
-        if mismatch is not None:
-            return self._mismatched(mismatch, inputs, call)
-        produced = replay(slot, recording, leaves)
-        outputs = pytree.tree_unflatten(produced, recording.output_structure)
-        return self.scope.leave(outputs, recording.exit, call)
-
-    def _mismatched(self, mismatch: Mismatch, inputs: Any, call: Call) -> Any:
-        if self.graphs.config.on_mismatch == "error":
-            raise GraphError(f"scope {self.scope.name!r}, {mismatch.message}")
-        self.eager_calls[mismatch.reason] += 1
-        outputs, exit = self.scope.run(inputs, call, capturing=False)
-        return self.scope.leave(outputs, exit, call)
-
-    def __deepcopy__(self, memo: dict) -> Any:
-        """A copied or unpickled model is a plain, eager one: its forward is its class's."""
-        return _class_forward(memo[id(self.scope.module)])
-
-    def __reduce__(self) -> Any:
-        return _class_forward, (self.scope.module,)
-
-
-def _class_forward(module: nn.Module) -> Any:
-    return types.MethodType(type(module).forward, module)
-
-
-NOT_OBSERVED = Mismatch("not_observed", "this call was not observed in warm-up: nothing to replay")
+    return Graphs(model, config or GraphConfig(), generators)
 
 
 class Graphs:
@@ -120,23 +62,27 @@ class Graphs:
     ``release()``, which has to come before ``destroy_process_group()``.
     """
 
-    def __init__(self, model: nn.Module, config: GraphConfig) -> None:
+    def __init__(
+        self, model: nn.Module, config: GraphConfig, generators: Sequence[torch.Generator] = ()
+    ) -> None:
         self.model = model
         self.config = config
-        self.backend = _backend_of(model)
+        self.backend = backend_for((*model.parameters(), *model.buffers()), generators)
         self.observation = Observation(self.backend.device)
+        self.delayed = DelayedWeights()
         self.state = "warmup" if config.impl == "local" else "off"
         self._in_step = self._paused = False
         self._warm_steps = 0
         self._capture_seconds = 0.0
+        self._memory: MemoryPlan | None = None
         self.scopes = self._install() if config.impl == "local" else []
         self._resources = _Resources(self.backend)
         self._finalizer = weakref.finalize(self, self._resources.release)
 
     @property
-    def slot(self) -> Slot | None:
+    def captured(self) -> Captured | None:
         """What was captured, until it is released."""
-        return self._resources.slot
+        return self._resources.captured
 
     # ---- a training step
 
@@ -154,15 +100,19 @@ class Graphs:
         self.observation.clear()
         try:
             yield
+            self._check_weights_are_done()
             if self.state == "warmup" and self.observation.events:
                 self._warm_steps += 1
                 if self._warm_steps == self.config.warmup_steps:
                     self._capture()
+                elif self._warm_steps == 1:
+                    self._predict()
         finally:
             self._in_step = False
             self.observation.clear()
-            if self.slot is not None:
-                self.slot.end_step()
+            self.delayed = DelayedWeights()
+            if self.captured is not None:
+                self.captured.end_step()
 
     def eager_reason(self) -> str | None:
         """Why every call runs eagerly just now, or None if calls are observed or replayed."""
@@ -170,27 +120,78 @@ class Graphs:
             return self.state
         if self._paused:
             return "paused"
-        if not torch.is_grad_enabled():
-            return "no_grad"
-        if not self._in_step:
+        if torch.is_grad_enabled() and not self._in_step:
             return "outside_step"
-        if torch._C._current_graph_task_id() != -1:
-            return "recompute"  # activation checkpointing runs a forward inside a backward
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            return "saved_tensors_hooks"  # they would not see what a graph saves
-        return None
+        return reason_of_autograd()
+
+    def _predict(self) -> None:
+        """After the first of several warm-up steps: what cannot be captured is refused early."""
+        self.state = "capture_failed"
+        self._memory = predict_memory(*self._session_arguments())
+        self.state = "warmup"
 
     def _capture(self) -> None:
         started = time.perf_counter()
         self.state = "capture_failed"
-        planned = plan(self.observation.events)
-        self._resources.slot = capture_slot(
-            self.model, self.backend, planned, self.observation.calls
-        )
+        self._resources.captured = capture_plan(*self._session_arguments())
+        self._memory = self._resources.captured.memory
         self.state = "captured"
         self._capture_seconds = time.perf_counter() - started
 
+    def _session_arguments(self) -> tuple[nn.Module, Backend, Plan, Observation, CaptureOptions]:
+        config = self.config
+        options = CaptureOptions(split=config.split_backward, memory_limit=config.memory_limit)
+        planned = plan(self.observation.events)
+        return self.model, self.backend, planned, self.observation, options
+
+    # ---- weight gradients apart, for zero-bubble schedules
+
+    @contextlib.contextmanager
+    def delayed_weights(self) -> Iterator[None]:
+        """Around the backward of one microbatch: replayed scopes leave their weights' gradients
+        for a ``backward_weight()``, which has to follow within the step. Eager calls do not.
+
+        torch's own zero-bubble schedules need neither of the two.
+        """
+        if not self.config.split_backward:
+            raise GraphError("delayed_weights() needs GraphConfig(split_backward=True)")
+        if not self._in_step or self.delayed.is_collecting:
+            raise GraphError("delayed_weights() belongs inside 'with graphs.step()', not nested")
+        with self.delayed.collecting(), self.observation.delaying():
+            yield
+
+    def backward_weight(self) -> None:
+        """Adds the weights' gradients of the oldest backward that waits for it to ``.grad``.
+
+        Raises:
+            GraphError: if none does.
+        """
+        self.delayed.replay_oldest()
+        if self.state == "warmup":
+            self.observation.weights()
+
+    def _check_weights_are_done(self) -> None:
+        missing = len(self.delayed)
+        if missing:
+            raise GraphError(
+                f"the step ended with {missing} backward(s) whose weight gradients are missing: "
+                f"call backward_weight() once for every 'with graphs.delayed_weights()'"
+            )
+
     # ---- control
+
+    def plan(self) -> MemoryPlan:
+        """Bytes that the graphs are predicted to take, per scope and slot; ``print`` it.
+
+        Known from the end of the first warm-up step on, so with ``warmup_steps`` of two or more
+        before anything is captured. ``report()`` has what they do take.
+
+        Raises:
+            GraphError: before that.
+        """
+        if self._memory is None:
+            raise GraphError("no step was observed yet: plan() knows sizes after the first one")
+        return self._memory
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -213,7 +214,8 @@ class Graphs:
 
     def report(self) -> Report:
         """What was captured and what happened since. Does not synchronise."""
-        recordings = self.slot.recordings if self.slot is not None else ()
+        captured = self.captured
+        recordings = captured.recordings if captured is not None else []
         scopes = tuple(_report_scope(graphed, recordings) for graphed in self.scopes)
         eager_calls: Counter[str] = Counter()
         for graphed in self.scopes:
@@ -225,19 +227,17 @@ class Graphs:
             captured=len(recordings),
             replayed=sum(scope.replayed for scope in scopes),
             eager_calls=dict(eager_calls),
-            static_bytes=sum(t.nbytes for t in self._static_tensors()),
-            pool_bytes=self.backend.pool_bytes(self.slot.pool) if self.slot else 0,
-            abandoned=self.slot.abandoned if self.slot else 0,
+            static_bytes=sum(t.nbytes for t in captured.static_tensors()) if captured else 0,
+            slots=tuple(len(chunk.slots) for chunk in captured.chunks) if captured else (),
+            predicted_pool_bytes=captured.memory.pool_bytes if captured else 0,
+            pool_bytes=sum(map(self.backend.pool_bytes, captured.pools)) if captured else 0,
+            abandoned=captured.abandoned if captured else 0,
             capture_seconds=self._capture_seconds,
         )
 
-    def _static_tensors(self) -> list[torch.Tensor]:
-        if self.slot is None:
-            return []
-        return [*self.slot.shared, *(t for r in self.slot.recordings for t in r.static_tensors())]
-
     def _install(self) -> list[GraphedScope]:
-        graphed = [GraphedScope(self, scope) for scope in find_scopes(self.model, self.config)]
+        scopes, on_mismatch = find_scopes(self.model, self.config), self.config.on_mismatch
+        graphed = [GraphedScope(self, scope, on_mismatch) for scope in scopes]
         for each in graphed:
             name = each.scope.name
             if isinstance(each.scope.module.__dict__.get("forward"), GraphedScope):
@@ -254,36 +254,24 @@ class _Resources:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.slot: Slot | None = None
+        self.captured: Captured | None = None
 
     def release(self) -> None:
-        if self.slot is not None:
-            for recording in self.slot.recordings:
-                recording.release()
-            self.slot = None
+        if self.captured is not None:
+            self.captured.release()
+            self.captured = None
             self.backend.release()
 
 
-def _backend_of(model: nn.Module) -> Backend:
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    if len(devices) != 1:
-        found = ", ".join(sorted(map(str, devices))) or "none"
-        raise ValueError(f"the model's tensors are on devices {found}: graphs need exactly one")
-    (device,) = devices
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"the model is on {device}: graphs exist for 'cuda' and 'cpu'")
-    return CudaGraphs(device) if device.type == "cuda" else CpuRecorder()
-
-
-def _report_scope(graphed: GraphedScope, recordings: tuple) -> ScopeReport:
+def _report_scope(graphed: GraphedScope, recordings: list[Recording]) -> ScopeReport:
     own = [r for r in recordings if r.scope.name == graphed.scope.name]
-    graphs = [g for r in own for g in (r.forward, r.backward) if g is not None]
-    counts = [g.kernels for g in graphs]
+    counts = [graph.kernels for recording in own for graph in recording.graphs()]
     exits = [r.exit.reason for r in own if r.exit is not None]
     return ScopeReport(
         name=graphed.scope.name,
         forward_graphs=sum(r.forward is not None for r in own),
         backward_graphs=sum(r.backward is not None for r in own),
+        weight_graphs=sum(r.weights is not None for r in own),
         kernels=None if None in counts else sum(counts),
         static_bytes=sum(t.nbytes for r in own for t in r.static_tensors()),
         boundary_bytes=sum(t.nbytes for r in own for t in r.own_outputs()),

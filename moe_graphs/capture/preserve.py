@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterable, Iterator
 
 import torch
+from torch import nn
 
 
 @contextlib.contextmanager
-def preserved_rng(device: torch.device) -> Iterator[None]:
-    """The CPU's and the device's default generators: a capture draws no numbers."""
+def preserved_rng(
+    device: torch.device, generators: Iterable[torch.Generator] = ()
+) -> Iterator[None]:
+    """The CPU's and the device's default generators, and others: a capture draws no numbers."""
+    others = [(generator, generator.get_state()) for generator in generators]
     cpu = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
@@ -19,6 +24,8 @@ def preserved_rng(device: torch.device) -> Iterator[None]:
         torch.set_rng_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, device)
+        for generator, state in others:
+            generator.set_state(state)
 
 
 @contextlib.contextmanager
@@ -31,3 +38,45 @@ def preserved_values(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
         with torch.no_grad():
             for tensor, value in values:
                 tensor.copy_(value)
+
+
+@contextlib.contextmanager
+def undisturbed(
+    model: nn.Module, device: torch.device, generators: Iterable[torch.Generator]
+) -> Iterator[None]:
+    """Whatever happens inside: buffers, random states and garbage collection stay as they are."""
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()  # a graph that is collected during a capture invalidates it
+    try:
+        rng = preserved_rng(device, generators)
+        with preserved_values(model.buffers()), rng:
+            yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def stand_in_parameters(model: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
+    """Within this context every module holds a stand-in on the same memory for each parameter.
+    Gives the id of a stand-in -> the parameter.
+
+    A parameter's gradient accumulator belongs to the stream on which it was first used. As long as
+    the caller keeps a loss of an eager step, that is the caller's stream, and capturing a backward
+    into it would make that stream wait for the capture, which CUDA refuses.
+    """
+    places = [
+        (module._parameters, key, parameter)
+        for module in model.modules()
+        for key, parameter in module._parameters.items()
+        if parameter is not None and parameter.requires_grad
+    ]
+    stand_ins = {id(p): nn.Parameter(p.detach()) for _, _, p in places}
+    try:
+        for place, key, parameter in places:
+            place[key] = stand_ins[id(parameter)]
+        yield {id(stand_ins[id(p)]): p for _, _, p in places}
+    finally:
+        for place, key, parameter in places:
+            place[key] = parameter

@@ -29,6 +29,8 @@ class OutputLeaf:
 class Recording:
     """The graphs of one call. ``position`` is its place in the order of its slot.
 
+    ``backward`` computes all gradients or, where ``weights`` exists, those of the inputs only.
+
     Forward outputs that are handed out alias static memory until the next replay (0-dim ones are
     copies); gradients are copied out of it at once, so the memory behind ``gradient_inputs`` and
     ``gradient_parameters`` is only borrowed: later captures of the slot use it again.
@@ -56,14 +58,34 @@ class Recording:
     saved_outputs: list[torch.Tensor] = field(default_factory=list)
     forward: Graph | None = None
     backward: Graph | None = None
+    weights: Graph | None = None
     replayed: int = 0
+    copied_outputs: set[int] = field(default_factory=set)
     _watched: list[tuple[int, torch.UntypedStorage, int]] = field(default_factory=list)
+    _linked_addresses: frozenset[int] = frozenset()
     _handed: list[weakref.ref | None] = field(default_factory=list)
+
+    @property
+    def has_backward(self) -> bool:
+        return self.backward is not None or self.weights is not None
+
+    def graphs(self) -> list[Graph]:
+        graphs = (self.forward, self.backward, self.weights)
+        return [graph for graph in graphs if graph is not None]
 
     def static_tensors(self) -> list[torch.Tensor]:
         """What this recording alone keeps alive: inputs and outputs."""
         inputs = [self.inputs[i] for i in self.tensor_indices if i not in self.linked]
         return [*inputs, *self.own_outputs()]
+
+    def unused_inputs(self) -> list[str]:
+        """The inputs that require a gradient and get none."""
+        if not self.has_backward:
+            return []
+        inputs = [i for i in self.tensor_indices if self.inputs[i].requires_grad]
+        gradients = self.gradient_inputs or [None] * len(inputs)
+        pairs = zip(inputs, gradients, strict=True)
+        return [self.signature.leaves[i].name for i, gradient in pairs if gradient is None]
 
     def own_outputs(self) -> list[torch.Tensor]:
         """The outputs that the graph makes, without inputs that it hands through."""
@@ -76,9 +98,11 @@ class Recording:
         index = self.output_leaves[leaf].value
         return self.outputs[index] if self._is_alias(index) else None
 
-    def complete(self, uses: Mapping[int, int]) -> None:
-        """After all captures. ``uses``: how many recordings use a parameter, by its id."""
+    def complete(self, uses: Mapping[int, int], linked_addresses: frozenset[int]) -> None:
+        """After all captures. ``uses``: how many recordings use a parameter, by its id;
+        ``linked_addresses``: of outputs that are another recording's static input."""
         self.state.freeze()
+        self._linked_addresses = linked_addresses
         self.is_sole_user = [uses[id(parameter)] == 1 for parameter in self.parameters]
         module = self.scope.module
         tensors = (*module.parameters(), *module.buffers())
@@ -113,7 +137,10 @@ class Recording:
 
     def hand_out(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs of this replay, as new tensor objects; ``tensors`` are its inputs."""
-        outputs = [o.detach() if o.dim() else o.clone() for o in self.outputs]
+        outputs = [
+            o.detach() if o.dim() and i not in self.copied_outputs else o.clone()
+            for i, o in enumerate(self.outputs)
+        ]
         for index, place in self.passed_through.items():
             outputs[index] = tensors[place]
         return outputs
@@ -125,7 +152,9 @@ class Recording:
     def rescue_outputs(self) -> bool:
         """Before a replay overwrites them: gives outputs that are still held memory of their own.
 
-        False if something else than the tensor handed out (a view of it) holds the memory.
+        False if something else than the tensor handed out (a view of it) holds the memory. Whoever
+        did that once does it again (a pipeline's send that is waited for late), so from then on the
+        output is handed out as a copy, unless another recording reads it in place.
         """
         for index, storage, references in self._watched:
             if _references(storage) <= references:
@@ -135,15 +164,16 @@ class Recording:
             if tensor is not None:
                 tensor.data = tensor.detach().clone()
             if _references(storage) > references:
+                if self.outputs[index].data_ptr() not in self._linked_addresses:
+                    self.copied_outputs.add(index)
                 return False
         return True
 
     def release(self) -> None:
         """Drops graphs and static tensors. Idempotent."""
-        for graph in (self.forward, self.backward):
-            if graph is not None:
-                graph.release()
-        self.forward = self.backward = None
+        for graph in self.graphs():
+            graph.release()
+        self.forward = self.backward = self.weights = None
         for tensors in (
             self.inputs, self.outputs, self.gradient_outputs, self.gradient_inputs,
             self.gradient_parameters, self.saved_outputs, self._watched,

@@ -10,6 +10,7 @@ from typing import Any
 class ScopeReport:
     """One scope.
 
+    forward_graphs and so on: over all slots; weight_graphs only with ``split_backward``.
     kernels: kernels in its graphs (ops on the CPU recorder); None if they could not be counted.
     static_bytes: inputs and outputs that its graphs read and write in place.
     boundary_bytes: the outputs among them, which are handed to the eager rest.
@@ -20,6 +21,7 @@ class ScopeReport:
     name: str
     forward_graphs: int
     backward_graphs: int
+    weight_graphs: int
     kernels: int | None
     static_bytes: int
     boundary_bytes: int
@@ -33,8 +35,10 @@ class Report:
     """All scopes of a ``Graphs``.
 
     captured: recordings (a forward and a backward graph each); replayed: their forwards replayed.
+    slots: per chunk of the model, how many microbatches may be in flight at once.
     static_bytes: those of the scopes, and incoming gradients, which they share.
-    pool_bytes: device memory held by the graphs' pools; 0 on the CPU, which has none.
+    pool_bytes: device memory held by the graphs' pools (0 on the CPU, which has none), next to what
+        ``graphs.plan()`` predicted, without fragmentation.
     abandoned: forwards that were replayed and whose backward never came.
     """
 
@@ -42,9 +46,11 @@ class Report:
     state: str
     scopes: tuple[ScopeReport, ...]
     captured: int
+    slots: tuple[int, ...]
     replayed: int
     eager_calls: dict[str, int]
     static_bytes: int
+    predicted_pool_bytes: int
     pool_bytes: int
     abandoned: int
     capture_seconds: float

@@ -3,105 +3,188 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import traceback
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from moe_graphs.capture.backends.base import Backend
-from moe_graphs.capture.call_capture import CallCapture, ObservedCall, Originals
+from moe_graphs.capture.call_capture import CallCapture, Hooks, Originals
 from moe_graphs.capture.errors import CaptureError
-from moe_graphs.capture.plan import Plan
-from moe_graphs.capture.preserve import preserved_rng, preserved_values
+from moe_graphs.capture.memory import CallMemory, ChunkMemory, MemoryPlan
+from moe_graphs.capture.observation import Observation
+from moe_graphs.capture.plan import Plan, PlannedChunk
+from moe_graphs.capture.preserve import stand_in_parameters, undisturbed
 from moe_graphs.capture.recording import Recording
 from moe_graphs.capture.rehearsal import source_line
-from moe_graphs.capture.replay import Slot
+from moe_graphs.capture.slots import Captured, Chunk, Slot
 
 
-def capture_slot(
-    model: nn.Module, backend: Backend, plan: Plan, observed: Sequence[ObservedCall]
-) -> Slot:
-    """Captures the planned calls: all forwards, then all backwards in reverse, in one pool.
+@dataclass(frozen=True)
+class CaptureOptions:
+    """How to capture.
+
+    split: the gradients of the weights apart from those of the inputs.
+    rehearsals: eager runs of every call before its capture.
+    pool: to be captured into, where there is only one slot.
+    hooks: by number of the call, what to call around each run and capture (see ``CallCapture``).
+    memory_limit: bytes; a capture that is predicted to take more is refused.
+    """
+
+    split: bool = False
+    rehearsals: int = 1
+    pool: Any = None
+    hooks: Mapping[int, Hooks] = field(default_factory=dict)
+    before_rehearsals: Callable[[], None] | None = None
+    after_rehearsals: Callable[[], None] | None = None
+    memory_limit: int | None = None
+
+
+def predict_memory(
+    model: nn.Module,
+    backend: Backend,
+    plan: Plan,
+    observation: Observation,
+    options: CaptureOptions,
+) -> MemoryPlan:
+    """Rehearses the planned calls, captures nothing, and leaves everything as it was.
+
+    Raises:
+        CaptureError: as ``capture_plan``.
+    """
+    chunks = [_captures_of_slot(chunk, observation, backend, options) for chunk in plan.chunks]
+    with _session(model, backend):
+        return _rehearse(model, plan, chunks, options)
+
+
+def capture_plan(
+    model: nn.Module,
+    backend: Backend,
+    plan: Plan,
+    observation: Observation,
+    options: CaptureOptions,
+) -> Captured:
+    """Captures the planned calls of every chunk, once for each of its slots.
 
     Parameters, their ``.grad``, buffers, random states and optimizers are left as they were.
 
     Raises:
-        CaptureError: naming scope, operation and source line. Nothing of the session remains.
+        CaptureError: naming scope, operation and source line, or with the table of ``MemoryPlan``
+            if that is over the limit. Nothing of the session remains.
     """
-    pool = backend.new_pool()
-    captures = {
-        number: CallCapture(observed[number], position, backend, pool)
-        for position, number in enumerate(plan.calls)
-    }
-    recordings = {number: capture.recording for number, capture in captures.items()}
     buffers: dict = {}
+    # Before the stand-ins take the parameters' places: the guards compare with the real ones.
+    captures = [
+        [_captures_of_slot(chunk, observation, backend, options) for _ in range(chunk.slots)]
+        for chunk in plan.chunks
+    ]
+    chunks = []
     try:
-        with (
-            _undisturbed(model, backend.device),
-            backend.session(),
-            _stand_in_parameters(model) as originals,
-        ):
-            known = [*model.parameters(), *model.buffers()]
-            for capture in captures.values():
-                with _explained(capture.recording, "forward"):
-                    capture.rehearse(known)
-            for capture in captures.values():
-                with _explained(capture.recording, "forward"):
-                    capture.allocate_inputs(recordings)
-                    capture.record_forward(originals)
-            for capture in reversed(captures.values()):
-                with _explained(capture.recording, "backward"):
-                    capture.record_backward(originals, buffers)
+        with _session(model, backend) as originals:
+            memory = _rehearse(model, plan, [of_chunk[0] for of_chunk in captures], options)
+            for of_chunk, predicted in zip(captures, memory.chunks, strict=True):
+                slots = []
+                for own in of_chunk:
+                    with backend.reserved(next(iter(own.values())).pool, predicted.pool()):
+                        slots.append(_capture_slot(own, originals, buffers))
+                chunks.append(Chunk(slots))
     except BaseException:
-        for recording in recordings.values():
-            recording.release()
+        for capture in (c for of_chunk in captures for own in of_chunk for c in own.values()):
+            capture.recording.release()
         backend.release()
         raise
-    uses = Counter(id(p) for recording in recordings.values() for p in recording.parameters)
-    for recording in recordings.values():
-        recording.complete(uses)
-    return Slot(list(recordings.values()), pool, list(buffers.values()))
+    captured = Captured(chunks, list(buffers.values()), memory)
+    for slot in captured.slots:
+        slot.complete()
+    return captured
 
 
 @contextlib.contextmanager
-def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Whatever happens inside: buffers, random states and garbage collection stay as they are."""
-    collecting = gc.isenabled()
-    gc.collect()
-    gc.disable()  # a graph that is collected during a capture invalidates it
-    try:
-        with preserved_values(model.buffers()), preserved_rng(device):
-            yield
-    finally:
-        if collecting:
-            gc.enable()
+def _session(model: nn.Module, backend: Backend) -> Iterator[Originals]:
+    with (
+        undisturbed(model, backend.device, backend.generators),
+        backend.session(),
+        stand_in_parameters(model) as originals,
+    ):
+        yield originals
 
 
-@contextlib.contextmanager
-def _stand_in_parameters(model: nn.Module) -> Iterator[Originals]:
-    """Within this context every module holds a stand-in on the same memory for each parameter.
+def _captures_of_slot(
+    chunk: PlannedChunk, observation: Observation, backend: Backend, options: CaptureOptions
+) -> dict[int, CallCapture]:
+    pool = options.pool if options.pool is not None else backend.new_pool()
+    captures = {}
+    for position, number in enumerate(chunk.calls):
+        call = observation.calls[number]
+        captures[number] = CallCapture(
+            call,
+            observation.inputs_of(call),
+            position,
+            backend,
+            pool,
+            split=options.split,
+            hooks=options.hooks.get(number, {}),
+        )
+    return captures
 
-    A parameter's gradient accumulator belongs to the stream on which it was first used. As long as
-    the caller keeps a loss of an eager step, that is the caller's stream, and capturing a backward
-    into it would make that stream wait for the capture, which CUDA refuses.
-    """
-    places = [
-        (module._parameters, key, parameter)
-        for module in model.modules()
-        for key, parameter in module._parameters.items()
-        if parameter is not None and parameter.requires_grad
+
+def _rehearse(
+    model: nn.Module,
+    plan: Plan,
+    chunks: Sequence[dict[int, CallCapture]],
+    options: CaptureOptions,
+) -> MemoryPlan:
+    """In turn, as the calls will come; every chunk once, whatever its number of slots."""
+    known = [*model.parameters(), *model.buffers()]
+    measured: dict[int, CallMemory] = {}
+    if options.before_rehearsals is not None:
+        options.before_rehearsals()
+    for _ in range(options.rehearsals):
+        for number, capture in (item for chunk in chunks for item in chunk.items()):
+            with _explained(capture.recording, "forward"):
+                measured[number] = capture.rehearse(known)
+    if options.after_rehearsals is not None:
+        options.after_rehearsals()
+    memory = _memory_plan(plan, measured, options.split)
+    if options.memory_limit is not None and memory.total_bytes > options.memory_limit:
+        raise CaptureError(
+            f"graphs would take {memory.total_bytes:,} bytes, and memory_limit is "
+            f"{options.memory_limit:,}: choose fewer scopes, or raise the limit; the model is "
+            f"eager again\n{memory}"
+        )
+    return memory
+
+
+def _memory_plan(plan: Plan, measured: Mapping[int, CallMemory], split: bool) -> MemoryPlan:
+    chunks = [
+        ChunkMemory(tuple(measured[n] for n in chunk.calls if n in measured), chunk.slots, split)
+        for chunk in plan.chunks
     ]
-    stand_ins = {id(p): nn.Parameter(p.detach()) for _, _, p in places}
-    try:
-        for place, key, parameter in places:
-            place[key] = stand_ins[id(parameter)]
-        yield {id(stand_ins[id(p)]): p for _, _, p in places}
-    finally:
-        for place, key, parameter in places:
-            place[key] = parameter
+    gradients = [call.gradients for chunk in chunks for call in chunk.calls]
+    own = sum(chunk.slots * call.gradients for chunk in chunks for call in chunk.calls)
+    return MemoryPlan(tuple(chunks), own if split else max(gradients, default=0))
+
+
+def _capture_slot(captures: dict[int, CallCapture], originals: Originals, buffers: dict) -> Slot:
+    """All forwards, then all backwards in reverse, then the weights' part, in one pool."""
+    recordings = {number: capture.recording for number, capture in captures.items()}
+    for capture in captures.values():
+        with _explained(capture.recording, "forward"):
+            capture.allocate_inputs(recordings)
+            capture.record_forward(originals)
+    for capture in reversed(captures.values()):
+        with _explained(capture.recording, "backward"):
+            capture.record_backward(originals, buffers)
+    for capture in reversed(captures.values()):
+        with _explained(capture.recording, "backward"):
+            capture.record_weights(originals)
+    # Only now, so that the weights' parts of a slot may be replayed in any order.
+    for capture in captures.values():
+        capture.finish()
+    return Slot(list(recordings.values()), next(iter(captures.values())).pool)
 
 
 @contextlib.contextmanager
@@ -111,6 +194,7 @@ def _explained(recording: Recording, direction: str) -> Iterator[None]:
     try:
         yield
     except CaptureError as error:
+        _drop_leaked_hooks(error)
         raise CaptureError(f"{where}: {error}; the model is eager again") from error
     except Exception as error:
         line = source_line(traceback.extract_tb(error.__traceback__))
@@ -122,3 +206,10 @@ def _explained(recording: Recording, direction: str) -> Iterator[None]:
             f"{where} with {type(error).__name__}{memory}: {error}; at {line}; "
             f"the model is eager again"
         ) from error
+
+
+def _drop_leaked_hooks(error: BaseException) -> None:
+    """torch's checkpoint leaves its saved-tensor hooks in force as long as the traceback of an
+    exception from inside it holds the frame of its generator (2.11)."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        traceback.clear_frames(error.__traceback__)

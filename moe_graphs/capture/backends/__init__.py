@@ -1,0 +1,29 @@
+"""CUDA graphs, and a recorder for the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from moe_graphs.capture.backends.base import Backend
+from moe_graphs.capture.backends.cpu import CpuRecorder
+from moe_graphs.capture.backends.cuda import CudaGraphs
+
+
+def backend_for(
+    tensors: Iterable[torch.Tensor], generators: Sequence[torch.Generator] = ()
+) -> Backend:
+    """The backend for the device on which all of ``tensors`` lie.
+
+    Raises:
+        ValueError: if there is more than one such device, or none, or another kind of device.
+    """
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) != 1:
+        found = ", ".join(sorted(map(str, devices))) or "none"
+        raise ValueError(f"the model's tensors are on devices {found}: graphs need exactly one")
+    (device,) = devices
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"the model is on {device}: graphs exist for 'cuda' and 'cpu'")
+    return CudaGraphs(device, generators) if device.type == "cuda" else CpuRecorder(generators)

@@ -9,7 +9,7 @@ memory pool (every intermediate keeps its own memory) or of speed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -73,8 +73,9 @@ class CpuRecorder(Backend):
 
     name = "cpu recorder"
 
-    def __init__(self) -> None:
+    def __init__(self, generators: Sequence[torch.Generator] = ()) -> None:
         self.device = torch.device("cpu")
+        self.generators = tuple(generators)
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
@@ -82,6 +83,10 @@ class CpuRecorder(Backend):
 
     def new_pool(self) -> None:
         return None
+
+    @contextlib.contextmanager
+    def reserved(self, pool: None, nbytes: int) -> Iterator[None]:
+        yield
 
     @contextlib.contextmanager
     def record(self, pool: None) -> Iterator[list[Graph]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,10 @@ from moe_graphs.capture.backends.base import Backend, Graph
 class CudaGraph(Graph):
     def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
         self.graph: torch.cuda.CUDAGraph | None = graph
-        self.kernels = _count_kernels(graph)
+
+    @property
+    def kernels(self) -> int | None:
+        return None if self.graph is None else _count_kernels(self.graph)
 
     def replay(self) -> None:
         self.graph.replay()
@@ -36,8 +39,9 @@ class CudaGraphs(Backend):
 
     name = "cuda graphs"
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, generators: Sequence[torch.Generator] = ()) -> None:
         self.device = device
+        self.generators = tuple(generators)
         # All captures of an engine use one stream: the allocator reuses blocks within a stream.
         self.stream = torch.cuda.Stream(device)
 
@@ -59,9 +63,24 @@ class CudaGraphs(Backend):
         return torch.cuda.graph_pool_handle()
 
     @contextlib.contextmanager
+    def reserved(self, pool: Any, nbytes: int) -> Iterator[None]:
+        index = self.device.index or 0
+        torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool)
+        try:
+            torch.empty(nbytes, dtype=torch.uint8, device=self.device)  # and free again
+        finally:
+            torch._C._cuda_endAllocateToPool(index, pool)
+        try:
+            yield
+        finally:
+            torch._C._cuda_releasePool(index, pool)  # by now graphs hold it, or nothing does
+
+    @contextlib.contextmanager
     def record(self, pool: Any) -> Iterator[list[Graph]]:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         graphs: list[Graph] = []
+        for generator in self.generators:
+            graph.register_generator_state(generator)
         # thread_local: a data loader's or NCCL's thread may call CUDA during the capture.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:

@@ -1,0 +1,152 @@
+"""How much memory graphs will take, from rehearsals, before anything is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_graphs.capture.signature import tensor_leaves
+
+
+class MemoryMeter(TorchDispatchMode):
+    """Bytes of the storages that ops of the block made: alive now, and at most."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        known = {tensor.untyped_storage()._cdata for tensor in tensor_leaves((args, kwargs or {}))}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tensor_leaves(out):
+            storage = tensor.untyped_storage()
+            if tensor.device.type == self._device.type and storage._cdata not in known:
+                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak = max(self.peak, self.alive())
+        return out
+
+    def alive(self) -> int:
+        self._alive = {key: held for key, held in self._alive.items() if not held[0].expired()}
+        return sum(nbytes for _, nbytes in self._alive.values())
+
+    def restart(self) -> None:
+        """What is alive now counts no more."""
+        self._alive.clear()
+        self.peak = 0
+
+
+@dataclass(frozen=True)
+class CallMemory:
+    """Bytes of one call of a scope.
+
+    inputs: static inputs of its own; linked: inputs that are another scope's output in place.
+    outputs: of the graph; kept: outputs and what is saved for the backward.
+    forward, backward: the most that is allocated at once while it runs, kept included in forward.
+    gradients: incoming gradients, for which calls share buffers.
+    """
+
+    scope: str
+    inputs: int
+    linked: int
+    outputs: int
+    kept: int
+    forward: int
+    backward: int
+    gradients: int
+
+
+@dataclass(frozen=True)
+class ChunkMemory:
+    """One chunk: its calls in forward order, and how many slots it gets."""
+
+    calls: tuple[CallMemory, ...]
+    slots: int
+    split: bool
+
+    def pool(self) -> int:
+        """Bytes that the pool of one slot needs at least: all forwards, then all backwards."""
+        kept, peak = 0, 0
+        for call in self.calls:
+            peak = max(peak, kept + call.forward)
+            kept += call.kept
+        for call in reversed(self.calls):
+            peak = max(peak, kept + call.backward)
+            if not self.split:
+                kept -= call.kept - call.outputs
+        return peak
+
+    def inputs(self) -> int:
+        return sum(call.inputs for call in self.calls)
+
+    def unshared(self) -> int:
+        """Bytes of one slot if every call had a pool and buffers of its own."""
+        return sum(
+            c.inputs + c.linked + c.gradients + max(c.forward, c.kept + c.backward)
+            for c in self.calls
+        )
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a capture is predicted to take. ``print`` shows it as a table.
+
+    gradients: incoming gradients, shared by all slots (with split backward each has its own).
+    """
+
+    chunks: tuple[ChunkMemory, ...]
+    gradients: int
+
+    @property
+    def pool_bytes(self) -> int:
+        """At least: fragmentation and the allocator's rounding come on top."""
+        return sum(chunk.slots * chunk.pool() for chunk in self.chunks)
+
+    @property
+    def total_bytes(self) -> int:
+        inputs = sum(chunk.slots * chunk.inputs() for chunk in self.chunks)
+        return self.pool_bytes + inputs + self.gradients
+
+    @property
+    def saved_by_sharing(self) -> int:
+        return sum(chunk.slots * chunk.unshared() for chunk in self.chunks) - self.total_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        totals = ("pool_bytes", "total_bytes", "saved_by_sharing")
+        return {**asdict(self), **{name: getattr(self, name) for name in totals}}
+
+    def __str__(self) -> str:
+        """A line per scope, in MiB, and one per chunk."""
+        headings = ("scope", "inputs", "linked", "outputs", "kept", "forward", "backward")
+        calls = [call for chunk in self.chunks for call in chunk.calls]
+        rows = [(c.scope, *(_mib(getattr(c, name)) for name in headings[1:])) for c in calls]
+        widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+            for row in (headings, *rows)
+        ]
+        for number, chunk in enumerate(self.chunks):
+            lines.append(
+                f"chunk {number}: {chunk.slots} slots of {_mib(chunk.pool())} pool and "
+                f"{_mib(chunk.inputs())} inputs"
+            )
+        lines.append(
+            f"incoming gradients {_mib(self.gradients)}; total {_mib(self.total_bytes)} MiB, with "
+            f"{_mib(self.saved_by_sharing)} MiB saved by sharing"
+        )
+        return "\n".join(lines)
+
+
+def nbytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.1f}"

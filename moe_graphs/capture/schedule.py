@@ -1,0 +1,256 @@
+"""Pipeline schedules: what every rank runs, in which order. No torch in here.
+
+A model is cut into chunks, numbered from its input to its output over all ranks (torch calls the
+number a stage index); a rank holds one chunk or several. An order is what one rank runs; a schedule
+is one order per rank. Both are checked when they are made, and errors name the action.
+
+``schedule_builders.py`` makes the usual ones; ``schedule_formats.py`` reads torch's and
+Transformer Engine's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+Kind = Literal["F", "B", "W"]
+KINDS = ("F", "B", "W")
+
+# Units of time in a table. A whole backward takes B and W together.
+UNIT_COSTS: Mapping[str, int] = MappingProxyType({"F": 1, "B": 1, "W": 1})
+
+
+@dataclass(frozen=True)
+class Action:
+    """One microbatch through one chunk; as text ``0F3``, which is chunk, kind, microbatch.
+
+    kind: ``F`` is the forward. ``B`` is the whole backward, unless the order also has the ``W`` of
+        this chunk and microbatch: then ``B`` gives the gradients of the inputs only (torch writes
+        ``I``) and ``W`` those of the weights.
+    """
+
+    kind: Kind
+    chunk: int
+    microbatch: int
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind={self.kind!r} of an action: accepted are {', '.join(KINDS)}")
+        if self.chunk < 0 or self.microbatch < 0:
+            raise ValueError(f"{self}: chunk and microbatch of an action count from 0")
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Reads ``0F3``, ``0B3``, ``0W3``, and torch's ``0I3`` as ``0B3``."""
+        match = re.fullmatch(r"(\d+)([FBIW])(\d+)", text.strip())
+        if match is None:
+            raise ValueError(
+                f"action {text!r}: write chunk, one of F, B, I, W, and microbatch, such as '0F3'"
+            )
+        chunk, kind, microbatch = match.groups()
+        return cls("B" if kind == "I" else kind, int(chunk), int(microbatch))
+
+    def __str__(self) -> str:
+        return f"{self.chunk}{self.kind}{self.microbatch}"
+
+
+Order = tuple[Action, ...]
+
+
+class Span(NamedTuple):
+    """An action with the units of time at which it starts and ends."""
+
+    action: Action
+    start: int
+    end: int
+
+
+def check_order(order: Sequence[Action], name: str = "order") -> None:
+    """Checks what one rank runs by itself.
+
+    Raises:
+        ValueError: naming ``name``, position and action, if something is there twice, comes before
+            what it needs, or is missing (every chunk runs F and B of every microbatch; W is free).
+    """
+    if not order:
+        raise ValueError(f"{name} is empty: it needs at least one action")
+    positions: dict[Action, int] = {}
+    for position, action in enumerate(order):
+        where = f"{name}, position {position}"
+        if action in positions:
+            raise ValueError(
+                f"{where}: {action} has run already, at position {positions[action]}: run it once"
+            )
+        needed = _earlier_on_rank(action)
+        if needed is not None and needed not in positions:
+            raise ValueError(f"{where}: {action} needs {needed} before it")
+        positions[action] = position
+    last = max(action.microbatch for action in order)
+    for chunk in sorted({action.chunk for action in order}):
+        for microbatch in range(last + 1):
+            for action in (Action("F", chunk, microbatch), Action("B", chunk, microbatch)):
+                if action not in positions:
+                    raise ValueError(
+                        f"{name}: {action} is missing: every chunk runs forward and backward of "
+                        f"every microbatch, 0 to {last}"
+                    )
+
+
+def slots(order: Sequence[Action]) -> dict[int, int]:
+    """Per chunk the most microbatches in flight at once: from F until the last of B and W."""
+    ends = {(action.chunk, action.microbatch): i for i, action in enumerate(order)}
+    in_flight: Counter[int] = Counter()
+    peak: dict[int, int] = {}
+    for position, action in enumerate(order):
+        if action.kind == "F":
+            in_flight[action.chunk] += 1
+            peak[action.chunk] = max(peak.get(action.chunk, 0), in_flight[action.chunk])
+        if ends[action.chunk, action.microbatch] == position:
+            in_flight[action.chunk] -= 1
+    return peak
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One order per rank. ``print`` shows it as a table of time and ranks.
+
+    Where a chunk lies follows from the orders, so chunks may go round the ranks or in a V.
+
+    Raises:
+        ValueError: naming rank, position and action: an order that is wrong by itself
+            (``check_order``), a chunk on two ranks or on none, a microbatch that one rank runs and
+            another does not, or ranks that wait for each other. Sending is taken to be without
+            waiting: ranks that send synchronously may need more care.
+    """
+
+    ranks: tuple[Order, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", tuple(tuple(order) for order in self.ranks))
+        if not self.ranks:
+            raise ValueError("a schedule needs the order of at least one rank")
+        for rank, order in enumerate(self.ranks):
+            check_order(order, f"rank {rank}")
+        self._check_chunks()
+        self.timeline()
+
+    @property
+    def microbatches(self) -> int:
+        return 1 + max(action.microbatch for action in self.ranks[0])
+
+    @property
+    def num_chunks(self) -> int:
+        """On all ranks together."""
+        return 1 + max(action.chunk for order in self.ranks for action in order)
+
+    def chunks(self, rank: int) -> tuple[int, ...]:
+        """The chunks that ``rank`` holds, in the order of the model."""
+        return tuple(sorted({action.chunk for action in self.ranks[rank]}))
+
+    def local_order(self, rank: int) -> Order:
+        """The order of ``rank`` with its own chunks numbered from 0."""
+        local = {chunk: i for i, chunk in enumerate(self.chunks(rank))}
+        return tuple(replace(action, chunk=local[action.chunk]) for action in self.ranks[rank])
+
+    def slots(self) -> tuple[dict[int, int], ...]:
+        """Per rank and chunk the most microbatches in flight at once."""
+        return tuple(slots(order) for order in self.ranks)
+
+    def timeline(self, costs: Mapping[str, int] = UNIT_COSTS) -> tuple[tuple[Span, ...], ...]:
+        """Per rank when each action runs, if it starts as soon as it can."""
+        split = {(a.chunk, a.microbatch) for order in self.ranks for a in order if a.kind == "W"}
+        spans: list[list[Span]] = [[] for _ in self.ranks]
+        ended: dict[Action, int] = {}
+        while any(len(done) < len(order) for done, order in zip(spans, self.ranks, strict=True)):
+            before = len(ended)
+            for rank, order in enumerate(self.ranks):
+                for action in order[len(spans[rank]) :]:
+                    needed = self._from_other_chunk(action)
+                    if needed is not None and needed not in ended:
+                        break
+                    cost = costs[action.kind]
+                    if action.kind == "B" and (action.chunk, action.microbatch) not in split:
+                        cost += costs["W"]
+                    free = spans[rank][-1].end if spans[rank] else 0
+                    start = max(free, ended.get(needed, 0))
+                    ended[action] = start + cost
+                    spans[rank].append(Span(action, start, start + cost))
+            if len(ended) == before:
+                raise ValueError(self._deadlock([len(done) for done in spans]))
+        return tuple(map(tuple, spans))
+
+    def table(self, costs: Mapping[str, int] = UNIT_COSTS) -> str:
+        """A line per unit of time, a column per rank; ``|`` goes on with the action above.
+
+        costs: units of time of F, B and W; a whole backward takes those of B and W.
+        """
+        timeline = self.timeline(costs)
+        length = max(spans[-1].end for spans in timeline)
+        columns = []
+        for rank, spans in enumerate(timeline):
+            cells = [""] * length
+            for span in spans:
+                cells[span.start : span.end] = ["|"] * (span.end - span.start)
+                if span.end > span.start:
+                    cells[span.start] = str(span.action)
+            columns.append([f"rank {rank}", *cells])
+        lines = zip(["time", *map(str, range(length))], *columns, strict=True)
+        width = max(len(cell) for column in columns for cell in column)
+        return "\n".join(
+            "  ".join([time.rjust(5), *(cell.ljust(width) for cell in cells)]).rstrip()
+            for time, *cells in lines
+        )
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def _check_chunks(self) -> None:
+        """Every chunk on one rank, and the same microbatches everywhere."""
+        holders: dict[int, int] = {}
+        for rank, order in enumerate(self.ranks):
+            for position, action in enumerate(order):
+                holder = holders.setdefault(action.chunk, rank)
+                if holder != rank:
+                    raise ValueError(
+                        f"rank {rank}, position {position}: {action} belongs to a chunk of rank "
+                        f"{holder}: a chunk lies on one rank"
+                    )
+                if action.microbatch >= self.microbatches:
+                    raise ValueError(
+                        f"rank {rank}, position {position}: {action} is a microbatch that rank 0 "
+                        f"does not run: it ends at {self.microbatches - 1}"
+                    )
+        absent = sorted(set(range(self.num_chunks)) - holders.keys())
+        if absent:
+            raise ValueError(f"chunk {absent[0]} lies on no rank: chunks count from 0 without gaps")
+        for rank, order in enumerate(self.ranks):
+            if max(action.microbatch for action in order) < self.microbatches - 1:
+                missing = Action("F", self.chunks(rank)[0], self.microbatches - 1)
+                raise ValueError(f"rank {rank}: {missing} is missing: rank 0 runs this microbatch")
+
+    def _from_other_chunk(self, action: Action) -> Action | None:
+        """What has to have run on the chunk before (F) or behind (B) it."""
+        if action.kind == "F" and action.chunk > 0:
+            return replace(action, chunk=action.chunk - 1)
+        if action.kind == "B" and action.chunk < self.num_chunks - 1:
+            return replace(action, chunk=action.chunk + 1)
+        return None
+
+    def _deadlock(self, positions: Sequence[int]) -> str:
+        waits = [
+            f"rank {rank}, position {position}: {order[position]} waits for "
+            f"{self._from_other_chunk(order[position])}"
+            for rank, (order, position) in enumerate(zip(self.ranks, positions, strict=True))
+            if position < len(order)
+        ]
+        return "deadlock: " + "; ".join(waits)
+
+
+def _earlier_on_rank(action: Action) -> Action | None:
+    if action.kind == "F":
+        return None
+    return replace(action, kind="F" if action.kind == "B" else "B")
