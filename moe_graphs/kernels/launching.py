@@ -29,7 +29,7 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple, **constants: Any) ->
     `args` are positional, all constants and options go by name. Descriptors must be of this file:
     their bases are aligned to 16 bytes.
     """
-    known = _compiled(id(kernel), *constants.values(), *map(_kind, args))
+    known = _compiled(kernel, *constants.values(), *map(_kind, args))
     grid = (*grid, 1, 1)[:3]
     if known.kernel is None:  # the first time, and always under Triton's interpreter
         known.kernel = kernel[grid](*args, **constants)
