@@ -119,6 +119,8 @@ def mlps(count: int, width: int) -> list[nn.Module]:
 
 
 def capture_rows(count: int = 96, slots: int = 4, width: int = 512) -> Iterable[dict[str, Any]]:
+    import torch._dynamo  # every optimizer imports it: three seconds that belong to neither
+
     modules = mlps(count, width)
 
     def sample() -> Tensor:

@@ -7,6 +7,7 @@ are imported from there (``from moe_graphs.capture.plan import Plan``).
 from moe_graphs.capture.ahead_of_time import capture
 from moe_graphs.capture.callables import make_graphed_callables
 from moe_graphs.capture.errors import CaptureError, GraphError
+from moe_graphs.capture.full_iteration import FullIteration, FullIterationReport
 from moe_graphs.capture.graphs import Graphs, graph
 from moe_graphs.capture.interrupt import Stage, Staged, end_capture_here, record
 from moe_graphs.capture.report import Report, ScopeReport
@@ -14,6 +15,8 @@ from moe_graphs.config import GraphConfig
 
 __all__ = [
     "CaptureError",
+    "FullIteration",
+    "FullIterationReport",
     "GraphConfig",
     "GraphError",
     "Graphs",

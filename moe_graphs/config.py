@@ -102,7 +102,8 @@ def _stage_exists(choice: Choice) -> str | None:
             found = ", ".join(stages) or "none"
             return (
                 f"scope {name!r} needs a {kind} layer, and this model has none (stages found: "
-                f"{found}): drop {name!r}, or select submodules by a pattern such as '*.mlp'"
+                f"{found}): drop {name!r} (on this rank of a pipeline), take 'full', or select "
+                f"submodules by a pattern such as '*.mlp'"
             )
     if "full" in choice.scopes and not stages:
         return "scope 'full' needs staged layers, and this model has none: use a pattern"

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from moe_graphs.capture.backends.base import Backend
 from moe_graphs.capture.errors import CaptureError
-from moe_graphs.capture.memory import CallMemory, MemoryMeter, nbytes
+from moe_graphs.capture.memory import CallMemory, nbytes
 from moe_graphs.capture.module_state import ModuleState
 from moe_graphs.capture.observation import ObservedCall
 from moe_graphs.capture.recording import OutputLeaf, Recording, dense
@@ -60,7 +60,7 @@ class CallCapture:
     def rehearse(self, known: Sequence[torch.Tensor]) -> CallMemory:
         """Runs the call once on the observed values: lazy initialisation happens here, and what
         cannot be in a graph is refused. ``known``: the model's parameters and buffers."""
-        meter = MemoryMeter(self._backend.device)
+        meter = self._backend.meter()
         leaves = [
             leaf.detach().requires_grad_(spec.requires_grad)
             if isinstance(spec, TensorSpec)
@@ -75,7 +75,6 @@ class CallCapture:
         ):
             produced["output"], _ = self._run(leaves)
         forward, kept = meter.peak, meter.alive()
-        meter.restart()
         produced = tensor_leaves(produced["output"])
         outputs = [output for output in produced if output.requires_grad]
         gradients = [torch.zeros_like(o) for o in outputs]

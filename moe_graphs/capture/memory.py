@@ -7,39 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from moe_graphs.capture.signature import tensor_leaves
-
-
-class MemoryMeter(TorchDispatchMode):
-    """Bytes of the storages that ops of the block made: alive now, and at most."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        known = {tensor.untyped_storage()._cdata for tensor in tensor_leaves((args, kwargs or {}))}
-        out = func(*args, **(kwargs or {}))
-        for tensor in tensor_leaves(out):
-            storage = tensor.untyped_storage()
-            if tensor.device.type == self._device.type and storage._cdata not in known:
-                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.peak = max(self.peak, self.alive())
-        return out
-
-    def alive(self) -> int:
-        self._alive = {key: held for key, held in self._alive.items() if not held[0].expired()}
-        return sum(nbytes for _, nbytes in self._alive.values())
-
-    def restart(self) -> None:
-        """What is alive now counts no more."""
-        self._alive.clear()
-        self.peak = 0
 
 
 @dataclass(frozen=True)

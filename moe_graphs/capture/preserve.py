@@ -11,6 +11,19 @@ from torch import nn
 
 
 @contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """A graph that is collected during a capture invalidates it."""
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+@contextlib.contextmanager
 def preserved_rng(
     device: torch.device, generators: Iterable[torch.Generator] = ()
 ) -> Iterator[None]:
@@ -29,9 +42,15 @@ def preserved_rng(
 
 
 @contextlib.contextmanager
-def preserved_values(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """The values of tensors, copied back in place: their addresses stay."""
-    values = [(tensor, tensor.detach().clone()) for tensor in tensors]
+def preserved_values(tensors: Iterable[torch.Tensor], *, on_host: bool = False) -> Iterator[None]:
+    """The values of tensors, copied back in place: their addresses stay.
+
+    on_host: keeps the copies in host memory, where there is room for a whole optimizer.
+    """
+    values = [
+        (tensor, tensor.detach().to("cpu", copy=True) if on_host else tensor.detach().clone())
+        for tensor in tensors
+    ]
     try:
         yield
     finally:
@@ -41,20 +60,31 @@ def preserved_values(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def attributes_put_back_on_failure(model: nn.Module) -> Iterator[None]:
+    """Numbers, flags and strings on modules. If all goes well, what was set up lazily stays."""
+    plain = (bool, int, float, str, type(None))
+    before = [
+        (module.__dict__, key, value)
+        for module in model.modules()
+        for key, value in module.__dict__.items()
+        if type(value) in plain
+    ]
+    try:
+        yield
+    except BaseException:
+        for attributes, key, value in before:
+            attributes[key] = value
+        raise
+
+
+@contextlib.contextmanager
 def undisturbed(
     model: nn.Module, device: torch.device, generators: Iterable[torch.Generator]
 ) -> Iterator[None]:
     """Whatever happens inside: buffers, random states and garbage collection stay as they are."""
-    collecting = gc.isenabled()
-    gc.collect()
-    gc.disable()  # a graph that is collected during a capture invalidates it
-    try:
-        rng = preserved_rng(device, generators)
-        with preserved_values(model.buffers()), rng:
-            yield
-    finally:
-        if collecting:
-            gc.enable()
+    rng = preserved_rng(device, generators)
+    with no_garbage_collection(), preserved_values(model.buffers()), rng:
+        yield
 
 
 @contextlib.contextmanager

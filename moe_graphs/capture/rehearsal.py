@@ -103,7 +103,8 @@ class _RefuseOps(TorchDispatchMode):
                     operation,
                     f"reads a tensor {tuple(tensor.shape)} that is neither an input nor a "
                     f"parameter or buffer of the model, and a graph would keep reading its "
-                    f"address: register it as a buffer, or pass it as an argument",
+                    f"address: register it as a buffer, pass it as an argument, or name it in "
+                    f"FullIteration(state=...)",
                 )
 
 

@@ -83,14 +83,11 @@ def capture_plan(
     ]
     chunks = []
     try:
-        with _session(model, backend) as originals:
+        with _session(model, backend):
             memory = _rehearse(model, plan, [of_chunk[0] for of_chunk in captures], options)
-            for of_chunk, predicted in zip(captures, memory.chunks, strict=True):
-                slots = []
-                for own in of_chunk:
-                    with backend.reserved(next(iter(own.values())).pool, predicted.pool()):
-                        slots.append(_capture_slot(own, originals, buffers))
-                chunks.append(Chunk(slots))
+        with _session(model, backend) as originals:
+            for of_chunk in captures:
+                chunks.append(Chunk([_capture_slot(own, originals, buffers) for own in of_chunk]))
     except BaseException:
         for capture in (c for of_chunk in captures for own in of_chunk for c in own.values()):
             capture.recording.release()

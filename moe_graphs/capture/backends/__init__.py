@@ -12,9 +12,13 @@ from moe_graphs.capture.backends.cuda import CudaGraphs
 
 
 def backend_for(
-    tensors: Iterable[torch.Tensor], generators: Sequence[torch.Generator] = ()
+    tensors: Iterable[torch.Tensor],
+    generators: Sequence[torch.Generator] = (),
+    stream: torch.cuda.Stream | None = None,
 ) -> Backend:
     """The backend for the device on which all of ``tensors`` lie.
+
+    ``stream``: what a CUDA backend captures on; its own by default.
 
     Raises:
         ValueError: if there is more than one such device, or none, or another kind of device.
@@ -26,4 +30,6 @@ def backend_for(
     (device,) = devices
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"the model is on {device}: graphs exist for 'cuda' and 'cpu'")
-    return CudaGraphs(device, generators) if device.type == "cuda" else CpuRecorder(generators)
+    if device.type == "cuda":
+        return CudaGraphs(device, generators, stream)
+    return CpuRecorder(generators)

@@ -25,6 +25,16 @@ class Graph(abc.ABC):
         """Gives the memory back. Idempotent."""
 
 
+class MemoryMeter(contextlib.AbstractContextManager):
+    """Bytes allocated since the block was entered. ``peak``: at most, within the block."""
+
+    peak: int
+
+    @abc.abstractmethod
+    def alive(self) -> int:
+        """Of those, what is still there. After the block, too."""
+
+
 class Backend(abc.ABC):
     """Records graphs on one device."""
 
@@ -38,17 +48,20 @@ class Backend(abc.ABC):
         """Around all captures of a session: the stream they use, one synchronisation."""
 
     @abc.abstractmethod
+    def on_stream(self) -> contextlib.AbstractContextManager[None]:
+        """Around eager work on the stream of the captures, ordered with the caller's stream."""
+
+    @abc.abstractmethod
     def new_pool(self) -> Any:
         """Memory that graphs captured and replayed in one order may share."""
 
     @abc.abstractmethod
-    def reserved(self, pool: Any, nbytes: int) -> contextlib.AbstractContextManager[None]:
-        """Around all captures into a pool: gives it memory in one piece, which they divide up. A
-        pool that grows bit by bit ends up a third larger (H200, 2026-11-21)."""
-
-    @abc.abstractmethod
     def record(self, pool: Any) -> contextlib.AbstractContextManager[list[Graph]]:
         """Records the block; the list holds its graph afterwards. On an exception nothing stays."""
+
+    @abc.abstractmethod
+    def meter(self) -> MemoryMeter:
+        """Measures what blocks of code allocate on the device."""
 
     @abc.abstractmethod
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:

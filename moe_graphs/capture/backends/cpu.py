@@ -13,10 +13,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_graphs.capture.backends.base import Backend, Graph
+from moe_graphs.capture.backends.base import Backend, Graph, MemoryMeter
 from moe_graphs.capture.signature import tensor_leaves
 
 
@@ -35,9 +36,10 @@ class Tape(Graph):
         # The casts are on the tape: the caller's autocast must not cast again.
         with torch.autocast("cpu", enabled=False):
             for func, args, kwargs, outputs in self.calls:
-                for output, result in zip(
-                    outputs, tensor_leaves(func(*args, **kwargs)), strict=True
-                ):
+                results = func(*args, **kwargs)
+                if func.namespace == "c10d":
+                    _wait(results)
+                for output, result in zip(outputs, tensor_leaves(results), strict=True):
                     if output.data_ptr() != result.data_ptr():
                         output.copy_(result)
 
@@ -53,7 +55,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if _is_view(func):
+        if _is_view(func) or func.namespace == "profiler":
             return out  # static memory seen through other metadata: nothing to do on replay
         # Detached: the tape must hold neither the autograd graph nor what it saves.
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
@@ -66,6 +68,44 @@ def _is_view(func: Any) -> bool:
     return bool(returns) and all(
         r.alias_info is not None and not r.alias_info.is_write for r in returns
     )
+
+
+def _wait(results: Any) -> None:
+    """For the communication that has just been started: the next call may read what it writes."""
+    for leaf in pytree.tree_leaves(results):
+        if isinstance(leaf, torch.ScriptObject):
+            torch._C._distributed_c10d.Work.unbox(leaf).wait()
+
+
+class StorageMeter(MemoryMeter, TorchDispatchMode):
+    """Follows the storages of what ops return. What an op allocates inside is not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __enter__(self) -> StorageMeter:
+        self._alive.clear()
+        self.peak = 0
+        return TorchDispatchMode.__enter__(self)
+
+    def __exit__(self, *exception: object) -> None:
+        TorchDispatchMode.__exit__(self, *exception)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        known = {tensor.untyped_storage()._cdata for tensor in tensor_leaves((args, kwargs or {}))}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tensor_leaves(out):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known:
+                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak = max(self.peak, self.alive())
+        return out
+
+    def alive(self) -> int:
+        self._alive = {key: held for key, held in self._alive.items() if not held[0].expired()}
+        return sum(nbytes for _, nbytes in self._alive.values())
 
 
 class CpuRecorder(Backend):
@@ -81,12 +121,12 @@ class CpuRecorder(Backend):
     def session(self) -> Iterator[None]:
         yield
 
+    @contextlib.contextmanager
+    def on_stream(self) -> Iterator[None]:
+        yield
+
     def new_pool(self) -> None:
         return None
-
-    @contextlib.contextmanager
-    def reserved(self, pool: None, nbytes: int) -> Iterator[None]:
-        yield
 
     @contextlib.contextmanager
     def record(self, pool: None) -> Iterator[list[Graph]]:
@@ -95,6 +135,9 @@ class CpuRecorder(Backend):
         with _Recorder(tape):
             yield graphs
         graphs.append(tape)
+
+    def meter(self) -> StorageMeter:
+        return StorageMeter()
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from moe_graphs.capture.backends.base import Backend, Graph
+from moe_graphs.capture.backends.base import Backend, Graph, MemoryMeter
 
 
 class CudaGraph(Graph):
@@ -34,20 +34,48 @@ class CudaGraph(Graph):
             self.graph = None
 
 
+class AllocatorMeter(MemoryMeter):
+    """Reads the allocator, so what ops allocate inside counts. ``torch.cuda``'s peak statistics
+    begin anew."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.peak = 0
+
+    def __enter__(self) -> AllocatorMeter:
+        self._before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.peak = torch.cuda.max_memory_allocated(self._device) - self._before
+
+    def alive(self) -> int:
+        return torch.cuda.memory_allocated(self._device) - self._before
+
+
 class CudaGraphs(Backend):
     """The backend for models on a CUDA device."""
 
     name = "cuda graphs"
 
-    def __init__(self, device: torch.device, generators: Sequence[torch.Generator] = ()) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        generators: Sequence[torch.Generator] = (),
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
         self.device = device
         self.generators = tuple(generators)
         # All captures of an engine use one stream: the allocator reuses blocks within a stream.
-        self.stream = torch.cuda.Stream(device)
+        self.stream = stream or torch.cuda.Stream(device)
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
         torch.cuda.synchronize(self.device)
+        # The graphs of a session share cuBLAS workspaces, made in the first one's pool. One from
+        # before (a rehearsal) lies outside the pools, and would be gone with the next clearing.
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         outside = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(outside)
@@ -59,21 +87,18 @@ class CudaGraphs(Backend):
             outside.wait_stream(self.stream)
             torch.cuda.synchronize(self.device)
 
+    @contextlib.contextmanager
+    def on_stream(self) -> Iterator[None]:
+        outside = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(outside)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            outside.wait_stream(self.stream)
+
     def new_pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
-
-    @contextlib.contextmanager
-    def reserved(self, pool: Any, nbytes: int) -> Iterator[None]:
-        index = self.device.index or 0
-        torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool)
-        try:
-            torch.empty(nbytes, dtype=torch.uint8, device=self.device)  # and free again
-        finally:
-            torch._C._cuda_endAllocateToPool(index, pool)
-        try:
-            yield
-        finally:
-            torch._C._cuda_releasePool(index, pool)  # by now graphs hold it, or nothing does
 
     @contextlib.contextmanager
     def record(self, pool: Any) -> Iterator[list[Graph]]:
@@ -99,19 +124,22 @@ class CudaGraphs(Backend):
         generator that the capture is over (torch 2.11): the first is told here, the second by
         an empty capture that succeeds.
         """
-        try:
-            graph.capture_end()
-        except RuntimeError:
-            index = self.device.index or 0
-            torch._C._cuda_endAllocateToPool(index, pool)
-            torch._C._cuda_releasePool(index, pool)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # "The CUDA Graph is empty"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "The CUDA Graph is empty"
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                index = self.device.index or 0
+                torch._C._cuda_endAllocateToPool(index, pool)
+                torch._C._cuda_releasePool(index, pool)
                 empty = torch.cuda.CUDAGraph()
                 empty.capture_begin(capture_error_mode="thread_local")
                 empty.capture_end()
                 empty.reset()
         graph.reset()
+
+    def meter(self) -> AllocatorMeter:
+        return AllocatorMeter(self.device)
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))

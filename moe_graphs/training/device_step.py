@@ -1,0 +1,174 @@
+"""What follows the backward, without waiting for the device: unscale, clip, update, average, zero.
+
+    step = DeviceStep(optimizer, scaler=GradScaler(device), clip_norm=1.0)
+    for batch in batches:
+        step.scale(model(batch).loss).backward()
+        result = step()       # tensors: reading one of them is what would wait
+        scheduler.step()
+
+Every piece can be captured in a graph, alone or with the forward and backward before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.optim import Optimizer
+
+from moe_graphs.training.capturable import check_capturable_optimizer
+from moe_graphs.training.ema import ExponentialMovingAverage
+from moe_graphs.training.grad_scaler import GradScaler, by_dtype
+
+
+class StepResult(NamedTuple):
+    """What a step found, on the device: fp32, 0-dim. A tuple, so that a graph can return it.
+
+    Attributes:
+        grad_norm: of all gradients together, unscaled, before clipping; None without ``clip_norm``.
+        found_inf: 1.0 if the step was skipped, else 0.0; None without a scaler.
+        scale: the one this step's loss was multiplied by; None without a scaler.
+    """
+
+    grad_norm: Tensor | None
+    found_inf: Tensor | None
+    scale: Tensor | None
+
+
+class DeviceStep:
+    """One optimizer step. If the scaler finds inf or NaN, nothing moves but the scaler itself.
+
+    Args:
+        optimizer: a capturable one; with a scaler a fused one, since only those can leave
+            parameters, state and step counter alone by a flag on the device.
+        clip_norm: the largest global gradient norm; ``math.inf`` measures without clipping.
+        process_group: all of its ranks skip if one of them found inf or NaN.
+        shard_group: ranks that hold disjoint parts of the parameters, so that the norm is theirs
+            together. Not for parameters that some of its ranks share.
+        set_to_none: drops gradients instead of zeroing them. Right if the backward is in the
+            same graph as this step or nothing is captured; a graph of this step alone reads
+            gradients at the addresses it was captured with, so that they have to stay.
+
+    Raises:
+        ValueError: if the optimizer cannot be captured, or not be skipped; with the remedy.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        scaler: GradScaler | None = None,
+        clip_norm: float | None = None,
+        ema: ExponentialMovingAverage | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        shard_group: dist.ProcessGroup | None = None,
+        set_to_none: bool = False,
+    ) -> None:
+        check_capturable_optimizer(optimizer)
+        if scaler is not None:
+            _check_skippable(optimizer)
+        if clip_norm is not None and not clip_norm > 0:
+            raise ValueError(f"clip_norm: {clip_norm} must be above 0, or None for no clipping")
+        self.optimizer, self.scaler, self.ema = optimizer, scaler, ema
+        self.clip_norm, self.set_to_none = clip_norm, set_to_none
+        self.process_group, self.shard_group = process_group, shard_group
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to call ``backward`` on."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    @torch.no_grad()
+    def __call__(self) -> StepResult:
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        found_inf = scale = norm = None
+        if self.scaler is not None:
+            scale = self.scaler.scale_factor.clone()
+            found_inf = self.scaler.unscale_(gradients, self.process_group)
+            self.scaler.update(found_inf)
+        if self.clip_norm is not None:
+            norm = total_norm(gradients, self.shard_group)
+            nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
+        self._decay_weights(found_inf)
+        with _skipped_if(self.optimizer, found_inf):
+            self.optimizer.step()
+        if self.ema is not None:
+            self.ema.update(found_inf)
+        self.optimizer.zero_grad(set_to_none=self.set_to_none)
+        return StepResult(norm, found_inf, scale)
+
+    def _decay_weights(self, found_inf: Tensor | None) -> None:
+        """AdamW's decay by a tensor, before the update as AdamW does it."""
+        for group in self.optimizer.param_groups:
+            decay = group.get("tensor_weight_decay")
+            decayed = [p for p in group["params"] if p.grad is not None]
+            if decay is not None and decayed:
+                step = group["lr"] * decay
+                step = step if found_inf is None else step * (1 - found_inf)
+                torch._foreach_mul_(decayed, 1 - step)
+
+
+@torch.no_grad()
+def total_norm(gradients: Sequence[Tensor], shard_group: dist.ProcessGroup | None = None) -> Tensor:
+    """The 2-norm of all gradients as one vector: fp32 whatever their dtype, 0-dim.
+
+    ``torch.nn.utils.get_total_norm`` rounds every tensor's norm to the tensor's dtype.
+    """
+    norms = [
+        norm
+        for same in by_dtype(gradients)
+        for norm in torch._foreach_norm(same, 2.0, dtype=torch.float32)
+    ]
+    total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    if shard_group is None:
+        return total
+    squared = total.square()
+    dist.all_reduce(squared, group=shard_group)
+    return squared.sqrt()
+
+
+@contextlib.contextmanager
+def _skipped_if(optimizer: Optimizer, found_inf: Tensor | None) -> Iterator[None]:
+    """Torch's fused optimizers look for this attribute, as ``torch.amp.GradScaler`` sets it."""
+    if found_inf is None:
+        yield
+        return
+    _make_momentum(optimizer)
+    optimizer.found_inf, optimizer.grad_scale = found_inf, None
+    try:
+        yield
+    finally:
+        del optimizer.found_inf, optimizer.grad_scale
+
+
+def _make_momentum(optimizer: Optimizer) -> None:
+    """Fused SGD leaves its momentum uninitialised if its first step is skipped (torch 2.13).
+
+    From zeros the first step is the same: the momentum becomes the gradient.
+    """
+    for group in optimizer.param_groups:
+        if not isinstance(optimizer, torch.optim.SGD) or not group["momentum"]:
+            continue
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                state = optimizer.state[parameter]
+                if state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def _check_skippable(optimizer: Optimizer) -> None:
+    name = type(optimizer).__name__
+    if not all(group.get("fused") for group in optimizer.param_groups):
+        raise ValueError(
+            f"optimizer: {name} would move its momentum and step counter also in a step that the "
+            f"scaler skips: pass fused=True (Adam, AdamW, SGD, Adagrad)"
+        )
+    if any(group.get("dampening") for group in optimizer.param_groups):
+        raise ValueError(
+            f"dampening: {name} does not apply it in its first step, and whether a step is the "
+            f"first depends on the ones skipped: pass dampening=0"
+        )

@@ -1,0 +1,222 @@
+"""Which optimizers a graph can hold, learning rates as tensors, torch's schedulers on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.optim import lr_scheduler as schedulers
+
+from moe_graphs.capture.rehearsal import capturable_only
+from moe_graphs.training.capturable import (
+    check_capturable_optimizer,
+    check_capturable_scheduler,
+    load_optimizer_state,
+    tensor_hyperparameters,
+)
+from moe_graphs.training.device_step import DeviceStep
+from moe_graphs.training.grad_scaler import GradScaler
+from test_grad_scaler import device_backend
+from training_runs import DEVICES
+
+SCHEDULERS: dict[str, Callable] = {
+    "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda step: 0.95**step),
+    "MultiplicativeLR": lambda o: schedulers.MultiplicativeLR(o, lambda step: 0.95),
+    "StepLR": lambda o: schedulers.StepLR(o, 3),
+    "MultiStepLR": lambda o: schedulers.MultiStepLR(o, [2, 7]),
+    "ConstantLR": lambda o: schedulers.ConstantLR(o, 0.3, 4),
+    "LinearLR": lambda o: schedulers.LinearLR(o, 0.1, 1.0, 6),
+    "ExponentialLR": lambda o: schedulers.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: schedulers.PolynomialLR(o, 12, 2.0),
+    "CosineAnnealingLR": lambda o: schedulers.CosineAnnealingLR(o, 12, 1e-4),
+    "CosineAnnealingWarmRestarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 4, 2),
+    "CyclicLR": lambda o: schedulers.CyclicLR(o, 1e-3, 1e-1, 4, cycle_momentum=False),
+    "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 1e-1, 14, cycle_momentum=False),
+    "SequentialLR": lambda o: schedulers.SequentialLR(
+        o, [schedulers.LinearLR(o, 0.1, 1.0, 4), schedulers.CosineAnnealingLR(o, 8)], [4]
+    ),
+    "ChainedScheduler": lambda o: schedulers.ChainedScheduler(
+        [schedulers.ConstantLR(o, 0.1, 3), schedulers.ExponentialLR(o, 0.9)]
+    ),
+}
+
+
+def two_groups(rate: float | torch.Tensor, device: str = "cpu") -> optim.Optimizer:
+    groups = [
+        {"params": [nn.Parameter(torch.ones(2, device=device))]},
+        {"params": [nn.Parameter(torch.ones(2, device=device))]},
+    ]
+    optimizer = optim.AdamW(groups, lr=rate, fused=True, capturable=device == "cuda")
+    optimizer._opt_called = True  # keeps schedulers from warning that nobody stepped it
+    return optimizer
+
+
+def rates(optimizer: optim.Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("before", [True, False], ids=["tensors first", "scheduler first"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_torchs_schedulers_move_the_tensors_in_place_and_do_not_wait(name, before, device):
+    floats, tensors = (two_groups(0.02, device) for _ in range(2))
+    expected = SCHEDULERS[name](floats)
+    if before:
+        tensor_hyperparameters(tensors)
+    found = SCHEDULERS[name](tensors)
+    tensor_hyperparameters(tensors)
+    check_capturable_scheduler(found)
+    addresses = [group["lr"].data_ptr() for group in tensors.param_groups]
+    seen = set()
+    for _ in range(13):
+        seen.update(rates(floats))
+        torch.testing.assert_close(rates(tensors), rates(floats), rtol=1e-5, atol=1e-8)
+        expected.step()
+        sync_error = torch.cuda.set_sync_debug_mode if device == "cuda" else lambda mode: None
+        sync_error("error")
+        with capturable_only(torch.device(device)):
+            found.step()
+        sync_error("default")
+    assert addresses == [group["lr"].data_ptr() for group in tensors.param_groups]
+    assert len(seen) > 1
+
+
+def test_reduce_on_plateau_moves_the_tensor_but_reads_it():
+    """It decides on the host by its nature, once an epoch."""
+    floats, tensors = two_groups(0.02), two_groups(0.02)
+    tensor_hyperparameters(tensors)
+    pairs = [(o, schedulers.ReduceLROnPlateau(o, patience=1)) for o in (floats, tensors)]
+    rate = tensors.param_groups[0]["lr"]
+    for loss in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0):
+        for _, scheduler in pairs:
+            scheduler.step(loss)
+        torch.testing.assert_close(rates(tensors), rates(floats))
+    assert rate is tensors.param_groups[0]["lr"]
+    assert rate < 0.01
+
+
+def test_schedulers_that_cycle_the_momentum_are_refused():
+    optimizer = two_groups(0.02)
+    one_cycle = schedulers.OneCycleLR(optimizer, 1e-1, 10)
+    with pytest.raises(ValueError, match="OneCycleLR changes the momentum.*cycle_momentum=False"):
+        check_capturable_scheduler(one_cycle)
+    chained = schedulers.ChainedScheduler([one_cycle])
+    with pytest.raises(ValueError, match="OneCycleLR"):
+        check_capturable_scheduler(chained)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_group_gets_a_rate_of_its_own(dtype):
+    optimizer = two_groups(torch.tensor(0.5, dtype=dtype))
+    assert optimizer.param_groups[0]["lr"] is optimizer.param_groups[1]["lr"]
+    tensor_hyperparameters(optimizer)
+    optimizer.param_groups[0]["lr"].fill_(0.25)
+    assert rates(optimizer) == [0.25, 0.5]
+    assert {group["lr"].dtype for group in optimizer.param_groups} == {torch.float32}
+
+
+def test_weight_decay_that_is_not_decoupled_is_refused():
+    optimizer = optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, weight_decay=0.1, fused=True)
+    with pytest.raises(ValueError, match="SGD adds it to the gradient.*use torch.optim.AdamW"):
+        tensor_hyperparameters(optimizer, weight_decay=True)
+    adamw = two_groups(0.1)
+    tensor_hyperparameters(adamw, weight_decay=True)
+    first = adamw.param_groups[0]["tensor_weight_decay"]
+    tensor_hyperparameters(adamw, weight_decay=True)
+    assert adamw.param_groups[0]["tensor_weight_decay"] is first
+    assert first == 0.01
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: optim.AdamW(p), "AdamW cannot be captured.*pass fused=True, capturable=True"),
+        (lambda p: optim.Adam(p, foreach=True), "Adam cannot.*fused=True, capturable=True"),
+        (lambda p: optim.SGD(p), "SGD cannot be captured.*pass fused=True"),
+        (lambda p: optim.Adagrad(p), "Adagrad cannot be captured.*pass fused=True"),
+        (lambda p: optim.RMSprop(p), "RMSprop cannot be captured.*pass capturable=True"),
+        (lambda p: optim.LBFGS(p), "LBFGS cannot.*use torch.optim.AdamW"),
+        (lambda p: optim.SparseAdam(p), "SparseAdam cannot.*outside of the graph"),
+        (lambda p: optim.Adafactor(p), "Adafactor cannot.*use torch.optim.AdamW"),
+    ],
+)
+def test_optimizers_that_cannot_be_captured_are_refused_by_name(make, message):
+    optimizer = make([nn.Parameter(torch.ones(2, 2))])
+    with pytest.raises(ValueError, match=message):
+        check_capturable_optimizer(optimizer)
+    with pytest.raises(ValueError, match=message):
+        DeviceStep(optimizer)
+
+
+def test_optimizers_that_cannot_skip_a_step_are_refused():
+    parameters = [nn.Parameter(torch.ones(2))]
+    scaler = GradScaler("cpu")
+    dampened = optim.SGD(parameters, momentum=0.9, dampening=0.5, fused=True)
+    with pytest.raises(ValueError, match="dampening: SGD.*pass dampening=0"):
+        DeviceStep(dampened, scaler=scaler)
+    DeviceStep(dampened)
+
+
+@pytest.mark.gpu
+def test_what_only_a_gpu_needs_of_an_optimizer():
+    parameters = [nn.Parameter(torch.ones(2, device="cuda"))]
+    with pytest.raises(ValueError, match="AdamW cannot be captured.*capturable=True"):
+        check_capturable_optimizer(optim.AdamW(parameters, fused=True))
+    with pytest.raises(ValueError, match="RMSprop would move its momentum.*pass fused=True"):
+        DeviceStep(optim.RMSprop(parameters, capturable=True), scaler=GradScaler("cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name",
+    ["Adadelta", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"],
+)
+def test_capturable_optimizers_with_tensor_rates_replay_as_they_step(name):
+    runs = []
+    for recorded in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        parameters = [
+            nn.Parameter(torch.randn(size, generator=generator).cuda()) for size in (3, 40)
+        ]
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer = getattr(optim, name)(parameters, lr=0.1, capturable=True)
+        tensor_hyperparameters(optimizer)
+        step = DeviceStep(optimizer, clip_norm=1.0)
+        replay = step
+        for index in range(8):
+            for parameter in parameters:
+                parameter.grad.copy_(torch.randn(parameter.shape, generator=generator))
+            optimizer.param_groups[0]["lr"].fill_(0.1 / (1 + index))
+            if recorded and index == 3:
+                backend = device_backend("cuda")
+                with backend.session(), backend.record(backend.new_pool()) as graphs:
+                    step()
+                replay = graphs[0].replay
+            replay()
+        runs.append([p.detach().clone() for p in parameters])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_loading_state_keeps_every_address_and_takes_floats(device):
+    optimizer = two_groups(0.5, device)
+    tensor_hyperparameters(optimizer)
+    for group in optimizer.param_groups:
+        group["params"][0].grad = torch.ones(2, device=device)
+    optimizer.step()
+    tensors = [group["lr"] for group in optimizer.param_groups]
+    tensors += [value for state in optimizer.state.values() for value in state.values()]
+    other = two_groups(0.125, device)
+    for group in other.param_groups:
+        group["params"][0].grad = torch.full((2,), 2.0, device=device)
+    other.step()
+    load_optimizer_state(optimizer, other.state_dict())
+    now = [group["lr"] for group in optimizer.param_groups]
+    now += [value for state in optimizer.state.values() for value in state.values()]
+    assert all(a is b for a, b in zip(tensors, now, strict=True))
+    assert rates(optimizer) == [0.125, 0.125]
+    theirs = [value for state in other.state.values() for value in state.values()]
+    assert all(torch.equal(a, b) for a, b in zip(now[2:], theirs, strict=True))

@@ -1,0 +1,230 @@
+"""Whole-step graphs under DistributedDataParallel: gloo on the CPU recorder, NCCL on two GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distributed import run_distributed
+from full_iterations import batches, optimizer_of
+from moe_graphs import CaptureError
+from moe_graphs.capture.full_iteration import FullIteration
+from moe_graphs.capture.whole_step import data_parallel
+from training_runs import Trace, loss_of, tiny_model
+
+BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)]
+
+
+def device_of(backend: str) -> str:
+    return "cuda" if backend == "nccl" else "cpu"
+
+
+def replicas(device: str, stream: torch.cuda.Stream | None, **options) -> nn.Module:
+    """DDP, built on the stream of the captures."""
+    context = torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()
+    with context:
+        return DistributedDataParallel(tiny_model(device, "moe"), **options)
+
+
+def make_step(model: nn.Module, optimizer: torch.optim.Optimizer, inside: bool = True):
+    def step(batch):
+        losses = []
+        for tokens in batch["tokens"]:
+            loss = loss_of(model, tokens)[0]
+            loss.backward()
+            losses.append(loss)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        if inside:
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, norm
+
+    return step
+
+
+def train(rank: int, device: str, graphed: bool, steps: int, inside: bool, **options) -> Trace:
+    stream = torch.cuda.Stream() if device == "cuda" else None
+    model = replicas(device, stream, **options)
+    optimizer = optimizer_of(model, device)
+    step = make_step(model, optimizer, inside)
+    if graphed:
+        inner = {"optimizer": optimizer} if inside else {}
+        step = FullIteration(step, model=model, stream=stream, **inner)
+    torch.manual_seed(rank)
+    trace = Trace()
+    for index, batch in enumerate(batches(device, steps, 2, seed=10 + rank)):
+        losses, norm = step(batch)
+        if index % max(1, steps // 10) == 0 or index > steps - 5:
+            trace.note(f"norm {index}", norm)
+            for loss in losses:
+                trace.note(f"loss {index}", loss)
+        if not inside:
+            trace.note(f"grad {index}", next(model.parameters()).grad)
+            optimizer.step()
+            optimizer.zero_grad()
+    trace.note_state(model, "end")
+    if graphed:
+        assert step.report().replayed == steps - 3, step.report()
+        step.release()
+    return trace
+
+
+def compare(rank: int, world_size: int, device: str, steps: int, inside: bool, options: dict):
+    expected = train(rank, device, False, steps, inside, **options)
+    train(rank, device, True, steps, inside, **options).assert_equal(expected)
+    return [v.double().sum().item() for name, v in expected.values if "end" in name and "w" in name]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("inside", [True, False], ids=["optimizer inside", "optimizer outside"])
+@pytest.mark.parametrize("as_view", [True, False], ids=["bucket views", "buckets"])
+def test_two_ranks_are_bitwise_eager(backend, inside, as_view):
+    arguments = (device_of(backend), 8, inside, {"gradient_as_bucket_view": as_view})
+    ends = run_distributed(compare, 2, backend, arguments=arguments)
+    assert ends[0] == ends[1]
+    assert len(ends[0]) > 10
+
+
+@pytest.mark.multigpu
+def test_a_thousand_replays():
+    arguments = ("cuda", 1003, True, {})
+    run_distributed(compare, 2, "nccl", arguments=arguments, timeout_seconds=240)
+
+
+def refuse_settings(rank: int, world_size: int, device: str) -> list[str]:
+    found = []
+    stream = torch.cuda.Stream() if device == "cuda" else None
+    model = replicas(device, stream, find_unused_parameters=True)
+    optimizer = optimizer_of(model, device)
+    step = FullIteration(
+        make_step(model, optimizer), model=model, optimizer=optimizer, stream=stream
+    )
+    try:
+        step.capture(next(batches(device, 1)))
+    except CaptureError as error:
+        found.append(str(error))
+    if device == "cuda":  # built on the default stream
+        model = replicas(device, None)
+        optimizer = optimizer_of(model, device)
+        step = FullIteration(make_step(model, optimizer), model=model, optimizer=optimizer)
+        try:
+            step.capture(next(batches(device, 1)))
+        except CaptureError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_settings_that_cannot_be_captured_are_refused(backend):
+    for found in run_distributed(refuse_settings, 2, backend, arguments=(device_of(backend),)):
+        assert "pass find_unused_parameters=False" in found[0]
+        if backend == "nccl":
+            assert "was built on another stream" in found[1]
+            assert "stream=stream" in found[1]
+
+
+def fail_on_one_rank(rank: int, world_size: int, device: str) -> list[str]:
+    """The capture fails on rank 1 only, after the rehearsals: no rank keeps a graph."""
+    stream = torch.cuda.Stream() if device == "cuda" else None
+    model = replicas(device, stream)
+    optimizer = optimizer_of(model, device)
+    step = FullIteration(
+        make_step(model, optimizer), model=model, optimizer=optimizer, stream=stream
+    )
+    if rank == 1:
+        backend = step._subject.backend
+        backend.new_pool = _raise
+    found = []
+    for batch in batches(device, 6, 2, seed=rank):
+        try:
+            losses, _ = step(batch)
+        except CaptureError as error:
+            found.append(str(error))
+            losses, _ = step(batch)
+        assert losses[0].isfinite()
+    found.append(step.report().state)
+    return found
+
+
+def _raise() -> None:
+    raise OSError("disk on fire")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_ranks_capture_or_none(backend):
+    found = run_distributed(fail_on_one_rank, 2, backend, arguments=(device_of(backend),))
+    assert "it failed on another rank" in found[0][0]
+    assert "OSError: disk on fire" in found[1][0]
+    assert found[0][1:] == found[1][1:] == ["capture_failed"]
+
+
+def test_expandable_segments_with_graph_registration(monkeypatch):
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(data_parallel, "process_group_of", lambda model: object())
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"is_expandable": True}])
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+    with pytest.raises(CaptureError, match="NCCL_GRAPH_REGISTER=0 before init_process_group"):
+        data_parallel.check_settings(nn.Linear(1, 1))
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
+    data_parallel.check_settings(nn.Linear(1, 1))
+
+
+SCRIPT = """
+    import sys
+    sys.path[:0] = [{tests!r}]
+    import torch, torch.distributed as dist
+    from test_full_iteration_distributed import make_step, replicas
+    from full_iterations import batches, optimizer_of
+    from moe_graphs.capture.full_iteration import FullIteration
+
+    rank = int(sys.argv[1])
+    device = "cuda" if "{backend}" == "nccl" else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("{backend}", init_method="file://{store}", rank=rank, world_size=2)
+    stream = torch.cuda.Stream() if device == "cuda" else None
+    model = replicas(device, stream)
+    optimizer = optimizer_of(model, device)
+    step = FullIteration(
+        make_step(model, optimizer), model=model, optimizer=optimizer, stream=stream
+    )
+    for batch in batches(device, 6):
+        step(batch)
+    assert step.report().replayed == 3
+    if {raising}:
+        raise ArithmeticError("in the script")
+    step.release()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("raising", [True, False], ids=["raises", "ends"])
+def test_the_script_ends_without_hanging(backend, raising, tmp_path):
+    """Also if it raises while graphs that hold collectives are alive."""
+    tests = str(Path(__file__).parent)
+    script = tmp_path / "script.py"
+    text = SCRIPT.format(tests=tests, backend=backend, store=tmp_path / "store", raising=raising)
+    script.write_text(textwrap.dedent(text))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank)], stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        ends = [process.communicate(timeout=120)[1] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    for process, errors in zip(ranks, ends, strict=True):
+        assert (process.returncode, "ArithmeticError" in errors) == (int(raising), raising), errors

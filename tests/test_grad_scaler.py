@@ -1,0 +1,121 @@
+"""The scaler on the device: APEX's hysteresis as a table, torch's scaler, checkpoints."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from distributed import run_distributed
+from moe_graphs.capture.backends.cpu import CpuRecorder
+from moe_graphs.capture.backends.cuda import CudaGraphs
+from moe_graphs.training.grad_scaler import GradScaler
+from training_runs import DEVICES
+
+# Steps in a row, "." finite and "x" not, and the scale after each of them, starting from 8.
+# Read off the kernel that Megatron uses (update_scale_hysteresis of APEX): an infinite step takes
+# one from the tracker; only at 0 and below does the scale back off; a finite step refills it.
+SEQUENCES = {
+    "hysteresis 1": (1, 100, ".xx.x.", [8, 4, 2, 2, 1, 1]),
+    "hysteresis 2": (2, 100, ".x.xxx.x", [8, 8, 8, 8, 4, 2, 2, 2]),
+    "hysteresis 3": (3, 100, "xx.xxxxx.xx", [8, 8, 8, 8, 8, 4, 2, 1, 1, 1, 1]),
+    "growth": (1, 3, "...x......", [8, 8, 16, 8, 8, 8, 16, 16, 16, 32]),
+    "growth starts again after a tolerated step": (2, 3, "..x.....", [8, 8, 8, 8, 8, 16, 16, 16]),
+    "growth of a run that crosses a back-off": (2, 2, ".xx...", [8, 8, 4, 4, 8, 8]),
+}
+
+
+def device_backend(device: str) -> CpuRecorder | CudaGraphs:
+    return CpuRecorder() if device == "cpu" else CudaGraphs(torch.device(device, 0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_the_scale_follows_the_table(name, device):
+    hysteresis, interval, steps, expected = SEQUENCES[name]
+    constants = {"init_scale": 8.0, "growth_interval": interval, "hysteresis": hysteresis}
+    eager, replayed = (GradScaler(device, **constants) for _ in range(2))
+    found_inf = torch.zeros((), device=device)
+    start, backend = replayed.state_dict(), device_backend(device)
+    with backend.session(), backend.record(backend.new_pool()) as graphs:
+        replayed.update(found_inf)
+    replayed.load_state_dict(start)
+    for step, scale in zip(steps, expected, strict=True):
+        found_inf.fill_(float(step == "x"))
+        eager.update(found_inf)
+        graphs[0].replay()
+        assert eager.scale_factor.item() == scale
+        assert eager.state_dict() == replayed.state_dict()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_scale_never_grows_to_infinity(device):
+    scaler = GradScaler(device, init_scale=2.0**127, growth_interval=1)
+    scaler.update(torch.zeros((), device=device))
+    assert scaler.scale_factor.item() == 2.0**127
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_unscaling_finds_inf_and_nan_in_every_dtype(device):
+    scaler = GradScaler(device, init_scale=4.0)
+    for dtype in (torch.float32, torch.bfloat16):
+        for bad in (float("inf"), float("-inf"), float("nan")):
+            gradients = [torch.full((3,), 8.0, device=device) for _ in range(2)]
+            gradients += [torch.full((2, 2), 8.0, dtype=dtype, device=device)]
+            assert scaler.unscale_(gradients).item() == 0.0
+            assert all(g.eq(2.0).all() for g in gradients)
+            gradients[-1][1, 1] = bad
+            assert scaler.unscale_(gradients).item() == 1.0
+    with pytest.raises(ValueError, match="float16, which unscaling would underflow"):
+        scaler.unscale_([torch.ones(2, dtype=torch.float16, device=device)])
+
+
+def test_a_state_fills_the_tensors_in_place_and_torch_states_load():
+    scaler = GradScaler("cpu", init_scale=8.0, hysteresis=3)
+    tensors = [scaler.scale_factor, scaler.growth_tracker, scaler.hysteresis_tracker]
+    for found in (0.0, 1.0):
+        scaler.update(torch.tensor(found))
+    state = scaler.state_dict()
+    assert [state[f"_{name}_tracker"] for name in ("growth", "hysteresis")] == [0, 2]
+    scaler.update(torch.tensor(0.0))
+    scaler.load_state_dict(state)
+    assert scaler.state_dict() == state
+    theirs = torch.amp.GradScaler("cpu", init_scale=512.0)
+    scaler.load_state_dict(theirs.state_dict())
+    assert scaler.state_dict() == {**state, "scale": 512.0, "_hysteresis_tracker": 3}
+    assert tensors[0] is scaler.scale_factor
+    assert [t.item() for t in tensors] == [512.0, 0, 3]
+    with pytest.raises(ValueError, match="growth_interval: 5 in the state, 2000 in this scaler"):
+        scaler.load_state_dict({**state, "growth_interval": 5})
+    theirs.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "constants",
+    [
+        {"init_scale": 0.0},
+        {"growth_factor": 0.5},
+        {"backoff_factor": 2.0},
+        {"growth_interval": 0},
+        {"hysteresis": 0},
+    ],
+)
+def test_constants_are_checked(constants):
+    (name,) = constants
+    with pytest.raises(ValueError, match=f"{name}: .* must be"):
+        GradScaler("cpu", **constants)
+
+
+def unscale_together(rank: int, world_size: int, device: str) -> list[float]:
+    scaler = GradScaler(device, init_scale=2.0)
+    found = []
+    for bad_rank in (None, 0, 1):
+        gradients = [torch.full((2,), float("nan") if rank == bad_rank else 1.0, device=device)]
+        found.append(scaler.unscale_(gradients, dist.group.WORLD).item())
+    return found
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)])
+def test_every_rank_learns_of_every_other_ranks_inf(backend):
+    device = "cuda" if backend == "nccl" else "cpu"
+    assert run_distributed(unscale_together, 2, backend, arguments=(device,)) == [[0, 1, 1]] * 2
