@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,6 +60,9 @@ CASES = [
     ("none", 0, 3, 256, 384, 40),
     ("one", 20000, 8, 512, 1024, 3),
     ("zipf", 30000, 16, 256, 512, 65),
+    # Sums of 4096 and more: a last round of 36 tiles on 132 SMs is cut along K, or the only one.
+    ("uniform", 3600, 8, 5120, 1536, 40),
+    ("zipf", 500, 6, 4104, 392, 9),
 ]
 SHAPES = [  # rows, experts, K, N
     (65536, 128, 2048, 1536), (65536, 128, 768, 2048), (131072, 128, 2048, 1536),
@@ -73,21 +77,45 @@ EIGHT = SHAPES[:8]
 # ---------------------------------------------------------------- correctness
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Groups of rows of one case: their sizes, where each begins and ends, and the ends on the GPU.
+
+    Operands have `tail` rows of NaN past the last end.
+    """
+
+    sizes: torch.Tensor
+    bounds: list[tuple[int, int]]
+    offsets: torch.Tensor
+    tail: int
+
+    @staticmethod
+    def of(case: tuple, seed: int) -> "Rows":
+        routing, rows, experts, _, _, tail = case
+        torch.manual_seed(seed)
+        sizes = group_sizes(routing, rows, experts, seed)
+        ends = torch.cumsum(sizes, 0).tolist()
+        bounds = list(zip([0, *ends[:-1]], ends, strict=True))
+        return Rows(sizes, bounds, group_ends(sizes), tail)
+
+    def operand(self, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        rows = self.bounds[-1][1]
+        x = matrices(rows + self.tail, columns, dtype=dtype)
+        x[rows:] = float("nan")
+        return x
+
+
 def rows_case(name: str, case: tuple, seed: int, dtype: torch.dtype, transposed: bool) -> str:
     """Empty if right, otherwise what was wrong."""
     from moe_graphs.kernels.gemm_launch import matmul_rows, row_variant
 
-    routing, rows, experts, K, N, tail = case
-    torch.manual_seed(seed)
-    sizes = group_sizes(routing, rows, experts, seed)
-    ends, starts = torch.cumsum(sizes, 0).tolist(), [0, *torch.cumsum(sizes, 0).tolist()]
-    offsets = group_ends(sizes)
-    x = matrices(rows + tail, K, dtype=dtype)
-    x[rows:] = float("nan")
+    _, rows, experts, K, N, tail = case
+    groups = Rows.of(case, seed)
+    x, offsets = groups.operand(K, dtype), groups.offsets
     w = matrices(experts, N, K, dtype=dtype) if transposed else matrices(experts, K, N, dtype=dtype)
     reference, torch_out = torch.empty(rows, N, device="cuda"), torch.empty(rows, N, device="cuda")
-    for e in range(experts):
-        own, weight = slice(starts[e], ends[e]), w[e].t() if transposed else w[e]
+    for e, (start, end) in enumerate(groups.bounds):
+        own, weight = slice(start, end), w[e].t() if transposed else w[e]
         reference[own] = x[own].float() @ weight.float()
         torch_out[own] = (x[own] @ weight).float()
     first = None
@@ -135,18 +163,14 @@ def weights_case(name: str, case: tuple, seed: int, dtype: torch.dtype, mode: st
     """Empty if right, otherwise what was wrong. Modes: same (dtype of x), float32, add."""
     from moe_graphs.kernels.gemm_launch import matmul_weights, weight_variant
 
-    routing, rows, experts, K, N, tail = case
-    torch.manual_seed(seed)
-    sizes = group_sizes(routing, rows, experts, seed)
-    ends, starts = torch.cumsum(sizes, 0).tolist(), [0, *torch.cumsum(sizes, 0).tolist()]
-    offsets = group_ends(sizes)
-    x, dy = matrices(rows + tail, K, dtype=dtype), matrices(rows + tail, N, dtype=dtype)
-    x[rows:], dy[rows:] = float("nan"), float("nan")
+    _, rows, experts, K, N, _ = case
+    groups = Rows.of(case, seed)
+    x, dy, offsets = groups.operand(K, dtype), groups.operand(N, dtype), groups.offsets
     out_dtype = dtype if mode == "same" else torch.float32
     before = torch.randn(experts, K, N, device="cuda")
     reference, torch_out = torch.zeros_like(before), torch.zeros_like(before)
-    for e in range(experts):
-        own = slice(starts[e], ends[e])
+    for e, (start, end) in enumerate(groups.bounds):
+        own = slice(start, end)
         reference[e] = x[own].float().t() @ dy[own].float()
         torch_out[e] = (x[own].t() @ dy[own]).float()
     # fp32 sums lose a bit per doubling of their length: 1e-5 up to 4096 rows, more only beyond.
@@ -167,7 +191,7 @@ def weights_case(name: str, case: tuple, seed: int, dtype: torch.dtype, mode: st
         got = error(out, reference)
         if got > allowed:
             return f"error {got:.2e}, allowed {allowed:.2e}"
-        empty = (sizes == 0).nonzero().flatten().cuda()
+        empty = (groups.sizes == 0).nonzero().flatten().cuda()
         expected = reference[empty].to(out_dtype)
         if not torch.equal(out[empty], expected):
             return "an empty expert's gradient is not what it was" if mode == "add" else "not zero"
@@ -177,12 +201,12 @@ def weights_case(name: str, case: tuple, seed: int, dtype: torch.dtype, mode: st
     return ""
 
 
-def replay_case(op: str, name: str) -> str:
+def replay_case(op: str, name: str, K: int) -> str:
     """Capture once without synchronising, replay with another routing: bitwise the eager result."""
     from moe_graphs.kernels import gemm_launch as g
 
     torch.manual_seed(5)
-    rows, experts, K, N = 4096, 16, 512, 768
+    rows, experts, N = 4096, 16, 768
     x, w = matrices(rows, K, dtype=torch.bfloat16), matrices(experts, K, N, dtype=torch.bfloat16)
     dy = matrices(rows, N, dtype=torch.bfloat16)
     offsets = group_ends(group_sizes("uniform", rows, experts, 1))
@@ -236,9 +260,10 @@ def check_kind(kind: str) -> None:
             if wrong:
                 failures.append(f"case {seed} {case[0]} {str(dtype)[6:]} {mode}: {wrong}")
     print("AT capture and replay", flush=True)
-    wrong = "" if op == "gather" else replay_case(op, name)
-    if wrong:
-        failures.append(wrong)
+    for K in () if op == "gather" else (512, 4096):
+        wrong = replay_case(op, name, K)
+        if wrong:
+            failures.append(f"K = {K}: {wrong}")
     print_verdict(kind, failures, started)
 
 

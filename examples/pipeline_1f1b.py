@@ -56,7 +56,7 @@ def train(steps: int, rank: int, ranks: int, device: torch.device) -> None:
     batches = TrainingBatches(standard_library().train, sequence_length=128, batch_size=16, seed=0)
     for step in range(1, steps + 1):
         tokens_BS, losses = batches.batch(step).to(device).long(), []
-        inputs = [tokens_BS[:, :-1]] if rank == 0 else []  # the others get theirs from below
+        inputs = [tokens_BS[:, :-1].contiguous()] if rank == 0 else []  # others receive theirs
         with graphs.step():
             schedule.step(*inputs, target=tokens_BS[:, 1:], losses=losses)
         optimizer.step()

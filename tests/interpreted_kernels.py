@@ -44,21 +44,69 @@ def test_work_list_examples():
     offsets = torch.tensor([5, 5, 8], dtype=torch.int32)
     rows = tiles.row_tiles(offsets, 8, 4)
     assert rows.count[0] == 3
-    assert rows.records[:3, :5].tolist() == [[0, 0, 2, 0, 5], [0, 0, 2, 0, 5], [2, 2, 1, 5, 8]]
+    records = rows.records.view(-1, 8)[:3, :5].tolist()
+    assert records == [[0, 0, 2, 0, 5], [0, 0, 2, 0, 5], [2, 2, 1, 5, 8]]
     experts = tiles.expert_order(offsets, skip_empty=False)
-    assert experts.records.tolist() == [[0, 0, 5, -1], [2, 5, 8, -1], [1, 5, 5, -1]]
-    assert experts.count.tolist() == [3, 2, 0]
-    assert tiles.expert_order(offsets, skip_empty=True).count.tolist() == [2, 2, 0]
+    assert experts.records.view(-1, 4).tolist() == [[0, 0, 5, -1], [2, 5, 8, -1], [1, 5, 5, -1]]
+    assert experts.count[:3].tolist() == [3, 2, 0]
+    assert tiles.expert_order(offsets, skip_empty=True).count[:3].tolist() == [2, 2, 0]
 
 
 def test_work_list_example_of_a_split_expert():
     offsets = torch.tensor([0, 512, 2048], dtype=torch.int32)
     work = tiles.expert_order(offsets, skip_empty=False, limit=512)
-    assert work.count.tolist() == [5, 4, 1]
-    assert work.records[:5].tolist() == [
+    assert work.count[:3].tolist() == [5, 4, 1]
+    assert work.records.view(-1, 4)[:5].tolist() == [
         [1, 0, 512, -1], [2, 512, 1024, 0], [2, 1024, 1536, 1], [2, 1536, 2048, 2], [0, 0, 0, -1],
     ]  # fmt: skip
-    assert work.splits[0, :3].tolist() == [2, 0, 3]
+    assert work.splits[:3].tolist() == [2, 0, 3]
+
+
+def test_row_tiles_example_of_a_cut_round():
+    offsets = torch.tensor([24], dtype=torch.int32)
+    work = tiles.row_tiles(offsets, 24, 1, tiles.Tail(tiles_n=1, steps=64, programs=10))
+    assert work.count.tolist() == [24, 20, 4, 32]
+
+
+@pytest.mark.parametrize("sizes", [(300, 17, 0, 65), (129,), (0, 64, 1), (0, 0)])
+@pytest.mark.parametrize(
+    ("columns", "steps", "programs"), [(200, 40, 7), (64, 33, 13), (500, 20, 5), (200, 90, 132)]
+)
+def test_cut_rounds_cover_every_step_once_and_add_up(sizes, columns, steps, programs):
+    """Partials that count their steps add up to all of them, on the rows of the cut tiles only."""
+    block_m, block_n = 64, 128
+    ends = torch.cumsum(torch.tensor(sizes), 0).to(torch.int32)
+    rows, tail = int(ends[-1]) + 5, tiles.Tail(-(-columns // block_n), steps, programs)
+    work = tiles.row_tiles(ends, rows, block_m, tail)
+    _, whole, cut, length = work.count.tolist()
+    total = sum(-(-n // block_m) for n in sizes) * tail.tiles_n
+    assert (whole, cut) in ((total, 0), (total - total % programs, total % programs))
+    assert not cut or steps - length >= tiles.LEAST_SAVED.value
+    partials = torch.full((programs, block_m, block_n), POISON)
+    seen = torch.zeros(max(cut, 1), steps)
+    for program in range(cut * -(-steps // length)):
+        part, tile = divmod(program, cut)
+        end = min((part + 1) * length, steps)
+        seen[tile, part * length : end] += 1
+        partials[program] = float(end - part * length)
+    assert not cut or bool((seen == 1).all())
+    out = torch.full((rows, columns), POISON)
+    tiles.add_tail_(out, partials, work, tail)
+    done = torch.zeros_like(out, dtype=torch.bool)
+    for tile in range(whole, whole + cut):
+        _, first, tiles_m, start, end = work.records.view(-1, 8)[tile // tail.tiles_n, :5].tolist()
+        m, n = place(tile - first * tail.tiles_n, tiles_m, tail.tiles_n)
+        row = start + m * block_m
+        done[row : min(row + block_m, end), n * block_n : (n + 1) * block_n] = True
+    assert bool((out[done] == steps).all())
+    assert bool((out[~done] == POISON).all())
+
+
+def place(local: int, tiles_m: int, tiles_n: int) -> tuple[int, int]:
+    """`tiles.place` in Python."""
+    band, rest = divmod(local, 8 * tiles_n)
+    column, row = divmod(rest, min(tiles_m - 8 * band, 8))
+    return 8 * band + row, column
 
 
 @pytest.mark.parametrize(
@@ -83,14 +131,14 @@ def test_split_experts_keep_every_row_and_fit_the_slots(seed):
     rows, ends = int(sizes.sum()), torch.cumsum(sizes, 0).to(torch.int32)
     limit = max(512, -(-rows // tiles.MAX_SLOTS))
     work = tiles.expert_order(ends, skip_empty=False, limit=limit)
-    records = work.records[: int(work.count[0])].tolist()
+    records = work.records.view(-1, 4)[: int(work.count[0])].tolist()
     lengths = [end - start for _, start, end, _ in records]
     assert max(lengths) < 2 * limit
     assert sum(lengths) == rows
     slots = sorted(slot for *_, slot in records if slot >= 0)
     assert slots == list(range(len(slots)))
     assert len(slots) <= rows // limit <= tiles.MAX_SLOTS
-    for e, first, parts, _ in work.splits[: int(work.count[2])].tolist():
+    for e, first, parts, _ in work.splits.view(-1, 4)[: int(work.count[2])].tolist():
         own = sorted((slot, start, end) for x, start, end, slot in records if x == e)
         assert [slot for slot, _, _ in own] == list(range(first, first + parts))
         assert sum(end - start for _, start, end in own) == sizes[e]
@@ -176,15 +224,15 @@ def test_permute(tokens, top_k, width, gaps):
     row_order = RowOrder(order, flat, torch.tensor([flat.numel()], dtype=torch.int32), gaps)
     hidden, rows = torch.randn(tokens, width), torch.randn(len(flat), width, requires_grad=True)
     weights = torch.rand(tokens, top_k, requires_grad=True)
-    moved = permute_triton.spread(hidden, inverse, None, len(flat), gaps)
+    moved = permute_triton.spread_rows(hidden, inverse, None, len(flat), gaps)
     assert torch.equal(moved, plain.permute(hidden, row_order))
     out = plain.unpermute(rows, row_order, weights)
-    torch.testing.assert_close(permute_triton.collect(rows, inverse, weights), out)
+    torch.testing.assert_close(permute_triton.collect_rows(rows, inverse, weights), out)
     out.backward(hidden)
-    moved = permute_triton.spread(hidden, inverse, weights, len(flat), gaps)
+    moved = permute_triton.spread_rows(hidden, inverse, weights, len(flat), gaps)
     torch.testing.assert_close(moved, rows.grad)
     torch.testing.assert_close(
-        permute_triton.dot(rows, inverse, hidden, torch.float32), weights.grad
+        permute_triton.dot_rows(rows, inverse, hidden, torch.float32), weights.grad
     )
 
 
@@ -196,7 +244,7 @@ def test_swiglu(rows, ffn):
     expected.backward(dh)
     ends = torch.tensor([0, 2], dtype=torch.int32)
     with torch.no_grad():
-        torch.testing.assert_close(swiglu_triton.forward(x), expected)
-        torch.testing.assert_close(swiglu_triton.forward(x, ends)[:2], expected[:2])
-        torch.testing.assert_close(swiglu_triton.backward(x, dh), x.grad)
-        torch.testing.assert_close(swiglu_triton.backward(x, dh, ends)[:2], x.grad[:2])
+        torch.testing.assert_close(swiglu_triton.swiglu_forward(x), expected)
+        torch.testing.assert_close(swiglu_triton.swiglu_forward(x, ends)[:2], expected[:2])
+        torch.testing.assert_close(swiglu_triton.swiglu_backward(x, dh), x.grad)
+        torch.testing.assert_close(swiglu_triton.swiglu_backward(x, dh, ends)[:2], x.grad[:2])

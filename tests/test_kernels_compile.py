@@ -26,12 +26,13 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 # Values carried by the loops, per partition, tile loop first. Records are loaded one tile ahead, so
 # they are carried; a missing one is a miscompile.
-#   rows consumer: slot, phase (ping-pong: passed, turns), first, tiles_m, start, end | K loops:
+#   rows consumer: slot, phase (ping-pong: passed), first, tiles_m, start, end | K loops:
 #   slot, phase (of a half without rows); slot, phase, acc.   producer: slot, phase, e, first,
 #   tiles_m, start, end | slot, phase
-ROWS_CARRY = {"split": [6, 2, 3] * 2 + [7, 2], "pingpong": [6, 3] * 2 + [7, 2]}
+ROWS_CARRY = {"split": [6, 2, 3] * 2 + [7, 2], "pingpong": [5, 3] * 2 + [7, 2]}
 #   weights consumer: slot, phase (ping-pong: passed), e, start, end, and if it is used part | slot,
-#   phase, acc.   producer: slot, phase, start, end | slot, phase
+#   phase, acc.   producer: slot, phase, start, end, and if it zeros a chunk and its expert | slot,
+#   phase, chunk, expert | the chunks that are left
 WEIGHTS_CARRY = {"split": 5, "pingpong": 4}
 
 
@@ -41,9 +42,8 @@ def compiled(monkeypatch):
 
 
 def work(words: int) -> tiles.WorkList:
-    return tiles.WorkList(
-        torch.zeros(64, words, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    )
+    records = torch.zeros(64, words, dtype=torch.int32)
+    return tiles.WorkList(records, torch.zeros(4, dtype=torch.int32), records)
 
 
 def check(kernel: Compiled, wgmma: bool) -> None:
@@ -57,12 +57,14 @@ def check(kernel: Compiled, wgmma: bool) -> None:
 
 @pytest.mark.parametrize(("columns", "dtype"), [(1024, BF16), (1024, FP16), (384, BF16)])
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [*VARIANTS, "split, cut along K"])
 def test_rows(compiled, name, transposed, columns, dtype):
+    name, _, cut = name.partition(", ")
     x, out = torch.empty(4096, 512, dtype=dtype), torch.empty(4096, columns, dtype=dtype)
     w = torch.empty((8, columns, 512) if transposed else (8, 512, columns), dtype=dtype)
     variant = gemm_launch.row_variant(name, columns)
-    launch = gemm_launch.rows_launch(variant, x, w, out, work(8), transposed, 132)
+    partials = torch.empty(132, variant.block_m, variant.block_n) if cut else None
+    launch = gemm_launch.rows_launch(variant, x, w, out, work(8), transposed, 132, partials)
     (kernel,) = compiled(launch.run, arch=80 if name == "pointer" else 90)
     check(kernel, wgmma=name != "pointer")
     if name in ROWS_CARRY:
@@ -107,7 +109,8 @@ def test_weights(compiled, name, columns, splits, out_dtype, add):
         assert ("cp.reduce.async.bulk" in kernel.ptx) == reduces
     if name in WEIGHTS_CARRY:
         outer = WEIGHTS_CARRY[name] + (splits or add == "fetch")
-        assert kernel.carried == [outer, 3] * 2 + [4, 2]
+        producer = [4, 2] if add else [6, 4, 0]
+        assert kernel.carried == [outer, 3] * 2 + producer
         check_row_bounds(kernel)
 
 
@@ -128,13 +131,16 @@ def test_work_lists_and_routing(compiled, experts):
 
     def launches():
         tiles.row_tiles(offsets, 4096, 128)
+        tail = tiles.Tail(16, 64, 132)
+        rows = tiles.row_tiles(offsets, 4096, 128, tail)
+        tiles.add_tail_(torch.empty(64, 512, dtype=BF16), torch.empty(132, 128, 256), rows, tail)
         order = tiles.expert_order(offsets, skip_empty=True, limit=512)
         tiles.add_partials_(torch.empty(8, 64, 64), torch.empty(4, 64, 64), order, True)
         tiles.zero_tail_(torch.empty(64, 512, dtype=BF16), offsets)
         routing_triton.sort_pairs(pairs, experts)
 
     kernels = compiled(launches)
-    assert len(kernels) == 7
+    assert len(kernels) == 9
     for kernel in kernels:
         check(kernel, wgmma=False)
         assert "atom" not in kernel.ptx  # deterministic by construction
@@ -148,12 +154,12 @@ def test_elementwise(compiled, dtype):
 
     def launches():
         for given in (weights, None):
-            permute_triton.spread(hidden, inverse, given, 512, False)
-            permute_triton.collect(rows, inverse, given)
-        permute_triton.dot(rows, inverse, hidden, FP32)
+            permute_triton.spread_rows(hidden, inverse, given, 512, False)
+            permute_triton.collect_rows(rows, inverse, given)
+        permute_triton.dot_rows(rows, inverse, hidden, FP32)
         for ends in (offsets, None):
-            swiglu_triton.forward(rows, ends)
-            swiglu_triton.backward(rows, rows[:, :1440], ends)
+            swiglu_triton.swiglu_forward(rows, ends)
+            swiglu_triton.swiglu_backward(rows, rows[:, :1440], ends)
 
     kernels = compiled(launches)
     assert len(kernels) == 9

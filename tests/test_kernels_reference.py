@@ -125,7 +125,7 @@ class TestGroupedGemm:
             torch.autograd.grad(out, (x, w), torch.ones_like(out))
         ours = [name for name in recorder.names if name.startswith("moe_graphs")]
         assert ours == [
-            "moe_graphs.grouped_gemm.default",
+            "moe_graphs.grouped_gemm_forward.default",
             "moe_graphs.grouped_gemm_dgrad.default",
             "moe_graphs.grouped_gemm_wgrad.default",
         ]
@@ -136,9 +136,10 @@ class TestGroupedGemm:
         x, w, offsets = _operands(counts, tail=1)
         grad = torch.randn(x.shape[0], w.shape[2], dtype=torch.float64)
         ops = torch.ops.moe_graphs
-        torch.library.opcheck(ops.grouped_gemm.default, (x, w, offsets, True))
-        torch.library.opcheck(ops.grouped_gemm_dgrad.default, (grad, w.detach(), offsets, True))
-        torch.library.opcheck(ops.grouped_gemm_wgrad.default, (x.detach(), grad, offsets))
+        x, w = x.detach(), w.detach()
+        torch.library.opcheck(ops.grouped_gemm_forward.default, (x, w, offsets, True))
+        torch.library.opcheck(ops.grouped_gemm_dgrad.default, (grad, w, offsets, True))
+        torch.library.opcheck(ops.grouped_gemm_wgrad.default, (x, grad, offsets))
 
     def test_arguments_that_do_not_fit_are_named(self):
         x, w, offsets = _operands((3, 3))

@@ -73,7 +73,7 @@ def train_rank(
         generator = torch.Generator().manual_seed(step)
         shape = (2 * microbatches, SEQUENCE + 1)
         tokens = torch.randint(VOCABULARY, shape, generator=generator).to(place)
-        data = (tokens[:, :-1],) if 0 in indices else ()
+        data = (tokens[:, :-1].contiguous(),) if 0 in indices else ()  # torch 2.11 asks for it
         target = tokens[:, 1:] if count - 1 in indices else None
         with graphs.step():
             schedule.step(*data, target=target, losses=losses)
@@ -92,6 +92,25 @@ def train_rank(
     if report.slots:  # as many as the schedule says, which nobody told the graphs
         assert sorted(report.slots) == sorted(from_torch(schedule).slots()[rank].values())
     return trace, report
+
+
+def _nodes_outlive_their_outputs() -> bool:
+    """Whether Python's handle of a custom autograd function keeps the function's node."""
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 2
+
+    node = Double.apply(torch.ones(1, requires_grad=True)).grad_fn
+    try:
+        return node._input_metadata is not None
+    except RuntimeError:
+        return False
 
 
 def _forget_what_was_counted(parts: nn.Module) -> None:
@@ -115,7 +134,8 @@ def compare(rank: int, pp: int, names: tuple[str, ...], device: str, split: bool
         found.append({"name": name, "replayed": report.replayed, "held": held})
         # torch keeps the last sends of a stage: known after the first replayed step.
         assert held <= 2 * pp * len(report.slots), report
-        assert report.eager_calls.keys() <= {"warmup", "output_held"}, report
+        # torch 2.11 runs the stages once under no_grad, to learn shapes.
+        assert report.eager_calls.keys() <= {"warmup", "output_held", "no_grad"}, report
     return found
 
 
@@ -136,6 +156,11 @@ def test_two_ranks(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_ranks_with_weight_gradients_apart(backend):
+    if not _nodes_outlive_their_outputs():
+        pytest.skip(
+            "waits for torch 2.13: before, zero-bubble schedules lose the nodes of Python autograd "
+            "functions between the two parts of a backward, with eager models, too"
+        )
     check(2, backend, SPLIT, split=True)
 
 

@@ -76,9 +76,10 @@ def _triton() -> str:
 
 def _commit(given: str | None) -> str:
     """The commit, with ``+changes`` if tracked files differ from it."""
-    commit = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
-    if not commit:
+    top = _output("git", "-C", str(ROOT), "rev-parse", "--show-toplevel")
+    if not top or Path(top) != ROOT:  # a copy of the tree, perhaps inside of another repository
         return given or UNKNOWN
+    commit = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
     changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
     return f"{commit}+changes" if changed else commit
 

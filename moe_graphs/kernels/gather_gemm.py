@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moe_graphs.kernels import reference
 from moe_graphs.kernels.availability import has_triton
 from moe_graphs.kernels.grouped_gemm import (
     check_operands,
-    dgrad,
     grouped_gemm,
+    grouped_gemm_dgrad,
+    grouped_gemm_wgrad,
     matmul_rows,
     to_autocast,
-    wgrad,
 )
+from moe_graphs.kernels.ops import define_op
 from moe_graphs.kernels.permute import gather_rows, permute, sum_rows
-from moe_graphs.kernels.routing import RowOrder
+from moe_graphs.kernels.routing import RowOrder, pairs_per_token, token_of
 
 
 def gather_gemm(hidden_TD: Tensor, order: RowOrder, w_EDN: Tensor) -> Tensor:
@@ -41,61 +43,57 @@ def gather_gemm(hidden_TD: Tensor, order: RowOrder, w_EDN: Tensor) -> Tensor:
             f"gather_gemm wants an order of whole multiples of {tokens} tokens, got {rows} rows "
             f"for {order.inverse_R.numel()} pairs"
         )
-    return _forward(hidden_TD, order.order_R, order.inverse_R, w_EDN, order.offsets_E)
+    return _GatherGemm.apply(hidden_TD, order.order_R, order.inverse_R, w_EDN, order.offsets_E)
 
 
-@torch.library.custom_op("moe_graphs::gather_gemm", mutates_args=(), device_types="cpu")
-def _forward(
-    hidden_TD: Tensor, order_R: Tensor, inverse_R: Tensor, w_EDN: Tensor, offsets_E: Tensor
+class _GatherGemm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_TD, order_R, inverse_R, w_EDN, offsets_E):
+        needs_hidden, needs_w = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
+        ctx.num_tokens = hidden_TD.shape[0]
+        kept_TD, kept_EDN = hidden_TD if needs_w else None, w_EDN if needs_hidden else None
+        ctx.save_for_backward(kept_TD, order_R, inverse_R, kept_EDN, offsets_E)
+        return gather_gemm_forward(hidden_TD, order_R, w_EDN, offsets_E)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_RN):
+        hidden_TD, order_R, inverse_R, w_EDN, offsets_E = ctx.saved_tensors
+        inverse_TK = inverse_R.view(-1, pairs_per_token(inverse_R.numel(), ctx.num_tokens))
+        grad_hidden = grad_w = None
+        if ctx.needs_input_grad[0]:
+            rows_RD = grouped_gemm_dgrad(grad_RN, w_EDN, offsets_E, False)
+            grad_hidden = sum_rows(rows_RD, inverse_TK)
+        if ctx.needs_input_grad[3]:
+            rows_RD = gather_rows(hidden_TD, inverse_TK, order_R)
+            grad_w = grouped_gemm_wgrad(rows_RD, grad_RN, offsets_E)
+        return grad_hidden, None, None, grad_w, None
+
+
+@define_op()
+def gather_gemm_forward(
+    hidden_TD: Tensor, order_R: Tensor, w_EDN: Tensor, offsets_E: Tensor
 ) -> Tensor:
-    rows_RD = hidden_TD.index_select(0, _token_of(order_R, hidden_TD))
-    return reference.grouped_gemm(rows_RD, w_EDN, offsets_E)
+    return reference.grouped_gemm(_rows(hidden_TD, order_R), w_EDN, offsets_E)
 
 
-@_forward.register_kernel("cuda")
-def _(hidden_TD, order_R, inverse_R, w_EDN, offsets_E):
+@torch.library.impl("moe_graphs::gather_gemm_forward", "cuda")
+def _(hidden_TD, order_R, w_EDN, offsets_E):
     if has_triton():
         from moe_graphs.kernels.gemm_launch import can_gather, matmul_gathered
 
         if can_gather(hidden_TD):
-            hidden_TD, top_k = hidden_TD.contiguous(), _top_k(order_R, hidden_TD)
-            return matmul_gathered(hidden_TD, order_R, top_k, w_EDN.contiguous(), offsets_E)
-    rows_RD = hidden_TD.index_select(0, _token_of(order_R, hidden_TD))
-    return matmul_rows(rows_RD, w_EDN, offsets_E, False)
+            top_k = pairs_per_token(order_R.numel(), hidden_TD.shape[0])
+            w_EDN = w_EDN.contiguous()
+            return matmul_gathered(hidden_TD.contiguous(), order_R, top_k, w_EDN, offsets_E)
+    return matmul_rows(_rows(hidden_TD, order_R), w_EDN, offsets_E, False)
 
 
-@_forward.register_fake
-def _(hidden_TD, order_R, inverse_R, w_EDN, offsets_E):
+@torch.library.register_fake("moe_graphs::gather_gemm_forward")
+def _(hidden_TD, order_R, w_EDN, offsets_E):
     return hidden_TD.new_empty(order_R.shape[0], w_EDN.shape[2])
 
 
-def _save_operands(ctx, inputs, output) -> None:
-    hidden_TD, order_R, inverse_R, w_EDN, offsets_E = inputs
-    needs_hidden, needs_w = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
-    ctx.num_tokens = hidden_TD.shape[0]
-    ctx.save_for_backward(
-        hidden_TD if needs_w else None, order_R, inverse_R, w_EDN if needs_hidden else None,
-        offsets_E,
-    )  # fmt: skip
-
-
-def _backward(ctx, grad_RN: Tensor):
-    hidden_TD, order_R, inverse_R, w_EDN, offsets_E = ctx.saved_tensors
-    inverse_TK = inverse_R.view(ctx.num_tokens, -1) if ctx.num_tokens else inverse_R.view(0, 1)
-    grad_hidden = grad_w = None
-    if ctx.needs_input_grad[0]:
-        grad_hidden = sum_rows(dgrad(grad_RN, w_EDN, offsets_E, False), inverse_TK)
-    if ctx.needs_input_grad[3]:
-        grad_w = wgrad(gather_rows(hidden_TD, inverse_TK, order_R), grad_RN, offsets_E)
-    return grad_hidden, None, None, grad_w, None
-
-
-torch.library.register_autograd("moe_graphs::gather_gemm", _backward, setup_context=_save_operands)
-
-
-def _top_k(order_R: Tensor, hidden_TD: Tensor) -> int:
-    return order_R.numel() // hidden_TD.shape[0] if hidden_TD.shape[0] else 1
-
-
-def _token_of(order_R: Tensor, hidden_TD: Tensor) -> Tensor:
-    return torch.div(order_R, _top_k(order_R, hidden_TD), rounding_mode="floor")
+def _rows(hidden_TD: Tensor, order_R: Tensor) -> Tensor:
+    top_k = pairs_per_token(order_R.numel(), hidden_TD.shape[0])
+    return hidden_TD.index_select(0, token_of(order_R, top_k))

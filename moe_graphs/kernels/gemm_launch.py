@@ -1,4 +1,4 @@
-"""Host side of the grouped GEMM kernels: check, choose a variant, make descriptors, launch.
+"""Host side of the grouped GEMM kernels: check, make descriptors and work lists, launch.
 
 Nothing here reads device memory. What is known on the host (shapes, the number of SMs) binds the
 grid, the buffers and the variant; group sizes stay on the device. So a launch can be captured, and
@@ -7,48 +7,46 @@ its replay is right for any routing.
 R rows, E experts, K and N columns of the operands.
 """
 
-import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
-from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-from triton.tools.ragged_tma import create_ragged_descriptor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_graphs.kernels.gemm_pointer import rows_pointer_kernel, weights_pointer_kernel
 from moe_graphs.kernels.gemm_tma import rows_tma_kernel, weights_tma_kernel
+from moe_graphs.kernels.launching import (
+    cdiv,
+    launch,
+    matrix_descriptor,
+    ragged_descriptor,
+)
 from moe_graphs.kernels.rows_gluon import gathered_rows_gluon_kernel, rows_gluon_kernel
 from moe_graphs.kernels.tiles import (
     MAX_SLOTS,
+    Tail,
     WorkList,
     add_partials_,
+    add_tail_,
     expert_order,
     row_tiles,
     split_limit,
 )
+from moe_graphs.kernels.variants import (
+    GLUON,
+    Variant,
+    choose_rows,
+    choose_weights,
+    row_variant,
+    sm_count,
+    way_to_add,
+    weight_variant,
+    without_wgmma,
+)
 from moe_graphs.kernels.weights_gluon import weights_gluon_kernel
 
-GLUON = ("split", "pingpong", "gather")
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A kernel and its tile: `name` split or pingpong (Gluon), tma (plain Triton), pointer.
-
-    `pieces` column pieces of an output tile go through `buffers` buffers per consumer.
-    """
-
-    name: str
-    block_m: int
-    block_n: int
-    block_k: int
-    stages: int
-    warps: int = 4
-    pieces: int = 1
-    buffers: int = 1
+# From this K on, the last round of row tiles may be cut along it: adding up the parts takes about
+# 10 us, and half a round of 4096 is 25.
+LONG_SUM = 4096
 
 
 @dataclass(frozen=True)
@@ -61,65 +59,7 @@ class Launch:
     options: dict
 
     def run(self) -> None:
-        self.kernel[(self.grid,)](*self.args, **self.options)
-
-
-@functools.cache
-def row_variant(name: str, columns: int) -> Variant:
-    """The tile of a rows kernel: narrow where wide ones would waste a seventh of `columns`."""
-    wide = triton.cdiv(columns, 256) * 256 <= 1.15 * columns
-    variants = {
-        "split": Variant("split", 128, 256, 64, 3) if wide else Variant("split", 128, 128, 64, 5),
-        "pingpong": Variant("pingpong", 64, 256 if wide else 128, 64, 4 if wide else 6),
-        "gather": Variant("gather", 128, 256, 64, 4, pieces=2)
-        if wide
-        else Variant("gather", 128, 128, 64, 5),
-        "tma": Variant("tma", 128, 256 if wide else 128, 64, 3, warps=8),
-        "pointer": Variant("pointer", 64, 128, 32, 3, warps=4),
-    }
-    return _named(variants, name)
-
-
-@functools.cache
-def weight_variant(name: str, columns: int, out_dtype: torch.dtype) -> Variant:
-    """The tile of a weight-gradient kernel; fp32 output tiles are stored in pieces to fit."""
-    wide = triton.cdiv(columns, 256) * 256 <= 1.15 * columns
-    long = out_dtype == torch.float32
-    variants = {
-        "split": Variant("split", 128, 256, 64, 3),
-        "pingpong": Variant("pingpong", 128, 128, 64, 5),
-        "tma": Variant("tma", 128, 256, 64, 3, warps=8, pieces=2 if long else 1),
-        "pointer": Variant("pointer", 64, 128, 32, 3, warps=4),
-    }
-    if long:
-        variants["split"] = Variant("split", 128, 256, 64, 3, pieces=4, buffers=2)
-        variants["pingpong"] = Variant("pingpong", 128, 128, 64, 5, pieces=4, buffers=2)
-    if not wide:
-        variants["split"] = Variant("split", 128, 128, 64, 4, pieces=2 if long else 1)
-        variants["tma"] = replace(variants["tma"], block_n=128)
-    return _named(variants, name)
-
-
-def _named(variants: dict[str, Variant], name: str) -> Variant:
-    if name not in variants:
-        raise ValueError(f"variant {name!r}: accepted are {', '.join(variants)}")
-    return variants[name]
-
-
-def choose_rows(device: torch.device, rows: int, experts: int) -> str:
-    """The variant for these static averages. Measured on H200, see rows_gluon."""
-    return _without_wgmma(device) or ("pingpong" if rows < 400 * experts else "split")
-
-
-def choose_weights(device: torch.device, out_dtype: torch.dtype) -> str:
-    """The variant for this output. Measured on H200, see weights_gluon."""
-    return _without_wgmma(device) or ("pingpong" if out_dtype == torch.float32 else "split")
-
-
-def _without_wgmma(device: torch.device) -> str | None:
-    """The variant for a GPU that is not a Hopper: WGMMA, which Gluon variants need, is Hopper's."""
-    major = torch.cuda.get_device_capability(device)[0]
-    return None if major == 9 else ("pointer" if major < 9 else "tma")
+        launch(self.kernel, (self.grid,), self.args, **self.options)
 
 
 def matmul_rows(
@@ -145,18 +85,40 @@ def matmul_rows(
     columns = w_EKN.shape[1 if transposed else 2]
     if out is None:
         out = x_RK.new_empty(rows, columns)
+    _check_memory("out", out)
     if rows == 0:
         return out
     if variant is None:
         variant = row_variant(choose_rows(x_RK.device, rows, experts), columns)
-    work = row_tiles(offsets_E, rows, variant.block_m)
-    rows_launch(variant, x_RK, w_EKN, out, work, transposed, sm_count(x_RK.device)).run()
+    _run_rows(variant, x_RK, w_EKN, out, offsets_E, transposed)
     return out
+
+
+def _run_rows(
+    variant: Variant,
+    x_RK: torch.Tensor,
+    w: torch.Tensor,
+    out_RN: torch.Tensor,
+    offsets_E: torch.Tensor,
+    transposed: bool,
+) -> None:
+    """Work list, product, and the sum of the tiles that were cut along K."""
+    v, grid = variant, sm_count(x_RK.device)
+    (rows, K), N = x_RK.shape, out_RN.shape[1]
+    tail, partials = None, None
+    if v.name == "split" and K >= LONG_SUM:
+        tail = Tail(cdiv(N, v.block_n), cdiv(K, v.block_k), grid)
+        shape = (grid, v.block_m, v.block_n)
+        partials = torch.empty(shape, dtype=torch.float32, device=x_RK.device)
+    work = row_tiles(offsets_E, rows, v.block_m, tail)
+    rows_launch(v, x_RK, w, out_RN, work, transposed, grid, partials).run()
+    if tail is not None:
+        add_tail_(out_RN, partials, work, tail)
 
 
 def can_gather(x: torch.Tensor) -> bool:
     """Whether `matmul_gathered` takes these tokens: a Hopper GPU, and a width it copies whole."""
-    return _without_wgmma(x.device) is None and x.shape[1] % 64 == 0
+    return without_wgmma(x.device) is None and x.shape[1] % 64 == 0
 
 
 def matmul_gathered(
@@ -177,6 +139,7 @@ def matmul_gathered(
     rows, columns = order_R.numel(), w_EKN.shape[2]
     if out is None:
         out = x_TK.new_empty(rows, columns)
+    _check_memory("out", out)
     if rows == 0:
         return out
     v, grid = row_variant("gather", columns), sm_count(x_TK.device)
@@ -198,8 +161,8 @@ def gathered_launch(
     """The launch of the gathered rows kernel over `work`."""
     v, (_, K, N) = variant, w_EKN.shape
     args = (
-        x_TK, order_R, top_k, _matrix_descriptor(v, w_EKN, [v.block_k, v.block_n]),
-        _ragged_descriptor(v, out_RN, [v.block_m // 2, v.block_n // v.pieces]),
+        x_TK, order_R, top_k, matrix_descriptor(w_EKN, (v.block_k, v.block_n), gluon=True),
+        ragged_descriptor(out_RN, (v.block_m // 2, v.block_n // v.pieces), gluon=True),
         work.records, work.count, N, K,
     )  # fmt: skip
     tile = {"BLOCK_M": v.block_m, "BLOCK_N": v.block_n, "BLOCK_K": v.block_k, "GRID": grid}
@@ -232,6 +195,7 @@ def matmul_weights(
     if out is None:
         out = torch.empty(shape, dtype=out_dtype or x_RK.dtype, device=x_RK.device)
     _check_equal("out", tuple(out.shape), "(E, K, N)", shape)
+    _check_memory("out", out)
     if rows == 0:
         return out if accumulate else out.zero_()
     if variant is None:
@@ -253,7 +217,7 @@ def _run_weights(
     grid, (_, K, N) = sm_count(x_RK.device), out.shape
     limit, partials = 0, None
     if variant.name in GLUON:
-        tiles = triton.cdiv(K, variant.block_m) * triton.cdiv(N, variant.block_n)
+        tiles = cdiv(K, variant.block_m) * cdiv(N, variant.block_n)
         limit = split_limit(x_RK.shape[0], tiles, grid)
     work = expert_order(offsets_E, skip_empty=accumulate, limit=limit)
     if limit:
@@ -264,11 +228,6 @@ def _run_weights(
         add_partials_(out, partials, work, accumulate)
 
 
-@functools.cache
-def sm_count(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def rows_launch(
     variant: Variant,
     x_RK: torch.Tensor,
@@ -277,8 +236,12 @@ def rows_launch(
     work: WorkList,
     transposed: bool,
     grid: int,
+    partials: torch.Tensor | None = None,
 ) -> Launch:
-    """The launch of a rows kernel over `work`, whose row tiles must have `variant.block_m` rows."""
+    """The launch of a rows kernel over `work`, whose row tiles must have `variant.block_m` rows.
+
+    `partials` fp32 [grid, BLOCK_M, BLOCK_N] takes what `work` cuts along K; split only.
+    """
     v = variant
     K, N = x_RK.shape[1], out_RN.shape[1]
     tile = {"TRANSPOSED": transposed, "BLOCK_M": v.block_m, "BLOCK_N": v.block_n}
@@ -286,19 +249,18 @@ def rows_launch(
     if v.name == "pointer":
         operands, kernel, extra = (x_RK, w, out_RN), rows_pointer_kernel, {"num_stages": v.stages}
     else:
-        box = [v.block_n, v.block_k] if transposed else [v.block_k, v.block_n]
-        out_rows = v.block_m // 2 if v.name == "split" else v.block_m
+        box = (v.block_n, v.block_k) if transposed else (v.block_k, v.block_n)
+        out_rows, gluon = v.block_m // 2 if v.name == "split" else v.block_m, v.name in GLUON
         operands = (
-            _ragged_descriptor(v, x_RK, [v.block_m, v.block_k]),
-            _matrix_descriptor(v, w, box),
-            _ragged_descriptor(v, out_RN, [out_rows, v.block_n]),
+            ragged_descriptor(x_RK, (v.block_m, v.block_k), gluon=gluon),
+            matrix_descriptor(w, box, gluon=gluon),
+            ragged_descriptor(out_RN, (out_rows, v.block_n), gluon=gluon),
         )
         kernel, extra = rows_tma_kernel, {"num_stages": v.stages}
-        if v.name in GLUON:
-            kernel, extra = (
-                rows_gluon_kernel,
-                {"STAGES": v.stages, "PINGPONG": v.name == "pingpong"},
-            )
+        if gluon:
+            kernel, extra = rows_gluon_kernel, {"STAGES": v.stages}
+            extra |= {"PINGPONG": v.name == "pingpong", "SPLITS": partials is not None}
+            operands = (*operands, out_RN if partials is None else partials)
     return Launch(kernel, grid, (*operands, work.records, work.count, N, K), tile | extra)
 
 
@@ -324,51 +286,20 @@ def weights_launch(
         operands, kernel = (x_RK, dy_RN, dw_EKN), weights_pointer_kernel
         extra = {"num_stages": v.stages}
     else:
-        out_rows = v.block_m // 2 if v.name == "split" else v.block_m
+        out_rows, gluon = v.block_m // 2 if v.name == "split" else v.block_m, v.name in GLUON
         operands = (
-            _ragged_descriptor(v, x_RK, [v.block_k, v.block_m]),
-            _ragged_descriptor(v, dy_RN, [v.block_k, v.block_n]),
-            _matrix_descriptor(v, dw_EKN, [out_rows, v.block_n // v.pieces]),
+            ragged_descriptor(x_RK, (v.block_k, v.block_m), gluon=gluon),
+            ragged_descriptor(dy_RN, (v.block_k, v.block_n), gluon=gluon),
+            matrix_descriptor(dw_EKN, (out_rows, v.block_n // v.pieces), gluon=gluon),
         )
         kernel, extra = weights_tma_kernel, {"num_stages": v.stages, "PIECES": v.pieces}
-        if v.name in GLUON:
+        if gluon:
             kernel = weights_gluon_kernel
-            operands = (*operands, dw_EKN if partials is None else partials)
+            operands = (*operands, dw_EKN, dw_EKN if partials is None else partials)
             extra = {"STAGES": v.stages, "PIECES": v.pieces, "BUFFERS": v.buffers}
             extra |= {"PINGPONG": v.name == "pingpong", "SPLITS": partials is not None}
-            tile["ADD"] = _way_to_add(x_RK.shape[0], dw_EKN.shape[0]) if accumulate else ""
+            tile["ADD"] = way_to_add(x_RK.shape[0], dw_EKN.shape[0]) if accumulate else ""
     return Launch(kernel, grid, (*operands, work.records, work.count, M, N), tile | extra)
-
-
-def _way_to_add(rows: int, experts: int) -> str:
-    """See gluon_parts.store_weights. The L2 adds slowly, but beside long products that is hidden.
-
-    Measured on H200 (2026-11-21), TFLOP/s reduce / fetch: 274 / 342 at 512 rows per expert,
-    541 / 470 at 1024.
-    """
-    return "reduce" if rows >= 800 * experts else "fetch"
-
-
-@functools.cache
-def _layout(element_size: int, rank: int) -> NVMMASharedLayout:
-    return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * element_size, rank=rank)
-
-
-def _ragged_descriptor(variant: Variant, rows: torch.Tensor, box: list[int]) -> Any:
-    """A descriptor of [rows, columns] whose loads and stores stop at a group's end."""
-    desc = create_ragged_descriptor(rows, box)
-    if variant.name not in GLUON:
-        return desc
-    return GluonDescriptor(
-        rows, desc.shape, desc.strides, desc.block_shape, _layout(rows.element_size(), 4)
-    )
-
-
-def _matrix_descriptor(variant: Variant, matrices: torch.Tensor, box: list[int]) -> Any:
-    """A descriptor of [E, rows, columns] with a box inside one matrix."""
-    if variant.name not in GLUON:
-        return TensorDescriptor.from_tensor(matrices, [1, *box])
-    return GluonDescriptor.from_tensor(matrices, [1, *box], _layout(matrices.element_size(), 3))
 
 
 def _check_operands(offsets_E: torch.Tensor, **operands: torch.Tensor) -> None:
@@ -378,12 +309,7 @@ def _check_operands(offsets_E: torch.Tensor, **operands: torch.Tensor) -> None:
         given = ", ".join(f"{name} {t.dtype}" for name, t in operands.items())
         raise ValueError(f"operands: got {given}; accepted: all bfloat16 or all float16")
     for name, t in operands.items():
-        if not t.is_contiguous():
-            raise ValueError(
-                f"{name}: strides {t.stride()} of {tuple(t.shape)}; must be contiguous"
-            )
-        if any(size % 8 for size in t.shape[1:]):
-            raise ValueError(f"{name}: shape {tuple(t.shape)}; columns must be multiples of 8")
+        _check_memory(name, t)
     first = next(iter(operands.values()))
     if offsets_E.device != first.device:
         raise ValueError(
@@ -396,6 +322,18 @@ def _check_operands(offsets_E: torch.Tensor, **operands: torch.Tensor) -> None:
         )
     if not 1 <= offsets_E.numel() <= 1024:
         raise ValueError(f"offsets: {offsets_E.numel()} experts; accepted: 1 to 1024")
+
+
+def _check_memory(name: str, t: torch.Tensor) -> None:
+    if not t.is_contiguous():
+        raise ValueError(f"{name}: strides {t.stride()} of {tuple(t.shape)}; must be contiguous")
+    if any(size % 8 for size in t.shape[1:]):
+        raise ValueError(f"{name}: shape {tuple(t.shape)}; columns must be multiples of 8")
+    if t.data_ptr() % 16:
+        raise ValueError(
+            f"{name}: begins at an address that 16 bytes do not divide, as a view into the middle "
+            f"of a tensor may; clone it"
+        )
 
 
 def _check_equal(name: str, given: Any, meaning: str, expected: Any) -> None:

@@ -10,7 +10,7 @@ All matrices are contiguous. Row offsets are 64-bit: R * K may exceed 2^31.
 import triton
 import triton.language as tl
 
-from moe_graphs.kernels.gemm_tma import _place
+from moe_graphs.kernels.tiles import place
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def rows_pointer_kernel(
         record = records_ptr + (tile // tiles_n) * 8
         e = tl.load(record).to(tl.int64)
         end = tl.load(record + 4)
-        tile_m, tile_n = _place(tile - tl.load(record + 1) * tiles_n, tl.load(record + 2), tiles_n)
+        tile_m, tile_n = place(tile - tl.load(record + 1) * tiles_n, tl.load(record + 2), tiles_n)
         rows = tl.load(record + 3) + tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         live_m = (rows < end)[:, None]
@@ -58,7 +58,7 @@ def weights_pointer_kernel(
         e = tl.load(record).to(tl.int64)
         start = tl.load(record + 1)
         end = tl.load(record + 2)
-        tile_m, tile_n = _place(tile % per_expert, tiles_m, tiles_n)
+        tile_m, tile_n = place(tile % per_expert, tiles_m, tiles_n)
         ms = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         ns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)

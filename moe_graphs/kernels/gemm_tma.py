@@ -14,20 +14,7 @@ import triton
 import triton.language as tl
 from triton.tools.ragged_tma import load_ragged, store_ragged
 
-# Row tiles of one expert are walked in bands of this many: see gluon_parts.BAND.
-BAND = tl.constexpr(8)
-
-
-@triton.jit
-def _place(local, tiles_m, tiles_n):
-    """Number of a tile inside its expert -> row tile and column tile."""
-    width = BAND * tiles_n
-    band = local // width
-    first_m = band * BAND
-    height = tl.minimum(tiles_m - first_m, BAND)
-    rest = local - band * width
-    column = rest // height
-    return first_m + rest - column * height, column
+from moe_graphs.kernels.tiles import place
 
 
 @triton.jit
@@ -43,7 +30,7 @@ def rows_tma_kernel(
         e = tl.load(record)
         start = tl.load(record + 3)
         end = tl.load(record + 4)
-        tile_m, tile_n = _place(tile - tl.load(record + 1) * tiles_n, tl.load(record + 2), tiles_n)
+        tile_m, tile_n = place(tile - tl.load(record + 1) * tiles_n, tl.load(record + 2), tiles_n)
         row = tile_m * BLOCK_M
         column = tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -82,7 +69,7 @@ def weights_tma_kernel(
         e = tl.load(record)
         start = tl.load(record + 1)
         end = tl.load(record + 2)
-        tile_m, tile_n = _place(tile % per_expert, tiles_m, tiles_n)
+        tile_m, tile_n = place(tile % per_expert, tiles_m, tiles_n)
         row = tile_m * BLOCK_M
         column = tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)

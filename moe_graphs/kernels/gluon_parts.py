@@ -202,11 +202,16 @@ def rounds_of(total, GRID: gl.constexpr):
 
 
 @gluon.jit
-def tile_of(round, rounds, first, GRID: gl.constexpr):
-    """This CTA's tile in a round. Tiles are dealt in boustrophedon, since they get shorter.
+def tile_of(round, GRID: gl.constexpr):
+    """This CTA's tile in a round. Tiles are dealt in boustrophedon, since they get shorter."""
+    return round * GRID + gl.where((round & 1) == 1, GRID - 1 - gl.program_id(0), gl.program_id(0))
 
-    It begins with its round number `first` and comes back to the rounds left out.
-    """
-    turn = round + first
-    turn = gl.where(turn >= rounds, turn - rounds, turn)
-    return turn * GRID + gl.where((turn & 1) == 1, GRID - 1 - gl.program_id(0), gl.program_id(0))
+
+@gluon.jit
+def zero_chunk(out_ptr, chunk, e, size, CHUNK: gl.constexpr):
+    """Zeros chunk number `chunk` of matrix `e`, of `size` numbers. One warp, plain stores."""
+    WIDTH: gl.constexpr = 128 // out_ptr.dtype.element_ty.primitive_bitwidth
+    layout: gl.constexpr = gl.BlockedLayout([WIDTH], [32], [1], [0])
+    at = chunk * CHUNK + gl.arange(0, CHUNK, layout=layout)
+    zero = gl.zeros([CHUNK], out_ptr.dtype.element_ty, layout=layout)
+    gl.store(out_ptr + e.to(gl.int64) * size + at, zero, mask=at < size)

@@ -1,7 +1,7 @@
 """Grouped GEMM: one matrix product per expert over expert-sorted rows, sizes on the device.
 
-Custom ops for forward, dgrad and wgrad, so that a recorder sees each as one call with static
-shapes. On CUDA they are the Triton kernels of ``gemm_launch``, which read the offsets on the device
+Forward, dgrad and wgrad are torch ops, so that a recorder sees each as one call with static shapes.
+On CUDA they are the Triton kernels of ``gemm_launch``, which read the offsets on the device
 (without Triton, ``torch._grouped_mm``); on the CPU they are the reference, which loops over the
 experts with host sizes inside the op.
 
@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moe_graphs.kernels import reference
 from moe_graphs.kernels.availability import has_triton
+from moe_graphs.kernels.ops import define_op
 
 
 def grouped_gemm(
@@ -49,7 +51,7 @@ def grouped_gemm(
             f"main_grad wants float32 {tuple(w_EKN.shape)} like w, got {main_grad_EKN.dtype} "
             f"{tuple(main_grad_EKN.shape)}"
         )
-    return _forward(x_RK, w_EKN, offsets_E, zero_tail, main_grad_EKN)
+    return _GroupedGemm.apply(x_RK, w_EKN, offsets_E, zero_tail, main_grad_EKN)
 
 
 def to_autocast(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,41 +62,66 @@ def to_autocast(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return x, w
 
 
-@torch.library.custom_op("moe_graphs::grouped_gemm", mutates_args=(), device_types="cpu")
-def _forward(
-    x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool, main_grad: Tensor | None = None
-) -> Tensor:
+class _GroupedGemm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_RK, w_EKN, offsets_E, zero_tail, main_grad):
+        needs_x, needs_w = ctx.needs_input_grad[:2]
+        # Rows are kept only for the weights' gradient and the other way round.
+        ctx.save_for_backward(x_RK if needs_w else None, w_EKN if needs_x else None, offsets_E)
+        # The buffer changes between microbatches: kept as it is, outside autograd's version check.
+        ctx.zero_tail, ctx.main_grad = zero_tail, main_grad
+        return grouped_gemm_forward(x_RK, w_EKN, offsets_E, zero_tail)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_RN):
+        x_RK, w_EKN, offsets_E = ctx.saved_tensors
+        grad_x = grad_w = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grouped_gemm_dgrad(grad_RN, w_EKN, offsets_E, ctx.zero_tail)
+        if ctx.needs_input_grad[1]:
+            if ctx.main_grad is None:
+                grad_w = grouped_gemm_wgrad(x_RK, grad_RN, offsets_E)
+            else:
+                grouped_gemm_wgrad_add(x_RK, grad_RN, offsets_E, ctx.main_grad)
+        return grad_x, grad_w, None, None, None
+
+
+@define_op()
+def grouped_gemm_forward(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool) -> Tensor:
     return reference.grouped_gemm(x_RK, w_EKN, offsets_E)
 
 
-@torch.library.custom_op("moe_graphs::grouped_gemm_dgrad", mutates_args=(), device_types="cpu")
-def dgrad(grad_RN: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool) -> Tensor:
+@define_op()
+def grouped_gemm_dgrad(
+    grad_RN: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool
+) -> Tensor:
     return reference.grouped_gemm_dgrad(grad_RN, w_EKN, offsets_E)
 
 
-@torch.library.custom_op("moe_graphs::grouped_gemm_wgrad", mutates_args=(), device_types="cpu")
-def wgrad(x_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
+@define_op()
+def grouped_gemm_wgrad(x_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
     return reference.grouped_gemm_wgrad(x_RK, grad_RN, offsets_E)
 
 
-@torch.library.custom_op(
-    "moe_graphs::grouped_gemm_wgrad_add", mutates_args=("out_EKN",), device_types="cpu"
-)
-def _wgrad_add(x_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor, out_EKN: Tensor) -> None:
+@define_op(mutates_args=("out_EKN",))
+def grouped_gemm_wgrad_add(
+    x_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor, out_EKN: Tensor
+) -> None:
     out_EKN.add_(reference.grouped_gemm_wgrad(x_RK.float(), grad_RN.float(), offsets_E))
 
 
-@_forward.register_kernel("cuda")
-def _(x_RK, w_EKN, offsets_E, zero_tail, main_grad=None):
+@torch.library.impl("moe_graphs::grouped_gemm_forward", "cuda")
+def _(x_RK, w_EKN, offsets_E, zero_tail):
     return matmul_rows(x_RK, w_EKN, offsets_E, zero_tail)
 
 
-@dgrad.register_kernel("cuda")
+@torch.library.impl("moe_graphs::grouped_gemm_dgrad", "cuda")
 def _(grad_RN, w_EKN, offsets_E, zero_tail):
     return matmul_rows(grad_RN, w_EKN.transpose(1, 2), offsets_E, zero_tail)
 
 
-@_wgrad_add.register_kernel("cuda")
+@torch.library.impl("moe_graphs::grouped_gemm_wgrad_add", "cuda")
 def _(x_RK, grad_RN, offsets_E, out_EKN):
     if not has_triton():
         out_EKN.add_(torch._grouped_mm(x_RK.t(), grad_RN.contiguous(), offs=offsets_E))
@@ -105,8 +132,8 @@ def _(x_RK, grad_RN, offsets_E, out_EKN):
     matmul_weights(x_RK, grad_RN, offsets_E, out=out_EKN, accumulate=True)
 
 
-@wgrad.register_kernel("cuda")
-def _(x_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
+@torch.library.impl("moe_graphs::grouped_gemm_wgrad", "cuda")
+def _(x_RK, grad_RN, offsets_E):
     if has_triton():
         from moe_graphs.kernels.gemm_launch import matmul_weights
 
@@ -143,43 +170,24 @@ def _grouped_mm(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool)
     return out_RN
 
 
-@_forward.register_fake
-def _(x_RK, w_EKN, offsets_E, zero_tail, main_grad=None):
+@torch.library.register_fake("moe_graphs::grouped_gemm_forward")
+def _(x_RK, w_EKN, offsets_E, zero_tail):
     return x_RK.new_empty(x_RK.shape[0], w_EKN.shape[2])
 
 
-@dgrad.register_fake
-def _(grad_RN: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool) -> Tensor:
+@torch.library.register_fake("moe_graphs::grouped_gemm_dgrad")
+def _(grad_RN, w_EKN, offsets_E, zero_tail):
     return grad_RN.new_empty(grad_RN.shape[0], w_EKN.shape[1])
 
 
-@wgrad.register_fake
-def _(x_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
+@torch.library.register_fake("moe_graphs::grouped_gemm_wgrad")
+def _(x_RK, grad_RN, offsets_E):
     return x_RK.new_empty(offsets_E.shape[0], x_RK.shape[1], grad_RN.shape[1])
 
 
-def _save_operands(ctx, inputs, output) -> None:
-    # The buffer changes between microbatches: kept as it is, outside autograd's version check.
-    x_RK, w_EKN, offsets_E, ctx.zero_tail, ctx.main_grad = inputs
-    needs_x, needs_w = ctx.needs_input_grad[:2]
-    # Rows are kept only for the weights' gradient and the other way round.
-    ctx.save_for_backward(x_RK if needs_w else None, w_EKN if needs_x else None, offsets_E)
-
-
-def _backward(ctx, grad_RN: Tensor):
-    x_RK, w_EKN, offsets_E = ctx.saved_tensors
-    grad_x = grad_w = None
-    if ctx.needs_input_grad[0]:
-        grad_x = dgrad(grad_RN, w_EKN, offsets_E, ctx.zero_tail)
-    if ctx.needs_input_grad[1]:
-        if ctx.main_grad is None:
-            grad_w = wgrad(x_RK, grad_RN, offsets_E)
-        else:
-            _wgrad_add(x_RK, grad_RN, offsets_E, ctx.main_grad)
-    return grad_x, grad_w, None, None, None
-
-
-torch.library.register_autograd("moe_graphs::grouped_gemm", _backward, setup_context=_save_operands)
+@torch.library.register_fake("moe_graphs::grouped_gemm_wgrad_add")
+def _(x_RK, grad_RN, offsets_E, out_EKN):
+    return None
 
 
 def check_operands(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_graphs.kernels.availability import has_kernel
 from moe_graphs.kernels.reference import accumulation_dtype
-from moe_graphs.kernels.routing import RowOrder
+from moe_graphs.kernels.routing import RowOrder, pairs_per_token, token_of
 
 
 def permute(hidden_TD: Tensor, order: RowOrder) -> Tensor:
@@ -50,7 +50,7 @@ def gather_rows(hidden_TD: Tensor, inverse_TK: Tensor, order_R: Tensor) -> Tenso
     """Each token in its K rows, without gaps; not differentiable."""
     if has_kernel(hidden_TD):
         return _spread(hidden_TD, inverse_TK, None, order_R, False)
-    return _gather(hidden_TD, _token_of(order_R, inverse_TK.shape[1]), order_R, False)
+    return _gather(hidden_TD, token_of(order_R, inverse_TK.shape[1]), order_R, False)
 
 
 class _Permute(torch.autograd.Function):
@@ -58,15 +58,16 @@ class _Permute(torch.autograd.Function):
     def forward(ctx, hidden_TD, order_R, inverse_R, has_gaps):
         ctx.save_for_backward(inverse_R)
         ctx.num_tokens, ctx.has_gaps = hidden_TD.shape[0], has_gaps
-        top_k = _top_k(inverse_R, hidden_TD.shape[0])
+        top_k = pairs_per_token(inverse_R.numel(), hidden_TD.shape[0])
         if has_kernel(hidden_TD):
             return _spread(hidden_TD, inverse_R.view(-1, top_k), None, order_R, has_gaps)
-        return _gather(hidden_TD, _token_of(order_R, top_k), order_R, has_gaps)
+        return _gather(hidden_TD, token_of(order_R, top_k), order_R, has_gaps)
 
     @staticmethod
     def backward(ctx, grad_RD):
         (inverse_R,) = ctx.saved_tensors
-        inverse_TK = inverse_R.view(ctx.num_tokens, _top_k(inverse_R, ctx.num_tokens))
+        top_k = pairs_per_token(inverse_R.numel(), ctx.num_tokens)
+        inverse_TK = inverse_R.view(ctx.num_tokens, top_k)
         return _gather_sum(grad_RD, inverse_TK, None, ctx.has_gaps), None, None, None
 
 
@@ -85,7 +86,7 @@ class _Unpermute(torch.autograd.Function):
             inverse_TK = inverse_R.view_as(weights_TK)
             grad_rows = _spread(grad_TD, inverse_TK, weights_TK, order_R, ctx.has_gaps)
         elif ctx.needs_input_grad[0]:
-            token_R = _token_of(order_R, weights_TK.shape[1])
+            token_R = token_of(order_R, weights_TK.shape[1])
             grad_rows = _gather(grad_TD, token_R, order_R, ctx.has_gaps)
             # In place, the product is taken in fp32 and rounded once, without an fp32 [R, D].
             weights_R1 = _gather(weights_TK.reshape(-1, 1), order_R, order_R, ctx.has_gaps)
@@ -103,7 +104,7 @@ def _spread(
     """Every token's vector, times its weights, in its K rows: one kernel."""
     from moe_graphs.kernels import permute_triton
 
-    return permute_triton.spread(source_TD, inverse_TK, weights_TK, order_R.numel(), gaps)
+    return permute_triton.spread_rows(source_TD, inverse_TK, weights_TK, order_R.numel(), gaps)
 
 
 def _gather(source: Tensor, index_R: Tensor, mark_R: Tensor, has_gaps: bool) -> Tensor:
@@ -121,7 +122,7 @@ def _gather_sum(
     if has_kernel(rows_RD):
         from moe_graphs.kernels import permute_triton
 
-        return permute_triton.collect(rows_RD, inverse_TK, weights_TK)
+        return permute_triton.collect_rows(rows_RD, inverse_TK, weights_TK)
     if weights_TK is None and inverse_TK.shape[1] == 1:
         return _gather(rows_RD, inverse_TK[:, 0], inverse_TK[:, 0], has_gaps)
     dtype = accumulation_dtype(rows_RD)
@@ -140,18 +141,10 @@ def _gather_dot(rows_RD: Tensor, grad_TD: Tensor, inverse_TK: Tensor, has_gaps: 
     if has_kernel(rows_RD):
         from moe_graphs.kernels import permute_triton
 
-        return permute_triton.dot(rows_RD, inverse_TK, grad_TD, torch.float32)
+        return permute_triton.dot_rows(rows_RD, inverse_TK, grad_TD, torch.float32)
     grad_TD = grad_TD.to(accumulation_dtype(grad_TD))
     dots = []
     for index_T in inverse_TK.t().contiguous():
         rows_TD = _gather(rows_RD, index_T, index_T, has_gaps)
         dots.append((grad_TD * rows_TD).sum(1))
     return torch.stack(dots, 1)
-
-
-def _token_of(order_R: Tensor, top_k: int) -> Tensor:
-    return torch.div(order_R, top_k, rounding_mode="floor")
-
-
-def _top_k(inverse_R: Tensor, num_tokens: int) -> int:
-    return inverse_R.numel() // num_tokens if num_tokens else 1

@@ -16,6 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_graphs.kernels.launching import launch, next_power_of_2
+from moe_graphs.kernels.ops import define_op
+
 
 @triton.jit
 def spread_kernel(
@@ -76,8 +79,8 @@ def dot_kernel(
     tl.store(out_ptr + token * K + slot, total.to(out_ptr.dtype.element_ty), mask=slot < K)
 
 
-@torch.library.custom_op("moe_graphs::spread_rows", mutates_args=())
-def spread(
+@define_op(device="default")
+def spread_rows(
     source_TD: torch.Tensor,
     inverse_TK: torch.Tensor,
     weights_TK: torch.Tensor | None,
@@ -89,55 +92,55 @@ def spread(
     make = source_TD.new_zeros if has_gaps else source_TD.new_empty
     rows_RD = make((num_rows, D))
     if tokens and D:
-        spread_kernel[(tokens,)](
-            source_TD.contiguous(), inverse_TK.contiguous(), _or(weights_TK, source_TD), rows_RD,
-            D, WEIGHTED=weights_TK is not None, **_tile(inverse_TK, D),
-        )  # fmt: skip
+        source_TD, inverse_TK = source_TD.contiguous(), inverse_TK.contiguous()
+        args = (source_TD, inverse_TK, _or(weights_TK, source_TD), rows_RD, D)
+        tile = _tile(inverse_TK, D)
+        launch(spread_kernel, (tokens,), args, WEIGHTED=weights_TK is not None, **tile)
     return rows_RD
 
 
-@torch.library.custom_op("moe_graphs::collect_rows", mutates_args=())
-def collect(
+@define_op(device="default")
+def collect_rows(
     rows_RD: torch.Tensor, inverse_TK: torch.Tensor, weights_TK: torch.Tensor | None
 ) -> torch.Tensor:
     """`out_TD`: the weighted sum of every token's K rows, in the dtype of the rows."""
     tokens, D = inverse_TK.shape[0], rows_RD.shape[1]
     out_TD = rows_RD.new_empty((tokens, D))
     if tokens and D:
-        collect_kernel[(tokens,)](
-            rows_RD.contiguous(), inverse_TK.contiguous(), _or(weights_TK, rows_RD), out_TD,
-            D, WEIGHTED=weights_TK is not None, **_tile(inverse_TK, D),
-        )  # fmt: skip
+        rows_RD, inverse_TK = rows_RD.contiguous(), inverse_TK.contiguous()
+        args = (rows_RD, inverse_TK, _or(weights_TK, rows_RD), out_TD, D)
+        tile = _tile(inverse_TK, D)
+        launch(collect_kernel, (tokens,), args, WEIGHTED=weights_TK is not None, **tile)
     return out_TD
 
 
-@torch.library.custom_op("moe_graphs::dot_rows", mutates_args=())
-def dot(
+@define_op(device="default")
+def dot_rows(
     rows_RD: torch.Tensor, inverse_TK: torch.Tensor, other_TD: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """`out_TK`: the inner products of every token's K rows with its vector, in fp32, as `dtype`."""
     (tokens, K), D = inverse_TK.shape, rows_RD.shape[1]
     out_TK = torch.zeros((tokens, K), dtype=dtype, device=rows_RD.device)
     if tokens and D:
-        tile = _tile(inverse_TK, D) | {"K_LANES": triton.next_power_of_2(K)}
+        tile = _tile(inverse_TK, D) | {"K_LANES": next_power_of_2(K)}
         tile["BLOCK_D"] = min(tile["BLOCK_D"], max(128, 4096 // tile["K_LANES"]))
-        dot_kernel[(tokens,)](
-            rows_RD.contiguous(), inverse_TK.contiguous(), other_TD.contiguous(), out_TK, D, **tile
-        )
+        rows_RD, inverse_TK = rows_RD.contiguous(), inverse_TK.contiguous()
+        args = (rows_RD, inverse_TK, other_TD.contiguous(), out_TK, D)
+        launch(dot_kernel, (tokens,), args, **tile)
     return out_TK
 
 
-@spread.register_fake
+@torch.library.register_fake("moe_graphs::spread_rows")
 def _(source_TD, inverse_TK, weights_TK, num_rows, has_gaps):
     return source_TD.new_empty((num_rows, source_TD.shape[1]))
 
 
-@collect.register_fake
+@torch.library.register_fake("moe_graphs::collect_rows")
 def _(rows_RD, inverse_TK, weights_TK):
     return rows_RD.new_empty((inverse_TK.shape[0], rows_RD.shape[1]))
 
 
-@dot.register_fake
+@torch.library.register_fake("moe_graphs::dot_rows")
 def _(rows_RD, inverse_TK, other_TD, dtype):
     return rows_RD.new_empty(inverse_TK.shape, dtype=dtype)
 
@@ -148,5 +151,5 @@ def _or(weights_TK: torch.Tensor | None, anything: torch.Tensor) -> torch.Tensor
 
 
 def _tile(inverse_TK: torch.Tensor, D: int) -> dict:
-    block = min(2048, triton.next_power_of_2(D))
+    block = min(2048, next_power_of_2(D))
     return {"K": inverse_TK.shape[1], "BLOCK_D": block, "num_warps": 4 if block > 512 else 2}

@@ -67,3 +67,13 @@ def counting_pays(pairs: int, num_experts: int) -> bool:
     34 / 47 (512), 2^18 pairs 45 / 50 and 63 / 54, 2^19 pairs 68 / 59 (8 experts).
     """
     return num_experts <= 1024 and pairs * max(num_experts, 256) <= 10**8
+
+
+def pairs_per_token(pairs: int, tokens: int) -> int:
+    """Top-k, as the shapes tell; 1 where there are no tokens."""
+    return pairs // tokens if tokens else 1
+
+
+def token_of(order_R: Tensor, top_k: int) -> Tensor:
+    """The token of each row."""
+    return torch.div(order_R, top_k, rounding_mode="floor")

@@ -22,6 +22,9 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2
+from moe_graphs.kernels.ops import define_op
+
 BLOCK = 128  # pairs of a program: it compares each with each
 
 
@@ -80,7 +83,7 @@ def _place_kernel(
     tl.store(inverse_ptr + pair, row.to(tl.int64), mask=live)
 
 
-@torch.library.custom_op("moe_graphs::sort_pairs", mutates_args=())
+@define_op(device="default")
 def sort_pairs(
     experts_TK: torch.Tensor, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -94,25 +97,21 @@ def sort_pairs(
     inverse_R = torch.empty_like(order_R)
     if pairs == 0:
         return order_R, inverse_R, torch.zeros(num_experts, dtype=torch.int32, device=device)
-    lanes = triton.next_power_of_2(num_experts)
-    blocks = triton.cdiv(pairs, BLOCK)
+    lanes = next_power_of_2(num_experts)
+    blocks = cdiv(pairs, BLOCK)
     counts_BE = torch.empty((blocks, num_experts), dtype=torch.int32, device=device)
     totals_E = torch.empty(num_experts, dtype=torch.int32, device=device)
     offsets_E = torch.empty_like(totals_E)
-    _count_kernel[(blocks,)](
-        experts_R, counts_BE, pairs, num_experts, BLOCK=BLOCK, WIDTH=min(lanes, 64)
-    )
-    _sum_kernel[(triton.cdiv(num_experts, 8),)](
-        counts_BE, totals_E, num_experts, blocks, BLOCKS=512, WIDTH=8
-    )
-    _place_kernel[(blocks,)](
-        experts_R, counts_BE, totals_E, order_R, inverse_R, offsets_E, pairs, num_experts,
-        BLOCK=BLOCK, EXPERTS=lanes,
-    )  # fmt: skip
+    args = (experts_R, counts_BE, pairs, num_experts)
+    launch(_count_kernel, (blocks,), args, BLOCK=BLOCK, WIDTH=min(lanes, 64))
+    args = (counts_BE, totals_E, num_experts, blocks)
+    launch(_sum_kernel, (cdiv(num_experts, 8),), args, BLOCKS=512, WIDTH=8)
+    args = (experts_R, counts_BE, totals_E, order_R, inverse_R, offsets_E, pairs, num_experts)
+    launch(_place_kernel, (blocks,), args, BLOCK=BLOCK, EXPERTS=lanes)
     return order_R, inverse_R, offsets_E
 
 
-@sort_pairs.register_fake
+@torch.library.register_fake("moe_graphs::sort_pairs")
 def _(experts_TK, num_experts):
     order_R = experts_TK.new_empty(experts_TK.numel(), dtype=torch.int64)
     offsets_E = experts_TK.new_empty(num_experts, dtype=torch.int32)

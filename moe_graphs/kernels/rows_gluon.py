@@ -13,13 +13,16 @@ slots (see gluon_parts). Two ways to share the work between the consumers:
   within one phase of the barrier, and without the `turn` barriers a consumer would wait several
   phases early (measured: garbage, then a hang). The best shape for few rows per expert.
 
+The last round of tiles may be cut along K (SPLITS, see tiles.py): after its whole tiles a CTA then
+has a part of a tile, whose partial sum goes to its slot of `partials`.
+
 Gathered rows (GATHER) come through an index list instead: TMA of Hopper has no gather, so four
 producer warps copy them with cp.async, 16 bytes a thread, and the consumers fence before WGMMA
 reads what cp.async wrote. A row past the group's end is replaced by the group's last one, never by
 a row of another group: what it makes is not stored, but must be finite where that one is.
 
-Measured on an H200 (2026-11-20, probes): 0.93-1.02 of one dense cuBLAS GEMM from 1024 rows per
-expert on, 0.80-0.98 at 256 to 320.
+Measured on an H200 (sustained): 0.93-1.02 of one dense cuBLAS GEMM from 1024 rows per expert on,
+0.80-0.98 at 256 to 320. Cut along K, 4.4 rounds of tiles take 4.5: 520 -> 575 TFLOP/s.
 """
 # ruff: noqa: RUF005, SIM108 (Triton's frontend has no starred lists)
 
@@ -41,6 +44,7 @@ from moe_graphs.kernels.gluon_parts import (
     place,
     previous_slot,
     ragged,
+    store_partial,
     store_rows,
 )
 
@@ -58,28 +62,51 @@ def _record(tile, total, records_ptr, tiles_n):
 
 
 @gluon.jit
+def _units_of(whole, tail, length, steps, GRID: gl.constexpr):
+    """How many whole tiles this CTA has, and how many units of work with its part of a cut one."""
+    rounds = gl.cdiv(gl.maximum(whole - gl.program_id(0), 0), GRID)
+    return rounds, rounds + (gl.program_id(0) < tail * gl.cdiv(steps, length)).to(gl.int32)
+
+
+@gluon.jit
+def _unit(unit, rounds, whole, tail, length, steps, SPLITS: gl.constexpr, GRID: gl.constexpr):
+    """(tile, first K step, end step) of a unit of work of this CTA."""
+    tile = gl.program_id(0) + unit * GRID
+    first = 0
+    end = steps
+    if SPLITS:
+        cut = unit >= rounds
+        part = gl.program_id(0) // gl.maximum(tail, 1)
+        tile = gl.where(cut, whole + gl.program_id(0) - part * tail, tile)
+        first = gl.where(cut, part * length, 0)
+        end = gl.where(cut, gl.minimum(first + length, steps), steps)
+    return tile, first, end
+
+
+@gluon.jit
 def _produce(
-    x_desc, w_desc, records_ptr, total, tiles_n, steps, x_ring, w_ring, full, empty,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    GRID: gl.constexpr, TRANSPOSED: gl.constexpr,
+    x_desc, w_desc, records_ptr, total, whole, tail, length, tiles_n, steps, x_ring, w_ring, full,
+    empty, SPLITS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GRID: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     """Fills the ring with the operands of every K step of every tile of this CTA."""
     BYTES: gl.constexpr = x_desc.block_type.nbytes + w_desc.block_type.nbytes
     slot = 0
     phase = 1
-    first_tile = gl.program_id(0)
-    next_e, next_first, next_m, next_start, next_end = _record(
-        first_tile, total, records_ptr, tiles_n
-    )
-    for tile in range(first_tile, total, GRID):
+    rounds, units = _units_of(whole, tail, length, steps, GRID)
+    tile, _, _ = _unit(0, rounds, whole, tail, length, steps, SPLITS, GRID)
+    next_e, next_first, next_m, next_start, next_end = _record(tile, total, records_ptr, tiles_n)
+    for unit in range(units):
+        tile, first_step, end_step = _unit(unit, rounds, whole, tail, length, steps, SPLITS, GRID)
         e = next_e
         end = next_end
         tile_m, tile_n = place(tile - next_first * tiles_n, next_m, tiles_n)
         above, below, at = ragged(next_start + tile_m * BLOCK_M, end)
+        next_tile, _, _ = _unit(unit + 1, rounds, whole, tail, length, steps, SPLITS, GRID)
         next_e, next_first, next_m, next_start, next_end = _record(
-            tile + GRID, total, records_ptr, tiles_n
+            next_tile, total, records_ptr, tiles_n
         )
-        for step in range(steps):
+        for step in range(first_step, end_step):
             mbarrier.wait(empty.index(slot), phase)
             landed = full.index(slot)
             k = step * BLOCK_K
@@ -136,73 +163,93 @@ def _produce_gathered(
 
 
 @gluon.jit
+def _multiply(
+    x_ring, w_ring, full, empty, slot, phase, first_step, end_step,
+    SHIFT: gl.constexpr, HALF_M: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, GATHER: gl.constexpr,
+):  # fmt: skip
+    """Rows SHIFT ... of a tile times its columns; the last MMA is in flight, its slot not free."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    acc = warpgroup_mma_init(gl.zeros((HALF_M, BLOCK_N), gl.float32, layout))
+    for step in range(first_step, end_step):
+        mbarrier.wait(full.index(slot), phase)
+        if GATHER:
+            fence_async_shared()
+        x = x_ring.index(slot).reshape([BLOCK_M, BLOCK_K]).slice(SHIFT, HALF_M, 0)
+        if TRANSPOSED:
+            w = w_ring.index(slot).reshape([BLOCK_N, BLOCK_K]).permute((1, 0))
+        else:
+            w = w_ring.index(slot).reshape([BLOCK_K, BLOCK_N])
+        acc = warpgroup_mma(x, w, acc, is_async=True, use_acc=step > first_step)
+        # One MMA stays in flight; the slot of the one before it can be refilled.
+        acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
+        behind = previous_slot(slot, STAGES)
+        mbarrier.arrive(empty.index(behind), count=1, pred=step > first_step)
+        slot, phase = next_slot(slot, phase, STAGES)
+    return acc, slot, phase
+
+
+@gluon.jit
 def _consume(
-    out_desc, records_ptr, total, tiles_n, steps, x_ring, w_ring, out_buffers, full, empty, turn,
-    ME: gl.constexpr, PINGPONG: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GRID: gl.constexpr, TRANSPOSED: gl.constexpr,
-    GATHER: gl.constexpr, PIECES: gl.constexpr,
+    out_desc, partials_ptr, records_ptr, total, whole, tail, length, tiles_n, steps, x_ring, w_ring,
+    out_buffers, full, empty, turn,
+    ME: gl.constexpr, PINGPONG: gl.constexpr, SPLITS: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GRID: gl.constexpr,
+    TRANSPOSED: gl.constexpr, GATHER: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
     """Multiplies and stores: half ME of every tile, or (PINGPONG) tiles ME, ME + 2, ..."""
     HALF_M: gl.constexpr = BLOCK_M if PINGPONG else BLOCK_M // 2
     SHIFT: gl.constexpr = 0 if PINGPONG else ME * HALF_M
-    STRIDE: gl.constexpr = 2 * GRID if PINGPONG else GRID
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    FIRST: gl.constexpr = ME if PINGPONG else 0
+    STRIDE: gl.constexpr = 2 if PINGPONG else 1
     slot = 0
     phase = 0
-    first_tile = gl.program_id(0)
-    passed = 0  # K steps of the tiles before this consumer's next one (ping-pong)
-    turns = 0
-    if PINGPONG:
-        first_tile = first_tile + ME * GRID
-        passed = ME * steps
-    _, next_first, next_m, next_start, next_end = _record(first_tile, total, records_ptr, tiles_n)
-    for tile in range(first_tile, total, STRIDE):
+    passed = FIRST * steps  # K steps of the tiles before this consumer's next one (ping-pong)
+    rounds, units = _units_of(whole, tail, length, steps, GRID)
+    tile, _, _ = _unit(FIRST, rounds, whole, tail, length, steps, SPLITS, GRID)
+    _, next_first, next_m, next_start, next_end = _record(tile, total, records_ptr, tiles_n)
+    for unit in range(FIRST, units, STRIDE):
+        tile, first_step, end_step = _unit(unit, rounds, whole, tail, length, steps, SPLITS, GRID)
         end = next_end
         tile_m, tile_n = place(tile - next_first * tiles_n, next_m, tiles_n)
         row = next_start + tile_m * BLOCK_M + SHIFT
+        next_tile, _, _ = _unit(unit + STRIDE, rounds, whole, tail, length, steps, SPLITS, GRID)
         _, next_first, next_m, next_start, next_end = _record(
-            tile + STRIDE, total, records_ptr, tiles_n
+            next_tile, total, records_ptr, tiles_n
         )
         if PINGPONG:
             slot = passed % STAGES
             phase = (passed // STAGES) & 1
             passed += 2 * steps
-            mbarrier.wait(turn.index(ME), (turns & 1) ^ (1 - ME))
-            turns += 1
+            mbarrier.wait(turn.index(ME), ((unit // 2) & 1) ^ (1 - ME))
         if not PINGPONG and row >= end:
-            for _step in range(steps):
+            for _step in range(first_step, end_step):
                 mbarrier.wait(full.index(slot), phase)
                 mbarrier.arrive(empty.index(slot), count=1)
                 slot, phase = next_slot(slot, phase, STAGES)
         else:
-            acc = warpgroup_mma_init(gl.zeros((HALF_M, BLOCK_N), gl.float32, layout))
-            for step in range(steps):
-                mbarrier.wait(full.index(slot), phase)
-                if GATHER:
-                    fence_async_shared()
-                x = x_ring.index(slot).reshape([BLOCK_M, BLOCK_K]).slice(SHIFT, HALF_M, 0)
-                if TRANSPOSED:
-                    w = w_ring.index(slot).reshape([BLOCK_N, BLOCK_K]).permute((1, 0))
-                else:
-                    w = w_ring.index(slot).reshape([BLOCK_K, BLOCK_N])
-                acc = warpgroup_mma(x, w, acc, is_async=True, use_acc=step > 0)
-                # One MMA stays in flight; the slot of the one before it can be refilled.
-                acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
-                mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), count=1, pred=step > 0)
-                slot, phase = next_slot(slot, phase, STAGES)
+            acc, slot, phase = _multiply(
+                x_ring, w_ring, full, empty, slot, phase, first_step, end_step, SHIFT, HALF_M,
+                BLOCK_M, BLOCK_N, BLOCK_K, STAGES, TRANSPOSED, GATHER,
+            )  # fmt: skip
             if PINGPONG:
                 mbarrier.arrive(turn.index(1 - ME), count=1)
             result = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
             mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), count=1)
-            store_rows(result, out_desc, out_buffers, ME, PIECES, row, end, tile_n * BLOCK_N)
+            if SPLITS and unit >= rounds:
+                part = gl.program_id(0)
+                store_partial(result, partials_ptr, part, SHIFT, 0, BLOCK_M, BLOCK_N)
+            else:
+                store_rows(result, out_desc, out_buffers, ME, PIECES, row, end, tile_n * BLOCK_N)
     tma.store_wait(pendings=0)
 
 
 @gluon.jit
 def rows_gluon_kernel(
-    x_desc, w_desc, out_desc, records_ptr, count_ptr, N, K,
-    PINGPONG: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GRID: gl.constexpr, num_warps: gl.constexpr,
+    x_desc, w_desc, out_desc, partials_ptr, records_ptr, count_ptr, N, K,
+    PINGPONG: gl.constexpr, SPLITS: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GRID: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """Persistent over the tiles of `records` x column tiles; grid (GRID,), num_warps=4."""
     x_ring = gl.allocate_shared_memory(
@@ -221,16 +268,24 @@ def rows_gluon_kernel(
     tiles_n = gl.cdiv(N, BLOCK_N)
     total = gl.load(count_ptr) * tiles_n
     steps = gl.cdiv(K, BLOCK_K)
+    whole = total
+    tail = 0
+    length = steps
+    if SPLITS:
+        whole = gl.load(count_ptr + 1)
+        tail = gl.load(count_ptr + 2)
+        length = gl.load(count_ptr + 3)
     gl.warp_specialize(
         [
-            (_consume, (out_desc, records_ptr, total, tiles_n, steps, x_ring, w_ring, out_buffers,
-                        full, empty, turn, 0, PINGPONG, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GRID,
-                        TRANSPOSED, False, 1)),
-            (_consume, (out_desc, records_ptr, total, tiles_n, steps, x_ring, w_ring, out_buffers,
-                        full, empty, turn, 1, PINGPONG, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GRID,
-                        TRANSPOSED, False, 1)),
-            (_produce, (x_desc, w_desc, records_ptr, total, tiles_n, steps, x_ring, w_ring, full,
-                        empty, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GRID, TRANSPOSED)),
+            (_consume, (out_desc, partials_ptr, records_ptr, total, whole, tail, length, tiles_n,
+                        steps, x_ring, w_ring, out_buffers, full, empty, turn, 0, PINGPONG, SPLITS,
+                        BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GRID, TRANSPOSED, False, 1)),
+            (_consume, (out_desc, partials_ptr, records_ptr, total, whole, tail, length, tiles_n,
+                        steps, x_ring, w_ring, out_buffers, full, empty, turn, 1, PINGPONG, SPLITS,
+                        BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GRID, TRANSPOSED, False, 1)),
+            (_produce, (x_desc, w_desc, records_ptr, total, whole, tail, length, tiles_n, steps,
+                        x_ring, w_ring, full, empty, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+                        GRID, TRANSPOSED)),
         ],
         [4, 1],
         [240, 24],
@@ -261,12 +316,12 @@ def gathered_rows_gluon_kernel(
     steps = gl.cdiv(K, BLOCK_K)
     gl.warp_specialize(
         [
-            (_consume, (out_desc, records_ptr, total, tiles_n, steps, x_ring, w_ring, out_buffers,
-                        full, empty, turn, 0, False, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GRID,
-                        False, True, PIECES)),
-            (_consume, (out_desc, records_ptr, total, tiles_n, steps, x_ring, w_ring, out_buffers,
-                        full, empty, turn, 1, False, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GRID,
-                        False, True, PIECES)),
+            (_consume, (out_desc, order_ptr, records_ptr, total, total, 0, steps, tiles_n, steps,
+                        x_ring, w_ring, out_buffers, full, empty, turn, 0, False, False, BLOCK_M,
+                        BLOCK_N, BLOCK_K, STAGES, GRID, False, True, PIECES)),
+            (_consume, (out_desc, order_ptr, records_ptr, total, total, 0, steps, tiles_n, steps,
+                        x_ring, w_ring, out_buffers, full, empty, turn, 1, False, False, BLOCK_M,
+                        BLOCK_N, BLOCK_K, STAGES, GRID, False, True, PIECES)),
             (_produce_gathered, (x_ptr, order_ptr, top_k, w_desc, records_ptr, total, tiles_n,
                                  steps, K, x_ring, w_ring, full, empty, BLOCK_M, BLOCK_N, BLOCK_K,
                                  STAGES, GRID)),

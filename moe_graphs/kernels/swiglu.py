@@ -37,7 +37,7 @@ class _SwiGLU(torch.autograd.Function):
         if has_kernel(x_R2F):
             from moe_graphs.kernels import swiglu_triton
 
-            return swiglu_triton.forward(x_R2F)
+            return swiglu_triton.swiglu_forward(x_R2F)
         # ``reference.swiglu`` in place: one fp32 temporary instead of four.
         gate_RF, up_RF = x_R2F.chunk(2, dim=-1)
         gate_RF = gate_RF.to(accumulation_dtype(x_R2F), copy=True)
@@ -49,7 +49,7 @@ class _SwiGLU(torch.autograd.Function):
         if has_kernel(x_R2F):
             from moe_graphs.kernels import swiglu_triton
 
-            return swiglu_triton.backward(x_R2F, grad_RF)
+            return swiglu_triton.swiglu_backward(x_R2F, grad_RF)
         dtype = accumulation_dtype(x_R2F)
         gate_RF, up_RF = x_R2F.chunk(2, dim=-1)
         gate_RF = gate_RF.to(dtype)

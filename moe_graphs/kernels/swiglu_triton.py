@@ -12,6 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_graphs.kernels.launching import cdiv, launch
+from moe_graphs.kernels.ops import define_op
+
 
 @triton.jit
 def _tile(offsets_ptr, rows, F, last, ROWS: tl.constexpr, COLS: tl.constexpr, TAIL: tl.constexpr):
@@ -51,19 +54,19 @@ def swiglu_backward_kernel(
     tl.store(dx_ptr + gate_at + F, (dh * gate * s).to(dx_ptr.dtype.element_ty), mask=live)
 
 
-@torch.library.custom_op("moe_graphs::swiglu_forward", mutates_args=())
-def forward(x_R2F: torch.Tensor, offsets_E: torch.Tensor | None = None) -> torch.Tensor:
+@define_op(device="default")
+def swiglu_forward(x_R2F: torch.Tensor, offsets_E: torch.Tensor | None = None) -> torch.Tensor:
     """`[..., 2F] -> [..., F]`. Rows past the last end of `offsets_E`, if given, are left alone."""
     x_R2F = x_R2F.contiguous()
     h_RF = x_R2F.new_empty((*x_R2F.shape[:-1], x_R2F.shape[-1] // 2))
     if h_RF.numel():
         grid, arguments, tile = _shape(h_RF, offsets_E)
-        swiglu_forward_kernel[grid](x_R2F, h_RF, *arguments, **tile)
+        launch(swiglu_forward_kernel, grid, (x_R2F, h_RF, *arguments), **tile)
     return h_RF
 
 
-@torch.library.custom_op("moe_graphs::swiglu_backward", mutates_args=())
-def backward(
+@define_op(device="default")
+def swiglu_backward(
     x_R2F: torch.Tensor, dh_RF: torch.Tensor, offsets_E: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The gradient of `x_R2F`."""
@@ -71,16 +74,16 @@ def backward(
     dx_R2F = x_R2F.new_empty(x_R2F.shape)
     if dh_RF.numel():
         grid, arguments, tile = _shape(dh_RF, offsets_E)
-        swiglu_backward_kernel[grid](x_R2F, dh_RF, dx_R2F, *arguments, **tile)
+        launch(swiglu_backward_kernel, grid, (x_R2F, dh_RF, dx_R2F, *arguments), **tile)
     return dx_R2F
 
 
-@forward.register_fake
+@torch.library.register_fake("moe_graphs::swiglu_forward")
 def _(x_R2F, offsets_E=None):
     return x_R2F.new_empty((*x_R2F.shape[:-1], x_R2F.shape[-1] // 2))
 
 
-@backward.register_fake
+@torch.library.register_fake("moe_graphs::swiglu_backward")
 def _(x_R2F, dh_RF, offsets_E=None):
     return x_R2F.new_empty(x_R2F.shape)
 
@@ -89,6 +92,6 @@ def _shape(h_RF: torch.Tensor, offsets_E: torch.Tensor | None) -> tuple[tuple, t
     """Grid, trailing arguments and tile for an [R, F] output."""
     F = h_RF.shape[-1]
     rows, tile = h_RF.numel() // F, {"ROWS": 8, "COLS": 256, "TAIL": offsets_E is not None}
-    grid = (triton.cdiv(rows, tile["ROWS"]), triton.cdiv(F, tile["COLS"]))
+    grid = (cdiv(rows, tile["ROWS"]), cdiv(F, tile["COLS"]))
     offsets, last = (h_RF, 0) if offsets_E is None else (offsets_E, offsets_E.numel() - 1)
     return grid, (offsets, rows, F, last), tile

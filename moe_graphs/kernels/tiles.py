@@ -26,6 +26,14 @@ a slot of a workspace where its partial sum goes; `splits` says which slots belo
     1 0 512 -1;  2 512 1024 0;  2 1024 1536 1;  2 1536 2048 2;  0 0 0 -1
 
 and `splits` (expert, first slot, slots) has the one entry 2 0 3.
+
+Row tiles are dealt to the programs in rounds, and a last round with few tiles takes as long as a
+full one. With a `Tail` its tiles are cut into equal parts along K, one program each, whose partial
+sums go to a workspace: with 10 programs, 24 output tiles of 64 steps are 20 whole ones and 4 in 2
+parts of 32 steps; program p has part p // 4 of tile 20 + p % 4. Programs with the same part of
+neighbouring tiles read the same operands at the same time, as in a whole round: parts that begin
+anywhere would balance better and read from memory what now comes from L2 (measured: slower than
+not to cut at all from 90 tiles on).
 """
 
 from dataclasses import dataclass
@@ -34,9 +42,16 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2
+
 ROW_RECORD = 8  # int32 words of a row tile's record; five used, so that a record is 32 bytes
 EXPERT_RECORD = 4
+# Row tiles of one expert are walked in bands of this many: see gluon_parts.BAND.
+BAND = tl.constexpr(8)
 MAX_SLOTS = 32  # parts of all split experts together
+# A cut last round must be shorter by this many K steps, about 0.8 us each on an H200.
+LEAST_SAVED = tl.constexpr(16)
+MAX_PARTS = tl.constexpr(8)
 SHORTEST_LIMIT = 512  # rows; a shorter part would not be worth writing and reading its partial sum
 
 
@@ -44,12 +59,36 @@ SHORTEST_LIMIT = 512  # rows; a shorter part would not be worth writing and read
 class WorkList:
     """Records a persistent kernel walks through, and how many of them are real; on the device.
 
-    An expert order counts records, those of experts with rows, and entries of `splits`.
+    Flat int32; a record is ROW_RECORD or EXPERT_RECORD words, an entry of `splits` as many.
+
+    An expert order counts records, those of experts with rows, and entries of `splits`. Row tiles
+    count records, output tiles done whole, those cut along K, and steps of their parts.
     """
 
     records: torch.Tensor
     count: torch.Tensor
     splits: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Tail:
+    """What the last round's tiles are cut by: column tiles and K steps of a tile, programs."""
+
+    tiles_n: int
+    steps: int
+    programs: int
+
+
+@triton.jit
+def place(local, tiles_m, tiles_n):
+    """Number of a tile inside its expert -> row tile and column tile."""
+    width = BAND * tiles_n
+    band = local // width
+    first_m = band * BAND
+    height = tl.minimum(tiles_m - first_m, BAND)
+    rest = local - band * width
+    column = rest // height
+    return first_m + rest - column * height, column
 
 
 @triton.jit
@@ -64,8 +103,9 @@ def _group_bounds(offsets_ptr, e, num_experts, EXPERTS: tl.constexpr):
 
 @triton.jit
 def row_tiles_kernel(
-    offsets_ptr, records_ptr, count_ptr, num_experts,
+    offsets_ptr, records_ptr, count_ptr, num_experts, tiles_n, steps,
     BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, RECORD: tl.constexpr, CHUNK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """One program per expert: the records of its own row tiles. Grid (E,)."""
     e = tl.program_id(0)
@@ -83,6 +123,49 @@ def row_tiles_kernel(
         tl.store(record + 4, end, mask=live)
     if e == num_experts - 1:
         tl.store(count_ptr, first + tiles)
+        if PROGRAMS:
+            _cut_tail((first + tiles) * tiles_n, count_ptr, steps, PROGRAMS)
+
+
+@triton.jit
+def _cut_tail(total, count_ptr, steps, PROGRAMS: tl.constexpr):
+    """Counts of tiles in whole rounds and after them, and steps of the latter's parts."""
+    tail = total % PROGRAMS
+    parts = tl.minimum(PROGRAMS // tl.maximum(tail, 1), MAX_PARTS)
+    length = tl.cdiv(steps, parts)
+    if steps - length < LEAST_SAVED:  # one part, or not worth adding up
+        tail = 0
+    tl.store(count_ptr + 1, total - tail)
+    tl.store(count_ptr + 2, tail)
+    tl.store(count_ptr + 3, length)
+
+
+@triton.jit
+def add_tail_kernel(
+    out_ptr, partials_ptr, records_ptr, count_ptr, tiles_n, steps, N,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, RECORD: tl.constexpr,
+    GRID: tl.constexpr,
+):  # fmt: skip
+    """Rows of the tiles cut along K: the sum of their partials, in the order of the parts."""
+    PIECES: tl.constexpr = BLOCK_M // ROWS
+    tail = tl.load(count_ptr + 2)
+    for piece in range(tl.program_id(0), tail * PIECES, GRID):
+        slot = piece // PIECES
+        tile = tl.load(count_ptr + 1) + slot
+        record = records_ptr + (tile // tiles_n) * RECORD
+        local = tile - tl.load(record + 1) * tiles_n
+        tile_m, tile_n = place(local, tl.load(record + 2), tiles_n)
+        line = (piece % PIECES) * ROWS + tl.arange(0, ROWS)  # of the tile
+        row = tl.load(record + 3) + tile_m * BLOCK_M + line
+        lane = tl.arange(0, BLOCK_N)
+        live = (row < tl.load(record + 4))[:, None] & (tile_n * BLOCK_N + lane < N)[None, :]
+        total = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
+        for _ in range(tl.cdiv(steps, tl.load(count_ptr + 3))):
+            at = partials_ptr + (slot * BLOCK_M + line)[:, None] * BLOCK_N + lane[None, :]
+            total += tl.load(at, mask=live, other=0)
+            slot += tail
+        at = out_ptr + row.to(tl.int64)[:, None] * N + tile_n * BLOCK_N + lane[None, :]
+        tl.store(at, total.to(out_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -168,22 +251,38 @@ def zero_tail_(rows_RN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
     rows, columns = rows_RN.shape
     if rows:
         last = offsets_E.numel() - 1
-        zero_tail_kernel[(256,)](rows_RN, offsets_E, rows, columns, last, GRID=256)
+        launch(zero_tail_kernel, (256,), (rows_RN, offsets_E, rows, columns, last), GRID=256)
     return rows_RN
 
 
-def row_tiles(offsets_E: torch.Tensor, rows: int, block_m: int) -> WorkList:
+def row_tiles(
+    offsets_E: torch.Tensor, rows: int, block_m: int, tail: Tail | None = None
+) -> WorkList:
     """Row tiles of every expert in order, at most `ceil(rows / block_m) + E` of them.
 
     `offsets_E` int32 ends on the device. Rows past the last end belong to no tile.
     """
     experts = offsets_E.numel()
-    work = _empty_list(offsets_E, triton.cdiv(rows, block_m) + experts, ROW_RECORD)
-    row_tiles_kernel[(experts,)](
-        offsets_E, work.records, work.count, experts,
-        BLOCK_M=block_m, EXPERTS=triton.next_power_of_2(experts), RECORD=ROW_RECORD, CHUNK=128,
+    cut = tail or Tail(1, 1, 0)
+    records = cdiv(rows, block_m) + experts
+    work = _empty_list(offsets_E, records, ROW_RECORD)
+    launch(
+        row_tiles_kernel, (experts,),
+        (offsets_E, work.records, work.count, experts, cut.tiles_n, cut.steps),
+        BLOCK_M=block_m, EXPERTS=next_power_of_2(experts), RECORD=ROW_RECORD, CHUNK=128,
+        PROGRAMS=cut.programs,
     )  # fmt: skip
     return work
+
+
+def add_tail_(out_RN: torch.Tensor, partials: torch.Tensor, work: WorkList, tail: Tail) -> None:
+    """Writes the rows of the tiles that were cut along K; `partials` [programs, M, N] of a tile."""
+    _, block_m, block_n = partials.shape
+    launch(
+        add_tail_kernel, (264,),
+        (out_RN, partials, work.records, work.count, tail.tiles_n, tail.steps, out_RN.shape[1]),
+        BLOCK_M=block_m, BLOCK_N=block_n, ROWS=8, RECORD=ROW_RECORD, GRID=264,
+    )  # fmt: skip
 
 
 def expert_order(offsets_E: torch.Tensor, *, skip_empty: bool, limit: int = 0) -> WorkList:
@@ -194,9 +293,10 @@ def expert_order(offsets_E: torch.Tensor, *, skip_empty: bool, limit: int = 0) -
     experts = offsets_E.numel()
     slots = MAX_SLOTS if limit else 0
     work = _empty_list(offsets_E, experts + slots, EXPERT_RECORD, slots)
-    expert_order_kernel[(experts,)](
-        offsets_E, work.records, work.count, work.splits, experts, limit or 1 << 30,
-        EXPERTS=triton.next_power_of_2(experts), RECORD=EXPERT_RECORD, SKIP_EMPTY=skip_empty,
+    launch(
+        expert_order_kernel, (experts,),
+        (offsets_E, work.records, work.count, work.splits, experts, limit or 1 << 30),
+        EXPERTS=next_power_of_2(experts), RECORD=EXPERT_RECORD, SKIP_EMPTY=skip_empty,
     )  # fmt: skip
     return work
 
@@ -210,29 +310,28 @@ def split_limit(rows: int, tiles: int, programs: int) -> int:
     """
 
     def filled(parts: int) -> float:
-        return parts * tiles / (triton.cdiv(parts * tiles, programs) * programs)
+        return parts * tiles / (cdiv(parts * tiles, programs) * programs)
 
     if filled(1) >= 0.9:
         return 0
-    least = min(triton.cdiv(10 * programs, 3 * tiles), MAX_SLOTS)
+    least = min(cdiv(10 * programs, 3 * tiles), MAX_SLOTS)
     parts = next((n for n in range(least, MAX_SLOTS) if filled(n) >= 0.95), MAX_SLOTS)
-    limit = max(SHORTEST_LIMIT, triton.cdiv(rows, parts))
+    limit = max(SHORTEST_LIMIT, cdiv(rows, parts))
     return limit if rows >= 2 * limit else 0
 
 
 def add_partials_(out_EKN: torch.Tensor, partials: torch.Tensor, work: WorkList, add: bool) -> None:
     """Sums the partial gradients of split experts into `out_EKN`, in the order of the slots."""
     size = out_EKN[0].numel()
-    add_partials_kernel[(264,)](
-        out_EKN, partials, work.splits, work.count, size,
+    launch(
+        add_partials_kernel, (264,), (out_EKN, partials, work.splits, work.count, size),
         ADD=add, BLOCK=2048, RECORD=EXPERT_RECORD, GRID=264,
     )  # fmt: skip
 
 
 def _empty_list(offsets_E: torch.Tensor, records: int, words: int, splits: int = 0) -> WorkList:
-    integers = {"dtype": torch.int32, "device": offsets_E.device}
-    return WorkList(
-        torch.empty((records, words), **integers),
-        torch.empty(3, **integers),
-        torch.empty((max(splits, 1), words), **integers),
-    )
+    """One allocation, and parts of it aligned to 16 bytes."""
+    sizes = (4, records * words, max(splits, 1) * words)
+    memory = torch.empty(sum(sizes), dtype=torch.int32, device=offsets_E.device)
+    count, records, splits = memory.split_with_sizes(sizes)
+    return WorkList(records, count, splits)

@@ -3,16 +3,20 @@
     dw_EKN[e] (+)= x_RK[rows of e].T @ dy_RN[rows of e]
 
 The reduction runs over a group's rows, so the number of K steps differs from tile to tile and is
-known on the device only; rows past the group's end arrive as zeros from TMA, and an expert without
-rows stores zeros. Tiles are M (columns of x) by N (columns of dy), experts longest first. The part
-of an expert that tiles.py has split goes to its slot of `partials` (SPLITS).
+known on the device only; rows past the group's end arrive as zeros from TMA. Tiles are M (columns
+of x) by N (columns of dy), experts longest first. The part of an expert that tiles.py has split
+goes to its slot of `partials` (SPLITS).
 
 Split and ping-pong share the work as in rows_gluon. Every partition walks over all tiles of the
 CTA, as the position in the ring is the sum of all steps before. Output in the dtype of `dw_desc`;
 ADD accumulates into it (fp32): "reduce", "fetch" or "" for not at all, see `store_weights`.
 
-Measured on an H200 (2026-11-21, sustained): bf16 0.96-1.07 of dense from 1024 rows per expert on,
-0.9 at 512 (split); fp32 0.89-1.05 and 0.83 (ping-pong, whose stores go beside products).
+An expert without rows has no tiles: the producer zeros its gradient, one chunk behind the loads of
+some K steps, so that it costs memory bandwidth beside the products and no time of the consumers.
+
+Measured on an H200 (2026-11-21, sustained), of one dense cuBLAS GEMM: bf16 (split) 0.91-1.02 from
+1024 rows per expert on, 0.82 at 512, 0.65-0.71 at 256; fp32 (ping-pong, whose stores go beside
+products) 0.87-0.96 and 0.74.
 """
 # ruff: noqa: RUF005 (Triton's frontend has no starred lists)
 
@@ -38,7 +42,15 @@ from moe_graphs.kernels.gluon_parts import (
     store_partial,
     store_weights,
     tile_of,
+    zero_chunk,
 )
+
+# The producer zeros one number per so many multiply-adds (bf16: 0.6 TB/s on an H200), and only
+# behind every fourth K step: it is one warp, and finding a chunk's place delays the next loads.
+# Measured with one expert that takes all, bf16 / fp32 TFLOP/s, by (adds, steps): (2048, 1) 273 /
+# 276, (1024, 2) 490 / 438, (1024, 4) 545 / 430, (1024, 8) 558 / 390, (512, 4) 578 / 428.
+ADDS_PER_ZERO = gl.constexpr(1024)
+STEPS_PER_CHUNK = gl.constexpr(4)
 
 
 @gluon.jit
@@ -49,24 +61,40 @@ def _record(tile, total, records_ptr, tiles_per_expert):
 
 
 @gluon.jit
+def _empty_expert(chunk, chunks, count_ptr, records_ptr, per_matrix):
+    """The expert whose gradient has this chunk, loads only; clamped into the list."""
+    last = gl.maximum(gl.minimum(chunk, chunks - 1), 0)
+    record = gl.load(count_ptr + 1) + last // per_matrix
+    return gl.load(records_ptr + gl.minimum(record, gl.load(count_ptr) - 1) * 4)
+
+
+@gluon.jit
 def _produce(
-    x_desc, dy_desc, records_ptr, total, tiles_m, tiles_n, rounds, first, x_ring, dy_ring, full,
-    empty, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_R: gl.constexpr,
-    STAGES: gl.constexpr, GRID: gl.constexpr,
+    x_desc, dy_desc, dw_ptr, records_ptr, count_ptr, total, M, N, tiles_m, tiles_n, rounds, x_ring,
+    dy_ring, full, empty, CHUNK: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_R: gl.constexpr, STAGES: gl.constexpr, GRID: gl.constexpr,
 ):  # fmt: skip
+    """Fills the ring with the operands of every K step of every tile, and zeros CHUNK numbers."""
     BYTES: gl.constexpr = x_desc.block_type.nbytes + dy_desc.block_type.nbytes
     per_expert = tiles_m * tiles_n
     slot = 0
     phase = 1
-    first_tile = tile_of(0, rounds, first, GRID)
-    _, next_start, next_end, _ = _record(first_tile, total, records_ptr, per_expert)
+    chunk = gl.program_id(0)  # the next one to zero, of those of all experts without rows
+    chunks = 0
+    per_matrix = 0
+    empty_e = 0
+    if CHUNK:
+        per_matrix = gl.cdiv(M * N, CHUNK)
+        chunks = (gl.load(count_ptr) - gl.load(count_ptr + 1)) * per_matrix
+        empty_e = _empty_expert(chunk, chunks, count_ptr, records_ptr, per_matrix)
+    _, next_start, next_end, _ = _record(tile_of(0, GRID), total, records_ptr, per_expert)
     for round in range(rounds):
         start = next_start
         end = next_end
-        tile = tile_of(round, rounds, first, GRID)
-        tile_m, tile_n = place(tile % per_expert, tiles_m, tiles_n)
-        next_tile = tile_of(round + 1, rounds, first, GRID)
-        _, next_start, next_end, _ = _record(next_tile, total, records_ptr, per_expert)
+        tile_m, tile_n = place(tile_of(round, GRID) % per_expert, tiles_m, tiles_n)
+        _, next_start, next_end, _ = _record(
+            tile_of(round + 1, GRID), total, records_ptr, per_expert
+        )
         for step in range(gl.cdiv(end - start, BLOCK_R)):
             above, below, at = ragged(start + step * BLOCK_R, end)
             mbarrier.wait(empty.index(slot), phase)
@@ -79,12 +107,40 @@ def _produce(
                 dy_desc, [above, below, at, tile_n * BLOCK_N], landed, dy_ring.index(slot)
             )
             slot, phase = next_slot(slot, phase, STAGES)
+            if CHUNK and step % STEPS_PER_CHUNK == 0 and chunk < chunks:
+                zero_chunk(dw_ptr, chunk % per_matrix, empty_e, M * N, CHUNK)
+                chunk += GRID
+                empty_e = _empty_expert(chunk, chunks, count_ptr, records_ptr, per_matrix)
+    if CHUNK:
+        for rest in range(chunk, chunks, GRID):
+            e = _empty_expert(rest, chunks, count_ptr, records_ptr, per_matrix)
+            zero_chunk(dw_ptr, rest % per_matrix, e, M * N, CHUNK)
+
+
+@gluon.jit
+def _multiply(
+    x_ring, dy_ring, full, empty, slot, phase, start, end,
+    SHIFT: gl.constexpr, HALF_M: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_R: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Columns SHIFT ... of x times those of dy; the last MMA is in flight, its slot not free."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    acc = warpgroup_mma_init(gl.zeros((HALF_M, BLOCK_N), gl.float32, layout))
+    for row in range(start, end, BLOCK_R):
+        mbarrier.wait(full.index(slot), phase)
+        x = x_ring.index(slot).reshape([BLOCK_R, BLOCK_M]).slice(SHIFT, HALF_M, 1)
+        dy = dy_ring.index(slot).reshape([BLOCK_R, BLOCK_N])
+        acc = warpgroup_mma(x.permute((1, 0)), dy, acc, is_async=True, use_acc=row > start)
+        acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
+        mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), count=1, pred=row > start)
+        slot, phase = next_slot(slot, phase, STAGES)
+    return acc, slot, phase
 
 
 @gluon.jit
 def _consume(
-    dw_desc, partials_ptr, records_ptr, total, M, N, tiles_m, tiles_n, rounds, first, x_ring,
-    dy_ring, dw_buffers, full, empty, turn, arrived,
+    dw_desc, partials_ptr, records_ptr, total, M, N, tiles_m, tiles_n, rounds, x_ring, dy_ring,
+    dw_buffers, full, empty, turn, arrived,
     ME: gl.constexpr, PINGPONG: gl.constexpr, ADD: gl.constexpr, SPLITS: gl.constexpr,
     PIECES: gl.constexpr, BUFFERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_R: gl.constexpr, STAGES: gl.constexpr, GRID: gl.constexpr,
@@ -93,23 +149,23 @@ def _consume(
     HALF_M: gl.constexpr = BLOCK_M if PINGPONG else BLOCK_M // 2
     SHIFT: gl.constexpr = 0 if PINGPONG else ME * HALF_M
     FIRST: gl.constexpr = ME * BUFFERS
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     per_expert = tiles_m * tiles_n
     slot = 0
     phase = 0
     passed = 0  # K steps of all tiles before this one
-    first_tile = tile_of(0, rounds, first, GRID)
-    next_e, next_start, next_end, next_part = _record(first_tile, total, records_ptr, per_expert)
+    next_e, next_start, next_end, next_part = _record(
+        tile_of(0, GRID), total, records_ptr, per_expert
+    )
     for round in range(rounds):
         e = next_e
         start = next_start
         end = next_end
         part = next_part
-        tile = tile_of(round, rounds, first, GRID)
-        tile_m, tile_n = place(tile % per_expert, tiles_m, tiles_n)
+        tile_m, tile_n = place(tile_of(round, GRID) % per_expert, tiles_m, tiles_n)
         row_dw = tile_m * BLOCK_M + SHIFT
-        next_tile = tile_of(round + 1, rounds, first, GRID)
-        next_e, next_start, next_end, next_part = _record(next_tile, total, records_ptr, per_expert)
+        next_e, next_start, next_end, next_part = _record(
+            tile_of(round + 1, GRID), total, records_ptr, per_expert
+        )
         if PINGPONG:
             slot = passed % STAGES
             phase = (passed // STAGES) & 1
@@ -121,15 +177,10 @@ def _consume(
                 )
             if PINGPONG:
                 mbarrier.wait(turn.index(ME), ((round // 2) & 1) ^ (1 - ME))
-            acc = warpgroup_mma_init(gl.zeros((HALF_M, BLOCK_N), gl.float32, layout))
-            for row in range(start, end, BLOCK_R):
-                mbarrier.wait(full.index(slot), phase)
-                x = x_ring.index(slot).reshape([BLOCK_R, BLOCK_M]).slice(SHIFT, HALF_M, 1)
-                dy = dy_ring.index(slot).reshape([BLOCK_R, BLOCK_N])
-                acc = warpgroup_mma(x.permute((1, 0)), dy, acc, is_async=True, use_acc=row > start)
-                acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
-                mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), count=1, pred=row > start)
-                slot, phase = next_slot(slot, phase, STAGES)
+            acc, slot, phase = _multiply(
+                x_ring, dy_ring, full, empty, slot, phase, start, end, SHIFT, HALF_M, BLOCK_M,
+                BLOCK_N, BLOCK_R, STAGES,
+            )  # fmt: skip
             if PINGPONG:
                 mbarrier.arrive(turn.index(1 - ME), count=1)
             result = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
@@ -146,12 +197,12 @@ def _consume(
 
 @gluon.jit
 def weights_gluon_kernel(
-    x_desc, dy_desc, dw_desc, partials_ptr, records_ptr, count_ptr, M, N,
+    x_desc, dy_desc, dw_desc, dw_ptr, partials_ptr, records_ptr, count_ptr, M, N,
     PINGPONG: gl.constexpr, ADD: gl.constexpr, SPLITS: gl.constexpr, PIECES: gl.constexpr,
     BUFFERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_R: gl.constexpr,
     STAGES: gl.constexpr, GRID: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Persistent over experts x M tiles x N tiles; grid (GRID,), num_warps=4."""
+    """Persistent over records with rows x M tiles x N tiles; grid (GRID,), num_warps=4."""
     x_ring = gl.allocate_shared_memory(
         x_desc.dtype, [STAGES] + x_desc.block_type.shape, x_desc.layout
     )
@@ -168,25 +219,22 @@ def weights_gluon_kernel(
     fence_async_shared()
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N)
-    total = gl.load(count_ptr) * tiles_m * tiles_n
+    total = gl.load(count_ptr + 1) * tiles_m * tiles_n
     rounds = rounds_of(total, GRID)
-    # Every second CTA begins with the experts without rows: storing zeros takes memory bandwidth
-    # and no tensor cores, so it goes beside the others' products.
-    with_rows = gl.cdiv(gl.load(count_ptr + 1) * tiles_m * tiles_n, GRID)
-    first = gl.where((gl.program_id(0) & 1) == 1, gl.minimum(with_rows, rounds), 0)
+    ZEROS: gl.constexpr = STEPS_PER_CHUNK * BLOCK_M * BLOCK_N * BLOCK_R // ADDS_PER_ZERO
+    CHUNK: gl.constexpr = ZEROS if ADD == "" else 0
     gl.warp_specialize(
         [
             (_consume, (dw_desc, partials_ptr, records_ptr, total, M, N, tiles_m, tiles_n, rounds,
-                        first, x_ring, dy_ring, dw_buffers, full, empty, turn, arrived, 0,
-                        PINGPONG, ADD, SPLITS, PIECES, BUFFERS, BLOCK_M, BLOCK_N, BLOCK_R, STAGES,
-                        GRID)),
+                        x_ring, dy_ring, dw_buffers, full, empty, turn, arrived, 0, PINGPONG, ADD,
+                        SPLITS, PIECES, BUFFERS, BLOCK_M, BLOCK_N, BLOCK_R, STAGES, GRID)),
             (_consume, (dw_desc, partials_ptr, records_ptr, total, M, N, tiles_m, tiles_n, rounds,
-                        first, x_ring, dy_ring, dw_buffers, full, empty, turn, arrived, 1,
-                        PINGPONG, ADD, SPLITS, PIECES, BUFFERS, BLOCK_M, BLOCK_N, BLOCK_R, STAGES,
-                        GRID)),
-            (_produce, (x_desc, dy_desc, records_ptr, total, tiles_m, tiles_n, rounds, first,
-                        x_ring, dy_ring, full, empty, BLOCK_M, BLOCK_N, BLOCK_R, STAGES, GRID)),
+                        x_ring, dy_ring, dw_buffers, full, empty, turn, arrived, 1, PINGPONG, ADD,
+                        SPLITS, PIECES, BUFFERS, BLOCK_M, BLOCK_N, BLOCK_R, STAGES, GRID)),
+            (_produce, (x_desc, dy_desc, dw_ptr, records_ptr, count_ptr, total, M, N, tiles_m,
+                        tiles_n, rounds, x_ring, dy_ring, full, empty, CHUNK, BLOCK_M, BLOCK_N,
+                        BLOCK_R, STAGES, GRID)),
         ],
         [4, 1],
-        [240, 24],
+        [232, 40],
     )  # fmt: skip

@@ -1,0 +1,104 @@
+"""Launching Triton kernels with little work on the host.
+
+Triton binds and inspects every argument of every launch to find out which of its compiled kernels
+fits, and a TMA descriptor checks itself when it is made: 100 us of Python for a GEMM with three of
+them. A graph hides that; a small layer that runs eagerly waits for it. Here a compiled kernel and a
+descriptor are looked up by what they depend on.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.tools.ragged_tma import create_ragged_descriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+class _Compiled:
+    """What the first launch of a kind left: the compiled kernel, and its constants in order."""
+
+    kernel: Any = None
+    constants: tuple = ()
+
+
+def launch(kernel: Any, grid: tuple[int, ...], args: tuple, **constants: Any) -> None:
+    """`kernel[grid](*args, **constants)` on the current stream.
+
+    `args` are positional, all constants and options go by name. Descriptors must be of this file:
+    their bases are aligned to 16 bytes.
+    """
+    known = _compiled(kernel, *constants.values(), *map(_kind, args))
+    grid = (*grid, 1, 1)[:3]
+    if known.kernel is None:  # the first time, and always under Triton's interpreter
+        known.kernel = kernel[grid](*args, **constants)
+        known.constants = tuple(constants[n] for n in kernel.arg_names if n in constants)
+    else:
+        known.kernel[grid](*args, *known.constants)
+
+
+@functools.cache
+def _compiled(*key: Any) -> _Compiled:
+    return _Compiled()
+
+
+def _kind(arg: Any) -> Any:
+    """All that Triton compiles for: the type, whether 16 divides it, and whether it is 1."""
+    if isinstance(arg, int):
+        return arg == 1, arg % 16 == 0, arg >= 1 << 31
+    if isinstance(arg, torch.Tensor):
+        return arg.dtype, arg.get_device(), arg.data_ptr() % 16 == 0
+    return type(arg), arg.base.dtype, *arg.block_shape
+
+
+def ragged_descriptor(rows: torch.Tensor, box: tuple[int, int], *, gluon: bool) -> Any:
+    """A descriptor of [rows, columns] whose loads and stores stop at a group's end."""
+    return _on(rows, _ragged_template(rows.dtype, rows.shape[1], box, gluon))
+
+
+def matrix_descriptor(matrices: torch.Tensor, box: tuple[int, int], *, gluon: bool) -> Any:
+    """A descriptor of [E, rows, columns] with a box inside one matrix."""
+    return _on(matrices, _matrix_template(matrices.dtype, matrices.shape, box, gluon))
+
+
+@functools.cache
+def _ragged_template(dtype: torch.dtype, columns: int, box: tuple, gluon: bool) -> Any:
+    # The number of rows is no part of it: bounds come with the coordinates.
+    made = create_ragged_descriptor(torch.empty(1, columns, dtype=dtype, device="meta"), box)
+    if not gluon:
+        return made
+    layout = _layout(dtype.itemsize, 4)
+    return GluonDescriptor(made.base, made.shape, made.strides, made.block_shape, layout)
+
+
+@functools.cache
+def _matrix_template(dtype: torch.dtype, shape: torch.Size, box: tuple, gluon: bool) -> Any:
+    matrices = torch.empty(shape, dtype=dtype, device="meta")
+    if not gluon:
+        return TensorDescriptor.from_tensor(matrices, [1, *box])
+    return GluonDescriptor.from_tensor(matrices, [1, *box], _layout(dtype.itemsize, 3))
+
+
+def _layout(element_size: int, rank: int) -> NVMMASharedLayout:
+    return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * element_size, rank=rank)
+
+
+def _on(base: torch.Tensor, template: Any) -> Any:
+    """The template, which has passed its checks, on other memory."""
+    made = object.__new__(type(template))
+    made.__dict__.update(template.__dict__, base=base)
+    return made
+
+
+# `triton.cdiv` and `triton.next_power_of_2` are made for kernels, and take 7 us each on the host.
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is not below n >= 1."""
+    return 1 << (n - 1).bit_length()
