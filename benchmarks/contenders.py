@@ -1,4 +1,4 @@
-"""What is compared: two models, and the ways to run a training step of them.
+"""What is compared: models, and the ways to run a training step of them.
 
 Shapes: B sequences, S sequence length, V vocabulary.
 """
@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from moe_graphs import GraphConfig, Graphs, graph
+from moe_graphs import FullIteration, FullIterationReport, GraphConfig, Graphs, Report, graph
 from moe_graphs.dispatch import make_dispatcher
 from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
 from moe_graphs.layers.presets import qwen3_30b_a3b
 
 WARMUP_STEPS = 3
+BATCHES = 64
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,37 @@ class Setting:
 
     def describe(self) -> str:
         config, moe = self.config, self.config.moe
+        mlp = f"dense of {config.ffn_hidden_size}"
+        if moe is not None:
+            mlp = f"{moe.num_experts} experts of {moe.ffn_hidden_size}, top-{moe.top_k}"
         return (
-            f"{config.num_layers} layers, hidden {config.hidden_size}, {moe.num_experts} experts "
-            f"of {moe.ffn_hidden_size}, top-{moe.top_k}, {self.tokens:,} tokens "
-            f"({self.batch_size}x{config.max_sequence_length}), vocabulary "
+            f"{config.num_layers} layers, hidden {config.hidden_size}, {mlp}, {self.tokens:,} "
+            f"tokens ({self.batch_size}x{config.max_sequence_length}), vocabulary "
             f"{config.vocab_size:,}, {str(self.dtype).removeprefix('torch.')}"
         )
+
+    def tiny(self, device: torch.device) -> Setting:
+        """The same kind of model in a size for the CPU, to test the benchmark."""
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        moe = self.config.moe
+        if moe is not None:
+            moe = replace(moe, num_experts=4, top_k=2, ffn_hidden_size=16)
+        config = replace(
+            self.config,
+            hidden_size=32,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=8,
+            ffn_hidden_size=48,
+            vocab_size=64,
+            max_sequence_length=8,
+            moe=moe,
+        )
+        return replace(self, config=config, batch_size=2, dtype=dtype, rounds=2, steps=2)
+
+    def run(self, contender: Contender, dispatcher: str, device: torch.device) -> Run:
+        return LanguageRun(self, contender, dispatcher, device)
 
 
 def launch_bound() -> Setting:
@@ -81,35 +109,25 @@ def gpu_bound() -> Setting:
     return Setting("gpu_bound", config, 4, torch.bfloat16, rounds=5, steps=4, host_steps=2)
 
 
-def tiny(setting: Setting, device: torch.device) -> Setting:
-    """The same kind of model in a size for the CPU, to test the benchmark."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    moe = replace(setting.config.moe, num_experts=4, top_k=2, ffn_hidden_size=16)
-    config = replace(
-        setting.config,
-        hidden_size=32,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        vocab_size=64,
-        max_sequence_length=8,
-        moe=moe,
-    )
-    return replace(setting, config=config, batch_size=2, dtype=dtype, rounds=2, steps=2)
-
-
 def settings() -> dict[str, Setting]:
     return {setting.name: setting for setting in (launch_bound(), gpu_bound())}
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to run the step: eager without ``scopes``, whose graphs they name, or compiled."""
+    """A way to run the step: eager, if nothing else is said.
+
+    Attributes:
+        scopes: the parts that are graphs.
+        full_iteration: forward and backward are one graph, with ``optimizer_in_graph`` the rest,
+            too.
+    """
 
     name: str
     scopes: str | None = None
     compiled: bool = False
+    full_iteration: bool = False
+    optimizer_in_graph: bool = False
 
 
 EAGER = Contender("eager")
@@ -123,50 +141,72 @@ def contenders(compiled: bool) -> list[Contender]:
 
 
 class Run:
-    """A model with its optimizer and graphs, and the next batch of random tokens.
+    """A model with its optimizer and graphs, and the next batch of random data.
 
     Two runs of one setting start from the same weights and see the same batches, a new one every
     step. Batches are made beforehand, so that making them is not part of a step.
+
+    Args:
+        state: what a whole step reads or changes besides model and optimizer.
     """
 
-    batches = 64
-
     def __init__(
-        self, setting: Setting, contender: Contender, dispatcher: str, device: torch.device
+        self,
+        contender: Contender,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batches: Tensor,
+        state: Sequence[Any] = (),
     ) -> None:
-        torch.manual_seed(setting.seed)
-        self.contender, self.device = contender, device
-        self.model = LanguageModel(
-            setting.config, make_dispatcher(dispatcher), device=device, dtype=setting.dtype
-        )
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.contender, self.model, self.optimizer = contender, model, optimizer
+        self.device = batches.device
         self.graphs: Graphs | None = None
+        self.full_iteration: FullIteration | None = None
+        # A benchmark must not fall back to eager calls unnoticed.
         if contender.scopes is not None:
-            # A benchmark must not fall back to eager calls unnoticed.
             config = GraphConfig(contender.scopes, warmup_steps=WARMUP_STEPS, on_mismatch="error")
-            self.graphs = graph(self.model, config)
-        self._forward = self.model
+            self.graphs = graph(model, config)
+        if contender.full_iteration:
+            within = contender.optimizer_in_graph
+            self.full_iteration = FullIteration(
+                self.forward_backward_update if within else self.forward_backward,
+                model=model,
+                optimizer=optimizer if within else None,
+                state=state,
+                warmup_steps=WARMUP_STEPS,
+            )
+        self.forward = model
         if contender.compiled:
-            self._forward = torch.compile(self.model, mode="reduce-overhead")
-        shape = (self.batches, setting.batch_size, setting.config.max_sequence_length + 1)
-        self._tokens = torch.randint(setting.config.vocab_size, shape, device=device)
+            self.forward = torch.compile(model, mode="reduce-overhead")
+        self._batches = batches
         self._next = 0
 
+    def forward_backward(self, batch: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def forward_backward_update(self, batch: Tensor) -> Tensor:
+        loss = self.forward_backward(batch)
+        self.update()
+        return loss
+
     def step(self) -> Tensor:
-        """Forward, losses, backward, optimizer. Returns the loss; does not synchronise."""
-        tokens = self._tokens[self._next % self.batches]
+        """Forward, loss, backward, optimizer. Returns the loss; does not synchronise."""
+        batch = self._batches[self._next % len(self._batches)]
         self._next += 1
         if self.contender.compiled:
             torch.compiler.cudagraph_mark_step_begin()
-        with self.graphs.step() if self.graphs is not None else contextlib.nullcontext():
-            output = self._forward(tokens[:, :-1])
-            logits_TV = output.logits_BSV.flatten(0, 1).float()
-            loss = functional.cross_entropy(logits_TV, tokens[:, 1:].flatten())
-            loss = loss + output.aux_loss
-            loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        if self.full_iteration is not None:
+            loss = self.full_iteration(batch)
+        else:
+            with self.graphs.step() if self.graphs is not None else contextlib.nullcontext():
+                loss = self.forward_backward(batch)
+        if not self.contender.optimizer_in_graph:
+            self.update()
+        return loss
 
     def warm_up(self) -> None:
         """Until graphs are captured and every path has run twice."""
@@ -174,14 +214,48 @@ class Run:
             self.step()
         synchronize(self.device)
 
+    def report(self) -> Report | FullIterationReport | None:
+        engine = self.full_iteration or self.graphs
+        return engine.report() if engine is not None else None
+
     def release(self) -> None:
         """Gives the memory back; the run is of no use afterwards."""
-        if self.graphs is not None:
-            self.graphs.release()
-        self._forward = self.model = self.optimizer = self.graphs = self._tokens = None
-        if self.contender.compiled:
+        for engine in (self.graphs, self.full_iteration):
+            if engine is not None:
+                engine.release()
+        device, compiled = self.device, self.contender.compiled
+        vars(self).clear()
+        if compiled:
             torch.compiler.reset()
-        free_memory(self.device)
+        free_memory(device)
+
+
+class LanguageRun(Run):
+    """Random tokens through a language model in the setting's dtype."""
+
+    def __init__(
+        self, setting: Setting, contender: Contender, dispatcher: str, device: torch.device
+    ) -> None:
+        torch.manual_seed(setting.seed)
+        model = LanguageModel(
+            setting.config, make_dispatcher(dispatcher), device=device, dtype=setting.dtype
+        )
+        shape = (BATCHES, setting.batch_size, setting.config.max_sequence_length + 1)
+        optimizer = adamw(model)
+        tokens = torch.randint(setting.config.vocab_size, shape, device=device)
+        super().__init__(contender, model, optimizer, tokens)
+
+    def forward_backward(self, batch: Tensor) -> Tensor:
+        output = self.forward(batch[:, :-1])
+        logits_TV = output.logits_BSV.flatten(0, 1).float()
+        loss = functional.cross_entropy(logits_TV, batch[:, 1:].flatten())
+        loss = loss + output.aux_loss
+        loss.backward()
+        return loss.detach()
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=True)
 
 
 def synchronize(device: torch.device) -> None:

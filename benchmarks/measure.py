@@ -9,7 +9,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from contenders import EAGER, WARMUP_STEPS, Contender, Run, Setting, free_memory, synchronize
+from moe_graphs import FullIterationReport
 from moe_graphs.training.run import deterministic
 from timeline import Timeline, read_timeline
 
@@ -88,20 +89,25 @@ def first_losses(
         RuntimeError: the contender has graphs, and did not replay one per observed call and step.
     """
     with deterministic(device.type == "cuda"):
-        run = Run(setting, contender, dispatcher, device)
+        run = setting.run(contender, dispatcher, device)
         try:
-            losses = torch.stack([run.step() for _ in range(GATE_STEPS)]).cpu()
-            report = run.graphs.report() if run.graphs is not None else None
+            losses = gate_losses(run)
+            counters = _counters(run)
         finally:
             run.release()
-    if report is not None:
-        expected = report.captured * (GATE_STEPS - WARMUP_STEPS)
-        if not report.captured or report.replayed != expected:
+    if counters is not None:
+        captured, replayed = counters["captured"], counters["replayed"]
+        expected = captured * (GATE_STEPS - WARMUP_STEPS)
+        if not captured or replayed != expected:
             raise RuntimeError(
-                f"{report.captured} captured, {report.replayed} replayed instead of {expected}; "
-                f"eager calls {report.eager_calls}"
+                f"{captured} captured, {replayed} replayed instead of {expected}; "
+                f"eager calls {counters['eager_calls']}"
             )
     return losses
+
+
+def gate_losses(run: Run) -> torch.Tensor:
+    return torch.stack([run.step() for _ in range(GATE_STEPS)]).cpu()
 
 
 def judge(contender: Contender, losses: torch.Tensor, reference: torch.Tensor) -> Gate:
@@ -210,9 +216,9 @@ class Alone:
         reserved_steady_bytes: reserved after the steps.
         max_allocated_bytes: the most that live tensors took; counts no memory of a graph's pool
             that is free between replays, so it flatters graphs.
-        graphs: counters of ``Graphs.report()``; None without graphs.
-        graph_replay_ms: all graphs of a step replayed back to back, without the rest of the step
-            and without a profiler.
+        graphs: counters of ``report()``; None without graphs.
+        graph_replay_ms: all graphs of scopes of a step replayed back to back, without the rest of
+            the step and without a profiler.
     """
 
     reserved_bytes: int | None
@@ -233,7 +239,7 @@ def measure_alone(
     before = torch.cuda.memory_reserved(device) if cuda else None
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    run = Run(setting, contender, dispatcher, device)
+    run = setting.run(contender, dispatcher, device)
     try:
         run.warm_up()
         for _ in range(TRACED_STEPS):
@@ -253,9 +259,12 @@ def measure_alone(
 
 
 def _counters(run: Run) -> dict[str, Any] | None:
-    if run.graphs is None:
+    report = run.report()
+    if report is None:
         return None
-    report = run.graphs.report().to_dict()
+    if isinstance(report, FullIterationReport):
+        return {**asdict(report), "captured": report.captures}
+    report = report.to_dict()
     scopes = report.pop("scopes")
     kernels = [scope["kernels"] for scope in scopes]
     report["kernels"] = None if None in kernels else sum(kernels)

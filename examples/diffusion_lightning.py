@@ -12,61 +12,16 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import time
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from unet import UNet, rates
 
 from moe_graphs.integrations.lightning import GraphWholeSteps
-
-
-class Block(nn.Module):
-    """Two convolutions around a residual, shifted by the time's embedding."""
-
-    def __init__(self, channels_in: int, channels_out: int, time_width: int) -> None:
-        super().__init__()
-        self.norm_in, self.norm_out = nn.GroupNorm(8, channels_in), nn.GroupNorm(8, channels_out)
-        self.conv_in = nn.Conv2d(channels_in, channels_out, 3, padding=1)
-        self.conv_out = nn.Conv2d(channels_out, channels_out, 3, padding=1)
-        self.shift = nn.Linear(time_width, channels_out)
-        self.skip = nn.Conv2d(channels_in, channels_out, 1)
-
-    def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        hidden = self.conv_in(F.silu(self.norm_in(x))) + self.shift(time)[:, :, None, None]
-        return self.skip(x) + self.conv_out(F.silu(self.norm_out(hidden)))
-
-
-class UNet(nn.Module):
-    """From 8x8 down to 1x1 and back, with skips."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.register_buffer("frequencies", torch.exp(torch.linspace(0, 5, width // 2)))
-        self.time = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
-        self.first, self.last = nn.Conv2d(1, width, 3, padding=1), nn.Conv2d(width, 1, 3, padding=1)
-        sizes = [width, width, 2 * width, 4 * width]
-        pairs = list(itertools.pairwise(sizes))
-        self.down = nn.ModuleList(Block(a, b, width) for a, b in pairs)
-        self.middle = Block(sizes[-1], sizes[-1], width)
-        self.up = nn.ModuleList(Block(2 * b, a, width) for a, b in reversed(pairs))
-
-    def forward(self, images: Tensor, times: Tensor) -> Tensor:
-        angles = times[:, None] * self.frequencies
-        time = self.time(torch.cat([angles.sin(), angles.cos()], 1))
-        hidden, skips = self.first(images), []
-        for block in self.down:
-            hidden = block(hidden, time)
-            skips.append(hidden)
-            hidden = F.avg_pool2d(hidden, 2)
-        hidden = self.middle(hidden, time)
-        for block in self.up:
-            hidden = F.interpolate(hidden, scale_factor=2.0)
-            hidden = block(torch.cat([hidden, skips.pop()], 1), time)
-        return self.last(hidden)
 
 
 class Denoiser(pl.LightningModule):
@@ -100,12 +55,6 @@ class Denoiser(pl.LightningModule):
             signal_rate, noise_rate = rates(then.expand(count))
             images = signal_rate * clean + noise_rate * noise
         return images
-
-
-def rates(times: Tensor) -> tuple[Tensor, Tensor]:
-    """Shares of image and noise at times 0 (image) to 1 (noise)."""
-    angles = (times * math.pi / 2)[:, None, None, None]
-    return angles.cos(), angles.sin()
 
 
 def digits() -> Tensor:

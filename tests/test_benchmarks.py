@@ -16,7 +16,9 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 @pytest.fixture(scope="module")
 def modules():
     """The benchmark's files as they import each other when run as a script."""
-    names = ("environment", "timeline", "contenders", "measure", "partial_graphs")
+    names = ("environment", "timeline", "contenders", "measure", "phases", "partial_graphs",
+        "denoiser", "unet", "full_iteration",
+    )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TEARDOWN_CUPTI", "0")  # the script sets both: undone with the patch
         patch.setenv("DISABLE_CUPTI_LAZY_REINIT", "1")
@@ -48,6 +50,49 @@ def test_one_line_per_contender(rows):
         assert row["environment"]["torch"] == torch.__version__
     assert rows[0]["speedup"]["median"] == 1.0
     assert rows[0]["repeat"]["count"] == 2
+
+
+def test_whole_steps(modules, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    options = f"--tiny --device cpu --models llama,diffusion --rounds 1 --out {out}"
+    modules.full_iteration.main(options.split())
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    names = ["eager", "attn,mlp", "full iteration", "full iteration, optimizer"]
+    assert [row["contender"] for row in rows[:4]] == names
+    assert [row["contender"] for row in rows[4:]] == [names[0], "down.*,middle*,up.*", *names[2:]]
+    for row in rows:
+        assert row["error"] is None
+        assert "bitwise equal" in row["gate"]["message"]
+        assert row["step_ms"]["count"] == 2
+    for row in (*rows[2:4], *rows[6:8]):
+        assert (row["graphs"]["captured"], row["graphs"]["replayed"]) == (1, 5)
+        assert row["graphs"]["eager_calls"] == {"warmup": 3}
+
+
+def test_a_compiled_contender_is_judged_when_it_is_built(modules, monkeypatch, tmp_path):
+    """Its losses are off by more than rounding: it is not timed."""
+    judged = []
+
+    def doubled(run):
+        judged.append(run.contender.name)
+        return 2 * torch.stack([run.step() for _ in range(2)])
+
+    monkeypatch.setattr(torch, "compile", lambda model, mode: model)
+    for name in ("cudagraph_mark_step_begin", "reset"):  # would import the whole compiler
+        monkeypatch.setattr(torch.compiler, name, lambda: None)
+    monkeypatch.setattr(modules.measure, "GATE_STEPS", 2)
+    monkeypatch.setattr(modules.measure, "first_losses", lambda s, c, p, d: torch.ones(2))
+    monkeypatch.setattr(modules.measure, "gate_losses", doubled)
+    full_iteration, out = modules.full_iteration, tmp_path / "rows.jsonl"
+    contenders = [modules.contenders.EAGER, full_iteration.COMPILED]
+    monkeypatch.setattr(full_iteration, "contenders", lambda model, compiled: contenders)
+    options = f"--tiny --device cpu --models llama --rounds 1 --compile --out {out}"
+    full_iteration.main(options.split())
+    eager, compiled = [json.loads(line) for line in out.read_text().splitlines()]
+    assert judged == ["torch.compile"]
+    assert eager["error"] is None
+    assert "differ from eager" in compiled["error"]
+    assert "step_ms" not in compiled
 
 
 def test_counters_of_the_graphs(rows):
@@ -104,7 +149,7 @@ def test_a_contender_that_fails_while_timed_leaves_the_others(modules):
 
     device = torch.device("cpu")
     fine = types.SimpleNamespace(step=lambda: torch.zeros(()), device=device)
-    setting = modules.contenders.tiny(modules.contenders.launch_bound(), device)
+    setting = modules.contenders.launch_bound().tiny(device)
     runs = {"eager": fine, "attn": Broken(device=device)}
     timings = modules.measure.time_together(setting, list(runs), runs)
     assert timings["attn"] == "RuntimeError: out of luck"
@@ -133,6 +178,18 @@ def test_on_a_gpu(modules, tmp_path):
         # Every kernel has one launch, or is in a graph: no record was lost.
         single = timeline["kernels"] - timeline["graph_kernels"]
         assert timeline["kernel_launches"] == pytest.approx(single)
+
+
+@pytest.mark.gpu
+def test_whole_steps_on_a_gpu(modules, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    modules.full_iteration.main(["--tiny", "--rounds", "1", "--out", str(out)])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["error"] for row in rows] == [None] * 16
+    for row in rows:
+        if row["contender"] == "full iteration, optimizer":
+            assert row["timeline"]["graph_launches"] == 1
+            assert row["timeline"]["kernel_launches"] < 10  # copies in and out
 
 
 # ---- reading a trace

@@ -1,0 +1,73 @@
+"""Time, host time, GPU idle share and memory of a training step, eager and as one graph.
+
+    python benchmarks/full_iteration.py --compile --out benchmarks/results/full_iteration_h200.jsonl
+
+Four models: the two of `partial_graphs.py`, the dense one of `examples/full_iteration_llama.py` and
+the UNet of `examples/diffusion_lightning.py`. For each eager, its scopes, forward and backward as
+one graph, the same with the optimizer, and `torch.compile(mode="reduce-overhead")`. `README.md`
+beside this says how it measures and what the columns mean.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import torch
+
+import phases
+from contenders import EAGER, Contender, Setting, gpu_bound, launch_bound
+from denoiser import DenoiserSetting
+from moe_graphs.layers import TransformerConfig
+from partial_graphs import show
+
+FULL = Contender("full iteration", full_iteration=True)
+FULL_OPTIMIZER = Contender(
+    "full iteration, optimizer", full_iteration=True, optimizer_in_graph=True
+)
+COMPILED = Contender("torch.compile", compiled=True)
+SCOPES = {
+    "launch_bound": "attn,moe",
+    "gpu_bound": "attn,moe",
+    "llama": "attn,mlp",
+    "diffusion": "down.*,middle*,up.*",
+}
+
+
+def llama() -> Setting:
+    """The example's model, on its two microbatches at once."""
+    config = TransformerConfig(
+        hidden_size=512,
+        num_layers=12,
+        num_heads=8,
+        num_kv_heads=2,
+        ffn_hidden_size=1408,
+        vocab_size=256,
+        max_sequence_length=256,
+    )
+    return Setting("llama", config, 8, torch.bfloat16, rounds=7, steps=20)
+
+
+def settings() -> dict[str, Setting | DenoiserSetting]:
+    """The GPU-bound model at half its tokens: whole steps hold all activations between replays,
+    and five contenders have to fit beside each other."""
+    smaller = replace(gpu_bound(), batch_size=2)
+    return {s.name: s for s in (launch_bound(), llama(), DenoiserSetting(), smaller)}
+
+
+def contenders(model: str, compiled: bool) -> list[Contender]:
+    scopes = Contender(SCOPES[model], SCOPES[model])
+    return [EAGER, scopes, FULL, FULL_OPTIMIZER, *([COMPILED] if compiled else [])]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    known = settings()
+    made = phases.parser(__doc__.splitlines()[0], list(known))
+    options = phases.parse(made, list(known), arguments)
+    plan = [(known[m], contenders(m, options.compile)) for m in options.models.split(",")]
+    benchmark = phases.Benchmark("full_iteration", plan, options, phases.console_for(options))
+    show(benchmark.run(), benchmark)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
