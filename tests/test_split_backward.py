@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from torch import nn
@@ -68,6 +70,32 @@ def test_the_first_part_computes_no_gradient_of_a_weight_and_the_second_none_of_
     assert len(calls) == 2
     split.parameter_gradients()
     assert len(calls) == 4  # each node once more, and no walk from one to the other
+
+
+def test_experts_compute_each_gradient_in_its_own_part(monkeypatch):
+    calls = []
+    # The package exports a function of the module's name.
+    grouped_gemm = importlib.import_module("moe_graphs.kernels.grouped_gemm")
+    for name in ("grouped_gemm_dgrad", "grouped_gemm_wgrad"):
+        original = getattr(grouped_gemm, name)
+
+        def noted(*arguments, name=name, original=original):
+            calls.append(name)
+            return original(*arguments)
+
+        monkeypatch.setattr(grouped_gemm, name, noted)
+    x, w = torch.randn(6, 8, requires_grad=True), torch.randn(2, 8, 8, requires_grad=True)
+    offsets = torch.tensor([2, 6], dtype=torch.int32)
+    output = grouped_gemm.grouped_gemm(x, w, offsets)
+    expected = torch.autograd.grad(output, [x, w], torch.ones_like(output), retain_graph=True)
+    calls.clear()
+    split = SplitBackward([output], [x], [w])
+    (dx,) = split.input_gradients([torch.ones_like(output)])
+    assert calls == ["grouped_gemm_dgrad"]
+    (dw,) = split.parameter_gradients()
+    assert calls == ["grouped_gemm_dgrad", "grouped_gemm_wgrad"]
+    assert torch.equal(dx, expected[0])
+    assert torch.equal(dw, expected[1])
 
 
 def test_without_inputs_everything_is_second_part():

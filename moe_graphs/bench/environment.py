@@ -21,8 +21,8 @@ def stamp(commit: str | None = None) -> dict[str, Any]:
     """GPU, driver, versions, commit and date, as JSON values; ``"unknown"`` where not to be had.
 
     Args:
-        commit: what to write where there is no ``.git`` to ask, as on a machine that was sent a
-            copy of the tree. A repository's own answer is preferred.
+        commit: what to write instead of asking ``.git``, which a machine that was sent a copy of
+            the tree lacks, or has of another commit.
     """
     return {
         "gpu": _gpu_name(),
@@ -76,9 +76,11 @@ def _triton() -> str:
 
 def _commit(given: str | None) -> str:
     """The commit, with ``+changes`` if tracked files differ from it."""
+    if given:
+        return given
     top = _output("git", "-C", str(ROOT), "rev-parse", "--show-toplevel")
     if not top or Path(top) != ROOT:  # a copy of the tree, perhaps inside of another repository
-        return given or UNKNOWN
+        return UNKNOWN
     commit = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
     changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
     return f"{commit}+changes" if changed else commit

@@ -91,8 +91,10 @@ class Graphs:
         """Around all forwards and backwards of one training step.
 
         Raises:
-            CaptureError: at the end of the last warm-up step, if the capture failed. The model is
-                eager then, and training may go on.
+            CaptureError: at the end of the first warm-up step, if something cannot be captured or
+                would take more than ``memory_limit``, and of the last, if the capture failed.
+                The model is eager then, and training may go on.
+            GraphError: if a ``backward_weight()`` is missing.
         """
         if self._in_step:
             raise GraphError("graphs.step() does not nest: one step is already open")

@@ -22,7 +22,7 @@ from moe_graphs.kernels.grouped_gemm import (
     matmul_rows,
     to_autocast,
 )
-from moe_graphs.kernels.ops import define_op
+from moe_graphs.kernels.ops import define_op, wants_gradient
 from moe_graphs.kernels.permute import gather_rows, permute, sum_rows
 from moe_graphs.kernels.routing import RowOrder, pairs_per_token, token_of
 
@@ -61,10 +61,10 @@ class _GatherGemm(torch.autograd.Function):
         hidden_TD, order_R, inverse_R, w_EDN, offsets_E = ctx.saved_tensors
         inverse_TK = inverse_R.view(-1, pairs_per_token(inverse_R.numel(), ctx.num_tokens))
         grad_hidden = grad_w = None
-        if ctx.needs_input_grad[0]:
+        if wants_gradient(ctx, 0):
             rows_RD = grouped_gemm_dgrad(grad_RN, w_EDN, offsets_E, False)
             grad_hidden = sum_rows(rows_RD, inverse_TK)
-        if ctx.needs_input_grad[3]:
+        if wants_gradient(ctx, 3):
             rows_RD = gather_rows(hidden_TD, inverse_TK, order_R)
             grad_w = grouped_gemm_wgrad(rows_RD, grad_RN, offsets_E)
         return grad_hidden, None, None, grad_w, None

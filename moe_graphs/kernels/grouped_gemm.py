@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from moe_graphs.kernels import reference
 from moe_graphs.kernels.availability import has_triton
-from moe_graphs.kernels.ops import define_op
+from moe_graphs.kernels.ops import define_op, wants_gradient
 
 
 def grouped_gemm(
@@ -77,9 +77,9 @@ class _GroupedGemm(torch.autograd.Function):
     def backward(ctx, grad_RN):
         x_RK, w_EKN, offsets_E = ctx.saved_tensors
         grad_x = grad_w = None
-        if ctx.needs_input_grad[0]:
+        if wants_gradient(ctx, 0):
             grad_x = grouped_gemm_dgrad(grad_RN, w_EKN, offsets_E, ctx.zero_tail)
-        if ctx.needs_input_grad[1]:
+        if wants_gradient(ctx, 1):
             if ctx.main_grad is None:
                 grad_w = grouped_gemm_wgrad(x_RK, grad_RN, offsets_E)
             else:

@@ -7,6 +7,7 @@ where autograd is registered with it. A graph hides that, a small layer that run
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -28,3 +29,17 @@ def define_op(*, device: str = "cpu", mutates_args: tuple[str, ...] = ()) -> Cal
         return getattr(torch.ops.moe_graphs, function.__name__).default
 
     return define
+
+
+def wants_gradient(ctx: Any, index: int) -> bool:
+    """In a backward: whether the gradient of tensor input ``index`` is asked for just now.
+
+    Zero-bubble schedules run a node once for its inputs and later for its weights;
+    ``ctx.needs_input_grad`` says yes to both both times.
+    """
+    if not ctx.needs_input_grad[index] or torch.compiler.is_compiling():
+        return ctx.needs_input_grad[index]
+    try:
+        return torch._C._will_engine_execute_node(ctx.next_functions[index][0])
+    except RuntimeError:  # a leaf in torch.autograd.grad()
+        return True

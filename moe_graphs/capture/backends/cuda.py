@@ -8,6 +8,7 @@ stream for all captures, and every exit is in a ``finally``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ class CudaGraph(Graph):
     def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
         self.graph: torch.cuda.CUDAGraph | None = graph
 
-    @property
+    @functools.cached_property
     def kernels(self) -> int | None:
         return None if self.graph is None else _count_kernels(self.graph)
 
