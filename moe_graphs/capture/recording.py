@@ -74,9 +74,11 @@ class Recording:
         return [graph for graph in graphs if graph is not None]
 
     def static_tensors(self) -> list[torch.Tensor]:
-        """What this recording alone keeps alive: inputs and outputs."""
+        """What this recording alone keeps alive: inputs, outputs, and incoming gradients if they
+        have to stay until the weights' part."""
         inputs = [self.inputs[i] for i in self.tensor_indices if i not in self.linked]
-        return [*inputs, *self.own_outputs()]
+        gradients = self.gradient_outputs if self.weights is not None else []
+        return [*inputs, *self.own_outputs(), *gradients]
 
     def unused_inputs(self) -> list[str]:
         """The inputs that require a gradient and get none."""
