@@ -40,6 +40,16 @@ def _scalars_of_numpy_2_4(monkeypatch):
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
+@pytest.fixture(autouse=True)
+def _poisoned_memory():
+    """Every ``torch.empty`` is full of NaN and of the largest integers: a kernel that reads what
+    nobody wrote, of a work list for one, is found out."""
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def test_work_list_examples():
     offsets = torch.tensor([5, 5, 8], dtype=torch.int32)
     rows = tiles.row_tiles(offsets, 8, 4)
