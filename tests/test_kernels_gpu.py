@@ -186,6 +186,34 @@ def experts_layer(hidden, weights, ids, w1, w2):
     return unpermute(rows, order, weights)
 
 
+@pytest.mark.parametrize("used", [32, 20, 1])
+@pytest.mark.parametrize("tokens", [512, 8192])
+def test_nothing_depends_on_memory_that_nobody_wrote(used, tokens):
+    """The experts of the preset `small`, of which only `used` get rows: bitwise the same when every
+    fresh tensor is full of NaN and of the largest integers."""
+    x, w1, w2 = random(tokens, 768), random(32, 768, 768), random(32, 384, 768)
+    experts_TK = torch.stack(
+        [torch.randperm(used, device="cuda")[: min(4, used)] for _ in range(8)]
+    )
+    experts_TK = experts_TK.repeat(tokens // 8, 1)
+
+    def layer(x, w1, w2):
+        order = route_rows(experts_TK, 32)
+        weights = torch.full(experts_TK.shape, 0.25, device="cuda")
+        rows = permute(x, order)
+        rows = swiglu(grouped_gemm(rows, w1, order.offsets_E))
+        return unpermute(grouped_gemm(rows, w2, order.offsets_E), order, weights)
+
+    expected = results(layer, torch.bfloat16, x, w1, w2)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = results(layer, torch.bfloat16, x, w1, w2)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(map(torch.equal, found, expected))
+
+
 def test_layer_replays_with_other_routings_bitwise():
     """Forward and backward captured once; deterministic, and without a host sync."""
     torch.manual_seed(0)
