@@ -26,6 +26,7 @@ from moe_graphs.capture.errors import GraphError
 from moe_graphs.capture.graphed_scope import GraphedScope, reason_of_autograd
 from moe_graphs.capture.observation import Observation
 from moe_graphs.capture.plan import Plan
+from moe_graphs.capture.resources import Resources
 from moe_graphs.capture.schedule import Action, slots
 from moe_graphs.capture.scopes import Call, Scope
 from moe_graphs.capture.session import CaptureOptions, capture_plan
@@ -142,11 +143,16 @@ class CallableGraphs:
             [(call.args, call.kwargs) for call in calls]))  # fmt: skip
         self.backend = backend_for(tensors, generators)
         self.calls = tuple(calls)
-        self.captured: Captured | None = None
+        self._resources = Resources[Captured](self.backend)
         self.graphed = [
             GraphedCallable(self, Scope(name, owner, _forward_of(function)), on_mismatch, delay)
             for name, owner, function, delay in zip(names, owners, functions, delays, strict=True)
         ]
+
+    @property
+    def captured(self) -> Captured | None:
+        """What was captured, until it is released."""
+        return self._resources.captured
 
     @property
     def eager_calls(self) -> dict[str, int]:
@@ -164,8 +170,9 @@ class CallableGraphs:
         for graphed, call in zip(self.graphed, self.calls, strict=True):
             graphed.check_unpatched()
             observation.forward(graphed.scope, (call.args, call.kwargs), call)
-        self.captured = capture_plan(self.model, self.backend, plan, observation, options)
-        for chunk in self.captured.chunks:
+        captured = capture_plan(self.model, self.backend, plan, observation, options)
+        self._resources.captured = captured
+        for chunk in captured.chunks:
             for recording in chunk.slots[0].recordings:
                 unused = recording.unused_inputs()
                 if unused and not allow_unused_input:
@@ -188,10 +195,7 @@ class CallableGraphs:
         for graphed in self.graphed:
             for name in ("forward", "reset", "graphs", "backward_weight", "backward_dw"):
                 graphed.scope.module.__dict__.pop(name, None)
-        if self.captured is not None:
-            self.captured.release()
-            self.captured = None
-            self.backend.release()
+        self._resources.release()
 
 
 class GraphedCallable(GraphedScope):
@@ -200,21 +204,16 @@ class GraphedCallable(GraphedScope):
     def __init__(
         self, graphs: CallableGraphs, scope: Scope, on_mismatch: str, delays: bool
     ) -> None:
-        super().__init__(graphs, scope, on_mismatch)
-        self._delayed = DelayedWeights(each_by_itself=delays)
+        super().__init__(graphs, scope, on_mismatch, DelayedWeights(each_by_itself=delays))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.graphs.captured is None:
             raise GraphError(f"{self.scope.name} was reset: make graphed callables again")
         return super().__call__(*args, **kwargs)
 
-    @property
-    def delayed(self) -> DelayedWeights:
-        return self._delayed
-
     def backward_weight(self) -> None:
         """Adds the weights' gradients of the oldest backward that waits for it to ``.grad``."""
-        self._delayed.replay_oldest()
+        self.delayed.replay_oldest()
 
     backward_dw = backward_weight
 

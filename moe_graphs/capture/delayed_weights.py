@@ -26,6 +26,10 @@ class DelayedWeights:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def clear(self) -> None:
+        """Forgets backwards of a step that has ended."""
+        self._waiting.clear()
+
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
         """Within this context all flights that land belong to one backward."""

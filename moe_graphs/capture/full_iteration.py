@@ -32,8 +32,8 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from moe_graphs.capture.backends import backend_for
-from moe_graphs.capture.backends.base import Backend
 from moe_graphs.capture.errors import GraphError
+from moe_graphs.capture.resources import Resources
 from moe_graphs.capture.signature import Mismatch
 from moe_graphs.capture.whole_step import data_parallel
 from moe_graphs.capture.whole_step.recording import StepRecording, record_step
@@ -119,7 +119,7 @@ class FullIteration:
         self._captures = self._replayed = 0
         self._eager_calls: Counter[str] = Counter()
         self._capture_seconds = 0.0
-        self._resources = _Resources(backend)
+        self._resources = Resources[StepRecording](backend)
         self._finalizer = weakref.finalize(self, self._resources.release)
 
     def __call__(self, batch: Any) -> Any:
@@ -170,7 +170,7 @@ class FullIteration:
 
     def report(self) -> FullIterationReport:
         """What happened so far. Does not synchronise."""
-        recording, backend = self._resources.recording, self._subject.backend
+        recording, backend = self._resources.captured, self._subject.backend
         return FullIterationReport(
             backend=backend.name,
             state=self.state,
@@ -185,8 +185,8 @@ class FullIteration:
 
     @property
     def _recording(self) -> StepRecording:
-        assert self._resources.recording is not None
-        return self._resources.recording
+        assert self._resources.captured is not None
+        return self._resources.captured
 
     def _eager(self, batch: Any, reason: str) -> Any:
         self._eager_calls[reason] += 1
@@ -208,21 +208,7 @@ class FullIteration:
             eager_forwards = sum(self._eager_calls.values())
             rehearsals = max(rehearsals, data_parallel.EAGER_FORWARDS - eager_forwards)
         recording = record_step(self._subject, batch, rehearsals, self._group)
-        self._resources.recording = recording
+        self._resources.captured = recording
         self.state = "captured"
         self._captures += 1
         self._capture_seconds += time.perf_counter() - started
-
-
-class _Resources:
-    """What has to be released. Apart from ``FullIteration``, so that a finalizer can hold it."""
-
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
-        self.recording: StepRecording | None = None
-
-    def release(self) -> None:
-        if self.recording is not None:
-            self.recording.graph.release()
-            self.recording = None
-            self.backend.release()

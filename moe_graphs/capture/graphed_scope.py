@@ -24,10 +24,17 @@ if TYPE_CHECKING:
 class GraphedScope:
     """Stands in for the forward of one scope's module, on that instance only."""
 
-    def __init__(self, graphs: Graphs | CallableGraphs, scope: Scope, on_mismatch: str) -> None:
+    def __init__(
+        self,
+        graphs: Graphs | CallableGraphs,
+        scope: Scope,
+        on_mismatch: str,
+        delayed: DelayedWeights,
+    ) -> None:
         self.graphs = graphs
         self.scope = scope
         self.on_mismatch = on_mismatch
+        self.delayed = delayed  # where backwards wait for their weights' part
         self.eager_calls: Counter[str] = Counter()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -40,11 +47,6 @@ class GraphedScope:
         if self.graphs.captured is None:
             return self._observe(inputs, call)
         return self._replay(inputs, call)
-
-    @property
-    def delayed(self) -> DelayedWeights:
-        """Where backwards wait for their weights' part."""
-        return self.graphs.delayed
 
     def _observe(self, inputs: Any, call: Call) -> Any:
         self.eager_calls["warmup"] += 1

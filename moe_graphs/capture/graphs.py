@@ -33,6 +33,7 @@ from moe_graphs.capture.observation import Observation
 from moe_graphs.capture.plan import Plan, plan
 from moe_graphs.capture.recording import Recording
 from moe_graphs.capture.report import Report, ScopeReport
+from moe_graphs.capture.resources import Resources
 from moe_graphs.capture.scopes import find_scopes
 from moe_graphs.capture.session import CaptureOptions, capture_plan, predict_memory
 from moe_graphs.capture.slots import Captured
@@ -76,7 +77,7 @@ class Graphs:
         self._capture_seconds = 0.0
         self._memory: MemoryPlan | None = None
         self.scopes = self._install() if config.impl == "local" else []
-        self._resources = _Resources(self.backend)
+        self._resources = Resources[Captured](self.backend)
         self._finalizer = weakref.finalize(self, self._resources.release)
 
     @property
@@ -112,7 +113,7 @@ class Graphs:
         finally:
             self._in_step = False
             self.observation.clear()
-            self.delayed = DelayedWeights()
+            self.delayed.clear()
             if self.captured is not None:
                 self.captured.end_step()
 
@@ -239,7 +240,7 @@ class Graphs:
 
     def _install(self) -> list[GraphedScope]:
         scopes, on_mismatch = find_scopes(self.model, self.config), self.config.on_mismatch
-        graphed = [GraphedScope(self, scope, on_mismatch) for scope in scopes]
+        graphed = [GraphedScope(self, scope, on_mismatch, self.delayed) for scope in scopes]
         for each in graphed:
             name = each.scope.name
             if isinstance(each.scope.module.__dict__.get("forward"), GraphedScope):
@@ -249,20 +250,6 @@ class Graphs:
         for each in graphed:
             each.scope.module.forward = each
         return graphed
-
-
-class _Resources:
-    """What has to be released. Apart from ``Graphs``, so that a finalizer can hold it."""
-
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
-        self.captured: Captured | None = None
-
-    def release(self) -> None:
-        if self.captured is not None:
-            self.captured.release()
-            self.captured = None
-            self.backend.release()
 
 
 def _report_scope(graphed: GraphedScope, recordings: list[Recording]) -> ScopeReport:

@@ -87,7 +87,8 @@ def capture_plan(
             memory = _rehearse(model, plan, [of_chunk[0] for of_chunk in captures], options)
         with _session(model, backend) as originals:
             for of_chunk in captures:
-                chunks.append(Chunk([_capture_slot(own, originals, buffers) for own in of_chunk]))
+                slots = [_capture_slot(own, originals, buffers, options.split) for own in of_chunk]
+                chunks.append(Chunk(slots))
     except BaseException:
         for capture in (c for of_chunk in captures for own in of_chunk for c in own.values()):
             capture.recording.release()
@@ -165,7 +166,9 @@ def _memory_plan(plan: Plan, measured: Mapping[int, CallMemory], split: bool) ->
     return MemoryPlan(tuple(chunks), own if split else max(gradients, default=0))
 
 
-def _capture_slot(captures: dict[int, CallCapture], originals: Originals, buffers: dict) -> Slot:
+def _capture_slot(
+    captures: dict[int, CallCapture], originals: Originals, buffers: dict, split: bool
+) -> Slot:
     """All forwards, then all backwards in reverse, then the weights' part, in one pool."""
     recordings = {number: capture.recording for number, capture in captures.items()}
     for capture in captures.values():
@@ -175,12 +178,13 @@ def _capture_slot(captures: dict[int, CallCapture], originals: Originals, buffer
     for capture in reversed(captures.values()):
         with _explained(capture.recording, "backward"):
             capture.record_backward(originals, buffers)
-    for capture in reversed(captures.values()):
-        with _explained(capture.recording, "backward"):
-            capture.record_weights(originals)
-    # Only now, so that the weights' parts of a slot may be replayed in any order.
-    for capture in captures.values():
-        capture.finish()
+    if split:
+        for capture in reversed(captures.values()):
+            with _explained(capture.recording, "backward"):
+                capture.record_weights(originals)
+        # Only now, so that the weights' parts of a slot may be replayed in any order.
+        for capture in captures.values():
+            capture.finish()
     return Slot(list(recordings.values()), next(iter(captures.values())).pool)
 
 

@@ -46,7 +46,8 @@ from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2
 
 ROW_RECORD = 8  # int32 words of a row tile's record; five used, so that a record is 32 bytes
 EXPERT_RECORD = 4
-# Row tiles of one expert are walked in bands of this many: see gluon_parts.BAND.
+# Row tiles of one expert are walked in bands of this many, all columns of a band before the next
+# band, so that a band's rows and a column's weights meet in L2. 4 to 64 measured equal on H200.
 BAND = tl.constexpr(8)
 MAX_SLOTS = 32  # parts of all split experts together
 # A cut last round must be shorter by this many K steps, about 0.8 us each on an H200.

@@ -82,6 +82,9 @@ class StepRecording:
         torch.autograd.graph.increment_version(self.written)
         return pytree.tree_unflatten(owned_leaves(self.outputs), self.output_structure)
 
+    def release(self) -> None:
+        self.graph.release()
+
     def static_bytes(self) -> int:
         kept = [*self.inputs.tensors(), *tensor_leaves(self.outputs)]
         if self.gradients is not None:
@@ -180,7 +183,7 @@ def _record(subject: Subject, prepared: _Prepared, late_state: LateState) -> Ste
         written=written,
     )
     if any(static is tensor for tensor in written for static in inputs.tensors()):
-        recording.graph.release()
+        recording.release()
         raise CaptureError("the step modifies its inputs in place: clone them before")
     return recording
 
@@ -211,7 +214,7 @@ def _preserved(subject: Subject) -> Iterator[tuple[Gradients, LateState]]:
 
 def _release(recording: StepRecording | None, backend: Backend) -> None:
     if recording is not None:
-        recording.graph.release()
+        recording.release()
     backend.release()
 
 
