@@ -65,6 +65,17 @@ class Compiled:
         return re.findall(r".*(?:C75\d\d|serializ).*", self.log)
 
     @property
+    def reused_barriers(self) -> set[str]:
+        """Offsets in shared memory where a barrier is initialised and plain memory lies, too."""
+        bases = re.findall(r"mov\.b32 \s*(%r\d+), global_smem;", self.ptx)
+        sums = re.findall(r"add\.s32 \s*(%r\d+), (%r\d+), (\d+);", self.ptx)
+        offsets = dict.fromkeys(bases, "0")
+        offsets |= {register: offset for register, base, offset in sums if base in bases}
+        barriers = re.findall(r"mbarrier\.init\S* \s*\[(%r\d+)\]", self.ptx)
+        plain = re.findall(r"(?:ld|st)\.shared\S* [^\[;]*\[global_smem\+?(\d*)\]", self.ptx)
+        return {offsets[barrier] for barrier in barriers} & {offset or "0" for offset in plain}
+
+    @property
     def loops(self) -> list[Loop]:
         """In order of the text: default partition, then the others, outer loop first."""
         found = re.findall(

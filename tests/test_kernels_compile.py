@@ -18,7 +18,14 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from compiled import Compiled, launch_compiler  # noqa: E402
 from moe_graphs import kernels  # noqa: E402
-from moe_graphs.kernels import gemm_launch, permute_triton, routing_triton, swiglu_triton, tiles  # noqa: E402  # noqa: E402
+from moe_graphs.kernels import (  # noqa: E402  # noqa: E402
+    gemm_launch,
+    gluon_parts,
+    permute_triton,
+    routing_triton,
+    swiglu_triton,
+    tiles,
+)
 
 SHARED_LIMIT = 232448  # bytes a block may use on Hopper
 VARIANTS = ("split", "pingpong", "tma", "pointer")
@@ -50,6 +57,7 @@ def check(kernel: Compiled, wgmma: bool) -> None:
     assert kernel.spills == 0, kernel.log
     assert kernel.serialised == []
     assert kernel.shared <= SHARED_LIMIT
+    assert not kernel.reused_barriers
     assert ("wgmma.mma_async" in kernel.ptx) == wgmma
     # 16-bit operands of either major go to WGMMA as they lie: no transposing copies.
     assert "ttg.local_alloc %" not in kernel.ttgir or not wgmma
@@ -214,6 +222,24 @@ def test_trap_previous_is_current(compiled):
 def test_trap_bound_of_a_nested_loop(compiled):
     (kernel,) = compiled(lambda: launch(bound_of_a_nested_loop, 2))
     assert 1 in kernel.carried
+
+
+@gluon.jit
+def store_number(barriers, out, number):
+    gl.store(out, number)
+
+
+@gluon.jit
+def barriers_without_use(out, n):
+    arguments = (gluon_parts.make_barriers(2, 1), out, gl.load(out) * n)
+    gl.warp_specialize([(store_number, arguments), (store_number, arguments)], [4], [24])
+
+
+@pytest.mark.xfail(strict=True, reason="Triton 3.6 gives memory of barriers to arguments")
+def test_trap_barriers_without_use(compiled):
+    """Under preemption a partition then reads the barrier's initial value as its argument."""
+    (kernel,) = compiled(lambda: launch(barriers_without_use, 1))
+    assert not kernel.reused_barriers
 
 
 def launch(kernel: JITFunction, pointers: int) -> None:

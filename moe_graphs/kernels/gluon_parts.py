@@ -5,13 +5,16 @@ partitions of four warps that multiply out of it. Two mbarriers belong to a slot
 bytes have landed) and `empty` (its readers are done). Position in the ring is a pair (slot, phase);
 `phase` is the parity a waiter waits for, 0 for the first consumer, 1 for the first producer.
 
-Two rules of Triton 3.6 that this code obeys (both are silent miscompiles, also in 3.7.1;
-`tests/test_kernels_compile.py` holds their reproductions and checks our loops):
+Three rules of Triton 3.6 that this code obeys (`tests/test_kernels_compile.py` checks our kernels,
+and holds reproductions of the first two, which are silent miscompiles, also in 3.7.1):
 
 1. `previous = current` before a loop and again inside it is not carried: the loop keeps the entry
    value. Hence `previous_slot(slot)` instead of a second variable.
 2. A loop-carried value that is used only as the bound of a nested loop is dropped. Hence bounds are
    also used in the loop body.
+3. Memory of a barrier that no partition uses goes to the arguments that the partitions get. The
+   hardware does not take it for plain memory again: when another process gets the GPU in between,
+   a partition may read the barrier's initial value, 0x1ffffe, instead of its argument.
 """
 
 from triton._C.libtriton import ir
@@ -63,7 +66,10 @@ def ragged(row, end):
 
 @gluon.jit
 def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """COUNT mbarriers that complete a phase after ARRIVALS arrivals. The caller fences."""
+    """COUNT mbarriers that complete a phase after ARRIVALS arrivals. The caller fences.
+
+    Make only what a partition uses (see rule 3).
+    """
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(barriers.index(i), count=ARRIVALS)

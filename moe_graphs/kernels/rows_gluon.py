@@ -263,7 +263,7 @@ def rows_gluon_kernel(
     )
     full = make_barriers(STAGES, 1)
     empty = make_barriers(STAGES, 1 if PINGPONG else 2)
-    turn = make_barriers(2, 1)
+    turn = make_barriers(2, 1) if PINGPONG else empty
     fence_async_shared()
     tiles_n = gl.cdiv(N, BLOCK_N)
     total = gl.load(count_ptr) * tiles_n
@@ -309,7 +309,6 @@ def gathered_rows_gluon_kernel(
     )
     full = make_barriers(STAGES, 1 + 128)  # the bytes of w, and every thread's copies
     empty = make_barriers(STAGES, 2)
-    turn = make_barriers(2, 1)
     fence_async_shared()
     tiles_n = gl.cdiv(N, BLOCK_N)
     total = gl.load(count_ptr) * tiles_n
@@ -317,10 +316,10 @@ def gathered_rows_gluon_kernel(
     gl.warp_specialize(
         [
             (_consume, (out_desc, order_ptr, records_ptr, total, total, 0, steps, tiles_n, steps,
-                        x_ring, w_ring, out_buffers, full, empty, turn, 0, False, False, BLOCK_M,
+                        x_ring, w_ring, out_buffers, full, empty, empty, 0, False, False, BLOCK_M,
                         BLOCK_N, BLOCK_K, STAGES, GRID, False, True, PIECES)),
             (_consume, (out_desc, order_ptr, records_ptr, total, total, 0, steps, tiles_n, steps,
-                        x_ring, w_ring, out_buffers, full, empty, turn, 1, False, False, BLOCK_M,
+                        x_ring, w_ring, out_buffers, full, empty, empty, 1, False, False, BLOCK_M,
                         BLOCK_N, BLOCK_K, STAGES, GRID, False, True, PIECES)),
             (_produce_gathered, (x_ptr, order_ptr, top_k, w_desc, records_ptr, total, tiles_n,
                                  steps, K, x_ring, w_ring, full, empty, BLOCK_M, BLOCK_N, BLOCK_K,

@@ -214,8 +214,8 @@ def weights_gluon_kernel(
     )
     full = make_barriers(STAGES, 1)
     empty = make_barriers(STAGES, 1 if PINGPONG else 2)
-    turn = make_barriers(2, 1)
-    arrived = make_barriers(2 * BUFFERS, 1)
+    turn = make_barriers(2, 1) if PINGPONG else empty
+    arrived = make_barriers(2 * BUFFERS, 1) if ADD == "fetch" else empty
     fence_async_shared()
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N)
