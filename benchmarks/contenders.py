@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from moe_graphs import FullIteration, FullIterationReport, GraphConfig, Graphs, Report, graph
 from moe_graphs.dispatch import make_dispatcher
+from moe_graphs.kernels import cross_entropy
 from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
 from moe_graphs.layers.presets import qwen3_30b_a3b
 
@@ -247,8 +247,7 @@ class LanguageRun(Run):
 
     def forward_backward(self, batch: Tensor) -> Tensor:
         output = self.forward(batch[:, :-1])
-        logits_TV = output.logits_BSV.flatten(0, 1).float()
-        loss = functional.cross_entropy(logits_TV, batch[:, 1:].flatten())
+        loss = cross_entropy(output.logits_BSV.flatten(0, 1), batch[:, 1:].flatten())
         loss = loss + output.aux_loss
         loss.backward()
         return loss.detach()
