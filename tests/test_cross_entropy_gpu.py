@@ -183,6 +183,7 @@ def test_holds_nothing_beside_the_logits_and_leaves_them_alone():
     assert torch.equal(logits, before)
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 def test_compiled_whole():
     logits, targets = example(64, 512)
     compiled = torch.compile(cross_entropy, fullgraph=True)

@@ -4,8 +4,8 @@
     dx   = g * (exp(x - logsumexp(x)) - [v == target])
 
 A program of the forward walks along one row. Each of its lanes keeps the maximum and the sum of
-what it has seen, `WIDTH` neighbours (16 bytes) at a time, and the lanes meet only at the end. Rows
-with the target `IGNORED` are not read. A target outside the vocabulary makes its row NaN.
+what it has seen, `WIDTH` neighbours at a time, and the lanes meet only at the end. Rows with the
+target `IGNORED` are not read. A target outside the vocabulary makes its row NaN.
 
 N rows, V vocabulary.
 """
@@ -17,6 +17,7 @@ import triton.language as tl
 from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2
 from moe_graphs.kernels.ops import define_op
 
+TILE = 2048  # logits a program of four warps has in flight
 LOWEST = tl.constexpr(-3.0e38)  # below any logit but -inf, from which it may be subtracted
 
 
@@ -97,11 +98,14 @@ def cross_entropy_rows(
     losses_N = logits_NV.new_empty(N, dtype=torch.float32)
     logsumexp_N = torch.empty_like(losses_N)
     if N:
-        width = 16 // logits_NV.element_size()
-        lanes = min(512, next_power_of_2(cdiv(V, width)))
-        args = (logits_NV, targets_N, losses_N, logsumexp_N, V, logits_NV.stride(0))
-        tile = {"IGNORED": ignore_index, "LANES": lanes, "WIDTH": width}
-        launch(cross_entropy_forward_kernel, (N,), args, **tile, num_warps=max(1, lanes // 128))
+        row_stride = logits_NV.stride(0)
+        # 16 bytes a lane, where Triton can know that a row begins on such a boundary.
+        aligned = V % 16 == 0 and row_stride % 16 == 0
+        width = 16 // logits_NV.element_size() if aligned else 1
+        block = min(TILE, next_power_of_2(V))
+        tile = {"LANES": block // width, "WIDTH": width, "num_warps": _warps(block)}
+        args = (logits_NV, targets_N, losses_N, logsumexp_N, V, row_stride)
+        launch(cross_entropy_forward_kernel, (N,), args, IGNORED=ignore_index, **tile)
     return losses_N, logsumexp_N
 
 
@@ -132,19 +136,13 @@ def cross_entropy_backward(
     N, V = logits_NV.shape
     grad_NV = logits_NV.new_empty((N, V))
     if N:
-        block = min(4096, next_power_of_2(V))
+        block = min(TILE, next_power_of_2(V))
         chunks = cdiv(V, block)
         tensors = (logits_NV, targets_N, logsumexp_N, grad, grad if count is None else count)
         strides = (logits_NV.stride(0), grad.stride(0) if grad.dim() else 0)
         args = (*tensors, grad_NV, V, *strides, chunks)
-        tile = {"IGNORED": ignore_index, "BLOCK": block, "MEAN": count is not None}
-        launch(
-            cross_entropy_backward_kernel,
-            (N * chunks,),
-            args,
-            **tile,
-            num_warps=max(1, block // 512),
-        )
+        tile = {"BLOCK": block, "MEAN": count is not None, "num_warps": _warps(block)}
+        launch(cross_entropy_backward_kernel, (N * chunks,), args, IGNORED=ignore_index, **tile)
     return grad_NV
 
 
@@ -167,3 +165,7 @@ def _(logits_NV, targets_N, logsumexp_N, grad, count, ignore_index):
 def _rows(logits_NV: torch.Tensor) -> torch.Tensor:
     """Rows may lie apart (a padded vocabulary, cut off), a row may not."""
     return logits_NV if logits_NV.stride(1) == 1 else logits_NV.contiguous()
+
+
+def _warps(block: int) -> int:
+    return max(1, block // 512)
