@@ -28,6 +28,7 @@ from moe_graphs.kernels import (
 POISON = 777.0
 # The package's `permute` is the function, the module is behind it.
 plain = importlib.import_module("moe_graphs.kernels.permute")
+loss = importlib.import_module("moe_graphs.kernels.cross_entropy")
 
 
 @pytest.fixture(autouse=True)
@@ -275,6 +276,27 @@ def test_cross_entropy(rows, vocabulary, reduction):
         logits.detach(), targets, logsumexp, grad, count, -100
     )
     torch.testing.assert_close(found, logits.grad)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy: log(0)
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # dynamo does that itself
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_cross_entropy_differentiated(monkeypatch, reduction, compiled):
+    """The function as a GPU has it, also under torch.compile, which may not break the graph."""
+    monkeypatch.setattr(loss, "has_kernel", lambda x: True)
+    ours = loss.cross_entropy
+    if compiled:
+        ours = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    torch.manual_seed(0)
+    logits, targets = torch.randn(6, 20, requires_grad=True), torch.randint(20, (6,))
+    found = ours(logits, targets, ignore_index=int(targets[2]), reduction=reduction)
+    expected = functional.cross_entropy(
+        logits, targets, ignore_index=int(targets[2]), reduction=reduction
+    )
+    torch.testing.assert_close(found, expected)
+    grads = [torch.autograd.grad((3 * x).sum(), logits)[0] for x in (found, expected)]
+    torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize("target", [-1, 300, 1 << 40])
