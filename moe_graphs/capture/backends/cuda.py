@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from moe_graphs.capture.backends.base import Backend, Graph, MemoryMeter
+from moe_graphs.capture.backends.straight_line import replace_memsets
 
 
 class CudaGraph(Graph):
@@ -115,7 +116,12 @@ class CudaGraphs(Backend):
             self._abort(graph, pool)
             raise
         graph.capture_end()
-        graph.instantiate()
+        try:
+            replace_memsets(graph, self.device)
+            graph.instantiate()
+        except BaseException:
+            graph.reset()
+            raise
         graphs.append(CudaGraph(graph))
 
     def _abort(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
