@@ -40,11 +40,12 @@ def check(got, plain, want) -> None:
 
 
 def operands(experts: int, dtype: torch.dtype, tokens: int = 500) -> tuple[torch.Tensor, ...]:
-    """hidden, weight (logits with a standard deviation of 2) and bias."""
-    torch.manual_seed(experts)
-    hidden = torch.randn(tokens, 256, device="cuda").to(dtype)
-    weight = (torch.randn(experts, 256, device="cuda") / 8).to(dtype)
-    return hidden, weight, 0.1 * torch.randn(experts, device="cuda")
+    """hidden, weight (logits with a standard deviation of 1) and bias. Few tokens where scores lie
+    so close that fp32 would choose others than fp64."""
+    torch.manual_seed(experts + 1)
+    hidden = torch.randn(min(tokens, 20_000 // experts), 256).to(dtype)
+    weight = (torch.randn(experts, 256) / 16).to(dtype)
+    return hidden.cuda(), weight.cuda(), 0.1 * torch.randn(experts).cuda()
 
 
 def results(run, hidden, weight, dtype: torch.dtype, losses: bool = True):
@@ -119,7 +120,8 @@ def test_many_tokens_on_poisoned_memory(name):
     assert error(loss, want.aux_loss) < 1e-5
     assert torch.equal(counts, ids.flatten().bincount(minlength=experts))
     high, low = split.double().chunk(2, dim=1)
-    assert ((high + low - whole).abs() <= 2**-16 * whole.abs() + 1e-36).all()
+    rounding = 1e-6 * whole.abs().amax(1, keepdim=True)  # the two kernels round differently
+    assert ((high + low - whole).abs() <= 2**-17 * whole.abs() + rounding).all()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -178,7 +180,9 @@ def test_captured_without_a_sync(groups, dtype):
         routing = router(hidden)
         total = (routing.weights_TK * grad).sum() + routing.aux_loss
         grads = torch.autograd.grad(total, (hidden, router.weight))
-        return [routing.weights_TK, routing.experts_TK, routing.tokens_per_expert_E, total, *grads]
+        # Detached: a graph of autograd that lives on remembers the stream it was made on.
+        results = (routing.weights_TK, routing.experts_TK, routing.tokens_per_expert_E, total)
+        return [*(x.detach() for x in results), *grads]
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
