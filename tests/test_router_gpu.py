@@ -121,7 +121,7 @@ def test_many_tokens_on_poisoned_memory(name):
     assert torch.equal(counts, ids.flatten().bincount(minlength=experts))
     high, low = split.double().chunk(2, dim=1)
     rounding = 1e-6 * whole.abs().amax(1, keepdim=True)  # the two kernels round differently
-    assert ((high + low - whole).abs() <= 2**-17 * whole.abs() + rounding).all()
+    assert ((high + low - whole).abs() <= 2**-16 * whole.abs() + rounding).all()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -154,6 +154,19 @@ def test_few_tokens(tokens):
     (grad,) = torch.autograd.grad(chosen.weights_TK.square().sum() + chosen.aux_loss, weight)
     assert grad.isfinite().all()
     assert chosen.counts_E.sum() == 3 * tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [1024, 2048, 2880, 7168, 1021])
+def test_wide_logits(width, dtype):
+    from moe_graphs.kernels import router as module
+
+    torch.manual_seed(width)
+    hidden = torch.randn(300, width, device="cuda").to(dtype)
+    weight = torch.randn(64, width, device="cuda").to(dtype)
+    want = hidden.double() @ weight.double().t()
+    theirs = hidden.float() @ weight.float().t()
+    assert error(module._logits(hidden, weight), want) <= 2 * error(theirs, want) + 1.5e-6
 
 
 def test_autocast_leaves_the_scores_in_fp32():

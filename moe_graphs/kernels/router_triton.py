@@ -149,18 +149,19 @@ def finish_kernel(
 ):  # fmt: skip
     """counts_E, and terms_E whose sum is the loss, for WIDTH experts. Grid (E / WIDTH,)."""
     lane = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    count = tl.zeros((WIDTH,), dtype=tl.int32)
-    prob = tl.zeros((WIDTH,), dtype=tl.float32)
-    square = 0.0
+    counts = tl.zeros((BLOCK, WIDTH), dtype=tl.int32)
+    probs = tl.zeros((BLOCK, WIDTH), dtype=tl.float32)
+    squares = tl.zeros((BLOCK,), dtype=tl.float32)
     for base in range(0, programs, BLOCK):
         program = base + tl.arange(0, BLOCK)
         at = program[:, None] * E + lane[None, :]
         live = (program < programs)[:, None] & (lane < E)[None, :]
-        count += tl.sum(tl.load(counts_ptr + at, mask=live, other=0), 0)
+        counts += tl.load(counts_ptr + at, mask=live, other=0)
         if AUX != 0:
-            prob += tl.sum(tl.load(probs_ptr + at, mask=live, other=0.0), 0)
+            probs += tl.load(probs_ptr + at, mask=live, other=0.0)
         if Z != 0:
-            square += tl.sum(tl.load(squares_ptr + program, mask=program < programs, other=0.0), 0)
+            squares += tl.load(squares_ptr + program, mask=program < programs, other=0.0)
+    count, prob, square = tl.sum(counts, 0), tl.sum(probs, 0), tl.sum(squares, 0)
     tl.store(totals_ptr + lane, count.to(tl.int64), mask=lane < E)
     if AUX + Z != 0:
         terms = AUX * E / (K * 1.0 * tokens) * (count * (prob / tokens))
@@ -250,6 +251,8 @@ def choose_experts(
         (logits_TE, bias, weights_TK, experts_TK, ranks_TE, *sums, tokens),
         E=E, K=top_k, SIGMOID=sigmoid, NORMALIZE=normalize, SCALING=scaling, GROUPS=num_groups,
         TOP_GROUPS=top_k_groups, BIASED=bias_E is not None, **losses, **tile,
+        # So that all programs are resident at once: a second round would take as long as the first.
+        maxnreg=128 if tile["LANES"] < 512 else 255,
     )  # fmt: skip
     counts_E = torch.empty(E, dtype=torch.int64, device=device)
     terms_E = torch.empty(E, device=device)
