@@ -104,10 +104,11 @@ def test_many_tokens_on_poisoned_memory(name):
 
     experts, rule = WIDE[name]
     logits = 2 * torch.randn(20_003, experts, device="cuda")
+    grad = torch.randn(20_003, rule.top_k, device="cuda")
     torch.use_deterministic_algorithms(True)
     try:
         weights, ids, loss, counts, ranks = router_triton.choose_experts(logits, None, *rule)
-        saved = (logits, ranks, counts, torch.ones_like(weights), torch.ones_like(loss))
+        saved = (logits, ranks, counts, grad, torch.ones_like(loss))
         options = (rule.top_k, rule.sigmoid, rule.normalize, rule.scaling, *rule[-2:])
         split = router_triton.choose_experts_backward(*saved, True, *options)
         whole = router_triton.choose_experts_backward(*saved, False, *options)
@@ -120,8 +121,9 @@ def test_many_tokens_on_poisoned_memory(name):
     assert error(loss, want.aux_loss) < 1e-5
     assert torch.equal(counts, ids.flatten().bincount(minlength=experts))
     high, low = split.double().chunk(2, dim=1)
-    rounding = 1e-6 * whole.abs().amax(1, keepdim=True)  # the two kernels round differently
+    rounding = 4e-6 * whole.abs().max()  # the two compiled kernels round differently
     assert ((high + low - whole).abs() <= 2**-16 * whole.abs() + rounding).all()
+    assert (low.abs() <= 2**-8 * high.abs()).all()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
