@@ -10,10 +10,10 @@ import argparse
 import time
 
 import torch
-from torch.nn import functional
 from torch.optim.lr_scheduler import OneCycleLR
 
 from moe_graphs.capture.full_iteration import FullIteration
+from moe_graphs.kernels import cross_entropy
 from moe_graphs.layers import LanguageModel, TransformerConfig
 from moe_graphs.training.static_loader import StaticLoader
 
@@ -64,8 +64,8 @@ def main() -> None:
     def train_step(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         losses = []
         for tokens in batch["tokens"]:
-            logits = model(tokens[:, :-1]).logits_BSV.float().flatten(0, 1)
-            loss = functional.cross_entropy(logits, tokens[:, 1:].flatten())
+            logits = model(tokens[:, :-1]).logits_BSV.flatten(0, 1)
+            loss = cross_entropy(logits, tokens[:, 1:].flatten())
             (loss / len(batch["tokens"])).backward()
             losses.append(loss.detach())
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -74,5 +74,6 @@ if __name__ == "__main__":
     if on_gpus := torch.cuda.device_count() >= ranks:
         torch.cuda.set_device(rank)
     dist.init_process_group("nccl" if on_gpus else "gloo")
-    train(int(sys.argv[1]), rank, ranks, torch.device(f"cuda:{rank}" if on_gpus else "cpu"))
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 50
+    train(steps, rank, ranks, torch.device(f"cuda:{rank}" if on_gpus else "cpu"))
     dist.destroy_process_group()

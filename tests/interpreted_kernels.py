@@ -10,10 +10,12 @@ import importlib
 
 import pytest
 import torch
+from torch.nn import functional
 from triton.runtime import interpreter
 
 from moe_graphs.kernels import (
     RowOrder,
+    cross_entropy_triton,
     gemm_launch,
     permute_triton,
     reference,
@@ -26,6 +28,7 @@ from moe_graphs.kernels import (
 POISON = 777.0
 # The package's `permute` is the function, the module is behind it.
 plain = importlib.import_module("moe_graphs.kernels.permute")
+loss = importlib.import_module("moe_graphs.kernels.cross_entropy")
 
 
 @pytest.fixture(autouse=True)
@@ -244,6 +247,96 @@ def test_permute(tokens, top_k, width, gaps):
     torch.testing.assert_close(
         permute_triton.dot_rows(rows, inverse, hidden, torch.float32), weights.grad
     )
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy: log(0), a maximum of NaNs
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(("rows", "vocabulary"), [(7, 2500), (3, 300), (5, 1)])
+def test_cross_entropy(rows, vocabulary, reduction):
+    torch.manual_seed(0)
+    targets = torch.randint(vocabulary, (rows,))
+    targets[1] = -100
+    # Rows that lie apart, with logits that must not be read behind them, and masked logits.
+    padded = torch.cat([3 * torch.randn(rows, vocabulary), torch.full((rows, 4), POISON)], 1)
+    logits = padded[:, :vocabulary].requires_grad_()
+    logits.data[0, : vocabulary // 2] = -torch.inf
+    targets[0] = vocabulary - 1
+    losses, logsumexp = cross_entropy_triton.cross_entropy_rows(logits.detach(), targets, -100)
+    expected = functional.cross_entropy(logits, targets, reduction=reduction)
+    grad, count = torch.rand(expected.shape), None
+    expected.backward(grad)
+    found = losses
+    if reduction == "mean":
+        found, count = cross_entropy_triton.mean_of_counted(losses, targets, -100)
+        assert count == rows - 1
+    elif reduction == "sum":
+        found = losses.sum()
+    torch.testing.assert_close(found, expected.detach())
+    found = cross_entropy_triton.cross_entropy_backward(
+        logits.detach(), targets, logsumexp, grad, count, -100
+    )
+    torch.testing.assert_close(found, logits.grad)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy: log(0)
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # dynamo does that itself
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_cross_entropy_differentiated(monkeypatch, reduction, compiled):
+    """The function as a GPU has it, also under torch.compile, which may not break the graph."""
+    monkeypatch.setattr(loss, "has_kernel", lambda x: True)
+    ours = loss.cross_entropy
+    if compiled:
+        ours = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    torch.manual_seed(0)
+    logits, targets = torch.randn(6, 20, requires_grad=True), torch.randint(20, (6,))
+    found = ours(logits, targets, ignore_index=int(targets[2]), reduction=reduction)
+    expected = functional.cross_entropy(
+        logits, targets, ignore_index=int(targets[2]), reduction=reduction
+    )
+    torch.testing.assert_close(found, expected)
+    grads = [torch.autograd.grad((3 * x).sum(), logits)[0] for x in (found, expected)]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("target", [-1, 300, 1 << 40])
+def test_cross_entropy_of_a_target_outside_the_vocabulary(target):
+    """NaN for that row, and the others as they should be."""
+    torch.manual_seed(0)
+    logits, targets = torch.randn(3, 300), torch.tensor([5, target, 299])
+    losses, logsumexp = cross_entropy_triton.cross_entropy_rows(logits, targets, -100)
+    found = cross_entropy_triton.cross_entropy_backward(
+        logits, targets, logsumexp, torch.ones(()), None, -100
+    )
+    assert losses.isnan().tolist() == [False, True, False]
+    assert found.isnan().all(1).tolist() == found.isnan().any(1).tolist() == [False, True, False]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy: log(0), a maximum of NaNs
+@pytest.mark.parametrize("target", [0, 1])
+def test_cross_entropy_of_infinite_logits(target):
+    """Never a plausible number: a diverged model has to show."""
+    for value in (torch.inf, torch.nan):
+        logits = torch.tensor([[1.0, value, 2.0], [-torch.inf] * 3])
+        targets = torch.full((2,), target)
+        assert functional.cross_entropy(logits, targets, reduction="none").isnan().all()
+        assert cross_entropy_triton.cross_entropy_rows(logits, targets, -100)[0].isnan().all()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy: log(0), a maximum of NaNs
+def test_cross_entropy_of_no_rows_that_count():
+    logits, targets = torch.randn(3, 20), torch.full((3,), 7)
+    losses, logsumexp = cross_entropy_triton.cross_entropy_rows(logits, targets, 7)
+    assert losses.tolist() == [0, 0, 0]
+    mean, count = cross_entropy_triton.mean_of_counted(losses, targets, 7)
+    assert mean.isnan()
+    assert count == 0
+    found = cross_entropy_triton.cross_entropy_backward(
+        logits, targets, logsumexp, torch.ones(()), count, 7
+    )
+    assert torch.equal(found, torch.zeros(3, 20))
+    losses, logsumexp = cross_entropy_triton.cross_entropy_rows(logits[:0], targets[:0], 7)
+    assert cross_entropy_triton.mean_of_counted(losses, targets[:0], 7)[0].isnan()
 
 
 @pytest.mark.parametrize(("rows", "ffn"), [(13, 24), (3, 300)])

@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 from compiled import Compiled, launch_compiler  # noqa: E402
 from moe_graphs import kernels  # noqa: E402
 from moe_graphs.kernels import (  # noqa: E402  # noqa: E402
+    cross_entropy_triton,
     gemm_launch,
     gluon_parts,
     permute_triton,
@@ -203,6 +204,30 @@ def test_router(compiled, experts, top_k, groups, top_groups, sigmoid):
     for kernel in kernels:
         check(kernel, wgmma=False)
         assert "atom" not in kernel.ptx
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("vocabulary", [256, 50257, 151936])
+def test_cross_entropy(compiled, vocabulary, dtype):
+    logits = torch.empty(4, vocabulary, dtype=dtype)
+    targets = torch.zeros(4, dtype=torch.int64)
+
+    def launches():
+        losses, logsumexp = cross_entropy_triton.cross_entropy_rows(logits, targets, -100)
+        mean, count = cross_entropy_triton.mean_of_counted(losses, targets, -100)
+        for divisor in (count, None):
+            cross_entropy_triton.cross_entropy_backward(
+                logits, targets, logsumexp, mean, divisor, -100
+            )
+
+    kernels = compiled(launches)
+    assert len(kernels) == 4
+    for kernel in kernels:
+        check(kernel, wgmma=False)
+        assert "atom" not in kernel.ptx
+    if vocabulary % 8 == 0:
+        for kernel in (kernels[0], kernels[2]):
+            assert "ld.global.v4.b32" in kernel.ptx, kernel.name
 
 
 def test_fake_cuda_tensors_see_static_shapes():

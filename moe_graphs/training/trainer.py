@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from moe_graphs import kernels
 from moe_graphs.capture.full_iteration import FullIteration, FullIterationReport
 from moe_graphs.capture.graphs import Graphs
 from moe_graphs.capture.report import Report
@@ -247,6 +247,6 @@ class Trainer:
 
 def cross_entropy(logits_BSV: Tensor, targets_BS: Tensor, *, reduction: str = "mean") -> Tensor:
     """In fp32, in nats; targets of -100 do not count."""
-    return F.cross_entropy(
-        logits_BSV.flatten(0, 1).float(), targets_BS.flatten(), reduction=reduction
+    return kernels.cross_entropy(
+        logits_BSV.flatten(0, 1), targets_BS.flatten(), reduction=reduction
     )

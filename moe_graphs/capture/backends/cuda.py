@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from moe_graphs.capture.backends.base import Backend, Graph, MemoryMeter
+from moe_graphs.capture.backends.straight_line import replace_memsets
 
 
 class CudaGraph(Graph):
@@ -78,14 +79,10 @@ class CudaGraphs(Backend):
         # before (a rehearsal) lies outside the pools, and would be gone with the next clearing.
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
-        outside = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(outside)
         try:
-            with torch.cuda.stream(self.stream):
+            with self.on_stream():
                 yield
         finally:
-            torch.cuda.set_stream(outside)
-            outside.wait_stream(self.stream)
             torch.cuda.synchronize(self.device)
 
     @contextlib.contextmanager
@@ -115,7 +112,12 @@ class CudaGraphs(Backend):
             self._abort(graph, pool)
             raise
         graph.capture_end()
-        graph.instantiate()
+        try:
+            replace_memsets(graph, self.device)
+            graph.instantiate()
+        except BaseException:
+            graph.reset()
+            raise
         graphs.append(CudaGraph(graph))
 
     def _abort(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:

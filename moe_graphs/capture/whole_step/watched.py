@@ -9,6 +9,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from moe_graphs.capture.errors import CaptureError
+from moe_graphs.capture.module_state import Addresses
 from moe_graphs.capture.signature import Mismatch
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -77,7 +79,7 @@ class Watched:
                 return _difference(edge, value)
         for name in now:
             return Mismatch("state_replaced", f"{name} was not there at the capture")
-        if not self._are_in_place():
+        if not self._addresses.are_same():
             message = "a tensor of the optimizer or of state= lies at another address now"
             return Mismatch("state_replaced", message)
         self._remember(edges)
@@ -106,40 +108,33 @@ class Watched:
     def _remember(self, edges: list[Edge]) -> None:
         self.leaves = [edge for edge in edges if edge.is_leaf]
         self.tensors = [edge.value for edge in self.leaves if not edge.is_plain]
-        self._addresses = [tensor.data_ptr() for tensor in self.tensors]
-        self._indices = list(range(len(self.tensors)))
+        self._addresses = Addresses(self.tensors)
         children: dict[int, tuple[Any, list[Edge]]] = {}
         for edge in edges:
             children.setdefault(id(edge.holder), (edge.holder, []))[1].append(edge)
             if isinstance(edge.value, (dict, list)):
                 children.setdefault(id(edge.value), (edge.value, []))  # it may be empty
         # Whole containers are compared by one loop in C; of others only some entries are watched.
-        self._dicts, self._lists, self._entries = [], [], []
-        for holder, siblings in children.values():
-            values = [edge.value for edge in siblings]
-            if len(holder) != len(values):
-                self._entries += [(holder, edge.key, edge.value) for edge in siblings]
-            elif isinstance(holder, dict):
-                self._dicts.append((holder, values))
-            else:
-                self._lists.append((holder, values))
+        whole = [each for each in children.values() if len(each[0]) == len(each[1])]
+        self._holders = [holder for holder, _ in whole]
+        # The views of dictionaries are live: they show the values of the time they are read.
+        self._now = [h.values() if isinstance(h, dict) else h for h in self._holders]
+        self._values = [edge.value for _, siblings in whole for edge in siblings]
+        self._entries = [
+            (holder, edge.key, edge.value)
+            for holder, siblings in children.values()
+            if len(holder) != len(siblings)
+            for edge in siblings
+        ]
 
     def _is_untouched(self) -> bool:
         """The quick answer: every holder has the very same values."""
-        for holder, values in self._dicts:
-            if len(holder) != len(values) or not all(map(is_, holder.values(), values)):
-                return False
-        for holder, values in self._lists:
-            if len(holder) != len(values) or not all(map(is_, holder, values)):
-                return False
+        if sum(map(len, self._holders)) != len(self._values):
+            return False
+        if not all(map(is_, chain.from_iterable(self._now), self._values)):
+            return False
         entries = all(holder.get(key) is value for holder, key, value in self._entries)
-        return entries and self._are_in_place()
-
-    def _are_in_place(self) -> bool:
-        if hasattr(torch._C, "_tensors_data_ptrs_at_indices_equal"):  # builds with CUDA
-            at_once = torch._C._tensors_data_ptrs_at_indices_equal
-            return at_once(self.tensors, self._addresses, self._indices)
-        return [tensor.data_ptr() for tensor in self.tensors] == self._addresses
+        return entries and self._addresses.are_same()
 
 
 def _walk(roots: dict[str, Any], tensor_names: Mapping[int, str]) -> Iterator[Edge]:
