@@ -1,7 +1,7 @@
 """From tokens to experts and weights.
 
-On CUDA a layer's router is one node of autograd with some ten kernels for forward and backward; the
-plain torch path says the same in some fifty.
+On CUDA a layer's router is one node of autograd with 10 to 13 kernels for forward and backward; the
+plain torch path says the same in 66 to 91.
 
 Shapes: T tokens, D model, E experts, K top-k, N groups of experts.
 """

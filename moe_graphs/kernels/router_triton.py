@@ -24,7 +24,9 @@ from moe_graphs.kernels.ops import define_op
 
 STRUCK = tl.constexpr(-(2**31))  # below the key of every number, -inf included
 ELEMENTS = 256  # of a program's tile: 8 per thread
-PROGRAMS = 2048  # enough for 132 SMs; fixed, since it decides the order of the sums
+# 16 warps for each of 132 SMs: half of them take 26 us where these take 19 (H200, 16384 tokens, 128
+# experts). Not asked of the device, since it decides the order of the sums.
+PROGRAMS = 2048
 
 
 @triton.jit
