@@ -23,6 +23,8 @@ from moe_graphs.kernels import (  # noqa: E402  # noqa: E402
     gemm_launch,
     gluon_parts,
     permute_triton,
+    router,
+    router_triton,
     routing_triton,
     swiglu_triton,
     tiles,
@@ -177,6 +179,33 @@ def test_elementwise(compiled, dtype):
         assert "atom" not in kernel.ptx
 
 
+@pytest.mark.parametrize(
+    ("experts", "top_k", "groups", "top_groups"),
+    [(128, 8, 1, 1), (8, 2, 1, 1), (256, 8, 8, 4), (512, 32, 1, 1), (100, 3, 4, 2), (512, 8, 8, 4)],
+)
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_router(compiled, experts, top_k, groups, top_groups, sigmoid):
+    logits, weights = torch.empty(64, experts), torch.empty(64, top_k)
+    ranks = torch.zeros(64, experts, dtype=torch.int8)
+    counts = torch.zeros(experts, dtype=torch.int64)
+    bias, loss = torch.empty(experts), torch.zeros(())
+
+    def launches():
+        for given, coef in ((bias, 0.01), (None, 0.0)):
+            rule = router.RoutingRule(top_k, sigmoid, True, 2.5, groups, top_groups, coef, coef)
+            router_triton.choose_experts(logits, given, *rule)
+            for split in (False, True):
+                router_triton.choose_experts_backward(
+                    logits, ranks, counts, weights, loss, split, *rule[:4], coef, coef
+                )
+
+    kernels = compiled(launches)
+    assert len(kernels) == 8
+    for kernel in kernels:
+        check(kernel, wgmma=False)
+        assert "atom" not in kernel.ptx
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("vocabulary", [256, 50257, 151936])
 def test_cross_entropy(compiled, vocabulary, dtype):
@@ -215,6 +244,10 @@ def test_fake_cuda_tensors_see_static_shapes():
         assert kernels.gather_gemm(hidden, order, w1).shape == (256, 192)
         out = kernels.unpermute(rows, order, weights)
         assert out.shape == hidden.shape
+        rule = router.RoutingRule(4, False, True, 1.0, 1, 1, 0.01, 0.001)
+        gate = torch.empty(8, 128, device="cuda", dtype=BF16)
+        chosen = router.route(hidden, gate, None, rule)
+        assert [x.shape for x in chosen] == [(64, 4), (64, 4), (), (8,)]
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 Everything here has static shapes and stays on the device: no ``.item()``, no branch on a tensor.
 
-Shapes: T tokens, D model, E experts, K top-k, N groups of experts.
+Shapes: T tokens, D model, E experts, K top-k.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
 
 from moe_graphs.capture.interrupt import record
 from moe_graphs.kernels.reference import accumulation_dtype
+from moe_graphs.kernels.router import RoutingRule, route
 from moe_graphs.layers.config import MoEConfig
 
 
@@ -35,8 +35,8 @@ class Routing:
 class TopKRouter(nn.Module):
     """Linear router with softmax or sigmoid scores; see ``MoEConfig`` for its options.
 
-    Ties in the scores are broken as ``torch.topk`` breaks them: the same way on every run of a
-    device, not the same on CPU and CUDA.
+    Ties in the scores are broken the same way on every run: by the lowest expert number on CUDA, as
+    ``torch.topk`` breaks them where ``kernels.router`` takes the plain torch path (CPU).
 
     Buffers: ``tokens_per_expert`` (int64) counts the pairs of all training forwards since the
     last ``update_expert_bias``; ``expert_bias`` (fp32), if configured. Both change in place only.
@@ -54,7 +54,7 @@ class TopKRouter(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.rule = config, _rule(config)
         shape = (config.num_experts, hidden_size)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         counts_E = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
@@ -72,22 +72,13 @@ class TopKRouter(nn.Module):
             self.expert_bias.zero_()
 
     def forward(self, hidden_TD: Tensor) -> Routing:
-        config = self.config
-        if self.training and config.input_jitter:
-            hidden_TD = _jitter(hidden_TD, config.input_jitter)
-        logits_TE = _RouterLinear.apply(hidden_TD, self.weight)
-        scores_TE = logits_TE.sigmoid() if self._is_sigmoid else logits_TE.softmax(-1)
-        experts_TK = self._choose(scores_TE.detach())
-        weights_TK = scores_TE.gather(1, experts_TK)
-        if config.normalize_top_k:
-            # The small constant is for sigmoid scores that are all zero.
-            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-        if config.scaling_factor != 1.0:
-            weights_TK = weights_TK * config.scaling_factor
-        counts_E = _count(experts_TK, config.num_experts)
+        if self.training and self.config.input_jitter:
+            hidden_TD = _jitter(hidden_TD, self.config.input_jitter)
+        weights_TK, experts_TK, aux_loss, counts_E = route(
+            hidden_TD, self.weight, self.expert_bias, self.rule
+        )
         if self.training:
             self.tokens_per_expert.add_(counts_E)
-        aux_loss = self._aux_loss(logits_TE, scores_TE, counts_E)
         return Routing(weights_TK, experts_TK, aux_loss, counts_E)
 
     @torch.no_grad()
@@ -115,76 +106,20 @@ class TopKRouter(nn.Module):
             self.expert_bias.add_(excess_E.sign().float(), alpha=self.config.bias_update_rate)
         self.tokens_per_expert.zero_()
 
-    @property
-    def _is_sigmoid(self) -> bool:
-        return self.config.score_function == "sigmoid"
-
-    def _choose(self, scores_TE: Tensor) -> Tensor:
-        """The best ``top_k`` experts by biased score, best first."""
-        if self.expert_bias is not None:
-            scores_TE = scores_TE + self.expert_bias
-        if self.config.num_groups is not None:
-            scores_TE = self._mask_groups(scores_TE)
-        return scores_TE.topk(self.config.top_k, dim=-1).indices
-
-    def _mask_groups(self, scores_TE: Tensor) -> Tensor:
-        """Leaves only the best groups of a token (arXiv 2412.19437, section 2.1.2).
-
-        A group is as good as the sum of its two best scores.
-        """
-        scores_TNe = scores_TE.unflatten(1, (self.config.num_groups, -1))
-        best_two = scores_TNe.topk(min(2, scores_TNe.shape[-1]), dim=-1).values
-        chosen_TN = best_two.sum(-1).topk(self.config.top_k_groups, dim=-1).indices
-        group_N = torch.arange(self.config.num_groups, device=scores_TE.device)
-        kept_TN = (chosen_TN.unsqueeze(-1) == group_N).any(1)
-        return scores_TNe.masked_fill(~kept_TN.unsqueeze(-1), float("-inf")).flatten(1)
-
-    def _aux_loss(self, logits_TE: Tensor, scores_TE: Tensor, counts_E: Tensor) -> Tensor:
-        config, (num_tokens, num_experts) = self.config, logits_TE.shape
-        loss = logits_TE.new_zeros(())
-        if config.aux_loss_coef:
-            probs_TE = scores_TE
-            if self._is_sigmoid:
-                probs_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
-            # E * sum_e f_e * P_e / K: f_e tokens per expert and token, P_e mean probability.
-            scale = config.aux_loss_coef * num_experts / (config.top_k * max(num_tokens, 1))
-            loss = loss + scale * (counts_E * probs_TE.mean(0)).sum()
-        if config.z_loss_coef:
-            loss = loss + config.z_loss_coef * logits_TE.logsumexp(-1).square().mean()
-        return loss
-
-
-class _RouterLinear(torch.autograd.Function):
-    """``hidden @ weight.T`` in fp32, whatever the operands and autocast say.
-
-    Keeps the operands as they are for backward, not their fp32 copies.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden_TD, weight_ED):
-        ctx.save_for_backward(hidden_TD, weight_ED)
-        dtype = accumulation_dtype(hidden_TD)
-        with torch.autocast(hidden_TD.device.type, enabled=False):
-            return functional.linear(hidden_TD.to(dtype), weight_ED.to(dtype))
-
-    @staticmethod
-    def backward(ctx, grad_TE):
-        hidden_TD, weight_ED = ctx.saved_tensors
-        grad_hidden = grad_weight = None
-        with torch.autocast(grad_TE.device.type, enabled=False):
-            if ctx.needs_input_grad[0]:
-                grad_hidden = (grad_TE @ weight_ED.to(grad_TE.dtype)).to(hidden_TD.dtype)
-            if ctx.needs_input_grad[1]:
-                grad_weight = (grad_TE.t() @ hidden_TD.to(grad_TE.dtype)).to(weight_ED.dtype)
-        return grad_hidden, grad_weight
-
 
 def _jitter(hidden_TD: Tensor, amount: float) -> Tensor:
     noise = torch.empty_like(hidden_TD, dtype=accumulation_dtype(hidden_TD))
     return hidden_TD * noise.uniform_(1 - amount, 1 + amount)
 
 
-def _count(experts_TK: Tensor, num_experts: int) -> Tensor:
-    """Pairs per expert. A mask and a sum: bincount synchronises, scatter_add uses atomics."""
-    chosen_TE = experts_TK.new_zeros(experts_TK.shape[0], num_experts, dtype=torch.bool)
-    return chosen_TE.scatter_(1, experts_TK, True).sum(0)
+def _rule(config: MoEConfig) -> RoutingRule:
+    return RoutingRule(
+        top_k=config.top_k,
+        sigmoid=config.score_function == "sigmoid",
+        normalize=config.normalize_top_k,
+        scaling=config.scaling_factor,
+        num_groups=config.num_groups or 1,
+        top_k_groups=config.top_k_groups or 1,
+        aux_loss_coef=config.aux_loss_coef,
+        z_loss_coef=config.z_loss_coef,
+    )
