@@ -79,10 +79,14 @@ class CudaGraphs(Backend):
         # before (a rehearsal) lies outside the pools, and would be gone with the next clearing.
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
+        outside = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(outside)
         try:
-            with self.on_stream():
+            with torch.cuda.stream(self.stream):
                 yield
         finally:
+            torch.cuda.set_stream(outside)
+            outside.wait_stream(self.stream)
             torch.cuda.synchronize(self.device)
 
     @contextlib.contextmanager
