@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from moe_graphs.capture.backends.base import Backend, Graph, MemoryMeter
-from moe_graphs.capture.backends.straight_line import replace_memsets
 
 
 class CudaGraph(Graph):
@@ -116,12 +115,7 @@ class CudaGraphs(Backend):
             self._abort(graph, pool)
             raise
         graph.capture_end()
-        try:
-            replace_memsets(graph, self.device)
-            graph.instantiate()
-        except BaseException:
-            graph.reset()
-            raise
+        graph.instantiate()
         graphs.append(CudaGraph(graph))
 
     def _abort(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
