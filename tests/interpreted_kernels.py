@@ -24,6 +24,7 @@ from moe_graphs.kernels import (
     swiglu_triton,
     tiles,
 )
+from moe_graphs.kernels.heads import _SplitHeads, plain_split_heads
 
 POISON = 777.0
 # The package's `permute` is the function, the module is behind it.
@@ -351,3 +352,27 @@ def test_swiglu(rows, ffn):
         torch.testing.assert_close(swiglu_triton.swiglu_forward(x, ends)[:2], expected[:2])
         torch.testing.assert_close(swiglu_triton.swiglu_backward(x, dh), x.grad)
         torch.testing.assert_close(swiglu_triton.swiglu_backward(x, dh, ends)[:2], x.grad[:2])
+
+
+@pytest.mark.parametrize("norm", ["none", "head", "full"])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 8), (3, 3, 12), (18, 1, 2)])
+def test_heads(heads, kv_heads, size, norm):
+    """Gradients come as attention returns them: [B, H, S, Q], transposed."""
+    torch.manual_seed(0)
+    qkv = torch.randn(2, 5, (heads + 2 * kv_heads) * size, requires_grad=True)
+    angles = torch.randn(5, size // 2)
+    inputs, weights = [qkv], (None, None)
+    if norm != "none":
+        spans = (1, 1) if norm == "head" else (heads, kv_heads)
+        weights = tuple(torch.randn(span * size, requires_grad=True) for span in spans)
+        inputs += weights
+    given = (qkv, angles.cos(), angles.sin(), *weights, heads, kv_heads, 0.1)
+    plain, found = plain_split_heads(*given), _SplitHeads.apply(*given)
+    gradients = [torch.randn_like(x.transpose(1, 2)).transpose(1, 2) for x in plain]
+    expected = torch.autograd.grad(plain, inputs, gradients)
+    together = torch.autograd.grad(found, inputs, gradients, retain_graph=True)
+    for got, want in zip((*found, *together), (*plain, *expected), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    for leaf, want in zip(inputs, together, strict=True):
+        (alone,) = torch.autograd.grad(found, leaf, gradients, retain_graph=True)
+        assert torch.equal(alone, want)

@@ -22,6 +22,7 @@ from moe_graphs.kernels import (  # noqa: E402  # noqa: E402
     cross_entropy_triton,
     gemm_launch,
     gluon_parts,
+    heads_triton,
     permute_triton,
     router,
     router_triton,
@@ -29,6 +30,7 @@ from moe_graphs.kernels import (  # noqa: E402  # noqa: E402
     swiglu_triton,
     tiles,
 )
+from moe_graphs.kernels.heads import split_heads  # noqa: E402
 
 SHARED_LIMIT = 232448  # bytes a block may use on Hopper
 VARIANTS = ("split", "pingpong", "tma", "pointer")
@@ -230,6 +232,31 @@ def test_cross_entropy(compiled, vocabulary, dtype):
             assert "ld.global.v4.b32" in kernel.ptx, kernel.name
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(32, 4, 128), (12, 12, 64), (6, 2, 96)])
+@pytest.mark.parametrize("norm", ["none", "head", "full"])
+def test_heads(compiled, norm, heads, kv_heads, size, dtype):
+    qkv = torch.empty(2, 64, (heads + 2 * kv_heads) * size, dtype=dtype)
+    table = torch.empty(64, size // 2)
+    weights = (None, None)
+    if norm != "none":
+        spans = (1, 1) if norm == "head" else (heads, kv_heads)
+        weights = tuple(torch.empty(span * size) for span in spans)
+    gradients = [torch.empty(2, n, 64, size, dtype=dtype) for n in (heads, kv_heads, kv_heads)]
+    gradients = [dy.transpose(1, 2) for dy in gradients]
+
+    def launches():
+        heads_triton.heads_forward(qkv, table, table, *weights, heads, kv_heads, 1e-5)
+        for wanted in {norm != "none", False}:
+            heads_triton.heads_backward(*gradients, qkv, table, table, *weights, 1e-5, wanted)
+
+    kernels = compiled(launches)
+    assert len(kernels) == (2 if norm == "none" else 4)
+    for kernel in kernels:
+        check(kernel, wgmma=False)
+        assert "atom" not in kernel.ptx
+
+
 def test_fake_cuda_tensors_see_static_shapes():
     """The whole dropless path, traced without launching anything."""
     with FakeTensorMode():
@@ -248,6 +275,13 @@ def test_fake_cuda_tensors_see_static_shapes():
         gate = torch.empty(8, 128, device="cuda", dtype=BF16)
         chosen = router.route(hidden, gate, None, rule)
         assert [x.shape for x in chosen] == [(64, 4), (64, 4), (), (8,)]
+        qkv = torch.empty(2, 16, 8 * 64, device="cuda", dtype=BF16)
+        table, weight = torch.empty(16, 32, device="cuda"), torch.ones(64, device="cuda")
+        query, key, value = split_heads(qkv, table, table, 4, 2, weight, weight)
+        assert [x.shape for x in (query, key, value)] == [(2, 16, n, 64) for n in (4, 2, 2)]
+        given = (qkv, table, table, weight, weight)
+        found = heads_triton.heads_backward(query, key, value, *given, 1e-5, True)
+        assert [x.shape for x in found] == [qkv.shape, weight.shape, weight.shape]
 
 
 @triton.jit

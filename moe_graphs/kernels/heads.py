@@ -1,0 +1,164 @@
+"""From the projection to the heads of attention: split, normalise, rotate, in one pass over memory.
+
+Shapes: B batch, S sequence, H query heads, G kv heads, Q head dim, M = (H + 2G) * Q, N size of a
+norm's weight.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from moe_graphs.kernels.availability import has_kernel
+from moe_graphs.kernels.ops import wants_gradient
+
+Heads = tuple[Tensor, Tensor, Tensor]
+
+
+def split_heads(
+    qkv_BSM: Tensor,
+    cos_SQ: Tensor,
+    sin_SQ: Tensor,
+    heads: int,
+    kv_heads: int,
+    query_weight_N: Tensor | None = None,
+    key_weight_N: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Heads:
+    """Rows of queries, keys and values as ``[B, S, H, Q]``, ``[B, S, G, Q]``, ``[B, S, G, Q]``.
+
+    Queries and keys are rotated (``rotate``). With weights they are normalised before, by their
+    root mean square: weights of Q numbers normalise every head by itself (Qwen3), weights for all
+    heads normalise them together (OLMoE). A kernel does all of it in fp32 and rounds once. Values
+    are a view of ``qkv_BSM``, and nothing but that is kept for backward.
+
+    Args:
+        cos_SQ, sin_SQ: ``[S, Q / 2]``, one row a position.
+
+    Raises:
+        ValueError: sizes that do not fit together.
+    """
+    _check(qkv_BSM, cos_SQ, sin_SQ, heads, kv_heads, query_weight_N, key_weight_N, eps)
+    split = _SplitHeads.apply if has_kernel(qkv_BSM) else plain_split_heads
+    return split(qkv_BSM, cos_SQ, sin_SQ, query_weight_N, key_weight_N, heads, kv_heads, eps)
+
+
+def plain_split_heads(
+    qkv_BSM: Tensor,
+    cos_SQ: Tensor,
+    sin_SQ: Tensor,
+    query_weight_N: Tensor | None,
+    key_weight_N: Tensor | None,
+    heads: int,
+    kv_heads: int,
+    eps: float,
+) -> Heads:
+    """``split_heads`` in torch's ops: the specification, and what runs where no kernel does."""
+    size = qkv_BSM.shape[-1] // (heads + 2 * kv_heads)
+    sizes = (heads * size, kv_heads * size, kv_heads * size)
+    query, key, value = qkv_BSM.split(sizes, dim=-1)
+    query, key = _norm(query, query_weight_N, eps), _norm(key, key_weight_N, eps)
+    query_BSHQ, key_BSGQ, value_BSGQ = (x.unflatten(-1, (-1, size)) for x in (query, key, value))
+    return rotate(query_BSHQ, cos_SQ, sin_SQ), rotate(key_BSGQ, cos_SQ, sin_SQ), value_BSGQ
+
+
+def rotate(x_BSHQ: Tensor, cos_SQ: Tensor, sin_SQ: Tensor) -> Tensor:
+    """Turns the pairs ``(i, i + Q / 2)`` by their position's angles, in the dtype of the tables.
+
+    Rounded once to the input's dtype. Keeps nothing but the tables for backward.
+    """
+    return _Rotate.apply(x_BSHQ, cos_SQ[:, None], sin_SQ[:, None])
+
+
+class _SplitHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv_BSM, cos_SQ, sin_SQ, query_weight_N, key_weight_N, heads, kv_heads, eps):
+        from moe_graphs.kernels import heads_triton
+
+        tensors = (qkv_BSM, cos_SQ, sin_SQ, query_weight_N, key_weight_N)
+        ctx.save_for_backward(*tensors)
+        ctx.eps = eps
+        query_BSHQ, key_BSGQ = heads_triton.heads_forward(*tensors, heads, kv_heads, eps)
+        size = kv_heads * key_BSGQ.shape[3]
+        value_BSM = qkv_BSM.narrow(-1, qkv_BSM.shape[-1] - size, size)
+        return query_BSHQ, key_BSGQ, value_BSM.unflatten(-1, key_BSGQ.shape[2:])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_BSHQ, grad_key_BSGQ, grad_value_BSGQ):
+        from moe_graphs.kernels import heads_triton
+
+        gradients = (grad_BSHQ, grad_key_BSGQ, grad_value_BSGQ)
+        wants_weights = wants_gradient(ctx, 3) or wants_gradient(ctx, 4)
+        # The gradient of qkv is a part of those of the weights: if only they are asked for (by a
+        # zero-bubble schedule), it is written once more for nothing.
+        grad_qkv, *grad_weights = heads_triton.heads_backward(
+            *gradients, *ctx.saved_tensors, ctx.eps, wants_weights
+        )
+        return grad_qkv, None, None, *(grad_weights or (None, None)), None, None, None
+
+
+class _Rotate(torch.autograd.Function):
+    """The gradient of a rotation is the rotation back."""
+
+    @staticmethod
+    def forward(ctx, x_BSHQ, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return _turn(x_BSHQ, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx, grad_BSHQ):
+        return _turn(grad_BSHQ, *ctx.saved_tensors, -1), None, None
+
+
+def _turn(x_BSHQ: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    turned_BSHQ = torch.empty_like(x_BSHQ)
+    first, second = x_BSHQ.chunk(2, dim=-1)
+    turned_first, turned_second = turned_BSHQ.chunk(2, dim=-1)
+    turned_first.copy_((first * cos).addcmul_(second, sin, value=-direction))
+    turned_second.copy_((second * cos).addcmul_(first, sin, value=direction))
+    return turned_BSHQ
+
+
+def _norm(x_BSN: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Over as many numbers as the weight has: one head's, or all."""
+    if weight is None:
+        return x_BSN
+    x = x_BSN.unflatten(-1, (-1, weight.shape[0]))
+    # One dtype for both, or torch leaves its fused kernel: see layers.RMSNorm.
+    return functional.rms_norm(x, weight.shape, weight.to(x.dtype), eps).flatten(-2)
+
+
+def _check(
+    qkv_BSM: Tensor,
+    cos_SQ: Tensor,
+    sin_SQ: Tensor,
+    heads: int,
+    kv_heads: int,
+    query_weight_N: Tensor | None,
+    key_weight_N: Tensor | None,
+    eps: float,
+) -> None:
+    size, rest = divmod(qkv_BSM.shape[-1], heads + 2 * kv_heads)
+    if qkv_BSM.dim() != 3 or rest or size % 2:
+        raise ValueError(
+            f"split_heads wants [batch, sequence, ({heads} + 2 * {kv_heads}) heads of an even "
+            f"size], got {tuple(qkv_BSM.shape)}"
+        )
+    table = (qkv_BSM.shape[1], size // 2)
+    if cos_SQ.shape != table or sin_SQ.shape != table:
+        raise ValueError(
+            f"split_heads wants cos and sin of shape {table}, one row a position, got "
+            f"{tuple(cos_SQ.shape)} and {tuple(sin_SQ.shape)}"
+        )
+    if query_weight_N is None and key_weight_N is None:
+        return
+    given = tuple(w if w is None else tuple(w.shape) for w in (query_weight_N, key_weight_N))
+    per_head, together = ((size,), (size,)), ((heads * size,), (kv_heads * size,))
+    if given not in (per_head, together) or eps <= 0:
+        raise ValueError(
+            f"split_heads wants two weights, {per_head} or {together}, and eps above 0, got "
+            f"{given} and {eps}"
+        )

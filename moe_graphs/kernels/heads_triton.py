@@ -1,0 +1,335 @@
+"""Queries and keys normalised and rotated, one kernel forward and one backward.
+
+    n = x * r * w,  r = 1 / sqrt(mean(x^2) + eps)           over one head, or over all heads
+    y1 = n1 * cos - n2 * sin,  y2 = n2 * cos + n1 * sin     1 and 2 are the halves of a head
+
+    dn = dy turned back,  dw = sum of dn * x * r,  dx = r * (dn * w - x * r * mean(dn * w * x * r))
+
+fp32 inside, rounded once. A program has all heads of a token, one tile for each half, so rows and
+angles are read once. If weights' gradients are wanted, a program of the backward goes over
+tokens in steps of the number of programs and adds up in registers; a small kernel then adds up the
+programs. Their number depends on the number of tokens only: deterministic, the same on every GPU.
+
+B batch, S sequence, H query heads, G kv heads, Q head dim, M = (H + 2G) * Q, N size of a weight.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2
+from moe_graphs.kernels.ops import define_op
+
+# Three of the largest fit on each of an H200's 132 multiprocessors at once. Measured there
+# (2026-11-21, 16384 tokens of 32 + 2 * 4 heads of 128): 132 us, with 512 programs 167, 1024 145.
+PROGRAMS = 384
+
+
+@triton.jit
+def _place(stride, heads, LANES: tl.constexpr, Q: tl.constexpr):
+    """Element numbers of the first halves of heads, `stride` apart, and whether there is one."""
+    head = tl.arange(0, LANES)[:, None]
+    column = tl.arange(0, triton.next_power_of_2(Q // 2))[None, :]
+    return head.to(tl.int64) * stride + column, (head < heads) & (column < Q // 2)
+
+
+@triton.jit
+def _load_halves(ptr, stride, heads, LANES: tl.constexpr, Q: tl.constexpr):
+    at, live = _place(stride, heads, LANES, Q)
+    first = tl.load(ptr + at, mask=live, other=0.0)
+    second = tl.load(ptr + at + Q // 2, mask=live, other=0.0)
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def _store_halves(ptr, halves, heads, LANES: tl.constexpr, Q: tl.constexpr):
+    at, live = _place(Q, heads, LANES, Q)
+    tl.store(ptr + at, halves[0].to(ptr.dtype.element_ty), mask=live)
+    tl.store(ptr + at + Q // 2, halves[1].to(ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _load_angles(cos_ptr, sin_ptr, Q: tl.constexpr):
+    at, live = _place(0, 1, 1, Q)
+    cos = tl.load(cos_ptr + at, mask=live, other=0.0)
+    sin = tl.load(sin_ptr + at, mask=live, other=0.0)
+    return cos.to(tl.float32), sin.to(tl.float32)
+
+
+@triton.jit
+def _load_weight(
+    ptr, HEADS: tl.constexpr, LANES: tl.constexpr, Q: tl.constexpr, FULL: tl.constexpr
+):
+    """A weight for each head, or one row for all of them."""
+    return _load_halves(ptr, Q, HEADS if FULL else 1, LANES if FULL else 1, Q)
+
+
+@triton.jit
+def _mean(x, HEADS: tl.constexpr, Q: tl.constexpr, FULL: tl.constexpr):
+    """Of what is normalised together; `x` is the sum of both halves."""
+    total = tl.sum(x, 1, keep_dims=True) / Q
+    if FULL:
+        total = tl.sum(total, 0, keep_dims=True) / HEADS
+    return total
+
+
+@triton.jit
+def _forward_heads(
+    x_ptr, weight_ptr, y_ptr, cos, sin,
+    HEADS: tl.constexpr, LANES: tl.constexpr, Q: tl.constexpr,
+    NORM: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    for done in range(0, HEADS, LANES):
+        first, second = _load_halves(x_ptr + done * Q, Q, HEADS - done, LANES, Q)
+        if NORM != "none":
+            square = _mean(first * first + second * second, HEADS, Q, NORM == "full")
+            scale = tl.rsqrt(square + EPS)
+            weight = _load_weight(weight_ptr, HEADS, LANES, Q, NORM == "full")
+            first, second = first * scale * weight[0], second * scale * weight[1]
+        turned = first * cos - second * sin, second * cos + first * sin
+        _store_halves(y_ptr + done * Q, turned, HEADS - done, LANES, Q)
+
+
+@triton.jit
+def heads_forward_kernel(
+    qkv_ptr, cos_ptr, sin_ptr, query_weight_ptr, key_weight_ptr, query_ptr, key_ptr, S,
+    H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr,
+    QUERY_LANES: tl.constexpr, KEY_LANES: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    angles = tl.program_id(0) % S * (Q // 2)
+    cos, sin = _load_angles(cos_ptr + angles, sin_ptr + angles, Q)
+    token = tl.program_id(0).to(tl.int64)
+    x_ptr, query_ptr = qkv_ptr + token * (H + 2 * G) * Q, query_ptr + token * H * Q
+    _forward_heads(x_ptr, query_weight_ptr, query_ptr, cos, sin, H, QUERY_LANES, Q, NORM, EPS)
+    x_ptr, key_ptr = x_ptr + H * Q, key_ptr + token * G * Q
+    _forward_heads(x_ptr, key_weight_ptr, key_ptr, cos, sin, G, KEY_LANES, Q, NORM, EPS)
+
+
+@triton.jit
+def _backward_heads(
+    dy_ptr, dy_stride, x_ptr, weight_ptr, dx_ptr, cos, sin, dw_first, dw_second,
+    HEADS: tl.constexpr, LANES: tl.constexpr, Q: tl.constexpr,
+    NORM: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """Writes dx of a token, and returns dw with what it adds, in a sum for each lane."""
+    for done in range(0, HEADS, LANES):
+        dy_at, heads = dy_ptr + done * dy_stride, HEADS - done
+        dy_first, dy_second = _load_halves(dy_at, dy_stride, heads, LANES, Q)
+        first, second = dy_first * cos + dy_second * sin, dy_second * cos - dy_first * sin
+        if NORM != "none":
+            x_first, x_second = _load_halves(x_ptr + done * Q, Q, heads, LANES, Q)
+            square = _mean(x_first * x_first + x_second * x_second, HEADS, Q, NORM == "full")
+            scale = tl.rsqrt(square + EPS)
+            x_first, x_second = x_first * scale, x_second * scale
+            dw_first, dw_second = dw_first + first * x_first, dw_second + second * x_second
+            weight = _load_weight(weight_ptr, HEADS, LANES, Q, NORM == "full")
+            first, second = first * weight[0], second * weight[1]
+            along = _mean(first * x_first + second * x_second, HEADS, Q, NORM == "full")
+            first, second = (first - x_first * along) * scale, (second - x_second * along) * scale
+        _store_halves(dx_ptr + done * Q, (first, second), heads, LANES, Q)
+    return dw_first, dw_second
+
+
+@triton.jit
+def _store_sums(
+    ptr, sums, HEADS: tl.constexpr, LANES: tl.constexpr, Q: tl.constexpr, FULL: tl.constexpr
+):
+    if FULL:
+        _store_halves(ptr, sums, HEADS, LANES, Q)
+    else:
+        sums = tl.sum(sums[0], 0, keep_dims=True), tl.sum(sums[1], 0, keep_dims=True)
+        _store_halves(ptr, sums, 1, 1, Q)
+
+
+@triton.jit
+def heads_backward_kernel(
+    dquery_ptr, dkey_ptr, dvalue_ptr, qkv_ptr, cos_ptr, sin_ptr, query_weight_ptr, key_weight_ptr,
+    dqkv_ptr, sums_ptr, tokens, S,
+    dquery_b, dquery_s, dquery_h, dkey_b, dkey_s, dkey_h, dvalue_b, dvalue_s, dvalue_h,
+    H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr,
+    QUERY_LANES: tl.constexpr, KEY_LANES: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
+    SUMS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    half: tl.constexpr = triton.next_power_of_2(Q // 2)
+    query_first = tl.zeros((QUERY_LANES, half), tl.float32)
+    key_first = tl.zeros((KEY_LANES, half), tl.float32)
+    query_second, key_second = query_first, key_first
+    for token in tl.range(tl.program_id(0), tokens, tl.num_programs(0), num_stages=STAGES):
+        angles = token % S * (Q // 2)
+        cos, sin = _load_angles(cos_ptr + angles, sin_ptr + angles, Q)
+        b, s = tl.cast(token // S, tl.int64), tl.cast(token % S, tl.int64)
+        at = tl.cast(token, tl.int64) * (H + 2 * G) * Q
+        query = _backward_heads(
+            dquery_ptr + b * dquery_b + s * dquery_s, dquery_h, qkv_ptr + at, query_weight_ptr,
+            dqkv_ptr + at, cos, sin, query_first, query_second, H, QUERY_LANES, Q, NORM, EPS,
+        )  # fmt: skip
+        at += H * Q
+        key = _backward_heads(
+            dkey_ptr + b * dkey_b + s * dkey_s, dkey_h, qkv_ptr + at, key_weight_ptr,
+            dqkv_ptr + at, cos, sin, key_first, key_second, G, KEY_LANES, Q, NORM, EPS,
+        )  # fmt: skip
+        if SUMS:
+            query_first, query_second = query
+            key_first, key_second = key
+        dvalue_at = dvalue_ptr + b * dvalue_b + s * dvalue_s
+        for done in range(0, G, KEY_LANES):
+            value = _load_halves(dvalue_at + done * dvalue_h, dvalue_h, G - done, KEY_LANES, Q)
+            _store_halves(dqkv_ptr + at + (G + done) * Q, value, G - done, KEY_LANES, Q)
+    if SUMS:
+        query_size: tl.constexpr = H * Q if NORM == "full" else Q
+        sums_ptr += tl.program_id(0) * (query_size + (G * Q if NORM == "full" else Q))
+        full: tl.constexpr = NORM == "full"
+        _store_sums(sums_ptr, (query_first, query_second), H, QUERY_LANES, Q, full)
+        _store_sums(sums_ptr + query_size, (key_first, key_second), G, KEY_LANES, Q, full)
+
+
+@triton.jit
+def add_sums_kernel(
+    sums_ptr, dquery_ptr, dkey_ptr, programs, query_size, key_size,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Adds up the programs' sums, [programs, query_size + key_size], into the two gradients."""
+    width = query_size + key_size
+    column = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    total = tl.zeros((ROWS, COLS), tl.float32)
+    for base in range(0, programs, ROWS):
+        row = base + tl.arange(0, ROWS)[:, None]
+        live = (row < programs) & (column < width)[None, :]
+        total += tl.load(sums_ptr + row * width + column[None, :], mask=live, other=0.0)
+    dw = tl.sum(total, 0)
+    of_query = column < query_size
+    tl.store(dquery_ptr + column, dw.to(dquery_ptr.dtype.element_ty), mask=of_query)
+    dkey_ptr += column - query_size
+    tl.store(dkey_ptr, dw.to(dkey_ptr.dtype.element_ty), mask=(column < width) & ~of_query)
+
+
+@define_op(device="default")
+def heads_forward(
+    qkv_BSM: torch.Tensor,
+    cos_SQ: torch.Tensor,
+    sin_SQ: torch.Tensor,
+    query_weight_N: torch.Tensor | None,
+    key_weight_N: torch.Tensor | None,
+    heads: int,
+    kv_heads: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries `[B, S, H, Q]` and keys `[B, S, G, Q]`, contiguous."""
+    B, S, M = qkv_BSM.shape
+    Q = M // (heads + 2 * kv_heads)
+    query, key = qkv_BSM.new_empty((B, S, heads, Q)), qkv_BSM.new_empty((B, S, kv_heads, Q))
+    if query.numel():
+        qkv_BSM, weights = qkv_BSM.contiguous(), _weights(query_weight_N, key_weight_N, qkv_BSM)
+        args = (qkv_BSM, cos_SQ.contiguous(), sin_SQ.contiguous(), *weights, query, key, S)
+        variant = _variant(heads, kv_heads, Q, query_weight_N, key_weight_N, eps)
+        launch(heads_forward_kernel, (B * S,), args, **variant)
+    return query, key
+
+
+@define_op(device="default")
+def heads_backward(
+    dquery_BSHQ: torch.Tensor,
+    dkey_BSGQ: torch.Tensor,
+    dvalue_BSGQ: torch.Tensor,
+    qkv_BSM: torch.Tensor,
+    cos_SQ: torch.Tensor,
+    sin_SQ: torch.Tensor,
+    query_weight_N: torch.Tensor | None,
+    key_weight_N: torch.Tensor | None,
+    eps: float,
+    wants_weights: bool,
+) -> list[torch.Tensor]:
+    """The gradient of `qkv_BSM`, and if wanted those of the weights, in their dtypes."""
+    (B, S, H, Q), G = dquery_BSHQ.shape, dkey_BSGQ.shape[2]
+    programs = min(B * S, PROGRAMS) if wants_weights else B * S
+    dqkv = qkv_BSM.new_empty(qkv_BSM.shape)
+    made = _empty_gradients(dqkv, query_weight_N, key_weight_N, wants_weights)
+    sums = dqkv  # not written
+    if wants_weights:
+        width = query_weight_N.numel() + key_weight_N.numel()
+        sums = qkv_BSM.new_empty((programs, width), dtype=torch.float32)
+    if dqkv.numel():
+        gradients = [dy if dy.stride(3) == 1 else dy.contiguous()
+                     for dy in (dquery_BSHQ, dkey_BSGQ, dvalue_BSGQ)]  # fmt: skip
+        qkv_BSM, weights = qkv_BSM.contiguous(), _weights(query_weight_N, key_weight_N, qkv_BSM)
+        tensors = (qkv_BSM, cos_SQ.contiguous(), sin_SQ.contiguous(), *weights, dqkv, sums)
+        strides = [stride for dy in gradients for stride in dy.stride()[:3]]
+        args = (*gradients, *tensors, B * S, S, *strides)
+        variant = _variant(H, G, Q, query_weight_N, key_weight_N, eps)
+        stages = _stages(variant, qkv_BSM.element_size()) if wants_weights else 1
+        kinds = {"SUMS": wants_weights, "STAGES": stages, **variant}
+        launch(heads_backward_kernel, (programs,), args, **kinds)
+    if wants_weights:
+        args = (sums, *made[1:], programs, query_weight_N.numel(), key_weight_N.numel())
+        launch(add_sums_kernel, (cdiv(width, 8),), args, ROWS=256, COLS=8)
+    return made
+
+
+@torch.library.register_fake("moe_graphs::heads_forward")
+def _(qkv_BSM, cos_SQ, sin_SQ, query_weight_N, key_weight_N, heads, kv_heads, eps):
+    B, S, M = qkv_BSM.shape
+    Q = M // (heads + 2 * kv_heads)
+    return qkv_BSM.new_empty((B, S, heads, Q)), qkv_BSM.new_empty((B, S, kv_heads, Q))
+
+
+@torch.library.register_fake("moe_graphs::heads_backward")
+def _(
+    dquery, dkey, dvalue, qkv_BSM, cos_SQ, sin_SQ, query_weight_N, key_weight_N, eps, wants_weights
+):
+    dqkv = qkv_BSM.new_empty(qkv_BSM.shape)
+    return _empty_gradients(dqkv, query_weight_N, key_weight_N, wants_weights)
+
+
+def _empty_gradients(
+    dqkv: torch.Tensor,
+    query_weight_N: torch.Tensor | None,
+    key_weight_N: torch.Tensor | None,
+    wants_weights: bool,
+) -> list[torch.Tensor]:
+    if not wants_weights:
+        return [dqkv]
+    return [dqkv, *(w.new_empty(w.shape) for w in (query_weight_N, key_weight_N))]
+
+
+def _weights(
+    query_weight_N: torch.Tensor | None, key_weight_N: torch.Tensor | None, anything: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights, or pointers that are not read."""
+    if query_weight_N is None:
+        return anything, anything
+    return query_weight_N.contiguous(), key_weight_N.contiguous()
+
+
+def _variant(
+    H: int,
+    G: int,
+    Q: int,
+    query_weight_N: torch.Tensor | None,
+    key_weight_N: torch.Tensor | None,
+    eps: float,
+) -> dict:
+    """What is compiled in. Tiles hold at most 4096 numbers, or all that is normalised together."""
+    norm, columns = "none", 2 * next_power_of_2(Q // 2)
+    limit = max(4096 // columns, 1)
+    if query_weight_N is not None:
+        norm = "head" if query_weight_N.numel() == key_weight_N.numel() == Q else "full"
+    if norm == "full":
+        limit = next_power_of_2(max(H, G))
+    query_lanes, key_lanes = min(next_power_of_2(H), limit), min(next_power_of_2(G), limit)
+    # A thread has 32 numbers of a tile and their sums, or 16 if there are as many weights.
+    warps = query_lanes * columns // (512 if norm == "full" else 1024)
+    return {
+        "H": H, "G": G, "Q": Q, "QUERY_LANES": query_lanes, "KEY_LANES": key_lanes,
+        "NORM": norm, "EPS": eps, "num_warps": max(4, min(warps, 16)),
+    }  # fmt: skip
+
+
+def _stages(variant: dict, element_size: int) -> int:
+    """With sums, a token is worked on while the next one or two are on their way."""
+    tiles = 2 * variant["QUERY_LANES"] + 3 * variant["KEY_LANES"]
+    if variant["NORM"] == "full":  # and the weights, of up to four bytes
+        tiles += (variant["QUERY_LANES"] + variant["KEY_LANES"]) * 4 // element_size
+    in_flight = tiles * 2 * next_power_of_2(variant["Q"] // 2) * element_size
+    if in_flight <= 16384:
+        return 3
+    return 2 if in_flight <= 65536 else 1  # a multiprocessor has 228 KiB for three programs
