@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from moe_graphs.kernels.heads import split_heads
 from moe_graphs.layers.config import TransformerConfig
 from moe_graphs.layers.norm import RMSNorm
 from moe_graphs.layers.rope import RotaryEmbedding
@@ -34,7 +35,7 @@ class Attention(nn.Module):
         factory = {"device": device, "dtype": dtype}
         self.num_heads, self.kv_heads = config.num_heads, config.kv_heads
         self.head_dim, self.dropout = config.head_size, config.attention_dropout
-        self.qk_norm, self.rope = config.qk_norm, rope
+        self.qk_norm, self.norm_eps, self.rope = config.qk_norm, config.norm_eps, rope
         self.sizes = (self.num_heads * self.head_dim, *(self.kv_heads * self.head_dim,) * 2)
         self.qkv = nn.Linear(config.hidden_size, sum(self.sizes), bias=False, **factory)
         self.out = nn.Linear(self.sizes[0], config.hidden_size, bias=False, **factory)
@@ -45,19 +46,23 @@ class Attention(nn.Module):
             self.key_norm = RMSNorm(key_size, config.norm_eps, **factory)
 
     def forward(self, hidden_BSD: Tensor) -> Tensor:
-        query, key, value = self.qkv(hidden_BSD).split(self.sizes, dim=-1)
-        if self.qk_norm == "full":
-            query, key = self.query_norm(query), self.key_norm(key)
-        query_BSHQ, key_BSGQ, value_BSGQ = (
-            x.unflatten(-1, (-1, self.head_dim)) for x in (query, key, value)
+        heads_BSHQ = split_heads(
+            self.qkv(hidden_BSD),
+            *self.rope.tables(hidden_BSD.shape[1]),
+            self.num_heads,
+            self.kv_heads,
+            *self._norm_weights(),
+            eps=self.norm_eps,
         )
-        if self.qk_norm == "head":
-            query_BSHQ, key_BSGQ = self.query_norm(query_BSHQ), self.key_norm(key_BSGQ)
-        query_BSHQ, key_BSGQ = self.rope(query_BSHQ), self.rope(key_BSGQ)
         mixed_BHSQ = functional.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (query_BSHQ, key_BSGQ, value_BSGQ)),
+            *(x.transpose(1, 2) for x in heads_BSHQ),
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=True,
             enable_gqa=self.kv_heads != self.num_heads,
         )
         return self.out(mixed_BHSQ.transpose(1, 2).flatten(2))
+
+    def _norm_weights(self) -> tuple[Tensor | None, Tensor | None]:
+        if self.qk_norm == "none":
+            return None, None
+        return self.query_norm.weight, self.key_norm.weight

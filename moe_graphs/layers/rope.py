@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from moe_graphs.kernels.heads import rotate
+
 
 class RotaryEmbedding(nn.Module):
     """Rotates queries and keys by their position. One instance serves all layers of a model.
@@ -45,39 +47,19 @@ class RotaryEmbedding(nn.Module):
         self.cos_SQ.copy_(angle_SQ.cos())
         self.sin_SQ.copy_(angle_SQ.sin())
 
-    def forward(self, x_BSHQ: Tensor) -> Tensor:
-        """Rotates ``[B, S, H, Q]`` from position 0 on, in fp32, back in the input's dtype.
+    def tables(self, length: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the first ``length`` positions, ``[length, Q / 2]``.
 
         Raises:
             ValueError: the sequence is longer than the tables.
         """
-        length = x_BSHQ.shape[1]
         if length > self.max_sequence_length:
             raise ValueError(
                 f"sequence length {length} is above max_sequence_length "
                 f"({self.max_sequence_length}): raise it in the configuration"
             )
-        return _Rotate.apply(x_BSHQ, self.cos_SQ[:length, None], self.sin_SQ[:length, None])
+        return self.cos_SQ[:length], self.sin_SQ[:length]
 
-
-class _Rotate(torch.autograd.Function):
-    """The gradient of a rotation is the rotation back: nothing but the tables is kept."""
-
-    @staticmethod
-    def forward(ctx, x_BSHQ, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        return _rotate(x_BSHQ, cos, sin, 1)
-
-    @staticmethod
-    def backward(ctx, grad_BSHQ):
-        return _rotate(grad_BSHQ, *ctx.saved_tensors, -1), None, None
-
-
-def _rotate(x_BSHQ: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """Rotates each pair (i, i + Q/2): in fp32, since the tables are, and rounded once."""
-    rotated_BSHQ = torch.empty_like(x_BSHQ)
-    first, second = x_BSHQ.chunk(2, dim=-1)
-    rotated_first, rotated_second = rotated_BSHQ.chunk(2, dim=-1)
-    rotated_first.copy_((first * cos).addcmul_(second, sin, value=-direction))
-    rotated_second.copy_((second * cos).addcmul_(first, sin, value=direction))
-    return rotated_BSHQ
+    def forward(self, x_BSHQ: Tensor) -> Tensor:
+        """Rotates ``[B, S, H, Q]`` from position 0 on, in fp32, back in the input's dtype."""
+        return rotate(x_BSHQ, *self.tables(x_BSHQ.shape[1]))
