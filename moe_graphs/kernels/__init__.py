@@ -3,6 +3,7 @@
 from moe_graphs.kernels.cross_entropy import cross_entropy
 from moe_graphs.kernels.gather_gemm import gather_gemm
 from moe_graphs.kernels.grouped_gemm import grouped_gemm
+from moe_graphs.kernels.heads import split_heads
 from moe_graphs.kernels.permute import permute, unpermute
 from moe_graphs.kernels.routing import RowOrder, route_rows
 from moe_graphs.kernels.swiglu import swiglu
@@ -14,6 +15,7 @@ __all__ = [
     "grouped_gemm",
     "permute",
     "route_rows",
+    "split_heads",
     "swiglu",
     "unpermute",
 ]

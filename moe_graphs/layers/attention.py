@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moe_graphs.kernels.heads import split_heads
+from moe_graphs.kernels import split_heads
 from moe_graphs.layers.config import TransformerConfig
 from moe_graphs.layers.norm import RMSNorm
 from moe_graphs.layers.rope import RotaryEmbedding
@@ -19,6 +19,7 @@ class Attention(nn.Module):
     """Grouped-query attention (arXiv 2305.13245) with rotary positions.
 
     One projection holds queries, keys and values: rows ``[H*Q, G*Q, G*Q]`` of ``qkv.weight``.
+    ``query_norm`` and ``key_norm`` hold weights and are not called: their hooks do not fire.
     On CUDA the backward of torch's flash attention adds with atomics unless
     ``torch.use_deterministic_algorithms(True)`` is set.
     """
