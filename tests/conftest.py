@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -19,3 +21,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if found < wanted:
             reason = f"waits for {wanted} CUDA GPU{'s' if wanted > 1 else ''}, found {found}"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Every fresh tensor is full of NaN or of the largest integer: what nobody writes is found."""
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

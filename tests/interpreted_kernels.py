@@ -32,6 +32,8 @@ POISON = 777.0
 plain = importlib.import_module("moe_graphs.kernels.permute")
 loss = importlib.import_module("moe_graphs.kernels.cross_entropy")
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 
 @pytest.fixture(autouse=True)
 def _scalars_of_numpy_2_4(monkeypatch):
@@ -43,16 +45,6 @@ def _scalars_of_numpy_2_4(monkeypatch):
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory():
-    """Every ``torch.empty`` is full of NaN and of the largest integers: a kernel that reads what
-    nobody wrote, of a work list for one, is found out."""
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def test_work_list_examples():

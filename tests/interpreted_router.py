@@ -1,7 +1,7 @@
 """The router's kernels against plain torch in fp64, run by Triton's interpreter on the CPU.
 
-Not collected by itself: test_router_kernels runs it with TRITON_INTERPRET=1, which has to be set
-before the kernels are imported.
+Not collected by itself: test_kernels_interpreter runs it with TRITON_INTERPRET=1, which has to be
+set before the kernels are imported.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from interpreted_kernels import _poisoned_memory, _scalars_of_numpy_2_4  # noqa: F401
+from interpreted_kernels import _scalars_of_numpy_2_4  # noqa: F401
 from moe_graphs.kernels import router_triton
 from moe_graphs.kernels.router import RoutingRule, choose
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 PLAIN = RoutingRule(
     top_k=2,
     sigmoid=False,

@@ -10,18 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_graphs.kernels import cross_entropy
+from replays import check_replays
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory():
-    """Every fresh tensor is full of NaN, so what a kernel leaves out is found."""
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def example(
@@ -147,26 +139,11 @@ def test_replays_bitwise_without_a_sync():
         loss = cross_entropy(logits, targets)
         return loss.detach(), *torch.autograd.grad(loss, logits)
 
-    step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    for seed in range(3):
-        torch.manual_seed(seed)
-        logits.data.normal_()
+    def change() -> None:
+        logits.normal_()
         targets.random_(-1, 3000).masked_fill_(targets < 0, -100)
-        for static in captured:
-            static.fill_(777.0)
-        graph.replay()
-        for static, eager, again in zip(captured, step(), step(), strict=True):
-            assert torch.equal(static, eager)
-            assert torch.equal(eager, again)
+
+    check_replays(step, change)
 
 
 def test_holds_nothing_beside_the_logits_and_leaves_them_alone():

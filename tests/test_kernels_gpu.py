@@ -26,6 +26,7 @@ from moe_graphs.kernels import (
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import kernel_check as check
+from replays import check_replays
 
 pytestmark = pytest.mark.gpu
 ROUTINGS = ["uniform", "zipf", "empty", "one"]
@@ -227,25 +228,10 @@ def test_layer_replays_with_other_routings_bitwise():
         out = experts_layer(leaves[0], leaves[1], ids, *leaves[2:])
         return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
-    step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    for seed in range(3):
-        torch.manual_seed(seed)
+    def change() -> None:
         ids.copy_(torch.rand(T, E, device="cuda").topk(K, dim=1).indices)
-        for static in captured:
-            static.fill_(check.POISON)
-        graph.replay()
-        for static, eager, again in zip(captured, step(), step(), strict=True):
-            assert torch.equal(static, eager)
-            assert torch.equal(eager, again)
+
+    check_replays(step, change)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Runs interpreted_kernels.py in a process of its own, in which Triton interprets its kernels."""
+"""Runs tests in a process of its own, in which Triton interprets its kernels."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 
-def test_kernels_in_the_interpreter():
+@pytest.mark.parametrize("name", ["interpreted_kernels.py", "interpreted_router.py"])
+def test_in_the_interpreter(name):
     pytest.importorskip("triton")
-    target = Path(__file__).with_name("interpreted_kernels.py")
+    target = Path(__file__).with_name(name)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", str(target)],
         env=os.environ | {"TRITON_INTERPRET": "1"},
