@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 def modules():
     """The benchmark's files as they import each other when run as a script."""
     names = ("environment", "timeline", "contenders", "measure", "phases", "partial_graphs",
-        "denoiser", "unet", "full_iteration",
+        "denoiser", "unet", "full_iteration", "layer_kernels",
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TEARDOWN_CUPTI", "0")  # the script sets both: undone with the patch
@@ -50,6 +51,18 @@ def test_one_line_per_contender(rows):
         assert row["environment"]["torch"] == torch.__version__
     assert rows[0]["speedup"]["median"] == 1.0
     assert rows[0]["repeat"]["count"] == 2
+
+
+def test_layer_kernels(modules, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    modules.layer_kernels.main(["--tiny", "--out", str(out)])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["op"] for row in rows] == ["split_heads", "route", "cross_entropy"]
+    assert all(0 < row["error"] < 5e-3 for row in rows)  # bf16 rounds by 2e-3
+    case = next(modules.layer_kernels.cases("cpu", tiny=True))
+    wrong = replace(case, ours=lambda *leaves: [1.1 * x for x in case.plain(*leaves)])
+    with pytest.raises(RuntimeError, match="split_heads.*error"):
+        modules.layer_kernels.measure(wrong, 1)
 
 
 def test_whole_steps(modules, tmp_path):

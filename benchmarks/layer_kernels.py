@@ -1,0 +1,182 @@
+"""What stands around the experts: heads of attention, router, loss. Ours against plain torch.
+
+    python benchmarks/layer_kernels.py --out benchmarks/results/layer_kernels_h200.jsonl
+
+Forward and backward together, bf16, as CUDA graphs of several calls; contenders take turns in
+random order, median of the rounds. Gate first: the error against fp64 is at most twice that of the
+plain path. Held: memory that the forward leaves allocated besides its outputs. `--tiny` runs small
+shapes on the CPU, where both are the plain path, without times: a test of this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from moe_graphs.bench import environment
+from moe_graphs.bench.timing import capture_burst, elapsed
+from moe_graphs.kernels import cross_entropy, split_heads
+from moe_graphs.kernels.heads import plain_split_heads
+from moe_graphs.kernels.router import RoutingRule, choose, route
+
+CALLS, EPS = 5, 1e-6
+Function = Callable[..., Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Two functions from leaves to outputs; gradients flow back through the first ``graded``."""
+
+    op: str
+    shape: str
+    ours: Function
+    plain: Function
+    leaves: list[Tensor]
+    graded: int
+
+    def outputs(self, function: Function, leaves: list[Tensor]) -> list[Tensor]:
+        return list(function(*leaves))[: self.graded]
+
+    def run(self, function: Function, leaves: list[Tensor]) -> list[Tensor]:
+        """The gradients of the leaves, for outputs' gradients that are the same for everybody."""
+        outputs = self.outputs(function, leaves)
+        gradients = [torch.linspace(-1, 1, o.numel(), device=o.device).view(o.shape).to(o.dtype)
+                     for o in outputs]  # fmt: skip
+        return list(torch.autograd.grad(outputs, leaves, gradients))
+
+
+def heads(device: str, B: int, S: int, H: int, G: int, Q: int) -> Case:
+    angles = torch.rand(S, Q // 2, device=device) * 100
+    tables = angles.cos(), angles.sin()
+    qkv = torch.randn(B, S, (H + 2 * G) * Q, device=device).bfloat16()
+    weights = [(torch.rand(Q, device=device) + 0.5).bfloat16() for _ in range(2)]
+    return Case(
+        "split_heads", f"{B}x{S} tokens, {H}/{G} heads of {Q}, norm per head",
+        lambda x, q, k: split_heads(x, *tables, H, G, q, k, EPS),
+        lambda x, q, k: plain_split_heads(x, *(t.to(x.dtype) if x.dtype == torch.float64 else t
+                                               for t in tables), q, k, H, G, EPS),
+        [qkv, *weights], 3,
+    )  # fmt: skip
+
+
+def router(device: str, T: int, D: int, E: int, K: int, groups: int = 1) -> Case:
+    rule = RoutingRule(K, groups > 1, True, 1.0, groups, max(groups // 2, 1), 0.01, 1e-3)
+    hidden = torch.randn(T, D, device=device).bfloat16()
+    weight = (0.02 * torch.randn(E, D, device=device)).bfloat16()
+
+    def plain(hidden_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(hidden_TD.dtype, torch.float32)
+        found = choose(functional.linear(hidden_TD.to(wide), weight_ED.to(wide)), None, rule)
+        return found.weights_TK, found.aux_loss
+
+    def ours(hidden_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
+        found = route(hidden_TD, weight_ED, None, rule)
+        return found.weights_TK, found.aux_loss
+
+    shape = f"{T} tokens of {D}, {K} of {E} experts, {groups} groups"
+    return Case("route", shape, ours, plain, [hidden, weight], 2)
+
+
+def loss(device: str, N: int, V: int) -> Case:
+    logits = (3 * torch.randn(N, V, device=device)).bfloat16()
+    targets = torch.randint(V, (N,), device=device)
+
+    def plain(logits_NV: Tensor) -> tuple[Tensor]:
+        wide = torch.promote_types(logits_NV.dtype, torch.float32)
+        return (functional.cross_entropy(logits_NV.to(wide), targets),)
+
+    def ours(logits_NV: Tensor) -> tuple[Tensor]:
+        return (cross_entropy(logits_NV, targets),)
+
+    return Case("cross_entropy", f"{N} tokens, vocabulary {V}", ours, plain, [logits], 1)
+
+
+def cases(device: str, tiny: bool) -> Iterator[Case]:
+    if tiny:
+        yield from (heads(device, 2, 8, 4, 2, 8), router(device, 16, 32, 8, 2), loss(device, 8, 33))
+        return
+    for shape in ((4, 4096, 32, 4, 128), (2, 1024, 16, 4, 64), (8, 1024, 12, 12, 64)):
+        yield heads(device, *shape)
+    for shape in ((16384, 2048, 128, 8), (2048, 1024, 32, 4), (8192, 4096, 8, 2)):
+        yield router(device, *shape)
+    yield router(device, 8192, 7168, 256, 8, groups=8)
+    for shape in ((16384, 32768), (16384, 151936), (2048, 32768), (8192, 256)):
+        yield loss(device, *shape)
+
+
+def error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """The largest relative error of the tensors, as they differ in the median row."""
+    worst = 0.0
+    for a, b in zip(found, exact, strict=True):
+        a, b = a.double().reshape(len(a), -1), b.reshape(len(b), -1)
+        # Rows in which two experts are nearly equal may choose the other one.
+        worst = max(worst, ((a - b).norm(dim=1) / b.norm(dim=1).clamp_min(1e-30)).median().item())
+    return worst
+
+
+def measure(case: Case, rounds: int) -> dict:
+    """One record. Raises if ours is not as right as plain torch."""
+    leaves = [leaf.requires_grad_() for leaf in case.leaves]
+    exact = case.run(case.plain, [leaf.detach().double().requires_grad_() for leaf in leaves])
+    errors = [error(case.run(f, leaves), exact) for f in (case.ours, case.plain)]
+    if not errors[0] <= 2 * errors[1] + 1e-6:
+        raise RuntimeError(f"{case.op}, {case.shape}: error {errors[0]:.1e}, torch {errors[1]:.1e}")
+    record = {"op": case.op, "shape": case.shape, "error": errors[0], "torch_error": errors[1]}
+    if not leaves[0].is_cuda:
+        return record
+    del exact
+    functions = {"ours": case.ours, "torch": case.plain}
+    for name, function in functions.items():
+        before = torch.cuda.memory_allocated()
+        outputs = case.outputs(function, leaves)
+        own = {o.untyped_storage().data_ptr(): o.untyped_storage().nbytes() for o in outputs}
+        for leaf in leaves:
+            own.pop(leaf.untyped_storage().data_ptr(), None)
+        held = torch.cuda.memory_allocated() - before - sum(own.values())
+        record[f"{name}_held_mib"] = round(held / 2**20, 1)
+        del outputs
+    graphs = {
+        n: capture_burst(lambda f=f: case.run(f, leaves), CALLS) for n, f in functions.items()
+    }
+    spent: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(rounds):
+        for name in random.sample(list(graphs), len(graphs)):
+            spent[name].append(elapsed(graphs[name].replay) / CALLS * 1e3)
+    for name, times in spent.items():
+        record[f"{name}_us"] = round(sorted(times)[len(times) // 2], 1)
+    record["ratio"] = round(record["torch_us"] / record["ours_us"], 2)
+    return record
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="JSON lines are appended here")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--tiny", action="store_true", help="on the CPU, as a test")
+    parser.add_argument("--commit", help="where there is no .git to ask")
+    args = parser.parse_args(arguments)
+    torch.manual_seed(0)
+    stamp = environment.stamp(args.commit)
+    for case in cases("cpu" if args.tiny else "cuda", args.tiny):
+        record = measure(case, args.rounds)
+        print(json.dumps(record), flush=True)
+        if args.out:
+            with args.out.open("a") as lines:
+                lines.write(json.dumps(record | {"environment": stamp}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
