@@ -4,6 +4,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # The Triton that torch 2.11 ships; kernels are compiled ahead of time for sm_90 with it in CI.
 TRITON ?= triton==3.6.0
+# One more than cores: a third of the time of tests is waiting for processes of their own.
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -14,7 +16,7 @@ train: $(STAMP)
 	$(BIN)/moe-graphs train $(ARGS)
 
 test: $(STAMP) lint
-	$(BIN)/python -m pytest -n auto $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -9,7 +9,7 @@ import torch
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Tests run side by side (pytest -n auto), and are small: threads only get in each other's way.
+    # Tests run side by side (pytest -n), and are small: threads only get in each other's way.
     torch.set_num_threads(1)
 
 
