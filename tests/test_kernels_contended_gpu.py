@@ -22,7 +22,7 @@ def test_results_do_not_depend_on_who_else_computes():
     root = Path(__file__).parents[1]
     command = [sys.executable, str(root / "tests" / "contended_kernels.py"), "3"]
     done = subprocess.run(
-        command, cwd=root, env=None, capture_output=True, text=True, timeout=240, check=False
+        command, cwd=root, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     counts = re.findall(r"(\d+) of (\d+) wrong", done.stdout)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from moe_graphs.kernels.availability import has_kernel
 from moe_graphs.kernels.ops import wants_gradient
+from moe_graphs.kernels.reference import rms_norm
 
 Heads = tuple[Tensor, Tensor, Tensor]
 
@@ -127,8 +127,7 @@ def _norm(x_BSN: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if weight is None:
         return x_BSN
     x = x_BSN.unflatten(-1, (-1, weight.shape[0]))
-    # One dtype for both, or torch leaves its fused kernel: see layers.RMSNorm.
-    return functional.rms_norm(x, weight.shape, weight.to(x.dtype), eps).flatten(-2)
+    return rms_norm(x, weight, eps).flatten(-2)
 
 
 def _check(

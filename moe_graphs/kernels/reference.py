@@ -48,6 +48,13 @@ def swiglu(x_R2F: Tensor) -> Tensor:
     return (torch.nn.functional.silu(gate_RF) * up_RF).to(x_R2F.dtype)
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Over as many last dimensions as the weight has; statistics in fp32, in the input's dtype."""
+    # One dtype for both, or torch leaves its fused kernel (and warns): under autocast the
+    # queries are bf16 and the weights fp32.
+    return torch.nn.functional.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+
 def accumulation_dtype(x: Tensor) -> torch.dtype:
     """fp32, or fp64 where the values are fp64 already (gradient checks)."""
     return torch.promote_types(x.dtype, torch.float32)
