@@ -18,7 +18,7 @@ from moe_graphs import FullIteration, FullIterationReport, GraphConfig, Graphs, 
 from moe_graphs.dispatch import make_dispatcher
 from moe_graphs.kernels import cross_entropy
 from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
-from moe_graphs.layers.presets import qwen3_30b_a3b
+from moe_graphs.layers.architectures import qwen3_30b_a3b
 
 WARMUP_STEPS = 3
 BATCHES = 64

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from contenders import EAGER, WARMUP_STEPS, Contender, Run, Setting, free_memory, synchronize
 from moe_graphs import FullIterationReport
-from moe_graphs.training.run import deterministic
+from moe_graphs.lm.run import deterministic
 from timeline import Timeline, read_timeline
 
 GATE_STEPS = WARMUP_STEPS + 5

@@ -17,17 +17,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from moe_graphs.bench.command import bench_app
-from moe_graphs.capture.errors import GraphError
-from moe_graphs.capture.full_iteration import FullIterationReport
-from moe_graphs.capture.report import Report
 from moe_graphs.config import FullIterationConfig, GraphConfig
-from moe_graphs.report import capture_table, comparison_table, full_iteration_table
-from moe_graphs.training import run as training_run
-from moe_graphs.training.checkpoint import find_checkpoint
-from moe_graphs.training.compare import compare
-from moe_graphs.training.data import Corpus, corpus_at, standard_library
-from moe_graphs.training.presets import Preset, presets
-from moe_graphs.training.trainer import LogLine, TrainingDiverged
+from moe_graphs.engine.report import Report
+from moe_graphs.engine.whole_step.full_iteration import FullIterationReport
+from moe_graphs.errors import GraphError
+from moe_graphs.lm import run as training_run
+from moe_graphs.lm.checkpoint import find_checkpoint
+from moe_graphs.lm.compare import compare
+from moe_graphs.lm.data import Corpus, corpus_at, standard_library
+from moe_graphs.lm.run_presets import Preset, presets
+from moe_graphs.lm.trainer import LogLine, TrainingDiverged
+from moe_graphs.tables import capture_table, comparison_table, full_iteration_table
 
 DEFAULT_SCOPES = "attn,moe_router,moe_preprocess"
 

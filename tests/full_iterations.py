@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from moe_graphs.capture.full_iteration import FullIteration
+from moe_graphs.engine.whole_step.full_iteration import FullIteration
 from training_runs import SEQUENCE, VOCABULARY, Trace, loss_of, tiny_model
 
 

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 import moe_graphs
-from moe_graphs.capture.schedule import Schedule
-from moe_graphs.capture.schedule_builders import (
+from moe_graphs.layers import MoEConfig, TransformerConfig, TransformerLayer
+from moe_graphs.pipelines.builders import (
     gpipe,
     interleaved_1f1b,
     one_f_one_b,
     zero_bubble,
 )
-from moe_graphs.capture.schedule_formats import from_torch
-from moe_graphs.layers import MoEConfig, TransformerConfig, TransformerLayer
+from moe_graphs.pipelines.formats import from_torch
+from moe_graphs.pipelines.schedule import Schedule
 from training_runs import Trace
 
 WIDTH, SEQUENCE = 16, 8

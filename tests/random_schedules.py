@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from moe_graphs.capture.schedule import Action, Schedule
+from moe_graphs.pipelines.schedule import Action, Schedule
 
 
 @st.composite

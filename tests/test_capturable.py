@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 from torch.optim import lr_scheduler as schedulers
 
-from moe_graphs.capture.rehearsal import capturable_only
+from moe_graphs.engine.rehearsal import capturable_only
 from moe_graphs.training.capturable import (
     check_capturable_optimizer,
     check_capturable_scheduler,

@@ -11,8 +11,8 @@ from torch import nn
 
 import moe_graphs
 from moe_graphs import CaptureError, GraphConfig, GraphError
-from moe_graphs.capture import graphs as engine
-from moe_graphs.capture.call_capture import CallCapture
+from moe_graphs.engine.scopes import graphs as engine
+from moe_graphs.engine.scopes.call_capture import CallCapture
 from training_runs import DEVICES, Trace, loss_of, microbatches, tiny_model, train
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from moe_graphs.kernels import cross_entropy
-from moe_graphs.training import trainer
+from moe_graphs.lm import trainer
 
 
 def example(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_graphs.training.data import (
+from moe_graphs.lm.data import (
     SEPARATOR,
     HeldOut,
     TrainingBatches,

@@ -15,8 +15,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from distributed import run_distributed
-from moe_graphs.capture.full_iteration import FullIteration
-from moe_graphs.capture.rehearsal import capturable_only
+from moe_graphs.engine.rehearsal import capturable_only
+from moe_graphs.engine.whole_step.full_iteration import FullIteration
 from moe_graphs.training.capturable import load_optimizer_state, tensor_hyperparameters
 from moe_graphs.training.device_step import DeviceStep, StepResult, total_norm
 from moe_graphs.training.ema import ExponentialMovingAverage

@@ -10,7 +10,6 @@ import copy
 import pytest
 import torch
 
-from moe_graphs.capture.interrupt import Stop, run_until
 from moe_graphs.dispatch import (
     AllToAllDispatcher,
     Dispatcher,
@@ -18,6 +17,7 @@ from moe_graphs.dispatch import (
     PaddedDispatcher,
     make_dispatcher,
 )
+from moe_graphs.staged import Stop, run_until
 
 ROUTINGS = {
     "random": lambda t, k, e: torch.rand(t, e).topk(k).indices,

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from distributed import run_distributed
-from moe_graphs.capture.interrupt import Stop, resuming, run_until
 from moe_graphs.dispatch import AllToAllDispatcher, LocalDispatcher
 from moe_graphs.layers import LanguageModel, MoEConfig, MoELayer, TransformerConfig
+from moe_graphs.staged import Stop, resuming, run_until
 
 CONFIG = MoEConfig(
     num_experts=6,

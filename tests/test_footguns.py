@@ -48,7 +48,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moe_graphs
 from moe_graphs import CaptureError, GraphConfig, GraphError
-from moe_graphs.capture import gradients
+from moe_graphs.engine.scopes import gradients
 from training_runs import DEVICES
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)

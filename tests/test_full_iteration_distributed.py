@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from distributed import run_distributed
 from full_iterations import batches, optimizer_of
 from moe_graphs import CaptureError
-from moe_graphs.capture.full_iteration import FullIteration
-from moe_graphs.capture.whole_step import data_parallel
+from moe_graphs.engine.whole_step import data_parallel
+from moe_graphs.engine.whole_step.full_iteration import FullIteration
 from training_runs import Trace, loss_of, tiny_model
 
 BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)]
@@ -184,7 +184,7 @@ SCRIPT = """
     import torch, torch.distributed as dist
     from test_full_iteration_distributed import make_step, replicas
     from full_iterations import batches, optimizer_of
-    from moe_graphs.capture.full_iteration import FullIteration
+    from moe_graphs.engine.whole_step.full_iteration import FullIteration
 
     rank = int(sys.argv[1])
     device = "cuda" if "{backend}" == "nccl" else "cpu"

@@ -43,7 +43,7 @@ from torch.utils import _pytree as pytree
 
 from full_iterations import Run, batches
 from moe_graphs import CaptureError, GraphError
-from moe_graphs.capture.full_iteration import FullIteration
+from moe_graphs.engine.whole_step.full_iteration import FullIteration
 from training_runs import DEVICES, Trace
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)

@@ -7,8 +7,8 @@ import torch
 from torch import distributed as dist
 
 from distributed import run_distributed
-from moe_graphs.capture.backends.cpu import CpuRecorder
-from moe_graphs.capture.backends.cuda import CudaGraphs
+from moe_graphs.engine.backends.cpu import CpuRecorder
+from moe_graphs.engine.backends.cuda import CudaGraphs
 from moe_graphs.training.grad_scaler import GradScaler
 from training_runs import DEVICES
 

@@ -10,7 +10,7 @@ from torch import nn
 import moe_graphs
 from distributed import run_distributed
 from moe_graphs import GraphConfig
-from moe_graphs.capture import interrupt as interrupts
+from moe_graphs import staged as interrupts
 from moe_graphs.dispatch import AllToAllDispatcher
 from training_runs import eager_trace, tiny_model, train
 

@@ -18,11 +18,11 @@ from moe_graphs import (
     end_capture_here,
     record,
 )
-from moe_graphs.capture import interrupt as interrupts
-from moe_graphs.capture.interrupt import Boundary, Stop, resuming, run_until
+from moe_graphs import staged as interrupts
 from moe_graphs.dispatch import AllToAllDispatcher
 from moe_graphs.layers import MoEConfig, MoELayer
 from moe_graphs.layers.transformer import LayerPrepared
+from moe_graphs.staged import Boundary, Stop, resuming, run_until
 from training_runs import DEVICES, loss_of, microbatches, tiny_model, train
 
 RECIPE = "attn,moe_router,moe_preprocess"

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from moe_graphs.capture.interrupt import Stop, resuming, run_until
 from moe_graphs.dispatch import AllToAllDispatcher, LocalDispatcher, PaddedDispatcher
 from moe_graphs.layers import (
     Attention,
@@ -27,6 +26,7 @@ from moe_graphs.layers import (
     TransformerConfig,
     TransformerLayer,
 )
+from moe_graphs.staged import Stop, resuming, run_until
 
 MOE = MoEConfig(num_experts=6, top_k=2, ffn_hidden_size=5)
 MOES = {

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_graphs.capture.interrupt import Stop, run_until
 from moe_graphs.dispatch import AllToAllDispatcher, LocalDispatcher, PaddedDispatcher
 from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
+from moe_graphs.staged import Stop, run_until
 
 REFUSED = {
     "_local_scalar_dense": "reads a scalar on the host",

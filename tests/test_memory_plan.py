@@ -8,8 +8,8 @@ from torch import nn
 
 import moe_graphs
 from moe_graphs import CaptureError, GraphConfig, GraphError
-from moe_graphs.capture.backends import backend_for
-from moe_graphs.capture.memory import CallMemory, ChunkMemory, MemoryPlan
+from moe_graphs.engine.backends import backend_for
+from moe_graphs.engine.scopes.memory import CallMemory, ChunkMemory, MemoryPlan
 from training_runs import DEVICES, loss_of, microbatches, tiny_model
 
 KIB = 1024

@@ -13,8 +13,8 @@ import torch
 
 import moe_graphs
 from moe_graphs import GraphConfig
-from moe_graphs.capture.schedule import Schedule, slots
-from moe_graphs.capture.schedule_builders import interleaved_1f1b, one_f_one_b
+from moe_graphs.pipelines.builders import interleaved_1f1b, one_f_one_b
+from moe_graphs.pipelines.schedule import Schedule, slots
 from pipelines import SEQUENCE, WIDTH, eager_rank, make_chunks, make_schedule, run_rank
 
 SPLIT = ("zero_bubble", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")

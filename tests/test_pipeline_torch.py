@@ -13,7 +13,7 @@ from torch.nn import functional
 import moe_graphs
 from distributed import run_distributed
 from moe_graphs import GraphConfig
-from moe_graphs.capture.schedule_formats import from_torch
+from moe_graphs.pipelines.formats import from_torch
 from pipelines import SEQUENCE, WIDTH, Layers
 from training_runs import Trace
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_graphs.capture.errors import CaptureError
-from moe_graphs.capture.plan import Event, plan
+from moe_graphs.engine.scopes.plan import Event, plan
+from moe_graphs.errors import CaptureError
 
 
 def events(text: str) -> list[Event]:

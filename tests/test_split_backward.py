@@ -10,7 +10,7 @@ from torch import nn
 
 import moe_graphs
 from moe_graphs import GraphConfig, GraphError
-from moe_graphs.capture.split_backward import SplitBackward
+from moe_graphs.engine.scopes.split_backward import SplitBackward
 from training_runs import DEVICES, loss_of, microbatches, tiny_model
 
 WIDTH = 8

@@ -13,13 +13,12 @@ from safetensors.torch import load_file
 
 from moe_graphs.config import FullIterationConfig, GraphConfig
 from moe_graphs.layers import MoEConfig, TransformerConfig
-from moe_graphs.training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
-from moe_graphs.training.compare import compare
-from moe_graphs.training.data import Corpus, HeldOut
-from moe_graphs.training.metrics import compressed_bits_per_byte
-from moe_graphs.training.picture import draw_losses
-from moe_graphs.training.presets import Preset, presets
-from moe_graphs.training.run import (
+from moe_graphs.lm.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from moe_graphs.lm.compare import compare
+from moe_graphs.lm.data import Corpus, HeldOut
+from moe_graphs.lm.metrics import compressed_bits_per_byte
+from moe_graphs.lm.picture import draw_losses
+from moe_graphs.lm.run import (
     Progress,
     RunOptions,
     build_batches,
@@ -27,8 +26,9 @@ from moe_graphs.training.run import (
     run,
     with_graphs,
 )
-from moe_graphs.training.settings import TrainSettings
-from moe_graphs.training.trainer import Trainer, TrainingDiverged
+from moe_graphs.lm.run_presets import Preset, presets
+from moe_graphs.lm.settings import TrainSettings
+from moe_graphs.lm.trainer import Trainer, TrainingDiverged
 
 SCOPES = "attn,moe_router,moe_preprocess"
 FULL = {"without": FullIterationConfig(), "with": FullIterationConfig(optimizer_in_graph=True)}

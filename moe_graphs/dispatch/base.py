@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from moe_graphs.capture.interrupt import record
 from moe_graphs.kernels import RowOrder
+from moe_graphs.staged import record
 
 
 @record

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_graphs.capture.errors import CaptureError, GraphError
-from moe_graphs.capture.full_iteration import FullIteration, FullIterationReport
-from moe_graphs.capture.graphs import Graphs, graph
-from moe_graphs.capture.report import Report
 from moe_graphs.config import GraphConfig
+from moe_graphs.engine.report import Report
+from moe_graphs.engine.scopes.graphs import Graphs, graph
+from moe_graphs.engine.whole_step.full_iteration import FullIteration, FullIterationReport
+from moe_graphs.errors import CaptureError, GraphError
 from moe_graphs.training.capturable import (
     check_capturable_optimizer,
     check_capturable_scheduler,

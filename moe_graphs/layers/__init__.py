@@ -1,5 +1,12 @@
 """Modules written as stages: attention, router, experts, layers, model, and their configuration."""
 
+from moe_graphs.layers.architectures import (
+    deepseek_v3_moe,
+    llama3_8b,
+    mixtral_8x7b,
+    olmoe_1b_7b,
+    qwen3_30b_a3b,
+)
 from moe_graphs.layers.attention import Attention
 from moe_graphs.layers.config import MoEConfig, TransformerConfig
 from moe_graphs.layers.experts import GroupedExperts
@@ -7,13 +14,6 @@ from moe_graphs.layers.mlp import SwiGLU
 from moe_graphs.layers.model import LanguageModel, ModelOutput
 from moe_graphs.layers.moe import MoELayer, MoEOutput
 from moe_graphs.layers.norm import RMSNorm
-from moe_graphs.layers.presets import (
-    deepseek_v3_moe,
-    llama3_8b,
-    mixtral_8x7b,
-    olmoe_1b_7b,
-    qwen3_30b_a3b,
-)
 from moe_graphs.layers.rope import RotaryEmbedding
 from moe_graphs.layers.router import Routing, TopKRouter
 from moe_graphs.layers.transformer import LayerOutput, TransformerLayer

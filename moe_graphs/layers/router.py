@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_graphs.capture.interrupt import record
 from moe_graphs.kernels.reference import accumulation_dtype
 from moe_graphs.kernels.router import RoutingRule, route
 from moe_graphs.layers.config import MoEConfig
+from moe_graphs.staged import record
 
 
 @record

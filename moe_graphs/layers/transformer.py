@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moe_graphs.capture.interrupt import Stage, Staged, record
 from moe_graphs.dispatch import Dispatcher
 from moe_graphs.layers.attention import Attention
 from moe_graphs.layers.config import TransformerConfig
@@ -20,6 +19,7 @@ from moe_graphs.layers.mlp import SwiGLU
 from moe_graphs.layers.moe import MoELayer, Prepared, Routed
 from moe_graphs.layers.norm import RMSNorm
 from moe_graphs.layers.rope import RotaryEmbedding
+from moe_graphs.staged import Stage, Staged, record
 
 
 @record

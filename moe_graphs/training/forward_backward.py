@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from moe_graphs.capture.full_iteration import FullIteration, FullIterationReport
+from moe_graphs.engine.whole_step.full_iteration import FullIteration, FullIterationReport
 from moe_graphs.training.static_loader import StaticBatches
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from moe_graphs.capture.errors import GraphError
-from moe_graphs.capture.signature import ConstantSpec, Signature
-from moe_graphs.capture.whole_step.static_inputs import input_name, structure_mismatch
+from moe_graphs.engine.signature import ConstantSpec, Signature
+from moe_graphs.engine.whole_step.static_inputs import input_name, structure_mismatch
+from moe_graphs.errors import GraphError
 
 
 class StaticLoader:

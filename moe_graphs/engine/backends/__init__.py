@@ -1,0 +1,35 @@
+"""CUDA graphs, and a recorder for the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from moe_graphs.engine.backends.base import Backend
+from moe_graphs.engine.backends.cpu import CpuRecorder
+from moe_graphs.engine.backends.cuda import CudaGraphs
+
+
+def backend_for(
+    tensors: Iterable[torch.Tensor],
+    generators: Sequence[torch.Generator] = (),
+    stream: torch.cuda.Stream | None = None,
+) -> Backend:
+    """The backend for the device on which all of ``tensors`` lie.
+
+    ``stream``: what a CUDA backend captures on; its own by default.
+
+    Raises:
+        ValueError: if there is more than one such device, or none, or another kind of device.
+    """
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) != 1:
+        found = ", ".join(sorted(map(str, devices))) or "none"
+        raise ValueError(f"the model's tensors are on devices {found}: graphs need exactly one")
+    (device,) = devices
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"the model is on {device}: graphs exist for 'cuda' and 'cpu'")
+    if device.type == "cuda":
+        return CudaGraphs(device, generators, stream)
+    return CpuRecorder(generators)

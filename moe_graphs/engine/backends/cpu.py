@@ -1,0 +1,149 @@
+"""CUDA-graph semantics on a machine without a GPU: a tape of ATen calls, run again in place.
+
+Recording executes the block and notes its ATen calls. Replaying runs the same calls on the same
+tensors and writes their results into the same storages; Python is not run again, so branches and
+numbers are frozen and addresses are static, as in a CUDA graph. What it is not: a simulation of a
+memory pool (every intermediate keeps its own memory) or of speed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_graphs.engine.backends.base import Backend, Graph, MemoryMeter
+from moe_graphs.engine.signature import tensor_leaves
+
+
+class Tape(Graph):
+    """The recorded calls: (op, arguments, keyword arguments, tensors that receive the results)."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, tuple, dict, list[torch.Tensor]]] = []
+
+    @property
+    def kernels(self) -> int:
+        return len(self.calls)
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        # The casts are on the tape: the caller's autocast must not cast again.
+        with torch.autocast("cpu", enabled=False):
+            for func, args, kwargs, outputs in self.calls:
+                results = func(*args, **kwargs)
+                if func.namespace == "c10d":
+                    _wait(results)
+                for output, result in zip(outputs, tensor_leaves(results), strict=True):
+                    if output.data_ptr() != result.data_ptr():
+                        output.copy_(result)
+
+    def release(self) -> None:
+        self.calls.clear()
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self.tape = tape
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if _is_view(func) or func.namespace == "profiler":
+            return out  # static memory seen through other metadata: nothing to do on replay
+        # Detached: the tape must hold neither the autograd graph nor what it saves.
+        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+        self.tape.calls.append((func, args, kwargs, [t.detach() for t in tensor_leaves(out)]))
+        return out
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and all(
+        r.alias_info is not None and not r.alias_info.is_write for r in returns
+    )
+
+
+def _wait(results: Any) -> None:
+    """For the communication that has just been started: the next call may read what it writes."""
+    for leaf in pytree.tree_leaves(results):
+        if isinstance(leaf, torch.ScriptObject):
+            torch._C._distributed_c10d.Work.unbox(leaf).wait()
+
+
+class StorageMeter(MemoryMeter, TorchDispatchMode):
+    """Follows the storages of what ops return. What an op allocates inside is not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __enter__(self) -> StorageMeter:
+        self._alive.clear()
+        self.peak = 0
+        return TorchDispatchMode.__enter__(self)
+
+    def __exit__(self, *exception: object) -> None:
+        TorchDispatchMode.__exit__(self, *exception)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        known = {tensor.untyped_storage()._cdata for tensor in tensor_leaves((args, kwargs or {}))}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tensor_leaves(out):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known:
+                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak = max(self.peak, self.alive())
+        return out
+
+    def alive(self) -> int:
+        self._alive = {key: held for key, held in self._alive.items() if not held[0].expired()}
+        return sum(nbytes for _, nbytes in self._alive.values())
+
+
+class CpuRecorder(Backend):
+    """The backend for models on the CPU."""
+
+    name = "cpu recorder"
+
+    def __init__(self, generators: Sequence[torch.Generator] = ()) -> None:
+        self.device = torch.device("cpu")
+        self.generators = tuple(generators)
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        yield
+
+    @contextlib.contextmanager
+    def on_stream(self) -> Iterator[None]:
+        yield
+
+    def new_pool(self) -> None:
+        return None
+
+    @contextlib.contextmanager
+    def record(self, pool: None) -> Iterator[list[Graph]]:
+        tape = Tape()
+        graphs: list[Graph] = []
+        with _Recorder(tape):
+            yield graphs
+        graphs.append(tape)
+
+    def meter(self) -> StorageMeter:
+        return StorageMeter()
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def pool_bytes(self, pool: None) -> int:
+        return 0
+
+    def release(self) -> None:
+        pass

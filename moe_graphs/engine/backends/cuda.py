@@ -1,0 +1,177 @@
+"""CUDA graphs, driven through ``capture_begin`` and ``capture_end``.
+
+``torch.cuda.graph`` is not used: it synchronises and empties the cache once per graph, and up to
+torch 2.14 it leaves the capture stream current when a capture fails. Here one session holds the
+stream for all captures, and every exit is in a ``finally``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from moe_graphs.engine.backends.base import Backend, Graph, MemoryMeter
+
+
+class CudaGraph(Graph):
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self.graph: torch.cuda.CUDAGraph | None = graph
+
+    @functools.cached_property
+    def kernels(self) -> int | None:
+        return None if self.graph is None else _count_kernels(self.graph)
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+    def release(self) -> None:
+        if self.graph is not None:
+            self.graph.reset()
+            self.graph = None
+
+
+class AllocatorMeter(MemoryMeter):
+    """Reads the allocator, so what ops allocate inside counts. ``torch.cuda``'s peak statistics
+    begin anew."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.peak = 0
+
+    def __enter__(self) -> AllocatorMeter:
+        self._before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.peak = torch.cuda.max_memory_allocated(self._device) - self._before
+
+    def alive(self) -> int:
+        return torch.cuda.memory_allocated(self._device) - self._before
+
+
+class CudaGraphs(Backend):
+    """The backend for models on a CUDA device."""
+
+    name = "cuda graphs"
+
+    def __init__(
+        self,
+        device: torch.device,
+        generators: Sequence[torch.Generator] = (),
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        self.device = device
+        self.generators = tuple(generators)
+        # All captures of an engine use one stream: the allocator reuses blocks within a stream.
+        self.stream = stream or torch.cuda.Stream(device)
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        torch.cuda.synchronize(self.device)
+        # The graphs of a session share cuBLAS workspaces, made in the first one's pool. One from
+        # before (a rehearsal) lies outside the pools, and would be gone with the next clearing.
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        outside = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(outside)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            torch.cuda.set_stream(outside)
+            outside.wait_stream(self.stream)
+            torch.cuda.synchronize(self.device)
+
+    @contextlib.contextmanager
+    def on_stream(self) -> Iterator[None]:
+        outside = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(outside)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            outside.wait_stream(self.stream)
+
+    def new_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    @contextlib.contextmanager
+    def record(self, pool: Any) -> Iterator[list[Graph]]:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        graphs: list[Graph] = []
+        for generator in self.generators:
+            graph.register_generator_state(generator)
+        # thread_local: a data loader's or NCCL's thread may call CUDA during the capture.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            yield graphs
+        except BaseException:
+            self._abort(graph, pool)
+            raise
+        graph.capture_end()
+        graph.instantiate()
+        graphs.append(CudaGraph(graph))
+
+    def _abort(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+        """Ends a capture that failed, also one that CUDA has invalidated.
+
+        ``capture_end`` raises for the latter, before it tells the allocator and the random number
+        generator that the capture is over (torch 2.11): the first is told here, the second by
+        an empty capture that succeeds.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "The CUDA Graph is empty"
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                index = self.device.index or 0
+                torch._C._cuda_endAllocateToPool(index, pool)
+                torch._C._cuda_releasePool(index, pool)
+                empty = torch.cuda.CUDAGraph()
+                empty.capture_begin(capture_error_mode="thread_local")
+                empty.capture_end()
+                empty.reset()
+        graph.reset()
+
+    def meter(self) -> AllocatorMeter:
+        return AllocatorMeter(self.device)
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        storage = torch._C._construct_storage_from_data_pointer(
+            tensor.data_ptr(), tensor.device, span * tensor.element_size()
+        )
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(storage, 0, tensor.shape, tensor.stride())
+
+    def pool_bytes(self, pool: Any) -> int:
+        return sum(
+            segment["total_size"]
+            for segment in torch.cuda.memory_snapshot()
+            if tuple(segment["segment_pool_id"]) == tuple(pool)
+        )
+
+    def release(self) -> None:
+        # The cuBLAS workspaces of the capture stream live in the graphs' pools.
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+
+def _count_kernels(graph: torch.cuda.CUDAGraph) -> int | None:
+    try:
+        from cuda.bindings import runtime
+    except ImportError:
+        return None
+    raw = runtime.cudaGraph_t(init_value=graph.raw_cuda_graph())
+    status, _, count = runtime.cudaGraphGetNodes(raw)
+    if status != runtime.cudaError_t.cudaSuccess:
+        return None
+    status, nodes, count = runtime.cudaGraphGetNodes(raw, count)
+    kernel = runtime.cudaGraphNodeType.cudaGraphNodeTypeKernel
+    return sum(runtime.cudaGraphNodeGetType(node)[1] == kernel for node in nodes[:count])

@@ -1,0 +1,1 @@
+"""Graphs of any callables, ahead of time."""

@@ -1,0 +1,1 @@
+"""Partial graphs: the scopes of a model."""

@@ -1,0 +1,214 @@
+"""A whole training or validation step as one graph.
+
+    def train_step(batch):
+        loss = model(batch["tokens"]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    step = FullIteration(train_step, model=model, optimizer=optimizer)
+    for batch in StaticLoader(loader, device):
+        loss = step(batch)          # eager three times, captured at the fourth, then replayed
+        scheduler.step()            # lr is a tensor, changed in place
+
+The function is recorded as it is: whatever it does with gradients and optimizer, a replay does.
+For validation wrap a second function; both may be called in any order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from moe_graphs.engine.backends import backend_for
+from moe_graphs.engine.resources import Resources
+from moe_graphs.engine.signature import Mismatch
+from moe_graphs.engine.whole_step import data_parallel
+from moe_graphs.engine.whole_step.static_inputs import owned
+from moe_graphs.engine.whole_step.step_recording import StepRecording, record_step
+from moe_graphs.engine.whole_step.step_rehearsal import Subject
+from moe_graphs.errors import GraphError
+
+_ON_MISMATCH = ("error", "eager", "recapture")
+
+
+@dataclass(frozen=True)
+class FullIterationReport:
+    """Attributes:
+    state: "warmup", "captured", "capture_failed" or "released".
+    eager_calls: reason -> number of calls that ran eagerly.
+    kernels: in the graph (ops on the CPU recorder); None if not captured or not countable.
+    static_bytes: inputs, outputs and gradients that the graph reads and writes in place.
+    pool_bytes: device memory held by the graph; 0 on the CPU.
+    capture_seconds: of all captures together.
+    """
+
+    backend: str
+    state: str
+    captures: int
+    replayed: int
+    eager_calls: dict[str, int]
+    kernels: int | None
+    static_bytes: int
+    pool_bytes: int
+    capture_seconds: float
+
+
+class FullIteration:
+    """Calls ``step(batch)``, from the ``warmup_steps + 1``-th call on by replaying one graph.
+
+    Outputs are copies of your own, without autograd history. Gradients: ``.grad`` is set to the
+    graph's memory after each replay, which the next one writes again; ``zero_grad()`` in any form,
+    inside or outside the step, is right. If the step was captured without ``.grad``, a
+    call that finds one is a mismatch, since the graph would not add to it.
+
+    Under data parallelism all ranks must make the same calls; a capture succeeds on all or on none.
+
+    Args:
+        step: takes one pytree (tensors on the model's device, constants) and returns one: forward
+            and backward of all microbatches, the optimizer's update if it is to be in the graph.
+        model: the module, or several of them (pipeline stages).
+        optimizer: the one that ``step`` updates with, if it does.
+        state: what else ``step`` changes or reads: scaler, averages, tensors, a ``DeviceStep``.
+        generators: what ``step`` draws random numbers from, besides the default ones.
+        on_mismatch: what a call does that differs from the captured one (shapes, keys, constants,
+            flags, hyperparameters, addresses): raise ``GraphError``, run eagerly (counted in
+            ``report()``), or capture again.
+        stream: the one to capture on; with DDP, the one that it was built on.
+
+    Raises:
+        ValueError: for arguments that do not fit.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[Any], Any],
+        *,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: Optimizer | None = None,
+        state: Sequence[Any] = (),
+        generators: Sequence[torch.Generator] = (),
+        warmup_steps: int = 3,
+        on_mismatch: str = "error",
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        if on_mismatch not in _ON_MISMATCH:
+            accepted = ", ".join(map(repr, _ON_MISMATCH))
+            raise ValueError(f"on_mismatch: got {on_mismatch!r}, accepted are {accepted}")
+        if warmup_steps < 1:
+            raise ValueError(f"warmup_steps: got {warmup_steps}, must be at least 1")
+        if not isinstance(model, nn.Module):
+            model = nn.ModuleList(model)
+        backend = backend_for((*model.parameters(), *model.buffers()), generators, stream)
+        self._subject = Subject(step, model, optimizer, tuple(state), backend)
+        self._has_stream = stream is not None
+        self._group = data_parallel.process_group_of(model)
+        self._warmup_steps, self._on_mismatch = warmup_steps, on_mismatch
+        self.state = "warmup"
+        self._captures = self._replayed = 0
+        self._eager_calls: Counter[str] = Counter()
+        self._capture_seconds = 0.0
+        self._resources = Resources[StepRecording](backend)
+        self._finalizer = weakref.finalize(self, self._resources.release)
+
+    def __call__(self, batch: Any) -> Any:
+        """Like ``step(batch)``.
+
+        Raises:
+            CaptureError: the capture failed: nothing has happened, and calls run eagerly from now
+                on. Call again with this batch.
+            GraphError: this call differs from the captured one, and ``on_mismatch="error"``.
+        """
+        if self.state == "warmup":
+            if self._eager_calls["warmup"] < self._warmup_steps:
+                return self._eager(batch, "warmup")
+            self._capture(batch, rehearsals=2)
+        if self.state != "captured":
+            return self._eager(batch, self.state)
+        leaves, structure = pytree.tree_flatten(batch)
+        mismatch = self._recording.mismatch(batch, leaves, structure)
+        if mismatch is not None:
+            if self._on_mismatch != "recapture":
+                return self._mismatched(mismatch, batch)
+            self._capture(batch, rehearsals=2)
+        self._replayed += 1
+        return self._recording.replay(leaves)
+
+    def capture(self, batch: Any) -> None:
+        """Captures now, ahead of the first call, or again.
+
+        Parameters, gradients, buffers, optimizer, ``state`` and random numbers are as before.
+        """
+        if self.state == "released":
+            raise GraphError("full iteration: it was released: make a new one")
+        self._capture(batch, rehearsals=self._warmup_steps)
+
+    def release(self) -> None:
+        """Gives the graph's memory back; later calls run eagerly. Idempotent.
+
+        Call it before ``destroy_process_group()``: a graph that holds collectives keeps it waiting.
+        """
+        self.state = "released"
+        self._finalizer()
+
+    def __enter__(self) -> FullIteration:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+    def report(self) -> FullIterationReport:
+        """What happened so far. Does not synchronise."""
+        recording, backend = self._resources.captured, self._subject.backend
+        return FullIterationReport(
+            backend=backend.name,
+            state=self.state,
+            captures=self._captures,
+            replayed=self._replayed,
+            eager_calls=dict(self._eager_calls),
+            kernels=recording.graph.kernels if recording else None,
+            static_bytes=recording.static_bytes() if recording else 0,
+            pool_bytes=backend.pool_bytes(recording.pool) if recording else 0,
+            capture_seconds=self._capture_seconds,
+        )
+
+    @property
+    def _recording(self) -> StepRecording:
+        assert self._resources.captured is not None
+        return self._resources.captured
+
+    def _eager(self, batch: Any, reason: str) -> Any:
+        self._eager_calls[reason] += 1
+        # DDP accumulates on the stream it was built on: elsewhere torch warns of the mismatch.
+        given = self._has_stream
+        with self._subject.backend.on_stream() if given else contextlib.nullcontext():
+            return owned(self._subject.step(batch))
+
+    def _mismatched(self, mismatch: Mismatch, batch: Any) -> Any:
+        if self._on_mismatch == "error":
+            raise GraphError(f"full iteration: {mismatch.message}")
+        return self._eager(batch, mismatch.reason)
+
+    def _capture(self, batch: Any, rehearsals: int) -> None:
+        started = time.perf_counter()
+        self.state = "capture_failed"
+        self._resources.release()
+        if self._group is not None:
+            eager_forwards = sum(self._eager_calls.values())
+            rehearsals = max(rehearsals, data_parallel.EAGER_FORWARDS - eager_forwards)
+        recording = record_step(self._subject, batch, rehearsals, self._group)
+        self._resources.captured = recording
+        self.state = "captured"
+        self._captures += 1
+        self._capture_seconds += time.perf_counter() - started

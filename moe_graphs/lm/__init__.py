@@ -1,0 +1,1 @@
+"""The language model that ``moe-graphs train`` trains."""

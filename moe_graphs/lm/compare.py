@@ -1,0 +1,133 @@
+"""Eager against graphed: the same steps from the same seed, one run after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from dataclasses import dataclass
+
+import torch
+
+from moe_graphs.config import FullIterationConfig, GraphConfig
+from moe_graphs.engine.report import Report
+from moe_graphs.engine.whole_step.full_iteration import FullIterationReport
+from moe_graphs.lm.data import Corpus
+from moe_graphs.lm.metrics import memory_in_use
+from moe_graphs.lm.run import (
+    Progress,
+    RunOptions,
+    build_batches,
+    build_trainer,
+    free_memory,
+    with_graphs,
+)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two runs.
+
+    Attributes:
+        step_ms, p10_ms, p90_ms: median and spread over the timed steps, those after warm-up and
+            capture.
+        reserved_bytes: see ``memory_kind``.
+        losses: of every step, fp32 values.
+    """
+
+    step_ms: float
+    p10_ms: float
+    p90_ms: float
+    timed_steps: int
+    reserved_bytes: int
+    memory_kind: str
+    dropped: int | None
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Both runs and what the graphs of the second did."""
+
+    eager: Side
+    graphed: Side
+    losses_bitwise_equal: bool
+    grad_norms_bitwise_equal: bool
+    first_difference: int | None
+    parameters_bitwise_equal: bool
+    report: Report | FullIterationReport
+
+    def to_dict(self) -> dict:
+        whole = isinstance(self.report, FullIterationReport)
+        return {
+            **dataclasses.asdict(self),
+            "captured": self.report.captures if whole else self.report.captured,
+            "replayed": self.report.replayed,
+            "eager_calls": dict(self.report.eager_calls),
+        }
+
+
+def compare(options: RunOptions, corpus: Corpus, progress: Progress) -> Comparison:
+    """Runs both from the seed, on models of their own. Nothing is saved.
+
+    Raises:
+        ValueError: if there are too few steps for any to be timed.
+        TrainingDiverged: if a loss is not finite: nothing would be left to compare.
+    """
+    config = options.graph_config
+    if config is None or (isinstance(config, GraphConfig) and config.impl == "none"):
+        raise ValueError(
+            "impl: 'none' leaves nothing to compare with: choose 'local' or 'full_iteration'"
+        )
+    skipped = config.warmup_steps + 2
+    if options.preset.training.steps <= skipped:
+        raise ValueError(
+            f"steps: {options.preset.training.steps} leaves none to time after {skipped} of "
+            f"warm-up and capture: use at least {skipped + 10}"
+        )
+    eager, eager_weights, _ = _one_side(options, corpus, None, skipped, progress)
+    graphed, graphed_weights, report = _one_side(options, corpus, config, skipped, progress)
+    pairs = zip(eager.losses, graphed.losses, strict=True)
+    differing = [step for step, (left, right) in enumerate(pairs, 1) if left != right]
+    return Comparison(
+        eager=eager,
+        graphed=graphed,
+        losses_bitwise_equal=not differing,
+        grad_norms_bitwise_equal=eager.grad_norms == graphed.grad_norms,
+        first_difference=differing[0] if differing else None,
+        parameters_bitwise_equal=all(map(torch.equal, eager_weights, graphed_weights)),
+        report=report,
+    )
+
+
+def _one_side(
+    options: RunOptions,
+    corpus: Corpus,
+    config: GraphConfig | FullIterationConfig | None,
+    skipped: int,
+    progress: Progress,
+) -> tuple[Side, list[torch.Tensor], Report | FullIterationReport | None]:
+    progress.note("eager" if config is None else f"graphed: {config}")
+    free_memory(options.device)
+    trainer = build_trainer(options, build_batches(options, corpus))
+    with with_graphs(trainer, config):
+        steps = trainer.settings.steps
+        while trainer.step < steps:
+            trainer.train_step()
+            if trainer.step % options.preset.log_every == 0 or trainer.step == steps:
+                progress.line(trainer.log_line())
+        memory = memory_in_use(options.device)
+        report = trainer.report()
+    times = sorted(trainer.clock.milliseconds[skipped:])
+    side = Side(
+        step_ms=statistics.median(times),
+        p10_ms=times[len(times) // 10],
+        p90_ms=times[(9 * len(times)) // 10],
+        timed_steps=len(times),
+        reserved_bytes=memory.bytes,
+        memory_kind=memory.kind,
+        dropped=trainer.total_dropped(),
+        losses=tuple(trainer.history.loss.tolist()),
+        grad_norms=tuple(trainer.history.grad_norm.tolist()),
+    )
+    return side, [p.detach().cpu() for p in trainer.model.parameters()], report

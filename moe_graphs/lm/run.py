@@ -1,0 +1,244 @@
+"""A whole run: build, resume, train, evaluate, save, sum up."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moe_graphs.config import FullIterationConfig, GraphConfig
+from moe_graphs.dispatch import make_dispatcher
+from moe_graphs.engine.report import Report
+from moe_graphs.engine.scopes.graphs import graph
+from moe_graphs.engine.whole_step.full_iteration import FullIterationReport
+from moe_graphs.layers import LanguageModel
+from moe_graphs.lm.checkpoint import load_checkpoint, save_checkpoint
+from moe_graphs.lm.data import Corpus, HeldOut, TrainingBatches
+from moe_graphs.lm.metrics import compressed_bits_per_byte
+from moe_graphs.lm.picture import draw_losses
+from moe_graphs.lm.run_presets import Preset
+from moe_graphs.lm.trainer import LogLine, Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What to run. ``graph_config`` None trains eagerly.
+
+    Attributes:
+        save: whether checkpoints are written (every ``checkpoint_every`` steps, 0 for only at the
+            end).
+        sample_bytes: how much of the held-out text is used while training; the end uses all.
+    """
+
+    preset: Preset
+    device: torch.device
+    graph_config: GraphConfig | FullIterationConfig | None
+    dispatcher: str = "local"
+    out: Path = Path("runs/run")
+    resume: Path | None = None
+    checkpoint_every: int = 0
+    save: bool = True
+    sample_bytes: int = 1 << 17
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run came to. ``report`` is the engine's, None for an eager run.
+
+    Attributes:
+        train_loss: mean of the last 20 steps, in nats per byte.
+        tokens_per_second: by the median step, None if a resumed run had none left to do.
+        seconds: training and saving, without the last evaluation.
+    """
+
+    steps: int
+    train_loss: float
+    held_out_bits_per_byte: float
+    compressors: dict[str, float]
+    tokens_per_second: float | None
+    seconds: float
+    parameters: int
+    dropped: int | None
+    report: Report | FullIterationReport | None
+    out: Path
+
+    def to_dict(self) -> dict:
+        return {**dataclasses.asdict(self), "out": str(self.out)}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a run tells while it goes on."""
+
+    line: Callable[[LogLine], None]
+    note: Callable[[str], None]
+
+
+@contextlib.contextmanager
+def deterministic(enabled: bool) -> Iterator[None]:
+    """Makes torch choose deterministic CUDA kernels, and raise where there is none.
+
+    Flash attention's backward is the one that matters: it adds with atomics otherwise, and also
+    under ``warn_only``. Torch's flags are put back at the end.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        if enabled:
+            # cuBLAS reads this when it starts; torch refuses to go on without it.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+            # Would add a kernel to every torch.empty.
+            torch.utils.deterministic.fill_uninitialized_memory = False
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+def build_trainer(options: RunOptions, batches: TrainingBatches) -> Trainer:
+    """A fresh model from the seed, not yet with graphs."""
+    settings = options.preset.training
+    torch.manual_seed(settings.seed)
+    dispatcher = make_dispatcher(options.dispatcher)
+    model = LanguageModel(options.preset.model, dispatcher, device=options.device)
+    # GPT-2's 0.02 at 768, as wide for narrower models in proportion.
+    model.init_weights(0.02 * math.sqrt(768 / options.preset.model.hidden_size))
+    return Trainer(model, batches, settings, drops_tokens=options.dispatcher == "padded")
+
+
+def build_batches(options: RunOptions, corpus: Corpus) -> TrainingBatches:
+    settings = options.preset.training
+    return TrainingBatches(
+        corpus.train,
+        sequence_length=settings.sequence_length,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+    )
+
+
+@contextlib.contextmanager
+def with_graphs(
+    trainer: Trainer, config: GraphConfig | FullIterationConfig | None
+) -> Iterator[None]:
+    """Installs graphs on the trainer's model, or of its steps, for the duration."""
+    if isinstance(config, FullIterationConfig):
+        with trainer.capture_full_iteration(config):
+            try:
+                yield
+            finally:
+                trainer.full_iteration, trainer.optimizer_in_graph = None, False
+        return
+    if config is None or config.impl == "none":
+        yield
+        return
+    trainer.graphs = graph(trainer.model, config)
+    try:
+        yield
+    finally:
+        trainer.graphs.release()
+        trainer.graphs = None
+
+
+def run(options: RunOptions, corpus: Corpus, progress: Progress) -> Summary:
+    """Trains to the last step, and leaves log, checkpoints, picture and summary in ``out``."""
+    settings = options.preset.training
+    trainer = build_trainer(options, build_batches(options, corpus))
+    held_out = HeldOut.of(
+        corpus.held_out,
+        sequence_length=settings.sequence_length,
+        context=settings.sequence_length // 2,
+    )
+    compressors = compressed_bits_per_byte(held_out.content)
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.resume is not None:
+        for difference in load_checkpoint(options.resume, trainer):
+            progress.note(f"resumed with another setting: {difference}")
+    began = time.perf_counter()
+    with with_graphs(trainer, options.graph_config):
+        curve = _train(options, trainer, held_out, progress)
+        report = trainer.report()
+    seconds = time.perf_counter() - began
+    progress.note("evaluating on all held-out bytes")
+    bits = trainer.bits_per_byte(held_out)
+    curve.append((trainer.step, bits))
+    missing = draw_losses(
+        options.out / "train.png",
+        title=f"{trainer.model.num_parameters() / 1e6:.1f}M parameters on {corpus.source}",
+        train_nats=trainer.history.loss.tolist(),
+        held_out_bits=curve,
+        compressors=compressors,
+    )
+    progress.note(missing or f"picture: {options.out / 'train.png'}")
+    summary = _summary(options, trainer, bits, compressors, seconds, report)
+    (options.out / "summary.json").write_text(json.dumps(summary.to_dict(), indent=1) + "\n")
+    return summary
+
+
+def _train(
+    options: RunOptions, trainer: Trainer, held_out: HeldOut, progress: Progress
+) -> list[tuple[int, float]]:
+    """The loop around the steps; returns the held-out curve of the sample."""
+    preset, steps = options.preset, options.preset.training.steps
+    sample = held_out.sample(options.sample_bytes // preset.training.sequence_length)
+    curve: list[tuple[int, float]] = []
+    with (options.out / "log.jsonl").open("a" if options.resume else "w") as log:
+        while trainer.step < steps:
+            trainer.train_step()
+            last = trainer.step == steps
+            if last or trainer.step % preset.log_every == 0:
+                line = trainer.log_line()
+                log.write(json.dumps(dataclasses.asdict(line)) + "\n")
+                log.flush()
+                progress.line(line)
+            if not last and trainer.step % preset.evaluate_every == 0:
+                curve.append((trainer.step, trainer.bits_per_byte(sample)))
+                progress.note(f"held out: {curve[-1][1]:.4f} bits per byte (sample)")
+            every = options.checkpoint_every
+            if options.save and (last or (every and trainer.step % every == 0)):
+                progress.note(f"checkpoint: {save_checkpoint(options.out, trainer)}")
+    return curve
+
+
+def _summary(
+    options: RunOptions,
+    trainer: Trainer,
+    bits: float,
+    compressors: dict[str, float],
+    seconds: float,
+    report: Report | FullIterationReport | None,
+) -> Summary:
+    times = trainer.clock.milliseconds
+    rate = 1e3 * trainer.settings.tokens_per_step / statistics.median(times) if times else None
+    return Summary(
+        steps=trainer.step,
+        train_loss=trainer.history.loss[-20:].mean().item(),
+        held_out_bits_per_byte=bits,
+        compressors=compressors,
+        tokens_per_second=rate,
+        seconds=seconds,
+        parameters=trainer.model.num_parameters(),
+        dropped=trainer.total_dropped(),
+        report=report,
+        out=options.out,
+    )
+
+
+def free_memory(device: torch.device) -> None:
+    """Gives everything unreferenced back, and starts the peak statistics anew."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)

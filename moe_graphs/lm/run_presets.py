@@ -1,0 +1,70 @@
+"""Two models that are trained in minutes: one without a GPU, one on a single GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from moe_graphs.layers.config import MoEConfig, TransformerConfig
+from moe_graphs.lm.settings import TrainSettings
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model and how to train it. The intervals are steps."""
+
+    model: TransformerConfig
+    training: TrainSettings
+    log_every: int
+    evaluate_every: int
+
+
+def tiny() -> Preset:
+    """Two CPU cores, less than ten minutes."""
+    moe = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=192, aux_loss_coef=0.01)
+    model = TransformerConfig(
+        hidden_size=192,
+        num_layers=3,
+        num_heads=3,
+        ffn_hidden_size=384,
+        vocab_size=256,
+        max_sequence_length=256,
+        qk_norm="head",
+        moe=moe,
+        moe_layers=(False, True, True),
+    )
+    training = TrainSettings(
+        steps=1200,
+        batch_size=8,
+        sequence_length=256,
+        learning_rate=3e-3,
+        warmup_steps=50,
+        beta2=0.97,
+    )
+    return Preset(model, training, log_every=20, evaluate_every=300)
+
+
+def small() -> Preset:
+    """One H200, a few minutes. The dropout is for the four epochs of 11 MB: more overfit."""
+    moe = MoEConfig(num_experts=32, top_k=4, ffn_hidden_size=384, aux_loss_coef=0.01)
+    model = TransformerConfig(
+        hidden_size=768,
+        num_layers=12,
+        num_heads=12,
+        ffn_hidden_size=1536,
+        vocab_size=256,
+        max_sequence_length=1024,
+        qk_norm="head",
+        hidden_dropout=0.1,
+        moe=moe,
+        moe_layers=(False, *(True,) * 11),
+    )
+    training = TrainSettings(
+        steps=600, batch_size=64, sequence_length=1024, learning_rate=1e-3, warmup_steps=60
+    )
+    return Preset(model, training, log_every=20, evaluate_every=100)
+
+
+def presets() -> Mapping[str, Callable[[], Preset]]:
+    return MappingProxyType({"tiny": tiny, "small": small})

@@ -1,0 +1,252 @@
+"""The training loop: one optimizer step after the other, without waiting for the device.
+
+B sequences in a microbatch, S sequence length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from moe_graphs import kernels
+from moe_graphs.config import FullIterationConfig
+from moe_graphs.engine.report import Report
+from moe_graphs.engine.scopes.graphs import Graphs
+from moe_graphs.engine.whole_step.full_iteration import FullIteration, FullIterationReport
+from moe_graphs.lm.data import HeldOut, TrainingBatches
+from moe_graphs.lm.metrics import Memory, StepClock, memory_in_use, peak_flops
+from moe_graphs.lm.settings import TrainSettings, build_optimizer
+from moe_graphs.training.device_step import DeviceStep
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """What is known after step ``step``; speeds are means since the line before.
+
+    Attributes:
+        mfu: share of the device's peak, None where the peak is not known.
+        dropped: routed rows dropped since the line before, None if the dispatcher never drops.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    memory: Memory
+    tokens_per_second: float
+    tflops: float
+    mfu: float | None
+    dropped: int | None
+
+    def __str__(self) -> str:
+        mfu = "-" if self.mfu is None else f"{100 * self.mfu:.1f}%"
+        dropped = "" if self.dropped is None else f"  dropped: {self.dropped:,}"
+        return (
+            f"step: {self.step:5d}  loss: {self.loss:.4f}  grad_norm: {self.grad_norm:.3f}  "
+            f"memory: {self.memory}  tps: {self.tokens_per_second:,.0f}  "
+            f"tflops: {self.tflops:,.3g}  mfu: {mfu}{dropped}"
+        )
+
+
+@dataclass(frozen=True)
+class History:
+    """What every step left behind, on the model's device: ``[steps]`` each, NaN before its step.
+
+    A step writes its entries without a host sync; reading them is the only wait of the loop.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    dropped: Tensor
+
+    @classmethod
+    def empty(cls, steps: int, device: torch.device) -> History:
+        unknown = torch.full((steps,), float("nan"), device=device)
+        return cls(unknown, unknown.clone(), torch.zeros(steps, dtype=torch.int64, device=device))
+
+
+class TrainingDiverged(RuntimeError):
+    """The loss or the gradient norm is not finite any more."""
+
+
+class Trainer:
+    """Trains ``model`` (anything with ``LanguageModel``'s outputs) on ``batches``.
+
+    Args:
+        graphs: what ``moe_graphs.graph(model, ...)`` returned, or None for eager training.
+        drops_tokens: whether the model's dispatcher may drop, so that the log line says so.
+
+    Attributes:
+        full_iteration: set by ``capture_full_iteration``, and to None to train eagerly again.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: TrainingBatches,
+        settings: TrainSettings,
+        *,
+        graphs: Graphs | None = None,
+        drops_tokens: bool = False,
+    ) -> None:
+        self.model, self.batches, self.settings, self.graphs = model, batches, settings, graphs
+        self.drops_tokens = drops_tokens
+        self.device = next(model.parameters()).device
+        self.optimizer = build_optimizer(model, settings)
+        self.device_step = DeviceStep(
+            self.optimizer, clip_norm=settings.clip_norm, set_to_none=True
+        )
+        self.full_iteration: FullIteration | None = None
+        self.optimizer_in_graph = False
+        self.history = History.empty(settings.steps, self.device)
+        self.clock = StepClock(self.device)
+        self.step = 0
+        self.first_unlogged_step = 0
+
+    def train_step(self) -> None:
+        """One optimizer step. Enqueues work and returns: nothing is read back from the device."""
+        index, settings = self.step, self.settings
+        self.model.train()
+        for group in self.optimizer.param_groups:
+            group["lr"].fill_(settings.learning_rate_at(index))
+        self.clock.start()
+        tokens = self._to_device(self.batches.batch(index))
+        if self.optimizer_in_graph:
+            loss, dropped, norm = self.full_iteration(tokens)
+        else:
+            loss, dropped = (self.full_iteration or self.forward_backward)(tokens)
+            norm = self.update()
+        self.history.loss[index] = loss
+        self.history.grad_norm[index] = norm
+        self.history.dropped[index] = dropped
+        self.clock.stop()
+        self.step = index + 1
+
+    def capture_full_iteration(self, config: FullIterationConfig) -> FullIteration:
+        """From now on steps are a graph, captured after the warm-up. The caller releases it."""
+        within = config.optimizer_in_graph
+        self.full_iteration = FullIteration(
+            self.forward_backward_update if within else self.forward_backward,
+            model=self.model,
+            optimizer=self.optimizer if within else None,
+            state=[self.device_step] if within else [],
+            warmup_steps=config.warmup_steps,
+        )
+        self.optimizer_in_graph = within
+        return self.full_iteration
+
+    def report(self) -> Report | FullIterationReport | None:
+        """What the graphs did so far; None when training eagerly."""
+        engine = self.full_iteration or self.graphs
+        return engine.report() if engine is not None else None
+
+    def log_line(self) -> LogLine:
+        """Reads back what the steps since the last line left behind. Waits for the device.
+
+        Raises:
+            TrainingDiverged: a loss or gradient norm since the last line is not finite.
+        """
+        times = self.clock.read()
+        since = slice(self.first_unlogged_step, self.step)
+        self.first_unlogged_step = self.step
+        tokens = self.settings.tokens_per_step * len(times)
+        rate = tokens / (sum(times) / 1e3)
+        flops = rate * self.model.flops_per_token(self.settings.sequence_length)
+        peak = peak_flops(self.device)
+        self._check_finite(since)
+        return LogLine(
+            step=self.step,
+            loss=self.history.loss[self.step - 1].item(),
+            grad_norm=self.history.grad_norm[self.step - 1].item(),
+            learning_rate=self.settings.learning_rate_at(self.step - 1),
+            memory=memory_in_use(self.device),
+            tokens_per_second=rate,
+            tflops=flops / 1e12,
+            mfu=None if peak is None else flops / peak,
+            dropped=int(self.history.dropped[since].sum()) if self.drops_tokens else None,
+        )
+
+    def total_dropped(self) -> int | None:
+        """Routed rows dropped so far, None if the dispatcher never drops. Waits for the device."""
+        return int(self.history.dropped.sum()) if self.drops_tokens else None
+
+    def bits_per_byte(self, held_out: HeldOut) -> float:
+        """Mean code length of the counted bytes in ``held_out``, eager and in eval mode."""
+        paused = self.graphs.paused() if self.graphs is not None else contextlib.nullcontext()
+        was_training = self.model.training
+        self.model.eval()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        rows = max(1, self.settings.batch_size // self.settings.microbatches)
+        with paused, torch.no_grad():
+            for start in range(0, len(held_out.inputs_NS), rows):
+                inputs_BS = held_out.inputs_NS[start : start + rows].to(self.device)
+                targets_BS = held_out.targets_NS[start : start + rows].to(self.device)
+                with self._autocast():
+                    output = self.model(inputs_BS)
+                total += cross_entropy(output.logits_BSV, targets_BS, reduction="sum")
+        self.model.train(was_training)
+        counted = int((held_out.targets_NS >= 0).sum())
+        return total.item() / counted / torch.log(torch.tensor(2.0)).item()
+
+    def forward_backward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """All microbatches of a step: the mean loss and the dropped rows, on the device."""
+        count = self.settings.microbatches
+        losses, dropped = [], []
+        step = self.graphs.step() if self.graphs is not None else contextlib.nullcontext()
+        with step:
+            for part in tokens.chunk(count):
+                with self._autocast():
+                    output = self.model(part[:, :-1])
+                loss = cross_entropy(output.logits_BSV, part[:, 1:])
+                ((loss + output.aux_loss) / count).backward()
+                losses.append(loss.detach())
+                dropped.append(output.dropped_tokens)
+        return torch.stack(losses).mean(), torch.stack(dropped).sum()
+
+    def update(self) -> Tensor:
+        """Clips, steps and drops the gradients. Returns their norm before that."""
+        norm = self.device_step().grad_norm
+        # Does nothing unless the config asks for the aux-loss-free balancing of DeepSeek-V3.
+        self.model.update_expert_bias()
+        return norm
+
+    def forward_backward_update(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All of a step: the loss, the dropped rows, the gradient norm."""
+        return *self.forward_backward(tokens), self.update()
+
+    def _check_finite(self, since: slice) -> None:
+        values = torch.stack((self.history.loss[since], self.history.grad_norm[since]))
+        bad = (~values.isfinite().all(0)).nonzero()
+        if len(bad):
+            index = int(bad[0])
+            raise TrainingDiverged(
+                f"training diverged: loss {values[0, index]:.4g}, gradient norm "
+                f"{values[1, index]:.4g} at step {since.start + index + 1}: lower the learning "
+                f"rate, or resume from an earlier checkpoint"
+            )
+
+    def _autocast(self) -> torch.autocast:
+        # The cache would hand a weight's cast copy, made in one graph's pool, to the next graph.
+        return torch.autocast(
+            self.device.type,
+            torch.bfloat16,
+            enabled=self.device.type == "cuda",
+            cache_enabled=False,
+        )
+
+    def _to_device(self, windows: Tensor) -> Tensor:
+        if self.device.type == "cuda":
+            # A pinned buffer of its own for every batch: torch's host allocator hands it out
+            # again only when the copy from it has run, so no later batch overwrites it unread.
+            windows = windows.pin_memory().to(self.device, non_blocking=True)
+        return windows.long()
+
+
+def cross_entropy(logits_BSV: Tensor, targets_BS: Tensor, *, reduction: str = "mean") -> Tensor:
+    """In fp32, in nats; targets of -100 do not count."""
+    return kernels.cross_entropy(
+        logits_BSV.flatten(0, 1), targets_BS.flatten(), reduction=reduction
+    )

@@ -1,0 +1,1 @@
+"""Pipeline schedules as values."""
