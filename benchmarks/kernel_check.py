@@ -107,7 +107,7 @@ class Rows:
 
 def rows_case(name: str, case: tuple, seed: int, dtype: torch.dtype, transposed: bool) -> str:
     """Empty if right, otherwise what was wrong."""
-    from moe_graphs.kernels.gemm_launch import matmul_rows, row_variant
+    from moe_graphs.kernels.gemm.launch import matmul_rows, row_variant
 
     _, rows, experts, K, N, tail = case
     groups = Rows.of(case, seed)
@@ -136,7 +136,7 @@ def rows_case(name: str, case: tuple, seed: int, dtype: torch.dtype, transposed:
 
 def gather_case(case: tuple, seed: int, dtype: torch.dtype) -> str:
     """Gathered rows equal copied rows; order entries past the last end are not followed."""
-    from moe_graphs.kernels.gemm_launch import matmul_gathered, matmul_rows, row_variant
+    from moe_graphs.kernels.gemm.launch import matmul_gathered, matmul_rows, row_variant
 
     routing, rows, experts, K, N, tail = case
     K = -(-K // 64) * 64
@@ -161,7 +161,7 @@ def gather_case(case: tuple, seed: int, dtype: torch.dtype) -> str:
 
 def weights_case(name: str, case: tuple, seed: int, dtype: torch.dtype, mode: str) -> str:
     """Empty if right, otherwise what was wrong. Modes: same (dtype of x), float32, add."""
-    from moe_graphs.kernels.gemm_launch import matmul_weights, weight_variant
+    from moe_graphs.kernels.gemm.launch import matmul_weights, weight_variant
 
     _, rows, experts, K, N, _ = case
     groups = Rows.of(case, seed)
@@ -203,7 +203,7 @@ def weights_case(name: str, case: tuple, seed: int, dtype: torch.dtype, mode: st
 
 def replay_case(op: str, name: str, K: int) -> str:
     """Capture once without synchronising, replay with another routing: bitwise the eager result."""
-    from moe_graphs.kernels import gemm_launch as g
+    from moe_graphs.kernels.gemm import launch as g
 
     torch.manual_seed(5)
     rows, experts, N = 4096, 16, 768
@@ -291,8 +291,8 @@ def run_check(kind: str, timeout: float = 75) -> dict:
 
 def contenders(shape: tuple, routing: str, good: set[str]) -> dict:
     """name -> (group, call, output to compare with torch's, or None)."""
-    from moe_graphs.kernels import gemm_launch as g
-    from moe_graphs.kernels.tiles import row_tiles
+    from moe_graphs.kernels.gemm import launch as g
+    from moe_graphs.kernels.gemm.tiles import row_tiles
 
     rows, experts, K, N = shape
     offsets = group_ends(group_sizes(routing, rows, experts, 7))

@@ -22,11 +22,11 @@ from moe_graphs.kernels import (
     RowOrder,
     grouped_gemm,
     permute,
-    reference,
     route_rows,
     swiglu,
     unpermute,
 )
+from moe_graphs.kernels.gemm import reference
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -183,7 +183,8 @@ def torch_route(ids: torch.Tensor, experts: int):
 
 def timed_jobs(T: int, D: int, F: int, E: int, K: int) -> dict:
     """name -> (call, bytes that must move or 0, torch's plain way or None)."""
-    from moe_graphs.kernels import permute_triton, swiglu_triton, tiles
+    from moe_graphs.kernels import permute_triton, swiglu_reference, swiglu_triton
+    from moe_graphs.kernels.gemm import tiles
 
     ids, R = top_k_ids(T, K, E), T * K
     order = route_rows(ids, E)
@@ -196,18 +197,18 @@ def timed_jobs(T: int, D: int, F: int, E: int, K: int) -> dict:
         "row tiles": (lambda: tiles.row_tiles(ends, R, 128), 0, None),
         "expert order": (lambda: tiles.expert_order(ends, skip_empty=False), 0, None),
         "permute": (
-            lambda: permute_triton.spread(hidden, inverse, None, R, False),
+            lambda: permute_triton.spread_rows(hidden, inverse, None, R, False),
             move,
             lambda: hidden.index_select(0, token),
         ),
-        "unpermute": (lambda: permute_triton.collect(rows, inverse, weights), move, None),
-        "d weights": (
-            lambda: permute_triton.dot(rows, inverse, hidden, torch.float32),
-            move,
-            None,
+        "unpermute": (lambda: permute_triton.collect_rows(rows, inverse, weights), move, None),
+        "d weights": (lambda: permute_triton.dot_rows(rows, inverse, hidden), move, None),
+        "swiglu": (
+            lambda: swiglu_triton.swiglu_forward(x),
+            6 * R * F,
+            lambda: swiglu_reference.swiglu(x),
         ),
-        "swiglu": (lambda: swiglu_triton.forward(x), 6 * R * F, lambda: reference.swiglu(x)),
-        "d swiglu": (lambda: swiglu_triton.backward(x, dh), 10 * R * F, None),
+        "d swiglu": (lambda: swiglu_triton.swiglu_backward(x, dh), 10 * R * F, None),
     }
 
 
@@ -227,7 +228,7 @@ def print_times() -> None:
 
 def print_routing_times() -> None:
     """Microseconds of ours / torch's stable sort, where the two meet."""
-    from moe_graphs.kernels.routing_triton import sort_pairs
+    from moe_graphs.kernels.row_order_triton import sort_pairs
 
     for tokens in (2048, 16384, 32768, 65536):
         cells = []

@@ -1,19 +1,27 @@
-"""The ops of a mixture-of-experts layer, sizes on the device; ``reference`` specifies them."""
+"""The ops of a mixture-of-experts layer, sizes on the device.
 
+An op's files stand side by side: ``swiglu`` is what is called, ``swiglu_reference`` says in plain
+torch what it computes (and is the path without kernels), ``swiglu_triton`` has the kernels. The
+GEMMs fill a folder. ``launching``, ``ops``, ``availability`` and ``precision`` are for all.
+"""
+
+from moe_graphs.kernels.choose_experts import RoutingRule, route
 from moe_graphs.kernels.cross_entropy import cross_entropy
-from moe_graphs.kernels.gather_gemm import gather_gemm
-from moe_graphs.kernels.grouped_gemm import grouped_gemm
+from moe_graphs.kernels.gemm.gather import gather_gemm
+from moe_graphs.kernels.gemm.op import grouped_gemm
 from moe_graphs.kernels.heads import split_heads
 from moe_graphs.kernels.permute import permute, unpermute
-from moe_graphs.kernels.routing import RowOrder, route_rows
+from moe_graphs.kernels.row_order import RowOrder, route_rows
 from moe_graphs.kernels.swiglu import swiglu
 
 __all__ = [
+    "RoutingRule",
     "RowOrder",
     "cross_entropy",
     "gather_gemm",
     "grouped_gemm",
     "permute",
+    "route",
     "route_rows",
     "split_heads",
     "swiglu",

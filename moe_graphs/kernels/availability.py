@@ -9,6 +9,9 @@ import warnings
 import torch
 from torch import Tensor
 
+# At import and not when it is asked for: torch.compile does not trace a search for a package.
+_INSTALLED = importlib.util.find_spec("triton") is not None
+
 
 def has_kernel(x: Tensor) -> bool:
     """Whether a Triton kernel that computes in fp32 serves this tensor (real or fake)."""
@@ -16,14 +19,17 @@ def has_kernel(x: Tensor) -> bool:
     return x.is_cuda and narrow and has_triton()
 
 
-@functools.cache
 def has_triton() -> bool:
     """Whether Triton is installed; says once what it costs if it is not."""
-    if importlib.util.find_spec("triton") is not None:
-        return True
+    if not _INSTALLED and not torch.compiler.is_compiling():
+        _warn()
+    return _INSTALLED
+
+
+@functools.cache
+def _warn() -> None:
     warnings.warn(
         "moe_graphs: Triton is not installed, so CUDA tensors take the plain torch path, which is "
         "slower: pip install triton",
         stacklevel=2,
     )
-    return False

@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
+from moe_graphs.kernels import cross_entropy_reference
 from moe_graphs.kernels.availability import has_kernel
-from moe_graphs.kernels.reference import accumulation_dtype
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -40,10 +39,7 @@ def cross_entropy(
     _check(logits_NV, targets_N, reduction)
     if has_kernel(logits_NV):
         return _CrossEntropy.apply(logits_NV, targets_N, ignore_index, reduction)
-    logits_NV = logits_NV.to(accumulation_dtype(logits_NV))
-    return functional.cross_entropy(
-        logits_NV, targets_N, ignore_index=ignore_index, reduction=reduction
-    )
+    return cross_entropy_reference.cross_entropy(logits_NV, targets_N, ignore_index, reduction)
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -18,6 +18,8 @@ from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2
 from moe_graphs.kernels.ops import define_op
 
 TILE = 2048  # logits a program of four warps has in flight
+LOGITS_PER_WARP = TILE // 4
+MEAN_BLOCK, MEAN_WARPS = 8192, 16  # rows that the one program of the mean takes at once
 LOWEST = tl.constexpr(-3.0e38)  # below any logit but -inf, from which it may be subtracted
 
 
@@ -117,8 +119,8 @@ def mean_of_counted(
     mean, count = losses_N.new_empty(()), losses_N.new_empty(())
     N = losses_N.shape[0]
     args = (losses_N, targets_N.contiguous(), mean, count, N)
-    block = min(8192, next_power_of_2(max(N, 1)))
-    launch(cross_entropy_mean_kernel, (1,), args, IGNORED=ignore_index, BLOCK=block, num_warps=16)
+    tile = {"BLOCK": min(MEAN_BLOCK, next_power_of_2(max(N, 1))), "num_warps": MEAN_WARPS}
+    launch(cross_entropy_mean_kernel, (1,), args, IGNORED=ignore_index, **tile)
     return mean, count
 
 
@@ -168,4 +170,4 @@ def _rows(logits_NV: torch.Tensor) -> torch.Tensor:
 
 
 def _warps(block: int) -> int:
-    return max(1, block // 512)
+    return max(1, block // LOGITS_PER_WARP)

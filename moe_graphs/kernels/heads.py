@@ -11,10 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_graphs.kernels.availability import has_kernel
+from moe_graphs.kernels.heads_reference import Heads, plain_split_heads
 from moe_graphs.kernels.ops import wants_gradient
-from moe_graphs.kernels.reference import rms_norm
-
-Heads = tuple[Tensor, Tensor, Tensor]
 
 
 def split_heads(
@@ -29,10 +27,10 @@ def split_heads(
 ) -> Heads:
     """Rows of queries, keys and values as ``[B, S, H, Q]``, ``[B, S, G, Q]``, ``[B, S, G, Q]``.
 
-    Queries and keys are rotated (``rotate``). With weights they are normalised before, by their
-    root mean square: weights of Q numbers normalise every head by itself (Qwen3), weights for all
-    heads normalise them together (OLMoE). A kernel does all of it in fp32 and rounds once. Values
-    are a view of ``qkv_BSM``, and nothing but that is kept for backward.
+    Queries and keys are rotated (``heads_reference.rotate``). With weights they are normalised
+    before, by their root mean square: weights of Q numbers normalise every head by itself (Qwen3),
+    weights for all heads normalise them together (OLMoE). A kernel does all of it in fp32 and
+    rounds once. Values are a view of ``qkv_BSM``, and nothing but that is kept for backward.
 
     Args:
         cos_SQ, sin_SQ: ``[S, Q / 2]``, one row a position.
@@ -43,33 +41,6 @@ def split_heads(
     _check(qkv_BSM, cos_SQ, sin_SQ, heads, kv_heads, query_weight_N, key_weight_N, eps)
     split = _SplitHeads.apply if has_kernel(qkv_BSM) else plain_split_heads
     return split(qkv_BSM, cos_SQ, sin_SQ, query_weight_N, key_weight_N, heads, kv_heads, eps)
-
-
-def plain_split_heads(
-    qkv_BSM: Tensor,
-    cos_SQ: Tensor,
-    sin_SQ: Tensor,
-    query_weight_N: Tensor | None,
-    key_weight_N: Tensor | None,
-    heads: int,
-    kv_heads: int,
-    eps: float,
-) -> Heads:
-    """``split_heads`` in torch's ops: the specification, and what runs where no kernel does."""
-    size = qkv_BSM.shape[-1] // (heads + 2 * kv_heads)
-    sizes = (heads * size, kv_heads * size, kv_heads * size)
-    query, key, value = qkv_BSM.split(sizes, dim=-1)
-    query, key = _norm(query, query_weight_N, eps), _norm(key, key_weight_N, eps)
-    query_BSHQ, key_BSGQ, value_BSGQ = (x.unflatten(-1, (-1, size)) for x in (query, key, value))
-    return rotate(query_BSHQ, cos_SQ, sin_SQ), rotate(key_BSGQ, cos_SQ, sin_SQ), value_BSGQ
-
-
-def rotate(x_BSHQ: Tensor, cos_SQ: Tensor, sin_SQ: Tensor) -> Tensor:
-    """Turns the pairs ``(i, i + Q / 2)`` by their position's angles, in the dtype of the tables.
-
-    Rounded once to the input's dtype. Keeps nothing but the tables for backward.
-    """
-    return _Rotate.apply(x_BSHQ, cos_SQ[:, None], sin_SQ[:, None])
 
 
 class _SplitHeads(torch.autograd.Function):
@@ -98,36 +69,6 @@ class _SplitHeads(torch.autograd.Function):
             *gradients, *ctx.saved_tensors, ctx.eps, wants_weights
         )
         return grad_qkv, None, None, *(grad_weights or (None, None)), None, None, None
-
-
-class _Rotate(torch.autograd.Function):
-    """The gradient of a rotation is the rotation back."""
-
-    @staticmethod
-    def forward(ctx, x_BSHQ, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        return _turn(x_BSHQ, cos, sin, 1)
-
-    @staticmethod
-    def backward(ctx, grad_BSHQ):
-        return _turn(grad_BSHQ, *ctx.saved_tensors, -1), None, None
-
-
-def _turn(x_BSHQ: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    turned_BSHQ = torch.empty_like(x_BSHQ)
-    first, second = x_BSHQ.chunk(2, dim=-1)
-    turned_first, turned_second = turned_BSHQ.chunk(2, dim=-1)
-    turned_first.copy_((first * cos).addcmul_(second, sin, value=-direction))
-    turned_second.copy_((second * cos).addcmul_(first, sin, value=direction))
-    return turned_BSHQ
-
-
-def _norm(x_BSN: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Over as many numbers as the weight has: one head's, or all."""
-    if weight is None:
-        return x_BSN
-    x = x_BSN.unflatten(-1, (-1, weight.shape[0]))
-    return rms_norm(x, weight, eps).flatten(-2)
 
 
 def _check(

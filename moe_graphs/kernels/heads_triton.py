@@ -23,6 +23,12 @@ from moe_graphs.kernels.ops import define_op
 # Three of the largest fit on each of an H200's 132 multiprocessors at once. Measured there
 # (2026-11-21, 16384 tokens of 32 + 2 * 4 heads of 128): 132 us, with 512 programs 167, 1024 145.
 PROGRAMS = 384
+ADD_SUMS = {"ROWS": 256, "COLS": 8}  # programs whose sums are added at once, columns of a program
+TILE = 4096  # numbers of a tile at most, unless all of them are normalised together
+NUMBERS_PER_WARP, NUMBERS_PER_WARP_FULL = 1024, 512  # full: a thread also has as many weights
+# Bytes in flight of a token up to which two more are on their way, or one: a multiprocessor has 228
+# KiB for three programs.
+THREE_STAGES, TWO_STAGES = 16384, 65536
 
 
 @triton.jit
@@ -261,7 +267,7 @@ def heads_backward(
         launch(heads_backward_kernel, (programs,), args, **kinds)
     if wants_weights:
         args = (sums, *made[1:], programs, query_weight_N.numel(), key_weight_N.numel())
-        launch(add_sums_kernel, (cdiv(width, 8),), args, ROWS=256, COLS=8)
+        launch(add_sums_kernel, (cdiv(width, ADD_SUMS["COLS"]),), args, **ADD_SUMS)
     return made
 
 
@@ -308,16 +314,16 @@ def _variant(
     key_weight_N: torch.Tensor | None,
     eps: float,
 ) -> dict:
-    """What is compiled in. Tiles hold at most 4096 numbers, or all that is normalised together."""
+    """What is compiled in."""
     norm, columns = "none", 2 * next_power_of_2(Q // 2)
-    limit = max(4096 // columns, 1)
+    limit = max(TILE // columns, 1)
     if query_weight_N is not None:
         norm = "head" if query_weight_N.numel() == key_weight_N.numel() == Q else "full"
     if norm == "full":
         limit = next_power_of_2(max(H, G))
     query_lanes, key_lanes = min(next_power_of_2(H), limit), min(next_power_of_2(G), limit)
-    # A thread has 32 numbers of a tile and their sums, or 16 if there are as many weights.
-    warps = query_lanes * columns // (512 if norm == "full" else 1024)
+    per_warp = NUMBERS_PER_WARP_FULL if norm == "full" else NUMBERS_PER_WARP
+    warps = query_lanes * columns // per_warp
     return {
         "H": H, "G": G, "Q": Q, "QUERY_LANES": query_lanes, "KEY_LANES": key_lanes,
         "NORM": norm, "EPS": eps, "num_warps": max(4, min(warps, 16)),
@@ -330,6 +336,6 @@ def _stages(variant: dict, element_size: int) -> int:
     if variant["NORM"] == "full":  # and the weights, of up to four bytes
         tiles += (variant["QUERY_LANES"] + variant["KEY_LANES"]) * 4 // element_size
     in_flight = tiles * 2 * next_power_of_2(variant["Q"] // 2) * element_size
-    if in_flight <= 16384:
+    if in_flight <= THREE_STAGES:
         return 3
-    return 2 if in_flight <= 65536 else 1  # a multiprocessor has 228 KiB for three programs
+    return 2 if in_flight <= TWO_STAGES else 1

@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_graphs.kernels import permute_reference
 from moe_graphs.kernels.availability import has_kernel
-from moe_graphs.kernels.reference import accumulation_dtype
-from moe_graphs.kernels.routing import RowOrder, pairs_per_token, token_of
+from moe_graphs.kernels.row_order import RowOrder, pairs_per_token
 
 
 def permute(hidden_TD: Tensor, order: RowOrder) -> Tensor:
@@ -43,14 +43,12 @@ def unpermute(rows_RD: Tensor, order: RowOrder, weights_TK: Tensor) -> Tensor:
 
 def sum_rows(rows_RD: Tensor, inverse_TK: Tensor) -> Tensor:
     """The sum of each token's K rows, without gaps; not differentiable."""
-    return _gather_sum(rows_RD, inverse_TK, None, False)
+    return _collect(rows_RD, inverse_TK, None, False)
 
 
-def gather_rows(hidden_TD: Tensor, inverse_TK: Tensor, order_R: Tensor) -> Tensor:
+def gather_rows(hidden_TD: Tensor, order_R: Tensor, inverse_TK: Tensor) -> Tensor:
     """Each token in its K rows, without gaps; not differentiable."""
-    if has_kernel(hidden_TD):
-        return _spread(hidden_TD, inverse_TK, None, order_R, False)
-    return _gather(hidden_TD, token_of(order_R, inverse_TK.shape[1]), order_R, False)
+    return _spread(hidden_TD, order_R, inverse_TK, None, False)
 
 
 class _Permute(torch.autograd.Function):
@@ -59,16 +57,14 @@ class _Permute(torch.autograd.Function):
         ctx.save_for_backward(inverse_R)
         ctx.num_tokens, ctx.has_gaps = hidden_TD.shape[0], has_gaps
         top_k = pairs_per_token(inverse_R.numel(), hidden_TD.shape[0])
-        if has_kernel(hidden_TD):
-            return _spread(hidden_TD, inverse_R.view(-1, top_k), None, order_R, has_gaps)
-        return _gather(hidden_TD, token_of(order_R, top_k), order_R, has_gaps)
+        return _spread(hidden_TD, order_R, inverse_R.view(-1, top_k), None, has_gaps)
 
     @staticmethod
     def backward(ctx, grad_RD):
         (inverse_R,) = ctx.saved_tensors
         top_k = pairs_per_token(inverse_R.numel(), ctx.num_tokens)
         inverse_TK = inverse_R.view(ctx.num_tokens, top_k)
-        return _gather_sum(grad_RD, inverse_TK, None, ctx.has_gaps), None, None, None
+        return _collect(grad_RD, inverse_TK, None, ctx.has_gaps), None, None, None
 
 
 class _Unpermute(torch.autograd.Function):
@@ -76,75 +72,52 @@ class _Unpermute(torch.autograd.Function):
     def forward(ctx, rows_RD, weights_TK, order_R, inverse_R, has_gaps):
         ctx.save_for_backward(rows_RD, weights_TK, order_R, inverse_R)
         ctx.has_gaps = has_gaps
-        return _gather_sum(rows_RD, inverse_R.view_as(weights_TK), weights_TK, has_gaps)
+        return _collect(rows_RD, inverse_R.view_as(weights_TK), weights_TK, has_gaps)
 
     @staticmethod
     def backward(ctx, grad_TD):
         rows_RD, weights_TK, order_R, inverse_R = ctx.saved_tensors
+        inverse_TK = inverse_R.view_as(weights_TK)
         grad_rows = grad_weights = None
-        if ctx.needs_input_grad[0] and has_kernel(grad_TD):
-            inverse_TK = inverse_R.view_as(weights_TK)
-            grad_rows = _spread(grad_TD, inverse_TK, weights_TK, order_R, ctx.has_gaps)
-        elif ctx.needs_input_grad[0]:
-            token_R = token_of(order_R, weights_TK.shape[1])
-            grad_rows = _gather(grad_TD, token_R, order_R, ctx.has_gaps)
-            # In place, the product is taken in fp32 and rounded once, without an fp32 [R, D].
-            weights_R1 = _gather(weights_TK.reshape(-1, 1), order_R, order_R, ctx.has_gaps)
-            grad_rows.mul_(weights_R1)
+        if ctx.needs_input_grad[0]:
+            grad_rows = _spread(grad_TD, order_R, inverse_TK, weights_TK, ctx.has_gaps)
         if ctx.needs_input_grad[1]:
-            inverse_TK = inverse_R.view_as(weights_TK)
-            grad_weights = _gather_dot(rows_RD, grad_TD, inverse_TK, ctx.has_gaps)
-            grad_weights = grad_weights.to(weights_TK.dtype)
+            grad_weights = _dot(rows_RD, inverse_TK, grad_TD, ctx.has_gaps).to(weights_TK.dtype)
         return grad_rows, grad_weights, None, None, None
 
 
 def _spread(
-    source_TD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None, order_R: Tensor, gaps: bool
+    source_TD: Tensor,
+    order_R: Tensor,
+    inverse_TK: Tensor,
+    weights_TK: Tensor | None,
+    has_gaps: bool,
 ) -> Tensor:
-    """Every token's vector, times its weights, in its K rows: one kernel."""
-    from moe_graphs.kernels import permute_triton
+    """Every token's vector, times its weights, in its K rows."""
+    if has_kernel(source_TD):
+        from moe_graphs.kernels import permute_triton
 
-    return permute_triton.spread_rows(source_TD, inverse_TK, weights_TK, order_R.numel(), gaps)
-
-
-def _gather(source: Tensor, index_R: Tensor, mark_R: Tensor, has_gaps: bool) -> Tensor:
-    """``source[index]``; with gaps, zero where ``mark`` is negative."""
-    if not has_gaps:
-        return source.index_select(0, index_R)
-    rows = source.index_select(0, index_R.clamp(min=0))
-    return rows.masked_fill_((mark_R < 0).unsqueeze(1), 0)
+        rows = order_R.numel()
+        return permute_triton.spread_rows(source_TD, inverse_TK, weights_TK, rows, has_gaps)
+    top_k = inverse_TK.shape[1]
+    return permute_reference.spread_rows(source_TD, order_R, top_k, weights_TK, has_gaps)
 
 
-def _gather_sum(
+def _collect(
     rows_RD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None, has_gaps: bool
 ) -> Tensor:
-    """``sum_k weights[t, k] * rows[inverse[t, k]]`` in fp32; one [T, D] temporary per k."""
+    """The weighted sum of every token's K rows."""
     if has_kernel(rows_RD):
         from moe_graphs.kernels import permute_triton
 
         return permute_triton.collect_rows(rows_RD, inverse_TK, weights_TK)
-    if weights_TK is None and inverse_TK.shape[1] == 1:
-        return _gather(rows_RD, inverse_TK[:, 0], inverse_TK[:, 0], has_gaps)
-    dtype = accumulation_dtype(rows_RD)
-    total_TD = rows_RD.new_zeros(inverse_TK.shape[0], rows_RD.shape[1], dtype=dtype)
-    for k, index_T in enumerate(inverse_TK.t().contiguous()):
-        rows_TD = _gather(rows_RD, index_T, index_T, has_gaps)
-        if weights_TK is None:
-            total_TD.add_(rows_TD)
-        else:
-            total_TD.addcmul_(rows_TD, weights_TK[:, k : k + 1])
-    return total_TD.to(rows_RD.dtype)
+    return permute_reference.collect_rows(rows_RD, inverse_TK, weights_TK, has_gaps)
 
 
-def _gather_dot(rows_RD: Tensor, grad_TD: Tensor, inverse_TK: Tensor, has_gaps: bool) -> Tensor:
-    """``<rows[inverse[t, k]], grad[t]>`` in fp32, ``[T, K]``."""
+def _dot(rows_RD: Tensor, inverse_TK: Tensor, other_TD: Tensor, has_gaps: bool) -> Tensor:
+    """The inner products of every token's K rows with its vector, in fp32."""
     if has_kernel(rows_RD):
         from moe_graphs.kernels import permute_triton
 
-        return permute_triton.dot_rows(rows_RD, inverse_TK, grad_TD, torch.float32)
-    grad_TD = grad_TD.to(accumulation_dtype(grad_TD))
-    dots = []
-    for index_T in inverse_TK.t().contiguous():
-        rows_TD = _gather(rows_RD, index_T, index_T, has_gaps)
-        dots.append((grad_TD * rows_TD).sum(1))
-    return torch.stack(dots, 1)
+        return permute_triton.dot_rows(rows_RD, inverse_TK, other_TD)
+    return permute_reference.dot_rows(rows_RD, inverse_TK, other_TD, has_gaps)

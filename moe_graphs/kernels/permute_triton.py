@@ -19,6 +19,9 @@ import triton.language as tl
 from moe_graphs.kernels.launching import launch, next_power_of_2
 from moe_graphs.kernels.ops import define_op
 
+WIDEST = 2048  # numbers of a vector that a program of four warps has in flight
+DOT_NUMBERS, DOT_LEAST = 4096, 128  # of the [K, D] tile of `dot`, and of D at least
+
 
 @triton.jit
 def spread_kernel(
@@ -116,14 +119,14 @@ def collect_rows(
 
 @define_op(device="default")
 def dot_rows(
-    rows_RD: torch.Tensor, inverse_TK: torch.Tensor, other_TD: torch.Tensor, dtype: torch.dtype
+    rows_RD: torch.Tensor, inverse_TK: torch.Tensor, other_TD: torch.Tensor
 ) -> torch.Tensor:
-    """`out_TK`: the inner products of every token's K rows with its vector, in fp32, as `dtype`."""
+    """`out_TK`: the inner products of every token's K rows with its vector, in fp32."""
     (tokens, K), D = inverse_TK.shape, rows_RD.shape[1]
-    out_TK = torch.zeros((tokens, K), dtype=dtype, device=rows_RD.device)
+    out_TK = torch.zeros((tokens, K), dtype=torch.float32, device=rows_RD.device)
     if tokens and D:
         tile = _tile(inverse_TK, D) | {"K_LANES": next_power_of_2(K)}
-        tile["BLOCK_D"] = min(tile["BLOCK_D"], max(128, 4096 // tile["K_LANES"]))
+        tile["BLOCK_D"] = min(tile["BLOCK_D"], max(DOT_LEAST, DOT_NUMBERS // tile["K_LANES"]))
         rows_RD, inverse_TK = rows_RD.contiguous(), inverse_TK.contiguous()
         args = (rows_RD, inverse_TK, other_TD.contiguous(), out_TK, D)
         launch(dot_kernel, (tokens,), args, **tile)
@@ -141,8 +144,8 @@ def _(rows_RD, inverse_TK, weights_TK):
 
 
 @torch.library.register_fake("moe_graphs::dot_rows")
-def _(rows_RD, inverse_TK, other_TD, dtype):
-    return rows_RD.new_empty(inverse_TK.shape, dtype=dtype)
+def _(rows_RD, inverse_TK, other_TD):
+    return rows_RD.new_empty(inverse_TK.shape, dtype=torch.float32)
 
 
 def _or(weights_TK: torch.Tensor | None, anything: torch.Tensor) -> torch.Tensor:
@@ -151,5 +154,6 @@ def _or(weights_TK: torch.Tensor | None, anything: torch.Tensor) -> torch.Tensor
 
 
 def _tile(inverse_TK: torch.Tensor, D: int) -> dict:
-    block = min(2048, next_power_of_2(D))
-    return {"K": inverse_TK.shape[1], "BLOCK_D": block, "num_warps": 4 if block > 512 else 2}
+    block = min(WIDEST, next_power_of_2(D))
+    warps = 4 if block > WIDEST // 4 else 2
+    return {"K": inverse_TK.shape[1], "BLOCK_D": block, "num_warps": warps}

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from moe_graphs.kernels import swiglu_reference
 from moe_graphs.kernels.availability import has_kernel
-from moe_graphs.kernels.reference import accumulation_dtype
 
 
 def swiglu(x_R2F: Tensor) -> Tensor:
@@ -38,10 +37,7 @@ class _SwiGLU(torch.autograd.Function):
             from moe_graphs.kernels import swiglu_triton
 
             return swiglu_triton.swiglu_forward(x_R2F)
-        # ``reference.swiglu`` in place: one fp32 temporary instead of four.
-        gate_RF, up_RF = x_R2F.chunk(2, dim=-1)
-        gate_RF = gate_RF.to(accumulation_dtype(x_R2F), copy=True)
-        return functional.silu(gate_RF, inplace=True).mul_(up_RF).to(x_R2F.dtype)
+        return swiglu_reference.swiglu_forward(x_R2F)
 
     @staticmethod
     def backward(ctx, grad_RF):
@@ -50,12 +46,4 @@ class _SwiGLU(torch.autograd.Function):
             from moe_graphs.kernels import swiglu_triton
 
             return swiglu_triton.swiglu_backward(x_R2F, grad_RF)
-        dtype = accumulation_dtype(x_R2F)
-        gate_RF, up_RF = x_R2F.chunk(2, dim=-1)
-        gate_RF = gate_RF.to(dtype)
-        grad_x = torch.empty_like(x_R2F)
-        grad_gate_RF, grad_up_RF = grad_x.chunk(2, dim=-1)
-        grad_up_RF.copy_(functional.silu(gate_RF).mul_(grad_RF))
-        grad_silu_RF = up_RF.to(dtype, copy=True).mul_(grad_RF)
-        grad_gate_RF.copy_(torch.ops.aten.silu_backward(grad_silu_RF, gate_RF))
-        return grad_x
+        return swiglu_reference.swiglu_backward(x_R2F, grad_RF)

@@ -3,9 +3,9 @@
     h = silu(gate) * up,  x_R2F = [gate | up]
     dgate = dh * up * s * (1 + gate * (1 - s)),  dup = dh * gate * s,  s = sigmoid(gate)
 
-fp32 inside, rounded once. With `offsets_E`, rows past the last end are neither read nor written.
+fp32 inside, rounded once.
 
-R rows, F ffn, E experts.
+R rows, F ffn.
 """
 
 import torch
@@ -15,12 +15,12 @@ import triton.language as tl
 from moe_graphs.kernels.launching import cdiv, launch
 from moe_graphs.kernels.ops import define_op
 
+TILE = {"ROWS": 8, "COLS": 256}
+
 
 @triton.jit
-def _tile(offsets_ptr, rows, F, last, ROWS: tl.constexpr, COLS: tl.constexpr, TAIL: tl.constexpr):
+def _tile(rows, F, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Element numbers of this program's tile in [R, F] and in [R, 2F], and its mask."""
-    if TAIL:
-        rows = tl.load(offsets_ptr + last)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(1) * COLS + tl.arange(0, COLS))[None, :]
     wide = row.to(tl.int64)
@@ -28,11 +28,8 @@ def _tile(offsets_ptr, rows, F, last, ROWS: tl.constexpr, COLS: tl.constexpr, TA
 
 
 @triton.jit
-def swiglu_forward_kernel(
-    x_ptr, h_ptr, offsets_ptr, rows, F, last,
-    ROWS: tl.constexpr, COLS: tl.constexpr, TAIL: tl.constexpr,
-):  # fmt: skip
-    out, gate_at, live = _tile(offsets_ptr, rows, F, last, ROWS, COLS, TAIL)
+def swiglu_forward_kernel(x_ptr, h_ptr, rows, F, ROWS: tl.constexpr, COLS: tl.constexpr):
+    out, gate_at, live = _tile(rows, F, ROWS, COLS)
     gate = tl.load(x_ptr + gate_at, mask=live, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + gate_at + F, mask=live, other=0.0).to(tl.float32)
     h = gate * tl.sigmoid(gate) * up
@@ -40,11 +37,8 @@ def swiglu_forward_kernel(
 
 
 @triton.jit
-def swiglu_backward_kernel(
-    x_ptr, dh_ptr, dx_ptr, offsets_ptr, rows, F, last,
-    ROWS: tl.constexpr, COLS: tl.constexpr, TAIL: tl.constexpr,
-):  # fmt: skip
-    dh_at, gate_at, live = _tile(offsets_ptr, rows, F, last, ROWS, COLS, TAIL)
+def swiglu_backward_kernel(x_ptr, dh_ptr, dx_ptr, rows, F, ROWS: tl.constexpr, COLS: tl.constexpr):
+    dh_at, gate_at, live = _tile(rows, F, ROWS, COLS)
     gate = tl.load(x_ptr + gate_at, mask=live, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + gate_at + F, mask=live, other=0.0).to(tl.float32)
     dh = tl.load(dh_ptr + dh_at, mask=live, other=0.0).to(tl.float32)
@@ -55,43 +49,41 @@ def swiglu_backward_kernel(
 
 
 @define_op(device="default")
-def swiglu_forward(x_R2F: torch.Tensor, offsets_E: torch.Tensor | None = None) -> torch.Tensor:
-    """`[..., 2F] -> [..., F]`. Rows past the last end of `offsets_E`, if given, are left alone."""
+def swiglu_forward(x_R2F: torch.Tensor) -> torch.Tensor:
+    """`[..., 2F] -> [..., F]`."""
     x_R2F = x_R2F.contiguous()
     h_RF = x_R2F.new_empty((*x_R2F.shape[:-1], x_R2F.shape[-1] // 2))
     if h_RF.numel():
-        grid, arguments, tile = _shape(h_RF, offsets_E)
-        launch(swiglu_forward_kernel, grid, (x_R2F, h_RF, *arguments), **tile)
+        rows, F = _sizes(h_RF)
+        launch(swiglu_forward_kernel, _grid(rows, F), (x_R2F, h_RF, rows, F), **TILE)
     return h_RF
 
 
 @define_op(device="default")
-def swiglu_backward(
-    x_R2F: torch.Tensor, dh_RF: torch.Tensor, offsets_E: torch.Tensor | None = None
-) -> torch.Tensor:
+def swiglu_backward(x_R2F: torch.Tensor, dh_RF: torch.Tensor) -> torch.Tensor:
     """The gradient of `x_R2F`."""
     x_R2F, dh_RF = x_R2F.contiguous(), dh_RF.contiguous()
     dx_R2F = x_R2F.new_empty(x_R2F.shape)
     if dh_RF.numel():
-        grid, arguments, tile = _shape(dh_RF, offsets_E)
-        launch(swiglu_backward_kernel, grid, (x_R2F, dh_RF, dx_R2F, *arguments), **tile)
+        rows, F = _sizes(dh_RF)
+        launch(swiglu_backward_kernel, _grid(rows, F), (x_R2F, dh_RF, dx_R2F, rows, F), **TILE)
     return dx_R2F
 
 
 @torch.library.register_fake("moe_graphs::swiglu_forward")
-def _(x_R2F, offsets_E=None):
+def _(x_R2F):
     return x_R2F.new_empty((*x_R2F.shape[:-1], x_R2F.shape[-1] // 2))
 
 
 @torch.library.register_fake("moe_graphs::swiglu_backward")
-def _(x_R2F, dh_RF, offsets_E=None):
+def _(x_R2F, dh_RF):
     return x_R2F.new_empty(x_R2F.shape)
 
 
-def _shape(h_RF: torch.Tensor, offsets_E: torch.Tensor | None) -> tuple[tuple, tuple, dict]:
-    """Grid, trailing arguments and tile for an [R, F] output."""
-    F = h_RF.shape[-1]
-    rows, tile = h_RF.numel() // F, {"ROWS": 8, "COLS": 256, "TAIL": offsets_E is not None}
-    grid = (cdiv(rows, tile["ROWS"]), cdiv(F, tile["COLS"]))
-    offsets, last = (h_RF, 0) if offsets_E is None else (offsets_E, offsets_E.numel() - 1)
-    return grid, (offsets, rows, F, last), tile
+def _sizes(h_RF: torch.Tensor) -> tuple[int, int]:
+    """R and F of `[..., F]`."""
+    return h_RF.numel() // h_RF.shape[-1], h_RF.shape[-1]
+
+
+def _grid(rows: int, F: int) -> tuple[int, int]:
+    return cdiv(rows, TILE["ROWS"]), cdiv(F, TILE["COLS"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moe_graphs.kernels.heads import rotate
+from moe_graphs.kernels.heads_reference import rotate
 
 
 class RotaryEmbedding(nn.Module):

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_graphs.kernels.reference import accumulation_dtype
-from moe_graphs.kernels.router import RoutingRule, route
+from moe_graphs.kernels import RoutingRule, route
+from moe_graphs.kernels.precision import accumulation_dtype
 from moe_graphs.layers.config import MoEConfig
 from moe_graphs.staged import record
 
@@ -36,7 +36,7 @@ class TopKRouter(nn.Module):
     """Linear router with softmax or sigmoid scores; see ``MoEConfig`` for its options.
 
     Ties in the scores are broken the same way on every run: by the lowest expert number on CUDA, as
-    ``torch.topk`` breaks them where ``kernels.router`` takes the plain torch path (CPU).
+    ``torch.topk`` breaks them where ``kernels.route`` takes the plain torch path (CPU).
 
     Buffers: ``tokens_per_expert`` (int64) counts the pairs of all training forwards since the
     last ``update_expert_bias``; ``expert_bias`` (fp32), if configured. Both change in place only.

@@ -14,7 +14,20 @@ import triton
 import triton.language as tl
 from triton.tools.ragged_tma import load_ragged, store_ragged
 
-from moe_graphs.kernels.tiles import place
+from moe_graphs.kernels.gemm.tiles import (
+    COUNT_RECORDS,
+    EXPERT_RECORD,
+    PART_END,
+    PART_EXPERT,
+    PART_START,
+    ROW_END,
+    ROW_EXPERT,
+    ROW_FIRST_TILE,
+    ROW_RECORD,
+    ROW_START,
+    ROW_TILES,
+    place,
+)
 
 
 @triton.jit
@@ -24,13 +37,14 @@ def rows_tma_kernel(
     GRID: tl.constexpr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(N, BLOCK_N)
-    total = tl.load(count_ptr) * tiles_n
+    total = tl.load(count_ptr + COUNT_RECORDS) * tiles_n
     for tile in tl.range(tl.program_id(0), total, GRID, flatten=True):
-        record = records_ptr + (tile // tiles_n) * 8
-        e = tl.load(record)
-        start = tl.load(record + 3)
-        end = tl.load(record + 4)
-        tile_m, tile_n = place(tile - tl.load(record + 1) * tiles_n, tl.load(record + 2), tiles_n)
+        record = records_ptr + (tile // tiles_n) * ROW_RECORD
+        e = tl.load(record + ROW_EXPERT)
+        start = tl.load(record + ROW_START)
+        end = tl.load(record + ROW_END)
+        local = tile - tl.load(record + ROW_FIRST_TILE) * tiles_n
+        tile_m, tile_n = place(local, tl.load(record + ROW_TILES), tiles_n)
         row = tile_m * BLOCK_M
         column = tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -64,11 +78,11 @@ def weights_tma_kernel(
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     per_expert = tiles_m * tiles_n
-    for tile in tl.range(tl.program_id(0), tl.load(count_ptr) * per_expert, GRID):
-        record = records_ptr + (tile // per_expert) * 4
-        e = tl.load(record)
-        start = tl.load(record + 1)
-        end = tl.load(record + 2)
+    for tile in tl.range(tl.program_id(0), tl.load(count_ptr + COUNT_RECORDS) * per_expert, GRID):
+        record = records_ptr + (tile // per_expert) * EXPERT_RECORD
+        e = tl.load(record + PART_EXPERT)
+        start = tl.load(record + PART_START)
+        end = tl.load(record + PART_END)
         tile_m, tile_n = place(tile % per_expert, tiles_m, tiles_n)
         row = tile_m * BLOCK_M
         column = tile_n * BLOCK_N

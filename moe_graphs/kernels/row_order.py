@@ -44,24 +44,14 @@ def route_rows(experts_TK: Tensor, num_experts: int) -> RowOrder:
     order ``[1, 2, 3, 5, 0, 4]``, inverse ``[4, 0, 1, 2, 5, 3]``, offsets ``[2, 4, 6]``.
     """
     if experts_TK.is_cuda and counting_pays(experts_TK.numel(), num_experts) and has_triton():
-        from moe_graphs.kernels.routing_triton import sort_pairs
-
-        return RowOrder(*sort_pairs(experts_TK, num_experts))
-    device = experts_TK.device
-    # Narrow keys: a radix sort makes one pass per few bits.
-    key_dtype = torch.int16 if num_experts <= 2**15 else torch.int32
-    keys_R = experts_TK.detach().reshape(-1).to(key_dtype)
-    sorted_R, order_R = torch.sort(keys_R, stable=True)
-    # Every row is written exactly once, so the scatter is deterministic.
-    row_R = torch.arange(keys_R.numel(), device=device)
-    inverse_R = torch.empty_like(order_R).scatter_(0, order_R, row_R)
-    ids_E = torch.arange(num_experts, device=device, dtype=key_dtype)
-    offsets_E = torch.searchsorted(sorted_R, ids_E, right=True, out_int32=True)
-    return RowOrder(order_R, inverse_R, offsets_E)
+        from moe_graphs.kernels.row_order_triton import sort_pairs
+    else:
+        from moe_graphs.kernels.row_order_reference import sort_pairs
+    return RowOrder(*sort_pairs(experts_TK, num_experts))
 
 
 def counting_pays(pairs: int, num_experts: int) -> bool:
-    """Whether the counting sort of ``routing_triton`` is faster than torch's stable sort.
+    """Whether the counting sort of ``row_order_triton`` is faster than torch's stable sort.
 
     Measured on H200 (2026-11-21), us of ours / torch's: 2^17 pairs 25 / 44 (128 experts) and
     34 / 47 (512), 2^18 pairs 45 / 50 and 63 / 54, 2^19 pairs 68 / 59 (8 experts).

@@ -44,8 +44,21 @@ import triton.language as tl
 
 from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2
 
-ROW_RECORD = 8  # int32 words of a row tile's record; five used, so that a record is 32 bytes
-EXPERT_RECORD = 4
+# A row tile's record and its words; int32, five used, so that a record is 32 bytes.
+ROW_RECORD = tl.constexpr(8)
+ROW_EXPERT, ROW_FIRST_TILE, ROW_TILES, ROW_START, ROW_END = map(tl.constexpr, range(5))
+# What a list of row tiles counts: records, output tiles done whole, those cut along K, and the
+# steps of a part of these.
+COUNT_RECORDS, COUNT_WHOLE, COUNT_CUT, COUNT_LENGTH = map(tl.constexpr, range(4))
+# The record of an expert, or of a part of its rows. `slot` is -1 for an expert in one piece.
+EXPERT_RECORD = tl.constexpr(4)
+PART_EXPERT, PART_START, PART_END, PART_SLOT = map(tl.constexpr, range(4))
+# An entry of `splits`, as long as an expert's record.
+SPLIT_EXPERT, SPLIT_SLOT, SPLIT_PARTS = map(tl.constexpr, range(3))
+# What an expert order counts besides records: those of experts with rows, and entries of `splits`.
+COUNT_FULL, COUNT_SPLITS = map(tl.constexpr, (1, 2))
+COUNTS = 4  # words, so that what lies behind them is aligned to 16 bytes
+
 # Row tiles of one expert are walked in bands of this many, all columns of a band before the next
 # band, so that a band's rows and a column's weights meet in L2. 4 to 64 measured equal on H200.
 BAND = tl.constexpr(8)
@@ -54,6 +67,15 @@ MAX_SLOTS = 32  # parts of all split experts together
 LEAST_SAVED = tl.constexpr(16)
 MAX_PARTS = tl.constexpr(8)
 SHORTEST_LIMIT = 512  # rows; a shorter part would not be worth writing and reading its partial sum
+NO_LIMIT = 1 << 30  # rows; no expert has twice as many
+PART_ROWS = tl.constexpr(64)  # a part of an expert's rows is a multiple of this, but for the last
+
+ROW_TILES_AT_ONCE = 128  # records that a program writes at once
+ADD_GRID = 264  # programs that add up partial sums: two for each SM of an H200
+ADD_ROWS = 8  # rows of a tile they add up at once
+ADD_NUMBERS = 2048  # numbers of a matrix they add up at once
+ZERO_GRID = 256
+ZERO_COLUMNS = tl.constexpr(1024)
 
 
 @dataclass(frozen=True)
@@ -105,8 +127,7 @@ def _group_bounds(offsets_ptr, e, num_experts, EXPERTS: tl.constexpr):
 @triton.jit
 def row_tiles_kernel(
     offsets_ptr, records_ptr, count_ptr, num_experts, tiles_n, steps,
-    BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, RECORD: tl.constexpr, CHUNK: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """One program per expert: the records of its own row tiles. Grid (E,)."""
     e = tl.program_id(0)
@@ -115,15 +136,15 @@ def row_tiles_kernel(
     tiles = tl.cdiv(end - start, BLOCK_M)
     for base in range(0, tiles, CHUNK):
         tile = base + tl.arange(0, CHUNK)
-        record = records_ptr + (first + tile) * RECORD
+        record = records_ptr + (first + tile) * ROW_RECORD
         live = tile < tiles
-        tl.store(record, e, mask=live)
-        tl.store(record + 1, first, mask=live)
-        tl.store(record + 2, tiles, mask=live)
-        tl.store(record + 3, start, mask=live)
-        tl.store(record + 4, end, mask=live)
+        tl.store(record + ROW_EXPERT, e, mask=live)
+        tl.store(record + ROW_FIRST_TILE, first, mask=live)
+        tl.store(record + ROW_TILES, tiles, mask=live)
+        tl.store(record + ROW_START, start, mask=live)
+        tl.store(record + ROW_END, end, mask=live)
     if e == num_experts - 1:
-        tl.store(count_ptr, first + tiles)
+        tl.store(count_ptr + COUNT_RECORDS, first + tiles)
         if PROGRAMS:
             _cut_tail((first + tiles) * tiles_n, count_ptr, steps, PROGRAMS)
 
@@ -136,32 +157,31 @@ def _cut_tail(total, count_ptr, steps, PROGRAMS: tl.constexpr):
     length = tl.cdiv(steps, parts)
     if steps - length < LEAST_SAVED:  # one part, or not worth adding up
         tail = 0
-    tl.store(count_ptr + 1, total - tail)
-    tl.store(count_ptr + 2, tail)
-    tl.store(count_ptr + 3, length)
+    tl.store(count_ptr + COUNT_WHOLE, total - tail)
+    tl.store(count_ptr + COUNT_CUT, tail)
+    tl.store(count_ptr + COUNT_LENGTH, length)
 
 
 @triton.jit
 def add_tail_kernel(
     out_ptr, partials_ptr, records_ptr, count_ptr, tiles_n, steps, N,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, RECORD: tl.constexpr,
-    GRID: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
     """Rows of the tiles cut along K: the sum of their partials, in the order of the parts."""
     PIECES: tl.constexpr = BLOCK_M // ROWS
-    tail = tl.load(count_ptr + 2)
+    tail = tl.load(count_ptr + COUNT_CUT)
     for piece in range(tl.program_id(0), tail * PIECES, GRID):
         slot = piece // PIECES
-        tile = tl.load(count_ptr + 1) + slot
-        record = records_ptr + (tile // tiles_n) * RECORD
-        local = tile - tl.load(record + 1) * tiles_n
-        tile_m, tile_n = place(local, tl.load(record + 2), tiles_n)
+        tile = tl.load(count_ptr + COUNT_WHOLE) + slot
+        record = records_ptr + (tile // tiles_n) * ROW_RECORD
+        local = tile - tl.load(record + ROW_FIRST_TILE) * tiles_n
+        tile_m, tile_n = place(local, tl.load(record + ROW_TILES), tiles_n)
         line = (piece % PIECES) * ROWS + tl.arange(0, ROWS)  # of the tile
-        row = tl.load(record + 3) + tile_m * BLOCK_M + line
+        row = tl.load(record + ROW_START) + tile_m * BLOCK_M + line
         lane = tl.arange(0, BLOCK_N)
-        live = (row < tl.load(record + 4))[:, None] & (tile_n * BLOCK_N + lane < N)[None, :]
+        live = (row < tl.load(record + ROW_END))[:, None] & (tile_n * BLOCK_N + lane < N)[None, :]
         total = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
-        for _ in range(tl.cdiv(steps, tl.load(count_ptr + 3))):
+        for _ in range(tl.cdiv(steps, tl.load(count_ptr + COUNT_LENGTH))):
             at = partials_ptr + (slot * BLOCK_M + line)[:, None] * BLOCK_N + lane[None, :]
             total += tl.load(at, mask=live, other=0)
             slot += tail
@@ -173,17 +193,17 @@ def add_tail_kernel(
 def _parts(sizes, limit):
     """Number and length of the parts an expert's rows are cut into: 1 below twice `limit` rows.
 
-    Cut parts are between `limit` and twice `limit` rows, a multiple of 64 except for the last.
+    Cut parts are between `limit` and twice `limit` rows.
     """
     parts = tl.maximum(sizes // limit, 1)
-    length = tl.where(parts > 1, tl.cdiv(tl.cdiv(sizes, parts), 64) * 64, sizes)
+    length = tl.where(parts > 1, tl.cdiv(tl.cdiv(sizes, parts), PART_ROWS) * PART_ROWS, sizes)
     return tl.maximum(tl.cdiv(sizes, tl.maximum(length, 1)), 1), length
 
 
 @triton.jit
 def expert_order_kernel(
     offsets_ptr, records_ptr, count_ptr, splits_ptr, num_experts, limit,
-    EXPERTS: tl.constexpr, RECORD: tl.constexpr, SKIP_EMPTY: tl.constexpr,
+    EXPERTS: tl.constexpr, SKIP_EMPTY: tl.constexpr,
 ):  # fmt: skip
     """One program per expert: its records at its rank by length, so that the last wave is short."""
     e = tl.program_id(0)
@@ -196,41 +216,41 @@ def expert_order_kernel(
     split = (parts > 1) & (lane < e)
     slot = tl.sum(tl.where(split, parts, 0), 0)
     for part in range(0, own_parts):
-        record = records_ptr + (rank + part) * RECORD
-        tl.store(record, e)
-        tl.store(record + 1, start + part * own_length)
-        tl.store(record + 2, tl.minimum(start + (part + 1) * own_length, end))
-        tl.store(record + 3, tl.where(own_parts > 1, slot + part, -1))
+        record = records_ptr + (rank + part) * EXPERT_RECORD
+        tl.store(record + PART_EXPERT, e)
+        tl.store(record + PART_START, start + part * own_length)
+        tl.store(record + PART_END, tl.minimum(start + (part + 1) * own_length, end))
+        tl.store(record + PART_SLOT, tl.where(own_parts > 1, slot + part, -1))
     if own_parts > 1:
-        entry = splits_ptr + tl.sum(split.to(tl.int32), 0) * RECORD
-        tl.store(entry, e)
-        tl.store(entry + 1, slot)
-        tl.store(entry + 2, own_parts)
+        entry = splits_ptr + tl.sum(split.to(tl.int32), 0) * EXPERT_RECORD
+        tl.store(entry + SPLIT_EXPERT, e)
+        tl.store(entry + SPLIT_SLOT, slot)
+        tl.store(entry + SPLIT_PARTS, own_parts)
     if e == 0:
         full = tl.sum(tl.where(sizes > 0, parts, 0), 0)
         empty = tl.sum((real & (sizes <= 0)).to(tl.int32), 0)
-        tl.store(count_ptr, full if SKIP_EMPTY else full + empty)
-        tl.store(count_ptr + 1, full)
-        tl.store(count_ptr + 2, tl.sum((parts > 1).to(tl.int32), 0))
+        tl.store(count_ptr + COUNT_RECORDS, full if SKIP_EMPTY else full + empty)
+        tl.store(count_ptr + COUNT_FULL, full)
+        tl.store(count_ptr + COUNT_SPLITS, tl.sum((parts > 1).to(tl.int32), 0))
 
 
 @triton.jit
 def add_partials_kernel(
     out_ptr, partials_ptr, splits_ptr, count_ptr, size,
-    ADD: tl.constexpr, BLOCK: tl.constexpr, RECORD: tl.constexpr, GRID: tl.constexpr,
+    ADD: tl.constexpr, BLOCK: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
     """out[e] (+)= the sum of the expert's partials, slot after slot. Matrices of `size` numbers."""
     blocks = tl.cdiv(size, BLOCK)
-    for tile in range(tl.program_id(0), tl.load(count_ptr + 2) * blocks, GRID):
-        entry = splits_ptr + (tile // blocks) * RECORD
-        e = tl.load(entry).to(tl.int64)
-        slot = tl.load(entry + 1).to(tl.int64)
+    for tile in range(tl.program_id(0), tl.load(count_ptr + COUNT_SPLITS) * blocks, GRID):
+        entry = splits_ptr + (tile // blocks) * EXPERT_RECORD
+        e = tl.load(entry + SPLIT_EXPERT).to(tl.int64)
+        slot = tl.load(entry + SPLIT_SLOT).to(tl.int64)
         at = (tile % blocks) * BLOCK + tl.arange(0, BLOCK)
         live = at < size
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         if ADD:
             total += tl.load(out_ptr + e * size + at, mask=live)
-        for part in range(tl.load(entry + 2)):
+        for part in range(tl.load(entry + SPLIT_PARTS)):
             total += tl.load(partials_ptr + (slot + part) * size + at, mask=live)
         tl.store(out_ptr + e * size + at, total.to(out_ptr.dtype.element_ty), mask=live)
 
@@ -238,12 +258,12 @@ def add_partials_kernel(
 @triton.jit
 def zero_tail_kernel(rows_ptr, offsets_ptr, rows, columns, last, GRID: tl.constexpr):
     """Zeros the rows past the last end, row by row over the programs. Grid (GRID,)."""
-    lane = tl.arange(0, 1024)
+    lane = tl.arange(0, ZERO_COLUMNS)
     first = (tl.load(offsets_ptr + last) + tl.program_id(0)).to(tl.int64)
     for row in range(first, rows, GRID):  # 64-bit, as its start is
-        for base in range(0, columns, 1024):
+        for base in range(0, columns, ZERO_COLUMNS):
             at = rows_ptr + row * columns + base + lane
-            zero = tl.zeros((1024,), dtype=rows_ptr.dtype.element_ty)
+            zero = tl.zeros((ZERO_COLUMNS,), dtype=rows_ptr.dtype.element_ty)
             tl.store(at, zero, mask=base + lane < columns)
 
 
@@ -251,8 +271,8 @@ def zero_tail_(rows_RN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
     """Zeros the rows past the last end in place; one short launch when there are none."""
     rows, columns = rows_RN.shape
     if rows:
-        last = offsets_E.numel() - 1
-        launch(zero_tail_kernel, (256,), (rows_RN, offsets_E, rows, columns, last), GRID=256)
+        args = (rows_RN, offsets_E, rows, columns, offsets_E.numel() - 1)
+        launch(zero_tail_kernel, (ZERO_GRID,), args, GRID=ZERO_GRID)
     return rows_RN
 
 
@@ -266,11 +286,11 @@ def row_tiles(
     experts = offsets_E.numel()
     cut = tail or Tail(1, 1, 0)
     records = cdiv(rows, block_m) + experts
-    work = _empty_list(offsets_E, records, ROW_RECORD)
+    work = _empty_list(offsets_E, records * ROW_RECORD.value)
     launch(
         row_tiles_kernel, (experts,),
         (offsets_E, work.records, work.count, experts, cut.tiles_n, cut.steps),
-        BLOCK_M=block_m, EXPERTS=next_power_of_2(experts), RECORD=ROW_RECORD, CHUNK=128,
+        BLOCK_M=block_m, EXPERTS=next_power_of_2(experts), CHUNK=ROW_TILES_AT_ONCE,
         PROGRAMS=cut.programs,
     )  # fmt: skip
     return work
@@ -280,9 +300,9 @@ def add_tail_(out_RN: torch.Tensor, partials: torch.Tensor, work: WorkList, tail
     """Writes the rows of the tiles that were cut along K; `partials` [programs, M, N] of a tile."""
     _, block_m, block_n = partials.shape
     launch(
-        add_tail_kernel, (264,),
+        add_tail_kernel, (ADD_GRID,),
         (out_RN, partials, work.records, work.count, tail.tiles_n, tail.steps, out_RN.shape[1]),
-        BLOCK_M=block_m, BLOCK_N=block_n, ROWS=8, RECORD=ROW_RECORD, GRID=264,
+        BLOCK_M=block_m, BLOCK_N=block_n, ROWS=ADD_ROWS, GRID=ADD_GRID,
     )  # fmt: skip
 
 
@@ -293,11 +313,12 @@ def expert_order(offsets_E: torch.Tensor, *, skip_empty: bool, limit: int = 0) -
     """
     experts = offsets_E.numel()
     slots = MAX_SLOTS if limit else 0
-    work = _empty_list(offsets_E, experts + slots, EXPERT_RECORD, slots)
+    words = EXPERT_RECORD.value
+    work = _empty_list(offsets_E, (experts + slots) * words, max(slots, 1) * words)
     launch(
         expert_order_kernel, (experts,),
-        (offsets_E, work.records, work.count, work.splits, experts, limit or 1 << 30),
-        EXPERTS=next_power_of_2(experts), RECORD=EXPERT_RECORD, SKIP_EMPTY=skip_empty,
+        (offsets_E, work.records, work.count, work.splits, experts, limit or NO_LIMIT),
+        EXPERTS=next_power_of_2(experts), SKIP_EMPTY=skip_empty,
     )  # fmt: skip
     return work
 
@@ -325,14 +346,14 @@ def add_partials_(out_EKN: torch.Tensor, partials: torch.Tensor, work: WorkList,
     """Sums the partial gradients of split experts into `out_EKN`, in the order of the slots."""
     size = out_EKN[0].numel()
     launch(
-        add_partials_kernel, (264,), (out_EKN, partials, work.splits, work.count, size),
-        ADD=add, BLOCK=2048, RECORD=EXPERT_RECORD, GRID=264,
+        add_partials_kernel, (ADD_GRID,), (out_EKN, partials, work.splits, work.count, size),
+        ADD=add, BLOCK=ADD_NUMBERS, GRID=ADD_GRID,
     )  # fmt: skip
 
 
-def _empty_list(offsets_E: torch.Tensor, records: int, words: int, splits: int = 0) -> WorkList:
+def _empty_list(offsets_E: torch.Tensor, record_words: int, split_words: int = 0) -> WorkList:
     """One allocation, and parts of it aligned to 16 bytes."""
-    sizes = (4, records * words, max(splits, 1) * words)
+    sizes = (COUNTS, record_words, split_words)
     memory = torch.empty(sum(sizes), dtype=torch.int32, device=offsets_E.device)
     count, records, splits = memory.split_with_sizes(sizes)
     return WorkList(records, count, splits)

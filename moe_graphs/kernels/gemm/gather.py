@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_graphs.kernels import reference
 from moe_graphs.kernels.availability import has_triton
-from moe_graphs.kernels.grouped_gemm import (
+from moe_graphs.kernels.gemm import reference
+from moe_graphs.kernels.gemm.op import (
     check_operands,
     grouped_gemm,
     grouped_gemm_dgrad,
@@ -24,7 +24,7 @@ from moe_graphs.kernels.grouped_gemm import (
 )
 from moe_graphs.kernels.ops import define_op, wants_gradient
 from moe_graphs.kernels.permute import gather_rows, permute, sum_rows
-from moe_graphs.kernels.routing import RowOrder, pairs_per_token, token_of
+from moe_graphs.kernels.row_order import RowOrder, pairs_per_token, token_of
 
 
 def gather_gemm(hidden_TD: Tensor, order: RowOrder, w_EDN: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class _GatherGemm(torch.autograd.Function):
             rows_RD = grouped_gemm_dgrad(grad_RN, w_EDN, offsets_E, False)
             grad_hidden = sum_rows(rows_RD, inverse_TK)
         if wants_gradient(ctx, 3):
-            rows_RD = gather_rows(hidden_TD, inverse_TK, order_R)
+            rows_RD = gather_rows(hidden_TD, order_R, inverse_TK)
             grad_w = grouped_gemm_wgrad(rows_RD, grad_RN, offsets_E)
         return grad_hidden, None, None, grad_w, None
 
@@ -80,7 +80,7 @@ def gather_gemm_forward(
 @torch.library.impl("moe_graphs::gather_gemm_forward", "cuda")
 def _(hidden_TD, order_R, w_EDN, offsets_E):
     if has_triton():
-        from moe_graphs.kernels.gemm_launch import can_gather, matmul_gathered
+        from moe_graphs.kernels.gemm.launch import can_gather, matmul_gathered
 
         if can_gather(hidden_TD):
             top_k = pairs_per_token(order_R.numel(), hidden_TD.shape[0])

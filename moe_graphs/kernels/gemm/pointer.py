@@ -3,14 +3,27 @@
     rows:     out_RN[r] = x_RK[r] @ w[e]                    w_EKN, or w_ENK when TRANSPOSED
     weights:  dw_EKN[e] (+)= x_RK[rows of e].T @ dy_RN[rows of e]
 
-The same work lists and the same results as gemm_tma, with masks where that has hardware bounds.
+The same work lists and the same results as tma, with masks where that has hardware bounds.
 All matrices are contiguous. Row offsets are 64-bit: R * K may exceed 2^31.
 """
 
 import triton
 import triton.language as tl
 
-from moe_graphs.kernels.tiles import place
+from moe_graphs.kernels.gemm.tiles import (
+    COUNT_RECORDS,
+    EXPERT_RECORD,
+    PART_END,
+    PART_EXPERT,
+    PART_START,
+    ROW_END,
+    ROW_EXPERT,
+    ROW_FIRST_TILE,
+    ROW_RECORD,
+    ROW_START,
+    ROW_TILES,
+    place,
+)
 
 
 @triton.jit
@@ -20,12 +33,13 @@ def rows_pointer_kernel(
     GRID: tl.constexpr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(N, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tl.load(count_ptr) * tiles_n, GRID):
-        record = records_ptr + (tile // tiles_n) * 8
-        e = tl.load(record).to(tl.int64)
-        end = tl.load(record + 4)
-        tile_m, tile_n = place(tile - tl.load(record + 1) * tiles_n, tl.load(record + 2), tiles_n)
-        rows = tl.load(record + 3) + tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    for tile in tl.range(tl.program_id(0), tl.load(count_ptr + COUNT_RECORDS) * tiles_n, GRID):
+        record = records_ptr + (tile // tiles_n) * ROW_RECORD
+        e = tl.load(record + ROW_EXPERT).to(tl.int64)
+        end = tl.load(record + ROW_END)
+        local = tile - tl.load(record + ROW_FIRST_TILE) * tiles_n
+        tile_m, tile_n = place(local, tl.load(record + ROW_TILES), tiles_n)
+        rows = tl.load(record + ROW_START) + tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         live_m = (rows < end)[:, None]
         live_n = (columns < N)[None, :]
@@ -53,11 +67,11 @@ def weights_pointer_kernel(
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     per_expert = tiles_m * tiles_n
-    for tile in tl.range(tl.program_id(0), tl.load(count_ptr) * per_expert, GRID):
-        record = records_ptr + (tile // per_expert) * 4
-        e = tl.load(record).to(tl.int64)
-        start = tl.load(record + 1)
-        end = tl.load(record + 2)
+    for tile in tl.range(tl.program_id(0), tl.load(count_ptr + COUNT_RECORDS) * per_expert, GRID):
+        record = records_ptr + (tile // per_expert) * EXPERT_RECORD
+        e = tl.load(record + PART_EXPERT).to(tl.int64)
+        start = tl.load(record + PART_START)
+        end = tl.load(record + PART_END)
         tile_m, tile_n = place(tile % per_expert, tiles_m, tiles_n)
         ms = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         ns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)

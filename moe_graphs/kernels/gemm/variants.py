@@ -78,12 +78,12 @@ def _named(variants: dict[str, Variant], name: str) -> Variant:
 
 
 def choose_rows(device: torch.device, rows: int, experts: int) -> str:
-    """The variant for these static averages. Measured on H200, see rows_gluon."""
+    """The variant for these static averages. Measured on H200, see gluon_rows."""
     return without_wgmma(device) or ("pingpong" if rows < 400 * experts else "split")
 
 
 def choose_weights(device: torch.device, out_dtype: torch.dtype) -> str:
-    """The variant for this output. Measured on H200, see weights_gluon."""
+    """The variant for this output. Measured on H200, see gluon_weights."""
     return without_wgmma(device) or ("pingpong" if out_dtype == torch.float32 else "split")
 
 

@@ -27,6 +27,10 @@ ELEMENTS = 256  # of a program's tile: 8 per thread
 # 16 warps for each of 132 SMs: half of them take 26 us where these take 19 (H200, 16384 tokens, 128
 # experts). Not asked of the device, since it decides the order of the sums.
 PROGRAMS = 2048
+# So that all programs are resident at once: a second round would take as long as the first. A warp
+# that holds 512 lanes and more of a token needs all registers there are.
+MAX_REGISTERS, MAX_REGISTERS_WIDE, WIDE = 128, 255, 512
+FINISH = {"WIDTH": 8, "BLOCK": 512, "num_warps": 8}  # experts of a program, programs at once
 
 
 @triton.jit
@@ -253,15 +257,12 @@ def choose_experts(
         (logits_TE, bias, weights_TK, experts_TK, ranks_TE, *sums, tokens),
         E=E, K=top_k, SIGMOID=sigmoid, NORMALIZE=normalize, SCALING=scaling, GROUPS=num_groups,
         TOP_GROUPS=top_k_groups, BIASED=bias_E is not None, **losses, **tile,
-        # So that all programs are resident at once: a second round would take as long as the first.
-        maxnreg=128 if tile["LANES"] < 512 else 255,
+        maxnreg=MAX_REGISTERS if tile["LANES"] < WIDE else MAX_REGISTERS_WIDE,
     )  # fmt: skip
     counts_E = torch.empty(E, dtype=torch.int64, device=device)
     terms_E = torch.empty(E, device=device)
     args = (*sums, counts_E, terms_E, tokens, programs)
-    launch(
-        finish_kernel, (cdiv(E, 8),), args, E=E, K=top_k, WIDTH=8, BLOCK=512, num_warps=8, **losses
-    )
+    launch(finish_kernel, (cdiv(E, FINISH["WIDTH"]),), args, E=E, K=top_k, **FINISH, **losses)
     loss = terms_E.sum() if aux_loss_coef or z_loss_coef else torch.zeros((), device=device)
     return weights_TK, experts_TK, loss, counts_E, ranks_TE
 

@@ -12,16 +12,10 @@ from typing import Any
 
 import torch
 
-from moe_graphs.kernels.gemm_pointer import rows_pointer_kernel, weights_pointer_kernel
-from moe_graphs.kernels.gemm_tma import rows_tma_kernel, weights_tma_kernel
-from moe_graphs.kernels.launching import (
-    cdiv,
-    launch,
-    matrix_descriptor,
-    ragged_descriptor,
-)
-from moe_graphs.kernels.rows_gluon import gathered_rows_gluon_kernel, rows_gluon_kernel
-from moe_graphs.kernels.tiles import (
+from moe_graphs.kernels.gemm.gluon_rows import gathered_rows_gluon_kernel, rows_gluon_kernel
+from moe_graphs.kernels.gemm.gluon_weights import weights_gluon_kernel
+from moe_graphs.kernels.gemm.pointer import rows_pointer_kernel, weights_pointer_kernel
+from moe_graphs.kernels.gemm.tiles import (
     MAX_SLOTS,
     Tail,
     WorkList,
@@ -31,7 +25,8 @@ from moe_graphs.kernels.tiles import (
     row_tiles,
     split_limit,
 )
-from moe_graphs.kernels.variants import (
+from moe_graphs.kernels.gemm.tma import rows_tma_kernel, weights_tma_kernel
+from moe_graphs.kernels.gemm.variants import (
     GLUON,
     Variant,
     choose_rows,
@@ -42,7 +37,12 @@ from moe_graphs.kernels.variants import (
     weight_variant,
     without_wgmma,
 )
-from moe_graphs.kernels.weights_gluon import weights_gluon_kernel
+from moe_graphs.kernels.launching import (
+    cdiv,
+    launch,
+    matrix_descriptor,
+    ragged_descriptor,
+)
 
 # From this K on, the last round of row tiles may be cut along it: adding up the parts takes about
 # 10 us, and half a round of 4096 is 25.
@@ -175,14 +175,13 @@ def matmul_weights(
     dy_RN: torch.Tensor,
     offsets_E: torch.Tensor,
     *,
-    out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
     accumulate: bool = False,
     variant: Variant | None = None,
 ) -> torch.Tensor:
     """`dw_EKN[e] = x[rows of e].T @ dy[rows of e]`: the weight gradient. Empty experts get zeros.
 
-    Output in `out_dtype` (that of x, or float32). `accumulate` adds to the float32 `out` in place.
+    `out` in the dtype of x or float32; `accumulate` adds to a float32 one in place.
     bf16 or fp16 operands, fp32 accumulation, deterministic. Does not synchronise.
     """
     _check_operands(offsets_E, x=x_RK, dy=dy_RN)
@@ -193,7 +192,7 @@ def matmul_weights(
         raise ValueError(f"accumulate: needs a float32 out to add to, got {given}")
     shape = (experts, x_RK.shape[1], dy_RN.shape[1])
     if out is None:
-        out = torch.empty(shape, dtype=out_dtype or x_RK.dtype, device=x_RK.device)
+        out = x_RK.new_empty(shape)
     _check_equal("out", tuple(out.shape), "(E, K, N)", shape)
     _check_memory("out", out)
     if rows == 0:

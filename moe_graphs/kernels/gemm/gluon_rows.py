@@ -24,7 +24,9 @@ a row of another group: what it makes is not stored, but must be finite where th
 Measured on an H200 (sustained): 0.93-1.02 of one dense cuBLAS GEMM from 1024 rows per expert on,
 0.80-0.98 at 256 to 320. Cut along K, 4.4 rounds of tiles take 4.5: 520 -> 575 TFLOP/s.
 """
-# ruff: noqa: RUF005, SIM108 (Triton's frontend has no starred lists)
+# ruff: noqa: RUF005 (Triton's frontend has no starred lists)
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -38,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moe_graphs.kernels.gluon_parts import (
+from moe_graphs.kernels.gemm.gluon_parts import (
     make_barriers,
     next_slot,
     place,
@@ -47,199 +49,243 @@ from moe_graphs.kernels.gluon_parts import (
     store_partial,
     store_rows,
 )
+from moe_graphs.kernels.gemm.tiles import (
+    COUNT_CUT,
+    COUNT_LENGTH,
+    COUNT_RECORDS,
+    COUNT_WHOLE,
+    ROW_END,
+    ROW_EXPERT,
+    ROW_FIRST_TILE,
+    ROW_RECORD,
+    ROW_START,
+    ROW_TILES,
+)
+
+
+class Work(NamedTuple):
+    """What all CTAs do together: `total` tiles of `steps` K steps, of which `whole` are done whole
+    and `tail` in parts of `length` steps."""
+
+    records_ptr: Any
+    total: Any
+    whole: Any
+    tail: Any
+    length: Any
+    tiles_n: Any
+    steps: Any
+
+
+class Kind(NamedTuple):
+    """What a kernel is compiled for."""
+
+    BLOCK_M: Any
+    BLOCK_N: Any
+    BLOCK_K: Any
+    STAGES: Any
+    TRANSPOSED: Any
+    GATHER: Any
+    PINGPONG: Any
+    PIECES: Any
+    SPLITS: Any
+    GRID: Any
+
+
+class Ring(NamedTuple):
+    """Slots in shared memory for both operands."""
+
+    x: Any
+    w: Any
+
+
+class Barriers(NamedTuple):
+    """Of the slots: full and empty; and whose turn it is (ping-pong)."""
+
+    full: Any
+    empty: Any
+    turn: Any
 
 
 @gluon.jit
-def _record(tile, total, records_ptr, tiles_n):
+def _record(tile, work):
     """Record of a tile, loads only: issued one tile ahead, it is not waited for until it is used.
 
     Tiles past the end are clamped into the list.
     """
-    record = records_ptr + (gl.maximum(gl.minimum(tile, total - 1), 0) // tiles_n) * 8
-    first = gl.load(record + 1)
-    tiles_m = gl.load(record + 2)
-    return gl.load(record), first, tiles_m, gl.load(record + 3), gl.load(record + 4)
+    row_tile = gl.maximum(gl.minimum(tile, work.total - 1), 0) // work.tiles_n
+    record = work.records_ptr + row_tile * ROW_RECORD
+    first = gl.load(record + ROW_FIRST_TILE)
+    tiles_m = gl.load(record + ROW_TILES)
+    e = gl.load(record + ROW_EXPERT)
+    return e, first, tiles_m, gl.load(record + ROW_START), gl.load(record + ROW_END)
 
 
 @gluon.jit
-def _units_of(whole, tail, length, steps, GRID: gl.constexpr):
+def _units_of(work, KIND: gl.constexpr):
     """How many whole tiles this CTA has, and how many units of work with its part of a cut one."""
-    rounds = gl.cdiv(gl.maximum(whole - gl.program_id(0), 0), GRID)
-    return rounds, rounds + (gl.program_id(0) < tail * gl.cdiv(steps, length)).to(gl.int32)
+    rounds = gl.cdiv(gl.maximum(work.whole - gl.program_id(0), 0), KIND.GRID)
+    parts = work.tail * gl.cdiv(work.steps, work.length)
+    return rounds, rounds + (gl.program_id(0) < parts).to(gl.int32)
 
 
 @gluon.jit
-def _unit(unit, rounds, whole, tail, length, steps, SPLITS: gl.constexpr, GRID: gl.constexpr):
+def _unit(unit, rounds, work, KIND: gl.constexpr):
     """(tile, first K step, end step) of a unit of work of this CTA."""
-    tile = gl.program_id(0) + unit * GRID
+    tile = gl.program_id(0) + unit * KIND.GRID
     first = 0
-    end = steps
-    if SPLITS:
+    end = work.steps
+    if KIND.SPLITS:
         cut = unit >= rounds
-        part = gl.program_id(0) // gl.maximum(tail, 1)
-        tile = gl.where(cut, whole + gl.program_id(0) - part * tail, tile)
-        first = gl.where(cut, part * length, 0)
-        end = gl.where(cut, gl.minimum(first + length, steps), steps)
+        part = gl.program_id(0) // gl.maximum(work.tail, 1)
+        tile = gl.where(cut, work.whole + gl.program_id(0) - part * work.tail, tile)
+        first = gl.where(cut, part * work.length, 0)
+        end = gl.where(cut, gl.minimum(first + work.length, work.steps), work.steps)
     return tile, first, end
 
 
 @gluon.jit
-def _produce(
-    x_desc, w_desc, records_ptr, total, whole, tail, length, tiles_n, steps, x_ring, w_ring, full,
-    empty, SPLITS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GRID: gl.constexpr, TRANSPOSED: gl.constexpr,
-):  # fmt: skip
+def _produce(x_desc, w_desc, work, ring, barriers, KIND: gl.constexpr):
     """Fills the ring with the operands of every K step of every tile of this CTA."""
     BYTES: gl.constexpr = x_desc.block_type.nbytes + w_desc.block_type.nbytes
     slot = 0
     phase = 1
-    rounds, units = _units_of(whole, tail, length, steps, GRID)
-    tile, _, _ = _unit(0, rounds, whole, tail, length, steps, SPLITS, GRID)
-    next_e, next_first, next_m, next_start, next_end = _record(tile, total, records_ptr, tiles_n)
+    rounds, units = _units_of(work, KIND)
+    tile, _, _ = _unit(0, rounds, work, KIND)
+    next_e, next_first, next_m, next_start, next_end = _record(tile, work)
     for unit in range(units):
-        tile, first_step, end_step = _unit(unit, rounds, whole, tail, length, steps, SPLITS, GRID)
+        tile, first_step, end_step = _unit(unit, rounds, work, KIND)
         e = next_e
         end = next_end
-        tile_m, tile_n = place(tile - next_first * tiles_n, next_m, tiles_n)
-        above, below, at = ragged(next_start + tile_m * BLOCK_M, end)
-        next_tile, _, _ = _unit(unit + 1, rounds, whole, tail, length, steps, SPLITS, GRID)
-        next_e, next_first, next_m, next_start, next_end = _record(
-            next_tile, total, records_ptr, tiles_n
-        )
+        tile_m, tile_n = place(tile - next_first * work.tiles_n, next_m, work.tiles_n)
+        above, below, at = ragged(next_start + tile_m * KIND.BLOCK_M, end)
+        next_tile, _, _ = _unit(unit + 1, rounds, work, KIND)
+        next_e, next_first, next_m, next_start, next_end = _record(next_tile, work)
         for step in range(first_step, end_step):
-            mbarrier.wait(empty.index(slot), phase)
-            landed = full.index(slot)
-            k = step * BLOCK_K
+            mbarrier.wait(barriers.empty.index(slot), phase)
+            landed = barriers.full.index(slot)
+            k = step * KIND.BLOCK_K
             # The box is always counted in full: rows past the group's end arrive as zeros.
             mbarrier.expect(landed, BYTES)
             tma.async_copy_global_to_shared(
-                x_desc, [above, below, at, k], landed, x_ring.index(slot)
+                x_desc, [above, below, at, k], landed, ring.x.index(slot)
             )
-            if TRANSPOSED:
-                at_w = [e, tile_n * BLOCK_N, k]
+            if KIND.TRANSPOSED:
+                at_w = [e, tile_n * KIND.BLOCK_N, k]
             else:
-                at_w = [e, k, tile_n * BLOCK_N]
-            tma.async_copy_global_to_shared(w_desc, at_w, landed, w_ring.index(slot))
-            slot, phase = next_slot(slot, phase, STAGES)
+                at_w = [e, k, tile_n * KIND.BLOCK_N]
+            tma.async_copy_global_to_shared(w_desc, at_w, landed, ring.w.index(slot))
+            slot, phase = next_slot(slot, phase, KIND.STAGES)
 
 
 @gluon.jit
-def _produce_gathered(
-    x_ptr, order_ptr, top_k, w_desc, records_ptr, total, tiles_n, steps, K, x_ring, w_ring, full,
-    empty, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, GRID: gl.constexpr,
-):  # fmt: skip
+def _produce_gathered(x_ptr, order_ptr, top_k, w_desc, work, K, ring, barriers, KIND: gl.constexpr):
     """The same for rows `order[r] // top_k` of x. Four warps; K is a multiple of BLOCK_K."""
+    BLOCK_M: gl.constexpr = KIND.BLOCK_M
+    BLOCK_K: gl.constexpr = KIND.BLOCK_K
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     slot = 0
     phase = 1
     first_tile = gl.program_id(0)
-    next_e, next_first, next_m, next_start, next_end = _record(
-        first_tile, total, records_ptr, tiles_n
-    )
-    for tile in range(first_tile, total, GRID):
+    next_e, next_first, next_m, next_start, next_end = _record(first_tile, work)
+    for tile in range(first_tile, work.total, KIND.GRID):
         e = next_e
         end = next_end
-        tile_m, tile_n = place(tile - next_first * tiles_n, next_m, tiles_n)
+        tile_m, tile_n = place(tile - next_first * work.tiles_n, next_m, work.tiles_n)
         row = next_start + tile_m * BLOCK_M
-        next_e, next_first, next_m, next_start, next_end = _record(
-            tile + GRID, total, records_ptr, tiles_n
-        )
+        next_e, next_first, next_m, next_start, next_end = _record(tile + KIND.GRID, work)
         rows = gl.minimum(row + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout)), end - 1)
         source = gl.load(order_ptr + rows).to(gl.int32) // top_k
         columns = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout))
         at = x_ptr + source.to(gl.int64)[:, None] * K + columns[None, :]
-        for step in range(steps):
-            mbarrier.wait(empty.index(slot), phase)
-            landed = full.index(slot)
+        for step in range(work.steps):
+            mbarrier.wait(barriers.empty.index(slot), phase)
+            landed = barriers.full.index(slot)
             mbarrier.expect(landed, w_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(
-                w_desc, [e, step * BLOCK_K, tile_n * BLOCK_N], landed, w_ring.index(slot)
+                w_desc, [e, step * BLOCK_K, tile_n * KIND.BLOCK_N], landed, ring.w.index(slot)
             )
-            async_copy.async_copy_global_to_shared(x_ring.index(slot), at)
+            async_copy.async_copy_global_to_shared(ring.x.index(slot), at)
             async_copy.mbarrier_arrive(landed, increment_count=False)
             at += BLOCK_K
-            slot, phase = next_slot(slot, phase, STAGES)
+            slot, phase = next_slot(slot, phase, KIND.STAGES)
 
 
 @gluon.jit
 def _multiply(
-    x_ring, w_ring, full, empty, slot, phase, first_step, end_step,
-    SHIFT: gl.constexpr, HALF_M: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, GATHER: gl.constexpr,
+    ring, barriers, slot, phase, first_step, end_step,
+    SHIFT: gl.constexpr, HALF_M: gl.constexpr, KIND: gl.constexpr,
 ):  # fmt: skip
     """Rows SHIFT ... of a tile times its columns; the last MMA is in flight, its slot not free."""
+    BLOCK_N: gl.constexpr = KIND.BLOCK_N
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc = warpgroup_mma_init(gl.zeros((HALF_M, BLOCK_N), gl.float32, layout))
     for step in range(first_step, end_step):
-        mbarrier.wait(full.index(slot), phase)
-        if GATHER:
+        mbarrier.wait(barriers.full.index(slot), phase)
+        if KIND.GATHER:
             fence_async_shared()
-        x = x_ring.index(slot).reshape([BLOCK_M, BLOCK_K]).slice(SHIFT, HALF_M, 0)
-        if TRANSPOSED:
-            w = w_ring.index(slot).reshape([BLOCK_N, BLOCK_K]).permute((1, 0))
+        x = ring.x.index(slot).reshape([KIND.BLOCK_M, KIND.BLOCK_K]).slice(SHIFT, HALF_M, 0)
+        if KIND.TRANSPOSED:
+            w = ring.w.index(slot).reshape([BLOCK_N, KIND.BLOCK_K]).permute((1, 0))
         else:
-            w = w_ring.index(slot).reshape([BLOCK_K, BLOCK_N])
+            w = ring.w.index(slot).reshape([KIND.BLOCK_K, BLOCK_N])
         acc = warpgroup_mma(x, w, acc, is_async=True, use_acc=step > first_step)
         # One MMA stays in flight; the slot of the one before it can be refilled.
         acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
-        behind = previous_slot(slot, STAGES)
-        mbarrier.arrive(empty.index(behind), count=1, pred=step > first_step)
-        slot, phase = next_slot(slot, phase, STAGES)
+        behind = previous_slot(slot, KIND.STAGES)
+        mbarrier.arrive(barriers.empty.index(behind), count=1, pred=step > first_step)
+        slot, phase = next_slot(slot, phase, KIND.STAGES)
     return acc, slot, phase
 
 
 @gluon.jit
 def _consume(
-    out_desc, partials_ptr, records_ptr, total, whole, tail, length, tiles_n, steps, x_ring, w_ring,
-    out_buffers, full, empty, turn,
-    ME: gl.constexpr, PINGPONG: gl.constexpr, SPLITS: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GRID: gl.constexpr,
-    TRANSPOSED: gl.constexpr, GATHER: gl.constexpr, PIECES: gl.constexpr,
-):  # fmt: skip
+    out_desc, partials_ptr, work, ring, out_buffers, barriers, ME: gl.constexpr, KIND: gl.constexpr
+):
     """Multiplies and stores: half ME of every tile, or (PINGPONG) tiles ME, ME + 2, ..."""
+    PINGPONG: gl.constexpr = KIND.PINGPONG
+    BLOCK_M: gl.constexpr = KIND.BLOCK_M
+    BLOCK_N: gl.constexpr = KIND.BLOCK_N
+    STAGES: gl.constexpr = KIND.STAGES
     HALF_M: gl.constexpr = BLOCK_M if PINGPONG else BLOCK_M // 2
     SHIFT: gl.constexpr = 0 if PINGPONG else ME * HALF_M
     FIRST: gl.constexpr = ME if PINGPONG else 0
     STRIDE: gl.constexpr = 2 if PINGPONG else 1
     slot = 0
     phase = 0
-    passed = FIRST * steps  # K steps of the tiles before this consumer's next one (ping-pong)
-    rounds, units = _units_of(whole, tail, length, steps, GRID)
-    tile, _, _ = _unit(FIRST, rounds, whole, tail, length, steps, SPLITS, GRID)
-    _, next_first, next_m, next_start, next_end = _record(tile, total, records_ptr, tiles_n)
+    passed = FIRST * work.steps  # K steps of the tiles before this consumer's next one (ping-pong)
+    rounds, units = _units_of(work, KIND)
+    tile, _, _ = _unit(FIRST, rounds, work, KIND)
+    _, next_first, next_m, next_start, next_end = _record(tile, work)
     for unit in range(FIRST, units, STRIDE):
-        tile, first_step, end_step = _unit(unit, rounds, whole, tail, length, steps, SPLITS, GRID)
+        tile, first_step, end_step = _unit(unit, rounds, work, KIND)
         end = next_end
-        tile_m, tile_n = place(tile - next_first * tiles_n, next_m, tiles_n)
+        tile_m, tile_n = place(tile - next_first * work.tiles_n, next_m, work.tiles_n)
         row = next_start + tile_m * BLOCK_M + SHIFT
-        next_tile, _, _ = _unit(unit + STRIDE, rounds, whole, tail, length, steps, SPLITS, GRID)
-        _, next_first, next_m, next_start, next_end = _record(
-            next_tile, total, records_ptr, tiles_n
-        )
+        next_tile, _, _ = _unit(unit + STRIDE, rounds, work, KIND)
+        _, next_first, next_m, next_start, next_end = _record(next_tile, work)
         if PINGPONG:
             slot = passed % STAGES
             phase = (passed // STAGES) & 1
-            passed += 2 * steps
-            mbarrier.wait(turn.index(ME), ((unit // 2) & 1) ^ (1 - ME))
+            passed += 2 * work.steps
+            mbarrier.wait(barriers.turn.index(ME), ((unit // 2) & 1) ^ (1 - ME))
         if not PINGPONG and row >= end:
             for _step in range(first_step, end_step):
-                mbarrier.wait(full.index(slot), phase)
-                mbarrier.arrive(empty.index(slot), count=1)
+                mbarrier.wait(barriers.full.index(slot), phase)
+                mbarrier.arrive(barriers.empty.index(slot), count=1)
                 slot, phase = next_slot(slot, phase, STAGES)
         else:
             acc, slot, phase = _multiply(
-                x_ring, w_ring, full, empty, slot, phase, first_step, end_step, SHIFT, HALF_M,
-                BLOCK_M, BLOCK_N, BLOCK_K, STAGES, TRANSPOSED, GATHER,
-            )  # fmt: skip
+                ring, barriers, slot, phase, first_step, end_step, SHIFT, HALF_M, KIND
+            )
             if PINGPONG:
-                mbarrier.arrive(turn.index(1 - ME), count=1)
+                mbarrier.arrive(barriers.turn.index(1 - ME), count=1)
             result = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-            mbarrier.arrive(empty.index(previous_slot(slot, STAGES)), count=1)
-            if SPLITS and unit >= rounds:
+            mbarrier.arrive(barriers.empty.index(previous_slot(slot, STAGES)), count=1)
+            if KIND.SPLITS and unit >= rounds:
                 part = gl.program_id(0)
                 store_partial(result, partials_ptr, part, SHIFT, 0, BLOCK_M, BLOCK_N)
             else:
+                PIECES: gl.constexpr = KIND.PIECES
                 store_rows(result, out_desc, out_buffers, ME, PIECES, row, end, tile_n * BLOCK_N)
     tma.store_wait(pendings=0)
 
@@ -252,6 +298,9 @@ def rows_gluon_kernel(
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """Persistent over the tiles of `records` x column tiles; grid (GRID,), num_warps=4."""
+    KIND: gl.constexpr = Kind(
+        BLOCK_M, BLOCK_N, BLOCK_K, STAGES, TRANSPOSED, False, PINGPONG, 1, SPLITS, GRID
+    )
     x_ring = gl.allocate_shared_memory(
         x_desc.dtype, [STAGES] + x_desc.block_type.shape, x_desc.layout
     )
@@ -266,30 +315,27 @@ def rows_gluon_kernel(
     turn = make_barriers(2, 1) if PINGPONG else empty
     fence_async_shared()
     tiles_n = gl.cdiv(N, BLOCK_N)
-    total = gl.load(count_ptr) * tiles_n
+    total = gl.load(count_ptr + COUNT_RECORDS) * tiles_n
     steps = gl.cdiv(K, BLOCK_K)
     whole = total
     tail = 0
     length = steps
     if SPLITS:
-        whole = gl.load(count_ptr + 1)
-        tail = gl.load(count_ptr + 2)
-        length = gl.load(count_ptr + 3)
+        whole = gl.load(count_ptr + COUNT_WHOLE)
+        tail = gl.load(count_ptr + COUNT_CUT)
+        length = gl.load(count_ptr + COUNT_LENGTH)
+    work = Work(records_ptr, total, whole, tail, length, tiles_n, steps)
+    ring = Ring(x_ring, w_ring)
+    barriers = Barriers(full, empty, turn)
     gl.warp_specialize(
         [
-            (_consume, (out_desc, partials_ptr, records_ptr, total, whole, tail, length, tiles_n,
-                        steps, x_ring, w_ring, out_buffers, full, empty, turn, 0, PINGPONG, SPLITS,
-                        BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GRID, TRANSPOSED, False, 1)),
-            (_consume, (out_desc, partials_ptr, records_ptr, total, whole, tail, length, tiles_n,
-                        steps, x_ring, w_ring, out_buffers, full, empty, turn, 1, PINGPONG, SPLITS,
-                        BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GRID, TRANSPOSED, False, 1)),
-            (_produce, (x_desc, w_desc, records_ptr, total, whole, tail, length, tiles_n, steps,
-                        x_ring, w_ring, full, empty, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-                        GRID, TRANSPOSED)),
+            (_consume, (out_desc, partials_ptr, work, ring, out_buffers, barriers, 0, KIND)),
+            (_consume, (out_desc, partials_ptr, work, ring, out_buffers, barriers, 1, KIND)),
+            (_produce, (x_desc, w_desc, work, ring, barriers, KIND)),
         ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+        worker_num_warps=[4, 1],
+        worker_num_regs=[240, 24],
+    )
 
 
 @gluon.jit
@@ -299,6 +345,9 @@ def gathered_rows_gluon_kernel(
     STAGES: gl.constexpr, GRID: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """`rows_gluon_kernel` (split) over rows `order[r] // top_k` of x; grid (GRID,), num_warps=4."""
+    KIND: gl.constexpr = Kind(
+        BLOCK_M, BLOCK_N, BLOCK_K, STAGES, False, True, False, PIECES, False, GRID
+    )
     x_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     x_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_layout)
     w_ring = gl.allocate_shared_memory(
@@ -311,20 +360,17 @@ def gathered_rows_gluon_kernel(
     empty = make_barriers(STAGES, 2)
     fence_async_shared()
     tiles_n = gl.cdiv(N, BLOCK_N)
-    total = gl.load(count_ptr) * tiles_n
+    total = gl.load(count_ptr + COUNT_RECORDS) * tiles_n
     steps = gl.cdiv(K, BLOCK_K)
+    work = Work(records_ptr, total, total, 0, steps, tiles_n, steps)
+    ring = Ring(x_ring, w_ring)
+    barriers = Barriers(full, empty, empty)
     gl.warp_specialize(
         [
-            (_consume, (out_desc, order_ptr, records_ptr, total, total, 0, steps, tiles_n, steps,
-                        x_ring, w_ring, out_buffers, full, empty, empty, 0, False, False, BLOCK_M,
-                        BLOCK_N, BLOCK_K, STAGES, GRID, False, True, PIECES)),
-            (_consume, (out_desc, order_ptr, records_ptr, total, total, 0, steps, tiles_n, steps,
-                        x_ring, w_ring, out_buffers, full, empty, empty, 1, False, False, BLOCK_M,
-                        BLOCK_N, BLOCK_K, STAGES, GRID, False, True, PIECES)),
-            (_produce_gathered, (x_ptr, order_ptr, top_k, w_desc, records_ptr, total, tiles_n,
-                                 steps, K, x_ring, w_ring, full, empty, BLOCK_M, BLOCK_N, BLOCK_K,
-                                 STAGES, GRID)),
+            (_consume, (out_desc, order_ptr, work, ring, out_buffers, barriers, 0, KIND)),
+            (_consume, (out_desc, order_ptr, work, ring, out_buffers, barriers, 1, KIND)),
+            (_produce_gathered, (x_ptr, order_ptr, top_k, w_desc, work, K, ring, barriers, KIND)),
         ],
-        [4, 4],
-        [224, 56],
-    )  # fmt: skip
+        worker_num_warps=[4, 4],
+        worker_num_regs=[224, 56],
+    )

@@ -8,51 +8,17 @@ Shapes: T tokens, D model, E experts, K top-k, N groups of experts.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from moe_graphs.kernels.availability import has_kernel
+from moe_graphs.kernels.choose_experts_reference import Choice, RoutingRule, choose
 from moe_graphs.kernels.ops import wants_gradient
-from moe_graphs.kernels.reference import accumulation_dtype
+from moe_graphs.kernels.precision import accumulation_dtype
 
 _HAS_FP32_OUTPUT = hasattr(torch.ops.aten.mm, "dtype")  # torch 2.8
-
-
-class RoutingRule(NamedTuple):
-    """The router's options; ``MoEConfig`` says what they mean. A tuple, the arguments of the op.
-
-    Attributes:
-        sigmoid: scores are the sigmoid of the logits, otherwise their softmax.
-        num_groups: 1 for no groups.
-    """
-
-    top_k: int
-    sigmoid: bool
-    normalize: bool
-    scaling: float
-    num_groups: int
-    top_k_groups: int
-    aux_loss_coef: float
-    z_loss_coef: float
-
-
-class Choice(NamedTuple):
-    """Attributes:
-    weights_TK: fp32 (fp64 for fp64 operands).
-    experts_TK: int64, distinct within a token, best first; the lowest number wins a tie in the
-        kernels, whoever ``torch.topk`` prefers in plain torch.
-    aux_loss: 0-dim, load-balancing loss plus z-loss, coefficients applied.
-    counts_E: int64, pairs per expert.
-    """
-
-    weights_TK: Tensor
-    experts_TK: Tensor
-    aux_loss: Tensor
-    counts_E: Tensor
 
 
 def route(hidden_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, rule: RoutingRule) -> Choice:
@@ -66,34 +32,15 @@ def route(hidden_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, rule: Rou
     return choose(_Linear.apply(hidden_TD, weight_ED), bias_E, rule)
 
 
-def choose(logits_TE: Tensor, bias_E: Tensor | None, rule: RoutingRule) -> Choice:
-    """The part behind the logits in plain torch: what the kernels are held against."""
-    scores_TE = logits_TE.sigmoid() if rule.sigmoid else logits_TE.softmax(-1)
-    biased_TE = scores_TE.detach()
-    if bias_E is not None:
-        biased_TE = biased_TE + bias_E
-    if rule.num_groups > 1:
-        biased_TE = _mask_groups(biased_TE, rule)
-    experts_TK = biased_TE.topk(rule.top_k, dim=-1).indices
-    weights_TK = scores_TE.gather(1, experts_TK)
-    if rule.normalize:
-        # The small constant is for sigmoid scores that are all zero.
-        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-    if rule.scaling != 1.0:
-        weights_TK = weights_TK * rule.scaling
-    counts_E = _count(experts_TK, logits_TE.shape[1])
-    return Choice(weights_TK, experts_TK, _aux_loss(logits_TE, scores_TE, counts_E, rule), counts_E)
-
-
 class _Route(torch.autograd.Function):
     """All of it, for tensors that have kernels. Keeps the operands, the logits and the ranks."""
 
     @staticmethod
     def forward(ctx, hidden_TD, weight_ED, bias_E, rule):
-        from moe_graphs.kernels import router_triton
+        from moe_graphs.kernels import choose_experts_triton
 
         logits_TE = _logits(hidden_TD, weight_ED)
-        *choice, ranks_TE = router_triton.choose_experts(logits_TE, bias_E, *rule)
+        *choice, ranks_TE = choose_experts_triton.choose_experts(logits_TE, bias_E, *rule)
         _, experts_TK, _, counts_E = choice
         ctx.save_for_backward(hidden_TD, weight_ED, logits_TE, ranks_TE, counts_E)
         ctx.mark_non_differentiable(experts_TK, counts_E)
@@ -104,14 +51,14 @@ class _Route(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_weights_TK, _experts, grad_loss, _counts):
-        from moe_graphs.kernels import router_triton
+        from moe_graphs.kernels import choose_experts_triton
 
         hidden_TD, weight_ED, logits_TE, ranks_TE, counts_E = ctx.saved_tensors
         if grad_weights_TK is None and grad_loss is None:
             return None, None, None, None
         rule = ctx.rule
         split = _has_exact_products(hidden_TD, weight_ED) and hidden_TD.dtype == torch.bfloat16
-        grad_logits = router_triton.choose_experts_backward(
+        grad_logits = choose_experts_triton.choose_experts_backward(
             logits_TE, ranks_TE, counts_E, grad_weights_TK, grad_loss, split, rule.top_k,
             rule.sigmoid, rule.normalize, rule.scaling, rule.aux_loss_coef, rule.z_loss_coef,
         )  # fmt: skip
@@ -193,37 +140,3 @@ def _split_gradients(
             high_ED, low_ED = high_low.chunk(2)
             grad_weight = torch.add(high_ED, low_ED, out=torch.empty_like(weight_ED))
     return grad_hidden, grad_weight
-
-
-def _mask_groups(scores_TE: Tensor, rule: RoutingRule) -> Tensor:
-    """Leaves only the best groups of a token (arXiv 2412.19437, section 2.1.2).
-
-    A group is as good as the sum of its two best scores.
-    """
-    scores_TNe = scores_TE.unflatten(1, (rule.num_groups, -1))
-    best_two = scores_TNe.topk(min(2, scores_TNe.shape[-1]), dim=-1).values
-    chosen_TN = best_two.sum(-1).topk(rule.top_k_groups, dim=-1).indices
-    group_N = torch.arange(rule.num_groups, device=scores_TE.device)
-    kept_TN = (chosen_TN.unsqueeze(-1) == group_N).any(1)
-    return scores_TNe.masked_fill(~kept_TN.unsqueeze(-1), float("-inf")).flatten(1)
-
-
-def _aux_loss(logits_TE: Tensor, scores_TE: Tensor, counts_E: Tensor, rule: RoutingRule) -> Tensor:
-    num_tokens, num_experts = logits_TE.shape
-    loss = logits_TE.new_zeros(())
-    if rule.aux_loss_coef:
-        probs_TE = scores_TE
-        if rule.sigmoid:
-            probs_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
-        # E * sum_e f_e * P_e / K: f_e tokens per expert and token, P_e mean probability.
-        scale = rule.aux_loss_coef * num_experts / (rule.top_k * max(num_tokens, 1))
-        loss = loss + scale * (counts_E * probs_TE.mean(0)).sum()
-    if rule.z_loss_coef:
-        loss = loss + rule.z_loss_coef * logits_TE.logsumexp(-1).square().mean()
-    return loss
-
-
-def _count(experts_TK: Tensor, num_experts: int) -> Tensor:
-    """Pairs per expert. A mask and a sum: bincount synchronises, scatter_add uses atomics."""
-    chosen_TE = experts_TK.new_zeros(experts_TK.shape[0], num_experts, dtype=torch.bool)
-    return chosen_TE.scatter_(1, experts_TK, True).sum(0)

@@ -26,6 +26,8 @@ from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2
 from moe_graphs.kernels.ops import define_op
 
 BLOCK = 128  # pairs of a program: it compares each with each
+COUNT_WIDTH = 64  # experts that it counts at once
+SUM = {"BLOCKS": 512, "WIDTH": 8}  # blocks that a program of the sums takes at once, its experts
 
 
 @triton.jit
@@ -87,7 +89,7 @@ def _place_kernel(
 def sort_pairs(
     experts_TK: torch.Tensor, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`order_R`, `inverse_R` (int64) and `offsets_E` (int32 ends) of `routing.route_rows`.
+    """`order_R`, `inverse_R` (int64) and `offsets_E` (int32 ends) of `row_order.route_rows`.
 
     Expert numbers must lie in `range(num_experts)`, at most 1024 of them. Does not synchronise.
     """
@@ -103,9 +105,9 @@ def sort_pairs(
     totals_E = torch.empty(num_experts, dtype=torch.int32, device=device)
     offsets_E = torch.empty_like(totals_E)
     args = (experts_R, counts_BE, pairs, num_experts)
-    launch(_count_kernel, (blocks,), args, BLOCK=BLOCK, WIDTH=min(lanes, 64))
+    launch(_count_kernel, (blocks,), args, BLOCK=BLOCK, WIDTH=min(lanes, COUNT_WIDTH))
     args = (counts_BE, totals_E, num_experts, blocks)
-    launch(_sum_kernel, (cdiv(num_experts, 8),), args, BLOCKS=512, WIDTH=8)
+    launch(_sum_kernel, (cdiv(num_experts, SUM["WIDTH"]),), args, **SUM)
     args = (experts_R, counts_BE, totals_E, order_R, inverse_R, offsets_E, pairs, num_experts)
     launch(_place_kernel, (blocks,), args, BLOCK=BLOCK, EXPERTS=lanes)
     return order_R, inverse_R, offsets_E

@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from moe_graphs.kernels.tiles import BAND
+from moe_graphs.kernels.gemm.tiles import BAND
 
 # Base of a ragged TMA coordinate: see `ragged` below and triton.tools.ragged_tma.
 BILLION = gl.constexpr(1 << 30)

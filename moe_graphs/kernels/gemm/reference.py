@@ -1,9 +1,8 @@
-"""Plain torch specification of every kernel: what it computes, with nothing about how fast.
+"""Grouped GEMM in plain torch: what the kernels are held against, and the path of the CPU.
 
-The CPU path of the ops runs these functions, the tests hold every other implementation against
-them. They may read sizes on the host; the ops that call them hide that from a recorder.
+A loop over the experts with sizes on the host; the ops that call it hide that from a recorder.
 
-Shapes: R routed rows, E experts, K and N the two sides of a GEMM, F ffn.
+Shapes: R routed rows, E experts, K and N the two sides of a GEMM.
 """
 
 from __future__ import annotations
@@ -40,24 +39,6 @@ def grouped_gemm_wgrad(x_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor) -> Tens
     for expert, rows in _groups(offsets_E):
         torch.mm(x_RK[rows].t(), grad_RN[rows], out=out_EKN[expert])
     return out_EKN
-
-
-def swiglu(x_R2F: Tensor) -> Tensor:
-    """``silu(gate) * up`` of rows that hold gate and up side by side; fp32 inside."""
-    gate_RF, up_RF = x_R2F.to(accumulation_dtype(x_R2F)).chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate_RF) * up_RF).to(x_R2F.dtype)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Over as many last dimensions as the weight has; statistics in fp32, in the input's dtype."""
-    # One dtype for both, or torch leaves its fused kernel (and warns): under autocast the
-    # queries are bf16 and the weights fp32.
-    return torch.nn.functional.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
-
-
-def accumulation_dtype(x: Tensor) -> torch.dtype:
-    """fp32, or fp64 where the values are fp64 already (gradient checks)."""
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _groups(offsets_E: Tensor) -> Iterator[tuple[int, slice]]:

@@ -1,7 +1,7 @@
 """Grouped GEMM: one matrix product per expert over expert-sorted rows, sizes on the device.
 
 Forward, dgrad and wgrad are torch ops, so that a recorder sees each as one call with static shapes.
-On CUDA they are the Triton kernels of ``gemm_launch``, which read the offsets on the device
+On CUDA they are the Triton kernels of ``gemm.launch``, which read the offsets on the device
 (without Triton, ``torch._grouped_mm``); on the CPU they are the reference, which loops over the
 experts with host sizes inside the op.
 
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_graphs.kernels import reference
 from moe_graphs.kernels.availability import has_triton
+from moe_graphs.kernels.gemm import reference
 from moe_graphs.kernels.ops import define_op, wants_gradient
 
 
@@ -126,7 +126,7 @@ def _(x_RK, grad_RN, offsets_E, out_EKN):
     if not has_triton():
         out_EKN.add_(torch._grouped_mm(x_RK.t(), grad_RN.contiguous(), offs=offsets_E))
         return
-    from moe_graphs.kernels.gemm_launch import matmul_weights
+    from moe_graphs.kernels.gemm.launch import matmul_weights
 
     x_RK, grad_RN = x_RK.contiguous(), grad_RN.contiguous()
     matmul_weights(x_RK, grad_RN, offsets_E, out=out_EKN, accumulate=True)
@@ -135,7 +135,7 @@ def _(x_RK, grad_RN, offsets_E, out_EKN):
 @torch.library.impl("moe_graphs::grouped_gemm_wgrad", "cuda")
 def _(x_RK, grad_RN, offsets_E):
     if has_triton():
-        from moe_graphs.kernels.gemm_launch import matmul_weights
+        from moe_graphs.kernels.gemm.launch import matmul_weights
 
         return matmul_weights(x_RK.contiguous(), grad_RN.contiguous(), offsets_E)
     if x_RK.shape[0] == 0:
@@ -147,12 +147,12 @@ def matmul_rows(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool)
     """Rows times ``w_EKN``, which may be a transposed view: the kernels read either as it lies."""
     if not has_triton():
         return _grouped_mm(x_RK, w_EKN, offsets_E, zero_tail)
-    from moe_graphs.kernels import gemm_launch
-    from moe_graphs.kernels.tiles import zero_tail_
+    from moe_graphs.kernels.gemm import launch
+    from moe_graphs.kernels.gemm.tiles import zero_tail_
 
     transposed = not w_EKN.is_contiguous()
     weights = w_EKN.transpose(1, 2) if transposed else w_EKN
-    out_RN = gemm_launch.matmul_rows(
+    out_RN = launch.matmul_rows(
         x_RK.contiguous(), weights.contiguous(), offsets_E, transposed=transposed
     )
     return zero_tail_(out_RN, offsets_E) if zero_tail else out_RN

@@ -1,0 +1,38 @@
+"""SwiGLU in plain torch: what the kernels are held against, and what runs where there are none.
+
+Shapes: leading dims of any number, F ffn.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moe_graphs.kernels.precision import accumulation_dtype, rounded
+
+
+def swiglu(x_R2F: Tensor) -> Tensor:
+    """``silu(gate) * up`` of rows that hold gate and up side by side; fp32 inside, rounded once."""
+    gate_RF, up_RF = x_R2F.to(accumulation_dtype(x_R2F)).chunk(2, dim=-1)
+    return (functional.silu(gate_RF) * up_RF).to(x_R2F.dtype)
+
+
+def swiglu_forward(x_R2F: Tensor) -> Tensor:
+    """``swiglu`` in place: one fp32 temporary instead of four; not differentiable."""
+    gate_RF, up_RF = x_R2F.chunk(2, dim=-1)
+    gate_RF = gate_RF.to(accumulation_dtype(x_R2F), copy=True)
+    return rounded(functional.silu(gate_RF, inplace=True).mul_(up_RF), x_R2F.dtype)
+
+
+def swiglu_backward(x_R2F: Tensor, dh_RF: Tensor) -> Tensor:
+    """The gradient of ``x_R2F``."""
+    dtype = accumulation_dtype(x_R2F)
+    gate_RF, up_RF = x_R2F.chunk(2, dim=-1)
+    gate_RF = gate_RF.to(dtype)
+    dx_R2F = torch.empty_like(x_R2F)
+    dgate_RF, dup_RF = dx_R2F.chunk(2, dim=-1)
+    dup_RF.copy_(functional.silu(gate_RF).mul_(dh_RF))
+    dsilu_RF = up_RF.to(dtype, copy=True).mul_(dh_RF)
+    dgate_RF.copy_(torch.ops.aten.silu_backward(dsilu_RF, gate_RF))
+    return dx_R2F

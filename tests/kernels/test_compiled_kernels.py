@@ -1,0 +1,350 @@
+"""Every kernel variant, compiled for an H200 without one: registers, WGMMA, and what loops carry.
+
+Two silent miscompiles of Triton 3.6 (also in 3.7.1) hit software-pipelined scheduling code, one of
+them as a deadlock. They are reproduced here, and the loops of our kernels are checked for them.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from triton.experimental import gluon  # noqa: E402
+from triton.experimental.gluon import language as gl  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from compiled import Compiled, launch_compiler  # noqa: E402
+from grids import grid  # noqa: E402
+from moe_graphs import kernels  # noqa: E402
+from moe_graphs.kernels import (  # noqa: E402
+    choose_experts_triton,
+    cross_entropy_triton,
+    heads_triton,
+    permute_triton,
+    row_order_triton,
+    swiglu_triton,
+)
+from moe_graphs.kernels.gemm import gluon_parts, tiles  # noqa: E402
+from moe_graphs.kernels.gemm import launch as gemm  # noqa: E402
+
+SHARED_LIMIT = 232448  # bytes a block may use on Hopper
+VARIANTS = ("split", "pingpong", "tma", "pointer")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+# Values carried by the loops, per partition, tile loop first. Records are loaded one tile ahead, so
+# they are carried; a missing one is a miscompile.
+#   rows consumer: slot, phase (ping-pong: passed), first, tiles_m, start, end | K loops:
+#   slot, phase (of a half without rows); slot, phase, acc.   producer: slot, phase, e, first,
+#   tiles_m, start, end | slot, phase
+ROWS_CARRY = {"split": [6, 2, 3] * 2 + [7, 2], "pingpong": [5, 3] * 2 + [7, 2]}
+#   weights consumer: slot, phase (ping-pong: passed), e, start, end, and if it is used part | slot,
+#   phase, acc.   producer: slot, phase, start, end, and if it zeros a chunk and its expert | slot,
+#   phase, chunk, expert | the chunks that are left
+WEIGHTS_CARRY = {"split": 5, "pingpong": 4}
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    return launch_compiler(monkeypatch)
+
+
+def work(words: int) -> tiles.WorkList:
+    records = torch.zeros(64, words, dtype=torch.int32)
+    return tiles.WorkList(records, torch.zeros(4, dtype=torch.int32), records)
+
+
+def check(kernel: Compiled, wgmma: bool) -> None:
+    assert kernel.spills == 0, kernel.log
+    assert kernel.serialised == []
+    assert kernel.shared <= SHARED_LIMIT
+    assert not kernel.reused_barriers
+    assert ("wgmma.mma_async" in kernel.ptx) == wgmma
+    # 16-bit operands of either major go to WGMMA as they lie: no transposing copies.
+    assert "ttg.local_alloc %" not in kernel.ttgir or not wgmma
+
+
+@pytest.mark.parametrize(
+    ("name", "transposed", "columns", "dtype"),
+    grid(
+        [*VARIANTS, "split, cut along K"],
+        [False, True],
+        [(1024, BF16), (1024, FP16), (384, BF16)],
+    ),
+)
+def test_rows(compiled, name, transposed, columns, dtype):
+    name, _, cut = name.partition(", ")
+    x, out = torch.empty(4096, 512, dtype=dtype), torch.empty(4096, columns, dtype=dtype)
+    w = torch.empty((8, columns, 512) if transposed else (8, 512, columns), dtype=dtype)
+    variant = gemm.row_variant(name, columns)
+    partials = torch.empty(132, variant.block_m, variant.block_n) if cut else None
+    launch = gemm.rows_launch(variant, x, w, out, work(8), transposed, 132, partials)
+    (kernel,) = compiled(launch.run, arch=80 if name == "pointer" else 90)
+    check(kernel, wgmma=name != "pointer")
+    if name in ROWS_CARRY:
+        assert kernel.carried == ROWS_CARRY[name]
+    if name == "tma":  # flattened: one loop over all K steps of all tiles, with the next's state
+        assert max(kernel.carried) > 10
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("columns", [1024, 384])
+def test_gathered_rows(compiled, columns, dtype):
+    x, out = torch.empty(512, 512, dtype=dtype), torch.empty(4096, columns, dtype=dtype)
+    w, order = torch.empty(8, 512, columns, dtype=dtype), torch.zeros(4096, dtype=torch.int64)
+    variant = gemm.row_variant("gather", columns)
+    launch = gemm.gathered_launch(variant, x, order, 8, w, out, work(8), 132)
+    (kernel,) = compiled(launch.run)
+    check(kernel, wgmma=True)
+    # The producer's K loop also carries its pointers; the fence is the consumers'.
+    assert kernel.carried == [6, 2, 3] * 2 + [7, 3]
+    assert kernel.ptx.count("cp.async.ca.shared") + kernel.ptx.count("cp.async.cg.shared") > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "splits", "out_dtype", "add"),
+    grid(
+        VARIANTS,
+        [1024, 384],
+        [False, True],
+        [(BF16, ""), (FP32, ""), (FP32, "fetch"), (FP32, "reduce")],
+    ),
+)
+def test_weights(compiled, name, columns, splits, out_dtype, add):
+    x, dy = torch.empty(4096, 512, dtype=BF16), torch.empty(4096, columns, dtype=BF16)
+    experts = 4 if add == "reduce" else 8  # 1024 rows per expert, or 512
+    dw = torch.empty(experts, 512, columns, dtype=out_dtype)
+    variant = gemm.weight_variant(name, columns, out_dtype)
+    partials = torch.empty(4, 512, columns) if splits else None
+    launch = gemm.weights_launch(variant, x, dy, dw, work(4), add != "", 132, partials)
+    (kernel,) = compiled(launch.run, arch=80 if name == "pointer" else 90)
+    check(kernel, wgmma=name != "pointer")
+    if name in WEIGHTS_CARRY or name == "tma":
+        reduces = add == "reduce" or (add == "fetch" and name == "tma")
+        assert ("cp.reduce.async.bulk" in kernel.ptx) == reduces
+    if name in WEIGHTS_CARRY:
+        outer = WEIGHTS_CARRY[name] + (splits or add == "fetch")
+        producer = [4, 2] if add else [6, 4, 0]
+        assert kernel.carried == [outer, 3] * 2 + producer
+        check_row_bounds(kernel)
+
+
+def check_row_bounds(kernel: Compiled) -> None:
+    """The row loop of a consumer ends where the carried record says, not at the first one's."""
+    outer = None
+    for loop in kernel.loops:
+        if len(loop.carried) > 3:
+            outer = loop
+        elif len(loop.carried) == 3:
+            assert {loop.start, loop.stop} <= set(outer.carried), loop
+
+
+@pytest.mark.parametrize("experts", [8, 128, 512, 1024])
+def test_work_lists_and_routing(compiled, experts):
+    offsets = torch.zeros(experts, dtype=torch.int32)
+    pairs = torch.zeros(16384, 8, dtype=torch.int64)
+
+    def launches():
+        tiles.row_tiles(offsets, 4096, 128)
+        tail = tiles.Tail(16, 64, 132)
+        rows = tiles.row_tiles(offsets, 4096, 128, tail)
+        tiles.add_tail_(torch.empty(64, 512, dtype=BF16), torch.empty(132, 128, 256), rows, tail)
+        order = tiles.expert_order(offsets, skip_empty=True, limit=512)
+        tiles.add_partials_(torch.empty(8, 64, 64), torch.empty(4, 64, 64), order, True)
+        tiles.zero_tail_(torch.empty(64, 512, dtype=BF16), offsets)
+        row_order_triton.sort_pairs(pairs, experts)
+
+    found = compiled(launches)
+    assert len(found) == 9
+    for kernel in found:
+        check(kernel, wgmma=False)
+        assert "atom" not in kernel.ptx  # deterministic by construction
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_elementwise(compiled, dtype):
+    inverse, weights = torch.zeros(64, 8, dtype=torch.int64), torch.zeros(64, 8)
+    hidden, rows = torch.empty(64, 2880, dtype=dtype), torch.empty(512, 2880, dtype=dtype)
+
+    def launches():
+        for given in (weights, None):
+            permute_triton.spread_rows(hidden, inverse, given, 512, False)
+            permute_triton.collect_rows(rows, inverse, given)
+        permute_triton.dot_rows(rows, inverse, hidden)
+        swiglu_triton.swiglu_forward(rows)
+        swiglu_triton.swiglu_backward(rows, rows[:, :1440])
+
+    found = compiled(launches)
+    assert len(found) == 7
+    for kernel in found:
+        check(kernel, wgmma=False)
+        assert "atom" not in kernel.ptx
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "groups", "top_groups", "sigmoid", "biased", "coef"),
+    grid(
+        [
+            (128, 8, 1, 1),
+            (8, 2, 1, 1),
+            (256, 8, 8, 4),
+            (512, 32, 1, 1),
+            (100, 3, 4, 2),
+            (512, 8, 8, 4),
+        ],
+        [False, True],
+        [(True, 0.01), (False, 0.0)],
+    ),
+)
+def test_router(compiled, experts, top_k, groups, top_groups, sigmoid, biased, coef):
+    logits, weights = torch.empty(64, experts), torch.empty(64, top_k)
+    ranks = torch.zeros(64, experts, dtype=torch.int8)
+    counts = torch.zeros(experts, dtype=torch.int64)
+    bias, loss = torch.empty(experts) if biased else None, torch.zeros(())
+    rule = kernels.RoutingRule(top_k, sigmoid, True, 2.5, groups, top_groups, coef, coef)
+
+    def launches():
+        choose_experts_triton.choose_experts(logits, bias, *rule)
+        for split in (False, True):
+            choose_experts_triton.choose_experts_backward(
+                logits, ranks, counts, weights, loss, split, *rule[:4], coef, coef
+            )
+
+    found = compiled(launches)
+    assert len(found) == 4
+    for kernel in found:
+        check(kernel, wgmma=False)
+        assert "atom" not in kernel.ptx
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("vocabulary", [256, 50257, 151936])
+def test_cross_entropy(compiled, vocabulary, dtype):
+    logits = torch.empty(4, vocabulary, dtype=dtype)
+    targets = torch.zeros(4, dtype=torch.int64)
+
+    def launches():
+        losses, logsumexp = cross_entropy_triton.cross_entropy_rows(logits, targets, -100)
+        mean, count = cross_entropy_triton.mean_of_counted(losses, targets, -100)
+        for divisor in (count, None):
+            cross_entropy_triton.cross_entropy_backward(
+                logits, targets, logsumexp, mean, divisor, -100
+            )
+
+    found = compiled(launches)
+    assert len(found) == 4
+    for kernel in found:
+        check(kernel, wgmma=False)
+        assert "atom" not in kernel.ptx
+    if vocabulary % 8 == 0:
+        for kernel in (found[0], found[2]):
+            assert "ld.global.v4.b32" in kernel.ptx, kernel.name
+
+
+@pytest.mark.parametrize(
+    ("norm", "heads", "kv_heads", "size", "dtype"),
+    grid(["none", "head", "full"], [(32, 4, 128), (12, 12, 64), (6, 2, 96)], [BF16, FP32]),
+)
+def test_heads(compiled, norm, heads, kv_heads, size, dtype):
+    qkv = torch.empty(2, 64, (heads + 2 * kv_heads) * size, dtype=dtype)
+    table = torch.empty(64, size // 2)
+    weights = (None, None)
+    if norm != "none":
+        spans = (1, 1) if norm == "head" else (heads, kv_heads)
+        weights = tuple(torch.empty(span * size) for span in spans)
+    gradients = [torch.empty(2, n, 64, size, dtype=dtype) for n in (heads, kv_heads, kv_heads)]
+    gradients = [dy.transpose(1, 2) for dy in gradients]
+
+    def launches():
+        heads_triton.heads_forward(qkv, table, table, *weights, heads, kv_heads, 1e-5)
+        for wanted in {norm != "none", False}:
+            heads_triton.heads_backward(*gradients, qkv, table, table, *weights, 1e-5, wanted)
+
+    found = compiled(launches)
+    assert len(found) == (2 if norm == "none" else 4)
+    for kernel in found:
+        check(kernel, wgmma=False)
+        assert "atom" not in kernel.ptx
+
+
+def test_fake_cuda_tensors_see_static_shapes():
+    """The whole dropless path, traced without launching anything."""
+    with FakeTensorMode():
+        hidden = torch.empty(64, 128, device="cuda", dtype=BF16)
+        weights = torch.empty(64, 4, device="cuda")
+        ids = torch.empty(64, 4, device="cuda", dtype=torch.int64)
+        w1 = torch.empty(8, 128, 192, device="cuda", dtype=BF16)
+        w2 = torch.empty(8, 96, 128, device="cuda", dtype=BF16)
+        order = kernels.route_rows(ids, 8)
+        rows = kernels.grouped_gemm(kernels.permute(hidden, order), w1, order.offsets_E)
+        rows = kernels.grouped_gemm(kernels.swiglu(rows), w2, order.offsets_E)
+        assert kernels.gather_gemm(hidden, order, w1).shape == (256, 192)
+        out = kernels.unpermute(rows, order, weights)
+        assert out.shape == hidden.shape
+        rule = kernels.RoutingRule(4, False, True, 1.0, 1, 1, 0.01, 0.001)
+        gate = torch.empty(8, 128, device="cuda", dtype=BF16)
+        chosen = kernels.route(hidden, gate, None, rule)
+        assert [x.shape for x in chosen] == [(64, 4), (64, 4), (), (8,)]
+        qkv = torch.empty(2, 16, 8 * 64, device="cuda", dtype=BF16)
+        table, weight = torch.empty(16, 32, device="cuda"), torch.ones(64, device="cuda")
+        query, key, value = kernels.split_heads(qkv, table, table, 4, 2, weight, weight)
+        assert [x.shape for x in (query, key, value)] == [(2, 16, n, 64) for n in (4, 2, 2)]
+        given = (qkv, table, table, weight, weight)
+        found = heads_triton.heads_backward(query, key, value, *given, 1e-5, True)
+        assert [x.shape for x in found] == [qkv.shape, weight.shape, weight.shape]
+
+
+@triton.jit
+def previous_is_current(out, n):
+    current = triton.language.program_id(0)
+    previous = current
+    for k in range(n):
+        triton.language.store(out + k, previous)
+        previous = current
+        current = current + 3
+
+
+@gluon.jit
+def bound_of_a_nested_loop(out, ends, n):
+    stop = gl.load(ends)
+    for t in range(n):
+        now = stop
+        stop = gl.load(ends + t + 1)
+        for k in range(now):
+            gl.store(out + k, t)
+
+
+@pytest.mark.xfail(strict=True, reason="Triton 3.6 and 3.7.1 drop `previous = current`")
+def test_trap_previous_is_current(compiled):
+    (kernel,) = compiled(lambda: launch(previous_is_current, 1))
+    assert kernel.carried == [2]
+
+
+@pytest.mark.xfail(strict=True, reason="Triton 3.6 and 3.7.1 drop a value that is only a bound")
+def test_trap_bound_of_a_nested_loop(compiled):
+    (kernel,) = compiled(lambda: launch(bound_of_a_nested_loop, 2))
+    assert 1 in kernel.carried
+
+
+@gluon.jit
+def store_number(barriers, out, number):
+    gl.store(out, number)
+
+
+@gluon.jit
+def barriers_without_use(out, n):
+    arguments = (gluon_parts.make_barriers(2, 1), out, gl.load(out) * n)
+    gl.warp_specialize([(store_number, arguments), (store_number, arguments)], [4], [24])
+
+
+@pytest.mark.xfail(strict=True, reason="Triton 3.6 gives memory of barriers to arguments")
+def test_trap_barriers_without_use(compiled):
+    """Under preemption a partition then reads the barrier's initial value as its argument."""
+    (kernel,) = compiled(lambda: launch(barriers_without_use, 1))
+    assert not kernel.reused_barriers
+
+
+def launch(kernel: JITFunction, pointers: int) -> None:
+    kernel[(1,)](*(torch.zeros(8, dtype=torch.int32) for _ in range(pointers)), 5)

@@ -1,0 +1,36 @@
+"""split_heads on the CPU: what it refuses, what it keeps, and that values are no copy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_graphs.kernels.heads import split_heads
+
+QKV, TABLE, WEIGHT = torch.randn(2, 5, 8 * 6), torch.randn(5, 3), torch.ones(6)
+
+
+def test_values_are_a_view():
+    query, key, value = split_heads(QKV, TABLE, TABLE, 4, 2)
+    assert [x.shape for x in (query, key, value)] == [(2, 5, n, 6) for n in (4, 2, 2)]
+    assert torch.equal(value.flatten(2), QKV[..., 36:])
+    assert value.untyped_storage().data_ptr() == QKV.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((QKV[..., :-1], TABLE, TABLE, 4, 2), r"4 \+ 2 \* 2"),
+        ((QKV[..., :40], TABLE, TABLE, 4, 2), "even size"),
+        ((QKV[0], TABLE, TABLE, 4, 2), "batch, sequence"),
+        ((QKV, TABLE[:4], TABLE[:4], 4, 2), r"\(5, 3\), one row a position"),
+        ((QKV, TABLE, TABLE[:, :2], 4, 2), r"\(5, 3\), one row a position"),
+        ((QKV, TABLE, TABLE, 4, 2, WEIGHT), "two weights"),
+        ((QKV, TABLE, TABLE, 4, 2, WEIGHT, WEIGHT[:5]), "two weights"),
+        ((QKV, TABLE, TABLE, 4, 2, torch.ones(24), WEIGHT), "two weights"),
+        ((QKV, TABLE, TABLE, 4, 2, WEIGHT, WEIGHT, 0.0), "eps above 0"),
+    ],
+)
+def test_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        split_heads(*arguments)

@@ -1,0 +1,186 @@
+"""The plain Triton kernels around the GEMMs against plain torch, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+pytest.importorskip("triton")
+
+from moe_graphs.kernels import (
+    RowOrder,
+    cross_entropy_triton,
+    heads_triton,
+    permute,
+    permute_triton,
+    route_rows,
+    row_order_triton,
+    swiglu_reference,
+    swiglu_triton,
+    unpermute,
+)
+from moe_graphs.kernels.heads import _SplitHeads, plain_split_heads
+
+POISON = 777.0
+
+pytestmark = pytest.mark.usefixtures("interpreted", "poisoned_memory")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts"),
+    [(3, 2, 3), (100, 8, 64), (300, 4, 7), (40, 2, 1000), (0, 2, 4)],
+)
+def test_sort_pairs(tokens, top_k, experts):
+    torch.manual_seed(0)
+    ids = torch.randint(0, experts, (tokens, top_k))
+    expected = route_rows(ids, experts)
+    order, inverse, offsets = row_order_triton.sort_pairs(ids, experts)
+    assert torch.equal(order, expected.order_R)
+    assert torch.equal(inverse, expected.inverse_R)
+    assert torch.equal(offsets, expected.offsets_E)
+
+
+def test_sort_pairs_example():
+    ids = torch.tensor([[2, 0], [0, 1], [2, 1]])
+    order, inverse, offsets = row_order_triton.sort_pairs(ids, 3)
+    assert order.tolist() == [1, 2, 3, 5, 0, 4]
+    assert inverse.tolist() == [4, 0, 1, 2, 5, 3]
+    assert offsets.tolist() == [2, 4, 6]
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+@pytest.mark.parametrize(("tokens", "top_k", "width"), [(13, 3, 72), (5, 1, 2100)])
+def test_permute(tokens, top_k, width, gaps):
+    torch.manual_seed(0)
+    inverse = torch.randperm(tokens * top_k).view(tokens, top_k)
+    if gaps:
+        inverse[2, 0], inverse[4, top_k - 1] = -1, -1
+    flat = inverse.reshape(-1)
+    order = torch.full((flat.numel(),), -1)
+    order[flat[flat >= 0]] = torch.arange(flat.numel())[flat >= 0]
+    row_order = RowOrder(order, flat, torch.tensor([flat.numel()], dtype=torch.int32), gaps)
+    hidden, rows = torch.randn(tokens, width), torch.randn(len(flat), width, requires_grad=True)
+    weights = torch.rand(tokens, top_k, requires_grad=True)
+    moved = permute_triton.spread_rows(hidden, inverse, None, len(flat), gaps)
+    assert torch.equal(moved, permute(hidden, row_order))
+    out = unpermute(rows, row_order, weights)
+    torch.testing.assert_close(permute_triton.collect_rows(rows, inverse, weights), out)
+    out.backward(hidden)
+    moved = permute_triton.spread_rows(hidden, inverse, weights, len(flat), gaps)
+    torch.testing.assert_close(moved, rows.grad)
+    torch.testing.assert_close(permute_triton.dot_rows(rows, inverse, hidden), weights.grad)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy: log(0), a maximum of NaNs
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(("rows", "vocabulary"), [(7, 2500), (3, 300), (5, 1)])
+def test_cross_entropy(rows, vocabulary, reduction):
+    torch.manual_seed(0)
+    targets = torch.randint(vocabulary, (rows,))
+    targets[1] = -100
+    # Rows that lie apart, with logits that must not be read behind them, and masked logits.
+    padded = torch.cat([3 * torch.randn(rows, vocabulary), torch.full((rows, 4), POISON)], 1)
+    logits = padded[:, :vocabulary].requires_grad_()
+    logits.data[0, : vocabulary // 2] = -torch.inf
+    targets[0] = vocabulary - 1
+    losses, logsumexp = cross_entropy_triton.cross_entropy_rows(logits.detach(), targets, -100)
+    expected = functional.cross_entropy(logits, targets, reduction=reduction)
+    grad, count = torch.rand(expected.shape), None
+    expected.backward(grad)
+    found = losses
+    if reduction == "mean":
+        found, count = cross_entropy_triton.mean_of_counted(losses, targets, -100)
+        assert count == rows - 1
+    elif reduction == "sum":
+        found = losses.sum()
+    torch.testing.assert_close(found, expected.detach())
+    found = cross_entropy_triton.cross_entropy_backward(
+        logits.detach(), targets, logsumexp, grad, count, -100
+    )
+    torch.testing.assert_close(found, logits.grad)
+
+
+@pytest.mark.parametrize("target", [-1, 300, 1 << 40])
+def test_cross_entropy_of_a_target_outside_the_vocabulary(target):
+    """NaN for that row, and the others as they should be."""
+    torch.manual_seed(0)
+    logits, targets = torch.randn(3, 300), torch.tensor([5, target, 299])
+    losses, logsumexp = cross_entropy_triton.cross_entropy_rows(logits, targets, -100)
+    found = cross_entropy_triton.cross_entropy_backward(
+        logits, targets, logsumexp, torch.ones(()), None, -100
+    )
+    assert losses.isnan().tolist() == [False, True, False]
+    assert found.isnan().all(1).tolist() == found.isnan().any(1).tolist() == [False, True, False]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy: log(0), a maximum of NaNs
+@pytest.mark.parametrize("target", [0, 1])
+def test_cross_entropy_of_infinite_logits(target):
+    """Never a plausible number: a diverged model has to show."""
+    for value in (torch.inf, torch.nan):
+        logits = torch.tensor([[1.0, value, 2.0], [-torch.inf] * 3])
+        targets = torch.full((2,), target)
+        assert functional.cross_entropy(logits, targets, reduction="none").isnan().all()
+        assert cross_entropy_triton.cross_entropy_rows(logits, targets, -100)[0].isnan().all()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy: log(0), a maximum of NaNs
+def test_cross_entropy_of_no_rows_that_count():
+    logits, targets = torch.randn(3, 20), torch.full((3,), 7)
+    losses, logsumexp = cross_entropy_triton.cross_entropy_rows(logits, targets, 7)
+    assert losses.tolist() == [0, 0, 0]
+    mean, count = cross_entropy_triton.mean_of_counted(losses, targets, 7)
+    assert mean.isnan()
+    assert count == 0
+    found = cross_entropy_triton.cross_entropy_backward(
+        logits, targets, logsumexp, torch.ones(()), count, 7
+    )
+    assert torch.equal(found, torch.zeros(3, 20))
+    losses, logsumexp = cross_entropy_triton.cross_entropy_rows(logits[:0], targets[:0], 7)
+    assert cross_entropy_triton.mean_of_counted(losses, targets[:0], 7)[0].isnan()
+
+
+@pytest.mark.parametrize(("rows", "ffn"), [(13, 24), (3, 300)])
+def test_swiglu(rows, ffn):
+    torch.manual_seed(0)
+    x, dh = torch.randn(rows, 2 * ffn, requires_grad=True), torch.randn(rows, ffn)
+    expected = swiglu_reference.swiglu(x)
+    expected.backward(dh)
+    with torch.no_grad():
+        torch.testing.assert_close(swiglu_triton.swiglu_forward(x), expected)
+        torch.testing.assert_close(swiglu_triton.swiglu_backward(x, dh), x.grad)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "norm", "length"),
+    [
+        (4, 2, 8, "none", 3),
+        (4, 2, 8, "head", 3),
+        (3, 3, 12, "full", 3),
+        (5, 1, 1024, "head", 2),
+    ],
+)
+def test_heads(monkeypatch, heads, kv_heads, size, norm, length):
+    """Gradients come as attention returns them: [B, H, S, Q], transposed. Several tokens for a
+    program, and for the last size several tiles for a token."""
+    monkeypatch.setattr(heads_triton, "PROGRAMS", 3)
+    monkeypatch.setitem(heads_triton.ADD_SUMS, "COLS", 128)  # fewer programs of the small kernel
+    torch.manual_seed(0)
+    qkv = torch.randn(2, length, (heads + 2 * kv_heads) * size, requires_grad=True)
+    angles = torch.randn(length, size // 2)
+    inputs, weights = [qkv], (None, None)
+    if norm != "none":
+        spans = (1, 1) if norm == "head" else (heads, kv_heads)
+        weights = tuple(torch.randn(span * size, requires_grad=True) for span in spans)
+        inputs += weights
+    given = (qkv, angles.cos(), angles.sin(), *weights, heads, kv_heads, 0.1)
+    plain, found = plain_split_heads(*given), _SplitHeads.apply(*given)
+    gradients = [torch.randn_like(x.transpose(1, 2)).transpose(1, 2) for x in plain]
+    expected = torch.autograd.grad(plain, inputs, gradients)
+    together = torch.autograd.grad(found, inputs, gradients, retain_graph=True)
+    for got, want in zip((*found, *together), (*plain, *expected), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    for leaf, want in zip(inputs, together, strict=True):
+        (alone,) = torch.autograd.grad(found, leaf, gradients, retain_graph=True)
+        assert torch.equal(alone, want)

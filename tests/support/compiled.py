@@ -1,0 +1,141 @@
+"""Compiles Triton kernels on a machine without a GPU, and reads what ptxas says.
+
+A kernel is compiled once: Triton keeps what it made on disk, by what it was made of, and what ptxas
+said is kept beside it. So processes of a test run share it, and the next run has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+
+@dataclass(frozen=True)
+class CompileOnlyDriver:
+    """Enough of a driver to compile: the target, and a device number nothing else uses."""
+
+    arch: int
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return 1000 + self.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Loop:
+    """An `scf.for` of a kernel's TTGIR: its bounds, and the values it carries."""
+
+    start: str
+    stop: str
+    carried: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One compiled kernel: its IR and the register and warning lines of ptxas."""
+
+    name: str
+    ttgir: str
+    ptx: str
+    log: str
+    shared: int
+
+    @property
+    def spills(self) -> int:
+        return sum(map(int, re.findall(r"(\d+) bytes spill", self.log)))
+
+    @property
+    def serialised(self) -> list[str]:
+        """Warnings C75xx: WGMMAs that ptxas could not keep in flight."""
+        return re.findall(r".*(?:C75\d\d|serializ).*", self.log)
+
+    @property
+    def reused_barriers(self) -> set[str]:
+        """Offsets in shared memory where a barrier is initialised and plain memory lies, too."""
+        bases = re.findall(r"mov\.b32 \s*(%r\d+), global_smem;", self.ptx)
+        sums = re.findall(r"add\.s32 \s*(%r\d+), (%r\d+), (\d+);", self.ptx)
+        offsets = dict.fromkeys(bases, "0")
+        offsets |= {register: offset for register, base, offset in sums if base in bases}
+        barriers = re.findall(r"mbarrier\.init\S* \s*\[(%r\d+)\]", self.ptx)
+        plain = re.findall(r"(?:ld|st)\.shared\S* [^\[;]*\[global_smem\+?(\d*)\]", self.ptx)
+        return {offsets[barrier] for barrier in barriers} & {offset or "0" for offset in plain}
+
+    @property
+    def loops(self) -> list[Loop]:
+        """In order of the text: default partition, then the others, outer loop first."""
+        found = re.findall(
+            r"scf\.for %\w+ = (\S+) to (\S+) step \S+(?: iter_args\((.*?)\))? ", self.ttgir
+        )
+        return [Loop(a, b, tuple(re.findall(r"(%\w+) = ", c))) for a, b, c in found]
+
+    @property
+    def carried(self) -> list[int]:
+        return [len(loop.carried) for loop in self.loops]
+
+
+def launch_compiler(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Compiled]]:
+    """`compiled(function)`: calls it with every launch only compiled, returns the kernels."""
+    kernels = []
+    run = JITFunction.run
+
+    def only_compile(self, *args, grid, warmup, **kwargs):
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        kernels.append(_inspect(self.__name__, kernel, said.getvalue()))
+
+    def compiled(function: Callable, arch: int = 90) -> list[Compiled]:
+        kernels.clear()
+        # Not set_active: its undoing looks for a GPU.
+        monkeypatch.setattr(triton.runtime.driver, "_active", CompileOnlyDriver(arch))
+        monkeypatch.setattr(knobs.nvidia, "dump_ptxas_log", True)  # to standard output
+        function()
+        return list(kernels)
+
+    monkeypatch.setattr(JITFunction, "run", only_compile)
+    return compiled
+
+
+def _inspect(name: str, kernel: Any, log: str) -> Compiled:
+    """`log` is empty where Triton had the kernel already."""
+    ptx = kernel.asm["ptx"]
+    kept = Path(knobs.cache.dir) / "ptxas" / f"{hashlib.sha256(ptx.encode()).hexdigest()}.log"
+    if not log:
+        log = kept.read_text() if kept.exists() else _ptxas(ptx, kernel.metadata.target.arch)
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=kept.parent, delete=False) as file:
+            file.write(log)
+        Path(file.name).replace(kept)
+    return Compiled(name, kernel.asm["ttgir"], ptx, log, kernel.metadata.shared)
+
+
+def _ptxas(ptx: str, arch: int) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        target = f"--gpu-name=sm_{arch}{'a' if arch >= 90 else ''}"
+        command = [knobs.nvidia.ptxas.path, "-v", target, str(source), "-o", f"{source}.cubin"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr

@@ -1,0 +1,125 @@
+"""A call of every public op of `moe_graphs.kernels`, for tests that hold for all of them.
+
+Shapes: T tokens, D model, F ffn, E experts, K top-k, R = T*K rows, N rows of logits, V vocabulary,
+B batch, S sequence, M heads side by side, Q head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_graphs import kernels
+from moe_graphs.kernels.heads_reference import rotate
+
+T, D, F, E, K = 24, 64, 16, 4, 2  # 64 is what the kernel of gathered rows takes at least
+RULE = kernels.RoutingRule(
+    top_k=K,
+    sigmoid=True,
+    normalize=True,
+    scaling=2.5,
+    num_groups=2,
+    top_k_groups=1,
+    aux_loss_coef=0.1,
+    z_loss_coef=0.01,
+)
+
+
+@dataclass(frozen=True)
+class OpCase:
+    """`run(*leaves)` gives tensors; gradients flow from those of floats to all leaves."""
+
+    run: Callable[..., Sequence[Tensor]]
+    leaves: list[Tensor]
+
+    def results(self, run: Callable[..., Sequence[Tensor]]) -> list[Tensor]:
+        """Outputs, then the leaves' gradients for fixed ones of the outputs."""
+        outputs = list(run(*self.leaves))
+        found = [o.detach() for o in outputs]
+        floats = [o for o in outputs if o.requires_grad]
+        if floats:
+            gradients = [torch.linspace(-1, 1, o.numel()).view(o.shape).to(o) for o in floats]
+            found += torch.autograd.grad(floats, self.leaves, gradients)
+        return found
+
+
+def op_cases(
+    place: Callable[[Tensor], Tensor] = lambda x: x, dtype: torch.dtype = torch.float32
+) -> dict[str, OpCase]:
+    """Name -> case. `place` brings a tensor from the CPU to where the case is to run."""
+    generator = torch.Generator().manual_seed(0)
+
+    def leaf(*shape: int) -> Tensor:
+        return place(torch.randn(shape, generator=generator).to(dtype)).requires_grad_()
+
+    def random(*shape: int) -> Tensor:
+        return place(torch.rand(shape, generator=generator))
+
+    targets_N = torch.randint(40, (T,), generator=generator)
+    targets_N[::3] = -100
+    targets_N = place(targets_N)
+    experts_TK, bias_E = torch.rand((T, E), generator=generator).topk(K).indices, random(E)
+    order, gapped = _orders(experts_TK, place)
+    experts_TK = place(experts_TK)
+    tables, weights_TK = (random(6, 4), random(6, 4)), random(T, K).requires_grad_()
+
+    def heads(qkv_BSM: Tensor, *weights: Tensor) -> Sequence[Tensor]:
+        return kernels.split_heads(qkv_BSM, *tables, 4, 2, *weights)
+
+    def losses(logits_NV: Tensor) -> Sequence[Tensor]:
+        kinds = ("mean", "sum", "none")
+        return [kernels.cross_entropy(logits_NV, targets_N, reduction=kind) for kind in kinds]
+
+    return {
+        "cross_entropy": OpCase(losses, [leaf(T, 40)]),
+        "gather_gemm": OpCase(
+            lambda x, w: [kernels.gather_gemm(x, order, w)], [leaf(T, D), leaf(E, D, F)]
+        ),
+        "grouped_gemm": OpCase(
+            lambda x, w: [kernels.grouped_gemm(x, w, order.offsets_E)],
+            [leaf(T * K, D), leaf(E, D, F)],
+        ),
+        "permute": OpCase(lambda x: [kernels.permute(x, order)], [leaf(T, D)]),
+        "permute with gaps": OpCase(lambda x: [kernels.permute(x, gapped)], [leaf(T, D)]),
+        "rotate": OpCase(lambda x: [rotate(x, *tables)], [leaf(2, 6, 3, 8)]),
+        "route": OpCase(lambda x, w: kernels.route(x, w, bias_E, RULE), [leaf(T, D), leaf(E, D)]),
+        "route_rows": OpCase(lambda: _tensors(kernels.route_rows(experts_TK, E)), []),
+        "split_heads": OpCase(heads, [leaf(2, 6, 64)]),
+        "split_heads, norm per head": OpCase(heads, [leaf(2, 6, 64), leaf(8), leaf(8)]),
+        "split_heads, norm of all": OpCase(heads, [leaf(2, 6, 64), leaf(32), leaf(16)]),
+        "swiglu": OpCase(lambda x: [kernels.swiglu(x)], [leaf(T, 2 * F)]),
+        "unpermute": OpCase(
+            lambda x, w: [kernels.unpermute(x, order, w)], [leaf(T * K, D), weights_TK]
+        ),
+        "unpermute with gaps": OpCase(
+            lambda x, w: [kernels.unpermute(x, gapped, w)], [leaf(T * K, D), weights_TK]
+        ),
+        "all": OpCase(_layer, [leaf(T, D), leaf(E, D), leaf(E, D, 2 * F), leaf(E, F, D)]),
+    }
+
+
+def _layer(hidden_TD: Tensor, gate_ED: Tensor, w1: Tensor, w2: Tensor) -> Sequence[Tensor]:
+    """The dropless path of a layer; the order of rows is made within."""
+    chosen = kernels.route(hidden_TD, gate_ED, None, RULE)
+    order = kernels.route_rows(chosen.experts_TK, E)
+    rows = kernels.grouped_gemm(kernels.permute(hidden_TD, order), w1, order.offsets_E)
+    rows = kernels.grouped_gemm(kernels.swiglu(rows), w2, order.offsets_E, zero_tail=False)
+    return kernels.unpermute(rows, order, chosen.weights_TK), chosen.aux_loss
+
+
+def _tensors(order: kernels.RowOrder) -> Sequence[Tensor]:
+    return order.order_R, order.inverse_R, order.offsets_E
+
+
+def _orders(
+    experts_TK: Tensor, place: Callable[[Tensor], Tensor]
+) -> tuple[kernels.RowOrder, kernels.RowOrder]:
+    """Without gaps; and with its first row without a pair, and that pair without a row."""
+    order_R, inverse_R, offsets_E = _tensors(kernels.route_rows(experts_TK, E))
+    whole = kernels.RowOrder(*map(place, (order_R, inverse_R, offsets_E)))
+    order_R, inverse_R = order_R.clone(), inverse_R.clone()
+    inverse_R[order_R[:1]], order_R[0] = -1, -1
+    return whole, kernels.RowOrder(*map(place, (order_R, inverse_R, offsets_E)), has_gaps=True)
