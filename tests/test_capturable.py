@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import nn, optim
 from torch.optim import lr_scheduler as schedulers
 
-from moe_graphs.engine.rehearsal import capturable_only
+from moe_graphs import FullIteration
+from moe_graphs.engine.tracing import Trace
 from moe_graphs.training.capturable import (
     check_capturable_optimizer,
     check_capturable_scheduler,
@@ -76,7 +78,7 @@ def test_torchs_schedulers_move_the_tensors_in_place_and_do_not_wait(name, befor
         expected.step()
         sync_error = torch.cuda.set_sync_debug_mode if device == "cuda" else lambda mode: None
         sync_error("error")
-        with capturable_only(torch.device(device)):
+        with Trace(torch.device(device), strict=False):
             found.step()
         sync_error("default")
     assert addresses == [group["lr"].data_ptr() for group in tensors.param_groups]
@@ -134,7 +136,7 @@ def test_weight_decay_that_is_not_decoupled_is_refused():
     [
         (lambda p: optim.AdamW(p), "AdamW cannot be captured.*pass fused=True, capturable=True"),
         (lambda p: optim.Adam(p, foreach=True), "Adam cannot.*fused=True, capturable=True"),
-        (lambda p: optim.SGD(p), "SGD cannot be captured.*pass fused=True"),
+        (lambda p: optim.SGD(p, torch.tensor(0.1)), "SGD cannot be captured.*pass fused=True"),
         (lambda p: optim.Adagrad(p), "Adagrad cannot be captured.*pass fused=True"),
         (lambda p: optim.RMSprop(p), "RMSprop cannot be captured.*pass capturable=True"),
         (lambda p: optim.LBFGS(p), "LBFGS cannot.*use torch.optim.AdamW"),
@@ -148,6 +150,15 @@ def test_optimizers_that_cannot_be_captured_are_refused_by_name(make, message):
         check_capturable_optimizer(optimizer)
     with pytest.raises(ValueError, match=message):
         DeviceStep(optimizer)
+
+
+def test_plain_sgd_can_be_captured_until_its_rate_is_a_tensor():
+    plain = optim.SGD([nn.Parameter(torch.ones(2))], momentum=0.9)
+    check_capturable_optimizer(plain)
+    DeviceStep(plain)
+    tensor_hyperparameters(plain)
+    with pytest.raises(ValueError, match="SGD cannot be captured.*a tensor lr.*pass fused=True"):
+        check_capturable_optimizer(plain)
 
 
 def test_optimizers_that_cannot_skip_a_step_are_refused():
@@ -192,7 +203,7 @@ def test_capturable_optimizers_with_tensor_rates_replay_as_they_step(name):
             optimizer.param_groups[0]["lr"].fill_(0.1 / (1 + index))
             if recorded and index == 3:
                 backend = device_backend("cuda")
-                with backend.session(), backend.record(backend.new_pool()) as graphs:
+                with backend.record(backend.new_pool()) as graphs:
                     step()
                 replay = graphs[0].replay
             replay()
@@ -220,3 +231,87 @@ def test_loading_state_keeps_every_address_and_takes_floats(device):
     assert rates(optimizer) == [0.125, 0.125]
     theirs = [value for state in other.state.values() for value in state.values()]
     assert all(torch.equal(a, b) for a, b in zip(now[2:], theirs, strict=True))
+
+
+def steps_of_decay(device: str) -> tuple[optim.Optimizer, FullIteration]:
+    """A whole step with decays as tensors, captured, and a scheduler that keeps a first rate."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1, device=device)
+    optimizer = optim.AdamW(model.parameters(), lr=0.01, fused=True, capturable=device == "cuda")
+    tensor_hyperparameters(optimizer, weight_decay=True)
+    scheduler = schedulers.ExponentialLR(optimizer, 0.9)
+    device_step = DeviceStep(optimizer)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        device_step()
+        return loss
+
+    whole = FullIteration(step, model=model, optimizer=optimizer, state=[device_step])
+    for _ in range(5):
+        whole(torch.ones(2, 4, device=device))
+        scheduler.step()
+    return optimizer, whole
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_captured_step_goes_on_after_its_optimizers_state_was_loaded(device):
+    """Never silently different, B8: also the decay's tensor, and the scheduler's first rate."""
+    optimizer, whole = steps_of_decay(device)
+    (group,) = optimizer.param_groups
+    tensors = {name: value for name, value in group.items() if isinstance(value, torch.Tensor)}
+    assert tensors.keys() == {"lr", "initial_lr", "tensor_weight_decay"}
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["tensor_weight_decay"].fill_(0.5)
+    load_optimizer_state(optimizer, saved)
+    assert all(optimizer.param_groups[0][name] is value for name, value in tensors.items())
+    assert tensors["tensor_weight_decay"] == 0.5
+    whole(torch.ones(2, 4, device=device))
+    assert (whole.report().captures, whole.report().replayed) == (1, 3)
+    whole.release()
+
+
+def test_a_decay_goes_where_the_optimizer_has_it():
+    number, tensor = two_groups(0.1), two_groups(0.2)
+    tensor_hyperparameters(tensor, weight_decay=True)
+    decay = tensor.param_groups[0]["tensor_weight_decay"]
+    number.param_groups[0]["weight_decay"] = 0.25
+    load_optimizer_state(tensor, number.state_dict())
+    assert tensor.param_groups[0]["tensor_weight_decay"] is decay
+    assert [decay.item(), tensor.param_groups[0]["weight_decay"]] == [0.25, 0.0]
+    decay.fill_(0.75)
+    load_optimizer_state(number, tensor.state_dict())
+    assert "tensor_weight_decay" not in number.param_groups[0]
+    assert number.param_groups[0]["weight_decay"] == 0.75
+    assert type(number.param_groups[0]["lr"]) is float
+
+
+def test_a_state_that_would_take_tensors_away_is_refused_and_nothing_is_loaded():
+    optimizer = two_groups(0.5)
+    empty = copy.deepcopy(optimizer.state_dict())
+    for group in optimizer.param_groups:
+        group["params"][0].grad = torch.ones(2)
+    optimizer.step()
+    empty["param_groups"][0]["lr"] = 0.25
+    before = optimizer.state_dict()
+    with pytest.raises(ValueError, match=r"'step' of parameter 0 has shape \[\], got none"):
+        load_optimizer_state(optimizer, empty)
+    wide = copy.deepcopy(before)
+    wide["state"][1]["exp_avg"] = torch.ones(1)  # would fit by broadcasting
+    with pytest.raises(ValueError, match=r"'exp_avg' of parameter 1 has shape \[2\], got .*\[1\]"):
+        load_optimizer_state(optimizer, wide)
+    assert rates(optimizer) == [0.5, 0.5]
+    after = optimizer.state_dict()
+    assert all(
+        after["state"][i][name] is v for i in (0, 1) for name, v in before["state"][i].items()
+    )
+
+
+def test_betas_that_are_tensors_keep_their_addresses():
+    optimizer = two_groups(0.5)
+    betas = tuple(torch.tensor(value) for value in (0.5, 0.25))
+    optimizer.param_groups[0]["betas"] = betas
+    load_optimizer_state(optimizer, two_groups(0.5).state_dict())
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["betas"], betas, strict=True))
+    torch.testing.assert_close([beta.item() for beta in betas], [0.9, 0.999])

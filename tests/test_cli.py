@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import typer
 from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 from moe_graphs.cli import build_app
+from moe_graphs.terminal import print_json
 
 SMALL = ["--preset", "tiny", "--device", "cpu", "--batch-size", "1"]
 EAGER, WHOLE = ["--impl", "none"], ["--impl", "full_iteration", "--optimizer-in-graph"]
@@ -124,7 +130,7 @@ def test_a_new_run_gets_a_directory_of_its_own(text, tmp_path, monkeypatch):
         (["--scopes", "atn"], "did you mean 'attn'"),
         (["--impl", "none", "--scopes", "attn"], "impl='none' captures nothing"),
         (["--impl", "none", "--compare"], "nothing to compare with"),
-        (["--impl", "transformer_engine"], "not available in this version"),
+        (["--impl", "inductor"], "accepted are none, local, full_iteration"),
         (["--impl", "full_iteration", "--scopes", "attn"], "drop --scopes"),
         (["--optimizer-in-graph"], "use --impl full_iteration"),
         ([*WHOLE, "--dispatcher", "all_to_all"], "capture of the step failed"),
@@ -132,7 +138,21 @@ def test_a_new_run_gets_a_directory_of_its_own(text, tmp_path, monkeypatch):
         (["--microbatches", "3"], "does not divide"),
         (["--steps", "0"], "steps: 0 must be at least 1"),
         (["--resume", "nowhere"], "no checkpoint at nowhere"),
+        (["--device", "tpu"], "device: 'tpu' is none of cpu, cuda, and cuda:0"),
+        (["--device", "cpu:1"], "device: 'cpu:1' is none of"),
+        (["--device", "cuda:x"], "device: 'cuda:x' is none of"),
+        (["--device", ""], "device: '' is none of"),
+        (["--preset", ""], "'' is not one of tiny, small"),
+        (["--scopes", ""], "empty scope list captures nothing"),
+        (["--seed", 2**64], "seed: 18446744073709551616 must be from -2**63 to 2**64 - 1"),
+        (["--seed", -(10**30)], "seed: -1000000"),
+        (["--checkpoint-every", "-1"], "checkpoint_every: -1 must not be negative"),
+        (["--learning-rate", "nan"], "learning_rate: nan must be at least 0 and finite"),
+        (["--learning-rate", "inf"], "learning_rate: inf must be"),
+        (["--steps", 10**15], "out of memory: "),
+        (["--data", "nowhere"], "data: nothing at nowhere"),
     ],
+    ids=lambda value: None if isinstance(value, str) else " ".join(map(str, value)),
 )
 def test_bad_arguments_are_one_line_that_says_what_to_do(text, tmp_path, arguments, words):
     common = ["--preset", "tiny", "--device", "cpu", "--data", text, "--out", tmp_path / "run"]
@@ -141,6 +161,135 @@ def test_bad_arguments_are_one_line_that_says_what_to_do(text, tmp_path, argumen
     assert words in result.stderr
     assert result.stderr.splitlines()[-1].startswith("error: ")
     assert "Traceback" not in result.stderr
+
+
+@pytest.fixture(scope="module")
+def finished(text, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("finished") / "run"
+    common = ["--data", text, "--steps", 4, "--checkpoint-every", 2, *EAGER]
+    assert invoke(*SMALL, *common, "--out", out).exit_code == 0
+    return out
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_new_run_is_refused_where_another_run_lies(text, finished):
+    """B1: its checkpoints had lower steps, were deleted at once, and --resume took the others."""
+    before = contents(finished)
+    common = [*SMALL, *EAGER, "--data", text, "--seed", 5, "--steps", 2, "--out", finished]
+    result = invoke(*common, "--checkpoint-every", 1)
+    assert result.exit_code == 1
+    assert "holds another run (checkpoints/step_000004): give another --out" in result.stderr
+    assert contents(finished) == before
+
+
+@pytest.mark.parametrize("below", ["", "further/down"])
+def test_an_out_that_is_a_file_is_a_line(text, tmp_path, below):
+    (tmp_path / "file").touch()
+    common = [*SMALL, *EAGER, "--data", text, "--json", "--steps", 2]
+    result = invoke(*common, "--out", tmp_path / "file" / below)
+    assert "cannot be made a directory" in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+    assert result.exit_code == 1
+
+
+@pytest.mark.parametrize("part", ["model.safetensors", "training.pt", "settings.json"])
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_a_checkpoint_that_is_not_whole_is_a_line(text, finished, tmp_path, part, damage):
+    broken = shutil.copytree(finished, tmp_path / "broken")
+    path = broken / "checkpoints" / "step_000004" / part
+    path.write_bytes(path.read_bytes()[:100]) if damage == "truncated" else path.unlink()
+    common = [*SMALL, *EAGER, "--data", text, "--json", "--out", tmp_path / "out", "--steps", 9]
+    result = invoke(*common, "--resume", broken)
+    assert result.exit_code == 1
+    line = result.stderr.splitlines()[-1]
+    assert line.startswith(f"error: resume: {path} ")
+    assert "take another checkpoint" in line
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_resuming_with_other_text_and_another_dispatcher_says_so(finished, tmp_path):
+    other = tmp_path / "text"
+    other.mkdir()
+    for number in range(200):
+        (other / f"{number}.txt").write_text(f"{number} other words in another file\n" * 9)
+    changes = ["--data", other, "--dispatcher", "padded", "--steps", 5]
+    common = [*SMALL, *EAGER, "--resume", finished, "--out", tmp_path / "out", "--json"]
+    result = invoke(*common, *changes)
+    document = last_line(result)
+    assert document["resumed_from"].endswith("step_000004")
+    assert [line.partition(":")[0] for line in document["differences"]] == [
+        "steps",
+        "text",
+        "dispatcher",
+    ]
+    for line in document["differences"]:
+        assert f"resumed with another setting: {line}" in result.stderr
+    first, *_ = (tmp_path / "out" / "log.jsonl").read_text().splitlines()
+    assert json.loads(first)["differences"] == document["differences"]
+
+
+def test_a_comparison_resumes_nothing(text, finished):
+    result = invoke(*SMALL, "--data", text, "--compare", "--resume", finished, "--json")
+    assert "a comparison trains both from the seed" in result.stderr
+
+
+def test_help_imports_no_torch():
+    code = (
+        "import sys\n"
+        "from moe_graphs.cli import main\n"
+        "for command in ([], ['train'], ['bench'], ['bench', 'gemm']):\n"
+        "    sys.argv = ['moe-graphs', *command, '--help']\n"
+        "    try:\n"
+        "        main()\n"
+        "    except SystemExit as end:\n"
+        "        assert end.code == 0\n"
+        "for name in ('torch', 'numpy', 'triton', 'safetensors', 'matplotlib'):\n"
+        "    assert name not in sys.modules, name\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    for word in ("train", "bench", "--optimizer-in-graph", "--scopes", "--budget"):
+        assert word in done.stdout
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    code = (
+        "import os, typer\n"
+        "from moe_graphs.terminal import errors_in_a_line, print_json\n"
+        "def many():\n"
+        "    with errors_in_a_line():\n"
+        "        [print_json('x' * 99) for _ in range(9999)]\n"
+        "typer.run(many)\n"
+    )
+    command = f"'{sys.executable}' -c \"{code}\" | head -1"
+    done = subprocess.run(["bash", "-c", command], check=True, capture_output=True, text=True)
+    assert done.stdout.count("\n") == 1
+    assert "error" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"a": float("nan"), 1: [float("-inf")]}, {"a": "nan", "1": ["-inf"]}),
+        ({"a": (1.5, None, True, "text")}, {"a": [1.5, None, True, "text"]}),
+    ],
+)
+def test_a_document_is_json_whatever_the_numbers(capsys, value, expected):
+    print_json(value)
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == expected
+
+
+def test_the_commands_in_the_readme_are_commands():
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    lines = re.findall(r"^moe-graphs ([^#\n]*)", readme, re.MULTILINE)
+    assert len(lines) > 3
+    group = typer.main.get_command(build_app())
+    for line in lines:
+        name, *arguments = line.split()
+        group.commands[name].make_context(name, arguments)
 
 
 def test_the_command_runs_on_one_process(text, monkeypatch):

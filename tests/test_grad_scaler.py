@@ -1,4 +1,4 @@
-"""The scaler on the device: APEX's hysteresis as a table, torch's scaler, checkpoints."""
+"""The scaler on the device: APEX's and Megatron's hysteresis, torch's scaler, checkpoints."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from moe_graphs.training.grad_scaler import GradScaler
 from training_runs import DEVICES
 
 # Steps in a row, "." finite and "x" not, and the scale after each of them, starting from 8.
-# Read off the kernel that Megatron uses (update_scale_hysteresis of APEX): an infinite step takes
-# one from the tracker; only at 0 and below does the scale back off; a finite step refills it.
+# Read off update_scale_hysteresis of APEX: an infinite step takes one from the tracker; only at 0
+# and below does the scale back off; a finite step refills it.
 SEQUENCES = {
     "hysteresis 1": (1, 100, ".xx.x.", [8, 4, 2, 2, 1, 1]),
     "hysteresis 2": (2, 100, ".x.xxx.x", [8, 8, 8, 8, 4, 2, 2, 2]),
@@ -25,19 +25,38 @@ SEQUENCES = {
 }
 
 
+# The same for DynamicGradScaler of Megatron-LM: only a step that lets the scale grow refills the
+# tracker, and backing off ends at the least scale, here 2.
+MEGATRON = {
+    "tolerates one, in a row or not": (2, 100, ".x.x.x.", [8, 8, 8, 4, 4, 2, 2]),
+    "tolerates two": (3, 100, "x.x.x.x", [8, 8, 8, 8, 4, 4, 2]),
+    "growth forgives": (2, 2, "x..x.x..", [8, 8, 16, 16, 16, 8, 8, 16]),
+    "the least scale": (1, 100, "xxxx.x", [4, 2, 2, 2, 2, 2]),
+    "growth starts again": (2, 3, "..x..xx", [8, 8, 8, 8, 8, 4, 2]),
+}
+EVERY_SEQUENCE = {
+    **{f"apex, {name}": (*row, {}) for name, row in SEQUENCES.items()},
+    **{
+        f"megatron, {name}": (*row, {"hysteresis_rule": "megatron", "min_scale": 2.0})
+        for name, row in MEGATRON.items()
+    },
+    "apex, the least scale": (2, 100, "xxxx.xx", [8, 4, 3, 3, 3, 3, 3], {"min_scale": 3.0}),
+}
+
+
 def device_backend(device: str) -> CpuRecorder | CudaGraphs:
     return CpuRecorder() if device == "cpu" else CudaGraphs(torch.device(device, 0))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", SEQUENCES)
+@pytest.mark.parametrize("name", EVERY_SEQUENCE)
 def test_the_scale_follows_the_table(name, device):
-    hysteresis, interval, steps, expected = SEQUENCES[name]
-    constants = {"init_scale": 8.0, "growth_interval": interval, "hysteresis": hysteresis}
+    hysteresis, interval, steps, expected, more = EVERY_SEQUENCE[name]
+    constants = {"init_scale": 8.0, "growth_interval": interval, "hysteresis": hysteresis, **more}
     eager, replayed = (GradScaler(device, **constants) for _ in range(2))
     found_inf = torch.zeros((), device=device)
     start, backend = replayed.state_dict(), device_backend(device)
-    with backend.session(), backend.record(backend.new_pool()) as graphs:
+    with backend.record(backend.new_pool()) as graphs:
         replayed.update(found_inf)
     replayed.load_state_dict(start)
     for step, scale in zip(steps, expected, strict=True):
@@ -46,6 +65,34 @@ def test_the_scale_follows_the_table(name, device):
         graphs[0].replay()
         assert eager.scale_factor.item() == scale
         assert eager.state_dict() == replayed.state_dict()
+
+
+def test_a_state_says_its_rule_where_it_is_not_torchs():
+    plain, megatron = (
+        GradScaler("cpu", hysteresis=2, **more)
+        for more in ({}, {"hysteresis_rule": "megatron", "min_scale": 1.0})
+    )
+    theirs = torch.amp.GradScaler("cpu").state_dict()
+    assert plain.state_dict().keys() - theirs.keys() == {"hysteresis", "_hysteresis_tracker"}
+    state = megatron.state_dict()
+    assert (state["hysteresis_rule"], state["min_scale"]) == ("megatron", 1.0)
+    megatron.load_state_dict(state)
+    megatron.load_state_dict(theirs)
+    for scaler, other in ((plain, state), (megatron, plain.state_dict())):
+        before = scaler.state_dict()
+        with pytest.raises(ValueError, match=r"hysteresis_rule: \w+ in the state, \w+ in this"):
+            scaler.load_state_dict({**other, "scale": 2.0})
+        assert scaler.state_dict() == before
+
+
+def test_a_state_without_a_scale_is_refused():
+    disabled = torch.amp.GradScaler("cpu", enabled=False).state_dict()
+    of_megatron = {"scale": torch.ones(1), "growth_tracker": 0, "hysteresis_tracker": 1}
+    for state, name in ((disabled, "scale"), (of_megatron, "_growth_tracker")):
+        scaler = GradScaler("cpu")
+        with pytest.raises(ValueError, match=f"state: has no '{name}'"):
+            scaler.load_state_dict(state)
+        assert scaler.scale_factor == 2.0**16
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -98,7 +145,16 @@ def test_a_state_fills_the_tensors_in_place_and_torch_states_load():
         {"backoff_factor": 2.0},
         {"growth_interval": 0},
         {"hysteresis": 0},
+        {"hysteresis": 1.5},
+        {"growth_interval": 2.5},
+        {"hysteresis_rule": "Megatron"},
+        {"min_scale": -1.0},
+        {"min_scale": 2.0**17},
+        {"min_scale": float("nan")},
+        {"init_scale": float("inf")},
+        {"growth_factor": float("nan")},
     ],
+    ids=str,
 )
 def test_constants_are_checked(constants):
     (name,) = constants

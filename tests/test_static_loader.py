@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections import UserDict
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from moe_graphs import GraphError
 from moe_graphs.training.static_loader import StaticLoader
@@ -154,6 +158,156 @@ def test_a_second_pass_ends_the_first(device):
 def test_batches_that_are_on_the_device_already(device):
     source = ({"tokens": torch.full((4, 3), n, device=device)} for n in range(5))
     assert drain(StaticLoader(source, device)) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("endless", ["generator", "iter"])
+def test_a_break_over_an_iterator_loses_no_batch(device, endless):
+    numbers = range(8)
+    source = map(batch, numbers) if endless == "iter" else (batch(n) for n in numbers)
+    loader, found = StaticLoader(source, device), []
+    for each in loader:
+        found.append(number(each))
+        if len(found) == 3:
+            break
+    assert found + drain(loader) == list(numbers)
+
+
+class Drawing:
+    """A loader with a state for checkpoints, whose batches come from torch's generator."""
+
+    def __init__(self) -> None:
+        self.state = 0
+
+    def __iter__(self) -> Iterator[dict]:
+        while self.state < 6:
+            self.state += 1
+            yield {"x": torch.rand(3)}
+
+
+def test_the_loader_is_never_ahead_in_its_state_and_its_random_draws(device):
+    runs = []
+    for wrap in (lambda loader: loader, lambda loader: StaticLoader(loader, device)):
+        torch.manual_seed(0)
+        loader, found = Drawing(), []
+        for each in wrap(loader):
+            found += [loader.state, each["x"].tolist(), torch.rand(1).item()]
+        runs.append(found)
+    assert runs[0] == runs[1]
+
+
+LAYOUTS = {
+    "channels_last": lambda x: x.to(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(1, 3),
+    "expanded": lambda x: x[:, :1].expand(-1, 5, -1, -1),
+    "gaps": lambda x: x[..., 1:],
+    "one element": lambda x: x[:1, :1, :1, :1].transpose(0, 3),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_strides_are_those_of_the_batch_on_the_device(device, layout):
+    batches = [layout(torch.randn(2, 3, 4, 6)) for _ in range(5)]
+    expected = [each.to(device) for each in batches]
+    for source in (batches, expected):  # in host memory, and on the device already
+        loader = StaticLoader(source, device)
+        for want, got in zip(expected, loader, strict=True):
+            assert got.stride() == want.stride()
+            assert torch.equal(got, want)
+
+
+def test_other_strides_are_a_mismatch(device):
+    plain = torch.randn(2, 3, 4, 6)
+    loader = StaticLoader([plain, LAYOUTS["channels_last"](plain)], device)
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(GraphError, match=r"strides \[72, 24, 6, 1\].*strides \[72, 1, 18, 3\] now"):
+        next(batches)
+    passing = StaticLoader(loader.loader, device, on_mismatch="pass")
+    assert [each.stride() for each in passing] == [each.stride() for each in loader.loader]
+
+
+CONSTANTS = [(0.0, -0.0), (1, True), (1, 1.0), (0, False), (complex(0, 0.0), complex(0, -0.0))]
+SAME = [float("nan"), -0.0, None, "text", 3, torch.float32]
+
+
+@pytest.mark.parametrize("pair", CONSTANTS, ids=str)
+def test_constants_that_only_compare_equal_are_a_mismatch(device, pair):
+    batches = [batch(n, scale=constant) for n, constant in enumerate(pair)]
+    _, error = drain(StaticLoader(batches, device))
+    assert f"batch['scale'] was {pair[0]!r} in the first batch and is {pair[1]!r} now" in error
+    passed = StaticLoader(batches, device, on_mismatch="pass")
+    assert [repr(each["scale"]) for each in passed] == [repr(constant) for constant in pair]
+
+
+@pytest.mark.parametrize("constant", SAME, ids=str)
+def test_constants_that_stay_the_same_are_none(device, constant):
+    same = float("nan") if constant != constant else constant
+    found = drain(StaticLoader([batch(0, scale=constant), batch(1, scale=same)], device))
+    assert found == [0, 1]
+
+
+@dataclass
+class Fields:
+    x: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    x: Any
+
+
+HIDDEN = {
+    "UserDict": lambda x: UserDict(x=x),
+    "Fields": Fields,
+    "Slots": lambda x: Slots([x]),
+    "Slots of UserDict": lambda x: Slots({"more": UserDict(x=[x])}),
+}
+
+
+@pytest.mark.parametrize("hide", HIDDEN.values(), ids=HIDDEN)
+@pytest.mark.parametrize("policy", ["error", "pass"])
+def test_tensors_in_a_container_that_is_no_pytree_are_refused_at_once(device, hide, policy):
+    loader = StaticLoader([(hide(torch.ones(3)), 1)], device, on_mismatch=policy)
+    with pytest.raises(GraphError, match=r"batch\[0\] is a \w+, whose.*collate_fn.*register_py"):
+        next(iter(loader))
+
+
+class Image(Tensor):
+    pass
+
+
+UNFIT = {
+    "requires grad": (lambda x: x.requires_grad_(), "requires grad.*detach it"),
+    "a history": (lambda x: x.requires_grad_() * 2, "requires grad.*detach it"),
+    "a subclass": (lambda x: x.as_subclass(Image), "is a Image, and would come as a plain tensor"),
+    "sparse": (lambda x: x.to_sparse(), "is sparse, nested.*only dense tensors"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+@pytest.mark.parametrize("turn", [0, 1])
+@pytest.mark.parametrize("policy", ["error", "pass"])
+def test_tensors_that_a_copy_would_change_are_refused(device, name, turn, policy):
+    """Static memory without them; with a history, memory that grew with every batch."""
+    make, message = UNFIT[name]
+    tensors = [torch.ones(3) for _ in range(3)]
+    tensors[turn] = make(tensors[turn])
+    loader = iter(StaticLoader([{"x": x} for x in tensors], device, on_mismatch=policy))
+    for _ in range(turn):
+        next(loader)
+    with pytest.raises(GraphError, match=rf"batch\['x'\] {message}"):
+        next(loader)
+    assert not next(loader)["x"].requires_grad
+
+
+def test_a_first_batch_under_inference_mode_spoils_no_later_one(device):
+    loader = StaticLoader([{"x": torch.full((3,), float(n))} for n in range(6)], device)
+    with torch.inference_mode():
+        assert len([each["x"].sum() for each in loader]) == 6
+    weight = torch.ones(3, device=device, requires_grad=True)
+    for each in loader:
+        (weight * each["x"]).sum().backward()
+    assert torch.equal(weight.grad.cpu(), torch.full((3,), 15.0))
 
 
 def test_arguments(device):

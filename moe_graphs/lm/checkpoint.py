@@ -6,39 +6,104 @@ a checkpoint: its keys are the same with and without them, and either kind resum
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import re
 import shutil
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, TextIO
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from moe_graphs.lm.settings import TrainSettings
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.training.capturable import load_optimizer_state
 
-MODEL, STATE, SETTINGS = "model.safetensors", "training.pt", "settings.json"
+MODEL, STATE, SETTINGS = PARTS = "model.safetensors", "training.pt", "settings.json"
+LOG = "log.jsonl"
+RUN = "run"  # the key in the settings that says which run wrote them
+_NAME = re.compile(r"step_(\d+)")
+
+
+def prepare_run_directory(out: Path, resumed: Path | None) -> None:
+    """Makes ``out`` for a new run, or for one that goes on from the checkpoint ``resumed``.
+
+    Raises:
+        ValueError: if it cannot be made, or another run lies there: also later checkpoints of the
+            same one, which could not be told from those to come.
+    """
+    checkpoints, log = _checkpoints(out), out / LOG
+    resumed = resumed and resumed.resolve()
+    own = resumed is not None and resumed.parent == (out / "checkpoints").resolve()
+    if own and checkpoints and _step(checkpoints[-1]) > _step(resumed):
+        raise ValueError(
+            f"out: {out} holds {checkpoints[-1].name}, later than the {resumed.name} to go on "
+            f"from: give another --out, or resume from the latest"
+        )
+    traces = [*([log] if log.exists() and log.stat().st_size else []), *checkpoints]
+    if traces and not own:
+        raise ValueError(
+            f"out: {out} holds another run ({traces[-1].relative_to(out)}): give another --out, or "
+            f"go on with that run by --resume {out} --out {out}"
+        )
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"out: {out} cannot be made a directory: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def open_log(out: Path) -> Iterator[TextIO]:
+    """The run's log, to append to: locked, since two runs may have found ``out`` empty.
+
+    Raises:
+        ValueError: if another run has it open.
+    """
+    with (out / LOG).open("a") as log:
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"out: another run writes to {out} at this moment: give another --out"
+            ) from error
+        except OSError:
+            pass  # a file system without locks: then checkpoints are refused by their run's id
+        yield log
 
 
 def save_checkpoint(run_directory: Path, trainer: Trainer, *, keep: int = 2) -> Path:
     """Writes ``run_directory/checkpoints/step_N``, complete or not at all; keeps the last few.
 
     Waits for the device.
+
+    Raises:
+        ValueError: if checkpoints of another run are there. Nothing is written or deleted then.
+        OSError: if it could not be written.
     """
     folder = run_directory / "checkpoints"
+    for other in _checkpoints(run_directory):
+        if _run_id(other) not in (trainer.run_id, None):
+            raise ValueError(f"checkpoint: {other} is of another run: save in another directory")
     path, partial = folder / f"step_{trainer.step:06d}", folder / "partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_file(_tensors(trainer.model), partial / MODEL)
-    torch.save(_training_state(trainer), partial / STATE)
-    settings = dataclasses.asdict(trainer.settings)
-    (partial / SETTINGS).write_text(json.dumps(settings, indent=1) + "\n")
+    try:
+        save_file(_tensors(trainer.model), partial / MODEL)
+        torch.save(_training_state(trainer), partial / STATE)
+        (partial / SETTINGS).write_text(json.dumps(_settings(trainer), indent=1) + "\n")
+    except (OSError, RuntimeError, SafetensorError) as error:  # of both libraries: a full disk
+        shutil.rmtree(partial, ignore_errors=True)
+        reason = getattr(error, "strerror", None) or f"is the disk full? {error}"
+        raise OSError(f"checkpoint: {path} could not be written: {reason}") from error
     shutil.rmtree(path, ignore_errors=True)
     partial.rename(path)
-    for old in _checkpoints(run_directory)[:-keep]:
+    own = [c for c in _checkpoints(run_directory) if _run_id(c) == trainer.run_id]
+    for old in [c for c in own if _step(c) <= trainer.step][:-keep]:
         shutil.rmtree(old)
     return path
 
@@ -47,9 +112,9 @@ def find_checkpoint(path: Path) -> Path:
     """``path`` itself if it is a checkpoint, or the latest one of the run directory ``path``.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is none, or those of several runs.
     """
-    if (path / MODEL).exists():
+    if any((path / part).exists() for part in PARTS):
         return path
     found = _checkpoints(path)
     if not found:
@@ -57,6 +122,9 @@ def find_checkpoint(path: Path) -> Path:
             f"resume: no checkpoint at {path}: give a run's directory or one of its "
             f"checkpoints/step_N directories"
         )
+    if len({_run_id(each) for each in found} - {None}) > 1:
+        names = ", ".join(each.name for each in found)
+        raise ValueError(f"resume: {path} holds checkpoints of several runs: give one of {names}")
     return found[-1]
 
 
@@ -64,33 +132,81 @@ def load_checkpoint(path: Path, trainer: Trainer) -> list[str]:
     """Puts the trainer where it was when ``path`` was saved. Parameters keep their addresses.
 
     Returns:
-        One line per setting that differs from the checkpoint's: allowed, but not the same run.
+        One line per setting that differs from the checkpoint's, the text and the dispatcher among
+        them: allowed, but not the same run.
 
     Raises:
-        ValueError: if the checkpoint is of another model, or beyond this run's last step.
+        ValueError: if the checkpoint is of another model, beyond this run's last step, or
+            not to be read. The trainer is as it was then.
     """
-    tensors = load_file(path / MODEL)
+    tensors = _read(path / MODEL, load_file)
+    state = _read(path / STATE, _load_state)
+    saved = _read(path / SETTINGS, _load_settings)
     _check_same_model(path, tensors, trainer.model)
-    state = torch.load(path / STATE, map_location="cpu", weights_only=True)
     if state["step"] > trainer.settings.steps:
         raise ValueError(
             f"resume: {path} is at step {state['step']}, beyond the {trainer.settings.steps} "
             f"steps asked for: raise --steps"
         )
-    trainer.model.load_state_dict(tensors)
     load_optimizer_state(trainer.optimizer, state["optimizer"])
+    trainer.model.load_state_dict(tensors)
     trainer.step = trainer.first_unlogged_step = state["step"]
+    trainer.run_id = saved.get(RUN, "")
     for name, values in state["history"].items():
         getattr(trainer.history, name)[: len(values)] = values.to(trainer.device)
     torch.set_rng_state(state["rng"]["cpu"])
     if trainer.device.type == "cuda" and "cuda" in state["rng"]:
         torch.cuda.set_rng_state(state["rng"]["cuda"], trainer.device)
-    return _differences(path, trainer.settings)
+    return _differences(saved, _settings(trainer))
 
 
 def _checkpoints(run_directory: Path) -> list[Path]:
-    found = (run_directory / "checkpoints").glob("step_*")
-    return sorted(found, key=lambda path: int(re.sub(r"\D", "", path.name)))
+    """In the order of their steps. Nothing but what ``save_checkpoint`` writes has such a name."""
+    folders = (run_directory / "checkpoints").glob("step_*")
+    return sorted((f for f in folders if _NAME.fullmatch(f.name) and f.is_dir()), key=_step)
+
+
+def _step(checkpoint: Path) -> int:
+    """By the name, -1 for one that was renamed."""
+    match = _NAME.fullmatch(checkpoint.name)
+    return int(match[1]) if match else -1
+
+
+def _run_id(checkpoint: Path) -> str | None:
+    """Of the run that wrote it: None if not to be read, "" if from before there were ids."""
+    try:
+        return _load_settings(checkpoint / SETTINGS).get(RUN, "")
+    except (OSError, ValueError):
+        return None
+
+
+def _read(part: Path, reader: Callable[[Path], Any]) -> Any:
+    """Both libraries have many errors for a file that is not whole."""
+    try:
+        return reader(part)
+    except FileNotFoundError as error:
+        raise ValueError(f"resume: {part} is missing: take another checkpoint") from error
+    except Exception as error:
+        reason, *_ = str(error).splitlines() or [""]
+        raise ValueError(
+            f"resume: {part} cannot be read, it may be truncated: take another checkpoint "
+            f"({type(error).__name__}: {reason})"
+        ) from error
+
+
+def _load_state(path: Path) -> dict[str, Any]:
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    missing = {"step", "optimizer", "rng", "history"} - state.keys()
+    if missing:
+        raise ValueError(f"no {', '.join(sorted(missing))} in it")
+    return state
+
+
+def _load_settings(path: Path) -> dict[str, Any]:
+    found = json.loads(path.read_text())
+    if not isinstance(found, dict):
+        raise ValueError("no JSON object")
+    return found
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -114,8 +230,10 @@ def _training_state(trainer: Trainer) -> dict:
 
 
 def _check_same_model(path: Path, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
-    saved = {name: tuple(value.shape) for name, value in tensors.items()}
-    wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    saved, wanted = (
+        {name: f"{list(value.shape)} {value.dtype}" for name, value in each.items()}
+        for each in (tensors, model.state_dict())
+    )
     names = sorted(saved.keys() | wanted.keys())
     wrong = [name for name in names if saved.get(name) != wanted.get(name)]
     if wrong:
@@ -127,11 +245,25 @@ def _check_same_model(path: Path, tensors: dict[str, torch.Tensor], model: nn.Mo
         )
 
 
-def _differences(path: Path, settings: TrainSettings) -> list[str]:
-    saved = json.loads((path / SETTINGS).read_text())
-    now = dataclasses.asdict(settings)
+def _settings(trainer: Trainer) -> dict[str, Any]:
+    """As it is in the file. What is nested has names with dots."""
+    found: dict[str, Any] = {RUN: trainer.run_id}
+    stack = [("", {**dataclasses.asdict(trainer.settings), **trainer.surroundings})]
+    while stack:
+        prefix, values = stack.pop()
+        for name, value in values.items():
+            if isinstance(value, Mapping):
+                stack.append((f"{prefix}{name}.", value))
+            else:
+                found[prefix + name] = value
+    return json.loads(json.dumps(found))
+
+
+def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    names = [name for name in (*now, *(saved.keys() - now.keys())) if name != RUN]
+    unknown = "nothing known"
     return [
-        f"{name}: {saved.get(name)} in the checkpoint, {now[name]} now"
-        for name in now
-        if saved.get(name) != now[name]
+        f"{name}: {saved.get(name, unknown)} in the checkpoint, {now.get(name, unknown)} now"
+        for name in names
+        if saved.get(name, unknown) != now.get(name, unknown)
     ]

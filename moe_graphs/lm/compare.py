@@ -71,7 +71,7 @@ def compare(options: RunOptions, corpus: Corpus, progress: Progress) -> Comparis
     """Runs both from the seed, on models of their own. Nothing is saved.
 
     Raises:
-        ValueError: if there are too few steps for any to be timed.
+        ValueError: if there are too few steps for any to be timed, or one is to be resumed.
         TrainingDiverged: if a loss is not finite: nothing would be left to compare.
     """
     config = options.graph_config
@@ -79,6 +79,8 @@ def compare(options: RunOptions, corpus: Corpus, progress: Progress) -> Comparis
         raise ValueError(
             "impl: 'none' leaves nothing to compare with: choose 'local' or 'full_iteration'"
         )
+    if options.resume is not None:
+        raise ValueError("resume: a comparison trains both from the seed: drop one of the two")
     skipped = config.warmup_steps + 2
     if options.preset.training.steps <= skipped:
         raise ValueError(

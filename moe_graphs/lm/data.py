@@ -169,6 +169,11 @@ class TrainingBatches:
         self._stream = torch.empty(0, dtype=torch.uint8)
         self._starts_N = torch.empty(0, dtype=torch.int64)
 
+    def describe(self) -> str:
+        """The text in a few words, others for another text."""
+        digest = hashlib.sha256(concatenate(self._documents)).hexdigest()
+        return f"{len(self._documents)} documents, sha256 {digest[:16]}"
+
     def batch(self, step: int) -> torch.Tensor:
         """Step ``step``'s windows, uint8 ``[batch_size, S + 1]``, freshly allocated."""
         epoch, index = divmod(step, self.batches_per_epoch)

@@ -39,7 +39,7 @@ def draw_losses(
         axes.axhline(value, color="0.3", linewidth=1, linestyle=style, label=f"{name} {value:.3f}")
     finite = [value for value in (*bits, *compressors.values()) if math.isfinite(value)]
     axes.set(xlabel="step", ylabel="bits per byte", ylim=(0.8 * min(finite), 5))
-    axes.set_title(title, fontsize=10, wrap=True)
+    axes.set_title(title, fontsize=10, wrap=True, parse_math=False)
     axes.legend(frameon=False, loc="upper right")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)

@@ -10,9 +10,10 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,12 +23,17 @@ from moe_graphs.engine.report import Report
 from moe_graphs.engine.scopes.graphs import graph
 from moe_graphs.engine.whole_step.full_iteration import FullIterationReport
 from moe_graphs.layers import LanguageModel
-from moe_graphs.lm.checkpoint import load_checkpoint, save_checkpoint
+from moe_graphs.lm.checkpoint import (
+    load_checkpoint,
+    open_log,
+    prepare_run_directory,
+    save_checkpoint,
+)
 from moe_graphs.lm.data import Corpus, HeldOut, TrainingBatches
 from moe_graphs.lm.metrics import compressed_bits_per_byte
 from moe_graphs.lm.picture import draw_losses
 from moe_graphs.lm.run_presets import Preset
-from moe_graphs.lm.trainer import LogLine, Trainer
+from moe_graphs.lm.trainer import LogLine, Trainer, TrainingDiverged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +56,18 @@ class RunOptions:
     save: bool = True
     sample_bytes: int = 1 << 17
 
+    def __post_init__(self) -> None:
+        if self.checkpoint_every < 0:
+            raise ValueError(f"checkpoint_every: {self.checkpoint_every} must not be negative")
+
 
 @dataclass(frozen=True)
 class Summary:
     """What a run came to. ``report`` is the engine's, None for an eager run.
 
     Attributes:
+        resumed_from: the checkpoint, None for a run from the start.
+        differences: what was another way in that checkpoint, a line each.
         train_loss: mean of the last 20 steps, in nats per byte.
         tokens_per_second: by the median step, None if a resumed run had none left to do.
         seconds: training and saving, without the last evaluation.
@@ -71,6 +83,8 @@ class Summary:
     dropped: int | None
     report: Report | FullIterationReport | None
     out: Path
+    resumed_from: str | None
+    differences: tuple[str, ...]
 
     def to_dict(self) -> dict:
         return {**dataclasses.asdict(self), "out": str(self.out)}
@@ -115,7 +129,27 @@ def build_trainer(options: RunOptions, batches: TrainingBatches) -> Trainer:
     model = LanguageModel(options.preset.model, dispatcher, device=options.device)
     # GPT-2's 0.02 at 768, as wide for narrower models in proportion.
     model.init_weights(0.02 * math.sqrt(768 / options.preset.model.hidden_size))
-    return Trainer(model, batches, settings, drops_tokens=options.dispatcher == "padded")
+    return Trainer(
+        model,
+        batches,
+        settings,
+        drops_tokens=options.dispatcher == "padded",
+        surroundings=_surroundings(options, batches),
+    )
+
+
+def _surroundings(options: RunOptions, batches: TrainingBatches) -> dict[str, Any]:
+    """What the bits of a run depend on beside its settings. Graphs are not among it."""
+    on_cpu = options.device.type == "cpu"
+    return {
+        "text": batches.describe(),
+        "dispatcher": options.dispatcher,
+        "device": options.device.type,
+        "threads": torch.get_num_threads() if on_cpu else None,
+        "deterministic": on_cpu or torch.are_deterministic_algorithms_enabled(),
+        "torch": str(torch.__version__),
+        "model": dataclasses.asdict(options.preset.model),
+    }
 
 
 def build_batches(options: RunOptions, corpus: Corpus) -> TrainingBatches:
@@ -152,26 +186,36 @@ def with_graphs(
 
 
 def run(options: RunOptions, corpus: Corpus, progress: Progress) -> Summary:
-    """Trains to the last step, and leaves log, checkpoints, picture and summary in ``out``."""
+    """Trains to the last step, and leaves log, checkpoints, picture and summary in ``out``.
+
+    Raises:
+        ValueError: if ``out`` cannot be used: among other reasons, it holds another run.
+        TrainingDiverged: if the loss is not finite any more, in training or on held-out text.
+    """
     settings = options.preset.training
     trainer = build_trainer(options, build_batches(options, corpus))
+    differences = [] if options.resume is None else load_checkpoint(options.resume, trainer)
+    prepare_run_directory(options.out, options.resume)
+    for difference in differences:
+        progress.note(f"resumed with another setting: {difference}")
     held_out = HeldOut.of(
         corpus.held_out,
         sequence_length=settings.sequence_length,
         context=settings.sequence_length // 2,
     )
     compressors = compressed_bits_per_byte(held_out.content)
-    options.out.mkdir(parents=True, exist_ok=True)
-    if options.resume is not None:
-        for difference in load_checkpoint(options.resume, trainer):
-            progress.note(f"resumed with another setting: {difference}")
     began = time.perf_counter()
     with with_graphs(trainer, options.graph_config):
-        curve = _train(options, trainer, held_out, progress)
+        curve = _train(options, trainer, held_out, differences, progress)
         report = trainer.report()
     seconds = time.perf_counter() - began
     progress.note("evaluating on all held-out bytes")
     bits = trainer.bits_per_byte(held_out)
+    if not math.isfinite(bits):
+        raise TrainingDiverged(
+            f"training diverged: {bits} bits per byte of held-out text after step {trainer.step}: "
+            f"lower the learning rate"
+        )
     curve.append((trainer.step, bits))
     missing = draw_losses(
         options.out / "train.png",
@@ -181,25 +225,33 @@ def run(options: RunOptions, corpus: Corpus, progress: Progress) -> Summary:
         compressors=compressors,
     )
     progress.note(missing or f"picture: {options.out / 'train.png'}")
-    summary = _summary(options, trainer, bits, compressors, seconds, report)
-    (options.out / "summary.json").write_text(json.dumps(summary.to_dict(), indent=1) + "\n")
+    summary = _summary(options, trainer, bits, compressors, seconds, report, differences)
+    text = json.dumps(summary.to_dict(), indent=1, allow_nan=False)
+    (options.out / "summary.json").write_text(text + "\n")
     return summary
 
 
 def _train(
-    options: RunOptions, trainer: Trainer, held_out: HeldOut, progress: Progress
+    options: RunOptions,
+    trainer: Trainer,
+    held_out: HeldOut,
+    differences: Sequence[str],
+    progress: Progress,
 ) -> list[tuple[int, float]]:
     """The loop around the steps; returns the held-out curve of the sample."""
     preset, steps = options.preset, options.preset.training.steps
     sample = held_out.sample(options.sample_bytes // preset.training.sequence_length)
     curve: list[tuple[int, float]] = []
-    with (options.out / "log.jsonl").open("a" if options.resume else "w") as log:
+    with open_log(options.out) as log:
+        if options.resume:
+            resumed = {"resumed_from": str(options.resume), "differences": differences}
+            log.write(json.dumps({"step": trainer.step, **resumed}) + "\n")
         while trainer.step < steps:
             trainer.train_step()
             last = trainer.step == steps
             if last or trainer.step % preset.log_every == 0:
                 line = trainer.log_line()
-                log.write(json.dumps(dataclasses.asdict(line)) + "\n")
+                log.write(json.dumps(dataclasses.asdict(line), allow_nan=False) + "\n")
                 log.flush()
                 progress.line(line)
             if not last and trainer.step % preset.evaluate_every == 0:
@@ -218,6 +270,7 @@ def _summary(
     compressors: dict[str, float],
     seconds: float,
     report: Report | FullIterationReport | None,
+    differences: Sequence[str],
 ) -> Summary:
     times = trainer.clock.milliseconds
     rate = 1e3 * trainer.settings.tokens_per_step / statistics.median(times) if times else None
@@ -232,6 +285,8 @@ def _summary(
         dropped=trainer.total_dropped(),
         report=report,
         out=options.out,
+        resumed_from=str(options.resume) if options.resume else None,
+        differences=tuple(differences),
     )
 
 

@@ -6,7 +6,11 @@ B sequences in a microbatch, S sequence length, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,8 +82,11 @@ class Trainer:
     Args:
         graphs: what ``moe_graphs.graph(model, ...)`` returned, or None for eager training.
         drops_tokens: whether the model's dispatcher may drop, so that the log line says so.
+        surroundings: what else the numbers depend on, as JSON values by name: a checkpoint holds
+            it, and resuming says what differs.
 
     Attributes:
+        run_id: of the run that its checkpoints belong to; a trainer that is resumed takes it over.
         full_iteration: set by ``capture_full_iteration``, and to None to train eagerly again.
     """
 
@@ -91,9 +98,11 @@ class Trainer:
         *,
         graphs: Graphs | None = None,
         drops_tokens: bool = False,
+        surroundings: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.model, self.batches, self.settings, self.graphs = model, batches, settings, graphs
-        self.drops_tokens = drops_tokens
+        self.drops_tokens, self.surroundings = drops_tokens, surroundings
+        self.run_id = uuid.uuid4().hex
         self.device = next(model.parameters()).device
         self.optimizer = build_optimizer(model, settings)
         self.device_step = DeviceStep(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-_EXAMPLE = "torch.optim.AdamW(..., fused=True, capturable=True)"
+from moe_graphs.engine.whole_step.optimizers import remedy_for
 
 
 def check_capturable_optimizer(optimizer: Optimizer) -> None:
@@ -18,17 +19,10 @@ def check_capturable_optimizer(optimizer: Optimizer) -> None:
     Raises:
         ValueError: naming the optimizer and what to use instead.
     """
-    name = type(optimizer).__name__
-    for group in optimizer.param_groups:
-        on_cuda = any(parameter.is_cuda for parameter in group["params"])
-        fused, capturable = group.get("fused"), group.get("capturable")
-        # Adam's family refuses to run in a capture unless capturable is set, fused or not;
-        # SGD and Adagrad do not know the word. On the CPU only the fused ones read no values.
-        if fused and (capturable or capturable is None or not on_cuda):
-            continue
-        if capturable and on_cuda:
-            continue
-        raise ValueError(f"optimizer: {name} cannot be captured in a graph: {_remedy(group)}")
+    remedy = remedy_for(optimizer)
+    if remedy is not None:
+        name = type(optimizer).__name__
+        raise ValueError(f"optimizer: {name} cannot be captured in a graph: {remedy}")
 
 
 def tensor_hyperparameters(optimizer: Optimizer, *, weight_decay: bool = False) -> None:
@@ -76,29 +70,61 @@ def check_capturable_scheduler(scheduler: LRScheduler) -> None:
             )
 
 
+@torch.no_grad()
 def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """``optimizer.load_state_dict(state)`` that keeps every tensor at its address.
 
-    ``load_state_dict`` puts new tensors into the optimizer (a learning rate even on the device it
-    was loaded to), and a graph would go on with the old ones.
+    ``load_state_dict`` puts new tensors into the optimizer (those of its groups even on the device
+    they were loaded to), and a graph would go on with the old ones. Hyperparameters that are
+    numbers stay numbers; a decay goes where this optimizer has it, wherever it was saved from.
+
+    Raises:
+        ValueError: if the state lacks a tensor that this optimizer has, or has one of another
+            shape. The optimizer is as it was then.
     """
-    rates = [group["lr"] for group in optimizer.param_groups]
-    before = {parameter: dict(values) for parameter, values in optimizer.state.items()}
+    before = {"state": optimizer.state, "param_groups": optimizer.param_groups}
     optimizer.load_state_dict(state)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = _kept(rate, group["lr"])
-        if "tensor_weight_decay" in group:
-            group["tensor_weight_decay"] = _scalar(group["tensor_weight_decay"], group)
+    changed = _first_changed_shape(before["state"], optimizer.state)
+    if changed is not None:
+        optimizer.__setstate__(before)
+        raise ValueError(
+            f"state: {changed}, and graphs hold the tensor that this optimizer has: load it with "
+            f"optimizer.load_state_dict, and capture again"
+        )
+    for group, old in zip(optimizer.param_groups, before["param_groups"], strict=True):
+        _place_decay(group, as_tensor="tensor_weight_decay" in old)
+        for name in group.keys() & old.keys() - {"params"}:
+            group[name] = _kept(old[name], group[name])
     for parameter, values in optimizer.state.items():
         for name, value in values.items():
-            values[name] = _kept(before.get(parameter, {}).get(name), value)
+            values[name] = _kept(before["state"].get(parameter, {}).get(name), value)
+
+
+def _first_changed_shape(before: Mapping[Tensor, dict], now: Mapping[Tensor, dict]) -> str | None:
+    for number, (parameter, values) in enumerate(before.items()):
+        for name, old in values.items():
+            new = now.get(parameter, {}).get(name)
+            shape = None if new is None else list(torch.as_tensor(new).shape)
+            if isinstance(old, Tensor) and shape != list(old.shape):
+                found = "none" if shape is None else f"one of shape {shape}"
+                return f"{name!r} of parameter {number} has shape {list(old.shape)}, got {found}"
+    return None
+
+
+def _place_decay(group: dict[str, Any], *, as_tensor: bool) -> None:
+    if as_tensor and "tensor_weight_decay" not in group:
+        group["tensor_weight_decay"], group["weight_decay"] = group["weight_decay"], 0.0
+    elif not as_tensor and "tensor_weight_decay" in group:
+        group["weight_decay"] = float(group.pop("tensor_weight_decay"))
 
 
 def _kept(old: Any, new: Any) -> Any:
     """The old tensor with the new value; the new value itself where there was no tensor."""
-    if not isinstance(old, Tensor):
-        return new
-    return old.copy_(new) if isinstance(new, Tensor) else old.fill_(new)
+    if isinstance(old, Tensor):
+        return old.copy_(new) if isinstance(new, Tensor) else old.fill_(new)
+    if isinstance(old, tuple) and any(isinstance(each, Tensor) for each in old):  # betas
+        return tuple(map(_kept, old, new))
+    return new.item() if isinstance(old, (int, float)) and isinstance(new, Tensor) else new
 
 
 def _scalar(value: float | Tensor, group: dict[str, Any]) -> Tensor:
@@ -106,10 +132,3 @@ def _scalar(value: float | Tensor, group: dict[str, Any]) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach().reshape(()).to(device, torch.float32, copy=True)
     return torch.tensor(value, dtype=torch.float32, device=device)
-
-
-def _remedy(group: dict[str, Any]) -> str:
-    flags = [f"{name}=True" for name in ("fused", "capturable") if name in group]
-    if flags:
-        return f"pass {', '.join(flags)}"
-    return f"use {_EXAMPLE}, or step outside of the graph"

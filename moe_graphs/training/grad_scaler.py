@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
+HYSTERESIS_RULES = ("apex", "megatron")
 _CONSTANTS = ("growth_factor", "backoff_factor", "growth_interval", "hysteresis")
+# In a state only where they differ from this, which is torch's behaviour: torch's has no such keys.
+_DEFAULTS = {"hysteresis_rule": "apex", "min_scale": 0.0}
 
 
 class GradScaler:
     """Multiplies the loss, so that small fp16 gradients survive, and finds the largest safe factor.
 
-    As ``torch.amp.GradScaler``, with hysteresis as in APEX and Megatron: the scale backs off at the
-    ``hysteresis``-th step in a row whose gradients are not finite, and at each one after it, and a
-    finite step forgives them all; with 1 it is torch's. The steps are skipped in every case.
+    As ``torch.amp.GradScaler``, with hysteresis: ``hysteresis - 1`` steps whose gradients are not
+    finite are tolerated, and at each one after them the scale backs off. With 1 it is torch's. The
+    steps are skipped in every case. ``hysteresis_rule`` says what forgives the tolerated ones:
+    "apex" every finite step (``update_scale_hysteresis``, so only steps in a row count),
+    "megatron" nothing but the growth of the scale, after ``growth_interval`` finite steps in a row
+    (``DynamicGradScaler``).
 
         skipped (hysteresis=2)   -     yes   -     yes   yes   yes   -
-        scale after the step     8     8     8     8     4     2     2
+        scale after it, apex     8     8     8     8     4     2     2
+        scale after it, megatron 8     8     8     4     2     1     1
+
+    Backing off stops at ``min_scale``; growing stops below infinity, where Megatron goes on.
 
     Every method but ``state_dict`` only enqueues work, on tensors whose addresses never change
     (``scale_factor``, ``growth_tracker``, ``hysteresis_tracker``, 0-dim): all of them can be
@@ -40,10 +50,17 @@ class GradScaler:
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         hysteresis: int = 1,
+        hysteresis_rule: str = "apex",
+        min_scale: float = 0.0,
     ) -> None:
-        _check_constants(init_scale, growth_factor, backoff_factor, growth_interval, hysteresis)
+        _check_factors(init_scale, growth_factor, backoff_factor, min_scale)
+        _check_counts(growth_interval=growth_interval, hysteresis=hysteresis)
+        if hysteresis_rule not in HYSTERESIS_RULES:
+            accepted = ", ".join(map(repr, HYSTERESIS_RULES))
+            raise ValueError(f"hysteresis_rule: {hysteresis_rule!r} must be one of {accepted}")
         self.growth_factor, self.backoff_factor = float(growth_factor), float(backoff_factor)
         self.growth_interval, self.hysteresis = growth_interval, hysteresis
+        self.hysteresis_rule, self.min_scale = hysteresis_rule, float(min_scale)
         self.scale_factor = torch.full((), init_scale, dtype=torch.float32, device=device)
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self.hysteresis_tracker = torch.full((), hysteresis, dtype=torch.int32, device=device)
@@ -76,8 +93,6 @@ class GradScaler:
     def update(self, found_inf: Tensor) -> None:
         """Sets the scale of the next step by what ``unscale_`` returned for this one."""
         found = found_inf > 0
-        left = torch.where(found, self.hysteresis_tracker - 1, self.hysteresis)
-        self.hysteresis_tracker.copy_(left)
         before = self.scale_factor.clone()
         torch._amp_update_scale_(
             self.scale_factor,
@@ -87,30 +102,47 @@ class GradScaler:
             self.backoff_factor,
             self.growth_interval,
         )
-        self.scale_factor.copy_(torch.where(found & (left > 0), before, self.scale_factor))
+        forgiven = ~found
+        if self.hysteresis_rule == "megatron":
+            forgiven &= self.growth_tracker == 0  # which growing has just set
+        left = self.hysteresis_tracker - found.int()
+        self.hysteresis_tracker.copy_(torch.where(forgiven, self.hysteresis, left))
+        lowered = torch.where(left > 0, before, self.scale_factor.clamp(min=self.min_scale))
+        self.scale_factor.copy_(torch.where(found, lowered, self.scale_factor))
 
-    def state_dict(self) -> dict[str, float | int]:
+    def state_dict(self) -> dict[str, float | int | str]:
         """Numbers, under the keys of ``torch.amp.GradScaler`` where it has them. Synchronises."""
+        beyond = {name: getattr(self, name) for name in _DEFAULTS}
         return {
             "scale": self.scale_factor.item(),
             "_growth_tracker": self.growth_tracker.item(),
             "_hysteresis_tracker": self.hysteresis_tracker.item(),
             **{name: getattr(self, name) for name in _CONSTANTS},
+            **{name: value for name, value in beyond.items() if value != _DEFAULTS[name]},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Fills the tensors in place, so that graphs go on with them. Takes torch's state, too.
 
         Raises:
-            ValueError: if a constant differs from this scaler's.
+            ValueError: if a constant differs from this scaler's, or the state has no scale (that of
+                a scaler that was not enabled). Nothing is loaded then.
         """
-        for name in _CONSTANTS:
+        missing = [name for name in ("scale", "_growth_tracker") if name not in state]
+        if missing:
+            raise ValueError(
+                f"state: has no {missing[0]!r}, only {sorted(state)}: it is of another kind of "
+                f"scaler, or of one that was not enabled"
+            )
+        ours = _DEFAULTS if "hysteresis" in state else {}
+        for name in (*_CONSTANTS, *_DEFAULTS):
             now = getattr(self, name)
-            if state.get(name, now) != now:
+            saved = state.get(name, ours.get(name, now))
+            if saved != now:
                 raise ValueError(
-                    f"{name}: {state[name]} in the state, {now} in this scaler, whose graphs "
-                    f"hold it as a constant: build the scaler with {name}={state[name]}, or drop "
-                    f"the key from the state"
+                    f"{name}: {saved} in the state, {now} in this scaler, whose graphs "
+                    f"hold it as a constant: build the scaler with {name}={saved!r}, or put "
+                    f"{now!r} into the state"
                 )
         self.scale_factor.fill_(state["scale"])
         self.growth_tracker.fill_(state["_growth_tracker"])
@@ -141,16 +173,19 @@ def by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return list(groups.values())
 
 
-def _check_constants(
-    init_scale: float, growth: float, backoff: float, interval: int, hysteresis: int
-) -> None:
+def _check_factors(init_scale: float, growth: float, backoff: float, min_scale: float) -> None:
     accepted = {
-        "init_scale": (init_scale, init_scale > 0, "above 0"),
-        "growth_factor": (growth, growth >= 1, "at least 1"),
+        "init_scale": (init_scale, 0 < init_scale < math.inf, "above 0 and finite"),
+        "growth_factor": (growth, 1 <= growth < math.inf, "at least 1 and finite"),
         "backoff_factor": (backoff, 0 < backoff <= 1, "above 0 and at most 1"),
-        "growth_interval": (interval, interval >= 1, "at least 1"),
-        "hysteresis": (hysteresis, hysteresis >= 1, "at least 1"),
+        "min_scale": (min_scale, 0 <= min_scale <= init_scale, "from 0 to init_scale"),
     }
     for name, (given, fits, wanted) in accepted.items():
         if not fits:
             raise ValueError(f"{name}: {given} must be {wanted}")
+
+
+def _check_counts(**counts: int) -> None:
+    for name, given in counts.items():
+        if not (isinstance(given, Integral) and given >= 1):
+            raise ValueError(f"{name}: {given} must be an integer of at least 1")

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from moe_graphs.engine.signature import ConstantSpec, Signature
-from moe_graphs.engine.whole_step.static_inputs import input_name, structure_mismatch
+from moe_graphs.engine.signature import Signature
+from moe_graphs.engine.static_memory import dense_pair
+from moe_graphs.engine.values import same_value
+from moe_graphs.engine.whole_step.batch import input_name, structure_mismatch
 from moe_graphs.errors import GraphError
 
 
 class StaticLoader:
     """Iterates over ``loader`` and hands out its batches in memory of its own on ``device``.
 
-    The loader is one batch ahead: while a step runs, the next batch travels through pinned memory
-    on a stream of its own. A batch is good until ``held`` more have been taken; by then the
-    work that was enqueued with it before counts as the last to read it.
+    The loader is asked for a batch when that batch is handed out, never ahead: what it draws at
+    random, its state for a checkpoint and where a ``break`` leaves it are as without this class.
+    On a GPU the batch travels through pinned memory on a stream of its own, while the step before
+    still runs there (unless the host has waited for it). A batch is good until ``held`` more have
+    been taken; by then the work that was enqueued with it before counts as the last to read it.
 
-    Tensors of a batch may change their values only; other leaves must stay equal. Two loaders share
-    nothing. A new ``iter()`` ends the one before.
+    Tensors of a batch may change their values only, and have the strides of ``tensor.to(device)``;
+    each has memory of its own. Other leaves must stay equal, to the sign of a zero. Two loaders
+    share nothing. A new ``iter()`` ends the one before.
 
     Args:
         loader: any iterable of pytrees, such as a ``DataLoader``; pinning there is not needed.
@@ -46,11 +52,11 @@ class StaticLoader:
         if on_mismatch not in ("error", "pass"):
             raise ValueError(f"on_mismatch: got {on_mismatch!r}, accepted are 'error', 'pass'")
         self.loader, self.held, self.on_mismatch = loader, held, on_mismatch
-        self.device = torch.device(device)
+        self.device = torch.empty(0, device=device).device  # with its index, if it has one
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._signature: Signature | None = None
         self._slots: list[_Slot] = []
-        self._passes = 0
+        self._turn = self._passes = 0
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -59,44 +65,72 @@ class StaticLoader:
         self._passes += 1
         return StaticBatches(self, iter(self.loader), self._passes)
 
-    def _put(self, batch: Any, turn: int) -> _Slot:
-        """Starts the copies of a batch.
+    # Also under inference_mode: memory that is made there could not be trained with later.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _place(self, batch: Any) -> Any:
+        """The batch in static memory, ready for the current stream.
 
         Raises:
             GraphError: if it does not fit.
         """
         leaves, structure = pytree.tree_flatten(batch)
+        _check_leaves(batch, leaves)
+        layouts = [_Layout.of(leaf, self.device) if _is_tensor(leaf) else None for leaf in leaves]
         if self._signature is None:
-            self._signature = Signature.of(batch, self.device.type, input_name)
-            self._slots = [
-                _Slot(leaves, structure, self.device, self._stream) for _ in range(self.held + 1)
-            ]
-        difference = _difference(self._signature, batch, leaves, structure)
+            self._signature = Signature.of(batch, input_name)
+            self._slots = [self._slot(layouts, structure) for _ in range(self.held + 1)]
+        # The next turn's slot: whoever was given its batch has enqueued all work with it by now.
+        self._slots[(self._turn + 1) % len(self._slots)].give_back()
+        slot = self._slots[self._turn % len(self._slots)]
+        difference = self._difference(batch, leaves, layouts, structure)
         if difference is None:
-            slot = self._slots[turn % len(self._slots)]
+            self._turn += 1
         elif self.on_mismatch == "pass":
-            slot = _Slot(leaves, structure, self.device, self._stream)
+            slot = self._slot(layouts, structure)
         else:
             raise GraphError(
                 f"static loader: {difference}; give batches that are built alike "
                 f"(drop_last=True), or on_mismatch='pass' to run such a batch eagerly"
             )
-        slot.fill(leaves)
-        return slot
+        return slot.fill(leaves)
+
+    def _slot(self, layouts: Sequence[_Layout | None], structure: pytree.TreeSpec) -> _Slot:
+        return _Slot(layouts, structure, self.device, self._stream)
+
+    def _difference(
+        self,
+        batch: Any,
+        leaves: Sequence[Any],
+        layouts: Sequence[_Layout | None],
+        structure: pytree.TreeSpec,
+    ) -> str | None:
+        """How a batch differs from the first one, by the name of the leaf."""
+        if structure != self._signature.structure:
+            return structure_mismatch(self._signature, batch).message
+        first = zip(self._signature.leaves, self._slots[0].layouts, strict=True)
+        for (spec, was), leaf, now in zip(first, leaves, layouts, strict=True):
+            if was is None:
+                if not same_value(spec.value, leaf):
+                    pair = reprlib.repr(spec.value), reprlib.repr(leaf)
+                    return (
+                        f"{spec.name} was {pair[0]} in the first batch and is {pair[1]} now, and "
+                        f"only tensors may change: make it one"
+                    )
+            elif now is None:
+                return f"{spec.name} was a tensor in the first batch and is {leaf!r} now"
+            elif was != now:
+                pair = was.beside(now), now.beside(was)
+                return f"{spec.name} was {pair[0]} in the first batch and is {pair[1]} now"
+        return None
 
 
 class StaticBatches(Iterator[Any]):
-    """One pass over a ``StaticLoader``.
-
-    An exception of the loader (or a batch that does not fit) is raised when its batch would have
-    come; after that the pass may go on, if the loader can.
-    """
+    """One pass over a ``StaticLoader``. After an exception it may go on, if the loader can."""
 
     def __init__(self, owner: StaticLoader, source: Iterator[Any], number: int) -> None:
         self.held = owner.held
         self._owner, self._source, self._number = owner, source, number
-        self._turn = 0
-        self._next: _Slot | Exception | None = None
 
     def __next__(self) -> Any:
         if self._owner._passes != self._number:
@@ -104,27 +138,27 @@ class StaticBatches(Iterator[Any]):
                 "static loader: another iter() of it has begun, which uses the same memory: use "
                 "one StaticLoader for each"
             )
-        current = self._next if self._next is not None else self._fetch()
-        if isinstance(current, StopIteration):
-            raise StopIteration
-        self._next = None if isinstance(current, Exception) else self._fetch()
-        if isinstance(current, Exception):
-            raise current
-        return current.take()
+        return self._owner._place(next(self._source))
 
-    def _fetch(self) -> _Slot | Exception:
-        # Whoever used the slot that is written next has enqueued all its work by now.
-        owner, slots = self._owner, self._owner._slots
-        if slots:
-            slots[self._turn % len(slots)].give_back()
-        try:
-            batch = next(self._source)
-            slot = owner._put(batch, self._turn)
-        except Exception as error:  # raised when this batch's turn has come
-            return error
-        if slot in owner._slots:
-            self._turn += 1
-        return slot
+
+class _Layout(NamedTuple):
+    """A tensor but for its values. ``strides`` are those on the loader's device."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, leaf: Tensor, device: torch.device) -> _Layout:
+        """A copy to another device closes gaps between elements, as ``leaf.to(device)`` does."""
+        moves = leaf.device != device and not leaf.is_contiguous()
+        strides = (torch.empty_like(leaf, device="meta") if moves else leaf).stride()
+        return cls(tuple(leaf.shape), leaf.dtype, strides)
+
+    def beside(self, other: _Layout) -> str:
+        """In words. Strides follow from the shape where that is another."""
+        text = f"{list(self.shape)} {self.dtype}"
+        return text if self[:2] != other[:2] else f"{text} with strides {list(self.strides)}"
 
 
 class _Slot:
@@ -132,20 +166,22 @@ class _Slot:
 
     def __init__(
         self,
-        leaves: Sequence[Any],
+        layouts: Sequence[_Layout | None],
         structure: pytree.TreeSpec,
         device: torch.device,
         stream: torch.cuda.Stream | None,
     ) -> None:
+        self.layouts = layouts
         self._structure, self._device, self._stream = structure, device, stream
-        self._leaves = [
-            torch.empty(leaf.shape, dtype=leaf.dtype, device=device) if _is_tensor(leaf) else leaf
-            for leaf in leaves
-        ]
-        self._pinned: list[Tensor | None] = [None] * len(leaves)
+        self._tensors = {
+            index: torch.empty_strided(at.shape, at.strides, dtype=at.dtype, device=device)
+            for index, at in enumerate(layouts)
+            if at is not None
+        }
+        self._pinned: dict[int, Tensor] = {}
         if stream is not None:
             self._written, self._released = torch.cuda.Event(), torch.cuda.Event()
-            for tensor in filter(_is_tensor, self._leaves):
+            for tensor in self._tensors.values():
                 tensor.record_stream(stream)
             self.give_back()
 
@@ -154,55 +190,80 @@ class _Slot:
         if self._stream is not None:
             self._released.record(torch.cuda.current_stream(self._device))
 
-    def fill(self, leaves: Sequence[Any]) -> None:
-        pairs = [(i, leaf) for i, leaf in enumerate(leaves) if _is_tensor(leaf)]
+    def fill(self, leaves: Sequence[Any]) -> Any:
+        """The batch of these leaves in this memory, ready for the current stream."""
+        sources = {index: leaves[index] for index in self._tensors}
         if self._stream is None:
-            for index, leaf in pairs:
-                self._leaves[index].copy_(leaf)
-            return
-        # The device has read what is in pinned memory now: it did so some steps ago.
-        self._written.synchronize()
-        sources = [(index, self._staged(index, leaf)) for index, leaf in pairs]
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._released)
-            for index, source in sources:
-                self._leaves[index].copy_(source, non_blocking=True)
-            self._written.record(self._stream)
-
-    def take(self) -> Any:
-        if self._stream is not None:
+            self._copy(sources)
+        else:
+            # The device has read what is in pinned memory now: it did so some steps ago.
+            self._written.synchronize()
+            sources = {index: self._staged(index, leaf) for index, leaf in sources.items()}
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(self._released)
+                self._copy(sources)
+                self._written.record(self._stream)
             torch.cuda.current_stream(self._device).wait_event(self._written)
-        return pytree.tree_unflatten(self._leaves, self._structure)
+        placed = [self._tensors.get(index, leaf) for index, leaf in enumerate(leaves)]
+        return pytree.tree_unflatten(placed, self._structure)
+
+    def _copy(self, sources: Mapping[int, Tensor]) -> None:
+        on_stream = self._stream is not None
+        for index, source in sources.items():
+            target, value = dense_pair(self._tensors[index], source)
+            target.copy_(value, non_blocking=on_stream)
 
     def _staged(self, index: int, leaf: Tensor) -> Tensor:
         """What the copy stream may read later: pinned memory that nobody else writes."""
-        leaf = leaf.detach()
         if leaf.device.type != "cpu":
             self._stream.wait_stream(torch.cuda.current_stream(leaf.device))
             leaf.record_stream(self._stream)
             return leaf
-        if self._pinned[index] is None:
-            self._pinned[index] = torch.empty(leaf.shape, dtype=leaf.dtype, pin_memory=True)
+        if index not in self._pinned:
+            self._pinned[index] = torch.empty_like(
+                self._tensors[index], device="cpu", pin_memory=True
+            )
         return self._pinned[index].copy_(leaf)
 
 
-def _difference(
-    signature: Signature, batch: Any, leaves: Sequence[Any], structure: pytree.TreeSpec
-) -> str | None:
-    """How a batch differs from the first one, by the name of the leaf."""
-    if structure != signature.structure:
-        return structure_mismatch(signature, batch).message
-    for spec, leaf in zip(signature.leaves, leaves, strict=True):
-        if isinstance(spec, ConstantSpec):
-            difference = spec.mismatch(leaf)
-            if difference is not None:
-                return difference.message
-        elif not _is_tensor(leaf):
-            return f"{spec.name} was a tensor in the first batch and is {leaf!r} now"
-        elif leaf.shape != spec.shape or leaf.dtype is not spec.dtype:
-            was, now = (f"{list(t.shape)} {t.dtype}" for t in (spec, leaf))
-            return f"{spec.name} was {was} in the first batch and is {now} now"
+def _check_leaves(batch: Any, leaves: Sequence[Any]) -> None:
+    """Raises ``GraphError`` for what a copy would silently make something else of."""
+    reasons = map(_unfit, leaves)
+    for index, reason in enumerate(reasons):
+        if reason is not None:
+            path, _ = pytree.tree_flatten_with_path(batch)[0][index]
+            raise GraphError(f"static loader: {input_name(path)} {reason}")
+
+
+def _unfit(leaf: Any) -> str | None:
+    kind = type(leaf).__name__
+    if not _is_tensor(leaf):
+        if not _holds_tensors(leaf):
+            return None
+        return (
+            f"is a {kind}, whose tensors torch does not see: let the collate_fn return them in a "
+            f"dict, list or tuple, or register the class with "
+            f"torch.utils._pytree.register_pytree_node"
+        )
+    if leaf.requires_grad:
+        return "requires grad, and no gradient would come back to the loader's tensor: detach it"
+    if type(leaf) not in (Tensor, nn.Parameter):
+        return f"is a {kind}, and would come as a plain tensor: give it as one"
+    if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
+        return "is sparse, nested or quantized: only dense tensors have fixed memory"
     return None
+
+
+def _holds_tensors(leaf: Any, depth: int = 3) -> bool:
+    """Whether tensors hide in a container that is no pytree: a dataclass, a ``UserDict``."""
+    inside = [*getattr(leaf, "__dict__", {}).values()]
+    inside += [getattr(leaf, name, None) for name in getattr(leaf, "__slots__", ())]
+    if isinstance(leaf, Mapping):
+        inside += leaf.values()
+    elif isinstance(leaf, (tuple, list, set, frozenset)):
+        inside += leaf
+    found = pytree.tree_leaves(inside)
+    return any(_is_tensor(each) or (depth and _holds_tensors(each, depth - 1)) for each in found)
 
 
 def _is_tensor(leaf: Any) -> bool:

@@ -1,0 +1,220 @@
+"""What ``moe-graphs train`` does: its options as values, and what a run tells while it goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from moe_graphs.config import IMPLS, FullIterationConfig, GraphConfig
+from moe_graphs.engine.report import Report
+from moe_graphs.engine.whole_step.full_iteration import FullIterationReport
+from moe_graphs.lm import run as training_run
+from moe_graphs.lm.checkpoint import find_checkpoint
+from moe_graphs.lm.compare import compare
+from moe_graphs.lm.data import Corpus, corpus_at, standard_library
+from moe_graphs.lm.run_presets import Preset, presets
+from moe_graphs.lm.trainer import LogLine, TrainingDiverged
+from moe_graphs.tables import capture_table, comparison_table, full_iteration_table
+from moe_graphs.terminal import errors_in_a_line, make_console, print_json
+
+
+def train(
+    *,
+    preset: str | None,
+    data: Path | None,
+    impl: str,
+    scopes: str | None,
+    optimizer_in_graph: bool,
+    dispatcher: str,
+    resume: Path | None,
+    device: str | None,
+    out: Path | None,
+    checkpoint_every: int,
+    save: bool,
+    deterministic: bool,
+    compare_: bool,
+    json_: bool,
+    default_scopes: str,
+    **settings: float | None,
+) -> None:
+    """The options of the command line, under the names they have there.
+
+    Args:
+        default_scopes: for ``impl`` local.
+        settings: of ``TrainSettings``; None for the preset's.
+    """
+    console = make_console(stderr=json_)
+    if scopes is None and impl == "local":
+        scopes = default_scopes
+    with errors_in_a_line(TrainingDiverged), _memory_errors():
+        where = _device(device)
+        name, chosen = _preset(preset, where)
+        options = training_run.RunOptions(
+            preset=_with_settings(chosen, settings),
+            device=where,
+            graph_config=_graph_config(impl, scopes, optimizer_in_graph),
+            dispatcher=dispatcher,
+            out=out or _free_directory(Path("runs"), name),
+            resume=find_checkpoint(resume) if resume else None,
+            checkpoint_every=checkpoint_every,
+            save=save,
+        )
+        corpus = corpus_at(data) if data else standard_library()
+        _describe(console, options, corpus, name)
+        with training_run.deterministic(deterministic and where.type == "cuda"):
+            document = (_compare if compare_ else _run)(options, corpus, console)
+        if json_:
+            print_json(document)
+
+
+@contextlib.contextmanager
+def _memory_errors() -> Iterator[None]:
+    """torch has no memory: ``OutOfMemoryError`` on a GPU, any ``RuntimeError`` on the CPU."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise MemoryError(f"out of memory: {error}") from error
+        raise
+
+
+def _run(options: training_run.RunOptions, corpus: Corpus, console: Console) -> dict[str, Any]:
+    total = options.preset.training.steps
+    with _progress(console, total) as progress:
+        summary = training_run.run(options, corpus, progress)
+    if summary.report is not None:
+        console.print(_report_table(summary.report))
+    baselines = ", ".join(f"{name} {bits:.4f}" for name, bits in summary.compressors.items())
+    console.print(
+        f"held out: {summary.held_out_bits_per_byte:.4f} bits per byte after {summary.steps} "
+        f"steps, {summary.seconds:.0f} s ({baselines})"
+    )
+    console.print(f"run: {summary.out}")
+    return summary.to_dict()
+
+
+def _compare(options: training_run.RunOptions, corpus: Corpus, console: Console) -> dict[str, Any]:
+    with _progress(console, 2 * options.preset.training.steps) as progress:
+        comparison = compare(options, corpus, progress)
+    console.print(_report_table(comparison.report))
+    console.print(comparison_table(comparison))
+    return comparison.to_dict()
+
+
+@contextlib.contextmanager
+def _progress(console: Console, total: int) -> Iterator[training_run.Progress]:
+    """Log lines above a progress bar; only the lines where nobody watches."""
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    quiet = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
+        task = bar.add_task("training", total=total)
+        base = last = 0
+
+        def line(log_line: LogLine) -> None:
+            nonlocal base, last
+            if log_line.step < last:  # the second run of a comparison
+                base += last
+            last = log_line.step
+            console.print(str(log_line), markup=False)
+            bar.update(task, completed=base + last)
+
+        def note(text: str) -> None:
+            console.print(text, markup=False)
+
+        yield training_run.Progress(line, note)
+
+
+def _describe(
+    console: Console, options: training_run.RunOptions, corpus: Corpus, name: str
+) -> None:
+    skipped = ", ".join(f"{count} {reason}" for reason, count in corpus.skipped.items()) or "none"
+    settings = options.preset.training
+    lines = (
+        f"text: {corpus.source}: {len(corpus.train)} documents, {corpus.train_bytes / 1e6:.2f} MB "
+        f"to train on; {len(corpus.held_out)} documents, {corpus.held_out_bytes / 1e6:.2f} MB held "
+        f"out; left out: {skipped}",
+        f"preset {name} on {options.device}, torch {torch.__version__}, "
+        f"{torch.get_num_threads()} CPU threads: {settings.steps} steps of {settings.batch_size} "
+        f"sequences of {settings.sequence_length} bytes in {settings.microbatches} microbatch(es)",
+        f"graphs: {options.graph_config or 'none, eager'}; dispatcher {options.dispatcher}",
+    )
+    for line in lines:
+        console.print(line, markup=False)
+
+
+def _report_table(report: Report | FullIterationReport) -> Table:
+    whole = isinstance(report, FullIterationReport)
+    return full_iteration_table(report) if whole else capture_table(report)
+
+
+def _device(name: str | None) -> torch.device:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("moe-graphs train runs on one process: start it without torchrun")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    name = name if name is not None else "cuda" if count else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    kind, _, index = name.partition(":")
+    if kind != "cuda" or (index and not index.isdecimal()):
+        raise ValueError(f"device: {name!r} is none of cpu, cuda, and cuda:0 and so on")
+    if not count:
+        raise ValueError("device: no CUDA device is available here: use --device cpu")
+    if index:
+        if int(index) >= count:
+            raise ValueError(f"device: {name!r} is not here, the last one is cuda:{count - 1}")
+        torch.cuda.set_device(int(index))  # Triton's kernels are launched on the current one
+    return torch.device(name)
+
+
+def _preset(name: str | None, device: torch.device) -> tuple[str, Preset]:
+    known = presets()
+    name = name if name is not None else "small" if device.type == "cuda" else "tiny"
+    if name not in known:
+        raise ValueError(f"preset: {name!r} is not one of {', '.join(known)}")
+    return name, known[name]()
+
+
+def _with_settings(preset: Preset, changes: dict[str, Any]) -> Preset:
+    given = {name: value for name, value in changes.items() if value is not None}
+    if not 0 <= given.get("learning_rate", 0) < math.inf:
+        raise ValueError(f"learning_rate: {given['learning_rate']} must be at least 0 and finite")
+    return dataclasses.replace(preset, training=dataclasses.replace(preset.training, **given))
+
+
+def _graph_config(
+    impl: str, scopes: str | None, optimizer_in_graph: bool
+) -> GraphConfig | FullIterationConfig | None:
+    if impl == "full_iteration":
+        if scopes is not None:
+            raise ValueError(
+                f"scopes: {scopes!r} with impl='full_iteration', which captures the whole step: "
+                f"drop --scopes, or use --impl local"
+            )
+        return FullIterationConfig(optimizer_in_graph)
+    if impl not in IMPLS:
+        raise ValueError(f"impl: {impl!r}: accepted are {', '.join(IMPLS)}, full_iteration")
+    if optimizer_in_graph:
+        raise ValueError(
+            f"optimizer_in_graph: impl={impl!r} has no graph of a step to put it in: use --impl "
+            f"full_iteration"
+        )
+    config = GraphConfig(scopes, impl)
+    return None if config.impl == "none" else config
+
+
+def _free_directory(parent: Path, name: str) -> Path:
+    """``parent/name``, or ``name-2`` and so on: a run never writes over another."""
+    candidates = (name if n == 1 else f"{name}-{n}" for n in range(1, 10_000))
+    return next(parent / c for c in candidates if not (parent / c).exists())

@@ -1,0 +1,50 @@
+"""What the commands have in common: a console, errors in a line, JSON. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from moe_graphs.errors import GraphError
+
+
+def make_console(*, stderr: bool) -> Console:
+    console = Console(stderr=stderr, soft_wrap=True, highlight=False)
+    if not console.is_terminal:
+        console.width = 160  # a file has no width: wide enough that no table cell is folded
+    return console
+
+
+@contextlib.contextmanager
+def errors_in_a_line(*others: type[Exception]) -> Iterator[None]:
+    """What the user can do something about ends the command without a traceback."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise  # `| head` has seen enough: typer ends without a word
+    except (ValueError, OSError, MemoryError, GraphError, *others) as error:
+        line = " ".join(str(error).split())
+        make_console(stderr=True).print(f"error: {line}", style="red", markup=False)
+        raise typer.Exit(1) from error
+
+
+def print_json(document: Any) -> None:
+    """On one line. JSON knows no NaN and no infinity: they become the strings "nan" and "inf"."""
+    typer.echo(json.dumps(json_values(document), allow_nan=False))
+
+
+def json_values(document: Any) -> Any:
+    """What JSON can say of a tree of dicts, lists, tuples, strings and numbers."""
+    if isinstance(document, dict):
+        return {str(key): json_values(value) for key, value in document.items()}
+    if isinstance(document, (list, tuple)):
+        return [json_values(value) for value in document]
+    if isinstance(document, float) and not math.isfinite(document):
+        return str(document)
+    return document

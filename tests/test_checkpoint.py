@@ -1,0 +1,236 @@
+"""Checkpoints: whole, of one run, and nobody else's are touched."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moe_graphs.lm.checkpoint import find_checkpoint, load_checkpoint, open_log, save_checkpoint
+from moe_graphs.lm.data import Corpus
+from moe_graphs.lm.run import build_batches, build_trainer, run, with_graphs
+from test_training import QUIET, advance, fresh_trainer, options, small_corpus
+
+
+def test_graphs_leave_no_trace_in_a_checkpoint(tmp_path):
+    contents = []
+    for graphed in (False, True):
+        trainer = fresh_trainer(options(graphed))
+        with with_graphs(trainer, options(graphed).graph_config):
+            advance(trainer, 6)
+            path = save_checkpoint(tmp_path / str(graphed), trainer)
+        contents.append((load_file(path / "model.safetensors"), torch.load(path / "training.pt")))
+    (eager_model, eager_state), (graphed_model, graphed_state) = contents
+    assert eager_model.keys() == graphed_model.keys()
+    assert all(torch.equal(eager_model[name], graphed_model[name]) for name in eager_model)
+    assert eager_state.keys() == graphed_state.keys()
+    eager_optimizer, graphed_optimizer = eager_state["optimizer"], graphed_state["optimizer"]
+    assert eager_optimizer["param_groups"] == graphed_optimizer["param_groups"]
+    for index, values in eager_optimizer["state"].items():
+        for name, value in values.items():
+            assert torch.equal(value, graphed_optimizer["state"][index][name])
+
+
+def test_only_the_last_checkpoints_are_kept_and_the_latest_is_found(tmp_path):
+    trainer = fresh_trainer(options())
+    for step in (1, 2, 3):
+        advance(trainer, step)
+        save_checkpoint(tmp_path, trainer, keep=2)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step_000002", "step_000003"]
+    assert find_checkpoint(tmp_path).name == "step_000003"
+    assert find_checkpoint(tmp_path / "checkpoints" / "step_000002").name == "step_000002"
+    with pytest.raises(ValueError, match="no checkpoint at"):
+        find_checkpoint(tmp_path / "elsewhere")
+
+
+def test_resuming_with_another_setting_says_so_and_with_another_model_fails(tmp_path):
+    trainer = fresh_trainer(options())
+    advance(trainer, 2)
+    path = save_checkpoint(tmp_path, trainer)
+    longer = fresh_trainer(options(steps=12))
+    assert load_checkpoint(path, longer) == ["steps: 8 in the checkpoint, 12 now"]
+    given = options()
+    wider = dataclasses.replace(given.preset.model, hidden_size=32)
+    other = dataclasses.replace(given, preset=dataclasses.replace(given.preset, model=wider))
+    with pytest.raises(ValueError, match="holds another model"):
+        load_checkpoint(path, fresh_trainer(other))
+    with pytest.raises(ValueError, match="beyond the 1 steps"):
+        load_checkpoint(path, fresh_trainer(options(steps=1)))
+
+
+def other_run(directory: Path) -> Path:
+    """A checkpoint of a run of its own."""
+    trainer = fresh_trainer(options())
+    advance(trainer, 6)
+    return save_checkpoint(directory, trainer)
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    paths = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
+
+
+def test_checkpoints_of_another_run_are_never_deleted(tmp_path):
+    """B1: lower steps of a new run were deleted at once, and resuming took the older run."""
+    other_run(tmp_path)
+    before = files(tmp_path)
+    new = fresh_trainer(options(steps=9))
+    for step in (2, 6, 8):
+        advance(new, step)
+        with pytest.raises(ValueError, match="step_000006 is of another run: save in another"):
+            save_checkpoint(tmp_path, new)
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_a_new_run_is_refused_where_another_run_lies(tmp_path, save):
+    given = options(out=tmp_path / "run", save=save)
+    run(given, small_corpus(), QUIET)
+    before = files(given.out)
+    found = "checkpoints/step_000008" if save else "log.jsonl"
+    for more in ({}, {"resume": other_run(tmp_path / "other")}):
+        with pytest.raises(ValueError, match=rf"out: .* holds another run \({found}\): give"):
+            run(dataclasses.replace(given, **more), small_corpus(), QUIET)
+    assert files(given.out) == before
+
+
+def test_two_runs_that_found_a_directory_empty_do_not_share_it(tmp_path):
+    given = options(out=tmp_path, steps=2)
+    with open_log(tmp_path):
+        with pytest.raises(ValueError, match="another run writes to .* at this moment"):
+            run(given, small_corpus(), QUIET)
+    assert files(tmp_path) == {"log.jsonl": b""}
+    run(given, small_corpus(), QUIET)  # a run that ended before its first line left nothing
+
+
+def test_a_run_goes_on_in_its_own_directory_from_its_latest_checkpoint_only(tmp_path):
+    given = options(out=tmp_path, checkpoint_every=2, steps=6)
+    run(given, small_corpus(), QUIET)
+    folder = tmp_path / "checkpoints"
+    (folder / "step_000004-kept").mkdir()
+    before = files(tmp_path)
+    with pytest.raises(ValueError, match="holds step_000006, later than the step_000004 to go on"):
+        resume = dataclasses.replace(given, resume=folder / "step_000004")
+        run(resume, small_corpus(), QUIET)
+    assert files(tmp_path) == before
+    longer = options(out=tmp_path, checkpoint_every=2, steps=12, resume=find_checkpoint(tmp_path))
+    summary = run(longer, small_corpus(), QUIET)
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["step_000004-kept", "step_000010", "step_000012"]
+    assert summary.differences == ("steps: 6 in the checkpoint, 12 now",)
+    records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    (resumed,) = [record for record in records if "resumed_from" in record]
+    assert resumed["step"] == 6
+    assert resumed["differences"] == list(summary.differences)
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert written["resumed_from"].endswith("step_000006")
+    assert written["differences"] == list(summary.differences)
+
+
+def test_a_run_from_before_there_were_ids_goes_on_in_its_directory(tmp_path):
+    settings = other_run(tmp_path) / "settings.json"
+    known = json.loads(settings.read_text())
+    del known["run"]
+    settings.write_text(json.dumps(known))
+    broken = tmp_path / "checkpoints" / "step_000004"  # nobody's, and no reason to stop
+    broken.mkdir()
+    trainer = fresh_trainer(options(steps=9))
+    load_checkpoint(find_checkpoint(tmp_path), trainer)
+    for step in (7, 8):
+        advance(trainer, step)
+        save_checkpoint(tmp_path, trainer)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step_000004", "step_000007", "step_000008"]
+
+
+def test_resuming_does_not_choose_between_runs(tmp_path):
+    """Which versions before run ids could leave behind."""
+    path = other_run(tmp_path)
+    later = tmp_path / "checkpoints" / "step_000007"
+    shutil.copytree(other_run(tmp_path / "other"), later)
+    with pytest.raises(ValueError, match="several runs: give one of step_000006, step_000007"):
+        find_checkpoint(tmp_path)
+    assert find_checkpoint(path) == path
+    (later / "settings.json").unlink()
+    with pytest.raises(ValueError, match=r"step_000007/settings.json is missing"):
+        load_checkpoint(find_checkpoint(tmp_path), fresh_trainer(options()))
+
+
+def other_corpus() -> Corpus:
+    corpus = small_corpus()
+    return dataclasses.replace(corpus, train=(*corpus.train, b"one more\n"))
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"dispatcher": "padded"}, "dispatcher: local in the checkpoint, padded now"),
+        ({"corpus": other_corpus()}, r"text: 60 documents, sha256 \w+ in .*, 61 documents, sha256"),
+        ({"hidden_dropout": 0.0}, "model.hidden_dropout: 0.1 in the checkpoint, 0.0 now"),
+        ({"top_k": 1}, "model.moe.top_k: 2 in the checkpoint, 1 now"),
+    ],
+)
+def test_resuming_with_other_text_dispatcher_or_model_says_so(tmp_path, change, line):
+    path = other_run(tmp_path)
+    given, corpus = options(), change.pop("corpus", small_corpus())
+    model = given.preset.model
+    if "hidden_dropout" in change:
+        model = dataclasses.replace(model, **change)
+    if "top_k" in change:
+        model = dataclasses.replace(model, moe=dataclasses.replace(model.moe, **change))
+    preset = dataclasses.replace(given.preset, model=model)
+    dispatcher = change.get("dispatcher", "local")
+    given = dataclasses.replace(given, preset=preset, dispatcher=dispatcher)
+    trainer = build_trainer(given, build_batches(given, corpus))
+    (difference,) = load_checkpoint(path, trainer)
+    assert re.match(line, difference)
+
+
+PARTS = ["model.safetensors", "training.pt", "settings.json"]
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("damage", ["missing", "truncated", "empty", "something else"])
+def test_a_checkpoint_that_is_not_whole_is_named_and_changes_nothing(tmp_path, part, damage):
+    path = other_run(tmp_path)
+    content = (path / part).read_bytes()
+    if damage == "missing":
+        (path / part).unlink()
+    else:
+        kept = {"truncated": content[:-200], "empty": b"", "something else": b"[1, 2]"}[damage]
+        (path / part).write_bytes(kept)
+    assert find_checkpoint(path) == path
+    trainer, untouched = fresh_trainer(options()), fresh_trainer(options())
+    with pytest.raises(ValueError, match=rf"resume: .*step_000006/{part} (is mis|cannot)"):
+        load_checkpoint(path, trainer)
+    assert trainer.step == 0
+    states = trainer.model.state_dict(), untouched.model.state_dict()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert not trainer.optimizer.state
+
+
+@pytest.mark.parametrize("room", ["model", "state"])
+def test_a_disk_that_is_full_leaves_the_checkpoints_before(tmp_path, room):
+    """A file that may not grow fails like one on a full disk."""
+    path = other_run(tmp_path)
+    trainer = fresh_trainer(options(steps=9))
+    load_checkpoint(path, trainer)
+    advance(trainer, 8)
+    before = files(tmp_path)
+    bytes_ = 1000 if room == "model" else (path / "model.safetensors").stat().st_size + 1000
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_, limits[1]))
+    try:
+        with pytest.raises(OSError, match="step_000008 could not be written"):
+            save_checkpoint(tmp_path, trainer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert files(tmp_path) == before
