@@ -1,0 +1,64 @@
+"""What several files of adversaries say about a script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from programs.cases import CHANGE_AT, Model, plain_loss, plain_step
+
+Step = Callable[[Model, torch.Tensor, SimpleNamespace], Any]
+
+
+def tanh(s: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A forward whose output is saved for its backward."""
+    return torch.tanh(s.l(x))
+
+
+def other_from_fourth(after: Step, before: Step = plain_step) -> Step:
+    """One function up to the fourth step, another from then on."""
+    return lambda m, x, e: (after if e.late else before)(m, x, e)
+
+
+def several(count: int) -> Step:
+    """A step of so many microbatches."""
+
+    def step(m, x, e):
+        for n in range(count):
+            e.case.loss(m, x + n, e).backward()
+
+    return step
+
+
+def without_value(m: Model, x: torch.Tensor, e: SimpleNamespace) -> None:
+    plain_loss(m, x, e).backward()
+
+
+def released_between(m: Model, x: torch.Tensor, e: SimpleNamespace) -> None:
+    """The graphs are released between a forward and its backward."""
+    loss = e.case.loss(m, x, e)
+    if e.i == CHANGE_AT and e.graphs is not None:
+        e.graphs.release()
+        if hasattr(e, "f"):
+            e.f = m.sc
+    loss.backward()
+
+
+def log(e: SimpleNamespace, *tensors: torch.Tensor | None) -> None:
+    e.log += [None if t is None else t.detach().clone() for t in tensors]
+
+
+class Gain:
+    """A callable with state, and methods."""
+
+    def __init__(self) -> None:
+        self.gain = 1.0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gain
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gain

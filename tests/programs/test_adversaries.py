@@ -1,0 +1,33 @@
+"""Hand-written adversaries under every engine: equal, counted and equal, or a named error."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from programs.cases import Case, judge
+
+FILES = sorted(path.stem for path in Path(__file__).parent.glob("adversary_*.py"))
+CASES = {
+    f"{file.removeprefix('adversary_')}: {case.name}": case
+    for file in FILES
+    for case in importlib.import_module(f"programs.{file}").case.cases
+}
+PAIRS = [(name, engine) for name, case in CASES.items() for engine in case.engines]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _thawed() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize(("name", "engine"), PAIRS, ids=[f"{n}, {e}" for n, e in PAIRS])
+def test_an_adversary_is_not_silently_different(name, engine):
+    case: Case = CASES[name]
+    verdict = judge(case, engine)
+    assert verdict.is_allowed, f"{verdict.outcome}: {verdict.detail}"
