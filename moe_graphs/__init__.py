@@ -1,33 +1,94 @@
 """MoE training on PyTorch with partial CUDA graphs.
 
-``moe_graphs.capture`` is the function; the engine's modules lie in the folder of the same name and
-are imported from there (``from moe_graphs.engine.scopes.plan import Plan``).
+The engine's modules lie in ``moe_graphs.engine`` and are imported from there
+(``from moe_graphs.engine.scopes.plan import Plan``). What is here is imported at its first use, so
+that ``moe-graphs --help`` does not wait for torch.
 """
 
-from moe_graphs.config import GraphConfig
-from moe_graphs.engine.callables.callables import make_graphed_callables
-from moe_graphs.engine.report import Report, ScopeReport
-from moe_graphs.engine.scopes.ahead_of_time import capture
-from moe_graphs.engine.scopes.graphs import Graphs, graph
-from moe_graphs.engine.whole_step.full_iteration import FullIteration, FullIterationReport
-from moe_graphs.errors import CaptureError, GraphError
-from moe_graphs.staged import Stage, Staged, end_capture_here, record
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moe_graphs.config import GraphConfig
+    from moe_graphs.engine.callables.callables import make_graphed_callables
+    from moe_graphs.engine.report import Report, ScopeReport
+    from moe_graphs.engine.scopes.graphs import Graphs, graph
+    from moe_graphs.engine.scopes.memory import CallMemory, ChunkMemory, MemoryPlan
+    from moe_graphs.engine.whole_step.full_iteration import FullIteration, FullIterationReport
+    from moe_graphs.errors import CaptureError, GraphError, GraphWarning
+    from moe_graphs.pipelines.schedule import Action, Schedule, Span
+    from moe_graphs.staged import Stage, Staged, end_capture_here, record
+    from moe_graphs.training.capturable import load_optimizer_state, tensor_hyperparameters
+    from moe_graphs.training.device_step import DeviceStep, StepResult
+    from moe_graphs.training.ema import ExponentialMovingAverage
+    from moe_graphs.training.forward_backward import GraphedForwardBackward
+    from moe_graphs.training.grad_scaler import GradScaler
+    from moe_graphs.training.static_loader import StaticBatches, StaticLoader
 
 __all__ = [
+    "Action",
+    "CallMemory",
     "CaptureError",
+    "ChunkMemory",
+    "DeviceStep",
+    "ExponentialMovingAverage",
     "FullIteration",
     "FullIterationReport",
+    "GradScaler",
     "GraphConfig",
     "GraphError",
+    "GraphWarning",
+    "GraphedForwardBackward",
     "Graphs",
+    "MemoryPlan",
     "Report",
+    "Schedule",
     "ScopeReport",
+    "Span",
     "Stage",
     "Staged",
-    "capture",
+    "StaticBatches",
+    "StaticLoader",
+    "StepResult",
     "end_capture_here",
     "graph",
+    "load_optimizer_state",
     "make_graphed_callables",
     "record",
+    "tensor_hyperparameters",
 ]
 __version__ = "0.1.0"
+
+# The imports above once more, for the moment when they are needed: a test compares the two.
+_HOMES = {
+    "config": ("GraphConfig",),
+    "engine.callables.callables": ("make_graphed_callables",),
+    "engine.report": ("Report", "ScopeReport"),
+    "engine.scopes.graphs": ("Graphs", "graph"),
+    "engine.scopes.memory": ("CallMemory", "ChunkMemory", "MemoryPlan"),
+    "engine.whole_step.full_iteration": ("FullIteration", "FullIterationReport"),
+    "errors": ("CaptureError", "GraphError", "GraphWarning"),
+    "pipelines.schedule": ("Action", "Schedule", "Span"),
+    "staged": ("Stage", "Staged", "end_capture_here", "record"),
+    "training.capturable": ("load_optimizer_state", "tensor_hyperparameters"),
+    "training.device_step": ("DeviceStep", "StepResult"),
+    "training.ema": ("ExponentialMovingAverage",),
+    "training.forward_backward": ("GraphedForwardBackward",),
+    "training.grad_scaler": ("GradScaler",),
+    "training.static_loader": ("StaticBatches", "StaticLoader"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOMES.items():
+        if name in names:
+            found = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+            globals()[name] = found  # the next use does not come here
+            return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-IMPLS = ("none", "local", "transformer_engine", "full_iteration")
-ON_MISMATCH = ("eager", "error")
+IMPLS = ("none", "local")
+ON_MISMATCH = ("eager", "error", "recapture")
 
 # A scope name stands for these stages of a layer. `full` stands for all the stages a layer has.
 SCOPE_STAGES: Mapping[str, tuple[str, ...]] = {
@@ -153,12 +153,15 @@ class GraphConfig:
     impl: "local" captures scopes, "none" nothing.
     warmup_steps: eager steps that are observed before the capture.
     on_mismatch: a call that differs from what was captured runs eagerly and is counted ("eager"),
-        or raises ``GraphError`` ("error").
+        raises ``GraphError`` ("error"), or runs eagerly, and the next steps are observed and
+        captured anew ("recapture").
     split_backward: capture the gradients of the weights apart from those of the inputs, so that
         zero-bubble schedules can delay them: torch's own, or ``graphs.delayed_weights()``. Costs
         memory: what the weights' part needs is kept until then.
     memory_limit: bytes; a capture that is predicted to take more is refused with
         ``graphs.plan()``'s table.
+    verify: the first replay of every recording, forward and backward, is compared bit for bit with
+        the eager call. Costs about one eager step, once. False only for those who know.
 
     Raises:
         ValueError: for a combination that is not legal; the message says what to change.
@@ -170,22 +173,19 @@ class GraphConfig:
     on_mismatch: str = "eager"
     split_backward: bool = False
     memory_limit: int | None = None
+    verify: bool = True
 
     def __post_init__(self) -> None:
-        if self.impl not in IMPLS:
-            raise ValueError(f"impl={self.impl!r}: accepted are {', '.join(IMPLS)}")
-        if self.impl == "full_iteration":
+        if self.impl == "full_iteration":  # of Megatron, where it is one more choice
             raise ValueError(
                 "impl='full_iteration' captures the function that makes a step, which "
                 "moe_graphs.graph never sees: use moe_graphs.FullIteration(step, model=model)"
             )
-        if self.impl == "transformer_engine":
-            raise ValueError(
-                f"impl={self.impl!r} is not available in this version: "
-                f"impl='local' takes the same scopes and needs no other package"
-            )
+        if self.impl not in IMPLS:
+            raise ValueError(f"impl={self.impl!r}: accepted are {', '.join(IMPLS)}")
         if self.on_mismatch not in ON_MISMATCH:
-            raise ValueError(f"on_mismatch={self.on_mismatch!r}: accepted are 'eager', 'error'")
+            accepted = ", ".join(map(repr, ON_MISMATCH))
+            raise ValueError(f"on_mismatch={self.on_mismatch!r}: accepted are {accepted}")
         if self.warmup_steps < 1:
             raise ValueError(
                 f"warmup_steps={self.warmup_steps}: at least 1, since the calls to capture are "
@@ -206,7 +206,12 @@ class GraphConfig:
         cuda_graph_warmup_steps: int = 3,
         **options,
     ) -> GraphConfig:
-        """The same from Megatron-LM's flags; as there, no scope at all means the whole layer."""
+        """The same from Megatron-LM's flags; as there, no scope at all means the whole layer.
+
+        Raises:
+            ValueError: as above, and for Megatron's other ways to capture: "local" takes the scopes
+                of "transformer_engine", and ``moe_graphs.FullIteration`` is "full_iteration".
+        """
         if cuda_graph_scope and cuda_graph_modules:
             raise ValueError("cuda_graph_scope is the older name of cuda_graph_modules: set one")
         scopes = cuda_graph_modules or cuda_graph_scope

@@ -1,4 +1,4 @@
-"""The two errors of the engine. Bad arguments raise ``ValueError`` instead."""
+"""What the engine raises and prints. Bad arguments raise ``ValueError`` instead."""
 
 
 class GraphError(RuntimeError):
@@ -7,3 +7,7 @@ class GraphError(RuntimeError):
 
 class CaptureError(GraphError):
     """A capture failed. The model is eager again, as if the capture had not been tried."""
+
+
+class GraphWarning(UserWarning):
+    """Something runs eagerly from now on that was to be replayed, and why."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +14,17 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--full-grids", action="store_true", help="every combination of what tests vary, not pairs"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--full-grids"):
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         wanted = 2 if item.get_closest_marker("multigpu") else 0
@@ -23,6 +34,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_collection_finish() -> None:
+    # The engine collects garbage before every capture. What has been imported is none, and takes
+    # nine tenths of the time to look through.
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
     """Every fresh tensor is full of NaN or of the largest integer: what nobody writes is found."""
@@ -30,3 +48,12 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def interpreted() -> Iterator[None]:
+    """Plain Triton kernels run on the CPU."""
+    from interpreted import interpreter
+
+    with interpreter():
+        yield

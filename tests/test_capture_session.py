@@ -11,8 +11,7 @@ from torch import nn
 
 import moe_graphs
 from moe_graphs import CaptureError, GraphConfig, GraphError
-from moe_graphs.engine.scopes import graphs as engine
-from moe_graphs.engine.scopes.call_capture import CallCapture
+from moe_graphs.engine.scopes.recorder import Recorder
 from training_runs import DEVICES, Trace, loss_of, microbatches, tiny_model, train
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -38,26 +37,25 @@ def test_capturing_changes_nothing(device, monkeypatch):
     model.layers[0].unused = nn.Parameter(torch.ones(2, device=device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     graphs = moe_graphs.graph(model, GraphConfig(RECIPE, warmup_steps=2))
-    states, original = [], engine.capture_plan
+    states, original = [], Recorder.record_forward
 
-    def watched(*arguments, **options):
+    def watched(*arguments):
         states.append(state_of(model, optimizer, device))
-        slot = original(*arguments, **options)
+        expected = original(*arguments)
         states.append(state_of(model, optimizer, device))
-        return slot
+        return expected
 
-    monkeypatch.setattr(engine, "capture_plan", watched)
-    gradients = []
-    for batches in microbatches(device, 2):
+    monkeypatch.setattr(Recorder, "record_forward", watched)
+    for batches in microbatches(device, 3):
         optimizer.zero_grad()
         with graphs.step():
             for tokens in batches:
                 loss_of(model, tokens)[0].backward()
-            gradients = [p.grad for p in model.parameters()]
         optimizer.step()
-    states[0].assert_equal(states[1])
+    assert len(states) == 2 * graphs.report().captured == 4
+    for before, after in zip(states[::2], states[1::2], strict=True):
+        before.assert_equal(after)
     assert model.layers[0].unused.grad is None
-    assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
     assert gc.isenabled()
     assert graphs.report().state == "captured"
 
@@ -78,7 +76,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("where", ["record_forward", "record_backward"])
+@pytest.mark.parametrize("where", ["_capture_forward", "_record"], ids=["forward", "backward"])
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_failed_capture_leaves_an_eager_model_as_if_nothing_had_happened(
     device, monkeypatch, where, failure
@@ -92,22 +90,23 @@ def test_a_failed_capture_leaves_an_eager_model_as_if_nothing_had_happened(
 
     model = tiny_model(device)
     graphs = moe_graphs.graph(model, GraphConfig(RECIPE, warmup_steps=2))
-    original, calls = getattr(CallCapture, where), []
+    original, calls = getattr(Recorder, where), []
 
-    def failing(capture: CallCapture, *arguments):
-        calls.append(capture.recording.scope.name)
+    def failing(recorder: Recorder, slot, place, *arguments):
+        calls.append(place.name)
         if len(calls) == 2:  # one scope has been captured by then
             # Fail inside the recorded block, with the capture under way.
-            backend = capture._backend
+            backend = recorder.backend
             patched = _failing_record(backend.record, backend.device, fail)
             monkeypatch.setattr(backend, "record", patched)
-        return original(capture, *arguments)
+            slot._backend.prime = lambda: None
+        return original(recorder, slot, place, *arguments)
 
-    monkeypatch.setattr(CallCapture, where, failing)
+    monkeypatch.setattr(Recorder, where, failing)
     errors = _catch_capture_errors(graphs, monkeypatch)
     train(model, graphs, device, steps=5).assert_equal(expected)
     (error,) = errors
-    direction = where.removeprefix("record_")
+    direction = "backward" if where == "_record" else "forward"
     assert f"scope {calls[1]!r}: capture of its {direction} failed" in str(error)
     assert message in str(error)
     report = graphs.report()
@@ -128,7 +127,7 @@ def _failing_record(record, device, fail):
 
 
 def _catch_capture_errors(graphs, monkeypatch) -> list[CaptureError]:
-    errors, original = [], graphs._capture
+    errors, original = [], graphs._capturing_step_ended
 
     def caught():
         try:
@@ -136,7 +135,7 @@ def _catch_capture_errors(graphs, monkeypatch) -> list[CaptureError]:
         except CaptureError as error:
             errors.append(error)
 
-    monkeypatch.setattr(graphs, "_capture", caught)
+    monkeypatch.setattr(graphs, "_capturing_step_ended", caught)
     return errors
 
 
@@ -151,7 +150,7 @@ def test_the_memory_of_released_and_of_failed_graphs_comes_back(device):
     before = torch.cuda.memory_reserved()
     for _ in range(2):
         graphs = moe_graphs.graph(model, GraphConfig("attn,moe,mlp", warmup_steps=1))
-        train(model, graphs, device, steps=2)
+        train(model, graphs, device, steps=3)
         model.zero_grad()
         assert graphs.report().pool_bytes > 0
         graphs.release()
@@ -190,7 +189,8 @@ def test_capture_ahead_of_time_changes_nothing_and_replays_from_the_first_step(
     gradients = [p.grad for p in model.parameters()]
     step = steps_of(model, device, optimizer if with_optimizer else None)
     config = GraphConfig(RECIPE, warmup_steps=2, on_mismatch="error")
-    graphs = moe_graphs.capture(model, step, config, optimizer if with_optimizer else None)
+    graphs = moe_graphs.graph(model, config)
+    graphs.capture(step, optimizer if with_optimizer else None)
     state_of(model, optimizer, device).assert_equal(before)
     assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
 
@@ -212,7 +212,7 @@ def test_a_step_that_updates_parameters_needs_its_optimizer(device):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = state_of(model, optimizer, device)
     with pytest.raises(GraphError, match="pass optimizer="):
-        moe_graphs.capture(model, steps_of(model, device, optimizer), GraphConfig(RECIPE))
+        moe_graphs.graph(model, GraphConfig(RECIPE)).capture(steps_of(model, device, optimizer))
     state_of(model, optimizer, device).assert_equal(before)
     assert all("forward" not in module.__dict__ for module in model.modules())
 
@@ -222,7 +222,7 @@ def test_a_step_that_fails_ahead_of_time_leaves_the_model_as_it_was(device):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = state_of(model, optimizer, device)
     with pytest.raises(OSError, match="disk on fire"):
-        moe_graphs.capture(model, _raise, GraphConfig(RECIPE))
+        moe_graphs.graph(model, GraphConfig(RECIPE)).capture(_raise)
     state_of(model, optimizer, device).assert_equal(before)
     assert all("forward" not in module.__dict__ for module in model.modules())
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from full_iterations import Run, batches, train
-from moe_graphs import GraphError
+from moe_graphs import FullIteration, GraphError
 from moe_graphs.training.forward_backward import GraphedForwardBackward
 from moe_graphs.training.static_loader import StaticLoader
 from training_runs import DEVICES, Trace, loss_of, tiny_model
@@ -117,7 +117,9 @@ def test_the_signature_of_megatron(device, several):
     for graphed in (False, True):
         model = tiny_model(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        schedule = GraphedForwardBackward(forward_backward_func) if graphed else None
+        schedule = None
+        if graphed:
+            schedule = GraphedForwardBackward(forward_backward_func, on_mismatch="error")
         function, trace = schedule or forward_backward_func, Trace()
         loader = StaticLoader(_rows(40), device, held=4)
         iterator = iter(loader)
@@ -157,3 +159,38 @@ def test_the_signature_of_megatron(device, several):
 def _rows(count: int) -> Iterator[dict[str, torch.Tensor]]:
     for batch in itertools.islice(batches("cpu", count), count):
         yield {"tokens": batch["tokens"][0]}
+
+
+@pytest.mark.parametrize("zeroed", ["within", "between"])
+@pytest.mark.parametrize("view", [False, True], ids=["gradients", "views"])
+def test_gradients_that_are_kept_over_steps(device, zeroed, view):
+    """An eager step makes new ones, a graph writes to the same memory."""
+
+    def train(graphed):
+        torch.manual_seed(0)
+        model, kept = torch.nn.Linear(4, 4).to(device), []
+
+        def plain(x):
+            if zeroed == "within":
+                model.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        step = FullIteration(plain, model=model) if graphed else plain
+        for _ in range(7):
+            step(torch.randn(3, 4).to(device))
+            gradient = model.weight.grad
+            kept.append(gradient[:2] if view else gradient)
+            with torch.no_grad():
+                model.weight -= 0.1 * gradient
+            del gradient
+            if zeroed == "between":
+                model.zero_grad()
+        return kept, step.report() if graphed else None
+
+    expected, _ = train(False)
+    found, report = train(True)
+    assert all(map(torch.equal, found, expected))
+    eager = {"warmup": 3, "gradients_held": 3} if view else {"warmup": 3}
+    assert report.eager_calls == eager

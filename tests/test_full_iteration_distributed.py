@@ -16,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distributed import run_distributed
 from full_iterations import batches, optimizer_of
-from moe_graphs import CaptureError
+from moe_graphs import CaptureError, GraphError
 from moe_graphs.engine.whole_step import data_parallel
 from moe_graphs.engine.whole_step.full_iteration import FullIteration
+from moe_graphs.engine.whole_step.step_proof import Proof
 from training_runs import Trace, loss_of, tiny_model
 
 BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)]
@@ -167,6 +168,93 @@ def test_all_ranks_capture_or_none(backend):
     assert found[0][1:] == found[1][1:] == ["capture_failed"]
 
 
+def differ_once(rank: int, world_size: int, device: str, policy: str) -> list:
+    """Rank 0's sixth batch has another length; afterwards all go on."""
+
+    def run(graphed: bool) -> tuple[Trace, list]:
+        stream = torch.cuda.Stream() if device == "cuda" else None
+        model = replicas(device, stream)
+        optimizer = optimizer_of(model, device)
+        plain = step = make_step(model, optimizer)
+        if graphed:
+            step = FullIteration(
+                plain, model=model, optimizer=optimizer, stream=stream, on_mismatch=policy
+            )
+        trace, errors = Trace(), []
+        for index, batch in enumerate(batches(device, 9, seed=rank)):
+            if rank == 0 and index == 5:
+                batch["tokens"] = [tokens[:, :-2] for tokens in batch["tokens"]]
+            try:
+                losses, norm = step(batch)
+            except GraphError as error:
+                errors.append((index, str(error)))
+                losses, norm = plain(batch)
+            trace.note(f"loss {index}", losses[0])
+            trace.note(f"norm {index}", norm)
+        trace.note_state(model, "end")
+        if not graphed:
+            return trace, []
+        step.release()
+        report = step.report()
+        return trace, [errors, report.captures, report.replayed, report.eager_calls]
+
+    expected, _ = run(False)
+    found, told = run(True)
+    found.assert_equal(expected)
+    return told
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_agree_when_the_batch_of_one_differs(backend):
+    """Each for itself, another rank would wait for ever for the one that raises or captures."""
+    arguments = (device_of(backend),)
+    (first, second) = run_distributed(differ_once, 2, backend, arguments=(*arguments, "error"))
+    assert first[0][0][0] == second[0][0][0] == 5
+    assert "full iteration" in first[0][0][1]
+    assert "the call of another rank differs" in second[0][0][1]
+    assert first[1:] == second[1:] == [1, 5, {"warmup": 3}]
+
+    (first, second) = run_distributed(differ_once, 2, backend, arguments=(*arguments, "recapture"))
+    assert first == second == [[], 3, 6, {"warmup": 3}]
+
+    (first, second) = run_distributed(differ_once, 2, backend, arguments=(*arguments, "eager"))
+    assert first == [[], 1, 5, {"warmup": 3, "shape": 1}]
+    assert second == [[], 1, 6, {"warmup": 3}]
+
+
+def differ_in_the_proof(rank: int, world_size: int, device: str, policy: str) -> list:
+    """A replay differs on rank 1 only: no rank replays, and none waits for another."""
+    stream = torch.cuda.Stream() if device == "cuda" else None
+    model = replicas(device, stream)
+    optimizer = optimizer_of(model, device)
+    step = FullIteration(
+        make_step(model, optimizer),
+        model=model,
+        optimizer=optimizer,
+        stream=stream,
+        on_mismatch=policy,
+    )
+    if rank == 1:
+        replay = Proof._replay
+        Proof._replay = lambda self, *args: replay(self, *args) | {"output 0": "another value"}
+    errors = 0
+    for batch in batches(device, 6, 2, seed=rank):
+        try:
+            losses, _ = step(batch)
+        except CaptureError:
+            errors += 1
+            losses, _ = step(batch)
+        assert losses[0].isfinite()
+    return [step.report().state, errors]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("policy", ["error", "recapture"])
+def test_no_rank_replays_what_differs_on_another(backend, policy):
+    found = run_distributed(differ_in_the_proof, 2, backend, arguments=(device_of(backend), policy))
+    assert found[0] == found[1] == ["differs_from_eager", int(policy == "error")]
+
+
 def test_expandable_segments_with_graph_registration(monkeypatch):
     monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
     monkeypatch.setattr(data_parallel, "process_group_of", lambda model: object())
@@ -195,25 +283,34 @@ SCRIPT = """
     model = replicas(device, stream)
     optimizer = optimizer_of(model, device)
     step = FullIteration(
-        make_step(model, optimizer), model=model, optimizer=optimizer, stream=stream
+        make_step(model, optimizer),
+        model=model,
+        optimizer=optimizer,
+        stream=stream,
+        on_mismatch="recapture",
     )
     for batch in batches(device, 6):
         step(batch)
     assert step.report().replayed == 3
-    if {raising}:
+    if {ending!r} == "raises":
         raise ArithmeticError("in the script")
+    if {ending!r} == "destroys first":
+        dist.destroy_process_group()
     step.release()
-    dist.destroy_process_group()
+    if {ending!r} == "releases":
+        dist.destroy_process_group()
 """
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("raising", [True, False], ids=["raises", "ends"])
-def test_the_script_ends_without_hanging(backend, raising, tmp_path):
+@pytest.mark.parametrize("ending", ["raises", "releases", "destroys first"])
+def test_the_script_ends_without_hanging(backend, ending, tmp_path):
     """Also if it raises while graphs that hold collectives are alive."""
+    if (backend, ending) == ("nccl", "destroys first"):
+        pytest.skip("NCCL waits for the graphs: the docstring of release() says so")
     tests = str(Path(__file__).parent)
     script = tmp_path / "script.py"
-    text = SCRIPT.format(tests=tests, backend=backend, store=tmp_path / "store", raising=raising)
+    text = SCRIPT.format(tests=tests, backend=backend, store=tmp_path / "store", ending=ending)
     script.write_text(textwrap.dedent(text))
     ranks = [
         subprocess.Popen(
@@ -226,5 +323,6 @@ def test_the_script_ends_without_hanging(backend, raising, tmp_path):
     finally:
         for process in ranks:
             process.kill()
+    raising = ending == "raises"
     for process, errors in zip(ranks, ends, strict=True):
         assert (process.returncode, "ArithmeticError" in errors) == (int(raising), raising), errors

@@ -75,6 +75,21 @@ def test_importing_the_package_imports_no_optional_one():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_what_the_package_imports_late_is_what_type_checkers_see():
+    (block,) = [node for node in ast.parse(FILES[0].read_text()).body if isinstance(node, ast.If)]
+    seen = {
+        node.module.removeprefix("moe_graphs."): tuple(name.name for name in node.names)
+        for node in block.body
+    }
+    assert seen == moe_graphs._HOMES
+    assert sorted(name for names in seen.values() for name in names) == moe_graphs.__all__
+    for name in moe_graphs.__all__:
+        assert getattr(moe_graphs, name).__name__ == name
+        assert name in dir(moe_graphs)
+    with pytest.raises(AttributeError, match="no attribute 'grap'"):
+        _ = moe_graphs.grap
+
+
 def test_no_file_names_a_package_registry():
     root = PACKAGE.parent
     hosts = ("py" + "pi.", "files.pythonhosted" + ".", "download.pytorch" + ".", "npm" + "js")

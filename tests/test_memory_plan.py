@@ -61,7 +61,7 @@ def test_the_meter_counts_what_is_alive_and_the_peak(device):
         v = y.view(16, 16)
     scalar = z.nbytes if device == "cpu" else 512  # the allocator's smallest block
     assert meter.alive() == y.nbytes + scalar
-    assert meter.peak >= 2 * y.nbytes + scalar
+    assert meter.peak() >= 2 * y.nbytes + scalar
     assert v.shape == (16, 16)
 
 
@@ -111,10 +111,11 @@ def test_predicted_and_measured_on_a_gpu():
     ).cuda()
     graphs = moe_graphs.graph(model, GraphConfig(["[0-3]"], warmup_steps=1))
     x = torch.randn(2048, 2048, device="cuda", requires_grad=True)
-    with graphs.step():
-        losses = [model(x).square().mean() for _ in range(2)]
-        for loss in losses:
-            loss.backward()
+    for _ in range(2):  # warm-up, capture
+        with graphs.step():
+            losses = [model(x).square().mean() for _ in range(2)]
+            for loss in losses:
+                loss.backward()
     report = graphs.report()
     assert report.slots == (2,)
     assert 0.95 < report.pool_bytes / report.predicted_pool_bytes < 1.15, report

@@ -90,7 +90,8 @@ def train_rank(
     report = graphs.report()
     graphs.release()
     if report.slots:  # as many as the schedule says, which nobody told the graphs
-        assert sorted(report.slots) == sorted(from_torch(schedule).slots()[rank].values())
+        expected = sorted(from_torch(schedule).slots()[rank].values())
+        assert sorted(report.slots) == expected, (name, rank, report.slots, expected)
     return trace, report
 
 

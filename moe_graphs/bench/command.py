@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
+
+from moe_graphs.terminal import errors_in_a_line, make_console, print_json
 
 GEMM_LINES = Path("grouped_gemm.jsonl")
 
@@ -37,19 +38,35 @@ def gemm(
     ] = False,
 ) -> None:
     """Times grouped GEMMs against dense cuBLAS, per-expert launches and torch._grouped_mm."""
-    console = Console(stderr=json_, highlight=False, width=160)
-    if plot is None and not torch.cuda.is_available():
-        Console(stderr=True).print("error: bench gemm measures a CUDA GPU, and there is none here")
-        raise typer.Exit(1)
-    if plot is not None and not out.exists():
-        Console(stderr=True).print(f"error: --plot: there are no results in {out}: measure first")
-        raise typer.Exit(1)
+    console = make_console(stderr=json_)
+    with errors_in_a_line(ImportError):  # the picture's matplotlib
+        document = (
+            _draw(out, plot, console) if plot else _measure(out, console, quick, budget, commit)
+        )
+        if json_:
+            print_json(document)
+
+
+def _draw(out: Path, plot: Path, console: Console) -> dict[str, Any]:
     from moe_graphs.bench import gemm as benchmark
 
-    if plot is not None:
+    if not out.exists():
+        raise ValueError(f"--plot: there are no results in {out}: measure first")
+    try:
         benchmark.plot(out, plot)
-        console.print(f"picture: {plot}")
-        return
-    records = list(benchmark.run(out, console, quick=quick, budget=budget, commit=commit))
-    if json_:
-        typer.echo(json.dumps({"rows": records}))
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"--plot: {out} has lines of something else ({error!r})") from error
+    console.print(f"picture: {plot}")
+    return {"picture": str(plot)}
+
+
+def _measure(
+    out: Path, console: Console, quick: bool, budget: float, commit: str | None
+) -> dict[str, Any]:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError("bench gemm measures a CUDA GPU, and there is none here")
+    from moe_graphs.bench import gemm as benchmark
+
+    return {"rows": list(benchmark.run(out, console, quick=quick, budget=budget, commit=commit))}

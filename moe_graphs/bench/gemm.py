@@ -224,8 +224,10 @@ def run(
     """Measures cell after cell until ``budget`` seconds are spent; appends lines to ``out``."""
     started, watch = time.time(), Watch(out.with_suffix(".hung"))
     stamp = environment.stamp(commit)
+    constant = {"benchmark": "grouped_gemm", "environment": stamp}
     console.print(environment.describe(stamp))
     out.parent.mkdir(parents=True, exist_ok=True)
+    out.touch()  # fails before anything is measured
     plan = cells(quick)
     for i, cell in enumerate(plan):
         if time.time() - started > budget:
@@ -234,7 +236,7 @@ def run(
         records = time_cell(cell, 5 if quick else 7, watch, count=i == 0)
         console.print(table(cell, records))
         with out.open("a") as lines:
-            lines.writelines(json.dumps(r | {"environment": stamp}) + "\n" for r in records)
+            lines.writelines(json.dumps(r | constant) + "\n" for r in records)
         yield from records
         torch.cuda.empty_cache()
 
@@ -248,6 +250,8 @@ def plot(lines: Path, target: Path) -> None:
 
     records = [json.loads(line) for line in lines.read_text().splitlines()]
     records = [r for r in records if r["routing"] == "uniform"]
+    if not records:
+        raise ValueError(f"--plot: there are no results of uniform routing in {lines}")
     figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.5), sharey=True)
     for axis, direction in zip(axes, DIRECTIONS, strict=True):
         for place, name in enumerate(("dense", "ours", "torch", "loop 4 streams", "loop")):
@@ -264,7 +268,7 @@ def plot(lines: Path, target: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0].set(ylabel="TFLOP/s, unpadded")
     axes[0].legend()
-    device = records[0]["environment"]["gpu"] if records else ""
+    device = records[0]["environment"]["gpu"]
     figure.suptitle(f"Grouped GEMM, uniform routing, bf16, {device}: each shape, and the medians")
     figure.tight_layout()
     figure.savefig(target, dpi=110)

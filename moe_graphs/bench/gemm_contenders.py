@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from moe_graphs.bench.timing import group_ends, group_sizes, matrices
-from moe_graphs.kernels import gemm_launch
+from moe_graphs.kernels.gemm import launch
 
 Call = Callable[[], torch.Tensor]
 DIRECTIONS = ("fwd", "dgrad", "wgrad")
@@ -106,16 +106,14 @@ def ours(p: Problem, name: str | None) -> dict[str, Call]:
     _, K, N = p.w_EKN.shape
     forward, dgrad, wgrad = None, None, None
     if name is not None:
-        forward, dgrad = gemm_launch.row_variant(name, N), gemm_launch.row_variant(name, K)
-        wgrad = gemm_launch.weight_variant(name, N, torch.bfloat16)
+        forward, dgrad = launch.row_variant(name, N), launch.row_variant(name, K)
+        wgrad = launch.weight_variant(name, N, torch.bfloat16)
     return {
-        "fwd": lambda: gemm_launch.matmul_rows(p.x_RK, p.w_EKN, p.ends_E, out=y, variant=forward),
-        "dgrad": lambda: gemm_launch.matmul_rows(
+        "fwd": lambda: launch.matmul_rows(p.x_RK, p.w_EKN, p.ends_E, out=y, variant=forward),
+        "dgrad": lambda: launch.matmul_rows(
             p.dy_RN, p.w_EKN, p.ends_E, transposed=True, out=dx, variant=dgrad
         ),
-        "wgrad": lambda: gemm_launch.matmul_weights(
-            p.x_RK, p.dy_RN, p.ends_E, out=dw, variant=wgrad
-        ),
+        "wgrad": lambda: launch.matmul_weights(p.x_RK, p.dy_RN, p.ends_E, out=dw, variant=wgrad),
     }
 
 
@@ -123,7 +121,7 @@ def ours_fp32(p: Problem, *, accumulate: bool) -> dict[str, Call]:
     """Weight gradients in fp32, stored or added to what is there."""
     dw = torch.zeros(p.w_EKN.shape, device="cuda")
     return {
-        "wgrad": lambda: gemm_launch.matmul_weights(
+        "wgrad": lambda: launch.matmul_weights(
             p.x_RK, p.dy_RN, p.ends_E, out=dw, accumulate=accumulate
         )
     }

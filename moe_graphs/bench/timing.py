@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -87,5 +88,5 @@ class Watch:
             if since and time.time() - since > self.limit:
                 with self.hung.open("a") as f:
                     f.write(self.what + "\n")
-                print("HUNG", self.what, flush=True)
+                print("HUNG", self.what, file=sys.stderr, flush=True)
                 os._exit(17)

@@ -7,14 +7,14 @@ import gc
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
     """A graph that is collected during a capture invalidates it."""
     collecting = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield
@@ -23,90 +23,130 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
+class RandomState:
+    """The numbers that torch will draw next: of the CPU, the device, and other generators."""
+
+    def __init__(self, device: torch.device, generators: Iterable[torch.Generator] = ()) -> None:
+        self._device = device
+        self._others = [(generator, generator.get_state()) for generator in generators]
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def put_back(self) -> None:
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+        for generator, state in self._others:
+            generator.set_state(state)
+
+    def digest(self) -> tuple[bytes, ...]:
+        """A value that is the same for the same state."""
+        return tuple(bytes(state.numpy()) for state in (self._cpu, *self._states()))
+
+    def is_current(self) -> bool:
+        """Whether nothing has been drawn since."""
+        now = RandomState(self._device, [generator for generator, _ in self._others])
+        pairs = [(self._cpu, now._cpu), *zip(self._states(), now._states(), strict=True)]
+        return all(torch.equal(before, after) for before, after in pairs)
+
+    def _states(self) -> list[Tensor]:
+        return [state for _, state in self._others] + ([] if self._cuda is None else [self._cuda])
+
+
 @contextlib.contextmanager
 def preserved_rng(
     device: torch.device, generators: Iterable[torch.Generator] = ()
 ) -> Iterator[None]:
-    """The CPU's and the device's default generators, and others: a capture draws no numbers."""
-    others = [(generator, generator.get_state()) for generator in generators]
-    cpu = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    """What is drawn inside was never drawn."""
+    state = RandomState(device, generators)
     try:
         yield
     finally:
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, device)
-        for generator, state in others:
-            generator.set_state(state)
+        state.put_back()
 
 
-@contextlib.contextmanager
-def preserved_values(tensors: Iterable[torch.Tensor], *, on_host: bool = False) -> Iterator[None]:
-    """The values of tensors, copied back in place: their addresses stay.
+class Values:
+    """The values of tensors, to be copied back in place: their addresses and versions stay.
 
     on_host: keeps the copies in host memory, where there is room for a whole optimizer.
     """
-    values = [
-        (tensor, tensor.detach().to("cpu", copy=True) if on_host else tensor.detach().clone())
-        for tensor in tensors
-    ]
+
+    def __init__(self, tensors: Iterable[Tensor], *, on_host: bool = False) -> None:
+        self._kept = [
+            (t, t.detach().to("cpu", copy=True) if on_host else t.detach().clone(), t._version)
+            for t in tensors
+        ]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor, _, _ in self._kept]
+
+    @property
+    def values(self) -> list[Tensor]:
+        return [value for _, value, _ in self._kept]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for tensor, value, version in self._kept:
+            tensor.detach().copy_(value)
+            # Somebody's autograd graph may have saved the tensor: for it nothing has happened.
+            torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+@contextlib.contextmanager
+def preserved_values(tensors: Iterable[Tensor], *, on_host: bool = False) -> Iterator[Values]:
+    values = Values(tensors, on_host=on_host)
     try:
-        yield
+        yield values
     finally:
-        with torch.no_grad():
-            for tensor, value in values:
-                tensor.copy_(value)
+        values.put_back()
 
 
-@contextlib.contextmanager
-def attributes_put_back_on_failure(model: nn.Module) -> Iterator[None]:
-    """Numbers, flags and strings on modules. If all goes well, what was set up lazily stays."""
-    plain = (bool, int, float, str, type(None))
-    before = [
-        (module.__dict__, key, value)
-        for module in model.modules()
-        for key, value in module.__dict__.items()
-        if type(value) in plain
-    ]
-    try:
-        yield
-    except BaseException:
-        for attributes, key, value in before:
-            attributes[key] = value
-        raise
+class StandIns:
+    """For each parameter of some modules another one on the same memory, of the same class and
+    with the same attributes, but without its hooks and its gradient accumulator.
 
-
-@contextlib.contextmanager
-def undisturbed(
-    model: nn.Module, device: torch.device, generators: Iterable[torch.Generator]
-) -> Iterator[None]:
-    """Whatever happens inside: buffers, random states and garbage collection stay as they are."""
-    rng = preserved_rng(device, generators)
-    with no_garbage_collection(), preserved_values(model.buffers()), rng:
-        yield
-
-
-@contextlib.contextmanager
-def stand_in_parameters(model: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
-    """Within this context every module holds a stand-in on the same memory for each parameter.
-    Gives the id of a stand-in -> the parameter.
-
-    A parameter's gradient accumulator belongs to the stream on which it was first used. As long as
-    the caller keeps a loss of an eager step, that is the caller's stream, and capturing a backward
-    into it would make that stream wait for the capture, which CUDA refuses.
+    An accumulator belongs to the stream on which it was first used. As long as the caller keeps a
+    loss of an eager step, that is the caller's stream, and capturing a backward into it would make
+    that stream wait for the capture, which CUDA refuses.
     """
-    places = [
-        (module._parameters, key, parameter)
-        for module in model.modules()
-        for key, parameter in module._parameters.items()
-        if parameter is not None and parameter.requires_grad
-    ]
-    stand_ins = {id(p): nn.Parameter(p.detach()) for _, _, p in places}
-    try:
-        for place, key, parameter in places:
-            place[key] = stand_ins[id(parameter)]
-        yield {id(stand_ins[id(p)]): p for _, _, p in places}
-    finally:
-        for place, key, parameter in places:
-            place[key] = parameter
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        """Frozen parameters are left alone."""
+        places = {
+            (id(module), key): (module._parameters, key, parameter)
+            for root in modules
+            for module in root.modules()
+            for key, parameter in module._parameters.items()
+            if parameter is not None and parameter.requires_grad
+        }
+        self._places = list(places.values())
+        made = {id(p): (p, _stand_in(p)) for _, _, p in self._places}
+        self._made = {key: stand_in for key, (_, stand_in) in made.items()}
+        self.originals = {id(stand_in): p for p, stand_in in made.values()}
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within this context the modules hold the stand-ins."""
+        try:
+            for place, key, parameter in self._places:
+                place[key] = self._made[id(parameter)]
+            yield
+        finally:
+            for place, key, parameter in self._places:
+                place[key] = parameter
+
+    def original(self, tensor: Tensor) -> Tensor:
+        return self.originals.get(id(tensor), tensor)
+
+    def stand_in(self, parameter: Tensor) -> Tensor:
+        return self._made.get(id(parameter), parameter)
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    if is_traceable_wrapper_subclass(parameter):
+        made = nn.Parameter(parameter.detach(), parameter.requires_grad)
+    else:
+        made = torch.Tensor._make_subclass(type(parameter), parameter.detach())
+    made.__dict__.update(parameter.__dict__)
+    return made.requires_grad_(parameter.requires_grad)

@@ -15,7 +15,11 @@ class ScopeReport:
     static_bytes: inputs and outputs that its graphs read and write in place.
     boundary_bytes: the outputs among them, which are handed to the eager rest.
     eager_calls: reason -> number of calls that ran eagerly.
+    eager_calls has also backwards of replayed forwards that ran eagerly ("backward: ...").
     interrupted: why the graph ends before the scope's module does, or None.
+    refused: why it is not replayed, though it was captured or planned, or None.
+    not_reproducible: whether eager runs differ from one another, so that replays cannot be equal.
+    not_guarded: what its Python can have read and nobody compares.
     """
 
     name: str
@@ -28,6 +32,9 @@ class ScopeReport:
     replayed: int
     eager_calls: dict[str, int]
     interrupted: str | None
+    refused: str | None = None
+    not_reproducible: bool = False
+    not_guarded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

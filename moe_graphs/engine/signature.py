@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+
+from moe_graphs.engine.values import same_value
 
 
 @dataclass(frozen=True)
@@ -21,49 +24,86 @@ class Mismatch:
 @dataclass(frozen=True)
 class TensorSpec:
     name: str
+    kind: type
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    layout: torch.layout = torch.strided
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> TensorSpec:
-        shape, stride = tuple(tensor.shape), tensor.stride()
-        return cls(name, shape, stride, tensor.dtype, tensor.device, tensor.requires_grad)
+        layout = tensor.layout
+        stride = tensor.stride() if layout is torch.strided else ()
+        return cls(
+            name,
+            type(tensor),
+            tuple(tensor.shape),
+            stride,
+            tensor.dtype,
+            tensor.device,
+            tensor.requires_grad,
+            layout,
+        )
 
     def mismatch(self, value: Any) -> Mismatch | None:
-        if not isinstance(value, torch.Tensor):
-            return Mismatch("structure", f"input {self.name!r}: captured a tensor, got {value!r}")
         if (
-            value.shape == self.shape
+            type(value) is self.kind
+            and value.shape == self.shape
+            and value.layout is self.layout
             and value.stride() == self.stride
             and value.dtype is self.dtype
             and value.device == self.device
             and value.requires_grad is self.requires_grad
         ):
             return None
+        if not isinstance(value, torch.Tensor):
+            return Mismatch("structure", f"input {self.name!r}: captured a tensor, got {value!r}")
         return self._difference(TensorSpec.of(self.name, value))
 
-    def _difference(self, got: TensorSpec) -> Mismatch:
+    def unsupported(self) -> str | None:
+        """Why a graph cannot have this tensor for an input, or None."""
+        plain = self.kind in (torch.Tensor, torch.nn.Parameter)
+        if plain and self.layout is torch.strided and not self._overlaps_itself():
+            return None
+        what = f"a {self.kind.__name__}"
+        if plain:
+            strided = self.layout is torch.strided
+            what = "a view that overlaps itself" if strided else f"of layout {self.layout}"
+        return f"input {self.name!r} is {what}: graphs take plain, strided tensors: convert it"
+
+    def _overlaps_itself(self) -> bool:
+        """Otherwise than by being expanded: no copy could be written there."""
+        at = sorted((stride, size) for size, stride in zip(self.shape, self.stride, strict=True))
+        reached = 0
+        for stride, size in at:
+            if size > 1 and stride > 0:
+                if stride <= reached:
+                    return True
+                reached += (size - 1) * stride
+        return False
+
+    def _difference(self, got: TensorSpec) -> Mismatch | None:
         remedy = "let it run eagerly with on_mismatch='eager', or keep it as it was captured"
-        for field in ("shape", "dtype", "device", "requires_grad", "stride"):
+        for field in ("shape", "dtype", "device", "requires_grad", "layout", "stride", "kind"):
             captured, now = getattr(self, field), getattr(got, field)
             if captured != now:
                 message = f"input {self.name!r}: captured {field} {captured}, got {now}: {remedy}"
                 return Mismatch(field, message)
-        raise AssertionError("called for equal specs")
+        return None
 
 
 @dataclass(frozen=True)
 class ConstantSpec:
-    """Anything but a tensor: frozen into the graph, so it must be the same at every call."""
+    """Anything but a tensor: frozen into the graph, so it must be the same at every call. What
+    lies inside of an object is compared by ``Guards``."""
 
     name: str
     value: Any
 
     def mismatch(self, value: Any) -> Mismatch | None:
-        if _equal_constants(value, self.value):
+        if value is self.value or same_value(value, self.value):
             return None
         message = (
             f"input {self.name!r}: captured the constant {self.value!r}, got {value!r}: pass it as "
@@ -73,46 +113,30 @@ class ConstantSpec:
 
 
 @dataclass(frozen=True)
-class Autocast:
-    """The autocast state of a device: it decides which casts are in the graph."""
-
-    enabled: bool
-    dtype: torch.dtype | None
-    cached: bool
-
-    @classmethod
-    def current(cls, device_type: str) -> Autocast:
-        if not torch.is_autocast_enabled(device_type):
-            return cls(False, None, False)
-        dtype = torch.get_autocast_dtype(device_type)
-        return cls(True, dtype, torch.is_autocast_cache_enabled())
-
-
-@dataclass(frozen=True)
 class Signature:
-    """The structure, tensors and constants of a scope's inputs, and the autocast state."""
+    """The structure, tensors and constants of a scope's inputs.
+
+    first: of every leaf the number of the first one that is the very same tensor (``attn(x, x,
+        x)``): the forward may ask ``key is value``, and gradients add up in another order.
+    """
 
     structure: pytree.TreeSpec
     leaves: tuple[TensorSpec | ConstantSpec, ...]
-    autocast: Autocast
+    first: tuple[int, ...]
 
     @classmethod
-    def of(
-        cls, inputs: Any, device_type: str, name_of: Callable[[Sequence[Any]], str] = pytree.keystr
-    ) -> Signature:
+    def of(cls, inputs: Any, name_of: Callable[[Sequence[Any]], str] = pytree.keystr) -> Signature:
         """``name_of`` turns the path of a leaf into the name that messages use."""
-        paths, structure = pytree.tree_flatten_with_path(inputs)
+        paths, _ = pytree.tree_flatten_with_path(inputs)
         leaves = tuple(
             (TensorSpec.of if isinstance(leaf, torch.Tensor) else ConstantSpec)(name_of(path), leaf)
             for path, leaf in paths
         )
-        return cls(structure, leaves, Autocast.current(device_type))
+        return cls(flatten(inputs)[1], leaves, _first_of_each([leaf for _, leaf in paths]))
 
-    def mismatch(
-        self, structure: pytree.TreeSpec, leaves: Sequence[Any], device_type: str
-    ) -> Mismatch | None:
+    def mismatch(self, structure: pytree.TreeSpec, leaves: Sequence[Any]) -> Mismatch | None:
         """The first difference of a call, or None. Reads no values and does not synchronise."""
-        if structure != self.structure:
+        if structure is not self.structure and structure != self.structure:
             return Mismatch(
                 "structure", f"captured inputs {self.structure}, got {structure}: call it alike"
             )
@@ -120,10 +144,42 @@ class Signature:
             difference = spec.mismatch(leaf)
             if difference is not None:
                 return difference
-        current = Autocast.current(device_type)
-        if self.autocast != current:
-            return Mismatch("autocast", f"captured under {self.autocast}, called under {current}")
+        if _first_of_each(leaves) != self.first:
+            message = "captured with other arguments being the very same tensor: call it alike"
+            return Mismatch("aliases", message)
         return None
+
+    def tensors(self) -> list[int]:
+        """The numbers of the leaves that are tensors."""
+        return [i for i, spec in enumerate(self.leaves) if isinstance(spec, TensorSpec)]
+
+    def unsupported(self) -> str | None:
+        found = (self.leaves[i].unsupported() for i in self.tensors())
+        return next((reason for reason in found if reason is not None), None)
+
+
+def flatten(inputs: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """As ``pytree.tree_flatten``; arguments that are all tensors by position take a tenth of the
+    time."""
+    if _is_call(inputs) and not inputs[1]:
+        leaves = inputs[0]
+        if all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            return list(leaves), _of_tensors(len(leaves))
+    return pytree.tree_flatten(inputs)
+
+
+def _is_call(inputs: Any) -> bool:
+    return (
+        type(inputs) is tuple
+        and len(inputs) == 2
+        and type(inputs[0]) is tuple
+        and type(inputs[1]) is dict
+    )
+
+
+@functools.cache
+def _of_tensors(count: int) -> pytree.TreeSpec:
+    return pytree.tree_structure(((0,) * count, {}))
 
 
 def tensor_leaves(tree: Any) -> list[torch.Tensor]:
@@ -131,10 +187,11 @@ def tensor_leaves(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _equal_constants(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    try:
-        return type(a) is type(b) and bool(a == b)
-    except (RuntimeError, ValueError):  # arrays compare element by element
-        return False
+def _first_of_each(leaves: Sequence[Any]) -> tuple[int, ...]:
+    """Of constants it is the number itself."""
+    tensors = [
+        id(leaf) if isinstance(leaf, torch.Tensor) else -1 - i for i, leaf in enumerate(leaves)
+    ]
+    if len(set(tensors)) == len(tensors):
+        return tuple(range(len(tensors)))
+    return tuple(map(tensors.index, tensors))

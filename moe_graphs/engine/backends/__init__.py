@@ -21,7 +21,8 @@ def backend_for(
     ``stream``: what a CUDA backend captures on; its own by default.
 
     Raises:
-        ValueError: if there is more than one such device, or none, or another kind of device.
+        ValueError: if there is more than one such device, or none, or another kind of device,
+            or torch allocates with cudaMallocAsync.
     """
     devices = {tensor.device for tensor in tensors}
     if len(devices) != 1:
@@ -31,5 +32,11 @@ def backend_for(
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"the model is on {device}: graphs exist for 'cuda' and 'cpu'")
     if device.type == "cuda":
+        if torch.cuda.get_allocator_backend() == "cudaMallocAsync":
+            raise ValueError(
+                "PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync: its first capture ends the "
+                "process (torch 2.11): use the native allocator, with expandable_segments:True "
+                "against fragmentation"
+            )
         return CudaGraphs(device, generators, stream)
     return CpuRecorder(generators)

@@ -26,13 +26,19 @@ class Graph(abc.ABC):
 
 
 class MemoryMeter(contextlib.AbstractContextManager):
-    """Bytes allocated since the block was entered. ``peak``: at most, within the block."""
+    """A context: bytes allocated since it was entered."""
 
-    peak: int
+    @abc.abstractmethod
+    def peak(self) -> int:
+        """The most there was at once since the last ``restart``."""
 
     @abc.abstractmethod
     def alive(self) -> int:
-        """Of those, what is still there. After the block, too."""
+        """What is still there."""
+
+    @abc.abstractmethod
+    def restart(self) -> None:
+        """From now on bytes, and the peak, are counted anew."""
 
 
 class Backend(abc.ABC):
@@ -44,8 +50,8 @@ class Backend(abc.ABC):
     """Random number generators that recorded blocks draw from, besides the device's default."""
 
     @abc.abstractmethod
-    def session(self) -> contextlib.AbstractContextManager[None]:
-        """Around all captures of a session: the stream they use, one synchronisation."""
+    def make_room(self) -> None:
+        """Before captures: waits for the device, and gives back memory that is only cached."""
 
     @abc.abstractmethod
     def on_stream(self) -> contextlib.AbstractContextManager[None]:
@@ -57,7 +63,29 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def record(self, pool: Any) -> contextlib.AbstractContextManager[list[Graph]]:
-        """Records the block; the list holds its graph afterwards. On an exception nothing stays."""
+        """Records the block, on the stream of the captures, on whatever thread this is; the list
+        holds its graph afterwards. On an exception nothing stays."""
+
+    @abc.abstractmethod
+    def prime(self) -> None:
+        """Before work on the stream of the captures, on the same thread: what libraries set up
+        there, and recorded blocks go on using (workspaces), is made to last as long as graphs."""
+
+    @abc.abstractmethod
+    def random_position(self) -> Any:
+        """Where the generators stand, as a value that is cheap to take."""
+
+    @abc.abstractmethod
+    def return_to(self, position: Any) -> None:
+        """Sets the generators back to a ``random_position``."""
+
+    @abc.abstractmethod
+    def current_stream(self) -> Any:
+        """Where the caller's work goes, as a value to compare."""
+
+    @abc.abstractmethod
+    def wait_for(self, stream: Any) -> None:
+        """Orders the caller's work behind that of ``stream``, which it used before."""
 
     @abc.abstractmethod
     def meter(self) -> MemoryMeter:
@@ -73,6 +101,13 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def pool_bytes(self, pool: Any) -> int:
         """Bytes that the pool holds on the device (0 where there is no pool)."""
+
+    def memory_note(self, error: Exception) -> str:
+        """What to say of the device's memory if ``error`` is about it."""
+        if not isinstance(error, torch.OutOfMemoryError) or self.device.type != "cuda":
+            return ""
+        free, total = torch.cuda.mem_get_info(self.device)
+        return f" ({free / 2**20:.0f} of {total / 2**20:.0f} MiB free)"
 
     @abc.abstractmethod
     def release(self) -> None:

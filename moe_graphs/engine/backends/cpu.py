@@ -18,7 +18,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_graphs.engine.backends.base import Backend, Graph, MemoryMeter
+from moe_graphs.engine.reads import unwatched
 from moe_graphs.engine.signature import tensor_leaves
+from moe_graphs.errors import CaptureError
 
 
 class Tape(Graph):
@@ -42,6 +44,15 @@ class Tape(Graph):
                 for output, result in zip(outputs, tensor_leaves(results), strict=True):
                     if output.data_ptr() != result.data_ptr():
                         output.copy_(result)
+
+    def check_memory(self) -> None:
+        """
+        Raises:
+            CaptureError: if memory was freed that a replay writes to.
+        """
+        written = (output for *_, outputs in self.calls for output in outputs)
+        if any(output.numel() and not output.untyped_storage().nbytes() for output in written):
+            raise CaptureError("it frees the storage of a tensor (resize_(0)): drop the tensor")
 
     def release(self) -> None:
         self.calls.clear()
@@ -82,26 +93,38 @@ class StorageMeter(MemoryMeter, TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
+        self.restart()
 
     def __enter__(self) -> StorageMeter:
-        self._alive.clear()
-        self.peak = 0
+        self.restart()
         return TorchDispatchMode.__enter__(self)
 
     def __exit__(self, *exception: object) -> None:
         TorchDispatchMode.__exit__(self, *exception)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        known = {tensor.untyped_storage()._cdata for tensor in tensor_leaves((args, kwargs or {}))}
         out = func(*args, **(kwargs or {}))
+        with unwatched():
+            self._note((args, kwargs or {}), out)
+        return out
+
+    def _note(self, given: Any, out: Any) -> None:
+        known = {tensor.untyped_storage()._cdata for tensor in tensor_leaves(given)}
         for tensor in tensor_leaves(out):
             storage = tensor.untyped_storage()
             if storage._cdata not in known:
                 self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.peak = max(self.peak, self.alive())
-        return out
+                self._at_most += storage.nbytes()
+        if self._at_most > self._peak:  # some of it may have gone since it was counted
+            self._at_most = self.alive()
+            self._peak = max(self._peak, self._at_most)
+
+    def peak(self) -> int:
+        return self._peak
+
+    def restart(self) -> None:
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._peak = self._at_most = 0
 
     def alive(self) -> int:
         self._alive = {key: held for key, held in self._alive.items() if not held[0].expired()}
@@ -117,9 +140,8 @@ class CpuRecorder(Backend):
         self.device = torch.device("cpu")
         self.generators = tuple(generators)
 
-    @contextlib.contextmanager
-    def session(self) -> Iterator[None]:
-        yield
+    def make_room(self) -> None:
+        pass
 
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
@@ -134,7 +156,26 @@ class CpuRecorder(Backend):
         graphs: list[Graph] = []
         with _Recorder(tape):
             yield graphs
+        tape.check_memory()
         graphs.append(tape)
+
+    def prime(self) -> None:
+        pass
+
+    def random_position(self) -> Any:
+        return torch.get_rng_state(), [g.get_state() for g in self.generators]
+
+    def return_to(self, position: Any) -> None:
+        default, others = position
+        torch.set_rng_state(default)
+        for generator, state in zip(self.generators, others, strict=True):
+            generator.set_state(state)
+
+    def current_stream(self) -> None:
+        return None
+
+    def wait_for(self, stream: None) -> None:
+        pass
 
     def meter(self) -> StorageMeter:
         return StorageMeter()

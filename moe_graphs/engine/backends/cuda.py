@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from moe_graphs.engine.backends.base import Backend, Graph, MemoryMeter
+from moe_graphs.engine.preserve import no_garbage_collection
 
 
 class CudaGraph(Graph):
@@ -35,24 +38,72 @@ class CudaGraph(Graph):
             self.graph = None
 
 
+class _Workspaces:
+    """A pool with cuBLAS workspaces and nothing else, for all engines of a device.
+
+    cuBLAS has one per thread and stream, made by the first product there, and recorded products
+    write to it. Made outside of a capture it would be unmapped once somebody clears them; in a pool
+    of other captures, these would be given its memory after that.
+    """
+
+    _of_device: ClassVar[weakref.WeakValueDictionary[int, _Workspaces]] = (
+        weakref.WeakValueDictionary()
+    )
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: list[Graph] = []  # the pool lives as long as they do
+
+    @classmethod
+    def shared(cls, device: torch.device) -> _Workspaces:
+        found = cls._of_device.get(device.index or 0)
+        if found is None:
+            found = cls._of_device[device.index or 0] = cls()
+        return found
+
+    def make(self, backend: CudaGraphs) -> bool:
+        """For this thread and the stream of the captures; False if there was one."""
+        before = torch.cuda.memory_allocated(backend.device)
+        with backend.record(self._pool) as graphs:
+            _multiply(backend.device)
+        is_made = torch.cuda.memory_allocated(backend.device) > before
+        if is_made:
+            self._graphs += graphs
+        else:
+            graphs[0].release()
+        return is_made
+
+
+def _multiply(device: torch.device) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        ones = torch.ones(16, 16, dtype=dtype, device=device)
+        torch.addmm(ones[0], ones, ones)
+        torch.mm(ones, ones)
+
+
 class AllocatorMeter(MemoryMeter):
     """Reads the allocator, so what ops allocate inside counts. ``torch.cuda``'s peak statistics
     begin anew."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.peak = 0
 
     def __enter__(self) -> AllocatorMeter:
-        self._before = torch.cuda.memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self.restart()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.peak = torch.cuda.max_memory_allocated(self._device) - self._before
+        pass
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device) - self._before
 
     def alive(self) -> int:
         return torch.cuda.memory_allocated(self._device) - self._before
+
+    def restart(self) -> None:
+        self._before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
 
 
 class CudaGraphs(Backend):
@@ -70,23 +121,12 @@ class CudaGraphs(Backend):
         self.generators = tuple(generators)
         # All captures of an engine use one stream: the allocator reuses blocks within a stream.
         self.stream = stream or torch.cuda.Stream(device)
+        self._workspaces: _Workspaces | None = None
+        self._primed: set[int] = set()  # threads
 
-    @contextlib.contextmanager
-    def session(self) -> Iterator[None]:
+    def make_room(self) -> None:
         torch.cuda.synchronize(self.device)
-        # The graphs of a session share cuBLAS workspaces, made in the first one's pool. One from
-        # before (a rehearsal) lies outside the pools, and would be gone with the next clearing.
-        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
-        outside = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(outside)
-        try:
-            with torch.cuda.stream(self.stream):
-                yield
-        finally:
-            torch.cuda.set_stream(outside)
-            outside.wait_stream(self.stream)
-            torch.cuda.synchronize(self.device)
 
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
@@ -107,16 +147,49 @@ class CudaGraphs(Backend):
         graphs: list[Graph] = []
         for generator in self.generators:
             graph.register_generator_state(generator)
-        # thread_local: a data loader's or NCCL's thread may call CUDA during the capture.
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            yield graphs
-        except BaseException:
-            self._abort(graph, pool)
-            raise
-        graph.capture_end()
+        with no_garbage_collection(), self.on_stream():
+            # thread_local: a data loader's or NCCL's thread may call CUDA during the capture.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                yield graphs
+            except BaseException:
+                self._abort(graph, pool)
+                raise
+            graph.capture_end()
         graph.instantiate()
         graphs.append(CudaGraph(graph))
+
+    def prime(self) -> None:
+        if self._workspaces is None:
+            self._workspaces = _Workspaces.shared(self.device)
+        made = self._workspaces.make(self)
+        thread = threading.get_ident()
+        if not (made or thread in self._primed):
+            # One is there that is not ours: of eager work on this stream, or of an engine that has
+            # gone. Who else uses the cleared ones makes others.
+            torch._C._cuda_clearCublasWorkspaces()
+            self._workspaces.make(self)
+        self._primed.add(thread)
+
+    def random_position(self) -> Any:
+        generators = (self._default_generator, *self.generators)
+        return [(generator.initial_seed(), generator.get_offset()) for generator in generators]
+
+    def return_to(self, position: Any) -> None:
+        generators = (self._default_generator, *self.generators)
+        for generator, (seed, offset) in zip(generators, position, strict=True):
+            generator.manual_seed(seed)
+            generator.set_offset(offset)
+
+    @property
+    def _default_generator(self) -> torch.Generator:
+        return torch.cuda.default_generators[self.device.index or 0]
+
+    def current_stream(self) -> Any:
+        return torch.cuda.current_stream(self.device)
+
+    def wait_for(self, stream: Any) -> None:
+        torch.cuda.current_stream(self.device).wait_stream(stream)
 
     def _abort(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         """Ends a capture that failed, also one that CUDA has invalidated.
@@ -158,7 +231,8 @@ class CudaGraphs(Backend):
         )
 
     def release(self) -> None:
-        # The cuBLAS workspaces of the capture stream live in the graphs' pools.
+        self._workspaces = None
+        self._primed.clear()
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 

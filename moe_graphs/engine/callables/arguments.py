@@ -18,6 +18,23 @@ _HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_
 _WITH_KWARGS = ("forward_pre_hooks_with_kwargs", "forward_hooks_with_kwargs")
 
 
+def each_args(sample_args: Any, is_single: bool) -> list[tuple[Any, ...]]:
+    """The positional arguments of each callable."""
+    if not isinstance(sample_args, (tuple, list)):
+        raise ValueError(
+            f"sample_args: a tuple of positional arguments{'' if is_single else ' for each'}, got "
+            f"a {type(sample_args).__name__}: write (x,) for one argument"
+        )
+    each = [tuple(sample_args)] if is_single else list(sample_args)
+    for args in each:
+        if not isinstance(args, (tuple, list)):
+            raise ValueError(
+                f"sample_args: a tuple of positional arguments for each callable, got a "
+                f"{type(args).__name__}: write ((x,), ...)"
+            )
+    return [tuple(args) for args in each]
+
+
 def each_kwargs(sample_kwargs: Any, count: int) -> list[dict[str, Any]]:
     if sample_kwargs is None:
         return [{} for _ in range(count)]

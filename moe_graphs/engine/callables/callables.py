@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
-from collections import Counter
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from moe_graphs.config import ON_MISMATCH
+from moe_graphs.engine import context
 from moe_graphs.engine.backends import backend_for
 from moe_graphs.engine.callables.arguments import (
+    each_args,
     each_kwargs,
     hooks_of,
     layer_of_each_forward,
@@ -22,16 +27,24 @@ from moe_graphs.engine.callables.arguments import (
     order_of,
     plan_of,
 )
+from moe_graphs.engine.callables.capture_slot import capture_slot
+from moe_graphs.engine.callables.no_trace import NoTrace
+from moe_graphs.engine.report import Report
 from moe_graphs.engine.resources import Resources
+from moe_graphs.engine.scopes.captured import Captured, Chunk
 from moe_graphs.engine.scopes.delayed_weights import DelayedWeights
-from moe_graphs.engine.scopes.graphed_scope import GraphedScope, reason_of_autograd
-from moe_graphs.engine.scopes.observation import Observation
+from moe_graphs.engine.scopes.dry_run import DryRun, Hooks, ScopeCall
+from moe_graphs.engine.scopes.explained import explained
+from moe_graphs.engine.scopes.graphed_scope import GraphedScope
+from moe_graphs.engine.scopes.memory import CallMemory, memory_plan
+from moe_graphs.engine.scopes.place import PlannedCall
 from moe_graphs.engine.scopes.plan import Plan
+from moe_graphs.engine.scopes.recorder import Recorder
+from moe_graphs.engine.scopes.reporting import report_of
 from moe_graphs.engine.scopes.select import Call, Scope
-from moe_graphs.engine.scopes.session import CaptureOptions, capture_plan
-from moe_graphs.engine.scopes.slots import Captured
-from moe_graphs.engine.signature import tensor_leaves
-from moe_graphs.errors import GraphError
+from moe_graphs.engine.scopes.slots import Slot
+from moe_graphs.engine.signature import Mismatch, Signature, tensor_leaves
+from moe_graphs.errors import CaptureError, GraphError
 from moe_graphs.pipelines.schedule import Action, slots
 
 
@@ -42,6 +55,7 @@ def make_graphed_callables(
     allow_unused_input: bool = False,
     pool: Any = None,
     *,
+    verify: bool = True,
     sample_kwargs: Any = None,
     schedule: Sequence[Action] | None = None,
     on_mismatch: str = "eager",
@@ -73,6 +87,7 @@ def make_graphed_callables(
         schedule: what this rank runs (``Schedule.local_order(rank)``): as many microbatches are
             captured as it has in flight. By default one.
         on_mismatch: "eager" or "error".
+        verify: compare the first replay of everything with an eager run, bit for bit.
         generators: random number generators that the callables use, besides the default one.
         capture_time_hooks: per callable ``{"forward_pre_hooks": {id: hook}, ...}``, called in
             warm-up and capture, outside the graphs, and never at replay.
@@ -89,7 +104,7 @@ def make_graphed_callables(
     """
     is_single = not isinstance(callables, (tuple, list))
     functions = (callables,) if is_single else tuple(callables)
-    given_args = (sample_args,) if is_single and _order is None else tuple(sample_args)
+    given_args = each_args(sample_args, is_single and _order is None)
     given_kwargs = each_kwargs(sample_kwargs, len(given_args))
     order = order_of(schedule, _order)
     layers = layers_per_chunk(order, _num_layers_per_chunk, len(functions))
@@ -102,19 +117,20 @@ def make_graphed_callables(
         calls = one_per_layer(calls, layers, 1 + max(a.microbatch for a in order))
     if len(calls) != len(functions):
         raise ValueError(f"sample_args: {len(calls)} for {len(functions)} callables: one for each")
-    hooks = hooks_of(capture_time_hooks, len(functions))
     delays = [any(a.kind == "W" and a.chunk == chunk for a in order or ())
               for chunk, own in enumerate(layers) for _ in range(own)]  # fmt: skip
+    graphs = CallableGraphs(functions, calls, delays, on_mismatch, generators)
     options = CaptureOptions(
         split=any(delays),
+        verify=verify,
         rehearsals=warmup_steps if num_warmup_iters is None else num_warmup_iters,
         pool=pool,
-        hooks=dict(enumerate(hooks)),
+        hooks=hooks_of(capture_time_hooks, len(functions)),
         before_rehearsals=pre_warmup_hook,
         after_rehearsals=post_warmup_hook,
+        allow_unused_input=allow_unused_input,
     )
-    graphs = CallableGraphs(functions, calls, delays, on_mismatch, generators)
-    graphs.capture(plan_of(order, layers), options, allow_unused_input)
+    graphs.capture(plan_of(order, layers), options)
     graphs.install()
     if _order is not None:
         return tuple(graphs.graphed[layer] for layer in layer_of_each_forward(order, layers))
@@ -123,6 +139,21 @@ def make_graphed_callables(
         for function, graphed in zip(functions, graphs.graphed, strict=True)
     )
     return replaced[0] if is_single else replaced
+
+
+@dataclass(frozen=True)
+class CaptureOptions:
+    """How to capture. ``hooks``: per callable, see ``ScopeCall``; the rest as of
+    ``make_graphed_callables``."""
+
+    split: bool
+    verify: bool
+    rehearsals: int
+    pool: Any
+    hooks: Sequence[Hooks]
+    before_rehearsals: Callable[[], None] | None
+    after_rehearsals: Callable[[], None] | None
+    allow_unused_input: bool
 
 
 class CallableGraphs:
@@ -145,7 +176,7 @@ class CallableGraphs:
         self.calls = tuple(calls)
         self._resources = Resources[Captured](self.backend)
         self.graphed = [
-            GraphedCallable(self, Scope(name, owner, _forward_of(function)), on_mismatch, delay)
+            GraphedCallable(self, _scope_of(name, owner, function), on_mismatch, delay)
             for name, owner, function, delay in zip(names, owners, functions, delays, strict=True)
         ]
 
@@ -157,44 +188,94 @@ class CallableGraphs:
     @property
     def eager_calls(self) -> dict[str, int]:
         """Why calls ran eagerly, and how many."""
-        counts: Counter[str] = Counter()
-        for graphed in self.graphed:
-            counts.update(graphed.eager_calls)
-        return dict(counts)
+        return self.report().eager_calls
 
     def eager_reason(self) -> str | None:
-        return reason_of_autograd()
+        return context.reason_to_run_eagerly()
 
-    def capture(self, plan: Plan, options: CaptureOptions, allow_unused_input: bool) -> None:
-        observation = Observation(self.backend.device)
-        for graphed, call in zip(self.graphed, self.calls, strict=True):
+    def mismatched(self, mismatch: Mismatch) -> None:
+        """A call runs eagerly that was to be replayed."""
+
+    def capture(self, plan: Plan, options: CaptureOptions) -> None:
+        """
+        Raises:
+            CaptureError: for what cannot be captured; nothing stays behind.
+        """
+        started = time.perf_counter()
+        reason = context.reason_of_modes()
+        if reason is not None:
+            raise CaptureError(
+                f"make_graphed_callables under {reason!r}: every call there runs eagerly: call it "
+                f"outside of that context"
+            )
+        for graphed in self.graphed:
             graphed.check_unpatched()
-            observation.forward(graphed.scope, (call.args, call.kwargs), call)
-        captured = capture_plan(self.model, self.backend, plan, observation, options)
-        self._resources.captured = captured
-        for chunk in captured.chunks:
-            for recording in chunk.slots[0].recordings:
-                unused = recording.unused_inputs()
-                if unused and not allow_unused_input:
-                    self.release()
-                    raise GraphError(
-                        f"{recording.scope.name}: input {unused[0]!r} requires a gradient and gets "
-                        f"none: pass allow_unused_input=True, or a sample that requires none"
-                    )
+        calls = [
+            _sample_call(graphed.scope, call, hooks)
+            for graphed, call, hooks in zip(self.graphed, self.calls, options.hooks, strict=True)
+        ]
+        gc.collect()  # none while a capture runs
+        with NoTrace(DryRun(self.model, self.backend), calls) as no_trace:
+            self._capture(plan, calls, options, no_trace)
+        self.capture_seconds = time.perf_counter() - started
+
+    def _capture(
+        self, plan: Plan, calls: Sequence[ScopeCall], options: CaptureOptions, no_trace: NoTrace
+    ) -> None:
+        memory = memory_plan(plan, self._rehearse(calls, options), options.split)
+        no_trace.rehearsed()
+        recorder = Recorder(self.model, self.backend, split=options.split, verify=options.verify)
+        chunks = [
+            Chunk([
+                Slot([PlannedCall(calls[n].scope, calls[n].signature) for n in chunk.calls],
+                     self.backend, options.pool)
+                for _ in range(chunk.slots)
+            ])
+            for chunk in plan.chunks
+        ]  # fmt: skip
+        self._resources.captured = Captured(chunks, recorder, memory)
+        try:
+            self.backend.make_room()
+            for planned, chunk in zip(plan.chunks, chunks, strict=True):
+                for slot in chunk.slots:
+                    capture_slot(slot, [calls[number] for number in planned.calls], recorder)
+                    _check_unused(slot, options.allow_unused_input)
+            no_trace.check()
+        except BaseException:
+            self._resources.release()
+            raise
+
+    def _rehearse(
+        self, calls: Sequence[ScopeCall], options: CaptureOptions
+    ) -> dict[int, CallMemory]:
+        measured: dict[int, CallMemory] = {}
+        dry_run = DryRun(self.model, self.backend)
+        if options.before_rehearsals is not None:
+            options.before_rehearsals()
+        for number, call in enumerate(calls):
+            if options.rehearsals:
+                with explained(call.scope.name, "forward", self.backend):
+                    measured[number] = dry_run.examine(call, runs=options.rehearsals)
+        if options.after_rehearsals is not None:
+            options.after_rehearsals()
+        return measured
 
     def install(self) -> None:
         for graphed in self.graphed:
-            module = graphed.scope.module
-            if not isinstance(module, _Closure):
-                module.forward = graphed
-                module.reset, module.graphs = self.release, self
-                module.backward_weight = module.backward_dw = graphed.backward_weight
+            if not isinstance(graphed.scope.module, _Closure):
+                backward = graphed.backward_weight
+                graphed.install(reset=self.release, graphs=self, backward_weight=backward,
+                                backward_dw=backward)  # fmt: skip
+
+    def report(self) -> Report:
+        """What was captured and what happened since. Does not synchronise."""
+        state = "captured" if self.captured is not None else "released"
+        return report_of(self.backend, state, self.graphed, self.captured, self.capture_seconds)
 
     def release(self) -> None:
         """Gives modules their own forward back, and the graphs' memory. Idempotent."""
         for graphed in self.graphed:
-            for name in ("forward", "reset", "graphs", "backward_weight", "backward_dw"):
-                graphed.scope.module.__dict__.pop(name, None)
+            graphed.uninstall()
         self._resources.release()
 
 
@@ -220,13 +301,6 @@ class GraphedCallable(GraphedScope):
     def reset(self) -> None:
         self.graphs.release()
 
-    def check_unpatched(self) -> None:
-        if "forward" in self.scope.module.__dict__:
-            raise ValueError(
-                f"{self.scope.name}: forward is patched on this instance (graphs, or something "
-                f"else): undo it first"
-            )
-
 
 class _Closure(nn.Module):
     """The modules that a plain function reaches, so that their state is checked at every call."""
@@ -244,5 +318,22 @@ class _Closure(nn.Module):
         self.reached = nn.ModuleList(dict.fromkeys(m for m in reached if isinstance(m, nn.Module)))
 
 
-def _forward_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function.forward if isinstance(function, nn.Module) else function
+def _scope_of(name: str, owner: nn.Module, function: Callable[..., Any]) -> Scope:
+    return Scope(name, owner, function=None if owner is function else function)
+
+
+def _sample_call(scope: Scope, call: Call, hooks: Hooks) -> ScopeCall:
+    inputs = (call.args, call.kwargs)
+    return ScopeCall(
+        scope, Signature.of(inputs, scope.name_input), pytree.tree_leaves(inputs), call, hooks
+    )
+
+
+def _check_unused(slot: Slot, allowed: bool) -> None:
+    for place in slot.places:
+        unused = place.unused_inputs()
+        if unused and not allowed:
+            raise GraphError(
+                f"{place.name}: input {unused[0]!r} requires a gradient and gets none: pass "
+                f"allow_unused_input=True, or a sample that requires none"
+            )

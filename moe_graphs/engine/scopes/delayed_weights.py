@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-from moe_graphs.engine.scopes.gradients import has_hooks, replay_weights
-from moe_graphs.engine.scopes.slots import Flight, Slot
+import torch
+from torch import Tensor
+
+from moe_graphs.engine.autograd import has_hooks
+from moe_graphs.engine.scopes.place import Flight
 from moe_graphs.errors import GraphError
+
+
+@dataclass(frozen=True)
+class WeightsPart:
+    """The weights' part of one flight. ``compute`` gives a gradient (or None) for each of
+    ``parameters``, good until the next replay."""
+
+    parameters: list[Tensor]
+    compute: Callable[[], list[Tensor | None]]
 
 
 class DelayedWeights:
@@ -19,7 +32,7 @@ class DelayedWeights:
     """
 
     def __init__(self, each_by_itself: bool = False) -> None:
-        self._waiting: deque[list[tuple[Slot, Flight]]] = deque()
+        self._waiting: deque[list[WeightsPart]] = deque()
         self._each_by_itself = each_by_itself
         self.is_collecting = each_by_itself
 
@@ -40,20 +53,23 @@ class DelayedWeights:
         finally:
             self.is_collecting = False
 
-    def collect(self, slot: Slot, flight: Flight) -> None:
-        hooked = next(filter(has_hooks, flight.recording.parameters), None)
+    def collect(self, flight: Flight, part: WeightsPart) -> None:
+        hooked = next(filter(has_hooks, flight.place.forward.parameters), None)
         if hooked is not None:
             raise GraphError(
-                f"scope {flight.recording.scope.name!r}: a parameter {tuple(hooked.shape)} has "
-                f"gradient hooks, which a delayed weight gradient does not run: remove them, or "
-                f"do not delay this backward"
+                f"scope {flight.place.name!r}: a parameter {tuple(hooked.shape)} has gradient "
+                f"hooks, which a delayed weight gradient does not run: remove them, or do not "
+                f"delay this backward"
             )
         if self._each_by_itself:
             self._waiting.append([])
-        self._waiting[-1].append((slot, flight))
+        self._waiting[-1].append(part)
 
     def replay_oldest(self) -> None:
         """Adds the weights' gradients of the oldest backward to ``.grad``.
+
+        A parameter that several scopes use, or one several times, is added up first, as autograd
+        does.
 
         Raises:
             GraphError: if none waits.
@@ -63,4 +79,32 @@ class DelayedWeights:
                 "backward_weight() without a backward that waits for it: call it once for every "
                 "backward whose weights were delayed"
             )
-        replay_weights(self._waiting.popleft())
+        parts = self._waiting.popleft()
+        uses = Counter(id(parameter) for part in parts for parameter in part.parameters)
+        sums: dict[int, tuple[Tensor, Tensor]] = {}
+        for part in parts:
+            alone = []
+            for parameter, gradient in zip(part.parameters, part.compute(), strict=True):
+                if gradient is None:
+                    continue
+                if uses[id(parameter)] == 1:
+                    alone.append((parameter, gradient))
+                else:
+                    known = sums.get(id(parameter))
+                    total = gradient.clone() if known is None else known[1] + gradient
+                    sums[id(parameter)] = (parameter, total)
+            _add_to_grad(alone)
+        _add_to_grad(list(sums.values()))
+
+
+@torch.no_grad()
+def _add_to_grad(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    totals, addends = [], []
+    for parameter, gradient in pairs:
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+        else:
+            totals.append(parameter.grad)
+            addends.append(gradient)
+    if totals:
+        torch._foreach_add_(totals, addends)

@@ -2,42 +2,95 @@
 
 from __future__ import annotations
 
-import types
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
+from moe_graphs.engine.proof import warn
+from moe_graphs.engine.reads import Reads
+from moe_graphs.engine.scopes.captured import Captured
 from moe_graphs.engine.scopes.delayed_weights import DelayedWeights
+from moe_graphs.engine.scopes.dry_run import ScopeCall
+from moe_graphs.engine.scopes.observation import Observation
+from moe_graphs.engine.scopes.place import Place
 from moe_graphs.engine.scopes.replay import replay
 from moe_graphs.engine.scopes.select import Call, Scope
-from moe_graphs.engine.signature import Mismatch
-from moe_graphs.errors import GraphError
+from moe_graphs.engine.scopes.slots import Slot
+from moe_graphs.engine.signature import Mismatch, flatten
+from moe_graphs.errors import CaptureError, GraphError
 
-if TYPE_CHECKING:
-    from moe_graphs.engine.callables.callables import CallableGraphs
-    from moe_graphs.engine.scopes.graphs import Graphs
+_NEVER = object()
+
+
+class Owner(Protocol):
+    """What owns the graphs of some scopes."""
+
+    captured: Captured | None
+    observation: Observation
+
+    def eager_reason(self) -> str | None:
+        """Why every call runs eagerly just now, or None if calls are observed or replayed."""
+
+    def examine(self, call: ScopeCall, alike: int, linked: list[int], reads: Reads) -> None:
+        """Looks for what cannot be captured. ``alike``: the number of the observed call."""
+
+    def wants_to_examine(self, alike: int) -> bool: ...
+
+    def mismatched(self, mismatch: Mismatch) -> None:
+        """A call runs eagerly that was to be replayed."""
 
 
 class GraphedScope:
-    """Stands in for the forward of one scope's module, on that instance only."""
+    """Stands in for the forward of one scope's module, on that instance only.
+
+    installed: the attributes that it has set on the module, itself among them.
+    """
 
     def __init__(
-        self,
-        graphs: Graphs | CallableGraphs,
-        scope: Scope,
-        on_mismatch: str,
-        delayed: DelayedWeights,
+        self, graphs: Owner, scope: Scope, on_mismatch: str, delayed: DelayedWeights
     ) -> None:
         self.graphs = graphs
         self.scope = scope
         self.on_mismatch = on_mismatch
         self.delayed = delayed  # where backwards wait for their weights' part
         self.eager_calls: Counter[str] = Counter()
+        self.installed: dict[str, Any] = {}
+
+    def check_unpatched(self) -> None:
+        """
+        Raises:
+            ValueError: if the module's forward is patched already.
+        """
+        attributes, name = self.scope.module.__dict__, self.scope.name
+        if isinstance(attributes.get("forward"), GraphedScope):
+            raise ValueError(f"scope {name!r} has graphs already: release() them first")
+        if "forward" in attributes:
+            raise ValueError(f"scope {name!r}: forward is patched on this instance: undo it")
+
+    def install(self, **attributes: Any) -> None:
+        """Takes the place of the module's forward. ``attributes``: to be set besides."""
+        self.check_unpatched()
+        # What copies and pickles carry: they are plain, eager modules.
+        self.installed = {"forward": self, "__getstate__": self._state, **attributes}
+        self.scope.module.__dict__.update(self.installed)
+
+    def uninstall(self) -> None:
+        attributes = self.scope.module.__dict__
+        if attributes.get("forward") is self:
+            for name in self.installed:
+                attributes.pop(name, None)
+
+    def _state(self) -> dict[str, Any]:
+        module = self.scope.module
+        of_class = getattr(type(module), "__getstate__", None)
+        state = of_class(module) if of_class is not None else module.__dict__
+        return {name: v for name, v in state.items() if v is not self.installed.get(name, _NEVER)}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.scope.forward(*args, **kwargs)
         reason = self.graphs.eager_reason()
         if reason is not None:
             self.eager_calls[reason] += 1
@@ -51,50 +104,73 @@ class GraphedScope:
     def _observe(self, inputs: Any, call: Call) -> Any:
         self.eager_calls["warmup"] += 1
         observation = self.graphs.observation
-        number = observation.forward(self.scope, inputs, call)
-        outputs, exit = self.scope.run(inputs, call, capturing=True)
-        observation.produced(number, outputs)
+        number, alike, _ = observation.forward(self.scope, inputs)
+        linked = observation.linked(inputs)
+        reads = Reads()
+        if not self.graphs.wants_to_examine(alike):
+            outputs, exit = self.scope.run(inputs, call, capturing=True)
+        else:
+            with reads:
+                outputs, exit = self.scope.run(inputs, call, capturing=True)
+            self.graphs.examine(self._scope_call(inputs, call, alike), alike, linked, reads)
+        observation.produced(number, self.scope, outputs)
         return self.scope.leave(outputs, exit, call)
 
+    def _scope_call(self, inputs: Any, call: Call, alike: int) -> ScopeCall:
+        signature = self.graphs.observation.alike[alike].signature
+        return ScopeCall(self.scope, signature, flatten(inputs)[0], call, {})
+
     def _replay(self, inputs: Any, call: Call) -> Any:
-        found = self.graphs.captured.next_recording(self.scope.name)
+        found = self.graphs.captured.next_place(self.scope.name)
         if isinstance(found, Mismatch):
             return self._mismatched(found, inputs, call)
-        slot, recording = found
-        leaves, structure = pytree.tree_flatten(inputs)
-        mismatch = slot.mismatch(recording, structure, leaves)
+        slot, place = found
+        leaves, structure = flatten(inputs)
+        mismatch = slot.mismatch(place, structure, leaves)
+        if mismatch is None and place.forward is None:
+            produced = self._first_replay(slot, place, leaves, call)
+            mismatch = produced if isinstance(produced, Mismatch) else None
+        elif mismatch is None:
+            flight = slot.take_off(place, leaves)
+            produced = replay(slot, flight, self.graphs.captured.recorder, self.delayed, leaves)
         if mismatch is not None:
-            slot.pass_by(recording)
+            slot.pass_by(place)
             return self._mismatched(mismatch, inputs, call)
-        produced = replay(slot, recording, leaves, self.delayed)
-        outputs = pytree.tree_unflatten(produced, recording.output_structure)
-        return self.scope.leave(outputs, recording.exit, call)
+        outputs = _unflatten(produced, place.forward.output_structure)
+        return self.scope.leave(outputs, place.forward.exit, call)
+
+    def _first_replay(
+        self, slot: Slot, place: Place, leaves: list[Any], arguments: Call
+    ) -> list[Any] | Mismatch:
+        """Captures the call, replays it, and compares that with eager."""
+        recorder = self.graphs.captured.recorder
+        if recorder.failure is not None:
+            return Mismatch("capture_failed", str(recorder.failure))
+        call = ScopeCall(self.scope, place.planned.signature, leaves, arguments, {})
+        try:
+            expected = recorder.record_forward(slot, place, call)
+        except CaptureError as error:
+            recorder.failure = error
+            return Mismatch("capture_failed", str(error))
+        flight = slot.take_off(place, leaves)
+        produced = replay(slot, flight, recorder, self.delayed, leaves)
+        difference = recorder.difference_of_forward(place, call, expected, produced)
+        if difference is None:
+            return produced
+        slot.call_off(flight)
+        place.planned.differs(difference)
+        return place.planned.refused
 
     def _mismatched(self, mismatch: Mismatch, inputs: Any, call: Call) -> Any:
-        if self.on_mismatch == "error":
-            raise GraphError(f"scope {self.scope.name!r}, {mismatch.message}")
+        if self.on_mismatch == "error" and mismatch.reason != "capture_failed":
+            raise GraphError(f"scope {self.scope.name!r}: {mismatch.message}")
+        self.graphs.mismatched(mismatch)
+        if mismatch.reason == "moved" and not self.eager_calls["moved"]:
+            warn(f"scope {self.scope.name!r} runs eagerly from now on: {mismatch.message}")
         self.eager_calls[mismatch.reason] += 1
         outputs, exit = self.scope.run(inputs, call, capturing=False)
         return self.scope.leave(outputs, exit, call)
 
-    def __deepcopy__(self, memo: dict) -> Any:
-        """A copied or unpickled model is a plain, eager one: its forward is its class's."""
-        return _class_forward(memo[id(self.scope.module)])
 
-    def __reduce__(self) -> Any:
-        return _class_forward, (self.scope.module,)
-
-
-def reason_of_autograd() -> str | None:
-    """Why autograd, as it is just now, asks for an eager call, or None."""
-    if not torch.is_grad_enabled():
-        return "no_grad"
-    if torch._C._current_graph_task_id() != -1:
-        return "recompute"  # activation checkpointing runs a forward inside a backward
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        return "saved_tensors_hooks"  # they would not see what a graph saves
-    return None
-
-
-def _class_forward(module: nn.Module) -> Any:
-    return types.MethodType(type(module).forward, module)
+def _unflatten(leaves: list[Any], structure: pytree.TreeSpec) -> Any:
+    return leaves[0] if structure.is_leaf() else pytree.tree_unflatten(leaves, structure)

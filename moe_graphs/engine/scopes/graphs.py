@@ -6,38 +6,47 @@
             model(batch).loss.backward()
         optimizer.step()
 
-The first ``warmup_steps`` steps run eagerly and are observed (``observation.py``). When the
-last of them ends, the observed calls are planned (``plan.py``) and captured in one session
-(``session.py``); from then on a call that matches its recording is replayed (``replay.py``), and
-one that does not runs eagerly and is counted, or raises.
+The first ``warmup_steps`` steps run eagerly and are observed (``observation.py``), and each call is
+looked into once for what cannot be captured (``dry_run.py``). When the last of them ends, it is
+planned which calls get which places (``plan.py``). From then on a call is captured by the first
+microbatch that comes to its place, where it is called (``recorder.py``); it is replayed
+(``replay.py``) from that call on, if it matches its recording, and runs eagerly and is counted, or
+raises, if it does not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 import weakref
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
 
 from moe_graphs.config import GraphConfig
+from moe_graphs.engine import context
 from moe_graphs.engine.backends import backend_for
-from moe_graphs.engine.backends.base import Backend
-from moe_graphs.engine.report import Report, ScopeReport
+from moe_graphs.engine.reads import Reads
+from moe_graphs.engine.report import Report
 from moe_graphs.engine.resources import Resources
+from moe_graphs.engine.scopes.captured import Captured, Chunk
 from moe_graphs.engine.scopes.delayed_weights import DelayedWeights
-from moe_graphs.engine.scopes.graphed_scope import GraphedScope, reason_of_autograd
-from moe_graphs.engine.scopes.memory import MemoryPlan
+from moe_graphs.engine.scopes.dry_run import DryRun, ScopeCall
+from moe_graphs.engine.scopes.explained import explained
+from moe_graphs.engine.scopes.graphed_scope import GraphedScope
+from moe_graphs.engine.scopes.memory import CallMemory, MemoryPlan, memory_plan
 from moe_graphs.engine.scopes.observation import Observation
+from moe_graphs.engine.scopes.place import PlannedCall
 from moe_graphs.engine.scopes.plan import Plan, plan
-from moe_graphs.engine.scopes.recording import Recording
+from moe_graphs.engine.scopes.recorder import Recorder
+from moe_graphs.engine.scopes.reporting import report_of
 from moe_graphs.engine.scopes.select import find_scopes
-from moe_graphs.engine.scopes.session import CaptureOptions, capture_plan, predict_memory
-from moe_graphs.engine.scopes.slots import Captured
-from moe_graphs.errors import GraphError
+from moe_graphs.engine.scopes.slots import Slot
+from moe_graphs.engine.scopes.without_trace import without_trace
+from moe_graphs.engine.signature import Mismatch
+from moe_graphs.errors import CaptureError, GraphError
 
 
 def graph(
@@ -47,8 +56,11 @@ def graph(
 ) -> Graphs:
     """Installs graphs on the scopes of ``model`` and returns their handle.
 
-    Nothing is captured yet: train under ``with graphs.step():``. Keep using ``model`` as before.
-    ``generators``: random number generators that scopes draw from, besides the default one.
+    Nothing is captured yet: train under ``with graphs.step():``, or capture ahead of time with
+    ``graphs.capture(step)``. Keep using ``model`` as before.
+
+    Args:
+        generators: random number generators that scopes draw from, besides the default one.
 
     Raises:
         ValueError: if the config does not fit the model; the message says what to change.
@@ -61,6 +73,10 @@ class Graphs:
 
     Knows nothing of other models' graphs. Released at the latest at exit, and before that by
     ``release()``, which has to come before ``destroy_process_group()``.
+
+    Attributes:
+        state: "warmup", "capturing" as long as something planned has not been captured yet,
+            "captured", "capture_failed", "released", or "off" (``impl="none"``).
     """
 
     def __init__(
@@ -69,20 +85,26 @@ class Graphs:
         self.model = model
         self.config = config
         self.backend = backend_for((*model.parameters(), *model.buffers()), generators)
-        self.observation = Observation(self.backend.device)
         self.delayed = DelayedWeights()
-        self.state = "warmup" if config.impl == "local" else "off"
+        self._dry_run = DryRun(model, self.backend)
         self._in_step = self._paused = False
-        self._warm_steps = 0
         self._capture_seconds = 0.0
-        self._memory: MemoryPlan | None = None
+        self._begin_warmup()
+        self.state = "warmup" if config.impl == "local" else "off"
         self.scopes = self._install() if config.impl == "local" else []
         self._resources = Resources[Captured](self.backend)
         self._finalizer = weakref.finalize(self, self._resources.release)
 
+    def _begin_warmup(self) -> None:
+        self.observation = Observation()
+        self._measured: dict[int, CallMemory] = {}
+        self._failure: CaptureError | None = None
+        self._memory: MemoryPlan | None = None
+        self._wants_recapture = False
+
     @property
     def captured(self) -> Captured | None:
-        """What was captured, until it is released."""
+        """The planned places, and what was captured there, until it is released."""
         return self._resources.captured
 
     # ---- a training step
@@ -92,60 +114,158 @@ class Graphs:
         """Around all forwards and backwards of one training step.
 
         Raises:
-            CaptureError: at the end of the first warm-up step, if something cannot be captured or
-                would take more than ``memory_limit``, and of the last, if the capture failed.
-                The model is eager then, and training may go on.
+            CaptureError: at the end of a warm-up step, if something cannot be captured or would
+                take more than ``memory_limit``, or of a step in which a capture failed. The model
+                is eager then, this step was right, and training may go on.
             GraphError: if a ``backward_weight()`` is missing.
         """
         if self._in_step:
             raise GraphError("graphs.step() does not nest: one step is already open")
         self._in_step = True
-        self.observation.clear()
+        self.observation.begin_step()
+        started = time.perf_counter()
+        if self.state == "capturing":
+            gc.collect()  # none while a capture runs
+            self.backend.make_room()
         try:
             yield
             self._check_weights_are_done()
-            if self.state == "warmup" and self.observation.events:
-                self._warm_steps += 1
-                if self._warm_steps == self.config.warmup_steps:
-                    self._capture()
-                elif self._warm_steps == 1:
-                    self._predict()
         finally:
             self._in_step = False
-            self.observation.clear()
             self.delayed.clear()
             if self.captured is not None:
                 self.captured.end_step()
+        if self._wants_recapture:
+            self.recapture()
+        elif self.state == "warmup":
+            self._warmup_step_ended()
+        elif self.state == "capturing":
+            self._capture_seconds += time.perf_counter() - started
+            self._capturing_step_ended()
 
     def eager_reason(self) -> str | None:
         """Why every call runs eagerly just now, or None if calls are observed or replayed."""
-        if self.state not in ("warmup", "captured"):
+        if self.state not in ("warmup", "capturing", "captured"):
             return self.state
         if self._paused:
             return "paused"
         if torch.is_grad_enabled() and not self._in_step:
             return "outside_step"
-        return reason_of_autograd()
+        return context.reason_to_run_eagerly()
 
-    def _predict(self) -> None:
-        """After the first of several warm-up steps: what cannot be captured is refused early."""
+    def _warmup_step_ended(self) -> None:
+        self.observation.end_step()
+        if self._failure is not None:
+            self._fail(self._failure)
+        if self.observation.steps:
+            planned = plan(self.observation.steps)
+            self._memory = self._predicted(planned)
+            if len(self.observation.steps) == self.config.warmup_steps:
+                self._resources.captured = self._places(planned, self._memory)
+                self.state = "capturing"
+
+    def _capturing_step_ended(self) -> None:
+        failure = self.captured.recorder.failure
+        if failure is not None:
+            self._fail(failure)
+        if self.captured.is_complete:
+            self.state = "captured"
+
+    def _fail(self, error: CaptureError) -> None:
         self.state = "capture_failed"
-        self._memory = predict_memory(*self._session_arguments())
-        self.state = "warmup"
+        self._resources.release()
+        raise error
 
-    def _capture(self) -> None:
-        started = time.perf_counter()
-        self.state = "capture_failed"
-        self._resources.captured = capture_plan(*self._session_arguments())
-        self._memory = self._resources.captured.memory
-        self.state = "captured"
-        self._capture_seconds = time.perf_counter() - started
+    def mismatched(self, mismatch: Mismatch) -> None:
+        """A call runs eagerly that was to be replayed."""
+        if self.config.on_mismatch == "recapture" and mismatch.reason in _WORTH_A_CAPTURE:
+            self._wants_recapture = True
 
-    def _session_arguments(self) -> tuple[nn.Module, Backend, Plan, Observation, CaptureOptions]:
+    def wants_to_examine(self, alike: int) -> bool:
+        return alike not in self._measured and self._failure is None
+
+    def examine(self, call: ScopeCall, alike: int, linked: list[int], reads: Reads) -> None:
+        """What cannot be captured is found in the first warm-up step, and told at its end."""
+        try:
+            with explained(call.scope.name, "forward", self.backend):
+                self._measured[alike] = self._dry_run.examine(call, reads, linked)
+        except CaptureError as error:
+            self._failure = error
+
+    def _predicted(self, planned: Plan) -> MemoryPlan:
+        memory = memory_plan(planned, self._measured, self.config.split_backward)
+        limit = self.config.memory_limit
+        if limit is not None and memory.total_bytes > limit:
+            self._fail(CaptureError(
+                f"graphs would take {memory.total_bytes:,} bytes, and memory_limit is {limit:,}: "
+                f"choose fewer scopes, or raise the limit; the model is eager again\n{memory}"
+            ))  # fmt: skip
+        return memory
+
+    def _places(self, planned: Plan, memory: MemoryPlan) -> Captured:
         config = self.config
-        options = CaptureOptions(split=config.split_backward, memory_limit=config.memory_limit)
-        planned = plan(self.observation.events)
-        return self.model, self.backend, planned, self.observation, options
+        chunks = []
+        for chunk in planned.chunks:
+            observed = [self.observation.alike[number] for number in chunk.calls]
+            calls = [PlannedCall(each.scope, each.signature) for each in observed]
+            for call in calls:
+                if call.scope.name in self.observation.with_double_backward:
+                    call.refused = _DOUBLE_BACKWARD
+            chunks.append(Chunk([Slot(calls, self.backend) for _ in range(chunk.slots)]))
+        recorder = Recorder(
+            self.model, self.backend, split=config.split_backward, verify=config.verify
+        )
+        return Captured(chunks, recorder, memory)
+
+    # ---- ahead of time
+
+    def capture(
+        self, step: Callable[[], object], optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        """Captures before training starts, on steps that leave no trace.
+
+        ``step()`` does the forwards and backwards of one training step; it is called
+        ``warmup_steps`` times, and as often as it takes to capture everything. Afterwards
+        parameters, their ``.grad``, buffers, random states and the optimizer are as before.
+
+        Raises:
+            GraphError: if ``step`` updates parameters and ``optimizer`` is not given.
+            CaptureError: if the capture fails; the model is eager and untouched then.
+        """
+        if self.state != "warmup":
+            raise GraphError(f"capture() in state {self.state!r}: it belongs before training")
+        try:
+            with without_trace(self.model, self.backend, optimizer):
+                self._capture_on(step, optimizer is not None)
+        except BaseException:
+            self.release()
+            raise
+
+    def _capture_on(self, step: Callable[[], object], may_update: bool) -> None:
+        versions = [parameter._version for parameter in self.model.parameters()]
+        for _ in range(self.config.warmup_steps + _STEPS_TO_CAPTURE):
+            if self.state in ("warmup", "capturing"):
+                with self.step():
+                    step()
+        updated = versions != [parameter._version for parameter in self.model.parameters()]
+        if updated and not may_update:
+            raise GraphError(
+                "step() updates parameters: pass optimizer=..., so that its state can be put "
+                "back, or leave the update out of step()"
+            )
+        for place in self.captured.places:
+            place.replayed = 0
+
+    def recapture(self) -> None:
+        """Forgets what was captured: the next steps are warm-up steps again.
+
+        For a model that was changed on purpose, or another common batch size.
+        """
+        if self.state in ("off", "released") or self._in_step:
+            raise GraphError(f"recapture() in state {self.state!r}, or inside of a step")
+        self._resources.release()
+        self._begin_warmup()
+        self.state = "warmup"
 
     # ---- weight gradients apart, for zero-bubble schedules
 
@@ -210,61 +330,39 @@ class Graphs:
         if self.state == "released":
             return
         for graphed in self.scopes:
-            if graphed.scope.module.__dict__.get("forward") is graphed:
-                del graphed.scope.module.__dict__["forward"]
+            graphed.uninstall()
         self.state = "released"
         self._finalizer()
 
     def report(self) -> Report:
         """What was captured and what happened since. Does not synchronise."""
-        captured = self.captured
-        recordings = captured.recordings if captured is not None else []
-        scopes = tuple(_report_scope(graphed, recordings) for graphed in self.scopes)
-        eager_calls: Counter[str] = Counter()
-        for graphed in self.scopes:
-            eager_calls.update(graphed.eager_calls)
-        return Report(
-            backend=self.backend.name,
-            state=self.state,
-            scopes=scopes,
-            captured=len(recordings),
-            replayed=sum(scope.replayed for scope in scopes),
-            eager_calls=dict(eager_calls),
-            static_bytes=sum(t.nbytes for t in captured.static_tensors()) if captured else 0,
-            slots=tuple(len(chunk.slots) for chunk in captured.chunks) if captured else (),
-            predicted_pool_bytes=captured.memory.pool_bytes if captured else 0,
-            pool_bytes=sum(map(self.backend.pool_bytes, captured.pools)) if captured else 0,
-            abandoned=captured.abandoned if captured else 0,
-            capture_seconds=self._capture_seconds,
+        return report_of(
+            self.backend, self.state, self.scopes, self.captured, self._capture_seconds
         )
 
     def _install(self) -> list[GraphedScope]:
         scopes, on_mismatch = find_scopes(self.model, self.config), self.config.on_mismatch
-        graphed = [GraphedScope(self, scope, on_mismatch, self.delayed) for scope in scopes]
-        for each in graphed:
-            name = each.scope.name
-            if isinstance(each.scope.module.__dict__.get("forward"), GraphedScope):
-                raise ValueError(f"scope {name!r} has graphs already: release() them first")
-            if "forward" in each.scope.module.__dict__:
-                raise ValueError(f"scope {name!r}: forward is patched on this instance: undo it")
-        for each in graphed:
-            each.scope.module.forward = each
+        graphed: list[GraphedScope] = []
+        try:
+            for scope in scopes:
+                each = GraphedScope(self, scope, on_mismatch, self.delayed)
+                each.install()
+                graphed.append(each)
+        except BaseException:
+            for each in graphed:
+                each.uninstall()
+            raise
         return graphed
 
 
-def _report_scope(graphed: GraphedScope, recordings: list[Recording]) -> ScopeReport:
-    own = [r for r in recordings if r.scope.name == graphed.scope.name]
-    counts = [graph.kernels for recording in own for graph in recording.graphs()]
-    exits = [r.exit.reason for r in own if r.exit is not None]
-    return ScopeReport(
-        name=graphed.scope.name,
-        forward_graphs=sum(r.forward is not None for r in own),
-        backward_graphs=sum(r.backward is not None for r in own),
-        weight_graphs=sum(r.weights is not None for r in own),
-        kernels=None if None in counts else sum(counts),
-        static_bytes=sum(t.nbytes for r in own for t in r.static_tensors()),
-        boundary_bytes=sum(t.nbytes for r in own for t in r.own_outputs()),
-        replayed=sum(r.replayed for r in own),
-        eager_calls=dict(graphed.eager_calls),
-        interrupted=exits[0] if exits else None,
-    )
+_STEPS_TO_CAPTURE = 3
+# What will be so at the next call as well, and is different from what was captured.
+_WORTH_A_CAPTURE = frozenset({
+    "moved", "attribute", "training_flag", "requires_grad", "hooks", "context", "autocast",
+    "shape", "dtype", "stride", "structure", "constant", "slots_full", "not_observed",
+})  # fmt: skip
+_DOUBLE_BACKWARD = Mismatch(
+    "double_backward",
+    "its gradients were differentiated in the warm-up steps (create_graph=True), and a graph has "
+    "no derivative of its backward",
+)

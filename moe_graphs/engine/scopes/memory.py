@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+
+from moe_graphs.engine.scopes.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,18 @@ class MemoryPlan:
         return "\n".join(lines)
 
 
-def nbytes(tensors: Sequence[torch.Tensor]) -> int:
+def memory_plan(plan: Plan, measured: Mapping[int, CallMemory], split: bool) -> MemoryPlan:
+    """``measured``: by the number of the calls alike."""
+    chunks = [
+        ChunkMemory(tuple(measured[n] for n in chunk.calls if n in measured), chunk.slots, split)
+        for chunk in plan.chunks
+    ]
+    gradients = [call.gradients for chunk in chunks for call in chunk.calls]
+    own = sum(chunk.slots * call.gradients for chunk in chunks for call in chunk.calls)
+    return MemoryPlan(tuple(chunks), own if split else max(gradients, default=0))
+
+
+def nbytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 

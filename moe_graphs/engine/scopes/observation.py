@@ -11,76 +11,68 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from moe_graphs.engine.autograd import nodes_behind
 from moe_graphs.engine.scopes.plan import Event
-from moe_graphs.engine.scopes.select import Call, Scope
-from moe_graphs.engine.signature import Signature
-
-
-@dataclass(frozen=True)
-class Link:
-    """An input that was the untouched output ``output`` of observed call ``call``."""
-
-    call: int
-    output: int
+from moe_graphs.engine.scopes.select import Scope
+from moe_graphs.engine.signature import Signature, flatten
 
 
 @dataclass(frozen=True)
 class ObservedCall:
-    """What an eager call of a scope looked like. ``alike``: the first call with its signature."""
+    """What an eager call of a scope looked like."""
 
     scope: Scope
     signature: Signature
-    links: dict[int, Link]
-    arguments: Call
-    alike: int
 
 
 class Observation:
-    """The calls of a step, and the order of forwards and backwards.
+    """The calls of the warm-up steps, and the order of forwards and backwards in each.
 
-    Of the inputs of calls that are alike it keeps the latest, by reference until ``clear``: a
-    capture starts from them.
+    Attributes:
+        alike: one call for each scope and signature; events refer to them by number.
+        steps: the events of each step.
+        with_double_backward: names of scopes whose gradients were differentiated again.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.clear()
+    def __init__(self) -> None:
+        self.alike: list[ObservedCall] = []
+        self.steps: list[list[Event]] = []
+        self.with_double_backward: set[str] = set()
+        self.begin_step()
 
-    def clear(self) -> None:
-        self.calls: list[ObservedCall] = []
+    def begin_step(self) -> None:
         self.events: list[Event] = []
-        self._leaves: dict[int, tuple[Any, ...]] = {}
-        self._outputs: dict[int, tuple[weakref.ref[torch.Tensor], Link]] = {}
-        self._delays = self._weights = 0
+        self._calls = self._delays = self._weights = 0
+        self._outputs: dict[int, weakref.ref[torch.Tensor]] = {}
 
-    def inputs_of(self, call: ObservedCall) -> tuple[Any, ...]:
-        """Input leaves, detached, that some call alike was made with."""
-        return self._leaves[call.alike]
+    def end_step(self) -> None:
+        if self.events:
+            self.steps.append(self.events)
+        self.begin_step()
 
-    def forward(self, scope: Scope, inputs: Any, call: Call) -> int:
-        """Notes a call; returns its number in this step."""
-        number = len(self.calls)
-        leaves, structure = pytree.tree_flatten(inputs)
-        alike, signature = self._signature(scope, inputs, leaves, structure)
-        links = {i: link for i, leaf in enumerate(leaves) if (link := self._link(leaf)) is not None}
-        self._leaves[alike] = tuple(
-            x.detach() if isinstance(x, torch.Tensor) else x for x in leaves
-        )
-        self.calls.append(ObservedCall(scope, signature, links, call.without_tensors(), alike))
+    def forward(self, scope: Scope, inputs: Any) -> tuple[int, int, bool]:
+        """Notes a call; returns its number in this step, that of those alike, and whether it is
+        the first one of these."""
+        alike, is_new = self._alike(scope, inputs)
+        number = self._calls
+        self._calls += 1
         self.events.append(Event("F", scope.name, number, alike=alike))
-        return number
+        return number, alike, is_new
 
-    def produced(self, number: int, outputs: Any) -> None:
+    def linked(self, inputs: Any) -> list[int]:
+        """The numbers of the leaves that are untouched outputs of calls before."""
+        leaves = pytree.tree_leaves(inputs)
+        return [i for i, leaf in enumerate(leaves) if self._is_output(leaf)]
+
+    def produced(self, number: int, scope: Scope, outputs: Any) -> None:
         """Notes the outputs of a call, and listens for its backward."""
-        listener = _Listener(self.events, self.calls[number].scope.name, number)
-        tensors = [(i, leaf) for i, leaf in enumerate(pytree.tree_leaves(outputs))]
-        for index, leaf in tensors:
-            if not isinstance(leaf, torch.Tensor):
-                continue
-            self._outputs[id(leaf)] = (weakref.ref(leaf), Link(number, index))
+        listener = _Listener(self, scope.name, number)
+        tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+        for leaf in tensors:
+            self._outputs[id(leaf)] = weakref.ref(leaf)
             if leaf.grad_fn is not None:
                 leaf.register_hook(listener.backward)
-        node = _node_before_a_parameter([leaf for _, leaf in tensors if _has_history(leaf)])
+        node = _node_before_a_parameter([leaf for leaf in tensors if leaf.grad_fn is not None])
         if node is not None:
             node.register_hook(listener.weights)
 
@@ -98,30 +90,32 @@ class Observation:
         self.events.append(Event("W", "", -1, delayed=self._weights))
         self._weights += 1
 
-    def _signature(
-        self, scope: Scope, inputs: Any, leaves: list[Any], structure: pytree.TreeSpec
-    ) -> tuple[int, Signature]:
-        for number, known in enumerate(self.calls):
-            is_candidate = known.alike == number and known.scope is scope
-            if is_candidate and not known.signature.mismatch(structure, leaves, self._device.type):
-                return number, known.signature
-        return len(self.calls), Signature.of(inputs, self._device.type, scope.name_input)
+    def _alike(self, scope: Scope, inputs: Any) -> tuple[int, bool]:
+        leaves, structure = flatten(inputs)
+        for number, known in enumerate(self.alike):
+            if known.scope is scope and not known.signature.mismatch(structure, leaves):
+                return number, False
+        self.alike.append(ObservedCall(scope, Signature.of(inputs, scope.name_input)))
+        return len(self.alike) - 1, True
 
-    def _link(self, leaf: Any) -> Link | None:
-        reference, link = self._outputs.get(id(leaf), (None, None))
-        return link if reference is not None and reference() is leaf else None
+    def _is_output(self, leaf: Any) -> bool:
+        reference = self._outputs.get(id(leaf))
+        return reference is not None and reference() is leaf
 
 
 class _Listener:
     """Hooks on one call: when do its gradients arrive, and when are its weights' computed?"""
 
-    def __init__(self, events: list[Event], scope: str, number: int) -> None:
-        self._events, self._scope, self._number = events, scope, number
+    def __init__(self, observation: Observation, scope: str, number: int) -> None:
+        self._observation, self._events = observation, observation.events
+        self._scope, self._number = scope, number
         self._task: int | None = None
         self._weights_task: int | None = None
 
     def backward(self, gradient: torch.Tensor) -> None:
         """A hook on the outputs. Zero-bubble schedules run a node again for its weights."""
+        if torch.is_grad_enabled():  # create_graph=True
+            self._observation.with_double_backward.add(self._scope)
         if self._task is None:
             self._task = torch._C._current_graph_task_id()
             self._events.append(Event("B", self._scope, self._number, self._task))
@@ -134,23 +128,10 @@ class _Listener:
             self._events.append(Event("W", self._scope, self._number))
 
 
-def _has_history(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
-
-
 def _node_before_a_parameter(outputs: list[torch.Tensor]) -> Any:
     """A node of the autograd graph that feeds a leaf; None if there is none."""
-    seen: set[Any] = set()
-    stack = [output.grad_fn for output in outputs]
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_behind(outputs):
         for following, _ in node.next_functions:
-            if following is None:
-                continue
             if isinstance(getattr(following, "variable", None), torch.nn.Parameter):
                 return node
-            stack.append(following)
     return None

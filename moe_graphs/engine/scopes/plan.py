@@ -1,4 +1,4 @@
-"""From one observed training step to what is captured, how often, in which order. No torch in here.
+"""From observed training steps to what is captured, how often, in which order. No torch in here.
 
 A step is a list of events: forwards, backwards and weight gradients of scope calls, in the order
 they happened. A **pass** is one microbatch going through one chunk of the model: calls whose
@@ -26,7 +26,7 @@ class Event:
     task: of a "B", which backward of autograd it belongs to.
     delayed: of a "B", in which ``delayed_weights()`` of the step it ran, -1 for none; of a "W" of
         ``backward_weight()``, the one that it makes up for.
-    alike: of an "F", the number of the first call with the same signature.
+    alike: of an "F", the number of the calls with its scope and signature.
     """
 
     kind: Literal["F", "B", "W"]
@@ -39,7 +39,7 @@ class Event:
 
 @dataclass(frozen=True)
 class PlannedChunk:
-    """The calls to capture, as numbers of observed calls in forward order, for each slot."""
+    """The calls to capture, by their ``alike``, in forward order, for each slot."""
 
     calls: tuple[int, ...]
     slots: int
@@ -55,6 +55,7 @@ class _Pass:
     forwards: list[Event] = field(default_factory=list)
     task: int | None = None
     delayed: int = -1
+    start: int = -1  # position of its first forward in the list of events
     end: int = -1  # position in the list of events of its last backward or weight gradient
 
     @property
@@ -66,22 +67,23 @@ class _Pass:
         return tuple((event.scope, event.alike) for event in self.forwards)
 
 
-def plan(events: Sequence[Event]) -> Plan:
-    """The plan for a step: per chunk its most common pass, the last one among equals.
+def plan(steps: Sequence[Sequence[Event]]) -> Plan:
+    """The plan for some steps: per chunk its most common pass, the last one among equals, and as
+    many slots as the last step that has passes of it had in flight at once.
 
     Raises:
         CaptureError: if nothing was observed.
     """
-    passes = _passes(events)
-    if not passes:
-        raise CaptureError("no scope was called in the observed step: nothing to capture")
-    start = {event.call: at for at, event in enumerate(events) if event.kind == "F"}
+    of_step = [_passes(events) for events in steps]
     chunks = []
-    for group in _with_common_scopes(passes):
-        intervals = [(start[p.forwards[0].call], p.end) for p in group]
-        chosen = _most_common(group)
-        calls = tuple(event.call for event in chosen.forwards)
-        chunks.append(PlannedChunk(calls, peak_in_flight(intervals)))
+    for scopes in _with_common_scopes(of_step):
+        of_each = [[p for p in found if scopes.issuperset(p.scopes)] for found in of_step]
+        last = next(filter(None, reversed(of_each)))
+        common = _most_common([each for found in of_each for each in found])
+        calls = tuple(event.alike for event in common.forwards)
+        chunks.append(PlannedChunk(calls, peak_in_flight([(p.start, p.end) for p in last])))
+    if not chunks:
+        raise CaptureError("no scope was called in the observed steps: nothing to capture")
     return Plan(tuple(chunks))
 
 
@@ -107,7 +109,7 @@ def _passes(events: Sequence[Event]) -> list[_Pass]:
         if event.kind == "F":
             task = tasks.get(event.call)
             if not may_continue or not _continues(passes[-1], event.scope, task):
-                passes.append(_Pass())
+                passes.append(_Pass(start=position))
             passes[-1].forwards.append(event)
             passes[-1].task = task if task is not None else passes[-1].task
             of_call[event.call] = passes[-1]
@@ -131,14 +133,20 @@ def _continues(current: _Pass, scope: str, task: int | None) -> bool:
     return task == current.task
 
 
-def _with_common_scopes(passes: Sequence[_Pass]) -> list[list[_Pass]]:
+def _with_common_scopes(of_step: Sequence[Sequence[_Pass]]) -> list[set[str]]:
+    """The scopes of each chunk, in the order of their first passes. What a later step knows as
+    several chunks, a pass of an earlier one (a trial of shapes) does not make one."""
     components: list[set[str]] = []
-    for each in passes:
-        touching = [scopes for scopes in components if scopes & set(each.scopes)]
-        merged = set(each.scopes).union(*touching)
-        components = [scopes for scopes in components if scopes not in touching] + [merged]
-    groups = [[p for p in passes if scopes & set(p.scopes)] for scopes in components]
-    return sorted(groups, key=lambda group: passes.index(group[0]))
+    for found in reversed(of_step):
+        later = list(components)
+        for each in found:
+            if sum(not scopes.isdisjoint(each.scopes) for scopes in later) > 1:
+                continue
+            touching = [scopes for scopes in components if not scopes.isdisjoint(each.scopes)]
+            merged = set(each.scopes).union(*touching)
+            components = [scopes for scopes in components if scopes not in touching] + [merged]
+    order = [scope for found in of_step for each in found for scope in each.scopes]
+    return sorted(components, key=lambda scopes: min(map(order.index, scopes)))
 
 
 def _most_common(passes: Sequence[_Pass]) -> _Pass:

@@ -6,99 +6,201 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 
-from moe_graphs.engine.scopes.delayed_weights import DelayedWeights
-from moe_graphs.engine.scopes.gradients import to_parameters
-from moe_graphs.engine.scopes.recording import Recording
-from moe_graphs.engine.scopes.slots import Flight, Slot
+from moe_graphs.engine.autograd import is_wanted
+from moe_graphs.engine.scopes.delayed_weights import DelayedWeights, WeightsPart
+from moe_graphs.engine.scopes.parameter_gradients import to_parameters
+from moe_graphs.engine.scopes.place import Flight, Place
+from moe_graphs.engine.scopes.recompute import recompute
+from moe_graphs.engine.scopes.recorder import Recorder
+from moe_graphs.engine.scopes.recording import layouts_of
+from moe_graphs.engine.scopes.slots import Slot
+from moe_graphs.engine.static_memory import copy_to
+from moe_graphs.errors import GraphError
 
 
 class Replay(torch.autograd.Function):
-    """Inputs and parameters in, outputs out; gradients leave as tensors of their own."""
+    """Inputs and parameters in, once per use; outputs out; gradients leave as tensors of their own.
+
+    The backward replays a graph if that was captured for it. Otherwise it runs eagerly: on the
+    autograd graph of the capture as long as that is there, else by computing the forward anew.
+    """
 
     @staticmethod
-    def forward(ctx, slot: Slot, flight: Flight, delayed: DelayedWeights, *tensors: torch.Tensor):
-        recording = flight.recording
-        recording.load(tensors)
-        recording.forward.replay()
-        recording.replayed += 1
-        flight.versions = [output._version for output in recording.saved_outputs]
-        outputs = recording.hand_out(tensors)
-        needed = recording.differentiable
+    def forward(
+        ctx: Any,
+        slot: Slot,
+        flight: Flight,
+        recorder: Recorder,
+        delayed: DelayedWeights,
+        leaves: Sequence[Any],
+        *listed: Tensor,
+    ) -> tuple[Tensor, ...]:
+        place = flight.place
+        place.load(leaves)
+        place.forward.graph.replay()
+        place.replayed += 1
+        # A replay changes them behind autograd's back: an older graph must not use them unnoticed.
+        torch.autograd.graph.increment_version(place.forward.written)
+        flight.replayed()
+        outputs = place.hand_out()
+        needed = place.forward.differentiable
         ctx.mark_non_differentiable(*(o for o, n in zip(outputs, needed, strict=True) if not n))
         ctx.set_materialize_grads(False)
-        ctx.slot, ctx.flight, ctx.delayed = slot, flight, delayed
+        ctx.parts = slot, flight, recorder, delayed
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, *gradients):
-        slot, flight, delayed = ctx.slot, ctx.flight, ctx.delayed
-        recording = flight.recording
-        count = len(recording.tensor_indices)
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        slot, flight, recorder, delayed = ctx.parts
+        slot.check_alive(flight)
+        forward = flight.place.forward
+        _refuse_transforms(flight.place, gradients)
         nodes = [node for node, _ in ctx.next_functions]
-        for_inputs: list[torch.Tensor | None] = [None] * count
-        for_parameters: list[torch.Tensor | None] = [None] * len(recording.parameters)
+        results: dict[int, Tensor | None] = {}
+        of_inputs = [is_wanted(n) for n, each in zip(nodes, forward.listed, strict=True)
+                     if not isinstance(each, Tensor)]  # fmt: skip
         # Zero-bubble schedules run this node twice: for the inputs, and later for the weights.
-        is_second_part = flight.landed and recording.weights is not None
-        if not is_second_part or any(map(_is_wanted, nodes[:count])):
-            slot.land(flight)
+        is_second_part = flight.landed and forward.is_split
+        if not is_second_part or any(of_inputs):
+            slot.check(flight)
             flight.note_gradients(gradients)
-            for_inputs = _backward(recording, gradients)
+            pairs = zip(gradients, forward.differentiable, strict=True)
+            incoming = [gradient for gradient, needed in pairs if needed]
+            results |= _first_part(slot, flight, recorder, incoming, nodes)
         flight.check_gradients(gradients)
-        if recording.weights is None:
-            for_parameters = to_parameters(recording, nodes[count:])
-        elif any(map(_is_wanted, nodes[count:])):
+        if forward.is_split and any(map(is_wanted, nodes[len(of_inputs) :])):
             if delayed.is_collecting:
-                delayed.collect(slot, flight)
+                delayed.collect(flight, _part(slot, flight, recorder))
             else:
-                slot.land_weights(flight)
-                recording.weights.replay()
-                for_parameters = to_parameters(recording, nodes[count:])
-        return (None, None, None, *for_inputs, *for_parameters)
+                results |= _weights_part(slot, flight, recorder, nodes)
+        return (None, None, None, None, None, *(results.get(n) for n in range(len(nodes))))
 
 
 def replay(
-    slot: Slot, recording: Recording, leaves: Sequence[Any], delayed: DelayedWeights
+    slot: Slot, flight: Flight, recorder: Recorder, delayed: DelayedWeights, leaves: Sequence[Any]
 ) -> list[Any]:
     """Replays the forward on the leaves of a call; returns the leaves of the outputs."""
-    flight = slot.take_off(recording)
-    tensors = [leaves[index] for index in recording.tensor_indices]
-    produced = Replay.apply(slot, flight, delayed, *tensors, *recording.parameters)
-    recording.note_handed(produced)
+    place = flight.place
+    listed = [leaves[each] if isinstance(each, int) else each for each in place.forward.listed]
+    produced = Replay.apply(slot, flight, recorder, delayed, leaves, *listed)
+    place.note_handed(produced)
     sources = {"graph": produced, "input": leaves}
     return [
         leaf.value if leaf.source == "constant" else sources[leaf.source][leaf.value]
-        for leaf in recording.output_leaves
+        for leaf in place.forward.output_leaves
     ]
 
 
-def _backward(
-    recording: Recording, gradients: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor | None]:
-    """Replays the backward; returns the gradients of the inputs."""
-    incoming = [g for g, n in zip(gradients, recording.differentiable, strict=True) if n]
-    for static, gradient in zip(recording.gradient_outputs, incoming, strict=True):
-        if gradient is None:
-            static.zero_()
-        else:
-            static.copy_(gradient)
-    if recording.backward is None:
-        return [None] * len(recording.tensor_indices)
-    recording.backward.replay()
-    inputs = iter(recording.gradient_inputs)
-    tensors = (recording.inputs[index] for index in recording.tensor_indices)
-    return [_owned(next(inputs)) if t.requires_grad else None for t in tensors]
+def _part(slot: Slot, flight: Flight, recorder: Recorder) -> WeightsPart:
+    listed = flight.place.forward.listed
+    uses = [use for use, each in enumerate(listed) if isinstance(each, Tensor)]
+
+    def compute() -> list[Tensor | None]:
+        gradients = _weights_part(slot, flight, recorder, None)
+        return [gradients.get(use) for use in uses]
+
+    return WeightsPart([listed[use] for use in uses], compute)
 
 
-def _owned(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    return None if gradient is None else gradient.clone()
+def _weights_part(
+    slot: Slot, flight: Flight, recorder: Recorder, nodes: Sequence[Any] | None
+) -> dict[int, Tensor | None]:
+    """The gradients of the parameters by use, where they are computed apart. Without ``nodes`` they
+    are static memory, good until the next replay in the slot."""
+    place = flight.place
+    slot.land_weights(flight)
+    if flight.kept is not None:
+        return flight.kept
+    if place.weights is None:
+        gradients = recorder.backward_of_weights(slot, place)
+        return dict(zip(place.run.second_uses, gradients, strict=True))
+    slot.call_in_gradients()
+    if place.weights.graph is not None:
+        place.weights.graph.replay()
+    if nodes is None:
+        return dict(zip(place.weights.uses, place.weights.gradients, strict=True))
+    return to_parameters(slot, place.weights, place.forward.listed, nodes)
 
 
-def _is_wanted(node: torch.autograd.graph.Node | None) -> bool:
-    """Whether the running backward needs the gradient that goes to ``node``."""
-    try:
-        return node is not None and torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        return True
+def _first_part(
+    slot: Slot,
+    flight: Flight,
+    recorder: Recorder,
+    incoming: Sequence[Tensor | None],
+    nodes: Sequence[Any],
+) -> dict[int, Tensor | None]:
+    """The gradients by use: all of them, or those of the inputs."""
+    place = flight.place
+    reason = slot.unreplayable(flight, layouts_of(incoming))
+    if reason is None:
+        slot.land(flight, replayed=True)
+        return _replayed(slot, place, incoming, nodes)
+    if place.open is not None:
+        results = recorder.backward(slot, flight, incoming)
+        slot.land(flight, replayed=place.backward is not None)
+        return results
+    place.planned.eager_backwards[reason] += 1
+    gradients = dict(enumerate(recompute(recorder.backend, flight, incoming)))
+    if reason == "other_layout" and _fits(place, incoming):
+        slot.land(flight, replayed=True)
+        _copy_in(place, incoming)
+        if recorder.agrees(place, gradients):
+            place.proven_layouts.add(layouts_of(incoming))
+        return gradients
+    slot.land(flight, replayed=False)
+    if place.forward.is_split:
+        is_parameter = {n: isinstance(each, Tensor) for n, each in enumerate(place.forward.listed)}
+        flight.kept = {n: g for n, g in gradients.items() if is_parameter[n]}
+        return {n: g for n, g in gradients.items() if not is_parameter[n]}
+    return gradients
+
+
+def _replayed(
+    slot: Slot, place: Place, incoming: Sequence[Tensor | None], nodes: Sequence[Any]
+) -> dict[int, Tensor | None]:
+    recorded, listed = place.backward, place.forward.listed
+    _copy_in(place, incoming)
+    if recorded.graph is not None:
+        recorded.graph.replay()
+    results = {
+        use: None if gradient is None else gradient.clone()
+        for use, gradient in zip(recorded.uses, recorded.gradients, strict=True)
+        if not isinstance(listed[use], Tensor)
+    }
+    return results | to_parameters(slot, recorded, listed, nodes)
+
+
+def _fits(place: Place, incoming: Sequence[Tensor | None]) -> bool:
+    """Whether static memory can hold the gradients: where they were expanded, it has less."""
+    given = [gradient for gradient in incoming if gradient is not None]
+    pairs = zip(place.backward.targets, given, strict=True)
+    return not place.forward.is_split and all(t.shape == g.shape for t, g in pairs)
+
+
+def _copy_in(place: Place, incoming: Sequence[Tensor | None]) -> None:
+    given = [gradient for gradient in incoming if gradient is not None]
+    for target, gradient in zip(place.backward.targets, given, strict=True):
+        copy_to(target, gradient)
+
+
+def _refuse_transforms(place: Place, gradients: Sequence[Tensor | None]) -> None:
+    if torch.is_grad_enabled():
+        raise GraphError(
+            f"scope {place.name!r}: a backward with create_graph=True: a graph has no derivative "
+            f"of its backward: run forwards whose gradients are differentiated (a gradient "
+            f"penalty) within graphs.paused(), or in the warm-up steps as well"
+        )
+    if torch._C._functorch.peek_interpreter_stack() is not None or any(map(_is_batched, gradients)):
+        raise GraphError(
+            f"scope {place.name!r}: a backward under torch.func or with is_grads_batched=True, "
+            f"which a graph was not captured for: run its forward within graphs.paused()"
+        )
+
+
+def _is_batched(gradient: Tensor | None) -> bool:
+    functorch = torch._C._functorch
+    return gradient is not None and (
+        functorch.is_batchedtensor(gradient) or functorch.is_legacy_batchedtensor(gradient)
+    )

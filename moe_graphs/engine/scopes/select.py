@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,13 +45,21 @@ class Exit:
 
 @dataclass(frozen=True)
 class Scope:
-    """A part of ``module``'s forward. ``start`` and ``stop`` name stages; None is the very end."""
+    """A part of ``module``'s forward. ``start`` and ``stop`` name stages; None is the very end.
+
+    function: what runs in the place of the forward of the module's class.
+    """
 
     name: str
     module: nn.Module
-    forward: Callable[..., Any] = field(repr=False)
     start: str | None = None
     stop: str | None = None
+    function: Callable[..., Any] | None = field(default=None, repr=False)
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The module's own, of its class as that is now."""
+        return self.function or types.MethodType(type(self.module).forward, self.module)
 
     def enter(self, call: Call) -> Any:
         """The inputs of the captured part: the arguments, or the record that enters ``start``."""
@@ -147,7 +156,6 @@ def _part_of_layer(name: str, layer: Staged, wanted: Sequence[str]) -> Scope | N
     return Scope(
         name=f"{name}.{'+'.join(chosen)}" if name else "+".join(chosen),
         module=layer,
-        forward=layer.forward,
         start=chosen[0] if first else None,
         stop=stages[end] if end < len(stages) else None,
     )
@@ -165,7 +173,7 @@ def _matching(model: nn.Module, pattern: str) -> list[Scope]:
     # "layers.*" means the layers: what lies inside a match is captured as a part of it.
     outermost = [n for n in matches if not any(n.startswith(f"{m}.") for m in matches)]
     modules = [(name, model.get_submodule(name)) for name in outermost]
-    return [Scope(name, module, module.forward) for name, module in modules]
+    return [Scope(name, module) for name, module in modules]
 
 
 def _check_disjoint(scopes: Sequence[Scope]) -> None:

@@ -2,154 +2,201 @@
 
 A microbatch takes a ``Slot`` with its first forward and gives it back with its last backward. The
 recordings of a slot share a memory pool, so they may only be replayed in the order of their
-capture: all forwards, then the backwards in reverse. Leaving some out is right; going back is not,
-and is refused here by comparing two integers. Slots have pools of their own, so any interleaving of
+capture: all forwards, then the backwards. Leaving some out is right; going back is not, and is
+found here by comparing two integers. Slots have pools of their own, so any interleaving of
 microbatches that fits the slots is right.
+
+Every slot is captured by the first microbatch that takes it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from moe_graphs.engine.scopes.memory import MemoryPlan
-from moe_graphs.engine.scopes.recording import Recording
+from moe_graphs.engine.backends.base import Backend
+from moe_graphs.engine.scopes.loans import Loan
+from moe_graphs.engine.scopes.place import Flight, Place, PlannedCall
+from moe_graphs.engine.scopes.recording import Layouts
 from moe_graphs.engine.signature import Mismatch
 from moe_graphs.errors import GraphError
 
-
-class Flight:
-    """One replayed forward until its backward. Lives as long as the autograd graph needs it.
-
-    weights: "with_backward" where one graph computes all gradients, else whether the second one,
-        for the weights, is still to come ("pending") or was replayed ("done").
-    """
-
-    def __init__(self, recording: Recording) -> None:
-        self.recording = recording
-        self.versions: list[int] = []
-        self.landed = False
-        self.cancelled = False
-        self.weights = "with_backward" if recording.weights is None else "pending"
-        self.gradients: list[weakref.ref | None] = []
-
-    @property
-    def is_over(self) -> bool:
-        return self.landed and self.weights != "pending"
-
-    def note_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        if self.weights == "pending":
-            self.gradients = [None if g is None else weakref.ref(g) for g in gradients]
-
-    def check_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """The weights' part goes on from the very gradients that the first part was given."""
-        if self.weights == "pending":
-            known = [None if ref is None else ref() for ref in self.gradients]
-            if any(a is not b for a, b in zip(known, gradients, strict=True)):
-                raise GraphError(
-                    f"scope {self.recording.scope.name!r}: the gradients of its weights are asked "
-                    f"for with other output gradients than those of its inputs were: a graph's "
-                    f"saved tensors serve one backward"
-                )
+_ATTEMPTS = 3  # to capture a slot: a microbatch may leave scopes out
+_NOT_CAPTURED = Mismatch(
+    "not_captured", "a call before it was missing where its microbatch was captured"
+)
 
 
 class Slot:
     """The recordings of one microbatch in flight, and how far the running microbatch has come."""
 
-    def __init__(self, recordings: Sequence[Recording], pool: Any) -> None:
-        self.recordings = tuple(recordings)
-        self.pool = pool
-        self._of_scope: dict[str, list[Recording]] = {}
-        for recording in self.recordings:
-            self._of_scope.setdefault(recording.scope.name, []).append(recording)
-        self._clock = -1
+    def __init__(self, calls: Sequence[PlannedCall], backend: Backend, pool: Any = None) -> None:
+        self.places = tuple(Place(call, position) for position, call in enumerate(calls))
+        self._backend = backend
+        self._of_scope: dict[str, list[Place]] = {}
+        for place in self.places:
+            self._of_scope.setdefault(place.name, []).append(place)
+        self.abandoned = self._attempts = 0
+        self._begin_anew(pool)
+
+    def _begin_anew(self, pool: Any) -> None:
+        self.pool = self._backend.new_pool() if pool is None else pool
+        # Weights' gradients come in any order: what is captured after one of them must not get
+        # the memory that it works in.
+        self.pool_of_weights = self._backend.new_pool()
+        self._lent: list[Loan] = []
+        self._clock, self._backwards = -1, 0
+        self._stream: Any = None
         # By position: a recording is in the air once at most.
         self._flights: dict[int, weakref.ref[Flight]] = {}
-        self.abandoned = 0
+        self.is_closed = False
 
-    def complete(self) -> None:
-        """After all captures."""
-        uses = Counter(id(p) for recording in self.recordings for p in recording.parameters)
-        linked = frozenset(r.inputs[i].data_ptr() for r in self.recordings for i in r.linked)
-        for recording in self.recordings:
-            recording.complete(uses, linked)
+    # ---- being captured
 
-    def next_recording(self, scope: str) -> Recording | None:
-        """The next recording of ``scope`` that this microbatch has not come to yet."""
-        for recording in self._of_scope.get(scope, ()):
-            if recording.position > self._clock:
-                return recording
+    def may_record(self, place: Place) -> bool:
+        """Forwards are captured in their order, before all backwards."""
+        earlier = self.places[: place.position]
+        return (
+            not self.is_closed
+            and self._backwards == 0
+            and all(each.forward is not None or each.planned.refused for each in earlier)
+        )
+
+    def may_record_backward(self) -> bool:
+        """All forwards have to be there: their memory lies before that of the backwards."""
+        return not self.is_closed and all(
+            place.forward is not None or place.planned.refused for place in self.places
+        )
+
+    def backward_recorded(self, place: Place) -> None:
+        """The order in which they are captured is the one in which they may be replayed."""
+        place.backward_position = len(self.places) + self._backwards
+        self._backwards += 1
+
+    def output_at(self, leaf: Tensor) -> tuple[Place, int] | None:
+        """The place and the number of the output, if a tensor is the static memory of one, as it
+        was handed out in this microbatch."""
+        for place in self.places:
+            index = place.handed_as(leaf)
+            if index is not None and index in place.loans:
+                static = place.forward.outputs[index]
+                return (place, index) if static.data_ptr() == leaf.data_ptr() else None
+        return None
+
+    def loans(self) -> list[Loan]:
+        found = {id(loan): loan for place in self.places for loan in place.loans.values()}
+        return list(found.values())
+
+    # ---- replays
+
+    def next_place(self, scope: str) -> Place | None:
+        """The next call of ``scope`` that this microbatch has not come to yet."""
+        for place in self._of_scope.get(scope, ()):
+            if place.position > self._clock:
+                return place
         return None
 
     def begin(self) -> None:
         """A new microbatch takes the slot."""
         self._clock = -1
 
-    def pass_by(self, recording: Recording) -> None:
+    def pass_by(self, place: Place) -> None:
         """A call runs eagerly in place of its recording, which is not replayed any more."""
-        self._clock = recording.position
+        self._clock = place.position
 
-    def mismatch(
-        self, recording: Recording, structure: Any, leaves: Sequence[Any]
-    ) -> Mismatch | None:
+    def mismatch(self, place: Place, structure: Any, leaves: Sequence[Any]) -> Mismatch | None:
         """Why this call cannot be replayed now, or None. Makes room for its outputs."""
-        difference = recording.mismatch(structure, leaves)
+        difference = place.planned.refused or place.planned.signature.mismatch(structure, leaves)
         if difference is not None:
             return difference
-        for index, source in recording.linked.items():
-            moved = leaves[index].data_ptr() != recording.inputs[index].data_ptr()
-            if moved and any(flight.recording is source for flight in self.in_flight()):
-                name = recording.signature.leaves[index].name
-                message = f"input {name!r}: captured as the untouched output of another scope"
-                return Mismatch("input_moved", f"{message}, got another tensor")
-        if not recording.rescue_outputs():
-            message = (
-                "a view of an output of its last replay is still in use: clone() what you keep"
-            )
-            return Mismatch("output_held", message)
-        return None
+        if place.forward is None:
+            return None if self.may_record(place) else _NOT_CAPTURED
+        difference = place.forward.surroundings.mismatch()
+        if difference is not None:
+            return difference
+        return self._make_room(place, leaves)
+
+    def _make_room(self, place: Place, leaves: Sequence[Any]) -> Mismatch | None:
+        writes = [place]
+        for index, (source, _) in place.sources.items():
+            if not place.is_in_place(index, leaves[index]):
+                if any(flight.place is source for flight in self.in_flight()):
+                    name = place.planned.signature.leaves[index].name
+                    message = f"input {name!r}: captured as the untouched output of another scope"
+                    return Mismatch("input_moved", f"{message}, got another tensor")
+                writes.append(source)
+        called_in = [each.call_in() for each in writes]  # all of them, come what may
+        if all(called_in) and self.call_in_gradients():
+            return None
+        message = "a view of an output of its last replay is still in use: clone() what you keep"
+        return Mismatch("output_held", message)
+
+    def lend(self, loans: list[Loan]) -> None:
+        """Gradients in the pool's memory that autograd holds just now."""
+        self._lent = loans
+
+    def call_in_gradients(self) -> bool:
+        lent, self._lent = self._lent, []
+        called_in = [loan.call_in() for loan in lent]
+        return all(called_in)
 
     def in_flight(self) -> list[Flight]:
         """Replayed forwards whose backward may still come."""
         alive = [flight for ref in self._flights.values() if (flight := ref()) is not None]
         self.abandoned += len(self._flights) - len(alive)
-        self._flights = {f.recording.position: weakref.ref(f) for f in alive}
+        self._flights = {f.place.position: weakref.ref(f) for f in alive}
         return alive
 
-    def take_off(self, recording: Recording) -> Flight:
-        flight = Flight(recording)
-        self._clock = recording.position
-        if recording.has_backward:
-            self._flights[recording.position] = weakref.ref(flight)
+    def take_off(self, place: Place, leaves: Sequence[Any]) -> Flight:
+        stream = self._backend.current_stream()
+        if self._stream is not None and stream != self._stream:
+            self._backend.wait_for(self._stream)
+        self._stream = stream
+        random = self._backend.random_position() if place.forward.draws else None
+        flight = Flight(place, leaves, random)
+        self._clock = place.position
+        if any(place.forward.differentiable):
+            self._flights[place.position] = weakref.ref(flight)
         return flight
 
-    def land(self, flight: Flight) -> None:
-        """Checks that the backward of a flight may run now, and marks it as run."""
-        recording = flight.recording
-        name = recording.scope.name
-        self._check_alive(flight)
+    def call_off(self, flight: Flight) -> None:
+        """Its outputs were thrown away."""
+        self._flights.pop(flight.place.position, None)
+
+    def check(self, flight: Flight) -> None:
+        """
+        Raises:
+            GraphError: if its backward must not run at all.
+        """
+        self.check_alive(flight)
         if flight.landed:
             raise GraphError(
-                f"scope {name!r}: a second backward of the same forward; a graph's saved tensors "
-                f"serve one: put such forwards into graphs.paused()"
+                f"scope {flight.place.name!r}: a second backward of the same forward; a graph's "
+                f"saved tensors serve one: put such forwards into graphs.paused()"
             )
-        position = 2 * len(self.recordings) - 1 - recording.position
-        if position <= self._clock:
-            raise GraphError(
-                f"scope {name!r}: its backward comes out of the captured order, and memory it "
-                f"needs may have been reused"
-            )
-        changed = [o._version for o in recording.saved_outputs] != flight.versions
-        if changed:
-            raise GraphError(
-                f"scope {name!r}: an output was modified in place before the backward that needs "
-                f"it: clone it before modifying it"
-            )
-        self._clock = position
+        flight.check_unmodified()
+
+    def unreplayable(self, flight: Flight, layouts: Layouts) -> str | None:
+        """Why the recorded backward cannot serve this one, or None."""
+        place = flight.place
+        if place.backward is None:
+            return "not_captured"
+        if place.backward_position <= self._clock:
+            return "out_of_order"
+        if layouts != place.backward.layouts and layouts not in place.proven_layouts:
+            return place.backward.other(layouts)
+        mismatch = place.backward.surroundings.mismatch()
+        if mismatch is not None:
+            return mismatch.reason
+        return None if self.call_in_gradients() else "gradient_held"
+
+    def land(self, flight: Flight, *, replayed: bool) -> None:
+        """Its backward has run, or is about to be replayed."""
+        if replayed:
+            self._clock = flight.place.backward_position
         flight.landed = True
         self._forget_if_over(flight)
 
@@ -158,121 +205,58 @@ class Slot:
 
         They may come in any order: what they need is kept until all of the slot are captured.
         """
-        self._check_alive(flight)
+        self.check_alive(flight)
         if not flight.landed or flight.weights != "pending":
             when = "a second time" if flight.landed else "before the gradients of its inputs"
             raise GraphError(
-                f"scope {flight.recording.scope.name!r}: the gradients of its weights are asked "
-                f"for {when}"
+                f"scope {flight.place.name!r}: the gradients of its weights are asked for {when}"
             )
         flight.weights = "done"
         self._forget_if_over(flight)
 
     def end_step(self) -> None:
-        """Flights of a step that has ended will not be continued."""
+        """Flights of a step that has ended will not be continued; a capture that has begun is
+        complete now, or is begun anew with the next microbatch."""
         for flight in self.in_flight():
             flight.cancelled = True
             self.abandoned += 1
         self._flights.clear()
         self._clock = -1
+        if not self.is_closed and any(place.forward is not None for place in self.places):
+            self._close_or_begin_anew()
 
-    def _check_alive(self, flight: Flight) -> None:
-        name = flight.recording.scope.name
-        if not flight.recording.has_backward:
-            raise GraphError(f"scope {name!r}: its graphs were released before this backward")
+    def _close_or_begin_anew(self) -> None:
+        self._attempts += 1
+        complete = all(place.is_recorded or place.planned.refused for place in self.places)
+        if complete or self._attempts == _ATTEMPTS:
+            self.is_closed = True
+            with Loan.of_our_own(self.loans()):
+                for place in self.places:
+                    place.open = place.run = None
+        else:
+            self.release()
+            self._begin_anew(None)
+
+    def release(self) -> None:
+        for place in self.places:
+            place.release()
+        self.is_closed = True
+
+    def check_alive(self, flight: Flight) -> None:
+        """
+        Raises:
+            GraphError: if its graphs are gone, or its step has ended.
+        """
+        if flight.place.forward is None:
+            raise GraphError(
+                f"scope {flight.place.name!r}: its graphs were released before this backward"
+            )
         if flight.cancelled:
             raise GraphError(
-                f"scope {name!r}: this backward belongs to a step that has ended: call backward() "
-                f"inside the 'with graphs.step()' of its forward"
+                f"scope {flight.place.name!r}: this backward belongs to a step that has ended: "
+                f"call backward() inside the 'with graphs.step()' of its forward"
             )
 
     def _forget_if_over(self, flight: Flight) -> None:
         if flight.is_over:
-            del self._flights[flight.recording.position]
-
-
-class Chunk:
-    """The slots of one part of the model through which microbatches pass independently."""
-
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self.slots = tuple(slots)
-        self._current = self.slots[0]
-        for first, *others in zip(*(slot.recordings for slot in self.slots), strict=True):
-            for recording in others:  # the same call in another slot: its outputs go the same way
-                recording.copied_outputs = first.copied_outputs
-
-    def next_recording(self, scope: str) -> tuple[Slot, Recording] | Mismatch:
-        """Where the next call of ``scope`` is replayed: further in the microbatch whose forward is
-        running, or at the start of the next one, in a free slot."""
-        recording = self._current.next_recording(scope)
-        if recording is None:
-            free = next((slot for slot in self.slots if not slot.in_flight()), None)
-            if free is None:
-                return self._full()
-            free.begin()
-            self._current = free
-            recording = free.next_recording(scope)
-        return self._current, recording
-
-    def _full(self) -> Mismatch:
-        waiting = self._current.in_flight()[0].recording.scope.name
-        message = (
-            f"{len(self.slots)} microbatches are in flight (the backward of {waiting!r} is still "
-            f"to come), one more forward would make {len(self.slots) + 1}, and "
-            f"{len(self.slots)} were captured, the most that the observed step had: observe a "
-            f"step of the same schedule"
-        )
-        return Mismatch("slots_full", message)
-
-
-class Captured:
-    """Everything that was captured of a model: chunks of slots of recordings."""
-
-    def __init__(
-        self, chunks: Sequence[Chunk], shared: Sequence[torch.Tensor], memory: MemoryPlan
-    ) -> None:
-        self.chunks = tuple(chunks)
-        self.memory = memory
-        self.shared = tuple(shared)  # static memory that recordings of several slots use
-        self._of_scope = {
-            recording.scope.name: chunk
-            for chunk in self.chunks
-            for recording in chunk.slots[0].recordings
-        }
-
-    @property
-    def slots(self) -> list[Slot]:
-        return [slot for chunk in self.chunks for slot in chunk.slots]
-
-    @property
-    def recordings(self) -> list[Recording]:
-        return [recording for slot in self.slots for recording in slot.recordings]
-
-    @property
-    def pools(self) -> list[Any]:
-        return [slot.pool for slot in self.slots]
-
-    def static_tensors(self) -> list[torch.Tensor]:
-        own = (t for recording in self.recordings for t in recording.static_tensors())
-        return [*self.shared, *own]
-
-    @property
-    def abandoned(self) -> int:
-        return sum(slot.abandoned for slot in self.slots)
-
-    def next_recording(self, scope: str) -> tuple[Slot, Recording] | Mismatch:
-        """Where the next call of ``scope`` is replayed, or why it cannot be."""
-        chunk = self._of_scope.get(scope)
-        if chunk is None:
-            return Mismatch(
-                "not_observed", "this call was not observed in warm-up: nothing to replay"
-            )
-        return chunk.next_recording(scope)
-
-    def end_step(self) -> None:
-        for slot in self.slots:
-            slot.end_step()
-
-    def release(self) -> None:
-        for recording in self.recordings:
-            recording.release()
+            self._flights.pop(flight.place.position, None)

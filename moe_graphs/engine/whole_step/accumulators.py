@@ -7,8 +7,13 @@ the default one (``cudaErrorStreamCaptureImplicit``). Data-parallel wrappers hol
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from moe_graphs.errors import CaptureError
 
@@ -29,6 +34,55 @@ def forget_accumulators(model: nn.Module) -> None:
             other = torch.float32 if data.dtype is torch.float64 else torch.float64
             parameter.data = torch.empty(0, dtype=other, device=data.device)
             parameter.data = data
+
+
+class Accumulators:
+    """Hooks on the nodes of some parameters. The nodes are not kept: ``swap_tensors`` would mind.
+
+    One that lives holds its parameter, whose references are counted: without more of them than
+    before nothing can hang on a node.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = [p for p in parameters if p.requires_grad and p.is_leaf]
+        self._counts = [1] * len(self._parameters)
+        self._hooks: list[list[dict]] = [[] for _ in self._parameters]
+
+    def hooked(self) -> bool:
+        counts = [parameter._use_count() for parameter in self._parameters]
+        if counts != self._counts:
+            both = zip(counts, self._counts, strict=True)
+            for index in [i for i, (now, before) in enumerate(both) if now != before]:
+                self._hooks[index] = _hooks_of(self._parameters[index]) if counts[index] > 1 else []
+            self._counts = counts
+        return any(map(any, self._hooks))
+
+
+def _hooks_of(parameter: Tensor) -> list[dict]:
+    """torch shows them to nobody, but whoever adds one gets at the dictionary."""
+    node = get_gradient_edge(parameter).node
+    return [_dictionary_of(add(_nothing)) for add in (node.register_prehook, node.register_hook)]
+
+
+def _nothing(*gradients: Any) -> None: ...
+
+
+def _dictionary_of(handle: RemovableHandle) -> dict:
+    hooks = handle.hooks_dict_ref()
+    handle.remove()
+    return hooks
+
+
+def check_hooks(model: nn.Module) -> None:
+    """
+    Raises:
+        CaptureError: if hooks would be lost with the nodes that they hang on.
+    """
+    if _holder(model) is None and Accumulators(model.parameters()).hooked():
+        raise CaptureError(
+            "gradient accumulators have hooks, which a captured step does not run: register them "
+            "on the parameters (register_hook, register_post_accumulate_grad_hook)"
+        )
 
 
 def check_streams(model: nn.Module, stale: list[str]) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_graphs.engine.signature import Mismatch
 from moe_graphs.errors import CaptureError
 
 EAGER_FORWARDS = 11
@@ -66,6 +67,38 @@ def together(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[
         raise
     if not _all_succeeded(True, group, device):
         raise CaptureError("it failed on another rank")
+
+
+class Agreement:
+    """Ranks tell each other before every call whether theirs matches what was captured, over a
+    group of processes on the host: a rank that replays would wait for ever for one that raises.
+
+    group: None where there is nobody to agree with.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = None
+        if group is not None:
+            ranks = dist.get_process_group_ranks(group)
+            # Ranks of other groups need not be here.
+            self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+
+    def on(self, mismatch: Mismatch | None) -> Mismatch | None:
+        """The mismatch of this rank, or of another one."""
+        if self._group is None:
+            return mismatch
+        flag = torch.tensor(int(mismatch is not None))
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
+        if flag and mismatch is None:
+            return Mismatch(
+                "another_rank", "the call of another rank differs from the captured one"
+            )
+        return mismatch
+
+
+def on_any_rank(here: bool, group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether it is so on this rank or on another one."""
+    return not _all_succeeded(not here, group, device)
 
 
 def _all_succeeded(here: bool, group: dist.ProcessGroup | None, device: torch.device) -> bool:

@@ -22,7 +22,7 @@ import contextlib
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,27 +31,33 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from moe_graphs.config import ON_MISMATCH
+from moe_graphs.engine import context
 from moe_graphs.engine.backends import backend_for
+from moe_graphs.engine.proof import warn
+from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.resources import Resources
 from moe_graphs.engine.signature import Mismatch
+from moe_graphs.engine.static_memory import owned
 from moe_graphs.engine.whole_step import data_parallel
-from moe_graphs.engine.whole_step.static_inputs import owned
-from moe_graphs.engine.whole_step.step_recording import StepRecording, record_step
-from moe_graphs.engine.whole_step.step_rehearsal import Subject
-from moe_graphs.errors import GraphError
-
-_ON_MISMATCH = ("error", "eager", "recapture")
+from moe_graphs.engine.whole_step.capture_step import record_step
+from moe_graphs.engine.whole_step.recorded_step import RecordedStep
+from moe_graphs.engine.whole_step.subject import Subject
+from moe_graphs.errors import CaptureError, GraphError
 
 
 @dataclass(frozen=True)
 class FullIterationReport:
     """Attributes:
-    state: "warmup", "captured", "capture_failed" or "released".
+    state: "warmup", "captured", "capture_failed", "differs_from_eager" or "released".
     eager_calls: reason -> number of calls that ran eagerly.
     kernels: in the graph (ops on the CPU recorder); None if not captured or not countable.
     static_bytes: inputs, outputs and gradients that the graph reads and writes in place.
     pool_bytes: device memory held by the graph; 0 on the CPU.
     capture_seconds: of all captures together.
+    refused: why it is not replayed, though it was captured, or None.
+    not_reproducible: whether eager steps differ from one another, so that replays cannot be equal.
+    not_guarded: what the step's Python can have read and nobody compares.
     """
 
     backend: str
@@ -63,17 +69,22 @@ class FullIterationReport:
     static_bytes: int
     pool_bytes: int
     capture_seconds: float
+    refused: str | None = None
+    not_reproducible: bool = False
+    not_guarded: tuple[str, ...] = ()
 
 
 class FullIteration:
     """Calls ``step(batch)``, from the ``warmup_steps + 1``-th call on by replaying one graph.
 
     Outputs are copies of your own, without autograd history. Gradients: ``.grad`` is set to the
-    graph's memory after each replay, which the next one writes again; ``zero_grad()`` in any form,
-    inside or outside the step, is right. If the step was captured without ``.grad``, a
-    call that finds one is a mismatch, since the graph would not add to it.
+    graph's memory after each replay; a tensor that you have kept from there gets memory of its own
+    before the next one writes again, and while you hold a view of it calls run eagerly.
+    ``zero_grad()`` in any form, inside or outside the step, is right. If the step was captured
+    without ``.grad``, a call that finds one is a mismatch, since the graph would not add to it.
 
-    Under data parallelism all ranks must make the same calls; a capture succeeds on all or on none.
+    Under data parallelism all ranks must make the same calls; a capture succeeds on all or on none,
+    and with another ``on_mismatch`` than "eager" ranks agree before each call that it matches.
 
     Args:
         step: takes one pytree (tensors on the model's device, constants) and returns one: forward
@@ -83,8 +94,9 @@ class FullIteration:
         state: what else ``step`` changes or reads: scaler, averages, tensors, a ``DeviceStep``.
         generators: what ``step`` draws random numbers from, besides the default ones.
         on_mismatch: what a call does that differs from the captured one (shapes, keys, constants,
-            flags, hyperparameters, addresses): raise ``GraphError``, run eagerly (counted in
-            ``report()``), or capture again.
+            flags, hyperparameters, addresses): run eagerly, counted in ``report()`` ("eager"),
+            raise ``GraphError`` ("error"), or capture again ("recapture").
+        verify: compare the first replay bit for bit with an eager step from the same state.
         stream: the one to capture on; with DDP, the one that it was built on.
 
     Raises:
@@ -100,11 +112,12 @@ class FullIteration:
         state: Sequence[Any] = (),
         generators: Sequence[torch.Generator] = (),
         warmup_steps: int = 3,
-        on_mismatch: str = "error",
+        on_mismatch: str = "eager",
+        verify: bool = True,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        if on_mismatch not in _ON_MISMATCH:
-            accepted = ", ".join(map(repr, _ON_MISMATCH))
+        if on_mismatch not in ON_MISMATCH:
+            accepted = ", ".join(map(repr, ON_MISMATCH))
             raise ValueError(f"on_mismatch: got {on_mismatch!r}, accepted are {accepted}")
         if warmup_steps < 1:
             raise ValueError(f"warmup_steps: got {warmup_steps}, must be at least 1")
@@ -114,12 +127,17 @@ class FullIteration:
         self._subject = Subject(step, model, optimizer, tuple(state), backend)
         self._has_stream = stream is not None
         self._group = data_parallel.process_group_of(model)
+        self._agreement = data_parallel.Agreement(self._group if on_mismatch != "eager" else None)
         self._warmup_steps, self._on_mismatch = warmup_steps, on_mismatch
+        self._verify = verify
+        self._reads: Reads | None = None
+        self._refused: str | None = None
+        self._not_reproducible = False
         self.state = "warmup"
         self._captures = self._replayed = 0
         self._eager_calls: Counter[str] = Counter()
         self._capture_seconds = 0.0
-        self._resources = Resources[StepRecording](backend)
+        self._resources = Resources[RecordedStep](backend)
         self._finalizer = weakref.finalize(self, self._resources.release)
 
     def __call__(self, batch: Any) -> Any:
@@ -132,18 +150,37 @@ class FullIteration:
         """
         if self.state == "warmup":
             if self._eager_calls["warmup"] < self._warmup_steps:
-                return self._eager(batch, "warmup")
+                return self._warmup(batch)
+            mode = context.reason_of_modes()
+            if mode is not None:
+                return self._eager(batch, mode)
             self._capture(batch, rehearsals=2)
         if self.state != "captured":
             return self._eager(batch, self.state)
         leaves, structure = pytree.tree_flatten(batch)
-        mismatch = self._recording.mismatch(batch, leaves, structure)
+        mismatch = self._agreement.on(self._recorded.mismatch(batch, leaves, structure))
         if mismatch is not None:
             if self._on_mismatch != "recapture":
                 return self._mismatched(mismatch, batch)
             self._capture(batch, rehearsals=2)
+            if self.state != "captured":
+                return self._eager(batch, self.state)
         self._replayed += 1
-        return self._recording.replay(leaves)
+        return self._recorded.replay(leaves)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around a part of the step that a framework runs itself, after an eager call.
+
+        What the Python inside reads is a part of what a graph depends on.
+        """
+        is_last = self.state == "warmup" and self._eager_calls["warmup"] == self._warmup_steps
+        if not is_last or self._reads is None:
+            yield
+            return
+        with Reads() as reads:
+            yield
+        self._reads = Reads.together(self._reads, reads)
 
     def capture(self, batch: Any) -> None:
         """Captures now, ahead of the first call, or again.
@@ -170,23 +207,35 @@ class FullIteration:
 
     def report(self) -> FullIterationReport:
         """What happened so far. Does not synchronise."""
-        recording, backend = self._resources.captured, self._subject.backend
+        recorded, backend = self._resources.captured, self._subject.backend
         return FullIterationReport(
             backend=backend.name,
             state=self.state,
             captures=self._captures,
             replayed=self._replayed,
             eager_calls=dict(self._eager_calls),
-            kernels=recording.graph.kernels if recording else None,
-            static_bytes=recording.static_bytes() if recording else 0,
-            pool_bytes=backend.pool_bytes(recording.pool) if recording else 0,
+            kernels=recorded.graph.kernels if recorded else None,
+            static_bytes=recorded.static_bytes() if recorded else 0,
+            pool_bytes=backend.pool_bytes(recorded.pool) if recorded else 0,
             capture_seconds=self._capture_seconds,
+            refused=self._refused,
+            not_reproducible=self._not_reproducible,
+            not_guarded=tuple(recorded.guards.not_followed) if recorded else (),
         )
 
     @property
-    def _recording(self) -> StepRecording:
+    def _recorded(self) -> RecordedStep:
         assert self._resources.captured is not None
         return self._resources.captured
+
+    def _warmup(self, batch: Any) -> Any:
+        """The last of these calls is watched: what its Python reads is what a graph depends on."""
+        if self._eager_calls["warmup"] < self._warmup_steps - 1:
+            return self._eager(batch, "warmup")
+        with torch.autograd.set_multithreading_enabled(False), Reads() as reads:
+            result = self._eager(batch, "warmup")
+        self._reads = reads
+        return result
 
     def _eager(self, batch: Any, reason: str) -> Any:
         self._eager_calls[reason] += 1
@@ -198,6 +247,8 @@ class FullIteration:
     def _mismatched(self, mismatch: Mismatch, batch: Any) -> Any:
         if self._on_mismatch == "error":
             raise GraphError(f"full iteration: {mismatch.message}")
+        if mismatch.reason == "moved" and not self._eager_calls["moved"]:
+            warn(f"full iteration runs eagerly from now on: {mismatch.message}")
         return self._eager(batch, mismatch.reason)
 
     def _capture(self, batch: Any, rehearsals: int) -> None:
@@ -207,8 +258,28 @@ class FullIteration:
         if self._group is not None:
             eager_forwards = sum(self._eager_calls.values())
             rehearsals = max(rehearsals, data_parallel.EAGER_FORWARDS - eager_forwards)
-        recording = record_step(self._subject, batch, rehearsals, self._group)
-        self._resources.captured = recording
-        self.state = "captured"
+        recorded, proof = record_step(
+            self._subject,
+            batch,
+            self._reads,
+            rehearsals=rehearsals,
+            verify=self._verify,
+            group=self._group,
+        )
         self._captures += 1
         self._capture_seconds += time.perf_counter() - started
+        if proof is not None and proof.difference is not None:
+            recorded.release()
+            self._subject.backend.release()
+            self._differs(f"its replay differs from eager: {proof.difference}")
+            return
+        self._resources.captured = recorded
+        self._not_reproducible = proof is not None and proof.not_reproducible
+        self.state = "captured"
+
+    def _differs(self, message: str) -> None:
+        """Replays do not compute what eager does: it runs eagerly from now on."""
+        self.state, self._refused = "differs_from_eager", message
+        if self._on_mismatch == "error":
+            raise CaptureError(f"full iteration: {message}; it runs eagerly now")
+        warn(f"full iteration stays eager: {message}")

@@ -16,6 +16,11 @@ _START_FROM_ZEROS = (
     optim.Adadelta, optim.Adam, optim.Adamax, optim.AdamW, optim.RAdam, optim.RMSprop, optim.SGD,
 )  # fmt: skip
 
+_READ_VALUES = tuple(
+    getattr(optim, name) for name in ("LBFGS", "SparseAdam", "Adafactor") if hasattr(optim, name)
+)
+_EXAMPLE = "torch.optim.AdamW(..., fused=True, capturable=True)"
+
 
 def check_optimizer(optimizer: Optimizer, device: torch.device) -> None:
     """Refuses by name what a graph cannot hold.
@@ -31,24 +36,39 @@ def check_optimizer(optimizer: Optimizer, device: torch.device) -> None:
                     f"{kind}.param_groups[{number}][{key!r}] is a tensor on {value.device}, whose "
                     f"value a graph would freeze: put it on {device}"
                 )
-        remedy = _remedy(optimizer, group, device)
-        if remedy is not None:
-            raise CaptureError(f"{kind} cannot be in a graph: {remedy}")
+    remedy = remedy_for(optimizer)
+    if remedy is not None:
+        raise CaptureError(f"{kind} cannot be in a graph: {remedy}")
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.device != parameter.device:
+                raise CaptureError(
+                    f"{kind} keeps {key!r} on {value.device}, which a replay would not change: "
+                    f"{_flags(optimizer.param_groups[0])}"
+                )
 
 
-def _remedy(optimizer: Optimizer, group: Mapping[str, Any], device: torch.device) -> str | None:
-    example = "AdamW(..., fused=True, capturable=True)"
-    if isinstance(optimizer, (optim.LBFGS, optim.SparseAdam)):
-        return f"it reads values on the host: use {example}, or step outside of it"
-    fused, on_cuda = group.get("fused"), device.type == "cuda"
-    if "capturable" in group and not (group["capturable"] if on_cuda else fused):
-        flags = ["capturable=True"] if on_cuda else []
-        flags += ["fused=True"] if "fused" in group else []
-        wanted = f"pass {', '.join(flags)}" if flags else f"use {example}"
-        return f"it reads its step counter on the host: {wanted}"
-    if not fused and "capturable" not in group and isinstance(group.get("lr"), torch.Tensor):
-        return f"it reads a tensor lr on the host: pass fused=True if it knows it, or use {example}"
+def remedy_for(optimizer: Optimizer) -> str | None:
+    """Why its step cannot be in a graph and what to use instead, or None if it can."""
+    if isinstance(optimizer, _READ_VALUES):
+        return f"it reads values on the host: use {_EXAMPLE}, or step outside of the graph"
+    for group in optimizer.param_groups:
+        on_cuda = any(parameter.is_cuda for parameter in group["params"])
+        fused, capturable = group.get("fused"), group.get("capturable")
+        if "capturable" in group and not (capturable if on_cuda else fused):
+            # Adam's family; on the CPU only the fused ones read no values.
+            return f"it reads its step counter on the host: {_flags(group)}"
+        if "capturable" not in group and not fused:
+            if isinstance(group.get("lr"), torch.Tensor):
+                return f"it reads a tensor lr on the host: {_flags(group)}"
+            if isinstance(optimizer, optim.Adagrad):
+                return f"it reads its step counter on the host: {_flags(group)}"
     return None
+
+
+def _flags(group: Mapping[str, Any]) -> str:
+    flags = [f"{name}=True" for name in ("fused", "capturable") if name in group]
+    return f"pass {', '.join(flags)}" if flags else f"use {_EXAMPLE}, or step outside of the graph"
 
 
 class LateState:
@@ -72,14 +92,26 @@ class LateState:
                     f"would repeat: take one step before the capture"
                 )
 
+    def tensors(self) -> list[torch.Tensor]:
+        """What the rehearsals made."""
+        made = [
+            optimizer.state[parameter]
+            for optimizer, before in zip(self._optimizers, self._before, strict=True)
+            for parameter in optimizer.state
+            if parameter not in before
+        ]
+        return [value for state in made for value in state.values() if _is_tensor(value)]
+
+    def zero(self) -> None:
+        """As for a first step."""
+        for tensor in self.tensors():
+            tensor.zero_()
+
     def take_away(self) -> None:
+        self.zero()
         for optimizer, before in zip(self._optimizers, self._before, strict=True):
             for parameter in [p for p in optimizer.state if p not in before]:
-                state = optimizer.state.pop(parameter)
-                self._made.append((optimizer, parameter, state))
-                for value in state.values():
-                    if isinstance(value, torch.Tensor):
-                        value.zero_()
+                self._made.append((optimizer, parameter, optimizer.state.pop(parameter)))
 
     def put_in(self) -> None:
         """Idempotent; leaves alone what somebody has loaded in the meantime."""
@@ -92,3 +124,7 @@ class LateState:
 def _starts_from_zeros(optimizer: Optimizer) -> bool:
     dampened = any(group.get("dampening") for group in optimizer.param_groups)
     return type(optimizer) in _START_FROM_ZEROS and not dampened
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)

@@ -1,0 +1,78 @@
+"""Captures the calls of a slot ahead of time, on sample arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moe_graphs.engine.preserve import preserved_rng, preserved_values
+from moe_graphs.engine.scopes.dry_run import ScopeCall
+from moe_graphs.engine.scopes.explained import explained
+from moe_graphs.engine.scopes.place import Flight, Place
+from moe_graphs.engine.scopes.recorder import Recorder
+from moe_graphs.engine.scopes.slots import Slot
+
+
+def capture_slot(slot: Slot, calls: Sequence[ScopeCall], recorder: Recorder) -> None:
+    """All forwards, then all backwards in reverse, each compared with eager. Leaves no trace.
+
+    Raises:
+        CaptureError: for what cannot be captured.
+    """
+    backend = recorder.backend
+    with (
+        preserved_rng(backend.device, backend.generators),
+        preserved_values(recorder.model.buffers()),
+    ):
+        while not slot.is_closed:  # a second time, if backwards turn out to run only once
+            _capture(slot, calls, recorder)
+            slot.end_step()
+
+
+def _capture(slot: Slot, calls: Sequence[ScopeCall], recorder: Recorder) -> None:
+    generator = torch.Generator(recorder.backend.device).manual_seed(0)
+    for place, call in zip(slot.places, calls, strict=True):
+        _capture_forward(slot, place, call, recorder)
+    for place, call in reversed(list(zip(slot.places, calls, strict=True))):
+        if not place.planned.refused and any(place.forward.differentiable):
+            pairs = zip(place.forward.outputs, place.forward.differentiable, strict=True)
+            incoming = [_gradient(output, generator) for output, needed in pairs if needed]
+            random = recorder.backend.random_position() if place.forward.draws else None
+            flight = Flight(place, call.leaves, random)
+            with explained(place.name, "backward", recorder.backend):
+                with call.backward_hooks(incoming) as found:
+                    found += recorder.backward(slot, flight, incoming).values()
+            _raise(recorder)
+    if recorder.split:
+        for place in reversed(slot.places):
+            if place.run is not None:
+                recorder.backward_of_weights(slot, place)
+                _raise(recorder)
+
+
+def _capture_forward(slot: Slot, place: Place, call: ScopeCall, recorder: Recorder) -> None:
+    expected = recorder.record_forward(slot, place, call)
+    try:
+        place.forward.graph.replay()
+        sources = {"graph": place.forward.outputs, "input": call.leaves}
+        outputs = [
+            leaf.value if leaf.source == "constant" else sources[leaf.source][leaf.value]
+            for leaf in place.forward.output_leaves
+        ]
+        difference = recorder.difference_of_forward(place, call, expected, outputs)
+        if difference is not None:
+            place.planned.differs(difference)
+    finally:
+        expected.undo()
+
+
+def _gradient(output: Tensor, generator: torch.Generator) -> Tensor:
+    made = torch.randn(output.shape, generator=generator, dtype=torch.float32, device=output.device)
+    return torch.empty_like(output, requires_grad=False).copy_(made)
+
+
+def _raise(recorder: Recorder) -> None:
+    if recorder.failure is not None:
+        raise recorder.failure

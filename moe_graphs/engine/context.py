@@ -1,0 +1,177 @@
+"""What surrounds a call: the state of torch that decides which kernels run, by name.
+
+A graph has it baked in. It is noted where a call is recorded and compared at every replay. What
+torch has no name for (a context manager of the user's own) is part of what the Python reads, see
+``guards.py``. Some surroundings a replay cannot honour at all: ``reason_to_run_eagerly``.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.modules import module as module_globals
+from torch.nn.utils import parametrize
+from torch.utils._device import DeviceContext
+
+from moe_graphs.engine.signature import Mismatch
+
+# Getters of torch._C without arguments. Those that a version of torch does not have are left out.
+_FLAGS = (
+    "_get_deterministic_algorithms",
+    "_get_deterministic_algorithms_warn_only",
+    "_get_deterministic_fill_uninitialized_memory",
+    "_get_flash_sdp_enabled",
+    "_get_mem_efficient_sdp_enabled",
+    "_get_math_sdp_enabled",
+    "_get_cudnn_sdp_enabled",
+    "_get_overrideable_sdp_enabled",
+    "_get_sdp_priority_order",
+    "_get_math_sdp_allow_fp16_bf16_reduction",
+    "_get_cudnn_enabled",
+    "_get_cudnn_benchmark",
+    "_get_cudnn_deterministic",
+    "_get_cublas_allow_fp16_reduced_precision_reduction",
+    "_get_cublas_allow_bf16_reduced_precision_reduction",
+    "_get_cublas_allow_fp16_accumulation",
+    "_get_blas_preferred_backend",
+    "_get_linalg_preferred_backend",
+    "_get_mkldnn_enabled",
+)
+# The precision of fp32 products, by (backend, operation).
+_PRECISIONS = (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "matmul"))
+_HOOKS_OF_ALL_MODULES = tuple(
+    getattr(module_globals, f"_global_{kind}")
+    for kind in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+)
+
+Context = tuple[Any, ...]
+
+
+def current(device_type: str) -> Context:
+    """The state in force, in the order of ``names()``. Takes some two microseconds."""
+    return (
+        torch.is_autocast_enabled(device_type),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype(device_type),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        _default_device(),
+        _fp8(),
+        *map(operator.call, _getters),
+    )
+
+
+def names() -> tuple[str, ...]:
+    return (
+        "autocast",
+        "autocast (cpu)",
+        "autocast dtype",
+        "autocast dtype (cpu)",
+        "autocast cache",
+        "inference mode",
+        "default dtype",
+        "default device",
+        "Transformer Engine's FP8 state",
+        *(name.removeprefix("_get_") for name in _FLAGS if hasattr(torch._C, name)),
+        *(f"fp32 precision of {' '.join(which)}" for which in _PRECISIONS if _has_precisions()),
+    )
+
+
+def mismatch(captured: Context, now: Context) -> Mismatch | None:
+    """How the state of a call differs from that of its recording."""
+    if captured == now:
+        return None
+    different = [
+        (name, before, after)
+        for name, before, after in zip(names(), captured, now, strict=True)
+        if before != after
+    ]
+    name, before, after = different[0]
+    reason = "autocast" if name.startswith("autocast") else "context"
+    message = f"{name} was {before!r} where it was captured and is {after!r} now"
+    return Mismatch(reason, f"{message}: keep it the same around every call")
+
+
+def has_autocast_cache(context: Context) -> bool:
+    """Whether casts of weights are cached beyond the call."""
+    enabled, enabled_on_cpu, _, _, cached, *_ = context
+    return bool((enabled or enabled_on_cpu) and cached)
+
+
+def reason_to_run_eagerly() -> str | None:
+    """Why a replay cannot stand in for this call, whatever was captured, or None."""
+    if not torch.is_grad_enabled():
+        return "no_grad"
+    if torch._C._current_graph_task_id() != -1:
+        return "recompute"  # activation checkpointing runs a forward inside a backward
+    return reason_of_modes()
+
+
+def reason_of_modes() -> str | None:
+    """Likewise, grad mode aside: modes and transforms that would not see what a graph does."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return "saved_tensors_hooks"
+    if torch._C._len_torch_dispatch_stack():
+        return "dispatch_mode"  # FlopCounterMode, fake tensors
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "transform"  # torch.func: vmap, grad, jvp
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "forward_mode_ad"
+    if torch.is_anomaly_enabled():
+        return "anomaly_mode"
+    if _fp8() is not None:
+        return "fp8"  # Transformer Engine's kernels write scales that no dispatcher sees
+    if parametrize._cache_enabled:
+        return "parametrization_cache"
+    if any(_HOOKS_OF_ALL_MODULES):
+        return "global_module_hooks"
+    if torch._C._len_torch_function_stack() and _default_device() is _UNKNOWN:
+        return "function_mode"
+    return None
+
+
+_UNKNOWN = object()
+
+
+def _default_device() -> Any:
+    """The device of ``torch.set_default_device`` or ``with torch.device(...)``; None without, and
+    ``_UNKNOWN`` under any other mode over torch's functions."""
+    count = torch._C._len_torch_function_stack()
+    if not count:
+        return None
+    modes = [torch._C._get_function_stack_at(index) for index in range(count)]
+    if all(isinstance(mode, DeviceContext) for mode in modes):
+        return modes[-1].device
+    return _UNKNOWN
+
+
+def _fp8() -> Any:
+    """Whether Transformer Engine computes in FP8 just now, and by which recipe."""
+    module = sys.modules.get("transformer_engine.pytorch.quantization") or sys.modules.get(
+        "transformer_engine.pytorch.fp8"
+    )
+    manager = getattr(module, "FP8GlobalStateManager", None)
+    if manager is None or not manager.is_fp8_enabled():
+        return None
+    return manager.get_fp8_recipe(), manager.is_fp8_calibration()
+
+
+def _has_precisions() -> bool:
+    return hasattr(torch._C, "_get_fp32_precision_getter")
+
+
+_getters: tuple[Callable[[], Any], ...] = (
+    *(getattr(torch._C, name) for name in _FLAGS if hasattr(torch._C, name)),
+    *(
+        functools.partial(torch._C._get_fp32_precision_getter, *which)
+        for which in _PRECISIONS
+        if _has_precisions()
+    ),
+)

@@ -1,0 +1,383 @@
+"""What a graph assumes of everything that its Python could read, checked at every call."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, islice, repeat
+from operator import attrgetter, contains, is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_graphs.engine.containers import GONE, Container
+from moe_graphs.engine.hooks import hooks_of
+from moe_graphs.engine.reachable import Reachable, Walk
+from moe_graphs.engine.reads import Reads, functions_of
+from moe_graphs.engine.signature import Mismatch
+from moe_graphs.engine.values import same_value
+from moe_graphs.errors import CaptureError
+
+_CODE_OF = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_NOTHING: Mapping[str, Any] = types.MappingProxyType({})
+
+
+class Guards:
+    """Attributes, containers, globals, closures, tensors and hooks, as they were when it was made.
+
+    Values are compared by value, functions and classes by identity, tensors by identity, address
+    and layout. The quick answer is a few loops in C over the very objects; if any of these is
+    another one, everything is looked up anew and compared by its path.
+
+    Args:
+        roots, reads, read_addresses, everything, tensor_names: as of ``Walk``.
+        tensors: path -> more tensors whose address matters.
+        outside: modules whose own hooks run outside of the block.
+    """
+
+    def __init__(
+        self,
+        roots: Mapping[str, Any],
+        reads: Reads,
+        read_addresses: Iterable[int] = (),
+        *,
+        everything: Mapping[str, Any] = _NOTHING,
+        tensors: Mapping[str, Tensor] = _NOTHING,
+        tensor_names: Mapping[int, str] = _NOTHING,
+        outside: Iterable[nn.Module] = (),
+    ) -> None:
+        self._outside = {id(module) for module in outside}
+        self._arguments = (dict(roots), reads, frozenset(read_addresses), dict(everything))
+        self._tensor_names, self._more = dict(tensor_names), dict(tensors)
+        self._noisy: set[int] = set()
+        found = self._walk()
+        self._places = _place_of_each_tensor({**found.tensors, **self._more})
+        self._requires_grad = [tensor.requires_grad for tensor in self._places.values()]
+        self._where = Where(list(self._places.values()))
+        self._adopt(found)
+
+    @property
+    def not_followed(self) -> list[str]:
+        """What the block may have read and nobody compares, by name."""
+        return sorted(set(self._found.not_followed))
+
+    @property
+    def functions(self) -> list[types.FunctionType]:
+        """What may be called, whether it ran or not: methods of classes, too."""
+        found = list(self._found.leaves.values())
+        classes = [value for value in found if isinstance(value, type)]
+        methods = chain.from_iterable(map(functions_of, classes))
+        return [*(each for each in found if isinstance(each, types.FunctionType)), *methods]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return list(self._places.values())
+
+    def mismatch(self) -> Mismatch | None:
+        """How things differ from the capture. Reads no tensor values."""
+        if self._is_empty:
+            return None
+        if not self._is_untouched():
+            difference = self._look_again()
+            if difference is not None:
+                return difference
+        if any(self._hooks):
+            return Mismatch("hooks", "a submodule has hooks now, which a replay does not run")
+        if [tensor.requires_grad for tensor in self._where.tensors] != self._requires_grad:
+            flags = zip(self._places.items(), self._requires_grad, strict=True)
+            for (name, tensor), requires_grad in flags:
+                if tensor.requires_grad is not requires_grad:
+                    message = f"{name!r}: captured with requires_grad={requires_grad}: set it back"
+                    return Mismatch("requires_grad", message)
+        return self._moved()
+
+    def changes(self) -> list[str]:
+        """What is another value now, by its path and with both. State that an optimizer's first
+        step has made is none of it."""
+        now = self._walk().leaves
+        drawn = [name for name, rng, state in self._draws if not _same_state(rng, state)]
+        changed = [
+            f"{name} ({_shown(before)} -> {_shown(now.get(name, GONE))})"
+            for name, before in self._found.leaves.items()
+            if not _same_leaf(now.get(name, GONE), before)
+        ]
+        late = tuple(self._found.made_late)
+        new = [name for name in now if self._is_new(name) and not name.startswith(late)]
+        return [
+            *(f"{name}, from which it draws" for name in drawn),
+            *changed,
+            *(f"{name} (new: {_shown(now[name])})" for name in new),
+        ]
+
+    def put_back(self) -> None:
+        """Everything but the values of tensors is as it was when this was made."""
+        for container, contents in self._contents:
+            if list(map(id, container.contents().values())) != list(map(id, contents.values())):
+                container.put_back(contents)
+        for cell, value in self._cells:
+            if cell.write is not None and value is not GONE and not cell.is_still(value):
+                cell.write(value)
+        for _, rng, state in self._draws:
+            _set_state(rng, state)
+
+    def first_hooked(self) -> str | None:
+        """The name of a module inside of the block that has hooks."""
+        for name, module in self._found.modules:
+            if any(hooks_of(module)) and id(module) not in self._outside:
+                return name
+        return None
+
+    def check_followable(self) -> None:
+        """
+        Raises:
+            CaptureError: if the block may advance an iterator, whose place nobody can compare.
+        """
+        if self._found.iterators:
+            raise CaptureError(
+                f"it reaches {self._found.iterators[0]!r}, an iterator, which a replay would not "
+                f"advance: take what it gives outside, and pass that on"
+            )
+
+    def _walk(self) -> Reachable:
+        return Walk(*self._arguments, self._tensor_names).found
+
+    def _is_new(self, name: str) -> bool:
+        return name not in self._found.leaves
+
+    def _adopt(self, found: Reachable) -> None:
+        """What is compared from now on, in the columns of ``_is_untouched``."""
+        self._found = found
+        self._contents = [(each, each.contents()) for each in found.containers]
+        self._cells = [(cell, cell.read()) for cell in found.cells]
+        whole = [each for each in found.containers if self._is_compared_whole(each)]
+        self._holders = [each.holder for each in whole]
+        # The views of dictionaries are live: they show the values of the time they are read.
+        self._now = [h.values() if isinstance(h, dict) else h for h in self._holders]
+        self._sizes = list(map(len, self._now))
+        self._values = list(chain.from_iterable(self._now))
+        keyed = [(c, contents) for c, contents in self._contents if not self._is_compared_whole(c)]
+        matter = set(map(id, found.tensors.values()))
+        rows = [
+            (c.holder, key, value)
+            for c, contents in keyed
+            for key, value in contents.items()
+            if not isinstance(value, Tensor) or id(value) in matter
+        ]
+        self._dicts, self._dict_keys, self._dict_values = _columns(rows, dict)
+        self._classes, self._class_keys, self._class_values = _columns(rows, types.MappingProxyType)
+        # Names that may come: each by itself, or whether the holder's names are the same.
+        few = [(c, a) for c, contents in keyed if len(a := c.absent(contents)) <= len(c.holder)]
+        self._absent = [[c.holder for c, a in few for _ in a], [key for _, a in few for key in a]]
+        many = [c.holder for c, contents in keyed if len(c.absent(contents)) > len(c.holder)]
+        self._names_of_many = [holder.keys() for holder in many]
+        self._names_known = list(map(frozenset, many))
+        self._hooks = [
+            hooks for _, m in found.modules if id(m) not in self._outside for hooks in hooks_of(m)
+        ]
+        self._typed = [*(module for _, module in found.modules), *found.kinds]
+        self._types = list(map(type, self._typed))
+        self._functions = found.functions
+        self._code = list(map(_CODE_OF, self._functions))
+        self._is_empty = not (found.leaves or self._contents or self._cells or self._more)
+        self._draws = [(name, rng, _state_of(rng)) for name, rng in found.draws]
+
+    def _is_compared_whole(self, container: Container) -> bool:
+        """Containers of which all matters are; the dictionaries of objects are until they change in
+        a way that does not matter. Modules of Python have many names, of which few matter: those
+        are compared one by one."""
+        if container.keys is None:
+            return isinstance(container.holder, (dict, list, deque))
+        holder = container.holder
+        return isinstance(holder, dict) and not (
+            id(holder) in self._noisy or "__builtins__" in holder
+        )
+
+    def _is_untouched(self) -> bool:
+        """The quick answer: every place has the very same value."""
+        return (
+            list(map(len, self._holders)) == self._sizes
+            and all(map(is_, chain.from_iterable(self._now), self._values))
+            and all(map(is_, map(dict.get, self._dicts, self._dict_keys, repeat(GONE)),
+                        self._dict_values))
+            and all(map(is_, map(types.MappingProxyType.get, self._classes, self._class_keys,
+                                 repeat(GONE)), self._class_values))
+            and all(cell.is_still(value) for cell, value in self._cells)
+            and not any(map(contains, *self._absent))
+            and self._names_of_many == self._names_known
+            and list(map(type, self._typed)) == self._types
+            and list(map(_CODE_OF, self._functions)) == self._code
+        )  # fmt: skip
+
+    def _look_again(self) -> Mismatch | None:
+        """Other containers may hold the same leaves, and what changed may not matter."""
+        found = self._walk()
+        for name, before in self._found.leaves.items():
+            now = found.leaves.get(name, GONE)
+            if not (_same_leaf(now, before) or self._is_alike(name, now, before)):
+                return _difference(name, before, now)
+        for name, now in found.leaves.items():
+            if self._is_new(name):
+                return _difference(name, GONE, now)
+        before = iter(self._values)
+        for holder, view, size in zip(self._holders, self._now, self._sizes, strict=True):
+            values = list(islice(before, size))
+            if size != len(view) or not all(map(is_, view, values)):
+                self._noisy.add(id(holder))
+        # By now others may lie where the block has read something.
+        found.tensors = {n: t for n, t in found.tensors.items() if n in self._found.tensors}
+        self._adopt(found)
+        return None
+
+    def _is_alike(self, name: str, now: Any, before: Any) -> bool:
+        """Of a tensor that no operation reads, only what Python may ask of it matters."""
+        if name in self._found.tensors or not isinstance(before, Tensor):
+            return False
+        return isinstance(now, Tensor) and _asked(now) == _asked(before)
+
+    def _moved(self) -> Mismatch | None:
+        if self._where.is_same():
+            return None
+        name = self._where.first_moved(list(self._places))
+        return _moved(name, "lies at another address or is laid out in another way")
+
+
+class Where:
+    """Where tensors lie, and how."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = list(tensors)
+        self._addresses = [tensor.data_ptr() for tensor in tensors]
+        self._layouts = [(tensor.shape, tensor.stride()) for tensor in tensors]
+        self._strides = [layout[1] for layout in self._layouts]
+        self._indices = list(range(len(self.tensors)))
+
+    def is_same(self) -> bool:
+        if list(map(Tensor.stride, self.tensors)) != self._strides:
+            return False
+        if hasattr(torch._C, "_tensors_data_ptrs_at_indices_equal"):  # builds with CUDA
+            at_once = torch._C._tensors_data_ptrs_at_indices_equal
+            return at_once(self.tensors, self._addresses, self._indices)
+        return [tensor.data_ptr() for tensor in self.tensors] == self._addresses
+
+    def first_moved(self, names: Sequence[str]) -> str:
+        for name, tensor, address, layout in zip(
+            names, self.tensors, self._addresses, self._layouts, strict=True
+        ):
+            if tensor.data_ptr() != address or (tensor.shape, tensor.stride()) != layout:
+                return name
+        return "a tensor"
+
+
+def reads_before_running(
+    functions: Sequence[Callable[..., Any]],
+    modules: Iterable[nn.Module],
+    guards_of: Callable[[Reads], Guards],
+) -> Reads:
+    """What functions may read, and what those may that they reach, as far as can be told without
+    running them. ``modules``: those that may run."""
+    owners = {id(module): module for module in modules}
+    todo = [*functions, *(type(module).forward for module in owners.values())]
+    while True:
+        reads = Reads.before_running(*todo)
+        reads.owners.update(owners)
+        new = [each for each in guards_of(reads).functions if each not in todo]
+        if not new:
+            return reads
+        todo += new
+
+
+def tensors_of_others(
+    model: nn.Module, addresses: Iterable[int], known: Iterable[Tensor]
+) -> dict[str, Tensor]:
+    """Parameters and buffers of the model that were read by address, wherever they belong."""
+    wanted, seen = set(addresses), {id(tensor) for tensor in known}
+    named = chain(model.named_parameters(), model.named_buffers())
+    return {
+        name: tensor
+        for name, tensor in named
+        if id(tensor) not in seen and tensor.untyped_storage().data_ptr() in wanted
+    }
+
+
+def _place_of_each_tensor(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One name for each, without those that have no memory that could move."""
+    first: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if tensor.layout is torch.strided and not torch._C._functorch.is_batchedtensor(tensor):
+            first.setdefault(id(tensor), (name, tensor))
+    return dict(first.values())
+
+
+def _asked(tensor: Tensor) -> tuple:
+    return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _columns(rows: Sequence[tuple], kind: type) -> tuple[list, list, list]:
+    chosen = [row for row in rows if isinstance(row[0], kind)]
+    return tuple([row[i] for row in chosen] for i in range(3))  # type: ignore[return-value]
+
+
+def _same_leaf(now: Any, before: Any) -> bool:
+    if now is before:
+        return True
+    if isinstance(before, (Tensor, nn.Module)) or now is GONE or before is GONE:
+        return False
+    if isinstance(before, (types.FunctionType, type)):
+        return False
+    return same_value(now, before)
+
+
+def _difference(name: str, before: Any, now: Any) -> Mismatch:
+    if isinstance(before, (Tensor, nn.Module)):
+        kind = "object" if isinstance(before, Tensor) else "module"
+        return _moved(name, f"was replaced by another {kind}")
+    if before is GONE:
+        message = f"{name!r} was not there at the capture and is {_shown(now)} now: take it away"
+        return Mismatch("attribute", message)
+    reason = "training_flag" if name.rsplit(".", 1)[-1] == "training" else "attribute"
+    what = f"{_shown(before)} at the capture and is {_shown(now)} now"
+    remedy = "set it back"
+    if name.endswith("['lr']"):
+        remedy += f", or make it a tensor, which schedulers fill (lr=torch.tensor({before!r}, ...))"
+    return Mismatch(reason, f"{name!r} was {what}: {remedy}")
+
+
+def _moved(name: str, what: str) -> Mismatch:
+    return Mismatch(
+        "moved",
+        f"{name!r} {what} since the capture, and the graph would read the old one: change it in "
+        f"place (a model's load_state_dict without assign=True does, an lr that is filled instead "
+        f"of assigned), or capture again",
+    )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {tuple(value.shape)}"
+    if isinstance(value, nn.Module):
+        return f"a {type(value).__name__}"
+    text = "gone" if value is GONE else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _state_of(generator: Any) -> Any:
+    """Of a generator of Python's or numpy's."""
+    if hasattr(generator, "bit_generator"):
+        return copy.deepcopy(generator.bit_generator.state)
+    return generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    elif hasattr(generator, "setstate"):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
+def _same_state(generator: Any, state: Any) -> bool:
+    return repr(_state_of(generator)) == repr(state)

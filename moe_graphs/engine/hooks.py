@@ -1,0 +1,54 @@
+"""Where torch keeps hooks, and how they are put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim import optimizer as optim_globals
+
+OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+OF_ALL_OPTIMIZERS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+
+
+def hooks_of(module: nn.Module) -> list[dict]:
+    return [getattr(module, kind) for kind in OF_MODULES]
+
+
+def hooks_of_updates(optimizers: Iterable[Optimizer]) -> list[dict]:
+    """Those of the optimizers, and of all optimizers."""
+    own = [getattr(each, kind) for each in optimizers for kind in OF_OPTIMIZERS]
+    return own + [getattr(optim_globals, kind) for kind in OF_ALL_OPTIMIZERS]
+
+
+class KeptHooks:
+    """Hooks of tensors, modules and optimizers, to be put back as they were."""
+
+    def __init__(
+        self, tensors: Iterable[Tensor], model: nn.Module, optimizers: Iterable[Optimizer]
+    ) -> None:
+        self._of_tensors = [
+            (each, kind, getattr(each, kind), dict(getattr(each, kind) or {}))
+            for each in tensors
+            for kind in OF_TENSORS
+        ]
+        dicts = [hooks for module in model.modules() for hooks in hooks_of(module)]
+        dicts += hooks_of_updates(optimizers)
+        self._dicts = [(hooks, dict(hooks)) for hooks in dicts]
+
+    def put_back(self) -> None:
+        for tensor, kind, hooks, contents in self._of_tensors:
+            if getattr(tensor, kind) is not hooks:
+                setattr(tensor, kind, hooks)
+            _put_back(hooks, contents)
+        for hooks, contents in self._dicts:
+            _put_back(hooks, contents)
+
+
+def _put_back(hooks: dict | None, contents: dict) -> None:
+    if hooks is not None and hooks != contents:
+        hooks.clear()
+        hooks.update(contents)

@@ -1,0 +1,73 @@
+"""How to look into single kinds of Python values."""
+
+from __future__ import annotations
+
+import decimal
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from moe_graphs.engine.containers import GONE
+from moe_graphs.engine.values import is_plain
+
+
+def could_be_read(
+    place: Mapping[str, Any], names: set[str], called: set[str]
+) -> frozenset[str] | set[str]:
+    """Names without those of plain values that the code only mentions as methods it calls."""
+    return names - {key for key in called & place.keys() if is_plain(place[key])}
+
+
+def contents_of_cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return GONE
+
+
+def has_dictionary(value: Any) -> bool:
+    """Whether it has attributes; some classes raise what they like when they are asked."""
+    try:
+        return isinstance(value.__dict__, dict)
+    except Exception:
+        return False
+
+
+def bytes_of(values: Any) -> tuple:
+    """Of an array of whatever library."""
+    kind = getattr(values, "dtype", None) or getattr(values, "typecode", None)
+    return str(kind), getattr(values, "shape", None), bytes(values)
+
+
+def decimal_context() -> tuple:
+    now = decimal.getcontext()
+    return now.prec, now.rounding, now.Emin, now.Emax, now.capitals, now.clamp
+
+
+def special_methods(kind: type) -> frozenset[str]:
+    """Methods that run without being named."""
+    return frozenset(
+        name
+        for name, value in vars(kind).items()
+        if name[:2] == "__" and isinstance(value, types.FunctionType)
+    )
+
+
+def refill(target: set, values: frozenset) -> None:
+    target.clear()
+    target.update(values)
+
+
+def slots_of(kind: type) -> list[str]:
+    found: list[str] = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        found += [slots] if isinstance(slots, str) else list(slots)
+    return [key for key in found if key not in ("__dict__", "__weakref__")]
+
+
+def is_generator(value: Any) -> bool:
+    """Whether it is one of random numbers, of Python's or numpy's."""
+    names = {f"{kind.__module__}.{kind.__name__}" for kind in type(value).__mro__}
+    numpy = {"numpy.random._generator.Generator", "numpy.random.mtrand.RandomState"}
+    return bool(names & (numpy | {"random.Random"}))

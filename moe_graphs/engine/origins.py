@@ -1,0 +1,48 @@
+"""Whose a piece of code is: torch's and Python's own, a library's, or the user's."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import sys
+import sysconfig
+
+_PACKAGE = str(pathlib.Path(__file__).parent.parent)
+_ENGINE = str(pathlib.Path(__file__).parent)
+_NOT_READ = (_ENGINE, f"{_PACKAGE}/staged.py", f"{_PACKAGE}/kernels")
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_INSTALLED = ("site-packages", "dist-packages")
+_INTERNAL = ("torch", "triton", "numpy")
+
+
+@functools.cache
+def origin_of(filename: str) -> str:
+    """Of code: "internal" (torch, the standard library, the engine), "library" or "own"."""
+    parts = pathlib.PurePath(filename).parts
+    installed = next((parts.index(name) for name in _INSTALLED if name in parts), None)
+    if filename.startswith(_NOT_READ) or filename in ("<string>", "?") or "<frozen" in filename:
+        return "internal"
+    if filename.startswith(_PACKAGE):
+        return "library"
+    if installed is not None:
+        return "internal" if parts[installed + 1] in _INTERNAL else "library"
+    if filename.startswith(_STANDARD_LIBRARY):
+        return "internal"
+    return "library" if any(map(filename.startswith, _other_places_of_packages())) else "own"
+
+
+@functools.cache
+def _other_places_of_packages() -> tuple[str, ...]:
+    """Where ``pip install --target`` has put packages: they have their metadata beside them."""
+    places = (pathlib.Path(entry) for entry in sys.path if entry)
+    return tuple(f"{p}/" for p in places if p.is_dir() and any(p.glob("*.dist-info")))
+
+
+def origin_of_class(kind: type) -> str:
+    """As ``origin_of``, of the code that defines it."""
+    module = sys.modules.get(kind.__module__)
+    if module is None:
+        return "internal"
+    if module.__name__ == "__main__":
+        return "own"
+    return origin_of(getattr(module, "__file__", None) or "?")

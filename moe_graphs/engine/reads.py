@@ -1,0 +1,386 @@
+"""Which Python ran in a block, and so which names it can have read.
+
+A graph runs no Python. To know what its values depend on, one eager run is watched by
+``sys.setprofile``: the code of every function that ran mentions all names that it can look up, in
+its ``self``, its arguments, its globals and closure. ``guards.py`` looks them up, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import gc
+import importlib
+import inspect
+import pathlib
+import random
+import re
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from moe_graphs.engine import doors
+from moe_graphs.engine.origins import origin_of, origin_of_class
+from moe_graphs.engine.values import BY_IDENTITY
+from moe_graphs.errors import CaptureError
+
+_ENGINE = str(pathlib.Path(__file__).parent)
+# Functions that set the state of a random number generator, or ask for its seed: a replay would
+# not do it again.
+_SEEDING = {
+    function.__code__: function.__name__
+    for function in (torch.manual_seed, torch.seed, torch.set_rng_state, torch.cuda.manual_seed,
+                     torch.cuda.manual_seed_all, torch.cuda.seed, torch.cuda.set_rng_state,
+                     torch.initial_seed, torch.cuda.initial_seed)
+    for function in (getattr(function, "__wrapped__", function),)
+    if hasattr(function, "__code__")
+}  # fmt: skip
+
+
+_OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
+_TEMPLATES = {"format", "format_map", "attrgetter", "methodcaller"}  # names stand in their strings
+_CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
+
+
+class Reads:
+    """A context; afterwards it knows what ran inside, on this thread.
+
+    Args:
+        refuse: a door (``doors.py``) raises ``CaptureError`` where it is opened, before anything
+            has happened behind it; otherwise ``check_doors`` does.
+
+    Attributes:
+        code: of every function that ran, with the globals it looked its names up in.
+        names: every name that this code mentions: of attributes, globals, and as a string.
+        names_of_modules: likewise, that of torch included, which reads modules' attributes.
+        values, values_of_modules: those of them that are not only names of methods being called,
+            as ``clear`` is in ``x.clear()``, which reads no number of that name.
+        owners: objects whose methods ran, by id, but for those that the block made.
+        of_contexts: what the ``ctx`` of autograd functions held, without tensors.
+        doors: what was called that reads state nobody can compare later.
+    """
+
+    def __init__(self, *, refuse: bool = False) -> None:
+        self._refuse = refuse
+        self.code: dict[types.CodeType, dict[str, Any]] = {}
+        self.names: set[str] = set()
+        self.names_of_modules: set[str] = set()
+        self.values: set[str] = set()
+        self.values_of_modules: set[str] = set()
+        self.owners: dict[int, Any] = {}
+        self.doors: list[str] = []
+        self._ran: set[types.CodeType] = set()
+        self.of_contexts: dict[str, Any] = {}
+        self._seen: dict[int, weakref.ref | None] = {}
+
+    def __enter__(self) -> Reads:
+        # Dispatch modes and optimizers do so with their first operation, and nobody is to be
+        # watched doing it.
+        importlib.import_module("torch._dynamo")
+        self._drawn = PythonRandomState()
+        self._profiler = sys.getprofile()
+        self._collecting = gc.get_threshold()
+        gc.set_threshold(0)  # its callbacks and finalizers are none of the block's
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        sys.setprofile(self._profiler)
+        gc.set_threshold(*self._collecting)
+        self._ran = set(self.code)
+        self.code.update(_not_seen_running(self.code))
+        for code in self.code:
+            self._mentions(code)
+        alive = (reference() for reference in self._seen.values() if reference is not None)
+        self.owners = {id(owner): owner for owner in alive if owner is not None}
+        self._seen.clear()
+
+    @classmethod
+    def before_running(cls, *functions: Callable[..., Any]) -> Reads:
+        """What can be told of functions without running them: their own code and that of functions
+        that they name or enclose."""
+        reads, todo = cls(), [*functions]
+        while todo:
+            each = todo.pop()
+            wrapped = _attribute(each, "__wrapped__")
+            todo += [] if wrapped is None else [wrapped]
+            each = _attribute(each, "__func__") or each
+            code = _attribute(each, "__code__")
+            if code is None or code in reads.code or origin_of(code.co_filename) == "internal":
+                continue
+            reads.code[code] = each.__globals__
+            reads._mentions(code)
+            enclosed = (cell.cell_contents for cell in each.__closure__ or () if _is_filled(cell))
+            named = (each.__globals__.get(name) for name in global_names_of(code))
+            todo += [value for value in (*enclosed, *named) if callable(value)]
+        return reads
+
+    @classmethod
+    def together(cls, *several: Reads) -> Reads:
+        """What all of the blocks have read."""
+        united = cls()
+        for reads in several:
+            united.code.update(reads.code)
+            united.names |= reads.names
+            united.names_of_modules |= reads.names_of_modules
+            united.values |= reads.values
+            united.values_of_modules |= reads.values_of_modules
+            united.owners.update(reads.owners)
+            united.doors += reads.doors
+        return united
+
+    def check_doors(self, *, asked: frozenset[str] = frozenset()) -> None:
+        """asked: attributes of tensors whose answers in a graph are not those outside of it.
+
+        Raises:
+            CaptureError: if the block asks for what can be another thing at every call.
+        """
+        if self.doors:
+            raise CaptureError(
+                f"it calls {self.doors[0]}(), whose answer may be another one at every call, and "
+                f"a replay runs no Python: call it outside, and pass on the answer"
+            )
+        hidden = (code for code in self.code if origin_of(code.co_filename) == "own")
+        for code in hidden:
+            if _names_of(code) & doors.TO_GLOBALS or ("sys", "modules") in attributes_of_globals(
+                code
+            ):
+                raise CaptureError(
+                    f"{code.co_qualname} looks up globals by another way than their names, and "
+                    f"nobody can compare what it finds"
+                )
+        found = (
+            (code, _names_of(code) & asked - _called_methods_of(code))
+            for code in self._ran
+            if asked and origin_of(code.co_filename) == "own"
+        )
+        for code, names in found:
+            if names:
+                raise CaptureError(
+                    f"{code.co_qualname} asks for .{min(names)} of a tensor: inside of a graph "
+                    f"tensors are other objects, with another history: ask outside"
+                )
+
+    def check_random(self) -> None:
+        """Puts back what was drawn from generators of Python and numpy.
+
+        Raises:
+            CaptureError: if the block draws from them, or seeds those of torch.
+        """
+        seeding = next((_SEEDING[code] for code in self.code if code in _SEEDING), None)
+        if seeding is not None:
+            raise CaptureError(f"torch's {seeding}() is called, and a replay would not do it again")
+        drawn = self._drawn.put_back()
+        if drawn is not None:
+            raise CaptureError(
+                f"it draws from {drawn}, which a replay does not do again: draw with torch"
+            )
+
+    def owns_what_ran(self, value: Any) -> bool:
+        """Whether a method of ``value`` ran, and it outlived the block."""
+        return self.owners.get(id(value)) is value
+
+    def _mentions(self, code: types.CodeType) -> None:
+        self.names_of_modules |= _names_of(code)
+        self.values_of_modules |= _values_of(code)
+        if origin_of(code.co_filename) != "internal":
+            self.names |= _names_of(code)
+            self.values |= _values_of(code)
+
+    def _note(self, frame: types.FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event == "c_call" and origin_of(code.co_filename) == "own":
+            self._open(doors.of_c(argument))
+        if event != "call" or code.co_filename.startswith(_ENGINE) or code.co_name == "<module>":
+            return
+        self.code.setdefault(code, frame.f_globals)
+        caller = frame.f_back.f_code.co_filename if frame.f_back is not None else "?"
+        self._open(doors.of_python(frame, of_the_user=origin_of(caller) == "own"))
+        if not code.co_argcount:
+            return
+        owner = frame.f_locals.get(code.co_varnames[0])
+        if isinstance(owner, torch._C._FunctionBase):
+            self._note_context(owner)
+        if id(owner) in self._seen or not _may_have_state(owner):
+            return
+        # What is made inside of the block is none of its inputs.
+        is_made_here = code.co_name in _CONSTRUCTORS
+        with contextlib.suppress(TypeError):  # no weak references to it: it is found by name
+            self._seen[id(owner)] = None if is_made_here else weakref.ref(owner)
+
+    def _note_context(self, context: Any) -> None:
+        for name, value in vars(context).items():
+            if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value)):
+                self.of_contexts[f"{type(context).__name__}.{name}"] = value
+
+    def _open(self, door: str | None) -> None:
+        if door is not None and door not in self.doors:
+            self.doors.append(door)
+            if self._refuse:
+                self.check_doors()
+
+
+def functions_of(kind: type) -> list[Callable[..., Any]]:
+    """Of a class of the user's own: its methods, autograd functions' backwards among them."""
+    own = [base for base in kind.__mro__ if origin_of_class(base) == "own"]
+    found = [getattr(value, "__func__", value) for base in own for value in vars(base).values()]
+    return [value for value in found if isinstance(value, types.FunctionType)]
+
+
+def _attribute(value: Any, name: str) -> Any:
+    """None without it, and where the class of the value raises what it likes."""
+    try:
+        return getattr(value, name, None)
+    except Exception:
+        return None
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _may_have_state(owner: Any) -> bool:
+    """Whether it is a module, or an object of the user's. Others are found by name."""
+    if isinstance(owner, torch.nn.Module):
+        return True
+    if isinstance(owner, (torch.Tensor, torch._C._FunctionBase, *BY_IDENTITY)):
+        return False
+    has_attributes = type(owner).__dictoffset__ != 0  # hasattr would run code of the object's
+    return has_attributes and origin_of_class(type(owner)) == "own"
+
+
+def _not_seen_running(
+    code: dict[types.CodeType, dict[str, Any]],
+) -> dict[types.CodeType, dict[str, Any]]:
+    """Of what it names: the backwards of autograd functions, which run later, on any thread, and
+    functions behind a cache, which did not run if it was full."""
+    found = {}
+    for each, globals_ in code.items():
+        if origin_of(each.co_filename) == "internal":
+            continue
+        for value in map(globals_.get, global_names_of(each)):
+            if isinstance(value, type) and issubclass(value, torch.autograd.Function):
+                value = value.backward
+            elif not isinstance(value, functools._lru_cache_wrapper):
+                continue
+            function = inspect.unwrap(value)
+            if inspect.isfunction(function):
+                found[function.__code__] = function.__globals__
+    return found
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """The engine's own work within a watched block: none of the block's, and slow to watch."""
+    profiler = sys.getprofile()
+    sys.setprofile(None)
+    try:
+        yield
+    finally:
+        sys.setprofile(profiler)
+
+
+class PythonRandomState:
+    """The generators that Python code draws from besides torch's."""
+
+    def __init__(self) -> None:
+        self._random = random.getstate()
+        numpy = sys.modules.get("numpy")
+        self._numpy = numpy.random if numpy is not None else None
+        self._legacy = self._numpy.get_state() if self._numpy is not None else None
+
+    def put_back(self) -> str | None:
+        """The name of what was drawn from since, if anything was."""
+        drawn = None
+        if random.getstate() != self._random:
+            random.setstate(self._random)
+            drawn = "Python's random"
+        if self._numpy is not None and not _same_numpy_state(self._numpy.get_state(), self._legacy):
+            self._numpy.set_state(self._legacy)
+            drawn = "numpy.random"
+        return drawn
+
+
+def _same_numpy_state(a: tuple, b: tuple) -> bool:
+    return a[0] == b[0] and a[2:] == b[2:] and bool((a[1] == b[1]).all())
+
+
+@functools.cache
+def global_names_of(code: types.CodeType) -> frozenset[str]:
+    """The names that it looks up in its module."""
+    instructions = dis.get_instructions(code)
+    return frozenset(i.argval for i in instructions if i.opname in _OF_GLOBALS)
+
+
+@functools.cache
+def imports_of(code: types.CodeType) -> frozenset[str]:
+    """The names of the modules that its import statements look up."""
+    if origin_of(code.co_filename) == "internal":
+        return frozenset()
+    full = {i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"}
+    return frozenset(full | {name.partition(".")[0] for name in full})
+
+
+@functools.cache
+def _names_of(code: types.CodeType) -> frozenset[str]:
+    return frozenset(code.co_names) | _values_of(code)
+
+
+@functools.cache
+def attributes_of_globals(code: types.CodeType) -> frozenset[tuple[str, ...]]:
+    """What it looks up as ``a.b.c``, where ``a`` is in its module."""
+    found, chain = set(), ()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "LOAD_GLOBAL":
+            chain = (instruction.argval,)
+        elif chain and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            chain = (*chain, instruction.argval)
+            found.add(chain)
+        elif instruction.opname != "CACHE":
+            chain = ()
+    return frozenset(found)
+
+
+@functools.cache
+def _called_methods_of(code: types.CodeType) -> frozenset[str]:
+    """``torch.autograd.grad(...)`` asks for no gradient that a tensor has."""
+    return frozenset(code.co_names) - _values_of(code) - {"_is_view"}
+
+
+@functools.cache
+def _values_of(code: types.CodeType) -> frozenset[str]:
+    """Names that stand anywhere but before the parentheses of a call of a method."""
+    strings = {value for value in _constants(code.co_consts) if isinstance(value, str)}
+    if _TEMPLATES.isdisjoint(code.co_names):
+        strings = {value for value in strings if value.isidentifier()}
+    else:
+        strings = {name for value in strings for name in re.findall(r"\w+", value)}
+    named = {
+        i.argval
+        for i in dis.get_instructions(code)
+        if i.opcode in dis.hasname and not _loads_a_method(i)
+    }
+    return frozenset(named) | frozenset(code.co_freevars) | strings
+
+
+def _loads_a_method(instruction: dis.Instruction) -> bool:
+    if sys.version_info < (3, 12):
+        return instruction.opname == "LOAD_METHOD"
+    return instruction.opname == "LOAD_ATTR" and bool(instruction.arg & 1)
+
+
+def _constants(values: tuple[Any, ...]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (tuple, frozenset)):
+            yield from _constants(tuple(value))
+        else:
+            yield value

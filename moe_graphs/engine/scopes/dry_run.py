@@ -1,0 +1,352 @@
+"""Runs a call of a scope eagerly, beside the real one, and leaves no trace.
+
+What a graph cannot have is refused here by name; what the Python could read, what is written and
+how much memory it takes is found here; and what it computes is what a replay has to compute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from moe_graphs.engine import context, doors
+from moe_graphs.engine.autograd import leaves_behind
+from moe_graphs.engine.backends.base import Backend
+from moe_graphs.engine.guards import Guards, tensors_of_others
+from moe_graphs.engine.preserve import RandomState, StandIns
+from moe_graphs.engine.reads import Reads
+from moe_graphs.engine.scopes.memory import CallMemory, nbytes
+from moe_graphs.engine.scopes.recording import has_tensors_inside
+from moe_graphs.engine.scopes.select import Call, Exit, Scope
+from moe_graphs.engine.signature import Signature, TensorSpec, tensor_leaves
+from moe_graphs.engine.tracing import MODIFIED_INPUT, Trace, address, differing_op
+from moe_graphs.errors import CaptureError
+
+# "forward_pre_hooks" and so on -> what to call with the module and the values.
+Hooks = Mapping[str, Callable[..., None]]
+
+
+@dataclass(frozen=True)
+class ScopeCall:
+    """A call of a scope, given flat."""
+
+    scope: Scope
+    signature: Signature
+    leaves: Sequence[Any]
+    arguments: Call
+    hooks: Hooks
+
+    def run(self, leaves: Sequence[Any]) -> tuple[Any, Exit | None]:
+        inputs = pytree.tree_unflatten(leaves, self.signature.structure)
+        outputs = self.scope.run(inputs, self.arguments, capturing=True)
+        if self.scope.start is None:
+            now, structure = pytree.tree_flatten(inputs)
+            if structure != self.signature.structure or not all(map(is_, now, leaves)):
+                raise CaptureError(
+                    "it changes a container among its arguments, and a replay runs no Python: "
+                    "return what is new"
+                )
+        return outputs
+
+    def detached_leaves(self) -> list[Any]:
+        """New leaves of autograd on the same memory; those that were the same tensor are again."""
+        made: list[Any] = []
+        for number, (first, leaf) in enumerate(zip(self.signature.first, self.leaves, strict=True)):
+            if first < number:
+                made.append(made[first])
+            elif isinstance(leaf, Tensor):
+                made.append(leaf.detach().requires_grad_(leaf.requires_grad))
+            else:
+                made.append(leaf)
+        return made
+
+    def constants(self) -> dict[str, Any]:
+        """Arguments that are no tensors, by name: objects may change inside."""
+        specs = zip(self.signature.leaves, self.leaves, strict=True)
+        return {
+            f"argument {spec.name}": leaf
+            for spec, leaf in specs
+            if not isinstance(spec, TensorSpec)
+        }
+
+    @contextlib.contextmanager
+    def forward_hooks(self) -> Iterator[dict[str, Any]]:
+        """The block puts the scope's output under "output"."""
+        produced: dict[str, Any] = {}
+        inputs = pytree.tree_unflatten(self.leaves, self.signature.structure) if self.hooks else ()
+        self._call_hook("forward_pre_hooks", *inputs)
+        yield produced
+        self._call_hook("forward_hooks", *inputs, produced.get("output"))
+
+    @contextlib.contextmanager
+    def backward_hooks(self, incoming: Sequence[Any]) -> Iterator[list[Any]]:
+        """The block puts the gradients of the inputs into the list."""
+        gradients: list[Any] = []
+        self._call_hook("backward_pre_hooks", tuple(incoming))
+        yield gradients
+        self._call_hook("backward_hooks", tuple(gradients), tuple(incoming))
+
+    def _call_hook(self, kind: str, *values: Any) -> None:
+        if kind in self.hooks:
+            self.hooks[kind](self.scope.module, *values)
+
+
+@dataclass(frozen=True)
+class DryForward:
+    """What a forward did. ``outputs``: flat, detached; ``written``: tensors from outside that it
+    modifies, with the values that it leaves there; ``random``: what it would have drawn next."""
+
+    outputs: list[Any]
+    structure: pytree.TreeSpec
+    trace: Trace
+    reads: Reads
+    written: list[tuple[Tensor, Tensor]]
+    random: RandomState
+    draws: bool
+
+
+class DryRun:
+    """Runs calls of the scopes of a model."""
+
+    def __init__(self, model: nn.Module, backend: Backend) -> None:
+        self.model, self.backend = model, backend
+
+    def forward(self, call: ScopeCall) -> DryForward:
+        """
+        Raises:
+            CaptureError: for what cannot be in a graph.
+        """
+        with self._forward(call) as (dry, _):
+            return dry
+
+    def examine(
+        self,
+        call: ScopeCall,
+        reads: Reads | None = None,
+        linked: Sequence[int] = (),
+        runs: int = 2,
+    ) -> CallMemory:
+        """Forward and backward, several times: every run has to do what the first one did.
+
+        reads: what a real run of the call has read, if there was one; linked: inputs that are
+        outputs of others.
+
+        Raises:
+            CaptureError: for what cannot be in a graph, or depends on state that Python keeps.
+        """
+        check_capturable(call, context.current(self.backend.device.type))
+        guards = []
+        if reads is not None:
+            reads.check_doors(asked=doors.OF_HISTORY)
+            guards = [self.guards(call, reads, ())]
+            check_hooks(guards[0])
+        done: list[tuple[Trace, Trace]] = []
+        try:
+            for number in range(runs):
+                traces, ran, memory = self._forward_and_backward(call, linked)
+                done.append(traces)
+                for each in guards:
+                    self._check_unchanged(each)
+                if number == 0:
+                    guards.append(self.guards(call, Reads.together(*ran), ()))
+        finally:
+            for each in guards:
+                each.put_back()
+        for other in done[1:]:
+            for a, b in zip(done[0], other, strict=True):
+                differing = differing_op(a, b)
+                if differing is not None:
+                    raise CaptureError(
+                        f"two runs of the same call differ: {differing}: it depends on state that "
+                        f"Python keeps (a counter, random, time), and a replay runs no Python"
+                    )
+        return memory
+
+    def guards(self, call: ScopeCall, reads: Reads, addresses: Sequence[int]) -> Guards:
+        module = call.scope.module
+        roots = {"": module, "forward": call.scope.forward, **call.constants()}
+        known = [*module.parameters(), *module.buffers()]
+        others = tensors_of_others(self.model, addresses, known)
+        return Guards(roots, reads, addresses, tensors=others, outside=[module])
+
+    def known(self) -> list[Tensor]:
+        return [*self.model.parameters(), *self.model.buffers()]
+
+    def stand_ins(self, call: ScopeCall) -> StandIns:
+        return StandIns([call.scope.module])
+
+    @contextlib.contextmanager
+    def _forward(
+        self, call: ScopeCall, *, with_hooks: bool = False
+    ) -> Iterator[tuple[DryForward, tuple[Any, list[Any]]]]:
+        """Gives also the outputs with their history, and the leaves that they come from. Within
+        the context its changes are in force."""
+        device, generators = self.backend.device, self.backend.generators
+        leaves = call.detached_leaves()
+        inputs = tensor_leaves(leaves)
+        names = [call.signature.leaves[index].name for index in call.signature.tensors()]
+        named = dict(zip(names, inputs, strict=True))
+        before = RandomState(device, generators)
+        trace = Trace(device, [*self.known(), *inputs], inputs=named, generators=generators)
+        stand_ins, reads = self.stand_ins(call), Reads(refuse=True)
+        try:
+            hooks = call.forward_hooks() if with_hooks else contextlib.nullcontext({})
+            with hooks as produced, stand_ins.in_place(), reads, trace:
+                outputs = produced["output"] = _run(call, leaves)
+            reads.check_random()
+            reads.check_doors(asked=doors.OF_HISTORY)
+            flat, structure = pytree.tree_flatten(outputs)
+            _check_outputs(flat, inputs)
+            after = [(tensor, tensor.detach().clone()) for tensor in trace.written()]
+            now = RandomState(device, generators)
+            draws = not before.is_current()
+            detached = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in flat]
+            dry = DryForward(detached, structure, trace, reads, after, now, draws)
+            yield dry, (outputs, leaves)
+        finally:
+            before.put_back()
+            trace.put_back()
+
+    def _forward_and_backward(
+        self, call: ScopeCall, linked: Sequence[int]
+    ) -> tuple[tuple[Trace, Trace], tuple[Reads, Reads], CallMemory]:
+        meter = self.backend.meter()
+        with meter, self._forward(call, with_hooks=True) as (dry, (outputs, leaves)):
+            forward, kept = meter.peak(), meter.alive()
+            backward, reads, produced = self._backward(call, dry, outputs, meter)
+            inputs = {id(tensor): tensor for tensor in tensor_leaves(leaves)}
+            of_others = nbytes([leaves[index] for index in linked])
+            memory = CallMemory(
+                scope=call.scope.name,
+                inputs=nbytes(inputs.values()) - of_others,
+                linked=of_others,
+                outputs=nbytes([o for o in produced if not any(o is leaf for leaf in leaves)]),
+                kept=kept,
+                forward=forward,
+                backward=meter.peak(),
+                gradients=nbytes([o for o in produced if o.requires_grad]),
+            )
+        return (dry.trace, backward), (dry.reads, reads), memory
+
+    def _backward(
+        self, call: ScopeCall, dry: DryForward, outputs: Any, meter: Any
+    ) -> tuple[Trace, Reads, list[Tensor]]:
+        produced = tensor_leaves(outputs)
+        differentiable = [output for output in produced if output.requires_grad]
+        gradients = [torch.ones_like(output) for output in differentiable]
+        trace = Trace(self.backend.device, strict=False).goes_on_from(dry.trace)
+        reads = Reads()
+        found_grads = [(p, p.grad) for p in self.model.parameters()]
+        try:
+            if differentiable:
+                wanted = leaves_behind(differentiable)
+                meter.restart()
+                with (
+                    call.backward_hooks(gradients) as found,
+                    torch.autograd.set_multithreading_enabled(False),  # where ``reads`` can see it
+                    reads,
+                    trace,
+                ):
+                    found += torch.autograd.grad(
+                        differentiable, wanted, gradients, allow_unused=True
+                    )
+                reads.check_random()
+                reads.check_doors()
+            self._check_no_gradients(found_grads, trace)
+        finally:
+            trace.put_back()
+            for parameter, gradient in found_grads:
+                parameter.grad = gradient
+        return trace, reads, produced
+
+    def _check_no_gradients(self, found: Sequence[tuple[Any, Any]], trace: Trace) -> None:
+        written = {address(tensor) for tensor in trace.written()}
+        for parameter, gradient in found:
+            if parameter.grad is not gradient or (
+                gradient is not None and address(gradient) in written
+            ):
+                raise CaptureError(
+                    f"its backward accumulates into .grad of a parameter {tuple(parameter.shape)} "
+                    f"by itself: return the gradient from the autograd function instead"
+                )
+
+    @staticmethod
+    def _check_unchanged(guards: Guards) -> None:
+        changes = guards.changes()
+        if changes:
+            raise CaptureError(
+                f"it changes {changes[0]}, and a replay runs no Python: keep it in a buffer that "
+                f"is changed in place, or change it outside of the scope"
+            )
+
+
+def _run(call: ScopeCall, leaves: Sequence[Any]) -> Any:
+    try:
+        return call.run(leaves)[0]
+    except RuntimeError as error:
+        if "leaf Variable that requires grad" not in str(error):
+            raise
+        raise CaptureError(f"an input is modified in place, {MODIFIED_INPUT}") from error
+
+
+def check_capturable(call: ScopeCall, state: context.Context) -> None:
+    """
+    Raises:
+        CaptureError: if the call is made in a way that no graph can serve.
+    """
+    unsupported = call.signature.unsupported()
+    if unsupported is not None:
+        raise CaptureError(unsupported)
+    if context.has_autocast_cache(state):
+        raise CaptureError(
+            "autocast caches casts of weights, and a graph would keep a stale one: use "
+            "torch.autocast(..., cache_enabled=False)"
+        )
+
+
+def check_hooks(guards: Guards) -> None:
+    """
+    Raises:
+        CaptureError: if the call runs hooks, or advances iterators.
+    """
+    guards.check_followable()
+    name = guards.first_hooked()
+    if name is not None:
+        raise CaptureError(
+            f"submodule {name!r} has hooks, which a replay does not run: remove them, or choose a "
+            f"scope that ends before {name!r}"
+        )
+
+
+def _check_outputs(outputs: Sequence[Any], inputs: Sequence[Tensor]) -> None:
+    for output in outputs:
+        if has_tensors_inside(output):
+            kind = type(output).__name__
+            raise CaptureError(
+                f"it returns a {kind}, which holds tensors and is no pytree: a replay would hand "
+                f"out the one of the capture for ever. Decorate {kind} with moe_graphs.record, or "
+                f"call torch.utils._pytree.register_dataclass({kind})"
+            )
+        if isinstance(output, Tensor) and not any(output is each for each in inputs):
+            _check_output(output, inputs)
+
+
+def _check_output(output: Tensor, inputs: Sequence[Tensor]) -> None:
+    shape = tuple(output.shape)
+    if output.numel() and address(output) in {address(each) for each in inputs}:
+        raise CaptureError(
+            f"output {shape} is a view of an input: what is done to one of them in place has to "
+            f"be seen in the other, which a graph does not do: return a clone() of it"
+        )
+    if output.__dict__ and not isinstance(output, nn.Parameter):
+        raise CaptureError(
+            f"output {shape} carries the attribute {min(output.__dict__)!r}, which would be lost: "
+            f"return it as an output of its own"
+        )

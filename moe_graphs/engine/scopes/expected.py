@@ -1,0 +1,42 @@
+"""What the first replay of a forward has to leave, as an eager run has shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from moe_graphs.engine.preserve import RandomState, Values
+from moe_graphs.engine.proof import Difference, first_difference
+from moe_graphs.engine.scopes.dry_run import DryForward
+from moe_graphs.engine.signature import tensor_leaves
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the first replay of a forward has to leave, and how to undo it."""
+
+    dry: DryForward
+    random: RandomState
+    values: Values
+
+    def difference(
+        self, outputs: Sequence[Any], written: Sequence[tuple[Tensor, Tensor]] | None = None
+    ) -> Difference | None:
+        """``written``: tensors with the values found there; by default those of now."""
+        found = tensor_leaves(outputs)
+        names = [f"output {number}" for number in range(len(found))]
+        expected = list(tensor_leaves(self.dry.outputs))
+        for tensor, value in self.dry.written:
+            names.append(f"buffer {tuple(tensor.shape)}")
+            expected.append(value)
+            found.append(tensor)
+        if written is not None:
+            found[len(found) - len(written) :] = [value for _, value in written]
+        return first_difference(names, expected, found)
+
+    def undo(self) -> None:
+        self.random.put_back()
+        self.values.put_back()

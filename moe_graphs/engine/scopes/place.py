@@ -1,0 +1,249 @@
+"""One place in the order of a slot: what was recorded there, and what its replays change."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from moe_graphs.engine.backends.base import Graph
+from moe_graphs.engine.proof import Difference, warn
+from moe_graphs.engine.scopes.loans import Loan
+from moe_graphs.engine.scopes.open_call import BackwardRun, OpenCall
+from moe_graphs.engine.scopes.recording import (
+    Layouts,
+    RecordedBackward,
+    RecordedForward,
+    versions_of,
+)
+from moe_graphs.engine.scopes.select import Scope
+from moe_graphs.engine.signature import Mismatch, Signature
+from moe_graphs.engine.static_memory import copy_to
+from moe_graphs.errors import GraphError
+
+
+@dataclass
+class PlannedCall:
+    """What is known of a call, whatever the slot.
+
+    copied_outputs: handed out as copies, since somebody keeps views of them beyond the next replay.
+    refused: why it is not replayed (any more).
+    not_reproducible: whether eager runs themselves differ from one another, in their last bits.
+    backward_runs_once: autograd's graph of its forward is used up by one backward.
+    eager_backwards: reason -> backwards of replayed forwards that ran eagerly.
+    """
+
+    scope: Scope
+    signature: Signature
+    copied_outputs: set[int] = field(default_factory=set)
+    refused: Mismatch | None = None
+    not_reproducible: bool = False
+    backward_runs_once: bool = False
+    eager_backwards: Counter[str] = field(default_factory=Counter)
+
+    def differs(self, difference: Difference) -> None:
+        """Replays do not compute what eager does: it runs eagerly from now on."""
+        message = f"its replay differs from eager: {difference}"
+        self.refused = Mismatch("differs_from_eager", message)
+        warn(f"scope {self.scope.name!r} stays eager: {message}")
+
+
+class Place:
+    """A call in the order of a slot.
+
+    Attributes:
+        backward: computes all gradients or, if they are split, those of the inputs, and
+            ``weights`` the rest.
+        open: autograd's graph of the forward, until everything is recorded.
+        run: the backward of it that was begun last.
+        proven_layouts: of incoming gradients, with which a replay was compared with eager as well.
+    """
+
+    def __init__(self, planned: PlannedCall, position: int) -> None:
+        self.planned, self.position = planned, position
+        self.clear()
+
+    def clear(self) -> None:
+        self.forward: RecordedForward | None = None
+        self.backward: RecordedBackward | None = None
+        self.weights: RecordedBackward | None = None
+        self.backward_position = -1
+        self.proven_layouts: set[Layouts] = set()
+        self.open: OpenCall | None = None
+        self.run: BackwardRun | None = None
+        self.sources: dict[int, tuple[Place, int]] = {}
+        self.loans: dict[int, Loan] = {}
+        self._indices_of_loan: list[tuple[Loan, list[int]]] = []
+        self._handed: list[weakref.ref[Tensor]] = []
+        self.replayed = 0
+
+    @property
+    def name(self) -> str:
+        return self.planned.scope.name
+
+    @property
+    def is_recorded(self) -> bool:
+        """Everything that its replays need."""
+        if self.forward is None or not any(self.forward.differentiable):
+            return self.forward is not None
+        has_weights = self.weights is not None or not self.forward.is_split
+        return self.backward is not None and has_weights
+
+    def unused_inputs(self) -> list[str]:
+        """The names of inputs that require a gradient and get none."""
+        if self.backward is None:
+            return []
+        got = {
+            self.forward.listed[use]
+            for use, gradient in zip(self.backward.uses, self.backward.gradients, strict=True)
+            if gradient is not None and isinstance(self.forward.listed[use], int)
+        }
+        return [
+            self.forward.signature.leaves[i].name
+            for i in self.forward.loaded
+            if self.forward.inputs[i].requires_grad and i not in got
+        ]
+
+    def graphs(self) -> list[Graph]:
+        recorded = (self.forward, self.backward, self.weights)
+        return [each.graph for each in recorded if each is not None and each.graph is not None]
+
+    def opened(
+        self,
+        forward: RecordedForward,
+        open: OpenCall,
+        sources: dict[int, tuple[Place, int]],
+        owned: set[int],
+    ) -> None:
+        """After the capture of its forward.
+
+        sources: input -> whose static output it is, and which. owned: addresses of the model's
+        own memory, which is not lent when it is an output.
+        """
+        self.forward, self.open, self.sources = forward, open, sources
+        on_storage: dict[int, list[int]] = {}
+        for index, output in enumerate(forward.outputs):
+            storage = output.untyped_storage()
+            if output.dim() > 0 and storage.data_ptr() not in owned:
+                on_storage.setdefault(storage._cdata, []).append(index)
+        for indices in on_storage.values():
+            loan = Loan(forward.outputs[indices[0]].untyped_storage())
+            self.loans.update(dict.fromkeys(indices, loan))
+            self._indices_of_loan.append((loan, indices))
+
+    def is_in_place(self, index: int, leaf: Tensor) -> bool:
+        """Whether static memory has the values of an input already."""
+        if leaf.data_ptr() == self.forward.inputs[index].data_ptr():
+            return True
+        if index not in self.sources:
+            return False
+        source, output = self.sources[index]  # which may be handed out as a copy
+        return source.handed_as(leaf) == output and leaf._version == 0
+
+    def load(self, leaves: Sequence[Any]) -> None:
+        """Copies the inputs into place, except those that are already there."""
+        for index, target in zip(self.forward.loaded, self.forward.targets, strict=True):
+            if not self.is_in_place(index, leaves[index]):
+                copy_to(target, leaves[index])
+
+    def hand_out(self) -> list[Tensor]:
+        """The outputs of this replay, as new tensor objects."""
+        copied = self.planned.copied_outputs
+        return [
+            output.detach() if output.dim() and index not in copied else output.clone()
+            for index, output in enumerate(self.forward.outputs)
+        ]
+
+    def note_handed(self, outputs: Sequence[Tensor]) -> None:
+        """As they come out of autograd."""
+        self._handed = list(map(weakref.ref, outputs))
+        for loan, indices in self._indices_of_loan:
+            loan.hand([self._handed[index] for index in indices])
+
+    def handed_as(self, leaf: Any) -> int | None:
+        """Which output of the last replay a tensor is, the very object that was handed out."""
+        for index, handed in enumerate(self._handed):
+            if handed() is leaf:
+                return index
+        return None
+
+    def call_in(self) -> bool:
+        """Before a replay overwrites the outputs: whoever holds one gets memory of its own.
+
+        False if something else than the tensor handed out (a view of it) holds the memory. Whoever
+        did that once does it again (a pipeline's send that is waited for late), so from then on
+        the output is handed out as a copy.
+        """
+        held = [indices for loan, indices in self._indices_of_loan if not loan.call_in()]
+        self.planned.copied_outputs.update(*held)
+        return not held
+
+    def release(self) -> None:
+        for graph in self.graphs():
+            graph.release()
+        self.clear()
+
+
+class Flight:
+    """One replayed forward until its backward. Lives as long as the autograd graph needs it.
+
+    weights: "with_backward" where one graph computes all gradients, else whether the second one,
+        for the weights, is still to come ("pending") or was replayed ("done").
+    random: where the generators stood before the forward, if it draws.
+    kept: gradients of the weights that were computed with those of the inputs.
+    """
+
+    def __init__(self, place: Place, leaves: Sequence[Any], random: Any) -> None:
+        self.place = place
+        self.landed = self.cancelled = False
+        self.weights = "pending" if place.forward.is_split else "with_backward"
+        self.random = random
+        self.kept: list[Tensor | None] | None = None
+        self._gradients: list[weakref.ref | None] = []
+        forward = place.forward
+        self._inputs = [(weakref.ref(leaves[i]), leaves[i]._version) for i in forward.saved_inputs]
+        self._outputs: list[int] = []
+        self._of_model: list[int] = []
+
+    @property
+    def is_over(self) -> bool:
+        return self.landed and self.weights != "pending"
+
+    def replayed(self) -> None:
+        self._outputs = list(map(versions_of, self.place.forward.saved_outputs))
+        self._of_model = list(map(versions_of, self.place.forward.saved_of_model))
+
+    def note_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        if self.weights == "pending":
+            self._gradients = [None if g is None else weakref.ref(g) for g in gradients]
+
+    def check_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """The weights' part goes on from the very gradients that the first part was given."""
+        if self.weights == "pending":
+            known = [None if ref is None else ref() for ref in self._gradients]
+            if any(a is not b for a, b in zip(known, gradients, strict=True)):
+                raise GraphError(
+                    f"scope {self.place.name!r}: the gradients of its weights are asked for with "
+                    f"other output gradients than those of its inputs were: a graph's saved "
+                    f"tensors serve one backward"
+                )
+
+    def check_unmodified(self) -> None:
+        """What eager refuses as well: a tensor that the backward needs was modified in place."""
+        forward = self.place.forward
+        what = None
+        if list(map(versions_of, forward.saved_outputs)) != self._outputs:
+            what = "an output"
+        elif list(map(versions_of, forward.saved_of_model)) != self._of_model:
+            what = "a parameter or buffer"
+        elif any((t := ref()) is not None and t._version != v for ref, v in self._inputs):
+            what = "an input"
+        if what is not None:
+            raise GraphError(
+                f"scope {self.place.name!r}: {what} was modified in place before the backward that "
+                f"needs it: clone it before modifying it"
+            )

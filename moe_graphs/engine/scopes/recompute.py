@@ -1,0 +1,109 @@
+"""A backward that no graph was captured for: the forward is computed anew, eagerly.
+
+A loss that uses other outputs than it used to, a backward out of order, a number that changed in
+between. What the forward needs is still there: its static inputs, and where the random numbers
+stood. That it computes the very same outputs is checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from moe_graphs.engine.autograd import LeafUses
+from moe_graphs.engine.backends.base import Backend
+from moe_graphs.engine.preserve import StandIns, Values
+from moe_graphs.engine.proof import first_difference
+from moe_graphs.engine.scopes.place import Flight, Place
+from moe_graphs.errors import GraphError
+
+
+def recompute(
+    backend: Backend, flight: Flight, incoming: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The gradients per use of the replayed forward. Synchronises.
+
+    Raises:
+        GraphError: if the forward does not compute what it did.
+    """
+    place, forward = flight.place, flight.place.forward
+    inputs = [_leaf(leaf) for leaf in forward.inputs]
+    for number, first in enumerate(forward.signature.first):
+        inputs[number] = inputs[first] if isinstance(inputs[number], Tensor) else inputs[number]
+    module = place.planned.scope.module
+    stand_ins = StandIns([module])
+    now = backend.random_position() if forward.draws else None
+    written = Values(forward.written)
+    try:
+        if forward.draws:
+            backend.return_to(flight.random)
+        with torch.enable_grad(), stand_ins.in_place(), _autocast(place):
+            tree = pytree.tree_unflatten(inputs, forward.signature.structure)
+            outputs, _ = place.planned.scope.run(tree, forward.arguments, capturing=True)
+    finally:
+        if forward.draws:
+            backend.return_to(now)
+        written.put_back()
+    live, found = _outputs(place, outputs)
+    names = [f"output {number}" for number in range(len(found))]
+    difference = first_difference(names, forward.outputs, found)
+    if difference is not None:
+        raise GraphError(
+            f"scope {place.name!r}: its backward was not captured for this loss, and its forward, "
+            f"computed anew, differs: {difference}; run such forwards within graphs.paused()"
+        )
+    return _gradients(place, stand_ins, inputs, live, incoming)
+
+
+def _leaf(leaf: object) -> object:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.detach().requires_grad_(leaf.requires_grad)
+
+
+def _outputs(place: Place, outputs: object) -> tuple[list[Tensor], list[Tensor]]:
+    """Those with a history, and all that the graph makes."""
+    flat = pytree.tree_leaves(outputs)
+    pairs = zip(place.forward.output_leaves, flat, strict=True)
+    found = [output for leaf, output in pairs if leaf.source == "graph"]
+    needed = zip(found, place.forward.differentiable, strict=True)
+    return [output for output, differentiable in needed if differentiable], found
+
+
+def _gradients(
+    place: Place,
+    stand_ins: StandIns,
+    inputs: Sequence[object],
+    live: Sequence[Tensor],
+    incoming: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    leaves: dict[int, Tensor] = {}
+    for each in place.forward.listed:
+        leaf = inputs[each] if isinstance(each, int) else stand_ins.stand_in(each)
+        leaves[id(leaf)] = leaf
+    uses = LeafUses(live, list(leaves.values()))
+    if len(uses.of) != len(place.forward.listed):
+        raise GraphError(f"scope {place.name!r}: its forward, computed anew, does something else")
+    used = [(o, g) for o, g in zip(live, incoming, strict=True) if g is not None]
+    if not used:
+        return [None] * len(uses.of)
+    outputs, gradients = zip(*used, strict=True)
+    return uses.gradients(outputs, gradients)
+
+
+@contextlib.contextmanager
+def _autocast(place: Place) -> Iterator[None]:
+    """As it was around the forward."""
+    enabled, on_cpu, dtype, dtype_on_cpu, *_ = place.forward.surroundings.context
+    kind = place.forward.surroundings.device_type
+    with (
+        torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False),
+        torch.autocast("cpu", dtype_on_cpu, enabled=on_cpu, cache_enabled=False)
+        if kind != "cpu"
+        else contextlib.nullcontext(),
+    ):
+        yield

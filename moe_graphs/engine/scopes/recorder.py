@@ -1,0 +1,378 @@
+"""Captures calls where they happen: each is recorded by the call that first takes its place.
+
+A forward is captured in the caller's forward, under whatever contexts the caller has entered; a
+backward within the caller's backward, on autograd's thread. The first replay of each is compared
+with an eager run on the same inputs before anything depends on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from moe_graphs.engine import context
+from moe_graphs.engine.backends.base import Backend
+from moe_graphs.engine.guards import Guards
+from moe_graphs.engine.preserve import RandomState, Values
+from moe_graphs.engine.proof import Difference, first_difference
+from moe_graphs.engine.reads import Reads
+from moe_graphs.engine.scopes.captured_forward import CapturedForward, Saved
+from moe_graphs.engine.scopes.dry_run import (
+    DryRun,
+    ScopeCall,
+    check_capturable,
+    check_hooks,
+)
+from moe_graphs.engine.scopes.effects import Effects
+from moe_graphs.engine.scopes.expected import Expected
+from moe_graphs.engine.scopes.explained import explained
+from moe_graphs.engine.scopes.loans import Loan
+from moe_graphs.engine.scopes.place import Flight, Place
+from moe_graphs.engine.scopes.recompute import recompute
+from moe_graphs.engine.scopes.recording import RecordedBackward, Surroundings
+from moe_graphs.engine.scopes.slots import Slot
+from moe_graphs.engine.signature import TensorSpec
+from moe_graphs.engine.static_memory import copy_to, static_copy, static_like, target_of
+from moe_graphs.engine.tracing import Operations, address, differing_op
+from moe_graphs.errors import CaptureError
+
+
+class Recorder:
+    """Captures the calls of one model.
+
+    Args:
+        split: the gradients of the weights apart from those of the inputs.
+        verify: compare the first replays with eager.
+
+    Attributes:
+        failure: the first error; nothing is captured any more after it.
+        shared: incoming gradients. They are only read, and only within one backward, so recordings
+            share them: one per layout and per place among a recording's outputs of that layout.
+    """
+
+    def __init__(
+        self, model: nn.Module, backend: Backend, *, split: bool = False, verify: bool = True
+    ) -> None:
+        self.model, self.backend, self.split, self.verify = model, backend, split, verify
+        self.dry_run = DryRun(model, backend)
+        self.failure: CaptureError | None = None
+        self.shared: dict[Any, Tensor] = {}
+
+    # ---- forward
+
+    def record_forward(self, slot: Slot, place: Place, call: ScopeCall) -> Expected:
+        """Captures the call into the place; nothing but the place is changed.
+
+        Raises:
+            CaptureError: what cannot be captured, with scope and source line.
+        """
+        with explained(place.name, "forward", self.backend), call.forward_hooks() as done:
+            state = context.current(self.backend.device.type)
+            check_capturable(call, state)
+            dry = self.dry_run.forward(call)
+            guards = self.dry_run.guards(call, dry.reads, dry.trace.read)
+            check_hooks(guards)
+            expected = Expected(
+                dry,
+                RandomState(self.backend.device, self.backend.generators),
+                Values([tensor for tensor, _ in dry.written]),
+            )
+            surroundings = Surroundings(guards, state, self.backend.device.type)
+            with Loan.of_our_own(slot.loans()):
+                self._capture_forward(slot, place, call, expected, surroundings)
+            for loan in place.loans.values():
+                loan.nothing_is_out()
+            changes = guards.changes()
+            if changes:
+                guards.put_back()
+                raise CaptureError(f"it changes {changes[0]}, and a replay runs no Python")
+            done["output"] = pytree.tree_unflatten(dry.outputs, dry.structure)
+        return expected
+
+    def _capture_forward(
+        self,
+        slot: Slot,
+        place: Place,
+        call: ScopeCall,
+        expected: Expected,
+        surroundings: Surroundings,
+    ) -> None:
+        inputs, sources = self._static_inputs(slot, call)
+        stand_ins, operations, saved = self.dry_run.stand_ins(call), Operations(), Saved()
+        self.backend.prime()
+        try:
+            with (
+                stand_ins.in_place(),
+                saved.noting(),
+                self.backend.record(slot.pool) as graphs,
+                operations,  # inside: beginning a capture runs operations of its own
+            ):
+                output, exit = call.run(inputs)
+        finally:
+            expected.undo()  # the recorder for the CPU has run what it recorded
+        (graph,) = graphs
+        try:
+            differing = differing_op(expected.dry.trace, operations)
+            if differing is not None:
+                raise CaptureError(f"the capture does something else than a run: {differing}")
+            buffers = list(self.model.buffers())
+            captured = CapturedForward(call, inputs, output, exit, stand_ins, saved, buffers)
+            recorded, open = captured.described(
+                graph, surroundings, expected.dry, linked=frozenset(sources), split=self.split
+            )
+            owned = {address(tensor) for tensor in self.dry_run.known()}
+            place.opened(recorded, open, sources, owned)
+        except BaseException:
+            graph.release()
+            raise
+
+    def _static_inputs(
+        self, slot: Slot, call: ScopeCall
+    ) -> tuple[list[Any], dict[int, tuple[Place, int]]]:
+        """Filled with the call's values; an untouched output of the slot stays where it is."""
+        inputs: list[Any] = []
+        sources: dict[int, tuple[Place, int]] = {}
+        for index, (spec, leaf) in enumerate(zip(call.signature.leaves, call.leaves, strict=True)):
+            first = call.signature.first[index]
+            if not isinstance(spec, TensorSpec):
+                inputs.append(leaf)
+            elif first < index:
+                inputs.append(inputs[first])
+            else:
+                source = slot.output_at(leaf)
+                if source is None:
+                    static = static_copy(leaf)
+                else:
+                    sources[index] = source
+                    static = source[0].forward.outputs[source[1]].detach()
+                inputs.append(static.requires_grad_(spec.requires_grad))
+        return inputs, sources
+
+    def difference_of_forward(
+        self, place: Place, call: ScopeCall, expected: Expected, outputs: Sequence[Any]
+    ) -> Difference | None:
+        """How the first replay differs from eager, after which everything is as before the call;
+        None if it does not, or if eager itself differs from one run to the next."""
+        if not self.verify:
+            return None
+        found = expected.difference(outputs)
+        if found is None:
+            return None
+        expected.undo()
+        again = self.dry_run.forward(call)
+        if expected.difference(again.outputs, again.written) is None:
+            return found
+        place.planned.not_reproducible = True
+        place.forward.graph.replay()
+        return None
+
+    # ---- backward
+
+    def backward(
+        self, slot: Slot, flight: Flight, incoming: Sequence[Tensor | None]
+    ) -> dict[int, Tensor | None]:
+        """The gradients by use (of the inputs, where the weights' are computed apart), run eagerly
+        on the autograd graph of the capture; captures the same on the way, if it is time to."""
+        place = flight.place
+        run = place.open.backward(incoming, split=self.split)
+        place.run = run
+
+        def eagerly() -> list[Tensor | None]:
+            if not place.planned.backward_runs_once:
+                return run.first_part(run.incoming)
+            gradients = recompute(self.backend, flight, incoming)
+            return [gradients[use] for use in run.first_uses]
+
+        self.backend.prime()
+        effects = Effects(self.backend)
+        with self.backend.on_stream(), Reads() as reads, effects.seen():
+            eager = eagerly()
+        if place.backward is None and self._may_record(slot):
+            with self._failing(slot, place), explained(place.name, "backward", self.backend):
+                surroundings = Surroundings(
+                    Guards(reads.of_contexts, reads),
+                    context.current(self.backend.device.type),
+                    self.backend.device.type,
+                )
+                with effects.once():
+                    again = self._again(slot, place, eagerly, effects)
+                    if place.open is not None:
+                        self._record(slot, place, eager, again, surroundings, effects)
+        return dict(zip(run.first_uses, eager, strict=True))
+
+    def _again(
+        self,
+        slot: Slot,
+        place: Place,
+        eagerly: Callable[[], list[Tensor | None]],
+        effects: Effects,
+    ) -> list[Tensor | None] | None:
+        """The gradients of another eager run. A backward that can be run only once (an autograd
+        function that clears its ``ctx``) gets a forward of its own for each from now on: the slot
+        is captured anew by the next microbatch."""
+        if not self.verify:
+            return None
+        effects.again()
+        try:
+            with self.backend.on_stream():
+                return eagerly()
+        except Exception as error:
+            if place.planned.backward_runs_once or self.split:
+                raise CaptureError(f"its backward cannot be run twice: {error}") from error
+            place.planned.backward_runs_once = True
+            with Loan.of_our_own(slot.loans()):
+                place.open = place.run = None
+            return None
+
+    def backward_of_weights(self, slot: Slot, place: Place) -> list[Tensor | None]:
+        """The same for the second part of a split backward: the gradients per use of parameters."""
+        self.backend.prime()
+        effects = Effects(self.backend)
+        with self.backend.on_stream(), effects.seen():
+            eager = place.run.second_part()
+        if place.backward is not None and place.weights is None and self._may_record(slot):
+            with self._failing(slot, place), explained(place.name, "backward", self.backend):
+                with effects.once():
+                    self._record_weights(slot, place, eager, effects)
+        return eager
+
+    def _may_record(self, slot: Slot) -> bool:
+        return self.failure is None and slot.may_record_backward()
+
+    @contextlib.contextmanager
+    def _failing(self, slot: Slot, place: Place) -> Iterator[None]:
+        """Autograd goes on with what was computed eagerly; the step tells at its end. The autograd
+        graph may have lost what it saved: other backwards compute their forward anew."""
+        try:
+            yield
+        except CaptureError as error:
+            self.failure = error
+            with Loan.of_our_own(slot.loans()):
+                place.open = place.run = None
+
+    def _record(
+        self,
+        slot: Slot,
+        place: Place,
+        eager: Sequence[Tensor | None],
+        again: Sequence[Tensor | None] | None,
+        surroundings: Surroundings,
+        effects: Effects,
+    ) -> None:
+        run = place.run
+        static = self._static_incoming(run.incoming)
+        targets = tuple(map(target_of, static))
+        for target, gradient in zip(targets, run.incoming, strict=True):
+            copy_to(target, gradient)
+        graph = None
+        with Loan.of_our_own(slot.loans()):
+            if run.first_uses:
+                with self.backend.record(slot.pool) as graphs:
+                    gradients = run.first_part(static, last=not self.split)
+                (graph,) = graphs
+            else:
+                gradients = run.first_part(static)
+            if not self.split:
+                run.close()
+                place.open = place.run = None
+        place.backward = RecordedBackward(
+            graph, surroundings, run.layouts, targets, run.first_uses, *self._borrowed(gradients)
+        )
+        slot.backward_recorded(place)
+        self._prove(place, place.backward, eager, again, effects)
+
+    def _record_weights(
+        self, slot: Slot, place: Place, eager: Sequence[Tensor | None], effects: Effects
+    ) -> None:
+        run, first, again = place.run, place.backward, None
+        if self.verify:
+            effects.again()
+            with self.backend.on_stream():
+                again = run.second_part()
+        graph, gradients = None, []
+        if run.second_uses:
+            pool = slot.pool_of_weights
+            with Loan.of_our_own(slot.loans()), self.backend.record(pool) as graphs:
+                gradients = run.second_part()
+            (graph,) = graphs
+        place.weights = RecordedBackward(
+            graph,
+            first.surroundings,
+            first.layouts,
+            (),
+            run.second_uses,
+            *self._borrowed(gradients),
+        )
+        self._prove(place, place.weights, eager, again, effects)
+
+    def agrees(self, place: Place, eager: Mapping[int, Tensor | None]) -> bool:
+        """Replays the backward, and compares it with an eager one on the same gradients."""
+        random = RandomState(self.backend.device, self.backend.generators)
+        place.backward.graph.replay()
+        if not random.is_current():
+            random.put_back()
+            return False
+        names = [self._name_of_use(place, use) for use in place.backward.uses]
+        expected = [eager[use] for use in place.backward.uses]
+        return first_difference(names, expected, place.backward.gradients) is None
+
+    def _prove(
+        self,
+        place: Place,
+        recorded: RecordedBackward,
+        eager: Sequence[Tensor | None],
+        again: Sequence[Tensor | None] | None,
+        effects: Effects,
+    ) -> None:
+        """Replays what has just been recorded, and compares it with what eager computed."""
+        effects.again()
+        if recorded.graph is not None:
+            recorded.graph.replay()
+        if again is None or recorded.graph is None:
+            return
+        names = [self._name_of_use(place, use) for use in recorded.uses]
+        both = list(zip(names, eager, again, strict=True))
+        stable = [first_difference([name], [a], [b]) is None for name, a, b in both]
+        if not all(stable):
+            place.planned.not_reproducible = True
+        rows = zip(names, eager, recorded.gradients, stable, strict=True)
+        compared = [row[:3] for row in rows if row[3]]
+        found = first_difference(*zip(*compared, strict=True)) if compared else None
+        if found is None and all(stable):
+            found = effects.difference()
+        if found is not None:
+            place.planned.differs(found)
+
+    def _static_incoming(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        if self.split:  # they have to stay until the weights' part
+            return list(map(static_like, gradients))
+        taken: Counter[Any] = Counter()
+        chosen = []
+        for gradient in gradients:
+            layout = (tuple(gradient.shape), gradient.stride(), gradient.dtype)
+            key = (layout, taken[layout])
+            taken[layout] += 1
+            if key not in self.shared:
+                self.shared[key] = static_like(gradient)
+            chosen.append(self.shared[key])
+        return chosen
+
+    def _borrowed(
+        self, gradients: Sequence[Tensor | None]
+    ) -> tuple[tuple[Tensor | None, ...], tuple[Loan | None, ...]]:
+        borrowed = [None if g is None else self.backend.borrow(g.detach()) for g in gradients]
+        loans = [None if g is None else Loan(g.untyped_storage()) for g in borrowed]
+        return tuple(borrowed), tuple(loans)
+
+    def _name_of_use(self, place: Place, use: int) -> str:
+        listed = place.forward.listed[use]
+        if isinstance(listed, int):
+            return f"the gradient of input {place.forward.signature.leaves[listed].name!r}"
+        named = self.model.named_parameters()
+        name = next((name for name, parameter in named if parameter is listed), "a parameter")
+        return f"the gradient of {name}"

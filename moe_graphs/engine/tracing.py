@@ -1,0 +1,287 @@
+"""Runs a block eagerly and sees every operation: what cannot be in a graph is refused by name and
+source line, and what is written outside of the block can be put back."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_graphs.engine.preserve import Values
+from moe_graphs.engine.reads import unwatched
+from moe_graphs.engine.signature import tensor_leaves
+from moe_graphs.errors import CaptureError
+
+# Reads of tensor values that never reach the dispatcher on the CPU.
+_HOST_READS = (
+    torch.Tensor.tolist,
+    torch.Tensor.numpy,
+    torch.Tensor.cpu,
+    torch.Tensor.__array__,
+    torch.Tensor.__dlpack__,
+)
+_MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)  # of lists: they read tensors in these
+_VALUE_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+# Where hooks on saved tensors are in force, autograd makes them itself. They compute nothing.
+_OF_AUTOGRAD = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+MODIFIED_INPUT = (
+    "which a replay would do to its own copy only: clone it before modifying it (inplace=False)"
+)
+# They change the fourth and fifth argument, and their schemas do not say so.
+_WITH_RUNNING_STATISTICS = tuple(
+    getattr(torch.ops.aten, name)
+    for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+)
+_HOST_READ = "reads values on the host, which a graph cannot replay"
+
+
+def source_line(summary: traceback.StackSummary) -> str:
+    """The innermost frame that belongs neither to torch nor to the engine: where the user is."""
+    package = pathlib.Path(__file__).parent.parent
+    not_the_user = (
+        str(pathlib.Path(torch.__file__).parent),
+        str(package / "engine"),
+        str(package / "staged.py"),
+        contextlib.__file__,
+        "<",
+    )
+    for frame in reversed(summary):
+        if not frame.filename.startswith(not_the_user):
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return "unknown source line"
+
+
+class Operations(TorchDispatchMode):
+    """A context that notes what operations run inside. ``ops``: each with shapes and constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[tuple] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self._note(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, func: Any, args: tuple, kwargs: dict) -> None:
+        if func not in _OF_AUTOGRAD:
+            self.ops.append(_described(func, args, kwargs))
+
+
+class Trace(Operations):
+    """A context in which every operation on tensors is seen.
+
+    Args:
+        device: where graphs live. Operations on other devices are none of a graph's business.
+        known: memory from outside whose reads are noted: inputs, parameters, buffers.
+        strict: any other memory that is read and that no op of this block made is refused: its
+            address would be baked into a graph.
+        inputs: what the block must not modify, by name.
+        generators: the random number generators that a graph knows, besides the default ones.
+        refuse: otherwise what is written is noted, and that is all.
+
+    Attributes:
+        read: addresses of the known memory that was read, or written.
+
+    Raises:
+        CaptureError: inside the block, with operation and source line.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        known: Iterable[Tensor] = (),
+        *,
+        strict: bool = True,
+        inputs: Mapping[str, Tensor] = MappingProxyType({}),
+        generators: Sequence[torch.Generator] = (),
+        refuse: bool = True,
+    ) -> None:
+        super().__init__()
+        self._device, self._strict, self._refuse = device, strict, refuse
+        self._known = {address(tensor) for tensor in known}
+        self._inputs = {address(t): name for name, t in inputs.items() if t.numel()}
+        defaults = (torch.default_generator, *torch.cuda.default_generators)
+        self._generators = {generator._cdata for generator in (*defaults, *generators)}
+        self._made: set[int] = set()
+        self._before: dict[tuple, Values] = {}
+        self._host_reads = _RefuseHostReads()
+        self.read: set[int] = set()
+
+    def __enter__(self) -> Trace:
+        if self._refuse:
+            self._host_reads.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        if self._refuse:
+            self._host_reads.__exit__(*exception)
+
+    def goes_on_from(self, other: Trace) -> Trace:
+        """For a backward: what the forward made is not outside of it."""
+        self._made = other._made
+        return self
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        with unwatched():
+            found = tensor_leaves((args, kwargs))
+            tensors = [tensor for tensor in found if tensor.device.type == self._device.type]
+            if self._refuse:
+                self._check(func, args, kwargs, tensors)
+            self._note(func, args, kwargs)
+            self._keep_what_is_written(func, args, kwargs)
+        # An op's own implementation may look at values (a custom op on the CPU): it is one op.
+        with torch._C.DisableTorchFunction():
+            out = func(*args, **kwargs)
+        with unwatched():
+            self._made.update(address(tensor) for tensor in tensor_leaves(out))
+        return out
+
+    def written(self) -> list[Tensor]:
+        """Tensors from outside of the block that it has modified."""
+        return [tensor for values in self._before.values() for tensor in values.tensors]
+
+    def put_back(self) -> None:
+        """What the block has modified outside of itself is as it was."""
+        self.rewind()
+        self._before.clear()
+
+    def rewind(self) -> None:
+        """Likewise, and it can be done again."""
+        for values in reversed(self._before.values()):
+            values.put_back()
+
+    def _check(self, func: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> None:
+        operation = str(func.overloadpacket)
+        if (tensors or not tensor_leaves(args)) and _depends_on_values(func, args):
+            _refuse(operation, _HOST_READ)
+        generator = kwargs.get("generator")
+        if generator is not None and generator._cdata not in self._generators:
+            _refuse(
+                operation,
+                "draws from a generator that the graphs do not know: pass generators=[...]",
+            )
+        if self._strict:
+            self._check_hooks(operation)
+        if func is not torch.ops.aten.lift_fresh.default:
+            self._check_memory(operation, tensors)
+
+    def _check_hooks(self, operation: str) -> None:
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            _refuse(
+                operation,
+                "runs under saved-tensor hooks (activation checkpointing, offloading), which a "
+                "replay does not run: checkpoint around the scope instead, which runs it eagerly, "
+                "or leave this part out of the scopes",
+            )
+
+    def _check_memory(self, operation: str, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            where = address(tensor)
+            if where in self._known:
+                self.read.add(where)
+            elif self._strict and tensor.numel() and where not in self._made:
+                _refuse(
+                    operation,
+                    f"reads a tensor {tuple(tensor.shape)} that is neither an input nor a "
+                    f"parameter or buffer of the model, and a graph would keep reading its "
+                    f"address: register it as a buffer, pass it as an argument, or name it in "
+                    f"FullIteration(state=...)",
+                )
+
+    def _keep_what_is_written(self, func: Any, args: tuple, kwargs: dict) -> None:
+        for tensor in _written_arguments(func, args, kwargs):
+            where = address(tensor)
+            if where in self._made:
+                continue
+            if where in self._inputs:
+                raise CaptureError(
+                    f"input {self._inputs[where]!r} is modified in place by "
+                    f"{func.overloadpacket}, {MODIFIED_INPUT}"
+                )
+            key = (where, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+            if key not in self._before:
+                self._before[key] = Values([tensor.detach()])
+
+
+def differing_op(first: Operations, second: Operations) -> str | None:
+    """How two runs of the same block differ in what they did, or None."""
+    for number, (a, b) in enumerate(zip(first.ops, second.ops, strict=False)):
+        if a != b:
+            return f"operation {number} is {_shown(a)} in one run and {_shown(b)} in the next"
+    if len(first.ops) != len(second.ops):
+        return f"one run has {len(first.ops)} operations, the next {len(second.ops)}"
+    return None
+
+
+def address(tensor: Tensor) -> int:
+    """Of the storage; 0 for what has none (sparse tensors)."""
+    if tensor.layout is not torch.strided:
+        return 0
+    return tensor.untyped_storage().data_ptr()
+
+
+def _refuse(operation: str, problem: str) -> None:
+    line = source_line(traceback.extract_stack())
+    raise CaptureError(f"{operation} {problem}, at {line}")
+
+
+class _RefuseHostReads(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in _HOST_READS or (
+            func in _MAKERS and isinstance(args[0], (list, tuple)) and tensor_leaves(args[0])
+        ):
+            _refuse(f"Tensor.{func.__name__}", _HOST_READ)
+        return func(*args, **(kwargs or {}))
+
+
+def _depends_on_values(func: Any, args: tuple) -> bool:
+    if func.overloadpacket is torch.ops.aten.index:
+        masks = (torch.bool, torch.uint8)
+        return any(i is not None and i.dtype in masks for i in args[1])
+    return any(tag in func.tags for tag in _VALUE_TAGS)
+
+
+def _written_arguments(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
+    if func.overloadpacket in _WITH_RUNNING_STATISTICS:
+        yield from tensor_leaves(args[3:5])
+    if not func._schema.is_mutable:
+        return
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            yield from tensor_leaves(value)
+
+
+def _described(func: Any, args: tuple, kwargs: dict) -> tuple:
+    # Whether a default of None is passed along depends on who calls.
+    given = tuple((key, _plain(value)) for key, value in kwargs.items() if value is not None)
+    return (func, _plain(args), given)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return (tuple(value.shape), value.dtype)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    if isinstance(value, float):
+        return repr(value)  # NaN is NaN here
+    if isinstance(value, (int, str, bool, type(None), torch.dtype, torch.device)):
+        return value
+    return type(value).__name__
+
+
+def _shown(op: tuple) -> str:
+    func, args, kwargs = op
+    values = [str(a) for a in args] + [f"{key}={value}" for key, value in kwargs]
+    return f"{func.overloadpacket}({', '.join(values)})"

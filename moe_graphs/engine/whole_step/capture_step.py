@@ -1,0 +1,225 @@
+"""Recording a whole step: rehearse, capture, prove, and leave everything as it was."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from moe_graphs.engine import context
+from moe_graphs.engine.backends.base import Backend
+from moe_graphs.engine.hooks import KeptHooks
+from moe_graphs.engine.preserve import RandomState, Values
+from moe_graphs.engine.reads import PythonRandomState, Reads
+from moe_graphs.engine.tracing import Operations, source_line
+from moe_graphs.engine.whole_step import data_parallel
+from moe_graphs.engine.whole_step.accumulators import (
+    check_hooks,
+    check_streams,
+    forget_accumulators,
+)
+from moe_graphs.engine.whole_step.batch import StaticBatch
+from moe_graphs.engine.whole_step.grad_fields import (
+    Gradients,
+    StaticGradients,
+    gradients_of,
+    gradients_to_find,
+    set_gradients,
+)
+from moe_graphs.engine.whole_step.optimizers import LateState
+from moe_graphs.engine.whole_step.recorded_step import RecordedStep
+from moe_graphs.engine.whole_step.rehearsal import Rehearsal, rehearse
+from moe_graphs.engine.whole_step.step_hooks import StepHooks
+from moe_graphs.engine.whole_step.step_proof import Proof
+from moe_graphs.engine.whole_step.subject import Subject
+from moe_graphs.errors import CaptureError
+
+
+def record_step(
+    subject: Subject,
+    batch: Any,
+    reads: Reads | None,
+    *,
+    rehearsals: int,
+    verify: bool,
+    group: dist.ProcessGroup | None,
+) -> tuple[RecordedStep, Proof | None]:
+    """Captures the step as called now, on all ranks of the group. Nothing it touches is changed.
+
+    reads: the Python that a real call has run, if there was one.
+
+    Raises:
+        CaptureError: what in the step cannot be captured, with its line.
+    """
+    backend, recorded = subject.backend, None
+    try:
+        data_parallel.check_settings(subject.model)
+        gc.collect()  # none while a capture runs
+        with _Before(subject, reads) as before, backend.on_stream():
+            with data_parallel.together(group, backend.device):
+                prepared = _prepare(subject, batch, rehearsals, before)
+            proof = Proof(subject, before, group) if verify else None
+            with data_parallel.together(group, backend.device):
+                if proof is not None:
+                    proof.expect(prepared.batch, prepared.found)
+                operations = Operations()
+                recorded = _record(subject, prepared, before, operations)
+                if proof is not None:
+                    proof.check(recorded, prepared.found, operations)
+        # Behind the context, which makes autograd forget the nodes: these are the caller's.
+        updating = subject.optimizers() if prepared.seen.optimizer_steps else []
+        if recorded.gradients is not None:
+            recorded.gradients.settled()
+        return replace(recorded, hooks=StepHooks(subject.parameters(), updating)), proof
+    except CaptureError as error:
+        _release(recorded, backend)
+        raise CaptureError(f"capture of the step failed: {error}; it runs eagerly now") from error
+    except Exception as error:
+        _release(recorded, backend)
+        line = source_line(traceback.extract_tb(error.__traceback__))
+        raise CaptureError(
+            f"capture of the step failed with {type(error).__name__}{backend.memory_note(error)}: "
+            f"{error}; at {line}; it runs eagerly now"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """Where the capture starts: ``found`` are the gradients that are set for it."""
+
+    batch: StaticBatch
+    state: context.Context
+    seen: Rehearsal
+    found: Gradients
+    pool: Any
+
+
+def _prepare(subject: Subject, batch: Any, rehearsals: int, before: _Before) -> _Prepared:
+    """All that may be refused before the capture."""
+    state = context.current(subject.backend.device.type)
+    if context.has_autocast_cache(state):
+        raise CaptureError(
+            "called under autocast, whose cache of weights would go stale: enter autocast "
+            "inside the step, or use torch.autocast(..., cache_enabled=False)"
+        )
+    static = StaticBatch.of(batch, subject.backend.device)
+    seen = rehearse(subject, static, before.reads, rehearsals)
+    before.late_state.check()
+    check_streams(subject.model, seen.stale)
+    parameters = list(subject.parameters().values())
+    found: Gradients = before.gradients
+    if seen.touches_gradients:
+        found = gradients_to_find(parameters, before.gradients, seen.dropped)
+    set_gradients(parameters, found)
+    return _Prepared(static, state, seen, found, subject.backend.new_pool())
+
+
+def _record(
+    subject: Subject, prepared: _Prepared, before: _Before, operations: Operations
+) -> RecordedStep:
+    named, batch, seen = subject.parameters(), prepared.batch, prepared.seen
+    tensors = [*subject.model.parameters(), *subject.model.buffers()]
+    guards = subject.guards(
+        seen.reads,
+        seen.read,
+        constants=batch.constants(),
+        optimizer=seen.optimizer_steps,
+        schedulers=False,
+    )
+    versions = [tensor._version for tensor in tensors]
+    # What eager runs left in the allocator's cache would lie beside the graph's own pool, and
+    # their cuBLAS workspaces outside of it, to be unmapped when another graph is released.
+    subject.backend.release()
+    with subject.backend.record(prepared.pool) as graphs, operations:
+        outputs = subject.step(batch.tree())
+    both = zip(tensors, versions, strict=True)
+    written = [tensor for tensor, version in both if tensor._version != version]
+    leaves, structure = pytree.tree_flatten(outputs)
+    parameters = list(named.values())
+    left = gradients_of(parameters)
+    gradients = None
+    if seen.touches_gradients:
+        gradients = StaticGradients(list(named), parameters, seen.dropped, prepared.found, left)
+    return RecordedStep(
+        graph=graphs[0],
+        pool=prepared.pool,
+        batch=batch,
+        outputs=[leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves],
+        output_structure=structure,
+        gradients=gradients,
+        guards=guards,
+        late_state=before.late_state,
+        context=prepared.state,
+        grad_enabled=torch.is_grad_enabled(),
+        device_type=subject.backend.device.type,
+        written=written,
+    )
+
+
+class _Before:
+    """A context: whatever happens inside, everything that the step touches is as before then.
+
+    Attributes:
+        reads: what is known of the Python that the step runs.
+        gradients: ``.grad`` of the parameters, as it was found.
+        late_state: what the optimizers' first steps make.
+    """
+
+    def __init__(self, subject: Subject, reads: Reads | None) -> None:
+        self._subject = subject
+        known = [] if reads is None else [reads]
+        self.reads = Reads.together(Reads.before_running(subject.step), *known)
+        self._ran = reads is not None
+        self._all_reads = Reads.together(subject.reads_before(), *known)
+        self._parameters = list(subject.parameters().values())
+
+    def __enter__(self) -> _Before:
+        subject = self._subject
+        self.gradients = gradients_of(self._parameters)
+        self._guards = subject.guards(self._all_reads)  # more than what is compared at calls
+        if not self._ran:
+            self._guards.check_followable()
+        self.late_state = LateState(subject.optimizers())
+        tensors = [*subject.model.parameters(), *subject.model.buffers(), *self._guards.tensors]
+        tensors += [gradient for gradient in self.gradients if gradient is not None]
+        unique = {id(tensor): tensor for tensor in tensors}
+        self._values = Values(unique.values(), on_host=True)
+        self._python_random = PythonRandomState()
+        self._random = RandomState(subject.backend.device, subject.backend.generators)
+        self._hooks = KeptHooks(unique.values(), subject.model, subject.optimizers())
+        check_hooks(subject.model)
+        forget_accumulators(subject.model)  # those of the caller's stream
+        return self
+
+    def tensors(self) -> list[Tensor]:
+        """All that the step may change, besides ``.grad``."""
+        return [*self._values.tensors, *self.late_state.tensors()]
+
+    def put_back_values(self) -> None:
+        """For another run from the same state. Gradients stay as they are set."""
+        self._values.put_back()
+        self._random.put_back()
+        self.late_state.zero()
+
+    def __exit__(self, *exception: object) -> None:
+        self._values.put_back()
+        self._random.put_back()
+        self.late_state.take_away()
+        if exception[0] is not None:
+            self._guards.put_back()
+            self._python_random.put_back()
+            self._hooks.put_back()
+        set_gradients(self._parameters, self.gradients)
+        forget_accumulators(self._subject.model)  # those that an exception's traceback holds
+
+
+def _release(recorded: RecordedStep | None, backend: Backend) -> None:
+    if recorded is not None:
+        recorded.release()
+    backend.release()

@@ -1,0 +1,149 @@
+"""``.grad`` of every parameter, as a captured step expects and leaves it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from moe_graphs.engine.backends.base import Graph
+from moe_graphs.engine.scopes.loans import references
+from moe_graphs.engine.signature import Mismatch
+from moe_graphs.engine.static_memory import copy_all
+from moe_graphs.errors import CaptureError
+
+Gradients = list[torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class StaticGradients:
+    """Whatever the step does with ``.grad``, a replay does: fill, accumulate, zero, drop.
+
+    Attributes:
+        dropped: per parameter, whether the step forgets what it finds, so that it may find
+            anything (``zero_grad()`` at its beginning).
+        found: memory of the ``.grad`` that the step was captured with, None where it was captured
+            without. The very memory of those that are a part of a buffer, which others may read.
+        left: ``.grad`` after the step: memory of the graph, which the next replay writes again.
+        lent: by name, memory of the graph as it is handed out.
+    """
+
+    names: list[str]
+    parameters: list[torch.Tensor]
+    dropped: list[bool]
+    found: Gradients
+    left: Gradients
+    lent: dict[str, _Lent] = field(default_factory=dict)
+
+    def settled(self) -> None:
+        """At the end of the capture: from now on, who holds a gradient is a caller."""
+        for name, found, left in zip(self.names, self.found, self.left, strict=True):
+            if left is not None and not is_part(left):
+                self.lent[name] = _Lent(left, adds=left is found)
+
+    def mismatch(self) -> Mismatch | None:
+        everything = zip(self.names, self.parameters, self.dropped, self.found, strict=True)
+        for name, parameter, dropped, found in everything:
+            if found is None and not dropped and parameter.grad is not None:
+                message = (
+                    f"{name}.grad was None when the step was captured and is not now: an eager "
+                    f"step would add to it, the graph overwrites it: call zero_grad() before "
+                    f"every step, or within it"
+                )
+                return Mismatch("gradients_left", message)
+            if found is not None and parameter.grad is None and is_part(found):
+                message = (
+                    f"{name}.grad was a part of a buffer when the step was captured and is None "
+                    f"now: call zero_grad(set_to_none=False)"
+                )
+                return Mismatch("gradients_gone", message)
+            lent = self.lent.get(name)
+            if lent is not None and not lent.call_in(is_set=parameter.grad is lent.handed):
+                message = (
+                    f"a view of {name}.grad of an earlier step is still held, and the graph would "
+                    f"write there: clone what is to be kept"
+                )
+                return Mismatch("gradients_held", message)
+        return None
+
+    def replay(self, graph: Graph) -> None:
+        """Puts the gradients where the graph finds them, whichever tensors hold them now; those
+        tensors get what the step does to them. Afterwards every ``.grad`` is what it has left."""
+        others, zeros = [], []
+        for parameter, found in zip(self.parameters, self.found, strict=True):
+            if found is not None and parameter.grad is None:
+                zeros.append(found)
+            elif found is not None and parameter.grad.data_ptr() != found.data_ptr():
+                others.append((parameter.grad, found))
+        if zeros:
+            torch._foreach_zero_(zeros)
+        copy_all([found for _, found in others], [other for other, _ in others])
+        graph.replay()
+        copy_all([other for other, _ in others], [found for _, found in others])
+        self._attach()
+
+    def _attach(self) -> None:
+        everything = zip(self.names, self.parameters, self.found, self.left, strict=True)
+        for name, parameter, found, left in everything:
+            if left is not None and left is found and parameter.grad is not None:
+                continue  # it was added to, wherever it is
+            if name in self.lent:
+                left = self.lent[name].handed
+            if parameter.grad is not left:
+                parameter.grad = left
+
+
+class _Lent:
+    """Memory of a gradient, and the tensor that is handed out as ``.grad``.
+
+    An eager step makes new ones: whoever still has the last one gets memory of its own.
+
+    adds: the step adds to what it finds, so that only a ``.grad`` that was dropped is called in.
+    """
+
+    def __init__(self, left: torch.Tensor, *, adds: bool) -> None:
+        self._static, self.handed = left.detach(), left.detach()
+        self._storage, self._adds = left.untyped_storage(), adds
+        self._known = references(self._storage)
+        self._known_of_handed = sys.getrefcount(self.handed)  # ``.grad`` itself is none of them
+
+    def call_in(self, *, is_set: bool) -> bool:
+        """False if something else (a view) holds the memory. ``is_set``: as ``.grad``, still."""
+        if is_set and self._adds:
+            return True
+        if sys.getrefcount(self.handed) > self._known_of_handed:
+            self.handed.data = self.handed.detach().clone()
+            self.handed = self._static.detach()
+        return references(self._storage) <= self._known
+
+
+def gradients_of(parameters: Sequence[torch.Tensor]) -> Gradients:
+    return [parameter.grad for parameter in parameters]
+
+
+def set_gradients(parameters: Sequence[torch.Tensor], gradients: Gradients) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+
+def gradients_to_find(
+    parameters: Sequence[torch.Tensor], entry: Gradients, dropped: Sequence[bool]
+) -> Gradients:
+    """What to capture the step with, given what it is called with."""
+    found: Gradients = []
+    for parameter, gradient, ignored in zip(parameters, entry, dropped, strict=True):
+        if gradient is None or ignored:
+            found.append(None)
+            continue
+        if gradient.layout is not torch.strided:
+            raise CaptureError("a gradient is sparse, which a graph cannot hold: use sparse=False")
+        static = torch.empty_like(parameter, requires_grad=False)
+        found.append(gradient.detach() if is_part(gradient) else static.copy_(gradient))
+    return found
+
+
+def is_part(gradient: torch.Tensor) -> bool:
+    """Whether it is a part of a larger buffer."""
+    return gradient.untyped_storage().nbytes() > gradient.nbytes

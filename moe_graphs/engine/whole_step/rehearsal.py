@@ -1,0 +1,183 @@
+"""Running a whole step eagerly before its capture, to find what cannot be in a graph."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from moe_graphs.engine import doors
+from moe_graphs.engine.guards import Guards
+from moe_graphs.engine.reads import Reads
+from moe_graphs.engine.tracing import Trace, address
+from moe_graphs.engine.whole_step import data_parallel
+from moe_graphs.engine.whole_step.batch import StaticBatch
+from moe_graphs.engine.whole_step.grad_fields import gradients_of, set_gradients
+from moe_graphs.engine.whole_step.optimizers import check_optimizer
+from moe_graphs.engine.whole_step.subject import Subject
+from moe_graphs.errors import CaptureError
+
+
+@dataclass
+class Rehearsal:
+    """What was seen.
+
+    Attributes:
+        reads: which Python ran; read: addresses of the memory that was read.
+        dropped: per parameter, whether the step forgets the ``.grad`` it finds.
+        stale: names of parameters whose gradients are accumulated on another stream.
+    """
+
+    reads: Reads
+    read: set[int] = field(default_factory=set)
+    dropped: list[bool] = field(default_factory=list)
+    stale: list[str] = field(default_factory=list)
+    touches_gradients: bool = False
+    optimizer_steps: bool = False
+
+
+def rehearse(subject: Subject, batch: StaticBatch, reads: Reads, runs: int) -> Rehearsal:
+    """Runs the step on the batch, at least twice, under the eyes of ``Trace``.
+
+    The last run finds the gradients that the one before left, which shows what the step drops.
+
+    reads: what is known of the Python that runs.
+
+    Raises:
+        CaptureError: for what cannot be in a graph, or depends on state that Python keeps.
+    """
+    reads.check_doors()
+    named = subject.parameters()
+    parameters = list(named.values())
+    entry, streams, seen = gradients_of(parameters), {}, Rehearsal(reads)
+    versions = [parameter._version for parameter in parameters]
+    strangers = _of_other_models(subject)
+    _check_hooks(subject.guards(reads, constants=batch.constants()))
+    with _noting_streams({**named, **strangers}, streams), _noting_optimizers(subject, seen):
+        for _ in range(max(1, runs - 1)):
+            set_gradients(parameters, entry)
+            trace = _run(subject, batch, seen)
+        before = gradients_of(parameters)
+        trace = _run(subject, batch, seen)
+    if strangers.keys() & streams.keys():
+        raise CaptureError(
+            "the optimizer updates parameters that are not in model=...: pass all their modules, "
+            "model=[model, criterion, ...], so that their gradients can be looked after"
+        )
+    after = gradients_of(parameters)
+    if any(gradient is not None and gradient.requires_grad for gradient in after):
+        raise CaptureError("backward(create_graph=True) leaves gradients that require grad")
+    seen.dropped = [_is_dropped(*pair, trace) for pair in zip(before, after, strict=True)]
+    here = _current_stream(subject.backend.device)
+    seen.stale = [name for name, stream in streams.items() if stream != here]
+    updated = versions != [parameter._version for parameter in parameters]
+    found = [gradient for gradient in before if gradient is not None]
+    touched = any(address(gradient) in trace.read for gradient in found)
+    seen.touches_gradients = bool(streams) or updated or touched
+    return seen
+
+
+def _run(subject: Subject, batch: StaticBatch, seen: Rehearsal) -> Trace:
+    """What it has read in Python, ``seen`` knows from now on; it must not have changed any of what
+    was known before."""
+    before = subject.guards(seen.reads, constants=batch.constants())
+    reads, trace = Reads(), _trace(subject, batch)
+    # On this thread, where ``reads`` can see backwards and hooks.
+    with torch.autograd.set_multithreading_enabled(False), reads, trace:
+        subject.step(batch.tree())
+    reads.check_random()
+    reads.check_doors(asked=doors.OF_VERSIONS)
+    changes = before.changes()
+    if changes:
+        raise CaptureError(
+            f"it changes {changes[0]} within the step, and a replay runs no Python: keep it in a "
+            f"tensor, or change it outside of the step (a scheduler's step() belongs there)"
+        )
+    seen.reads = Reads.together(seen.reads, reads)
+    seen.read |= trace.read
+    return trace
+
+
+def _trace(subject: Subject, batch: StaticBatch) -> Trace:
+    model = subject.model
+    gradients = [g for g in gradients_of(list(model.parameters())) if g is not None]
+    watched = subject.guards(Reads()).tensors
+    known = [*model.parameters(), *model.buffers(), *batch.tensors(), *watched, *gradients]
+    return Trace(
+        subject.backend.device,
+        known,
+        strict=not data_parallel.wrappers(model),  # DDP reads its buckets, which nobody else knows
+        inputs=batch.named_tensors(),
+        generators=subject.backend.generators,
+    )
+
+
+def _check_hooks(guards: Guards) -> None:
+    guards.check_followable()
+    name = guards.first_hooked()
+    if name is not None:
+        raise CaptureError(
+            f"module {name or 'model'!r} has hooks, which a replay does not run: remove them"
+        )
+
+
+def _is_dropped(old: Tensor | None, new: Tensor | None, trace: Trace) -> bool:
+    """A gradient that was replaced, but looked at before, went into its successor."""
+    return old is not None and new is not old and address(old) not in trace.read
+
+
+def _of_other_models(subject: Subject) -> dict[str, Tensor]:
+    """Parameters of optimizers that do not belong to the model."""
+    own = {id(parameter) for parameter in subject.model.parameters()}
+    groups = [group for optimizer in subject.optimizers() for group in optimizer.param_groups]
+    others = [p for group in groups for p in group["params"] if id(p) not in own]
+    return {f"stranger {i}": p for i, p in enumerate(others) if p.requires_grad}
+
+
+@contextlib.contextmanager
+def _noting_streams(named: Mapping[str, nn.Parameter], streams: dict[str, Any]) -> Iterator[None]:
+    """Notes on which stream each parameter's gradient is accumulated, by its name."""
+
+    def note(name: str, parameter: Tensor) -> None:
+        streams[name] = _current_stream(parameter.device)
+
+    handles = [
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: note(name, p))
+        for name, parameter in named.items()
+        if parameter.requires_grad
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _noting_optimizers(subject: Subject, seen: Rehearsal) -> Iterator[None]:
+    known = subject.optimizers()
+
+    def check(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        if not any(optimizer is each for each in known):
+            raise CaptureError(
+                f"the step calls step() of a {type(optimizer).__name__} that FullIteration does "
+                f"not know: pass optimizer=..., so that its state can be put back and watched"
+            )
+        check_optimizer(optimizer, subject.backend.device)
+        seen.optimizer_steps = True
+
+    handle = register_optimizer_step_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _current_stream(device: torch.device) -> Any:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None

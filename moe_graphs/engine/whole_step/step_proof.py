@@ -1,0 +1,150 @@
+"""Whether the graph of a whole step computes what the step does: compared once, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_graphs.engine.preserve import RandomState
+from moe_graphs.engine.proof import Difference, fingerprints, first_difference
+from moe_graphs.engine.signature import tensor_leaves
+from moe_graphs.engine.static_memory import owned_leaves
+from moe_graphs.engine.tracing import Operations, differing_op
+from moe_graphs.engine.whole_step.data_parallel import on_any_rank
+from moe_graphs.engine.whole_step.grad_fields import Gradients, gradients_of, set_gradients
+from moe_graphs.errors import CaptureError
+
+if TYPE_CHECKING:
+    from moe_graphs.engine.whole_step.batch import StaticBatch
+    from moe_graphs.engine.whole_step.capture_step import _Before
+    from moe_graphs.engine.whole_step.recorded_step import RecordedStep
+    from moe_graphs.engine.whole_step.subject import Subject
+
+
+class Proof:
+    """Runs the step eagerly from the very state that the graph is replayed from.
+
+    Of everything that either leaves behind only fingerprints are kept, so that it takes no second
+    set of a model's memory; what differs is computed once more.
+
+    Attributes:
+        difference: the first one, after ``check``.
+        not_reproducible: whether eager runs differ from one another, too.
+    """
+
+    def __init__(self, subject: Subject, before: _Before, group: dist.ProcessGroup | None) -> None:
+        self._subject, self._before, self._group = subject, before, group
+        self._parameters = list(subject.parameters().values())
+        self.difference: Difference | None = None
+        self.not_reproducible = False
+
+    def expect(self, batch: StaticBatch, found: Gradients) -> None:
+        """Runs the step eagerly; afterwards everything is as before it."""
+        self._batch = batch
+        self._entry = [None if g is None else g.detach().clone() for g in found]
+        self._operations = Operations()
+        self._expected = self._run_eagerly(found, operations=self._operations)
+
+    def check(self, recorded: RecordedStep, found: Gradients, operations: Operations) -> None:
+        """Replays the step, and compares; afterwards everything is as before it.
+
+        Raises:
+            CaptureError: if even what was captured is not what was run.
+        """
+        differing_ops = differing_op(self._operations, operations)
+        if self._anywhere(differing_ops is not None):
+            differing_ops = differing_ops or "on another rank"
+            raise CaptureError(
+                f"the capture does something else than a run: {differing_ops}: the step depends on "
+                f"state that Python keeps (a counter, random, time), and a replay runs no Python"
+            )
+        replayed = self._replay(recorded, found)
+        differing = [name for name in self._expected if self._expected[name] != replayed.get(name)]
+        if not self._anywhere(bool(differing)):
+            return
+        again = self._run_eagerly(found)
+        stable = [name for name in differing if again[name] == self._expected[name]]
+        self.not_reproducible = len(stable) < len(differing)
+        if self._anywhere(bool(stable)):  # what a rank runs, all have to: it holds collectives
+            name = (stable or list(self._expected))[0]
+            self.difference = self._difference(name, recorded, found, is_here=bool(stable))
+
+    def _anywhere(self, here: bool) -> bool:
+        return on_any_rank(here, self._group, self._subject.backend.device)
+
+    def _difference(
+        self, name: str, recorded: RecordedStep, found: Gradients, *, is_here: bool
+    ) -> Difference:
+        kept: list[dict[str, Tensor | None]] = []
+        self._run_eagerly(found, kept, name)
+        self._replay(recorded, found, kept, name)
+        if not is_here:
+            return Difference("what another rank computes", None, "one value", "another", 1)
+        eager, replayed = (each.get(name) for each in kept)
+        return first_difference([name], [eager], [replayed]) or Difference(
+            name, None, "one value", "another", 1
+        )
+
+    def _run_eagerly(
+        self,
+        found: Gradients,
+        kept: list | None = None,
+        name: str | None = None,
+        operations: Operations | None = None,
+    ) -> dict[str, Any]:
+        self._put_back(found)
+        with operations or contextlib.nullcontext():
+            outputs = self._subject.step(self._batch.tree())
+        result = self._look(tensor_leaves(outputs), kept, name)
+        del outputs
+        self._put_back(found)
+        return result
+
+    def _replay(
+        self,
+        recorded: RecordedStep,
+        found: Gradients,
+        kept: list | None = None,
+        name: str | None = None,
+    ) -> dict[str, Any]:
+        self._put_back(found)
+        recorded.run()
+        result = self._look(tensor_leaves(recorded.outputs), kept, name)
+        self._put_back(found)
+        return result
+
+    @torch.no_grad()
+    def _put_back(self, found: Gradients) -> None:
+        self._before.put_back_values()
+        for static, value in zip(found, self._entry, strict=True):
+            if static is not None:
+                static.copy_(value)
+        set_gradients(self._parameters, found)
+
+    def _look(self, outputs: list[Tensor], kept: list | None, name: str | None) -> dict[str, Any]:
+        named = dict(self._named(outputs))
+        if kept is not None:
+            value = named.get(name)
+            kept.append({name: value if value is None else owned_leaves([value.detach()])[0]})
+        present = {key: tensor for key, tensor in named.items() if tensor is not None}
+        found = dict(zip(present, fingerprints(list(present.values())), strict=True))
+        backend = self._subject.backend
+        random = RandomState(backend.device, backend.generators)
+        return {**dict.fromkeys(named), **found, "the random numbers drawn": random.digest()}
+
+    def _named(self, outputs: list[Tensor]) -> Iterator[tuple[str, Tensor | None]]:
+        names = {id(t): name for name, t in self._subject.model.named_parameters()}
+        names |= {id(t): f"buffer {name}" for name, t in self._subject.model.named_buffers()}
+        for number, output in enumerate(outputs):
+            yield f"output {number}", output
+        for number, tensor in enumerate(self._before.tensors()):
+            yield names.get(id(tensor), f"tensor {number} of the optimizer or of state="), tensor
+        for parameter, gradient in zip(
+            self._parameters, gradients_of(self._parameters), strict=True
+        ):
+            yield f"the gradient of {names[id(parameter)]}", gradient

@@ -1,0 +1,66 @@
+"""Lets Triton's interpreter run our plain Triton kernels on the CPU, for one test.
+
+Triton decides at import, by an environment variable, and so for a whole process; here it is done
+afterwards and undone again, so that these tests stand beside those that compile. Triton's patches
+are put in place once, where it puts them around every launch and every call of a function, which
+takes it half of its time. TMA and Gluon kernels are beyond the interpreter (Triton 3.6).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import pkgutil
+import types
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import triton.language as tl
+from triton.runtime import interpreter as tritons
+from triton.runtime.jit import JITFunction
+
+from moe_graphs import kernels
+
+_interpreted = functools.cache(tritons.InterpretedFunction)
+# Whatever Triton's patches may change.
+PATCHED = (tl, tl.core, tl.math, tl.standard, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
+
+
+@contextlib.contextmanager
+def interpreter() -> Iterator[None]:
+    """Every kernel of ours that is launched in the block, and what it calls, is interpreted."""
+    ours = _kernel_modules()
+    with contextlib.ExitStack() as stack:
+        for place in (*ours, *PATCHED):
+            stack.callback(_put_back, place, dict(vars(place)))
+        for module in (*ours, tl, tl.standard):
+            for name, value in list(vars(module).items()):
+                if type(value) is JITFunction:  # Gluon's are of a class of their own
+                    setattr(module, name, _interpreted(value.fn))
+        # A function that knows both names under which Triton's functions know the language.
+        tritons._patch_lang(types.FunctionType(_nothing.__code__, {"tl": tl, "core": tl.core}))
+        # Triton 3.6 calls int() on one-element arrays, which numpy 2.4 refuses.
+        tl.tensor.__index__ = lambda self: int(self.handle.data.item())
+        stack.enter_context(mock.patch.object(tritons, "_patch_lang", _nothing))
+        yield
+
+
+@functools.cache
+def _kernel_modules() -> list[types.ModuleType]:
+    found = pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")
+    return [importlib.import_module(module.name) for module in found]
+
+
+def _nothing(*_: Any) -> Any:
+    return tritons._LangPatchScope()
+
+
+def _put_back(place: Any, before: dict[str, Any]) -> None:
+    for name, value in list(vars(place).items()):
+        if name in before and value is not before[name]:
+            setattr(place, name, before[name])
+        # What the interpreter lends to the functions it has rewritten stays with them.
+        elif name not in before and name not in vars(tritons):
+            delattr(place, name)
