@@ -1,4 +1,4 @@
-"""A small UNet learns to draw digits: fp16, loss scaling, one graph per batch, through Lightning.
+"""A small UNet learns to draw digits: fp16, loss scaling, a graph for whole batches, in Lightning.
 
     python examples/diffusion_lightning.py            # on a GPU: whole steps as one graph
     python examples/diffusion_lightning.py --eager    # the same without graphs

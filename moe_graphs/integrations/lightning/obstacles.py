@@ -1,0 +1,58 @@
+"""What Lightning does in the midst of a batch, and a graph of the batch would leave out."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from moe_graphs.integrations.lightning.names import pl
+
+# Between the forward and the end of the backward. The hooks behind them are Lightning's own.
+_IN_THE_MIDST = ("on_before_zero_grad", "on_before_backward")
+_PRECISIONS = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
+
+
+def obstacle(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
+    """Why this training cannot run in graphs of whole batches."""
+    strategy, plugin = trainer.strategy, trainer.precision_plugin
+    if not _is_lightnings_own(strategy, "SingleDeviceStrategy") or strategy.model is not module:
+        return (
+            f"{type(strategy).__name__} on {trainer.world_size} device(s): GraphScopes supports "
+            f"several, this one does not"
+        )
+    if not _is_lightnings_own(plugin, *_PRECISIONS):
+        return f"{type(plugin).__name__} is a precision plugin that it does not know"
+    if not module.automatic_optimization:
+        return "manual optimization: call FullIteration in training_step"
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        return (
+            "training_step takes dataloader_iter, and a graph would not fetch the batches: let it "
+            "take the batch"
+        )
+    for each in trainer.callbacks:
+        if any(kind.__name__ == "StochasticWeightAveraging" for kind in type(each).__mro__):
+            return "StochasticWeightAveraging runs batches without their backward"
+    for name in (*_IN_THE_MIDST, "optimizer_zero_grad"):
+        for owner in (module, *trainer.callbacks):
+            if is_overridden(owner, name):
+                return (
+                    f"{type(owner).__name__}.{name} would have to be called between forward and "
+                    f"backward, which are one graph: use on_train_batch_start, on_after_backward "
+                    f"or on_before_optimizer_step"
+                )
+    return None
+
+
+def is_overridden(owner: Any, name: str) -> bool:
+    if name in vars(owner):
+        return True
+    defining = next((kind for kind in type(owner).__mro__ if name in vars(kind)), None)
+    return defining is not None and not _is_of_lightning(defining)
+
+
+def _is_lightnings_own(value: Any, *names: str) -> bool:
+    return type(value).__name__ in names and _is_of_lightning(type(value))
+
+
+def _is_of_lightning(kind: type) -> bool:
+    return kind.__module__.startswith(("lightning.", "pytorch_lightning."))

@@ -1,0 +1,249 @@
+"""A whole batch as one graph, under Lightning's trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_graphs.engine.whole_step.full_iteration import FullIteration, FullIterationReport
+from moe_graphs.errors import CaptureError, GraphWarning
+from moe_graphs.integrations.lightning.device_update import DeviceUpdate
+from moe_graphs.integrations.lightning.names import pl, rank_zero_info, rank_zero_warn
+from moe_graphs.integrations.lightning.obstacles import obstacle
+from moe_graphs.integrations.lightning.step import BatchStep, Call, unwatched_logs
+from moe_graphs.integrations.lightning.update import Update, has_hooks, why_outside
+
+
+class GraphWholeSteps(pl.Callback):
+    """``training_step``, backward and, where it can be, the update: one graph, replayed per batch.
+
+    Promised: parameters, logged values, random numbers and checkpoints are, bit for bit, those of
+    the same training without this callback. A batch that differs from what was captured (shapes,
+    numbers that ``training_step`` reads, such as ``current_epoch`` or ``global_step``, attributes
+    that have changed) runs as Lightning runs it, and is counted in ``reports``. If most of an
+    epoch's batches do, or nothing can be captured, a warning says why.
+
+    ``accumulate_grad_batches`` may change: every kind of batch that it makes gets a graph of its
+    own. The optimizer is never touched. Its step is in the graph if it is one of torch's that can
+    be, nobody overrides a hook between backward and update, there is no scaler, and its learning
+    rate is either a tensor or not scheduled. Else Lightning does all that follows the backward, on
+    gradients that the graph has left, and a line at the start says why: hooks, clipping, scaler,
+    any optimizer and schedule do what they do without graphs.
+
+    Named in a warning, and trained without graphs:
+
+    - what is overridden in the midst of the graph, by the module or by a callback:
+      ``on_before_zero_grad``, ``on_before_backward``, ``optimizer_zero_grad``;
+    - a ``training_step`` that takes ``dataloader_iter``, returns None, looks at ``batch_idx``,
+      changes what Python keeps, or logs or returns numbers (log tensors, or log in
+      ``on_train_batch_end``);
+    - other strategies than one device's, other precision plugins than Lightning's for fp32, fp64,
+      fp16 and bf16, manual optimization, ``StochasticWeightAveraging``.
+
+    Not promised: what ``training_step`` does besides computing (printing, a clock, a logger that is
+    called past ``self.log``) happens in captures and not in replays, as far as the engine does not
+    see it and refuse. Values that are logged or returned are without autograd history.
+
+    While training, methods of the strategy (``training_step``, ``backward``, ``optimizer_step``)
+    and ``optimizer_zero_grad`` of the module are replaced on the instances, and given back at the
+    end. ``reports`` is there after the training, one for each graph; empty if it was Lightning's.
+
+    With a ``moe_graphs`` ``GradScaler`` (``plugins=[MixedPrecision("16-mixed", "cuda", scaler=
+    GradScaler("cuda", hysteresis=2))]``) the update is a ``DeviceStep``, see ``DeviceUpdate``.
+
+    Args:
+        on_mismatch: what to do with a batch that differs, as in ``FullIteration``.
+    """
+
+    def __init__(self, *, warmup_steps: int = 3, on_mismatch: str = "eager") -> None:
+        self.warmup_steps, self.on_mismatch = warmup_steps, on_mismatch
+        self.reports: list[FullIterationReport] = []
+        self._steps: _WholeSteps | None = None
+        self._warned = False
+        self._undo = contextlib.ExitStack()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._steps, self.reports, self._warned = None, [], False
+        device_update = DeviceUpdate.of(trainer, pl_module)
+        if device_update is not None:
+            self._replace(trainer.strategy, "optimizer_step", device_update)
+        reason = obstacle(trainer, pl_module)
+        if reason is not None:
+            _warn(f"training is eager: {reason}")
+            return
+        outside = why_outside(trainer, pl_module)
+        if outside is not None:
+            rank_zero_info(f"GraphWholeSteps: the update runs behind the graph: {outside}")
+        options = {"warmup_steps": self.warmup_steps, "on_mismatch": self.on_mismatch}
+        self._steps = steps = _WholeSteps(trainer, pl_module, options)
+        self._replace(trainer.strategy, "training_step", steps.training_step)
+        self._replace(trainer.strategy, "backward", steps.backward)
+        if outside is None:
+            self._replace(trainer.strategy, "optimizer_step", steps.optimizer_step)
+        self._replace(pl_module, "optimizer_zero_grad", steps.optimizer_zero_grad)
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._steps is not None:
+            self._steps.batch_idx = batch_idx
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        """Says, once, if training has fallen back to eager without anything having failed."""
+        for report in self._steps.reports() if self._steps is not None else ():
+            reasons = {name: n for name, n in report.eager_calls.items() if name != "warmup"}
+            most = report.state == "captured" and sum(reasons.values()) > report.replayed
+            if most and not self._warned:
+                _warn(f"most batches run eagerly: {reasons}")
+                self._warned = True
+
+    def on_train_end(self, *_: Any) -> None:
+        if self._steps is not None:
+            self.reports = self._steps.reports()
+            rank_zero_info("\n".join(f"GraphWholeSteps: {report}" for report in self.reports))
+
+    def on_exception(self, *_: Any) -> None:
+        self.teardown()  # which Lightning does not call then
+
+    def teardown(self, *_: Any, **__: Any) -> None:
+        self._undo.close()
+        if self._steps is not None:
+            self._steps.release()
+
+    def _replace(self, owner: Any, name: str, method: Callable) -> None:
+        """On the instance, with the signature of the original, which Lightning looks at."""
+
+        @functools.wraps(getattr(owner, name))
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return method(*args, **kwargs)
+
+        self._undo.callback(_put_back, owner, name, vars(owner).get(name))
+        vars(owner)[name] = replaced
+
+
+def _put_back(owner: Any, name: str, before: Callable | None) -> None:
+    if before is None:
+        del vars(owner)[name]
+    else:
+        vars(owner)[name] = before
+
+
+class _WholeSteps:
+    """What the strategy's and the module's methods are while training runs in whole steps.
+
+    Attributes:
+        batch_idx: of the batch that is coming.
+    """
+
+    def __init__(
+        self, trainer: pl.Trainer, module: pl.LightningModule, options: dict[str, Any]
+    ) -> None:
+        self.batch_idx = 0
+        self._trainer, self._module, self._plugin = trainer, module, trainer.precision_plugin
+        self._lightnings_step = trainer.strategy.training_step
+        self._lightnings_update = trainer.strategy.optimizer_step
+        self._lightnings_zero_grad = module.optimizer_zero_grad
+        self._options = options
+        self._iterations: dict[tuple, FullIteration] = {}
+        self._current: FullIteration  # of the batch under way
+        # A replay has done what Lightning is about to do: gradients are dropped, backward is done.
+        self._is_ahead = False
+        # What the graph of the coming batch has to end with. A replay takes it away.
+        self._update: Update | None = None
+        self._said: set[str] = set()
+
+    def reports(self) -> list[FullIterationReport]:
+        return [iteration.report() for iteration in self._iterations.values()]
+
+    def release(self) -> None:
+        for iteration in self._iterations.values():
+            iteration.release()
+
+    # ---- in the place of Lightning's methods
+
+    def training_step(self, batch: Any, *index: int) -> Any:
+        """Of the strategy: replays forward and backward, or is Lightning's."""
+        self._current = iteration = self._iteration(takes_index=bool(index))
+        call = Call(batch, self._scale(), lambda: self._eagerly(batch, *index))
+        try:
+            results = iteration(call)
+        except CaptureError as error:
+            self._say(str(error))
+            results = iteration(call)
+        if call.from_lightning:
+            return call.from_lightning.pop()
+        self._is_ahead, self._update = True, None
+        output, logged = results
+        for each, value in logged:
+            self._module.log(each.name, value, *each.args, **each.options)
+        return output
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Of the strategy, whose own does the same: a backward that was not in the graph, and what
+        follows it."""
+        if not self._is_ahead:
+            loss = self._plugin.pre_backward(loss, self._module)
+            with self._current.watching():  # hooks of tensors are Python, too
+                self._plugin.backward(loss, self._module, *args, **kwargs)
+        self._is_ahead = False
+        return self._plugin.post_backward(loss, self._module)
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Of the strategy: the closure replays the update, too, or it is Lightning's."""
+        if has_hooks(optimizer):
+            return self._lightnings_update(optimizer, closure, *args, **kwargs)
+        self._update = Update.of(self._trainer)
+        try:
+            loss = closure()
+            is_done = self._update is None
+        finally:
+            self._update = None
+        if is_done:
+            return loss
+        return self._lightnings_update(optimizer, lambda: loss, *args, **kwargs)
+
+    def optimizer_zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        if not self._is_ahead:
+            self._lightnings_zero_grad(*args, **kwargs)
+
+    # ---- pieces
+
+    def _eagerly(self, *arguments: Any) -> Any:
+        with unwatched_logs(self._module):
+            return self._lightnings_step(*arguments)
+
+    def _scale(self) -> Tensor | None:
+        scaler = getattr(self._plugin, "scaler", None)
+        return None if scaler is None else scaler.scale(torch.ones((), device=self._module.device))
+
+    def _iteration(self, takes_index: bool) -> FullIteration:
+        """The graph for batches of this kind: the first ones of an update drop gradients."""
+        divisor, update = self._trainer.accumulate_grad_batches, self._update
+        groups = [group["params"] for group in self._trainer.optimizers[0].param_groups]
+        if self.batch_idx % divisor:
+            groups = []
+        key = divisor, update, *map(len, groups)  # groups may grow
+        if key not in self._iterations:
+            dropped = tuple(parameter for group in groups for parameter in group)
+            step = BatchStep(self._module, self._plugin, takes_index, dropped, divisor, update)
+            optimizer = None if update is None else update.optimizer
+            self._iterations[key] = FullIteration(
+                step, model=self._module, optimizer=optimizer, **self._options
+            )
+        return self._iterations[key]
+
+    def _say(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            _warn(message)
+
+
+def _warn(message: str) -> None:
+    rank_zero_warn(f"GraphWholeSteps: {message}", category=GraphWarning)
