@@ -10,13 +10,17 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test lint format clean
+.PHONY: train test test-all lint format clean
 
 train: $(STAMP)
 	$(BIN)/moe-graphs train $(ARGS)
 
 test: $(STAMP) lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+# With every combination of what tests vary.
+test-all: override ARGS += --full-grids
+test-all: test
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -263,7 +263,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def free_memory(device: torch.device) -> None:
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()

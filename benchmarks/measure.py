@@ -6,6 +6,7 @@ import contextlib
 import json
 import random
 import signal
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -39,7 +39,8 @@ class Spread:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Spread:
-        p10, median, p90 = numpy.percentile(samples, (10, 50, 90)).tolist()
+        shares = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+        p10, median, p90 = torch.tensor(samples, dtype=torch.float64).quantile(shares).tolist()
         return cls(median, p10, p90, len(samples))
 
 
@@ -168,9 +169,9 @@ class Turns:
             raise RuntimeError(f"the loss is {loss.item()}")
 
     def timing(self, eager: Turns) -> Timing:
-        medians = [numpy.median(times) for times in self.rounds]
-        references = [numpy.median(times) for times in eager.rounds]
-        ratios = [float(e / own) for e, own in zip(references, medians, strict=True)]
+        medians = [statistics.median(times) for times in self.rounds]
+        references = [statistics.median(times) for times in eager.rounds]
+        ratios = [e / own for e, own in zip(references, medians, strict=True)]
         samples = [ms for times in self.rounds for ms in times]
         return Timing(Spread.of(samples), Spread.of(self.host_ms), Spread.of(ratios))
 
@@ -277,15 +278,15 @@ def _replay_ms(run: Run, repeats: int = 20) -> float | None:
     """In the order of capture, which is the only right one, on the data of the last step."""
     if run.graphs is None:
         return None
-    recordings = run.graphs.captured.recordings
-    graphs = [r.forward for r in recordings] + [r.backward for r in reversed(recordings)]
+    places = [place for place in run.graphs.captured.places if place.forward is not None]
+    recorded = [p.forward for p in places] + [p.backward for p in reversed(places)]
+    graphs = [each.graph for each in recorded if each is not None and each.graph is not None]
     laps = Laps(run.device)
     for _ in range(repeats + 1):
-        for recorded in graphs:
-            if recorded is not None:
-                recorded.replay()
+        for graph in graphs:
+            graph.replay()
         laps.lap()
-    return float(numpy.median(laps.milliseconds()))
+    return statistics.median(laps.milliseconds())
 
 
 def _trace(run: Run) -> Timeline | None:
@@ -293,11 +294,11 @@ def _trace(run: Run) -> Timeline | None:
 
     Only the GPU's side is recorded: recording every operator would slow the host down much more.
     """
-    on_gpu = run.device.type == "cuda"
-    activities = [ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
+    if run.device.type != "cuda":
+        return None
     for steps in (1, TRACED_STEPS):  # the first trace pays for starting the profiler
         synchronize(run.device)
-        with profile(activities=activities, acc_events=True) as profiler:
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
             for _ in range(steps):
                 run.step()
             synchronize(run.device)

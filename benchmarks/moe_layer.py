@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -111,8 +112,8 @@ def hugging_face(size: Size, like: MoELayer) -> Contender:
     block = qwen.Qwen3MoeSparseMoeBlock(config).to("cuda", torch.bfloat16).train()
     with torch.no_grad():
         block.gate.weight.copy_(like.router.weight)
-        block.experts.gate_up_proj.copy_(like.experts.w1.transpose(1, 2))
-        block.experts.down_proj.copy_(like.experts.w2.transpose(1, 2))
+        block.experts.gate_up_proj.copy_(rearrange(like.experts.w1, "e d f -> e f d"))
+        block.experts.down_proj.copy_(rearrange(like.experts.w2, "e f d -> e d f"))
 
     def run(x: Tensor) -> Tensor:
         out = block(x[None])
@@ -213,6 +214,7 @@ def main() -> None:
     args = parser.parse_args()
     stamp, started = environment.stamp(args.commit), time.time()
     print(environment.describe(stamp))
+    constant = {"benchmark": "moe_layer", "environment": stamp}
     for size in SIZES:
         if time.time() - started > args.budget:
             print(f"budget spent: {size} left out")
@@ -221,7 +223,7 @@ def main() -> None:
             print(json.dumps(record), flush=True)
             if args.out:
                 with args.out.open("a") as lines:
-                    lines.write(json.dumps(record | {"environment": stamp}) + "\n")
+                    lines.write(json.dumps(record | constant) + "\n")
         torch.cuda.empty_cache()
 
 

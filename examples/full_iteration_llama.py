@@ -12,10 +12,9 @@ import time
 import torch
 from torch.optim.lr_scheduler import OneCycleLR
 
-from moe_graphs.engine.whole_step.full_iteration import FullIteration
+from moe_graphs import FullIteration, StaticLoader
 from moe_graphs.kernels import cross_entropy
 from moe_graphs.layers import LanguageModel, TransformerConfig
-from moe_graphs.training.static_loader import StaticLoader
 
 SEQUENCE = 256
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from moe_graphs.cli import build_app
 
@@ -64,6 +66,56 @@ def test_the_picture(tmp_path):
     )
     assert done.exit_code == 0, done.output
     assert picture.stat().st_size > 10_000
+
+
+def draw(lines: Path, *more: str) -> Result:
+    command = ["bench", "gemm", "--out", str(lines), "--plot", str(lines) + ".png", *more]
+    return CliRunner().invoke(build_app(), command)
+
+
+def test_a_picture_with_json_is_json(tmp_path):
+    lines = tmp_path / "lines.jsonl"
+    stamp = {"environment": {"gpu": "none"}}
+    lines.write_text("\n".join(json.dumps(r | stamp) for r in records(gemm.cells(quick=True)[0])))
+    done = draw(lines, "--json")
+    assert json.loads(done.stdout) == {"picture": f"{lines}.png"}
+
+
+@pytest.mark.parametrize("content", ["{", '{"routing": "uniform"}', "[]", "\x00"])
+def test_results_of_something_else_are_a_line(tmp_path, content):
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text(content)
+    done = draw(lines, "--json")
+    assert done.exit_code == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"error: --plot: {lines} has lines of something else")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("content", ["", '{"routing": "zipf"}'])
+def test_a_picture_of_nothing_is_none(tmp_path, content):
+    (tmp_path / "lines").write_text(content)
+    done = draw(tmp_path / "lines")
+    assert done.exit_code == 1
+    assert "there are no results of uniform routing" in done.stderr
+    assert not (tmp_path / "lines.png").exists()
+
+
+def test_without_matplotlib_it_is_a_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    (tmp_path / "lines").touch()
+    done = draw(tmp_path / "lines")
+    assert done.exit_code == 1
+    assert done.stderr.startswith("error: ")
+    assert "matplotlib" in done.stderr
+
+
+def test_rows_that_are_not_finite_are_json(tmp_path, monkeypatch):
+    """As a kernel that fails leaves them."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gemm, "run", lambda *_, **__: iter([{"error": float("nan")}]))
+    done = CliRunner().invoke(build_app(), ["bench", "gemm", "--json"])
+    assert json.loads(done.stdout, parse_constant=pytest.fail) == {"rows": [{"error": "nan"}]}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -65,6 +65,18 @@ def test_layer_kernels(modules, tmp_path):
         modules.layer_kernels.measure(wrong, 1)
 
 
+def test_layer_kernels_times_nothing_but_the_op(modules):
+    """The gradients of its outputs were made there once, and took four times as long as it."""
+    for case in modules.layer_kernels.cases("cpu", tiny=True):
+        leaves = [leaf.requires_grad_() for leaf in case.leaves]
+        step = case.step(case.plain, leaves)
+        with torch.profiler.profile() as profiler:
+            step()
+        assert not {"aten::linspace", "aten::full"} & {
+            event.key for event in profiler.key_averages()
+        }
+
+
 def test_whole_steps(modules, tmp_path):
     out = tmp_path / "rows.jsonl"
     options = f"--tiny --device cpu --models llama,diffusion --rounds 1 --out {out}"
@@ -82,30 +94,34 @@ def test_whole_steps(modules, tmp_path):
         assert row["graphs"]["eager_calls"] == {"warmup": 3}
 
 
-def test_a_compiled_contender_is_judged_when_it_is_built(modules, monkeypatch, tmp_path):
-    """Its losses are off by more than rounding: it is not timed."""
-    judged = []
+# Dynamo does both itself.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated", "ignore:The .grad attribute")
+@pytest.mark.parametrize("factor", [1, 10])
+def test_a_compiled_contender_is_judged_when_it_is_built(modules, monkeypatch, tmp_path, factor):
+    """The model is really compiled, by a backend of ours; too far from eager, it is not timed."""
 
-    def doubled(run):
-        judged.append(run.contender.name)
-        return 2 * torch.stack([run.step() for _ in range(2)])
+    def backend(module, inputs):
+        return lambda *given: [factor * x if torch.is_tensor(x) else x for x in module(*given)]
 
-    monkeypatch.setattr(torch, "compile", lambda model, mode: model)
-    for name in ("cudagraph_mark_step_begin", "reset"):  # would import the whole compiler
-        monkeypatch.setattr(torch.compiler, name, lambda: None)
-    monkeypatch.setattr(modules.measure, "GATE_STEPS", 2)
-    monkeypatch.setattr(modules.measure, "first_losses", lambda s, c, p, d: torch.ones(2))
-    monkeypatch.setattr(modules.measure, "gate_losses", doubled)
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, mode: compile_(model, backend=backend))
+    # Of CUDA graphs, and would import all of inductor.
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)
     full_iteration, out = modules.full_iteration, tmp_path / "rows.jsonl"
     contenders = [modules.contenders.EAGER, full_iteration.COMPILED]
     monkeypatch.setattr(full_iteration, "contenders", lambda model, compiled: contenders)
     options = f"--tiny --device cpu --models llama --rounds 1 --compile --out {out}"
     full_iteration.main(options.split())
     eager, compiled = [json.loads(line) for line in out.read_text().splitlines()]
-    assert judged == ["torch.compile"]
     assert eager["error"] is None
-    assert "differ from eager" in compiled["error"]
-    assert "step_ms" not in compiled
+    assert "bitwise equal" in eager["gate"]["message"]
+    if factor == 1:
+        assert compiled["error"] is None
+        assert compiled["gate"]["passed"]
+        assert compiled["step_ms"]["count"] == 2
+    else:
+        assert "differ from eager, first in step 1" in compiled["error"]
+        assert "step_ms" not in compiled
 
 
 def test_counters_of_the_graphs(rows):
@@ -153,6 +169,48 @@ def test_the_gate(modules):
     assert judge(contender("torch.compile", compiled=True), near, reference).passed
     assert not judge(contender("torch.compile", compiled=True), far, reference).passed
     assert not judge(contender("attn", "attn"), reference * torch.nan, reference).passed
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("an update is lost", "gate: losses differ from eager, first in step 8"),
+        ("later steps are eager", "2 captured, 2 replayed instead of 10; eager calls"),
+    ],
+)
+def test_the_gate_stops_a_run_that_is_not_eager(modules, monkeypatch, tmp_path, fault, message):
+    """All of the benchmark is real but the fault; eager beside it passes and is timed."""
+    real = modules.contenders.LanguageRun
+
+    class Wrong(real):
+        updates = 0
+
+        def update(self):
+            self.updates += 1
+            if fault == "an update is lost" and self.updates == modules.measure.GATE_STEPS - 1:
+                return self.optimizer.zero_grad()  # only the loss of the last step shows it
+            return super().update()
+
+        def forward_backward(self, batch):
+            if fault == "later steps are eager" and self.graphs.report().captured:
+                with self.graphs.paused():
+                    return super().forward_backward(batch)
+            return super().forward_backward(batch)
+
+    def run(setting, contender, *others):
+        return (real if contender.scopes is None else Wrong)(setting, contender, *others)
+
+    monkeypatch.setattr(modules.contenders, "LanguageRun", run)
+    two = [modules.contenders.EAGER, modules.contenders.Contender("attn", "attn")]
+    monkeypatch.setattr(modules.partial_graphs, "contenders", lambda _: two)
+    out = tmp_path / "rows.jsonl"
+    options = f"--tiny --device cpu --models launch_bound --rounds 1 --out {out}"
+    modules.partial_graphs.main(options.split())
+    eager, wrong = [json.loads(line) for line in out.read_text().splitlines()]
+    assert eager["error"] is None
+    assert eager["step_ms"]["count"] == 2
+    assert message in wrong["error"]
+    assert "step_ms" not in wrong
 
 
 def test_a_contender_that_fails_while_timed_leaves_the_others(modules):

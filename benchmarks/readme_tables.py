@@ -1,0 +1,321 @@
+"""Writes the tables of README.md from the lines under `results/`, or checks that they are those.
+
+    python benchmarks/readme_tables.py            # writes
+    python benchmarks/readme_tables.py --check    # says what differs, exit status 1
+
+A table stands between `<!-- table: name -->` and `<!-- /table -->`. What it takes is declared in
+`SELECTED`; new lines of a newer commit are taken as soon as one run has all contenders.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from result_lines import Line, Select, fastest_eager, link, load, sources
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+BLOCK = re.compile(r"<!-- table: (\w+) -->\n(.*?)<!-- /table -->", re.DOTALL)
+WHOLE, COMPILED = "full iteration, optimizer", "torch.compile"
+SCOPES = ("attn", "attn,moe_router,moe_preprocess", "attn,moe")
+LAYERS = ("ours, eager", "ours, scope moe", "HF grouped_mm")
+
+
+def _whole_steps(model: str, scopes: str) -> Select:
+    return Select("full_iteration", {"model": model}, ("eager", scopes, WHOLE, COMPILED))
+
+
+def _layer(tokens: int, hidden: int, ffn: int, experts: int, top_k: int) -> Select:
+    where = dict(tokens=tokens, hidden=hidden, ffn=ffn, experts=experts, top_k=top_k)
+    return Select("moe_layer", where, LAYERS)
+
+
+def _kernel(op: str, shape: str) -> Select:
+    return Select("layer_kernels", {"op": op, "shape": shape})
+
+
+# Table -> label of a row, or of a group of rows -> the lines it shows.
+SELECTED: Mapping[str, Mapping[str, Select]] = {
+    "whole_steps": {
+        "MoE, launch-bound (below)": _whole_steps("launch_bound", "attn,moe"),
+        "Llama, 12 layers of 512, 2,048 tokens": _whole_steps("llama", "attn,mlp"),
+        "UNet, fp16, 128 images of 8x8": _whole_steps("diffusion", "down.*,middle*,up.*"),
+        "MoE, GPU-bound (below), 8,192 tokens": _whole_steps("gpu_bound", "attn,moe"),
+    },
+    "partial_graphs": {
+        "launch-bound: 12 layers, hidden 1024, 32 experts, top-4, 2,048 tokens": Select(
+            "partial_graphs", {"model": "launch_bound"}, ("eager", *SCOPES)
+        ),
+        "GPU-bound: 3 layers of Qwen3-30B-A3B, 16,384 tokens": Select(
+            "partial_graphs", {"model": "gpu_bound"}, ("eager", *SCOPES)
+        ),
+    },
+    "grouped_gemm": {
+        "forward": Select("grouped_gemm", {"direction": "fwd"}, ("torch", "dense", "ours")),
+        "gradient of the rows": Select(
+            "grouped_gemm", {"direction": "dgrad"}, ("torch", "dense", "ours")
+        ),
+        "gradient of the weights": Select(
+            "grouped_gemm", {"direction": "wgrad"}, ("torch", "dense", "ours")
+        ),
+    },
+    "moe_layer": {
+        "16384, 2048, 768, 128, 8 (Qwen3-30B-A3B)": _layer(16384, 2048, 768, 128, 8),
+        "2048, 2048, 768, 128, 8": _layer(2048, 2048, 768, 128, 8),
+        "16384, 2048, 1024, 64, 8 (OLMoE)": _layer(16384, 2048, 1024, 64, 8),
+        "8192, 4096, 14336, 8, 2 (Mixtral)": _layer(8192, 4096, 14336, 8, 2),
+    },
+    "layer_kernels": {
+        "heads of attention: split, norm per head, rotation (16,384 tokens, 32/4 heads of 128)": (
+            _kernel("split_heads", "4x4096 tokens, 32/4 heads of 128, norm per head")
+        ),
+        "router (16,384 tokens, top-8 of 128)": (
+            _kernel("route", "16384 tokens of 2048, 8 of 128 experts, 1 groups")
+        ),
+        "cross entropy (16,384 tokens, vocabulary 32,768)": (
+            _kernel("cross_entropy", "16384 tokens, vocabulary 32768")
+        ),
+    },
+    "training": {
+        "`tiny`, two CPU cores": Select("training", {"model": "tiny"}, gpu="none"),
+        "`small`, one H200": Select("training", {"model": "small"}),
+    },
+}
+
+
+# ---- markdown
+
+
+def table(header: str, rows: Iterable[Sequence[str]]) -> str:
+    columns = header.count("|") + 1
+    lines = [f"| {header} |", "|" + "---|" * columns]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join(lines)
+
+
+def times(ratio: float) -> str:
+    return f"{ratio:.1f}x" if ratio >= 2 else f"{ratio:.2f}x"
+
+
+def milliseconds(line: Line, key: str = "step_ms") -> str:
+    return f"{line[key]['median']:.1f} ms"
+
+
+def gibibytes(line: Line) -> str:
+    found = line.get("reserved_bytes")  # none where a run ended before the phase that measures it
+    return "-" if found is None else f"{found / 2**30:.1f} GiB"
+
+
+def idle(line: Line) -> str:
+    share = line.get("idle_share")
+    return "-" if share is None else f"{100 * share:.0f} %"
+
+
+def span(shares: Sequence[float]) -> str:
+    """As percents: "1 to 2 %"."""
+    low, high = (f"{100 * share:.0f}" for share in (min(shares), max(shares)))
+    return f"{low} %" if low == high else f"{low} to {high} %"
+
+
+def geometric_mean(ratios: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+# ---- what a table says
+
+
+def whole_steps(lines: list[Line]) -> str:
+    runs, rows, used = {}, [], []
+    for label, select in SELECTED["whole_steps"].items():
+        run = runs[label] = select.run(lines)
+        eager, *others = (run[name] for name in select.contenders)
+        cells = [f"{milliseconds(line)}, {times(line['speedup']['median'])}" for line in others]
+        cells[0] += f" (`{select.contenders[1]}`)"
+        rows.append([label, milliseconds(eager), *cells])
+        used += [eager, *others]
+    header = "a training step | eager | scopes | whole step | `torch.compile`"
+    parts = [table(header, rows), f"{bitwise(used)} {sources(used)}"]
+    parts += [slow_host(lines, run[WHOLE], run["eager"], label) for label, run in runs.items()]
+    kernels = Select("layer_kernels").lines(lines)
+    if max(line.run for line in kernels) > min(line.run for line in used):
+        parts.append(
+            "The kernels around the experts (below) are newer than these "
+            "lines: whole steps with them have not been measured yet."
+        )
+    return "\n\n".join(filter(None, parts))
+
+
+def partial_graphs(lines: list[Line]) -> str:
+    rows, used, notes = [], [], []
+    for label, select in SELECTED["partial_graphs"].items():
+        run = select.run(lines)
+        eager = run["eager"]
+        for name in select.contenders:
+            line = run[name]
+            used.append(line)
+            rows.append([
+                label if line is eager else "",
+                name if line is eager else f"`{name}`",
+                milliseconds(line), times(line["speedup"]["median"]),
+                milliseconds(line, "host_ms"), idle(line),
+                gibibytes(line),
+            ])  # fmt: skip
+        best = min(run.values(), key=lambda line: line["step_ms"]["median"])
+        notes.append(slow_host(lines, best, eager, label))
+    graphed = [run[name] for name in SCOPES]  # the last model's: where the GPU is the limit
+    cost = span([1 - line["speedup"]["median"] for line in graphed])
+    more = ""
+    if all(line.get("reserved_bytes") for line in (eager, *graphed)):
+        shares = [line["reserved_bytes"] / eager["reserved_bytes"] - 1 for line in graphed]
+        more = f", and {span(shares)} more memory"
+    notes.append(
+        f"Where launches dominate, graphs win what the host costs. Where the GPU is the limit they "
+        f"cost {cost} of time, mostly the copy that makes gradients your own{more}."
+    )
+    header = "model | captured | step | x eager | host time | GPU idle | reserved"
+    found = f"{bitwise(used)} {sources(used)}"
+    return "\n\n".join([table(header, rows), found, *filter(None, notes)])
+
+
+def bitwise(used: Sequence[Line]) -> str:
+    """Raises ``ValueError`` if that is not what the gates said."""
+    exact = [line for line in used if line["contender"] != COMPILED]
+    wrong = [line for line in exact if "bitwise equal to eager" not in line["gate"]["message"]]
+    if wrong:
+        raise ValueError(f"not bitwise eager: {wrong}")
+    rest = "" if len(exact) == len(used) else f" (but for `{COMPILED}`)"
+    return (
+        f"Medians over interleaved rounds, x eager of the same run; losses bitwise eager's{rest}."
+    )
+
+
+def slow_host(lines: list[Line], best: Line, eager: Line, label: str) -> str | None:
+    """Eager's time is the host's where launches dominate: what is left against the best eager."""
+    fastest = fastest_eager(lines, eager)
+    if eager["step_ms"]["median"] < 1.05 * fastest["step_ms"]["median"]:
+        return None
+    ratio = fastest["step_ms"]["median"] / best["step_ms"]["median"]
+    return (
+        f"{label.partition(':')[0]}: hosts differ, and eager's time is the host's. It "
+        f"took {milliseconds(eager)} in this run and {milliseconds(fastest)} on the fastest host "
+        f"so far (commit {fastest.commit}, {link(fastest.file)}); against that, "
+        f"{milliseconds(best)} are **{times(ratio)}**."
+    )
+
+
+def grouped_gemm(lines: list[Line]) -> str:
+    rows, used = [], []
+    for label, select in SELECTED["grouped_gemm"].items():
+        keys = ("model", "gemm", "tokens", "routing")
+        cells = {tuple(line[key] for key in keys) for line in select.lines(lines)}
+        where = [select.where | dict(zip(keys, cell, strict=True)) for cell in sorted(cells)]
+        runs = [Select("grouped_gemm", each, select.contenders).run(lines) for each in where]
+        torch = [run["torch"]["us"][1] / run["ours"]["us"][1] for run in runs]
+        large = [run for run in runs if run["ours"]["rows"] >= 512]
+        dense = [run["dense"]["us"][1] / run["ours"]["us"][1] for run in large]
+        shares = [f"{value:.3f}" for value in (geometric_mean(torch), min(torch))]
+        rows.append([label, *shares, f"{geometric_mean(dense):.3f} ({len(dense)})"])
+        used += [run[name] for run in runs for name in select.contenders]
+    header = (
+        f"{len(runs)} cells | x `torch._grouped_mm`, geometric mean | least | "
+        "of one dense cuBLAS GEMM, cells of 512 and more rows per expert"
+    )
+    used.sort(key=lambda line: line.run)
+    return f"{table(header, rows)}\n\n{sources(used)}"
+
+
+def moe_layer(lines: list[Line]) -> str:
+    rows, used = [], []
+    for label, select in SELECTED["moe_layer"].items():
+        run = select.run(lines)
+        eager, graphed, hugging_face = (run[name] for name in LAYERS)
+        rows.append([label, rates(eager), f"{graphed['train_tflops']:.0f}", rates(hugging_face)])
+        used += [run[name] for name in LAYERS]
+    header = (
+        "tokens, hidden, ffn, experts, top-k | this, eager | this, scope `moe` | "
+        "Hugging Face, `grouped_mm`"
+    )
+    return f"{table(header, rows)}\n\n{sources(used)}"
+
+
+def rates(line: Line) -> str:
+    return f"{line['forward_tflops']:.0f} / {line['train_tflops']:.0f}"
+
+
+def layer_kernels(lines: list[Line]) -> str:
+    rows, used = [], []
+    for label, select in SELECTED["layer_kernels"].items():
+        (line,) = select.run(lines).values()
+        used.append(line)
+        cells = [f"{line[key]:.0f} us" for key in ("torch_us", "ours_us")]
+        rows.append([label, *cells, times(line["torch_us"] / line["ours_us"])])
+    parts = [table("forward and backward, as graphs | torch's ops | here | x", rows)]
+    parts.append(sources(used))
+    if len({line.run for line in used}) > 1:
+        parts.append(
+            "Each was measured by itself, on the branch it was written on: the three have been "
+            "neither measured nor tested together on a GPU yet."
+        )
+    return "\n\n".join(parts)
+
+
+def training(lines: list[Line]) -> str:
+    rows, used = [], []
+    for label, select in SELECTED["training"].items():
+        (line,) = select.run(lines).values()
+        used.append(line)
+        python = line["environment"]["python"]
+        bits = [*line["compressors"].values(), line["held_out_bits_per_byte"]]
+        name = f"{label}, {line['parameters'] / 1e6:.3g} M parameters, Python {python}'s library"
+        minutes, seconds = divmod(round(line["seconds"]), 60)
+        rows.append([name, *(f"{value:.3f}" for value in bits), f"{minutes} min {seconds} s"])
+    header = f"held out, bits per byte | {' | '.join(line['compressors'])} | this | trained in"
+    return f"{table(header, rows)}\n\n{sources(used)}"
+
+
+TABLES: Mapping[str, Callable[[list[Line]], str]] = {
+    f.__name__: f
+    for f in (whole_steps, partial_graphs, grouped_gemm, moe_layer, layer_kernels, training)
+}
+
+
+# ---- README
+
+
+def written(text: str, lines: list[Line]) -> str:
+    """``text`` with every table anew. Raises ``ValueError`` unless it has each of them once."""
+    names = sorted(match[1] for match in BLOCK.finditer(text))
+    if names != sorted(TABLES):
+        raise ValueError(f"README has the tables {names}, and should have {sorted(TABLES)}")
+
+    def block(match: re.Match[str]) -> str:
+        return f"<!-- table: {match[1]} -->\n{TABLES[match[1]](lines)}\n\n<!-- /table -->"
+
+    return BLOCK.sub(block, text)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check = parser.parse_args(arguments).check
+    before = README.read_text()
+    after = written(before, load())
+    if not check:
+        README.write_text(after)
+        return 0
+    difference = difflib.unified_diff(
+        before.splitlines(), after.splitlines(), "README.md", "the lines", lineterm="", n=0
+    )
+    print(*difference, sep="\n")
+    return int(before != after)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

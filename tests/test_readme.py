@@ -1,0 +1,213 @@
+"""README.md is true: its code runs, what it names exists, its numbers are those of the lines."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+import typing
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+import moe_graphs
+from moe_graphs.layers import LanguageModel
+from moe_graphs.lm.run_presets import presets
+from moe_graphs.pipelines.builders import one_f_one_b
+from test_training import small_preset
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+CODE = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+SHELL = [line for text in re.findall(r"^```\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+         for line in text.splitlines()]  # fmt: skip
+SHELL += re.findall(r"`((?:make|torchrun|moe-graphs) [^`]*)`", README)
+# A measurement: a ratio, a time, a rate, an amount of memory, a share. Not the measure of a shape.
+MEASUREMENT = re.compile(
+    r"\b\d[\d.,]* ?(?:x\b(?! ?\d)|ms\b|us\b|seconds|minutes|hours|GiB|TFLOP|bits per byte)"
+    r"|\b(?:two|three|four|five|six|seven|eight|nine|ten) (?:times|seconds|minutes)"
+)
+
+
+@pytest.fixture(scope="module")
+def tables() -> typing.Iterator[ModuleType]:
+    names = ("result_lines", "readme_tables")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        import readme_tables
+
+        yield readme_tables
+        for name in names:
+            sys.modules.pop(name, None)
+
+
+# ---- numbers
+
+
+def test_the_tables_are_those_of_the_lines(tables, capsys):
+    assert tables.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_a_number_that_is_not_of_the_lines_is_found(tables, tmp_path, monkeypatch, capsys):
+    block = tables.BLOCK.search(README)
+    row = next(line for line in block[2].splitlines() if " ms, " in line)
+    wrong = tmp_path / "README.md"
+    wrong.write_text(README.replace(row, row.replace(" ms, ", "1 ms, ", 1)))
+    monkeypatch.setattr(tables, "README", wrong)
+    assert tables.main(["--check"]) == 1
+    assert f"+{row}" in capsys.readouterr().out
+    assert tables.main([]) == 0
+    assert wrong.read_text() == README
+
+
+def test_a_measurement_stands_in_a_table(tables):
+    rest = tables.BLOCK.sub("", README)
+    rest = re.sub(r"^```.*?^```", "", rest, flags=re.DOTALL | re.MULTILINE)
+    assert MEASUREMENT.findall(rest) == []
+    assert all(MEASUREMENT.search(text) for text in ("3.6x eager", "15.9 ms stays", "two minutes"))
+
+
+def line(tables, contender: str, ms: float, commit: str, hour: int, error: str | None = None):
+    stamp = {"gpu": "a GPU", "commit": commit, "date": f"2026-01-01T{hour:02}", "torch": "2"}
+    values = dict(benchmark="b", model="m", contender=contender, error=error, environment=stamp)
+    return tables.Line(values | {"setting": "s", "step_ms": {"median": ms}}, f"{hour}.jsonl")
+
+
+def test_lines_are_those_of_the_newest_commit_that_has_all(tables):
+    old = [line(tables, "eager", 1.0, "old", 1), line(tables, "graphs", 1.0, "old", 1)]
+    slow = [line(tables, "eager", 9.0, "new", 3), line(tables, "graphs", 2.0, "new", 3)]
+    fast = [line(tables, "eager", 5.0, "new", 2), line(tables, "graphs", 2.0, "new", 2)]
+    failed = [
+        line(tables, "eager", 5.0, "newest", 4),
+        line(tables, "graphs", 2.0, "newest", 4, "x"),
+    ]
+    lines = [*slow, *fast, *old, *failed]
+    select = tables.Select("b", {"model": "m"}, ("eager", "graphs"), gpu="a GPU")
+    assert list(select.run(lines).values()) == fast
+    assert list(select.run(old).values()) == old
+    assert tables.fastest_eager(lines, slow[0]) is old[0]
+    for missing in (dict(gpu="another"), dict(where={"model": "n"}), dict(contenders=("third",))):
+        other = {"benchmark": "b", "gpu": "a GPU"} | missing
+        with pytest.raises(LookupError, match="no run has all"):
+            tables.Select(**other).run(lines)
+
+
+def test_a_slow_host_is_said(tables):
+    fast, slow = (line(tables, "eager", ms, "c", hour) for ms, hour in ((50.0, 1), (80.0, 2)))
+    best = line(tables, "graphs", 10.0, "c", 2)
+    assert tables.slow_host([fast, slow], best, fast, "a: b") is None
+    said = tables.slow_host([fast, slow], best, slow, "a model: b")
+    assert said.startswith("a model: ")
+    assert "80.0 ms in this run and 50.0 ms on the fastest host" in said
+    assert "10.0 ms are **5.0x**" in said
+
+
+# ---- code
+
+
+def language_model() -> LanguageModel:
+    torch.manual_seed(0)
+    return LanguageModel(small_preset().model)
+
+
+def loss_of(output) -> torch.Tensor:
+    return output.logits_BSV.float().square().mean() + output.aux_loss
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(256, (2, 16))
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def test_the_training_loop_is_replayed(capsys):
+    (code,) = [text for text in CODE if "graphs.step()" in text]
+    model = language_model()
+    names = dict(model=model, loss_of=loss_of, optimizer=optimizer_of(model))
+    exec(code, names | {"batches": [tokens() for _ in range(6)]})
+    said = capsys.readouterr().out
+    assert re.search(r"replayed\D*[1-9]", said), said
+
+
+def test_the_callables_are_graphed():
+    (code,) = [text for text in CODE if "make_graphed_callables" in text]
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    x, h = (torch.randn(2, 4, requires_grad=True) for _ in range(2))
+    order = one_f_one_b(1, 2).local_order(0)
+    names = dict(moe_graphs=moe_graphs, first=first, second=second, x=x, h=h, order=order)
+    expected = second(first(x))
+    exec(code, names)
+    assert torch.equal(names["second"](names["first"](x)), expected)
+
+
+def test_the_whole_step_is_replayed():
+    (code,) = [text for text in CODE if "FullIteration" in text]
+    names = dict(
+        torch=torch, moe_graphs=moe_graphs, model=language_model(), loss_of=loss_of,
+        scaler=moe_graphs.GradScaler("cpu"), device="cpu",
+        loader=[{"tokens": torch.stack([tokens(), tokens()])} for _ in range(6)],
+    )  # fmt: skip
+    exec(code, names)
+    report = names["step"].report()
+    assert (report.captures, report.eager_calls) == (1, {"warmup": 3})
+    assert report.replayed > 0
+
+
+# ---- names
+
+
+def test_what_it_names_exists():
+    names = set(re.findall(r"\bmoe_graphs((?:\.\w+)+)", README))
+    assert len(names) > 8
+    for name in names:
+        found = moe_graphs
+        for part in name[1:].split("."):
+            if isinstance(found, ModuleType) and not hasattr(found, part):
+                found = pytest.importorskip(f"{found.__name__}.{part}")
+            else:
+                found = getattr(found, part)
+    for method in re.findall(r"\bgraphs\.(\w+)\(", README):
+        assert callable(getattr(moe_graphs.Graphs, method))
+
+
+def test_links_and_files_exist():
+    targets = re.findall(r"\]\(([^)#]+)\)", README) + re.findall(r"\bexamples/\w+\.py", README)
+    assert len(targets) > 15
+    assert [target for target in targets if not (ROOT / target).exists()] == []
+
+
+def test_commands_of_make_are_targets():
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    commands = [shlex.split(text, comments=True) for text in SHELL if text.startswith("make ")]
+    assert len(commands) > 2
+    assert {command[1] for command in commands} <= set(targets)
+
+
+def test_scopes_are_those_of_the_configuration():
+    from moe_graphs.config import SCOPE_STAGES
+
+    rows = re.findall(r"^\| `\"?([\w.*]+)\"?` \| ", README.split("| scope |")[1].split("\n\n")[0],
+                      re.MULTILINE)  # fmt: skip
+    assert set(rows) - {"*.self_attn"} == set(SCOPE_STAGES)
+
+
+# ---- presets
+
+
+def test_presets_are_those_of_the_table():
+    said = dict(re.findall(r"^\| `(\w+)`, .*?([\d.]+) M parameters", README, re.MULTILINE))
+    assert set(said) == set(presets())
+    for name, make in presets().items():
+        preset = make()
+        assert preset.training.sequence_length <= preset.model.max_sequence_length
+        parameters = LanguageModel(preset.model, device="meta").num_parameters()
+        assert f"{parameters / 1e6:.3g}" == said[name]
+        (summary,) = (ROOT / "benchmarks" / "results").glob(f"train_{name}_*/summary.json")
+        assert json.loads(summary.read_text())["steps"] == preset.training.steps
+    assert "`tiny` on a CPU, `small` on a GPU" in README
