@@ -21,6 +21,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # TE's own: deprecated names, FP8 on small shapes
 ]
 
+
+@pytest.fixture(autouse=True, scope="module")
+def _loads() -> None:
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except OSError as error:  # of the cuDNN that others in this process have loaded
+        pytest.skip(f"waits for a process of its own: {error}")
+
+
 WIDTH, TOKENS, STEPS = 256, 128, 7
 RECIPES = ("bf16", "DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling")
 MODULES = ("Linear", "LayerNormLinear", "LayerNormMLP")

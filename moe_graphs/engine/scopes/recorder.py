@@ -19,7 +19,7 @@ from moe_graphs.engine import context
 from moe_graphs.engine.backends.base import Backend
 from moe_graphs.engine.guards import Guards
 from moe_graphs.engine.preserve import RandomState, Values
-from moe_graphs.engine.proof import Difference, first_difference
+from moe_graphs.engine.proof import Difference, first_difference, varies
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.scopes.captured_forward import CapturedForward, Saved
 from moe_graphs.engine.scopes.dry_run import (
@@ -165,9 +165,13 @@ class Recorder:
             return None
         expected.undo()
         again = self.dry_run.forward(call)
-        if expected.difference(again.outputs, again.written) is None:
+        forward = place.forward
+        if expected.difference(again.outputs, again.written) is None and not (
+            found.only_order_of_sums and varies(forward.graph, forward.outputs, expected.undo)
+        ):
             return found
         place.planned.not_reproducible = True
+        expected.undo()
         place.forward.graph.replay()
         return None
 
@@ -345,7 +349,11 @@ class Recorder:
         found = first_difference(*zip(*compared, strict=True)) if compared else None
         if found is None and all(stable):
             found = effects.difference()
-        if found is not None:
+        if found is None:
+            return
+        if found.only_order_of_sums and varies(recorded.graph, recorded.gradients, effects.again):
+            place.planned.not_reproducible = True
+        else:
             place.planned.differs(found)
 
     def _static_incoming(self, gradients: Sequence[Tensor]) -> list[Tensor]:

@@ -1,0 +1,113 @@
+"""A kernel that adds in any order it likes is no difference between replay and eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import moe_graphs
+from moe_graphs import FullIteration, GraphConfig, make_graphed_callables
+from moe_graphs.engine.backends.cpu import Tape
+
+PERIOD = 5
+# In tensors, where the engine does not look for what Python keeps.
+CALLS, IN_REPLAY = torch.zeros(1), torch.zeros(1)
+
+
+def rounded_otherwise(x: torch.Tensor) -> torch.Tensor:
+    """A few bits more, as sums in another order have."""
+    return x * (1.0 + 6 * torch.finfo(x.dtype).eps)
+
+
+@torch.library.custom_op("moe_graphs_tests::now_and_then", mutates_args=())
+def now_and_then(x: torch.Tensor) -> torch.Tensor:
+    """x, in one call of five rounded otherwise: as atomics do."""
+    CALLS.add_(1)
+    return rounded_otherwise(x) if CALLS.item() % PERIOD == 0 else x.clone()
+
+
+now_and_then.register_autograd(lambda ctx, gradient: now_and_then(gradient))
+
+
+@torch.library.custom_op("moe_graphs_tests::replayed", mutates_args=())
+def replayed(x: torch.Tensor) -> torch.Tensor:
+    """x, rounded otherwise in every replay."""
+    return rounded_otherwise(x) if IN_REPLAY.item() else x.clone()
+
+
+replayed.register_autograd(lambda ctx, gradient: gradient)
+
+
+class Model(nn.Module):
+    def __init__(self, op) -> None:
+        super().__init__()
+        self.first, self.scope = nn.Linear(4, 4), Scope(op)
+
+    def forward(self, x):
+        return self.scope(self.first(x))
+
+
+class Scope(nn.Module):
+    def __init__(self, op) -> None:
+        super().__init__()
+        self.linear, self.op = nn.Linear(4, 4), op
+
+    def forward(self, x):
+        return torch.tanh(self.op(self.linear(x)))
+
+
+def report_of(engine: str, op):
+    torch.manual_seed(0)
+    model = Model(op)
+    x = torch.randn(3, 4)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    if engine == "callables":
+        make_graphed_callables(model.scope, (torch.ones(3, 4, requires_grad=True),))
+        graphs = model.scope.graphs
+    elif engine == "scopes":
+        graphs = moe_graphs.graph(model, GraphConfig("scope*", warmup_steps=2))
+    else:
+        graphs = FullIteration(step, model=model, warmup_steps=2, on_mismatch="eager")
+    for _ in range(5):
+        if engine == "scopes":
+            with graphs.step():
+                step(x)
+        else:
+            (graphs if engine == "whole steps" else step)(x)
+        model.zero_grad(set_to_none=False)
+    report = graphs.report()
+    graphs.release()
+    return report
+
+
+ENGINES = ("scopes", "callables", "whole steps")
+
+
+@pytest.mark.parametrize("phase", range(PERIOD))
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_varies_in_replays_too_is_not_reproducible(engine, phase):
+    CALLS.fill_(phase)
+    report = report_of(engine, now_and_then)
+    assert report.replayed > 0
+    assert "differs_from_eager" not in report.eager_calls
+
+
+@pytest.mark.filterwarnings("ignore::moe_graphs.GraphWarning")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_replays_always_compute_otherwise_differs(engine, monkeypatch):
+    original = Tape.replay
+
+    def replay(self):
+        IN_REPLAY.fill_(1)
+        original(self)
+        IN_REPLAY.fill_(0)
+
+    monkeypatch.setattr(Tape, "replay", replay)
+    report = report_of(engine, replayed)
+    assert report.eager_calls["differs_from_eager"] > 0
