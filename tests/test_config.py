@@ -8,6 +8,7 @@ from torch import nn
 import moe_graphs
 from moe_graphs import GraphConfig
 from moe_graphs.dispatch import AllToAllDispatcher
+from moe_graphs.engine.scopes.select import find_scopes
 from training_runs import tiny_model
 
 BROKEN = {
@@ -89,3 +90,10 @@ def test_a_model_on_two_devices_is_refused():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     with pytest.raises(ValueError, match="devices cpu, meta: graphs need exactly one"):
         moe_graphs.graph(model, GraphConfig("0*"))
+
+
+def test_a_pattern_with_a_dot_matches_names_at_the_top():
+    model = nn.ModuleDict({"encoder": nn.Linear(2, 2), "inner": nn.Sequential(nn.Linear(2, 2))})
+    model["inner"].add_module("encoder", nn.Linear(2, 2))
+    found = find_scopes(model, GraphConfig("*.encoder"))
+    assert [scope.name for scope in found] == ["encoder", "inner.encoder"]

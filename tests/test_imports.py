@@ -22,8 +22,11 @@ WHERE_INSTALLED = {"grouped_gemm", "transformer_engine"}
 WITH_ANOTHER = {"pytorch_lightning", "cuda"}
 # A child of its own for each, after what takes long to import and is not ours.
 EACH_ALONE = """
-import importlib, json, os, sys
+import contextlib, importlib, json, os, sys
 import torch, triton
+import torch._dynamo, torch.distributed.tensor
+with contextlib.suppress(ImportError):
+    import lightning.pytorch
 failed = {}
 for module in json.loads(sys.argv[1]):
     assert not any(name.startswith("moe_graphs") for name in sys.modules)

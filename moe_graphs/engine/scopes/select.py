@@ -163,7 +163,8 @@ def _part_of_layer(name: str, layer: Staged, wanted: Sequence[str]) -> Scope | N
 
 def _matching(model: nn.Module, pattern: str) -> list[Scope]:
     names = [name for name, _ in model.named_modules() if name]
-    matches = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+    # "*.encoder" means that of the model itself as well.
+    matches = [n for n in names if any(fnmatch.fnmatchcase(each, pattern) for each in (n, f".{n}"))]
     if not matches:
         some = ", ".join(names[:8])
         raise ValueError(
