@@ -34,7 +34,6 @@ _OF_PYTHON: dict[str, frozenset[str]] = {
     "tempfile": frozenset(),
     "subprocess": frozenset(),
     "socket": frozenset(),
-    "torch.random": frozenset({"initial_seed"}),
 }  # fmt: skip
 # Of Transformer Engine: in FP8 its kernels write scales that no dispatcher sees.
 _FP8 = ("fp8_autocast_enter", "autocast_enter")

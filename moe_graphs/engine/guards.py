@@ -152,13 +152,13 @@ class Guards:
         self._found = found
         self._contents = [(each, each.contents()) for each in found.containers]
         self._cells = [(cell, cell.read()) for cell in found.cells]
-        whole = [each for each in found.containers if self._is_compared_whole(each)]
-        self._holders = [each.holder for each in whole]
+        keyed = [(c, contents) for c, contents in self._contents if not self._is_compared_whole(c)]
+        one_by_one = {id(container) for container, _ in keyed}
+        self._holders = [each.holder for each in found.containers if id(each) not in one_by_one]
         # The views of dictionaries are live: they show the values of the time they are read.
         self._now = [h.values() if isinstance(h, dict) else h for h in self._holders]
         self._sizes = list(map(len, self._now))
         self._values = list(chain.from_iterable(self._now))
-        keyed = [(c, contents) for c, contents in self._contents if not self._is_compared_whole(c)]
         matter = set(map(id, found.tensors.values()))
         rows = [
             (c.holder, key, value)
@@ -169,9 +169,10 @@ class Guards:
         self._dicts, self._dict_keys, self._dict_values = _columns(rows, dict)
         self._classes, self._class_keys, self._class_values = _columns(rows, types.MappingProxyType)
         # Names that may come: each by itself, or whether the holder's names are the same.
-        few = [(c, a) for c, contents in keyed if len(a := c.absent(contents)) <= len(c.holder)]
-        self._absent = [[c.holder for c, a in few for _ in a], [key for _, a in few for key in a]]
-        many = [c.holder for c, contents in keyed if len(c.absent(contents)) > len(c.holder)]
+        absent = [(c.holder, c.absent(contents)) for c, contents in keyed]
+        few = [(holder, keys) for holder, keys in absent if len(keys) <= len(holder)]
+        self._absent = [[h for h, keys in few for _ in keys], [k for _, keys in few for k in keys]]
+        many = [holder for holder, keys in absent if len(keys) > len(holder)]
         self._names_of_many = [holder.keys() for holder in many]
         self._names_known = list(map(frozenset, many))
         self._hooks = [

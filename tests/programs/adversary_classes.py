@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-import contextvars
-import copy
 import enum
 import functools
-import threading
 import weakref
 from dataclasses import dataclass
 from typing import Any
 
 from programs.cases import Scope, Table
+from programs.scripts import having, setting
 
 case = Table()
 SETTINGS: dict[str, Any] = {}
-CONTEXT: contextvars.ContextVar[float] = contextvars.ContextVar("gain", default=1.0)
-THREAD = threading.local()
-
-
-def having(**attributes):
-    def init(s):
-        for name, value in attributes.items():
-            setattr(s, name, copy.copy(value) if isinstance(value, (list, dict, set)) else value)
-
-    return init
-
-
-def setting(name, value):
-    return lambda m, e: setattr(m.sc, name, value)
-
-
-def gained(s, x):
-    return s.l(x) * s.gain
 
 
 # ---- classes

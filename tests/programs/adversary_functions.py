@@ -13,10 +13,6 @@ from programs.scripts import other_from_fourth, tanh
 case = Table()
 
 
-def parameters(m):
-    return [p for p in m.parameters() if p.requires_grad]
-
-
 # ---- saved tensors, grad modes
 
 

@@ -10,13 +10,9 @@ from torch.autograd import forward_ad
 from torch.func import functional_call
 
 from programs.cases import Table, plain_loss, plain_step
-from programs.scripts import log, other_from_fourth, tanh
+from programs.scripts import log, other_from_fourth, parameters, tanh
 
 case = Table()
-
-
-def parameters(m):
-    return [p for p in m.parameters() if p.requires_grad]
 
 
 # ---- which gradients are asked for

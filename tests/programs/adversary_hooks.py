@@ -7,13 +7,9 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from programs.cases import Table
-from programs.scripts import log, tanh
+from programs.scripts import log, parameters, tanh
 
 case = Table()
-
-
-def parameters(m):
-    return [p for p in m.parameters() if p.requires_grad]
 
 
 # ---- hooks

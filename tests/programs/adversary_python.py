@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextvars
-import copy
 import functools
 import itertools
 import os
@@ -28,22 +27,6 @@ OTHER_MODULE = types.ModuleType("programs_settings")
 sys.modules["programs_settings"] = OTHER_MODULE
 CONTEXT: contextvars.ContextVar[float] = contextvars.ContextVar("gain", default=1.0)
 THREAD = threading.local()
-
-
-def having(**attributes):
-    def init(s):
-        for name, value in attributes.items():
-            setattr(s, name, copy.copy(value) if isinstance(value, (list, dict, set)) else value)
-
-    return init
-
-
-def setting(name, value):
-    return lambda m, e: setattr(m.sc, name, value)
-
-
-def gained(s, x):
-    return s.l(x) * s.gain
 
 
 # ---- functions, partials, caches

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import random
 import threading
@@ -15,60 +14,6 @@ from programs.cases import Table, plain_loss
 from programs.scripts import tanh, without_value
 
 case = Table()
-FLAG = [1.0]
-
-
-def from_fourth(context):
-    """A context around the steps from the fourth on."""
-    return lambda m, e, i: context() if i >= 4 else contextlib.nullcontext()
-
-
-def around_call(context):
-    """A step whose forward, not its backward, runs in the context from the fourth step on."""
-
-    def step(m, x, e):
-        with context() if e.late else contextlib.nullcontext():
-            loss = plain_loss(m, x, e)
-        loss.backward()
-        return loss.detach()
-
-    return step
-
-
-def around_backward(context):
-    def step(m, x, e):
-        loss = plain_loss(m, x, e)
-        with context() if e.late else contextlib.nullcontext():
-            loss.backward()
-        return loss.detach()
-
-    return step
-
-
-@contextlib.contextmanager
-def flag():
-    FLAG[0] = 3.0
-    try:
-        yield
-    finally:
-        FLAG[0] = 1.0
-
-
-@contextlib.contextmanager
-def setting(setter, value, before):
-    setter(value)
-    try:
-        yield
-    finally:
-        setter(before)
-
-
-def deterministic():
-    return setting(torch.use_deterministic_algorithms, True, False)
-
-
-def bf16(**options):
-    return lambda: torch.autocast("cpu", torch.bfloat16, **options)
 
 
 # ---- random numbers

@@ -11,21 +11,6 @@ from programs.scripts import tanh
 case = Table()
 
 
-def linear(s, x):
-    return s.l(x)
-
-
-def keeping(what):
-    """A step that keeps something of the scope's output for ever."""
-
-    def step(m, x, e):
-        y = m.sc(m.pre(x))
-        e.kept.append(what(y))
-        y.square().mean().backward()
-
-    return step
-
-
 # ---- metadata
 
 

@@ -14,12 +14,6 @@ from programs.cases import Case, Scope, Table, plain_loss, plain_step, plain_upd
 from programs.scripts import other_from_fourth, several, tanh
 
 case = Table()
-SCOPED = ("scopes", "callables")
-
-
-def layer(make, call=lambda f, x: f(x)):
-    """A scope around one of torch's layers, ``s.f``."""
-    return dict(forward=lambda s, x: call(s.f, s.l(x)), init=lambda s: setattr(s, "f", make()))
 
 
 # ---- optimizers

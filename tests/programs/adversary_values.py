@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextvars
-import copy
 import fractions
 import functools
 import itertools
 import math
-import threading
 from typing import Any
 
 import numpy as np
@@ -16,28 +13,10 @@ import torch
 from torch import nn
 
 from programs.cases import Table
-from programs.scripts import Gain
+from programs.scripts import Gain, having, setting
 
 case = Table()
 SETTINGS: dict[str, Any] = {}
-CONTEXT: contextvars.ContextVar[float] = contextvars.ContextVar("gain", default=1.0)
-THREAD = threading.local()
-
-
-def having(**attributes):
-    def init(s):
-        for name, value in attributes.items():
-            setattr(s, name, copy.copy(value) if isinstance(value, (list, dict, set)) else value)
-
-    return init
-
-
-def setting(name, value):
-    return lambda m, e: setattr(m.sc, name, value)
-
-
-def gained(s, x):
-    return s.l(x) * s.gain
 
 
 # ---- values that compare equal, or are no plain numbers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -62,3 +63,22 @@ class Gain:
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.gain
+
+
+def having(**attributes):
+    """The scope's module has these; containers are its own."""
+
+    def init(s):
+        for name, value in attributes.items():
+            setattr(s, name, copy.copy(value) if isinstance(value, (list, dict, set)) else value)
+
+    return init
+
+
+def setting(name, value):
+    return lambda m, e: setattr(m.sc, name, value)
+
+
+def parameters(m: torch.nn.Module) -> list[torch.Tensor]:
+    """Those that are trained."""
+    return [p for p in m.parameters() if p.requires_grad]

@@ -229,8 +229,7 @@ class Recorder:
             if place.planned.backward_runs_once or self.split:
                 raise CaptureError(f"its backward cannot be run twice: {error}") from error
             place.planned.backward_runs_once = True
-            with Loan.of_our_own(slot.loans()):
-                place.open = place.run = None
+            slot.let_go_of_autograd([place])
             return None
 
     def backward_of_weights(self, slot: Slot, place: Place) -> list[Tensor | None]:
@@ -256,8 +255,7 @@ class Recorder:
             yield
         except CaptureError as error:
             self.failure = error
-            with Loan.of_our_own(slot.loans()):
-                place.open = place.run = None
+            slot.let_go_of_autograd([place])
 
     def _record(
         self,

@@ -230,12 +230,16 @@ class Slot:
         complete = all(place.is_recorded or place.planned.refused for place in self.places)
         if complete or self._attempts == _ATTEMPTS:
             self.is_closed = True
-            with Loan.of_our_own(self.loans()):
-                for place in self.places:
-                    place.open = place.run = None
+            self.let_go_of_autograd(self.places)
         else:
             self.release()
             self._begin_anew(None)
+
+    def let_go_of_autograd(self, places: Sequence[Place]) -> None:
+        """What their forwards have left there is not needed any more."""
+        with Loan.of_our_own(self.loans()):
+            for place in places:
+                place.open = place.run = None
 
     def release(self) -> None:
         for place in self.places:
