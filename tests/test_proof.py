@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch import nn
 import moe_graphs
 from moe_graphs import FullIteration, GraphConfig, make_graphed_callables
 from moe_graphs.engine.backends.cpu import Tape
+from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
 
 PERIOD = 5
 # In tensors, where the engine does not look for what Python keeps.
@@ -111,3 +114,56 @@ def test_what_replays_always_compute_otherwise_differs(engine, monkeypatch):
     monkeypatch.setattr(Tape, "replay", replay)
     report = report_of(engine, replayed)
     assert report.eager_calls["differs_from_eager"] > 0
+
+
+class RoundedInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return replayed(gradient)
+
+
+@pytest.mark.filterwarnings("ignore::moe_graphs.GraphWarning")
+def test_a_backward_is_replayed_once_for_its_forward(monkeypatch):
+    """It works in the memory of what the forward has left: of another replay nothing follows."""
+    original, replays = Tape.replay, Counter()
+
+    def replay(self):
+        replays[self] += 1
+        IN_REPLAY.fill_(1)
+        original(self)
+        IN_REPLAY.fill_(0)
+
+    monkeypatch.setattr(Tape, "replay", replay)
+    report = report_of("scopes", RoundedInBackward.apply)
+    assert report.eager_calls["differs_from_eager"] > 0
+    assert set(replays.values()) == {1}  # all that follow are eager
+
+
+@pytest.mark.gpu
+def test_attention_that_varies_beside_experts():
+    """Flash attention's backward adds in any order; what is compared with it uses memory up."""
+    moe = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=128, aux_loss_coef=0.01)
+    config = TransformerConfig(
+        hidden_size=256, num_layers=6, num_heads=4, num_kv_heads=2, ffn_hidden_size=256,
+        vocab_size=512, max_sequence_length=1024, moe=moe, moe_layers="all",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LanguageModel(config).to("cuda", torch.bfloat16)
+    graphs = moe_graphs.graph(model, GraphConfig("attn,moe", warmup_steps=1))
+    tokens = torch.randint(512, (4, 1025), device="cuda")
+    for _ in range(5):
+        with graphs.step():
+            out = model(tokens[:, :-1])
+            loss = nn.functional.cross_entropy(out.logits_BSV.float().flatten(0, 1),
+                                               tokens[:, 1:].flatten())  # fmt: skip
+            (loss + out.aux_loss).backward()
+        model.zero_grad()
+    report = graphs.report()
+    graphs.release()
+    assert loss.isfinite()
+    assert report.captured == 12
+    assert not report.eager_calls.get("differs_from_eager")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,12 +12,8 @@ from torch import Tensor
 from moe_graphs.errors import GraphWarning
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_REPLAYS = 64  # to see whether they vary; only where a difference looks like it
+_RUNS = 64  # to see whether they vary; only where a difference looks like it
 _CHUNK = 1 << 24  # elements whose bits are widened at once
-
-
-class Replayable(Protocol):
-    def replay(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -58,19 +53,16 @@ def first_difference(
     return None
 
 
-def varies(graph: Replayable, results: Sequence[Tensor | None], again: Callable[[], None]) -> bool:
-    """Whether replays themselves differ from one another: a kernel in there adds in any order it
-    likes (atomics, as in the backward of flash attention), in some runs in ten or a hundred.
+def varies(another_run: Callable[[], Difference | None]) -> bool:
+    """Whether runs of the same thing differ from one another: a kernel in there adds in any order
+    it likes (atomics, as in the backward of flash attention), in some runs in ten or a hundred.
 
-    again: puts back, before each replay, what it starts from.
+    another_run: runs it again; how the result differs from that of the first run.
     """
-    before = [None if result is None else result.detach().clone() for result in results]
-    names = [""] * len(before)
-    for _ in range(_REPLAYS):
-        again()
-        graph.replay()
-        if first_difference(names, before, results) is not None:
-            return True
+    for _ in range(_RUNS):
+        found = another_run()
+        if found is not None:
+            return found.only_order_of_sums
     return False
 
 

@@ -154,7 +154,7 @@ class GraphedScope:
             return Mismatch("capture_failed", str(error))
         flight = slot.take_off(place, leaves)
         produced = replay(slot, flight, recorder, self.delayed, leaves)
-        difference = recorder.difference_of_forward(place, call, expected, produced)
+        difference = recorder.proofs.difference_of_forward(place, call, expected, produced)
         if difference is None:
             return produced
         slot.call_off(flight)

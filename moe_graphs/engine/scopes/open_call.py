@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moe_graphs.engine.autograd import LeafUses
-from moe_graphs.engine.scopes.recording import Layouts, layouts_of
+from moe_graphs.engine.scopes.recording import layouts_of
 from moe_graphs.engine.scopes.split_backward import SplitBackward
 
 
@@ -30,10 +30,7 @@ class OpenCall:
 
     def backward(self, incoming: Sequence[Tensor | None], *, split: bool) -> BackwardRun:
         """``incoming``: per output, None where no gradient comes in."""
-        pairs = zip(self.outputs, incoming, strict=True)
-        used = [(output, gradient) for output, gradient in pairs if gradient is not None]
-        outputs, gradients = ([pair[i] for pair in used] for i in range(2))
-        return BackwardRun(self, layouts_of(incoming), outputs, gradients, split)
+        return BackwardRun(self, incoming, split)
 
 
 class BackwardRun:
@@ -41,18 +38,15 @@ class BackwardRun:
     needed: eagerly, and into a graph. It reads static memory.
 
     Attributes:
+        given: gradients per output, None where none comes in.
+        incoming: those of them that are there.
         first_uses, second_uses: the numbers of the uses that each part computes.
     """
 
-    def __init__(
-        self,
-        open: OpenCall,
-        layouts: Layouts,
-        outputs: list[Tensor],
-        incoming: list[Tensor],
-        split: bool,
-    ) -> None:
-        self.layouts, self.incoming = layouts, incoming
+    def __init__(self, open: OpenCall, given: Sequence[Tensor | None], split: bool) -> None:
+        used = [(o, g) for o, g in zip(open.outputs, given, strict=True) if g is not None]
+        outputs, self.incoming = ([pair[i] for pair in used] for i in range(2))
+        self.given, self.layouts = tuple(given), layouts_of(given)
         self._open, self._outputs = open, outputs
         self._leaves = [*open.inputs, *open.parameters]
         count = len(open.inputs)

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from moe_graphs.engine.autograd import LeafUses
 from moe_graphs.engine.backends.base import Backend
 from moe_graphs.engine.preserve import StandIns, Values
-from moe_graphs.engine.proof import first_difference
+from moe_graphs.engine.proof import Difference, first_difference
 from moe_graphs.engine.scopes.place import Flight, Place
 from moe_graphs.errors import GraphError
 
@@ -30,6 +30,20 @@ def recompute(
     Raises:
         GraphError: if the forward does not compute what it did.
     """
+    difference, gradients = compute_anew(backend, flight, incoming)
+    if difference is not None:
+        raise GraphError(
+            f"scope {flight.place.name!r}: its backward was not captured for this loss, and its "
+            f"forward, computed anew, differs: {difference}; run such forwards within "
+            f"graphs.paused()"
+        )
+    return gradients
+
+
+def compute_anew(
+    backend: Backend, flight: Flight, incoming: Sequence[Tensor | None]
+) -> tuple[Difference | None, list[Tensor | None]]:
+    """How the outputs differ from those of the replay, and the gradients per use. Synchronises."""
     place, forward = flight.place, flight.place.forward
     inputs = [_leaf(leaf) for leaf in forward.inputs]
     for number, first in enumerate(forward.signature.first):
@@ -51,12 +65,7 @@ def recompute(
     live, found = _outputs(place, outputs)
     names = [f"output {number}" for number in range(len(found))]
     difference = first_difference(names, forward.outputs, found)
-    if difference is not None:
-        raise GraphError(
-            f"scope {place.name!r}: its backward was not captured for this loss, and its forward, "
-            f"computed anew, differs: {difference}; run such forwards within graphs.paused()"
-        )
-    return _gradients(place, stand_ins, inputs, live, incoming)
+    return difference, _gradients(place, stand_ins, inputs, live, incoming)
 
 
 def _leaf(leaf: object) -> object:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from moe_graphs.engine import context
 from moe_graphs.engine.backends.base import Backend
 from moe_graphs.engine.guards import Guards
 from moe_graphs.engine.preserve import RandomState, Values
-from moe_graphs.engine.proof import Difference, first_difference, varies
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.scopes.captured_forward import CapturedForward, Saved
 from moe_graphs.engine.scopes.dry_run import (
@@ -33,6 +32,7 @@ from moe_graphs.engine.scopes.expected import Expected
 from moe_graphs.engine.scopes.explained import explained
 from moe_graphs.engine.scopes.loans import Loan
 from moe_graphs.engine.scopes.place import Flight, Place
+from moe_graphs.engine.scopes.proofs import Proofs
 from moe_graphs.engine.scopes.recompute import recompute
 from moe_graphs.engine.scopes.recording import RecordedBackward, Surroundings
 from moe_graphs.engine.scopes.slots import Slot
@@ -60,6 +60,7 @@ class Recorder:
     ) -> None:
         self.model, self.backend, self.split, self.verify = model, backend, split, verify
         self.dry_run = DryRun(model, backend)
+        self.proofs = Proofs(model, self.dry_run, verify=verify)
         self.failure: CaptureError | None = None
         self.shared: dict[Any, Tensor] = {}
 
@@ -153,28 +154,6 @@ class Recorder:
                 inputs.append(static.requires_grad_(spec.requires_grad))
         return inputs, sources
 
-    def difference_of_forward(
-        self, place: Place, call: ScopeCall, expected: Expected, outputs: Sequence[Any]
-    ) -> Difference | None:
-        """How the first replay differs from eager, after which everything is as before the call;
-        None if it does not, or if eager itself differs from one run to the next."""
-        if not self.verify:
-            return None
-        found = expected.difference(outputs)
-        if found is None:
-            return None
-        expected.undo()
-        again = self.dry_run.forward(call)
-        forward = place.forward
-        if expected.difference(again.outputs, again.written) is None and not (
-            found.only_order_of_sums and varies(forward.graph, forward.outputs, expected.undo)
-        ):
-            return found
-        place.planned.not_reproducible = True
-        expected.undo()
-        place.forward.graph.replay()
-        return None
-
     # ---- backward
 
     def backward(
@@ -206,7 +185,7 @@ class Recorder:
                 with effects.once():
                     again = self._again(slot, place, eagerly, effects)
                     if place.open is not None:
-                        self._record(slot, place, eager, again, surroundings, effects)
+                        self._record(slot, flight, eager, again, surroundings, effects)
         return dict(zip(run.first_uses, eager, strict=True))
 
     def _again(
@@ -232,8 +211,9 @@ class Recorder:
             slot.let_go_of_autograd([place])
             return None
 
-    def backward_of_weights(self, slot: Slot, place: Place) -> list[Tensor | None]:
+    def backward_of_weights(self, slot: Slot, flight: Flight) -> list[Tensor | None]:
         """The same for the second part of a split backward: the gradients per use of parameters."""
+        place = flight.place
         self.backend.prime()
         effects = Effects(self.backend)
         with self.backend.on_stream(), effects.seen():
@@ -241,7 +221,7 @@ class Recorder:
         if place.backward is not None and place.weights is None and self._may_record(slot):
             with self._failing(slot, place), explained(place.name, "backward", self.backend):
                 with effects.once():
-                    self._record_weights(slot, place, eager, effects)
+                    self._record_weights(slot, flight, eager, effects)
         return eager
 
     def _may_record(self, slot: Slot) -> bool:
@@ -260,12 +240,13 @@ class Recorder:
     def _record(
         self,
         slot: Slot,
-        place: Place,
+        flight: Flight,
         eager: Sequence[Tensor | None],
         again: Sequence[Tensor | None] | None,
         surroundings: Surroundings,
         effects: Effects,
     ) -> None:
+        place = flight.place
         run = place.run
         static = self._static_incoming(run.incoming)
         targets = tuple(map(target_of, static))
@@ -286,11 +267,12 @@ class Recorder:
             graph, surroundings, run.layouts, targets, run.first_uses, *self._borrowed(gradients)
         )
         slot.backward_recorded(place)
-        self._prove(place, place.backward, eager, again, effects)
+        self.proofs.backward(flight, run.given, place.backward, eager, again, effects)
 
     def _record_weights(
-        self, slot: Slot, place: Place, eager: Sequence[Tensor | None], effects: Effects
+        self, slot: Slot, flight: Flight, eager: Sequence[Tensor | None], effects: Effects
     ) -> None:
+        place = flight.place
         run, first, again = place.run, place.backward, None
         if self.verify:
             effects.again()
@@ -310,49 +292,7 @@ class Recorder:
             run.second_uses,
             *self._borrowed(gradients),
         )
-        self._prove(place, place.weights, eager, again, effects)
-
-    def agrees(self, place: Place, eager: Mapping[int, Tensor | None]) -> bool:
-        """Replays the backward, and compares it with an eager one on the same gradients."""
-        random = RandomState(self.backend.device, self.backend.generators)
-        place.backward.graph.replay()
-        if not random.is_current():
-            random.put_back()
-            return False
-        names = [self._name_of_use(place, use) for use in place.backward.uses]
-        expected = [eager[use] for use in place.backward.uses]
-        return first_difference(names, expected, place.backward.gradients) is None
-
-    def _prove(
-        self,
-        place: Place,
-        recorded: RecordedBackward,
-        eager: Sequence[Tensor | None],
-        again: Sequence[Tensor | None] | None,
-        effects: Effects,
-    ) -> None:
-        """Replays what has just been recorded, and compares it with what eager computed."""
-        effects.again()
-        if recorded.graph is not None:
-            recorded.graph.replay()
-        if again is None or recorded.graph is None:
-            return
-        names = [self._name_of_use(place, use) for use in recorded.uses]
-        both = list(zip(names, eager, again, strict=True))
-        stable = [first_difference([name], [a], [b]) is None for name, a, b in both]
-        if not all(stable):
-            place.planned.not_reproducible = True
-        rows = zip(names, eager, recorded.gradients, stable, strict=True)
-        compared = [row[:3] for row in rows if row[3]]
-        found = first_difference(*zip(*compared, strict=True)) if compared else None
-        if found is None and all(stable):
-            found = effects.difference()
-        if found is None:
-            return
-        if found.only_order_of_sums and varies(recorded.graph, recorded.gradients, effects.again):
-            place.planned.not_reproducible = True
-        else:
-            place.planned.differs(found)
+        self.proofs.backward(flight, run.given, place.weights, eager, again, effects)
 
     def _static_incoming(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         if self.split:  # they have to stay until the weights' part
@@ -374,11 +314,3 @@ class Recorder:
         borrowed = [None if g is None else self.backend.borrow(g.detach()) for g in gradients]
         loans = [None if g is None else Loan(g.untyped_storage()) for g in borrowed]
         return tuple(borrowed), tuple(loans)
-
-    def _name_of_use(self, place: Place, use: int) -> str:
-        listed = place.forward.listed[use]
-        if isinstance(listed, int):
-            return f"the gradient of input {place.forward.signature.leaves[listed].name!r}"
-        named = self.model.named_parameters()
-        name = next((name for name, parameter in named if parameter is listed), "a parameter")
-        return f"the gradient of {name}"

@@ -114,7 +114,7 @@ def _weights_part(
     if flight.kept is not None:
         return flight.kept
     if place.weights is None:
-        gradients = recorder.backward_of_weights(slot, place)
+        gradients = recorder.backward_of_weights(slot, flight)
         return dict(zip(place.run.second_uses, gradients, strict=True))
     slot.call_in_gradients()
     if place.weights.graph is not None:
@@ -146,7 +146,7 @@ def _first_part(
     if reason == "other_layout" and _fits(place, incoming):
         slot.land(flight, replayed=True)
         _copy_in(place, incoming)
-        if recorder.agrees(place, gradients):
+        if recorder.proofs.agrees(place, gradients):
             place.proven_layouts.add(layouts_of(incoming))
         return gradients
     slot.land(flight, replayed=False)

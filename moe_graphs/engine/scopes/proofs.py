@@ -1,0 +1,123 @@
+"""Compares the first replay of each recording with what eager computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from moe_graphs.engine.preserve import RandomState
+from moe_graphs.engine.proof import Difference, first_difference, varies
+from moe_graphs.engine.scopes.dry_run import DryRun, ScopeCall
+from moe_graphs.engine.scopes.effects import Effects
+from moe_graphs.engine.scopes.expected import Expected
+from moe_graphs.engine.scopes.place import Flight, Place
+from moe_graphs.engine.scopes.recompute import compute_anew
+from moe_graphs.engine.scopes.recording import RecordedBackward
+
+
+class Proofs:
+    """Of the recordings of one model. ``verify``: whether forwards are compared at all; of
+    backwards, those with a second eager run are."""
+
+    def __init__(self, model: nn.Module, dry_run: DryRun, *, verify: bool) -> None:
+        self._model, self._dry_run, self._backend = model, dry_run, dry_run.backend
+        self._verify = verify
+
+    def difference_of_forward(
+        self, place: Place, call: ScopeCall, expected: Expected, outputs: Sequence[Any]
+    ) -> Difference | None:
+        """How the first replay differs from eager, after which everything is as before the call;
+        None if it does not, or if eager itself differs from one run to the next."""
+        found = expected.difference(outputs) if self._verify else None
+        if found is None:
+            return None
+        expected.undo()
+        again = self._dry_run.forward(call)
+        if expected.difference(again.outputs, again.written) is None and not (
+            found.only_order_of_sums and _replays_vary(place, expected)
+        ):
+            return found
+        place.planned.not_reproducible = True
+        expected.undo()
+        place.forward.graph.replay()
+        return None
+
+    def backward(
+        self,
+        flight: Flight,
+        incoming: Sequence[Tensor | None],
+        recorded: RecordedBackward,
+        eager: Sequence[Tensor | None],
+        again: Sequence[Tensor | None] | None,
+        effects: Effects,
+    ) -> None:
+        """Replays what has just been recorded and compares it with ``eager``, unless there is no
+        second eager run ``again``. A difference makes the scope eager.
+
+        It is replayed once: a backward works in the memory of what its forward has left for it.
+        """
+        effects.again()
+        if recorded.graph is not None:
+            recorded.graph.replay()
+        if again is None or recorded.graph is None:
+            return
+        names = self._names_of(flight.place, recorded.uses)
+        both = list(zip(names, eager, again, strict=True))
+        stable = [first_difference([name], [a], [b]) is None for name, a, b in both]
+        eager_varies = not all(stable)
+        rows = zip(names, eager, recorded.gradients, stable, strict=True)
+        compared = [row[:3] for row in rows if row[3]]
+        found = first_difference(*zip(*compared, strict=True)) if compared else None
+        if found is None and not eager_varies:
+            found = effects.difference()
+        if found is not None and found.only_order_of_sums and not eager_varies:
+
+            def another() -> Difference | None:
+                effects.again()
+                with self._backend.on_stream():
+                    difference, gradients = compute_anew(self._backend, flight, incoming)
+                anew = [gradients[use] for use in recorded.uses]
+                return difference or first_difference(names, eager, anew)
+
+            eager_varies = varies(another)
+        planned = flight.place.planned
+        planned.not_reproducible |= eager_varies
+        if found is not None and not (eager_varies and found.only_order_of_sums):
+            planned.differs(found)
+
+    def agrees(self, place: Place, eager: Mapping[int, Tensor | None]) -> bool:
+        """Replays the backward, and compares it with an eager one on the same gradients."""
+        random = RandomState(self._backend.device, self._backend.generators)
+        place.backward.graph.replay()
+        if not random.is_current():
+            random.put_back()
+            return False
+        names = self._names_of(place, place.backward.uses)
+        expected = [eager[use] for use in place.backward.uses]
+        return first_difference(names, expected, place.backward.gradients) is None
+
+    def _names_of(self, place: Place, uses: Sequence[int]) -> list[str]:
+        of_parameters = {id(p): name for name, p in self._model.named_parameters()}
+        leaves = place.forward.signature.leaves
+        listed = [place.forward.listed[use] for use in uses]
+        return [
+            f"the gradient of input {leaves[each].name!r}"
+            if isinstance(each, int)
+            else f"the gradient of {of_parameters.get(id(each), 'a parameter')}"
+            for each in listed
+        ]
+
+
+def _replays_vary(place: Place, expected: Expected) -> bool:
+    outputs = place.forward.outputs
+    names = [f"output {number}" for number in range(len(outputs))]
+    before = [output.clone() for output in outputs]
+
+    def another() -> Difference | None:
+        expected.undo()
+        place.forward.graph.replay()
+        return first_difference(names, before, outputs)
+
+    return varies(another)
