@@ -283,7 +283,7 @@ def test_a_document_is_json_whatever_the_numbers(capsys, value, expected):
 
 
 def test_the_commands_in_the_readme_are_commands():
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
     lines = re.findall(r"^moe-graphs ([^#\n]*)", readme, re.MULTILINE)
     assert len(lines) > 3
     group = typer.main.get_command(build_app())

@@ -13,6 +13,9 @@ import moe_graphs
 
 PACKAGE = Path(moe_graphs.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
+TESTS = sorted(Path(__file__).parent.rglob("*.py"))
+# What tests share, and what tries to break what all of the package promises.
+OF_TESTS_ALONE = {"support", "programs"}
 # Which parts of the package a part may import. `staged` is the marker and the interrupt: the one
 # piece of the engine that layers and dispatchers see.
 ALLOWED = {
@@ -63,6 +66,20 @@ def test_files_and_functions_stay_short(file):
             documentation = (ast.get_docstring(node) or "").splitlines()
             lines = node.end_lineno - node.lineno - len(documentation)
             assert lines < 60 or node.name == "train", node.name
+
+
+def test_files_of_tests_stay_short():
+    lengths = {file.name: len(file.read_text().splitlines()) for file in TESTS}
+    assert not {name: length for name, length in lengths.items() if length > 400}
+
+
+def test_tests_lie_in_folders_of_the_package():
+    """Beside them only the files about the package as a whole, and about its own files."""
+    folders = {file.relative_to(PACKAGE).parent for file in FILES}
+    for file in TESTS:
+        folder = file.relative_to(Path(__file__).parent).parent
+        assert folder in folders or str(folder) in OF_TESTS_ALONE, file
+        assert file.name.startswith(("test_", "conftest")) or str(folder) in OF_TESTS_ALONE, file
 
 
 def test_importing_the_package_imports_no_optional_one():

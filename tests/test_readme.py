@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 import moe_graphs
+from lm_runs import small_preset
 from moe_graphs.layers import LanguageModel
 from moe_graphs.lm.run_presets import presets
 from moe_graphs.pipelines.builders import one_f_one_b
-from test_training import small_preset
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()

@@ -5,8 +5,8 @@ partitions of four warps that multiply out of it. Two mbarriers belong to a slot
 bytes have landed) and `empty` (its readers are done). Position in the ring is a pair (slot, phase);
 `phase` is the parity a waiter waits for, 0 for the first consumer, 1 for the first producer.
 
-Three rules of Triton 3.6 that this code obeys (`tests/test_kernels_compile.py` checks our kernels,
-and holds reproductions of the first two, which are silent miscompiles, also in 3.7.1):
+Three rules of Triton 3.6 that this code obeys (`tests/kernels/test_compiled_kernels.py` checks our
+kernels, and holds reproductions of the first two, which are silent miscompiles, also in 3.7.1):
 
 1. `previous = current` before a loop and again inside it is not carried: the loop keeps the entry
    value. Hence `previous_slot(slot)` instead of a second variable.

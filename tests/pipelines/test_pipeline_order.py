@@ -15,7 +15,7 @@ import moe_graphs
 from moe_graphs import GraphConfig
 from moe_graphs.pipelines.builders import interleaved_1f1b, one_f_one_b
 from moe_graphs.pipelines.schedule import Schedule, slots
-from pipelines import SEQUENCE, WIDTH, eager_rank, make_chunks, make_schedule, run_rank
+from pipeline_runs import SEQUENCE, WIDTH, eager_rank, make_chunks, make_schedule, run_rank
 
 SPLIT = ("zero_bubble", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 WHOLE = ("gpipe", "1f1b", "interleaved", "LoopedBFS")

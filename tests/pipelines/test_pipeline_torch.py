@@ -14,7 +14,7 @@ import moe_graphs
 from distributed import run_distributed
 from moe_graphs import GraphConfig
 from moe_graphs.pipelines.formats import from_torch
-from pipelines import SEQUENCE, WIDTH, Layers
+from pipeline_runs import SEQUENCE, WIDTH, Layers
 from training_runs import Trace
 
 BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)]

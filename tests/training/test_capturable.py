@@ -20,8 +20,7 @@ from moe_graphs.training.capturable import (
 )
 from moe_graphs.training.device_step import DeviceStep
 from moe_graphs.training.grad_scaler import GradScaler
-from test_grad_scaler import device_backend
-from training_runs import DEVICES
+from training_runs import DEVICES, device_backend
 
 SCHEDULERS: dict[str, Callable] = {
     "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda step: 0.95**step),

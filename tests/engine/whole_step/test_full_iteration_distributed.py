@@ -268,7 +268,7 @@ def test_expandable_segments_with_graph_registration(monkeypatch):
 
 SCRIPT = """
     import sys
-    sys.path[:0] = [{tests!r}]
+    sys.path[:0] = {folders!r}
     import torch, torch.distributed as dist
     from test_full_iteration_distributed import make_step, replicas
     from full_iterations import batches, optimizer_of
@@ -308,9 +308,10 @@ def test_the_script_ends_without_hanging(backend, ending, tmp_path):
     """Also if it raises while graphs that hold collectives are alive."""
     if (backend, ending) == ("nccl", "destroys first"):
         pytest.skip("NCCL waits for the graphs: the docstring of release() says so")
-    tests = str(Path(__file__).parent)
+    here = Path(__file__).parent
+    folders = [str(here), str(here.parents[1] / "support")]
     script = tmp_path / "script.py"
-    text = SCRIPT.format(tests=tests, backend=backend, store=tmp_path / "store", ending=ending)
+    text = SCRIPT.format(folders=folders, backend=backend, store=tmp_path / "store", ending=ending)
     script.write_text(textwrap.dedent(text))
     ranks = [
         subprocess.Popen(

@@ -21,8 +21,7 @@ from moe_graphs.training.capturable import load_optimizer_state, tensor_hyperpar
 from moe_graphs.training.device_step import DeviceStep, StepResult, total_norm
 from moe_graphs.training.ema import ExponentialMovingAverage
 from moe_graphs.training.grad_scaler import GradScaler
-from test_grad_scaler import device_backend
-from training_runs import DEVICES
+from training_runs import DEVICES, device_backend
 
 ADAM = {"fused": True, "capturable": True, "lr": 1e-2}
 OPTIMIZERS: dict[str, Callable[[list], torch.optim.Optimizer]] = {

@@ -22,7 +22,7 @@ from moe_graphs.pipelines.formats import (
     to_torch_csv,
 )
 from moe_graphs.pipelines.schedule import Action, slots
-from pipelines import torch_schedule
+from pipeline_runs import torch_schedule
 from random_schedules import schedules
 
 

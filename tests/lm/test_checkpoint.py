@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lm_runs import QUIET, advance, fresh_trainer, options, small_corpus
 from moe_graphs.lm.checkpoint import find_checkpoint, load_checkpoint, open_log, save_checkpoint
 from moe_graphs.lm.data import Corpus
 from moe_graphs.lm.run import build_batches, build_trainer, run, with_graphs
-from test_training import QUIET, advance, fresh_trainer, options, small_corpus
 
 
 def test_graphs_leave_no_trace_in_a_checkpoint(tmp_path):

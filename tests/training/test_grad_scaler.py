@@ -7,10 +7,8 @@ import torch
 from torch import distributed as dist
 
 from distributed import run_distributed
-from moe_graphs.engine.backends.cpu import CpuRecorder
-from moe_graphs.engine.backends.cuda import CudaGraphs
 from moe_graphs.training.grad_scaler import GradScaler
-from training_runs import DEVICES
+from training_runs import DEVICES, device_backend
 
 # Steps in a row, "." finite and "x" not, and the scale after each of them, starting from 8.
 # Read off update_scale_hysteresis of APEX: an infinite step takes one from the tracker; only at 0
@@ -42,10 +40,6 @@ EVERY_SEQUENCE = {
     },
     "apex, the least scale": (2, 100, "xxxx.xx", [8, 4, 3, 3, 3, 3, 3], {"min_scale": 3.0}),
 }
-
-
-def device_backend(device: str) -> CpuRecorder | CudaGraphs:
-    return CpuRecorder() if device == "cpu" else CudaGraphs(torch.device(device, 0))
 
 
 @pytest.mark.parametrize("device", DEVICES)

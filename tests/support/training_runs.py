@@ -13,11 +13,17 @@ from torch.nn import functional
 
 import moe_graphs
 from moe_graphs.dispatch import Dispatcher
+from moe_graphs.engine.backends.cpu import CpuRecorder
+from moe_graphs.engine.backends.cuda import CudaGraphs
 from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LAYERS = {"dense": "none", "moe": "all", "mixed": (False, True)}
 VOCABULARY, SEQUENCE = 64, 32
+
+
+def device_backend(device: str) -> CpuRecorder | CudaGraphs:
+    return CpuRecorder() if device == "cpu" else CudaGraphs(torch.device(device, 0))
 
 
 def tiny_model(

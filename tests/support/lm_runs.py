@@ -1,0 +1,65 @@
+"""Short runs of a small language model, for the tests of what is around them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from moe_graphs.config import GraphConfig
+from moe_graphs.layers import MoEConfig, TransformerConfig
+from moe_graphs.lm.data import Corpus
+from moe_graphs.lm.run import (
+    Progress,
+    RunOptions,
+    build_batches,
+    build_trainer,
+)
+from moe_graphs.lm.run_presets import Preset
+from moe_graphs.lm.settings import TrainSettings
+from moe_graphs.lm.trainer import Trainer
+
+SCOPES = "attn,moe_router,moe_preprocess"
+QUIET = Progress(line=lambda line: None, note=lambda note: None)
+
+
+def small_preset(**settings) -> Preset:
+    moe = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=16, aux_loss_coef=0.01)
+    model = TransformerConfig(
+        hidden_size=16,
+        num_layers=2,
+        num_heads=2,
+        ffn_hidden_size=32,
+        vocab_size=256,
+        max_sequence_length=32,
+        hidden_dropout=0.1,
+        moe=dataclasses.replace(moe, input_jitter=0.01, expert_bias=True),
+        moe_layers=(False, True),
+    )
+    defaults = {"steps": 8, "batch_size": 4, "sequence_length": 32, "learning_rate": 1e-2}
+    training = TrainSettings(**{**defaults, "warmup_steps": 2, **settings})
+    return Preset(model, training, log_every=4, evaluate_every=4)
+
+
+def small_corpus() -> Corpus:
+    train = tuple(b"def function_%d(x):\n    return x + %d\n" % (n, n) * 4 for n in range(60))
+    return Corpus("a test", train, (b"def function_7(y):\n    return y - 7\n" * 6,))
+
+
+def options(graphed: bool = False, **changes) -> RunOptions:
+    settings = {name: changes.pop(name) for name in ("steps", "microbatches") if name in changes}
+    return RunOptions(
+        preset=small_preset(**settings),
+        device=torch.device("cpu"),
+        graph_config=GraphConfig(SCOPES) if graphed else None,
+        **changes,
+    )
+
+
+def fresh_trainer(given: RunOptions) -> Trainer:
+    return build_trainer(given, build_batches(given, small_corpus()))
+
+
+def advance(trainer: Trainer, until: int) -> None:
+    while trainer.step < until:
+        trainer.train_step()
