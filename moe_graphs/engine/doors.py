@@ -37,12 +37,29 @@ _OF_PYTHON: dict[str, frozenset[str]] = {
 }  # fmt: skip
 # Of Transformer Engine: in FP8 its kernels write scales that no dispatcher sees.
 _FP8 = ("fp8_autocast_enter", "autocast_enter")
+# Whoever watches operations makes dynamo leave the function uncompiled, for good, and that rounds
+# otherwise.
+_COMPILED = "torch.compile"
 _OF_NUMPY = {"geterr", "get_printoptions"}
 # Attributes that lead to globals.
 TO_GLOBALS = frozenset({"__globals__", "f_globals", "f_locals", "gi_frame"})
 # What tells a forward's inputs and weights from the static ones of a graph.
 OF_HISTORY = frozenset({"grad", "grad_fn", "is_leaf", "_base", "_version", "_is_view"})
 OF_VERSIONS = frozenset({"_version"})  # a replay of a whole step counts once what it writes often
+
+
+def refusal(door: str) -> str:
+    """Why a graph cannot have it, and what to do."""
+    if door == _COMPILED:
+        return (
+            "it calls a function of torch.compile, which does something else when it is watched: "
+            "leave it out, or do not compile there (torch.compiler.disable; for Transformer "
+            "Engine's fused functions NVTE_TORCH_COMPILE=0)"
+        )
+    return (
+        f"it calls {door}(), whose answer may be another one at every call, and a replay runs no "
+        f"Python: call it outside, and pass on the answer"
+    )
 
 
 def of_c(function: Any) -> str | None:
@@ -68,9 +85,11 @@ def of_python(frame: types.FrameType, *, of_the_user: bool) -> str | None:
         return "pickle.dumps"
     if frame.f_code.co_name in _FP8 and frame.f_locals.get("enabled"):
         return f"Transformer Engine's {frame.f_code.co_name}"
+    module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+    if (module, name) == ("torch._dynamo.eval_frame", "compile_wrapper"):
+        return _COMPILED
     if not of_the_user:
         return None
-    module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
     if module.partition(".")[0] == "numpy":
         return f"numpy.{name}" if name in _OF_NUMPY else None
     return _found(_OF_PYTHON, "pathlib" if module.startswith("pathlib") else module, name)

@@ -142,10 +142,7 @@ class Reads:
             CaptureError: if the block asks for what can be another thing at every call.
         """
         if self.doors:
-            raise CaptureError(
-                f"it calls {self.doors[0]}(), whose answer may be another one at every call, and "
-                f"a replay runs no Python: call it outside, and pass on the answer"
-            )
+            raise CaptureError(doors.refusal(self.doors[0]))
         hidden = (code for code in self.code if origin_of(code.co_filename) == "own")
         for code in hidden:
             if _names_of(code) & doors.TO_GLOBALS or ("sys", "modules") in attributes_of_globals(

@@ -153,5 +153,7 @@ def test_equal_refused_or_eager(kind, recipe, place, engine, record_property):
     beside_warmup = {k: n for k, n in reasons.items() if k != "warmup"}
     assert named or beside_warmup or report.replayed
     if recipe == "bf16":
-        assert not named
-        assert report.replayed
+        # LayerNormMLP's gelu is a function of torch.compile, unless NVTE_TORCH_COMPILE=0.
+        assert named or report.replayed
+        assert all("torch.compile" in each for each in named)
+        assert not named or kind == "LayerNormMLP"

@@ -242,7 +242,7 @@ class DryRun:
         differentiable = [output for output in produced if output.requires_grad]
         gradients = [torch.ones_like(output) for output in differentiable]
         trace = Trace(self.backend.device, strict=False).goes_on_from(dry.trace)
-        reads = Reads()
+        reads = Reads(refuse=True)
         found_grads = [(p, p.grad) for p in self.model.parameters()]
         try:
             if differentiable:

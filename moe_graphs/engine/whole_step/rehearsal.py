@@ -87,7 +87,7 @@ def _run(subject: Subject, batch: StaticBatch, seen: Rehearsal) -> Trace:
     """What it has read in Python, ``seen`` knows from now on; it must not have changed any of what
     was known before."""
     before = subject.guards(seen.reads, constants=batch.constants())
-    reads, trace = Reads(), _trace(subject, batch)
+    reads, trace = Reads(refuse=True), _trace(subject, batch)
     # On this thread, where ``reads`` can see backwards and hooks.
     with torch.autograd.set_multithreading_enabled(False), reads, trace:
         subject.step(batch.tree())
