@@ -67,11 +67,6 @@ class Backend(abc.ABC):
         holds its graph afterwards. On an exception nothing stays."""
 
     @abc.abstractmethod
-    def prime(self) -> None:
-        """Before work on the stream of the captures, on the same thread: what libraries set up
-        there, and recorded blocks go on using (workspaces), is made to last as long as graphs."""
-
-    @abc.abstractmethod
     def random_position(self) -> Any:
         """Where the generators stand, as a value that is cheap to take."""
 

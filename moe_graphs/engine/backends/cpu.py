@@ -159,9 +159,6 @@ class CpuRecorder(Backend):
         tape.check_memory()
         graphs.append(tape)
 
-    def prime(self) -> None:
-        pass
-
     def random_position(self) -> Any:
         return torch.get_rng_state(), [g.get_state() for g in self.generators]
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import warnings
-import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from moe_graphs.engine.backends.base import Backend, Graph, MemoryMeter
 from moe_graphs.engine.preserve import no_garbage_collection
@@ -36,49 +35,6 @@ class CudaGraph(Graph):
         if self.graph is not None:
             self.graph.reset()
             self.graph = None
-
-
-class _Workspaces:
-    """A pool with cuBLAS workspaces and nothing else, for all engines of a device.
-
-    cuBLAS has one per thread and stream, made by the first product there, and recorded products
-    write to it. Made outside of a capture it would be unmapped once somebody clears them; in a pool
-    of other captures, these would be given its memory after that.
-    """
-
-    _of_device: ClassVar[weakref.WeakValueDictionary[int, _Workspaces]] = (
-        weakref.WeakValueDictionary()
-    )
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: list[Graph] = []  # the pool lives as long as they do
-
-    @classmethod
-    def shared(cls, device: torch.device) -> _Workspaces:
-        found = cls._of_device.get(device.index or 0)
-        if found is None:
-            found = cls._of_device[device.index or 0] = cls()
-        return found
-
-    def make(self, backend: CudaGraphs) -> bool:
-        """For this thread and the stream of the captures; False if there was one."""
-        before = torch.cuda.memory_allocated(backend.device)
-        with backend.record(self._pool) as graphs:
-            _multiply(backend.device)
-        is_made = torch.cuda.memory_allocated(backend.device) > before
-        if is_made:
-            self._graphs += graphs
-        else:
-            graphs[0].release()
-        return is_made
-
-
-def _multiply(device: torch.device) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        ones = torch.ones(16, 16, dtype=dtype, device=device)
-        torch.addmm(ones[0], ones, ones)
-        torch.mm(ones, ones)
 
 
 class AllocatorMeter(MemoryMeter):
@@ -121,8 +77,8 @@ class CudaGraphs(Backend):
         self.generators = tuple(generators)
         # All captures of an engine use one stream: the allocator reuses blocks within a stream.
         self.stream = stream or torch.cuda.Stream(device)
-        self._workspaces: _Workspaces | None = None
-        self._primed: set[int] = set()  # threads
+        self._workspaces: list[Graph] = []  # which keep a pool of nothing else alive
+        self._pool_of_workspaces: Any = None
 
     def make_room(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -143,6 +99,28 @@ class CudaGraphs(Backend):
 
     @contextlib.contextmanager
     def record(self, pool: Any) -> Iterator[list[Graph]]:
+        self._make_workspaces()
+        with self._record(pool) as graphs:
+            yield graphs
+
+    def _make_workspaces(self) -> None:
+        """cuBLAS keeps one per thread and stream, made by the first product there, and recorded
+        products write to it. One made outside of a capture would be unmapped when somebody clears
+        them; one in a pool of other captures would be given to these after that."""
+        torch._C._cuda_clearCublasWorkspaces()
+        before = self._workspaces
+        if not before:
+            self._pool_of_workspaces = self.new_pool()
+        with _disable_current_modes(), self._record(self._pool_of_workspaces) as self._workspaces:
+            for dtype in (torch.float32, torch.bfloat16):
+                ones = torch.ones(16, 16, dtype=dtype, device=self.device)
+                torch.addmm(ones[0], ones, ones)
+                torch.mm(ones, ones)
+        for graph in before:
+            graph.release()
+
+    @contextlib.contextmanager
+    def _record(self, pool: Any) -> Iterator[list[Graph]]:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         graphs: list[Graph] = []
         for generator in self.generators:
@@ -158,18 +136,6 @@ class CudaGraphs(Backend):
             graph.capture_end()
         graph.instantiate()
         graphs.append(CudaGraph(graph))
-
-    def prime(self) -> None:
-        if self._workspaces is None:
-            self._workspaces = _Workspaces.shared(self.device)
-        made = self._workspaces.make(self)
-        thread = threading.get_ident()
-        if not (made or thread in self._primed):
-            # One is there that is not ours: of eager work on this stream, or of an engine that has
-            # gone. Who else uses the cleared ones makes others.
-            torch._C._cuda_clearCublasWorkspaces()
-            self._workspaces.make(self)
-        self._primed.add(thread)
 
     def random_position(self) -> Any:
         generators = (self._default_generator, *self.generators)
@@ -231,8 +197,9 @@ class CudaGraphs(Backend):
         )
 
     def release(self) -> None:
-        self._workspaces = None
-        self._primed.clear()
+        for graph in self._workspaces:
+            graph.release()
+        self._workspaces = []
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 

@@ -105,7 +105,6 @@ class Recorder:
     ) -> None:
         inputs, sources = self._static_inputs(slot, call)
         stand_ins, operations, saved = self.dry_run.stand_ins(call), Operations(), Saved()
-        self.backend.prime()
         try:
             with (
                 stand_ins.in_place(),
@@ -171,7 +170,6 @@ class Recorder:
             gradients = recompute(self.backend, flight, incoming)
             return [gradients[use] for use in run.first_uses]
 
-        self.backend.prime()
         effects = Effects(self.backend)
         with self.backend.on_stream(), Reads() as reads, effects.seen():
             eager = eagerly()
@@ -214,7 +212,6 @@ class Recorder:
     def backward_of_weights(self, slot: Slot, flight: Flight) -> list[Tensor | None]:
         """The same for the second part of a split backward: the gradients per use of parameters."""
         place = flight.place
-        self.backend.prime()
         effects = Effects(self.backend)
         with self.backend.on_stream(), effects.seen():
             eager = place.run.second_part()

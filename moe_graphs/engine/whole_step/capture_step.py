@@ -133,8 +133,7 @@ def _record(
         schedulers=False,
     )
     versions = [tensor._version for tensor in tensors]
-    # What eager runs left in the allocator's cache would lie beside the graph's own pool, and
-    # their cuBLAS workspaces outside of it, to be unmapped when another graph is released.
+    # What eager runs left in the allocator's cache would lie beside the graph's own pool.
     subject.backend.release()
     with subject.backend.record(prepared.pool) as graphs, operations:
         outputs = subject.step(batch.tree())

@@ -92,15 +92,14 @@ def test_a_failed_capture_leaves_an_eager_model_as_if_nothing_had_happened(
     graphs = moe_graphs.graph(model, GraphConfig(RECIPE, warmup_steps=2))
     original, calls = getattr(Recorder, where), []
 
-    def failing(recorder: Recorder, slot, place, *arguments):
-        calls.append(place.name)
+    def failing(recorder: Recorder, slot, taken, *arguments):
+        calls.append((taken.place if where == "_record" else taken).name)
         if len(calls) == 2:  # one scope has been captured by then
             # Fail inside the recorded block, with the capture under way.
             backend = recorder.backend
             patched = _failing_record(backend.record, backend.device, fail)
             monkeypatch.setattr(backend, "record", patched)
-            slot._backend.prime = lambda: None
-        return original(recorder, slot, place, *arguments)
+        return original(recorder, slot, taken, *arguments)
 
     monkeypatch.setattr(Recorder, where, failing)
     errors = _catch_capture_errors(graphs, monkeypatch)
