@@ -69,6 +69,31 @@ def _twice_retained(m, x, e):
 case("two losses, one backward each", tanh, step=other_from_fourth(_twice_retained))
 
 
+def _same_and_other(s, x):
+    y = torch.tanh(s.l(x))
+    return y, y.sigmoid(), y
+
+
+def _all_three(m, x, e):
+    first, second, third = m.sc(m.pre(x))
+    return (first * 2.0 + second - third * third).square().mean()
+
+
+def _another_layout(m, x, e):
+    first, second, third = m.sc(m.pre(x))
+    (first.t().contiguous() * second.t() + third.t().sigmoid()).sum().backward()
+
+
+def _third_alone(m, x, e):
+    m.sc(m.pre(x))[2].sum().backward()
+
+
+case("one tensor returned twice, gradients of another layout", _same_and_other, loss=_all_three,
+     step=other_from_fourth(_another_layout))  # fmt: skip
+case("one tensor returned twice, once without a gradient", _same_and_other, loss=_all_three,
+     step=other_from_fourth(_third_alone))  # fmt: skip
+
+
 def _again_later(m, x, e):
     loss = plain_loss(m, x, e)
     loss.backward(retain_graph=True)

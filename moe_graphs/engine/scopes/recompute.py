@@ -75,12 +75,18 @@ def _leaf(leaf: object) -> object:
 
 
 def _outputs(place: Place, outputs: object) -> tuple[list[Tensor], list[Tensor]]:
-    """Those with a history, and all that the graph makes."""
-    flat = pytree.tree_leaves(outputs)
-    pairs = zip(place.forward.output_leaves, flat, strict=True)
-    found = [output for leaf, output in pairs if leaf.source == "graph"]
-    needed = zip(found, place.forward.differentiable, strict=True)
-    return [output for output, differentiable in needed if differentiable], found
+    """Those with a history, and all that the graph makes; one that is returned twice is one.
+
+    Raises:
+        GraphError: if what the capture returned as one tensor are several.
+    """
+    found: dict[int, Tensor] = {}
+    for leaf, output in zip(place.forward.output_leaves, pytree.tree_leaves(outputs), strict=True):
+        if leaf.source == "graph" and found.setdefault(leaf.value, output) is not output:
+            raise GraphError(f"scope {place.name!r}: its forward, computed anew, does something else")
+    made = [found[number] for number in range(len(place.forward.outputs))]
+    needed = zip(made, place.forward.differentiable, strict=True)
+    return [output for output, differentiable in needed if differentiable], made
 
 
 def _gradients(
