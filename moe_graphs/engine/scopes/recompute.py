@@ -83,7 +83,9 @@ def _outputs(place: Place, outputs: object) -> tuple[list[Tensor], list[Tensor]]
     found: dict[int, Tensor] = {}
     for leaf, output in zip(place.forward.output_leaves, pytree.tree_leaves(outputs), strict=True):
         if leaf.source == "graph" and found.setdefault(leaf.value, output) is not output:
-            raise GraphError(f"scope {place.name!r}: its forward, computed anew, does something else")
+            raise GraphError(
+                f"scope {place.name!r}: its forward, computed anew, does something else"
+            )
     made = [found[number] for number in range(len(place.forward.outputs))]
     needed = zip(made, place.forward.differentiable, strict=True)
     return [output for output, differentiable in needed if differentiable], made
