@@ -182,7 +182,8 @@ class Guards:
         self._types = list(map(type, self._typed))
         self._functions = found.functions
         self._code = list(map(_CODE_OF, self._functions))
-        self._is_empty = not (found.leaves or self._contents or self._cells or self._more)
+        self._is_empty = not (self._contents or self._cells or self._typed or self._functions)
+        self._is_empty &= not self._places
         self._draws = [(name, rng, _state_of(rng)) for name, rng in found.draws]
 
     def _is_compared_whole(self, container: Container) -> bool:

@@ -91,7 +91,7 @@ class Reads:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        sys.setprofile(self._profiler)
+        _profile_again(self._profiler)
         gc.set_threshold(*self._collecting)
         self._ran = set(self.code)
         self.code.update(_not_seen_running(self.code))
@@ -275,15 +275,25 @@ def _not_seen_running(
     return found
 
 
-@contextlib.contextmanager
-def unwatched() -> Iterator[None]:
+class unwatched:
     """The engine's own work within a watched block: none of the block's, and slow to watch."""
-    profiler = sys.getprofile()
-    sys.setprofile(None)
-    try:
-        yield
-    finally:
+
+    __slots__ = ("_profiler",)
+
+    def __enter__(self) -> None:
+        self._profiler = sys.getprofile()
+        sys.setprofile(None)
+
+    def __exit__(self, *exception: object) -> None:
+        _profile_again(self._profiler)
+
+
+def _profile_again(profiler: Any) -> None:
+    """profiler: what ``sys.getprofile`` gave; cProfile's is no function (until Python 3.12)."""
+    if profiler is None or callable(profiler):
         sys.setprofile(profiler)
+    else:
+        profiler.enable()
 
 
 class PythonRandomState:

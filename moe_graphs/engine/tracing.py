@@ -59,7 +59,16 @@ def source_line(summary: traceback.StackSummary) -> str:
     return "unknown source line"
 
 
-class Operations(TorchDispatchMode):
+class DispatchMode(TorchDispatchMode):
+    """Without the wrapper that keeps dynamo out: nothing is compiled where these are in force, and
+    it takes longer than most operations."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class Operations(DispatchMode):
     """A context that notes what operations run inside. ``ops``: each with shapes and constants."""
 
     def __init__(self) -> None:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_graphs.engine.backends.base import Backend, Graph, MemoryMeter
 from moe_graphs.engine.reads import unwatched
 from moe_graphs.engine.signature import tensor_leaves
+from moe_graphs.engine.tracing import DispatchMode
 from moe_graphs.errors import CaptureError
 
 
@@ -58,7 +58,7 @@ class Tape(Graph):
         self.calls.clear()
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(DispatchMode):
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self.tape = tape
@@ -88,7 +88,7 @@ def _wait(results: Any) -> None:
             torch._C._distributed_c10d.Work.unbox(leaf).wait()
 
 
-class StorageMeter(MemoryMeter, TorchDispatchMode):
+class StorageMeter(MemoryMeter, DispatchMode):
     """Follows the storages of what ops return. What an op allocates inside is not seen."""
 
     def __init__(self) -> None:
@@ -97,10 +97,10 @@ class StorageMeter(MemoryMeter, TorchDispatchMode):
 
     def __enter__(self) -> StorageMeter:
         self.restart()
-        return TorchDispatchMode.__enter__(self)
+        return DispatchMode.__enter__(self)
 
     def __exit__(self, *exception: object) -> None:
-        TorchDispatchMode.__exit__(self, *exception)
+        DispatchMode.__exit__(self, *exception)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))

@@ -74,5 +74,6 @@ def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 def _has_plain_grad(parameter: Tensor) -> bool:
     gradient = parameter.grad
-    is_plain = gradient is not None and gradient.layout is torch.strided
-    return is_plain and not parameter._backward_hooks
+    if gradient is None or parameter._backward_hooks:
+        return False
+    return gradient.layout is torch.strided
