@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -34,9 +35,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_collection_finish() -> None:
+_imported = 0
+
+
+def pytest_runtest_setup() -> None:
     # The engine collects garbage before every capture. What has been imported is none, and takes
-    # nine tenths of the time to look through.
+    # nine tenths of the time to look through; tests import more (torch._dynamo, inductor).
+    global _imported
+    if len(sys.modules) > _imported:
+        _imported = len(sys.modules)
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def thawed() -> Iterator[None]:
+    """What tests of this file have frozen, and is garbage when they are done, is collected."""
+    yield
+    gc.unfreeze()
     gc.collect()
     gc.freeze()
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,12 +16,7 @@ CASES = {
     for case in importlib.import_module(f"programs.{file}").case.cases
 }
 PAIRS = [(name, engine) for name, case in CASES.items() for engine in case.engines]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _thawed() -> Iterator[None]:
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("thawed")
 
 
 @pytest.mark.parametrize(("name", "engine"), PAIRS, ids=[f"{n}, {e}" for n, e in PAIRS])

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,12 +21,7 @@ from programs.specification import BlockSpec, Event, Program
 from programs.stepping import train_step
 
 ALWAYS, ALL, CHUNK = 200, 2000, 100
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _thawed() -> Iterator[None]:
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("thawed")
 
 
 def problem(seed: int) -> str | None:
