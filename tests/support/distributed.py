@@ -16,10 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-
 # Imported once, by the server that ranks are forked from: a moment per rank instead of ten seconds.
 # DistributedDataParallel and optimizers import dynamo.
-PRELOADED = ["torch", "torch._dynamo", "torch.distributed.pipelining", "moe_graphs.layers", "pytest"]
+PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.pipelining",
+    "moe_graphs.layers",
+    "pytest",
+]
 
 
 def run_distributed(

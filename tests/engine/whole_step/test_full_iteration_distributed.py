@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import signal
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 import torch
@@ -266,64 +268,78 @@ def test_expandable_segments_with_graph_registration(monkeypatch):
     data_parallel.check_settings(nn.Linear(1, 1))
 
 
+# Two ranks for each ending, forked after what takes long to import, and ending as interpreters do.
 SCRIPT = """
-    import sys
-    sys.path[:0] = {folders!r}
+    import contextlib, json, os, sys
     import torch, torch.distributed as dist
-    from test_full_iteration_distributed import make_step, replicas
-    from full_iterations import batches, optimizer_of
+    import torch._dynamo  # DistributedDataParallel does
     from moe_graphs.engine.whole_step.full_iteration import FullIteration
 
-    rank = int(sys.argv[1])
+    def fork():
+        for ending in {endings!r}:
+            children = []
+            for rank in range(2):
+                children.append(os.fork())
+                if not children[-1]:
+                    return ending, rank
+            codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+            print(json.dumps([ending, codes]), flush=True)
+        sys.exit()
+
+    ending, rank = fork()
+    os.dup2(os.open(f"{folder}/{{ending}} {{rank}}", os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
     device = "cuda" if "{backend}" == "nccl" else "cpu"
     if device == "cuda":
         torch.cuda.set_device(rank)
-    dist.init_process_group("{backend}", init_method="file://{store}", rank=rank, world_size=2)
+    store = f"file://{folder}/store of {{ending}}"
+    dist.init_process_group("{backend}", init_method=store, rank=rank, world_size=2)
+
     stream = torch.cuda.Stream() if device == "cuda" else None
-    model = replicas(device, stream)
-    optimizer = optimizer_of(model, device)
+    with torch.cuda.stream(stream) if stream else contextlib.nullcontext():
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)).to(device)
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+
+    def train(batch):
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
     step = FullIteration(
-        make_step(model, optimizer),
-        model=model,
-        optimizer=optimizer,
-        stream=stream,
-        on_mismatch="recapture",
+        train, model=model, optimizer=optimizer, stream=stream, on_mismatch="recapture"
     )
-    for batch in batches(device, 6):
-        step(batch)
+    for _ in range(6):
+        step(torch.randn(4, 8, device=device))
     assert step.report().replayed == 3
-    if {ending!r} == "raises":
+    if ending == "raises":
         raise ArithmeticError("in the script")
-    if {ending!r} == "destroys first":
+    if ending == "destroys first":
         dist.destroy_process_group()
     step.release()
-    if {ending!r} == "releases":
+    if ending == "releases":
         dist.destroy_process_group()
 """
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("ending", ["raises", "releases", "destroys first"])
-def test_the_script_ends_without_hanging(backend, ending, tmp_path):
-    """Also if it raises while graphs that hold collectives are alive."""
-    if (backend, ending) == ("nccl", "destroys first"):
-        pytest.skip("NCCL waits for the graphs: the docstring of release() says so")
-    here = Path(__file__).parent
-    folders = [str(here), str(here.parents[1] / "support")]
-    script = tmp_path / "script.py"
-    text = SCRIPT.format(folders=folders, backend=backend, store=tmp_path / "store", ending=ending)
-    script.write_text(textwrap.dedent(text))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank)], stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
+def test_scripts_end_without_hanging(backend, tmp_path):
+    """Also if they raise while graphs that hold collectives are alive."""
+    endings = ["raises", "releases", "destroys first"]
+    if backend == "nccl":
+        endings.pop()  # NCCL waits for the graphs: the docstring of release() says so
+    text = SCRIPT.format(backend=backend, folder=tmp_path, endings=endings)
+    (tmp_path / "script.py").write_text(textwrap.dedent(text))
+    command = [sys.executable, str(tmp_path / "script.py")]
+    script = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        ends = [process.communicate(timeout=120)[1] for process in ranks]
+        said = script.communicate(timeout=240)[0]
     finally:
-        for process in ranks:
-            process.kill()
-    raising = ending == "raises"
-    for process, errors in zip(ranks, ends, strict=True):
-        assert (process.returncode, "ArithmeticError" in errors) == (int(raising), raising), errors
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGKILL)
+    ended = dict(map(json.loads, said.splitlines()))
+    errors = {path.name: path.read_text() for path in tmp_path.glob("* [01]")}
+    assert ended == {ending: [int(ending == "raises")] * 2 for ending in endings}, errors
+    for name, text in errors.items():
+        assert ("ArithmeticError" in text) == name.startswith("raises"), text
