@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import moe_graphs
+from grids import pairs
 from moe_graphs import GraphConfig
 from moe_graphs.pipelines.builders import interleaved_1f1b, one_f_one_b
 from moe_graphs.pipelines.schedule import Schedule, slots
@@ -49,33 +50,41 @@ def check_rank(
 
 
 def cases(names: Sequence[str], sizes: Sequence[int]) -> list:
+    """Ranks of pipelines of some sizes; layers of a chunk, whose last one has experts."""
     return [
-        pytest.param(name, pp, rank, id=f"{name}-{rank} of {pp}")
+        (name, pp, rank, layers)
         for name in names
         for pp in sizes
         for rank in range(pp)
+        for layers in ((2,) if pp == 2 else (1, 2))
     ]
 
 
-@pytest.mark.parametrize(("name", "pp", "rank"), cases(SCHEDULES, [2]) + cases(WHOLE, [4]))
-def test_graphed_is_eager_at_every_rank(name, pp, rank):
+PLACES = ("name", "pp", "rank", "layers")
+LAYERS = {1: "attn,moe", 2: SCOPES["layers"]}
+
+
+@pytest.mark.parametrize(PLACES, pairs(cases(SCHEDULES, [2]) + cases(WHOLE, [4])))
+def test_graphed_is_eager_at_every_rank(name, pp, rank, layers):
     schedule = make_schedule(name, pp, 2 * pp)
-    report = check_rank(schedule, rank)
+    report = check_rank(schedule, rank, scopes=LAYERS[layers], layers=layers)
     passes = len([action for action in schedule.ranks[rank] if action.kind == "F"])
-    assert report.replayed == 3 * 2 * passes  # steps, layers
+    assert report.replayed == 3 * layers * passes
 
 
-@pytest.mark.parametrize(("name", "pp", "rank"), cases(SCHEDULES, [2]))
-def test_a_plain_sequential_at_every_rank(name, pp, rank):
-    schedule = make_schedule(name, pp, 2 * pp)
+@pytest.mark.parametrize("rank", range(2))
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_plain_sequential_at_every_rank(name, rank):
+    schedule = make_schedule(name, 2, 4)
     assert check_rank(schedule, rank, "plain").replayed
     if name in SPLIT:
         assert check_rank(schedule, rank, "plain", split=True).replayed
 
 
-@pytest.mark.parametrize(("name", "pp", "rank"), cases(SPLIT, [2, 4]))
-def test_weight_gradients_apart(name, pp, rank):
-    check_rank(make_schedule(name, pp, 2 * pp), rank, split=True)
+@pytest.mark.parametrize(PLACES, pairs(cases(SPLIT, [2, 4])))
+def test_weight_gradients_apart(name, pp, rank, layers):
+    schedule = make_schedule(name, pp, 2 * pp)
+    check_rank(schedule, rank, scopes=LAYERS[layers], layers=layers, split=True)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved"])

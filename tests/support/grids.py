@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import pytest
@@ -17,16 +17,27 @@ def grid(*axes: Sequence[Any]) -> list[Any]:
 
     Example: ``grid("ab", "cd", "ef")`` leaves four of eight unmarked.
     """
-    places = list(itertools.combinations(range(len(axes)), 2))
     combinations = list(itertools.product(*(range(len(axis)) for axis in axes)))
-    missing = {(p, c[p[0]], c[p[1]]) for c in combinations for p in places}
+    chosen = covering(combinations)
+    return [_parameter(axes, c, () if c in chosen else pytest.mark.full) for c in combinations]
+
+
+def pairs(combinations: Sequence[tuple]) -> list[Any]:
+    """As ``grid``, for combinations of which some are left out: a parameter per element."""
+    chosen = covering(combinations)
+    return [pytest.param(*c, marks=() if c in chosen else pytest.mark.full) for c in combinations]
+
+
+def covering(combinations: Sequence[tuple[Hashable, ...]]) -> set[tuple[Hashable, ...]]:
+    """A few of them that have every pair of values that any of them has."""
+    pairs = {c: set(itertools.combinations(enumerate(c), 2)) for c in combinations}
+    missing = set().union(*pairs.values())
     chosen = set()
     while missing:
-        pairs = {c: {(p, c[p[0]], c[p[1]]) for p in places} for c in combinations}
         best = max(combinations, key=lambda c: len(pairs[c] & missing))
         chosen.add(best)
         missing -= pairs[best]
-    return [_parameter(axes, c, () if c in chosen else pytest.mark.full) for c in combinations]
+    return chosen
 
 
 def _parameter(axes: Sequence[Sequence[Any]], combination: tuple[int, ...], marks: Any) -> Any:

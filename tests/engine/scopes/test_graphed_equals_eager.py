@@ -12,6 +12,7 @@ import itertools
 import pytest
 
 import moe_graphs
+from grids import pairs
 from moe_graphs import GraphConfig
 from moe_graphs.config import SCOPE_STAGES
 from moe_graphs.dispatch import AllToAllDispatcher, LocalDispatcher, PaddedDispatcher
@@ -41,7 +42,7 @@ def _is_legal(model, scopes: tuple[str, ...]) -> bool:
 
 
 CASES = [
-    pytest.param(layers, shared, dispatcher, scopes, id=f"{layers}-{dispatcher}-{shared}-{scopes}")
+    (layers, shared, dispatcher, scopes)
     for layers, dispatcher in [
         ("dense", "local"),
         *itertools.product(("moe", "mixed"), DISPATCHERS),
@@ -65,7 +66,7 @@ def test_the_list_of_cases_is_what_the_rules_allow():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("layers", "shared", "dispatcher", "scopes"), CASES)
+@pytest.mark.parametrize(("layers", "shared", "dispatcher", "scopes"), pairs(CASES))
 def test_graphed_training_is_bitwise_eager_training(device, layers, shared, dispatcher, scopes):
     model = tiny_model(device, layers, shared, DISPATCHERS[dispatcher])
     graphs = moe_graphs.graph(model, GraphConfig(scopes, warmup_steps=2, on_mismatch="error"))
