@@ -59,9 +59,10 @@ class Case:
         return lambda: list(torch.autograd.grad(self.outputs(function, leaves), leaves, gradients))
 
     def _gradient(self, output: Tensor) -> Tensor:
-        """The same numbers for everybody: bf16 holds them all."""
-        numbers = torch.linspace(-1, 1, output.numel(), device=output.device).bfloat16()
-        gradient = numbers.view(output.shape).to(output.dtype)
+        """The same random numbers for everybody, which bf16 holds."""
+        generator = torch.Generator(output.device).manual_seed(0)
+        numbers = torch.randn(output.shape, device=output.device, generator=generator)
+        gradient = numbers.bfloat16().to(output.dtype)
         return (
             gradient.transpose(1, 2).contiguous().transpose(1, 2) if self.transposed else gradient
         )
