@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import copy
 import types
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, islice, repeat
-from operator import attrgetter, contains, is_
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moe_graphs.engine.containers import GONE, Container
+from moe_graphs.engine.containers import GONE
 from moe_graphs.engine.hooks import hooks_of
 from moe_graphs.engine.reachable import Reachable, Walk
 from moe_graphs.engine.reads import Reads, functions_of
 from moe_graphs.engine.signature import Mismatch
+from moe_graphs.engine.untouched import Untouched
 from moe_graphs.engine.values import same_value
 from moe_graphs.errors import CaptureError
 
@@ -148,33 +148,12 @@ class Guards:
         return name not in self._found.leaves
 
     def _adopt(self, found: Reachable) -> None:
-        """What is compared from now on, in the columns of ``_is_untouched``."""
+        """What is compared from now on."""
         self._found = found
         self._contents = [(each, each.contents()) for each in found.containers]
         self._cells = [(cell, cell.read()) for cell in found.cells]
-        keyed = [(c, contents) for c, contents in self._contents if not self._is_compared_whole(c)]
-        one_by_one = {id(container) for container, _ in keyed}
-        self._holders = [each.holder for each in found.containers if id(each) not in one_by_one]
-        # The views of dictionaries are live: they show the values of the time they are read.
-        self._now = [h.values() if isinstance(h, dict) else h for h in self._holders]
-        self._sizes = list(map(len, self._now))
-        self._values = list(chain.from_iterable(self._now))
         matter = set(map(id, found.tensors.values()))
-        rows = [
-            (c.holder, key, value)
-            for c, contents in keyed
-            for key, value in contents.items()
-            if not isinstance(value, Tensor) or id(value) in matter
-        ]
-        self._dicts, self._dict_keys, self._dict_values = _columns(rows, dict)
-        self._classes, self._class_keys, self._class_values = _columns(rows, types.MappingProxyType)
-        # Names that may come: each by itself, or whether the holder's names are the same.
-        absent = [(c.holder, c.absent(contents)) for c, contents in keyed]
-        few = [(holder, keys) for holder, keys in absent if len(keys) <= len(holder)]
-        self._absent = [[h for h, keys in few for _ in keys], [k for _, keys in few for k in keys]]
-        many = [holder for holder, keys in absent if len(keys) > len(holder)]
-        self._names_of_many = [holder.keys() for holder in many]
-        self._names_known = list(map(frozenset, many))
+        self._untouched = Untouched(found.containers, self._noisy, matter)
         self._hooks = [
             hooks for _, m in found.modules if id(m) not in self._outside for hooks in hooks_of(m)
         ]
@@ -186,32 +165,14 @@ class Guards:
         self._is_empty &= not self._places
         self._draws = [(name, rng, _state_of(rng)) for name, rng in found.draws]
 
-    def _is_compared_whole(self, container: Container) -> bool:
-        """Containers of which all matters are; the dictionaries of objects are until they change in
-        a way that does not matter. Modules of Python have many names, of which few matter: those
-        are compared one by one."""
-        if container.keys is None:
-            return isinstance(container.holder, (dict, list, deque))
-        holder = container.holder
-        return isinstance(holder, dict) and not (
-            id(holder) in self._noisy or "__builtins__" in holder
-        )
-
     def _is_untouched(self) -> bool:
         """The quick answer: every place has the very same value."""
         return (
-            list(map(len, self._holders)) == self._sizes
-            and all(map(is_, chain.from_iterable(self._now), self._values))
-            and all(map(is_, map(dict.get, self._dicts, self._dict_keys, repeat(GONE)),
-                        self._dict_values))
-            and all(map(is_, map(types.MappingProxyType.get, self._classes, self._class_keys,
-                                 repeat(GONE)), self._class_values))
+            self._untouched.is_true()
             and all(cell.is_still(value) for cell, value in self._cells)
-            and not any(map(contains, *self._absent))
-            and self._names_of_many == self._names_known
             and list(map(type, self._typed)) == self._types
             and list(map(_CODE_OF, self._functions)) == self._code
-        )  # fmt: skip
+        )
 
     def _look_again(self) -> Mismatch | None:
         """Other containers may hold the same leaves, and what changed may not matter."""
@@ -223,11 +184,7 @@ class Guards:
         for name, now in found.leaves.items():
             if self._is_new(name):
                 return _difference(name, GONE, now)
-        before = iter(self._values)
-        for holder, view, size in zip(self._holders, self._now, self._sizes, strict=True):
-            values = list(islice(before, size))
-            if size != len(view) or not all(map(is_, view, values)):
-                self._noisy.add(id(holder))
+        self._noisy.update(map(id, self._untouched.changed()))
         # By now others may lie where the block has read something.
         found.tensors = {n: t for n, t in found.tensors.items() if n in self._found.tensors}
         self._adopt(found)
@@ -315,11 +272,6 @@ def _place_of_each_tensor(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _asked(tensor: Tensor) -> tuple:
     return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
-
-
-def _columns(rows: Sequence[tuple], kind: type) -> tuple[list, list, list]:
-    chosen = [row for row in rows if isinstance(row[0], kind)]
-    return tuple([row[i] for row in chosen] for i in range(3))  # type: ignore[return-value]
 
 
 def _same_leaf(now: Any, before: Any) -> bool:

@@ -78,13 +78,17 @@ class Replay(torch.autograd.Function):
         return (None, None, None, None, None, *(results.get(n) for n in range(len(nodes))))
 
 
+# Past what ``Function.apply`` looks for in Python: there is no transform here, and no wrapper.
+_apply = super(torch.autograd.Function, Replay).apply
+
+
 def replay(
     slot: Slot, flight: Flight, recorder: Recorder, delayed: DelayedWeights, leaves: Sequence[Any]
 ) -> list[Any]:
     """Replays the forward on the leaves of a call; returns the leaves of the outputs."""
     place = flight.place
     listed = [leaves[each] if isinstance(each, int) else each for each in place.forward.listed]
-    produced = Replay.apply(slot, flight, recorder, delayed, leaves, *listed)
+    produced = _apply(slot, flight, recorder, delayed, leaves, *listed)
     place.note_handed(produced)
     sources = {"graph": produced, "input": leaves}
     return [

@@ -1,0 +1,115 @@
+"""The quick answer of ``Guards``: every place holds the very object that it held."""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from itertools import chain, islice, repeat
+from operator import contains, is_
+from typing import Any
+
+from torch import Tensor
+from torch._C._dynamo import guards as of_dynamo
+
+from moe_graphs.engine.containers import GONE, Container
+
+# Of a dictionary a number that any change of it changes: Python's own, or that of a watcher.
+_version_of: Callable[[dict], int] | None = getattr(of_dynamo, "dict_version", None)
+
+
+class Untouched:
+    """Compares containers with what they held when it was made, in a few loops in C.
+
+    Args:
+        noisy: ids of holders that change in ways that do not matter: they are compared by name.
+        matter: ids of the tensors whose identity matters; others may be exchanged.
+    """
+
+    def __init__(
+        self, containers: Sequence[Container], noisy: Collection[int], matter: Collection[int]
+    ) -> None:
+        has_version = [_version_of is not None and type(c.holder) is dict for c in containers]
+        chosen = list(zip(containers, has_version, strict=True))
+        self._dicts = [c.holder for c, versioned in chosen if versioned]
+        self._versions = list(map(_version_of, self._dicts))
+        self._of_dicts = _Columns([c for c, versioned in chosen if versioned], noisy, matter)
+        self._others = _Columns([c for c, versioned in chosen if not versioned], noisy, matter)
+
+    def is_true(self) -> bool:
+        versions = list(map(_version_of, self._dicts))
+        if versions != self._versions:
+            if not self._of_dicts.are_same():
+                return False
+            self._versions = versions
+        return self._others.are_same()
+
+    def changed(self) -> list[Any]:
+        """The holders, of those that are compared whole, that hold something else now."""
+        return self._of_dicts.changed() + self._others.changed()
+
+
+class _Columns:
+    """Holders, keys and values side by side. Containers of which all matters are compared whole,
+    and dictionaries of objects, until they change in a way that does not matter. Modules of Python
+    have many names, of which few matter: those are compared one by one."""
+
+    def __init__(
+        self, containers: Sequence[Container], noisy: Collection[int], matter: Collection[int]
+    ) -> None:
+        keyed = [(c, c.contents()) for c in containers if not _is_compared_whole(c, noisy)]
+        one_by_one = {id(container) for container, _ in keyed}
+        self._holders = [c.holder for c in containers if id(c) not in one_by_one]
+        # The views of dictionaries are live: they show the values of the time they are read.
+        self._now = [h.values() if isinstance(h, dict) else h for h in self._holders]
+        self._sizes = list(map(len, self._now))
+        self._values = list(chain.from_iterable(self._now))
+        rows = [
+            (c.holder, key, value)
+            for c, contents in keyed
+            for key, value in contents.items()
+            if not isinstance(value, Tensor) or id(value) in matter
+        ]
+        self._of_dicts = _columns(rows, dict)
+        self._of_classes = _columns(rows, types.MappingProxyType)
+        # Names that may come: each by itself, or whether the holder's names are the same.
+        absent = [(c.holder, c.absent(contents)) for c, contents in keyed]
+        few = [(holder, keys) for holder, keys in absent if len(keys) <= len(holder)]
+        self._absent = [[h for h, keys in few for _ in keys], [k for _, keys in few for k in keys]]
+        many = [holder for holder, keys in absent if len(keys) > len(holder)]
+        self._names_of_many = [holder.keys() for holder in many]
+        self._names_known = list(map(frozenset, many))
+
+    def are_same(self) -> bool:
+        return (
+            list(map(len, self._holders)) == self._sizes
+            and all(map(is_, chain.from_iterable(self._now), self._values))
+            and _have(dict, *self._of_dicts)
+            and _have(types.MappingProxyType, *self._of_classes)
+            and not any(map(contains, *self._absent))
+            and self._names_of_many == self._names_known
+        )
+
+    def changed(self) -> list[Any]:
+        before, found = iter(self._values), []
+        for holder, view, size in zip(self._holders, self._now, self._sizes, strict=True):
+            values = list(islice(before, size))
+            if size != len(view) or not all(map(is_, view, values)):
+                found.append(holder)
+        return found
+
+
+def _is_compared_whole(container: Container, noisy: Collection[int]) -> bool:
+    holder = container.holder
+    if container.keys is None:
+        return isinstance(holder, (dict, list, deque))
+    return isinstance(holder, dict) and not (id(holder) in noisy or "__builtins__" in holder)
+
+
+def _columns(rows: Sequence[tuple], kind: type) -> tuple[list, list, list]:
+    chosen = [row for row in rows if isinstance(row[0], kind)]
+    return tuple([row[i] for row in chosen] for i in range(3))  # type: ignore[return-value]
+
+
+def _have(kind: type, holders: list, keys: list, values: list) -> bool:
+    return all(map(is_, map(kind.get, holders, keys, repeat(GONE)), values))

@@ -1,0 +1,95 @@
+"""Every way to change a container is seen, and put back it is the same again."""
+
+from __future__ import annotations
+
+import types
+from collections import OrderedDict, deque
+
+import pytest
+from torch import nn
+
+from moe_graphs.engine.containers import Container
+from moe_graphs.engine.untouched import Untouched
+
+CHANGES = {
+    "set": (lambda d: d.__setitem__("a", 2), lambda d: d.__setitem__("a", 1)),
+    "new": (lambda d: d.setdefault("b", 2), lambda d: d.pop("b")),
+    "delete": (lambda d: d.__delitem__("a"), lambda d: d.__setitem__("a", 1)),
+    "update": (lambda d: d.update(a=2), lambda d: d.update(a=1)),
+    "or": (lambda d: d.__ior__({"a": 2}), lambda d: d.__ior__({"a": 1})),
+    "clear": (lambda d: d.clear(), lambda d: d.update(a=1)),
+    "popitem": (lambda d: d.popitem(), lambda d: d.update(a=1)),
+}
+
+
+def check(container, change, back):
+    untouched = Untouched([container], (), ())
+    assert untouched.is_true()
+    change()
+    assert not untouched.is_true()
+    assert not untouched.is_true()  # however often it is asked
+    back()
+    assert untouched.is_true()
+
+
+@pytest.mark.parametrize("keys", [None, frozenset({"a", "b"})], ids=["all of it", "by name"])
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+@pytest.mark.parametrize("name", CHANGES)
+def test_dictionaries(name, kind, keys):
+    held = kind(a=1)
+    change, back = CHANGES[name]
+    check(Container(held, "held", keys), lambda: change(held), lambda: back(held))
+
+
+class WithAttributes:
+    def __init__(self) -> None:
+        self.a = 1
+
+
+def set_in_a_loop(owner, value):
+    for _ in range(50):  # until the interpreter has specialised it
+        owner.a = value
+
+
+@pytest.mark.parametrize("make", [WithAttributes, nn.Module])
+@pytest.mark.parametrize("way", ["assign", "setattr", "__dict__", "delattr", "new"])
+def test_attributes(make, way):
+    owner = make()
+    owner.a = 1
+    ways = {
+        "assign": lambda: set_in_a_loop(owner, 2),
+        "setattr": lambda: object.__setattr__(owner, "a", 2),
+        "__dict__": lambda: owner.__dict__.update(a=2),
+        "delattr": lambda: delattr(owner, "a"),
+        "new": lambda: setattr(owner, "b", 2),
+    }
+    back = (lambda: delattr(owner, "b")) if way == "new" else (lambda: set_in_a_loop(owner, 1))
+    check(Container(vars(owner), "owner", frozenset({"a", "b"})), ways[way], back)
+
+
+def test_what_changes_without_mattering_is_compared_by_name():
+    owner = WithAttributes()
+    container = Container(vars(owner), "owner", frozenset({"a"}))
+    whole = Untouched([container], (), ())
+    owner.calls = 1
+    assert not whole.is_true()
+    assert whole.changed() == [vars(owner)]
+    by_name = Untouched([container], {id(vars(owner))}, ())
+    owner.calls = 2
+    assert by_name.is_true()
+    owner.a = 2
+    assert not by_name.is_true()
+
+
+@pytest.mark.parametrize("kind", [list, deque])
+def test_sequences(kind):
+    held = kind([1, 2])
+    check(Container(held, "held"), lambda: held.append(3), held.pop)
+    check(Container(held, "held"), held.reverse, held.reverse)
+
+
+def test_classes():
+    made = type("Made", (), {"a": 1})
+    container = Container(vars(made), "Made", frozenset({"a"}), owner=made)
+    assert isinstance(container.holder, types.MappingProxyType)
+    check(container, lambda: setattr(made, "a", 2), lambda: setattr(made, "a", 1))
