@@ -14,8 +14,33 @@ from torch._C._dynamo import guards as of_dynamo
 
 from moe_graphs.engine.containers import GONE, Container
 
+
+def _notices_attributes(version_of: Callable[[dict], int]) -> bool:
+    """Whether attributes that are set go through the dictionary of their object, once somebody has
+    it: in Python 3.13 some do not."""
+
+    class Owner:
+        def __init__(self) -> None:
+            self.a = 0
+
+    owner = Owner()
+    held = vars(owner)
+    for value in range(50):  # and when the interpreter has specialised it
+        before = version_of(held)
+        owner.a = value + 1
+        if version_of(held) == before:
+            return False
+    before = version_of(held)
+    owner.b = 1
+    between = version_of(held)
+    del owner.b
+    return len({before, between, version_of(held)}) == 3
+
+
 # Of a dictionary a number that any change of it changes: Python's own, or that of a watcher.
 _version_of: Callable[[dict], int] | None = getattr(of_dynamo, "dict_version", None)
+if _version_of is not None and not _notices_attributes(_version_of):
+    _version_of = None
 
 
 class Untouched:
