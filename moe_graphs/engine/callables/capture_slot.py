@@ -33,6 +33,7 @@ def capture_slot(slot: Slot, calls: Sequence[ScopeCall], recorder: Recorder) -> 
 
 def _capture(slot: Slot, calls: Sequence[ScopeCall], recorder: Recorder) -> None:
     generator = torch.Generator(recorder.backend.device).manual_seed(0)
+    flights: list[Flight] = []
     for place, call in zip(slot.places, calls, strict=True):
         _capture_forward(slot, place, call, recorder)
     for place, call in reversed(list(zip(slot.places, calls, strict=True))):
@@ -41,14 +42,15 @@ def _capture(slot: Slot, calls: Sequence[ScopeCall], recorder: Recorder) -> None
             incoming = [_gradient(output, generator) for output, needed in pairs if needed]
             random = recorder.backend.random_position() if place.forward.draws else None
             flight = Flight(place, call.leaves, random)
+            flights.append(flight)
             with explained(place.name, "backward", recorder.backend):
                 with call.backward_hooks(incoming) as found:
                     found += recorder.backward(slot, flight, incoming).values()
             _raise(recorder)
     if recorder.split:
-        for place in reversed(slot.places):
-            if place.run is not None:
-                recorder.backward_of_weights(slot, place)
+        for flight in flights:
+            if flight.place.run is not None:
+                recorder.backward_of_weights(slot, flight)
                 _raise(recorder)
 
 
