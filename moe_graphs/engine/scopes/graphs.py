@@ -34,6 +34,7 @@ from moe_graphs.engine.resources import Resources
 from moe_graphs.engine.scopes.captured import Captured, Chunk
 from moe_graphs.engine.scopes.delayed_weights import DelayedWeights
 from moe_graphs.engine.scopes.dry_run import DryRun, ScopeCall
+from moe_graphs.engine.scopes.examined import Examined
 from moe_graphs.engine.scopes.explained import explained
 from moe_graphs.engine.scopes.graphed_scope import GraphedScope
 from moe_graphs.engine.scopes.memory import CallMemory, MemoryPlan, memory_plan
@@ -98,6 +99,7 @@ class Graphs:
     def _begin_warmup(self) -> None:
         self.observation = Observation()
         self._measured: dict[int, CallMemory] = {}
+        self._examined: dict[int, Examined] = {}
         self._failure: CaptureError | None = None
         self._memory: MemoryPlan | None = None
         self._wants_recapture = False
@@ -162,6 +164,7 @@ class Graphs:
             self._memory = self._predicted(planned)
             if len(self.observation.steps) == self.config.warmup_steps:
                 self._resources.captured = self._places(planned, self._memory)
+                self._examined.clear()
                 self.state = "capturing"
 
     def _capturing_step_ended(self) -> None:
@@ -170,6 +173,8 @@ class Graphs:
             self._fail(failure)
         if self.captured.is_complete:
             self.state = "captured"
+            for place in self.captured.places:
+                place.planned.examined = None
 
     def _fail(self, error: CaptureError) -> None:
         self.state = "capture_failed"
@@ -189,6 +194,7 @@ class Graphs:
         try:
             with explained(call.scope.name, "forward", self.backend):
                 self._measured[alike] = self._dry_run.examine(call, reads, linked)
+                self._examined[alike] = Examined(self._dry_run, call, reads)
         except CaptureError as error:
             self._failure = error
 
@@ -206,8 +212,8 @@ class Graphs:
         config = self.config
         chunks = []
         for chunk in planned.chunks:
-            observed = [self.observation.alike[number] for number in chunk.calls]
-            calls = [PlannedCall(each.scope, each.signature) for each in observed]
+            observed = [(self.observation.alike[n], self._examined.get(n)) for n in chunk.calls]
+            calls = [PlannedCall(each.scope, each.signature, known) for each, known in observed]
             for call in calls:
                 if call.scope.name in self.observation.with_double_backward:
                     call.refused = _DOUBLE_BACKWARD

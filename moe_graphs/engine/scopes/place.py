@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_graphs.engine.backends.base import Graph
 from moe_graphs.engine.proof import Difference, warn
+from moe_graphs.engine.scopes.examined import Examined
 from moe_graphs.engine.scopes.loans import Loan
 from moe_graphs.engine.scopes.open_call import BackwardRun, OpenCall
 from moe_graphs.engine.scopes.recording import (
@@ -30,6 +31,7 @@ from moe_graphs.errors import GraphError
 class PlannedCall:
     """What is known of a call, whatever the slot.
 
+    examined: in the warm-up, until everything is captured.
     copied_outputs: handed out as copies, since somebody keeps views of them beyond the next replay.
     refused: why it is not replayed (any more).
     not_reproducible: whether eager runs themselves differ from one another, in their last bits.
@@ -39,6 +41,7 @@ class PlannedCall:
 
     scope: Scope
     signature: Signature
+    examined: Examined | None = None
     copied_outputs: set[int] = field(default_factory=set)
     refused: Mismatch | None = None
     not_reproducible: bool = False

@@ -28,6 +28,7 @@ from moe_graphs.engine.scopes.dry_run import (
     check_hooks,
 )
 from moe_graphs.engine.scopes.effects import Effects
+from moe_graphs.engine.scopes.examined import unchanged
 from moe_graphs.engine.scopes.expected import Expected
 from moe_graphs.engine.scopes.explained import explained
 from moe_graphs.engine.scopes.loans import Loan
@@ -75,6 +76,8 @@ class Recorder:
         with explained(place.name, "forward", self.backend), call.forward_hooks() as done:
             state = context.current(self.backend.device.type)
             check_capturable(call, state)
+            if place.planned.examined is not None:
+                place.planned.examined.again_if_changed(call)
             dry = self.dry_run.forward(call)
             guards = self.dry_run.guards(call, dry.reads, dry.trace.read)
             check_hooks(guards)
@@ -175,12 +178,10 @@ class Recorder:
             eager = eagerly()
         if place.backward is None and self._may_record(slot):
             with self._failing(slot, place), explained(place.name, "backward", self.backend):
-                surroundings = Surroundings(
-                    Guards(reads.of_contexts, reads),
-                    context.current(self.backend.device.type),
-                    self.backend.device.type,
-                )
-                with effects.once():
+                guards = Guards(reads.of_contexts, reads)
+                state = context.current(self.backend.device.type)
+                surroundings = Surroundings(guards, state, self.backend.device.type)
+                with effects.once(), unchanged(guards):
                     again = self._again(slot, place, eagerly, effects)
                     if place.open is not None:
                         self._record(slot, flight, eager, again, surroundings, effects)
