@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from moe_graphs.config import ON_MISMATCH
 from moe_graphs.engine import context
 from moe_graphs.engine.backends import backend_for
 from moe_graphs.engine.callables.arguments import (
@@ -86,7 +85,8 @@ def make_graphed_callables(
         sample_kwargs: keyword arguments likewise: a dict, or a tuple of them.
         schedule: what this rank runs (``Schedule.local_order(rank)``): as many microbatches are
             captured as it has in flight. By default one.
-        on_mismatch: "eager" or "error".
+        on_mismatch: "eager" or "error". Who wants to recapture takes ``moe_graphs.graph``: here
+            samples say what is captured, and a call that differs is none of them.
         verify: compare the first replay of everything with an eager run, bit for bit.
         generators: random number generators that the callables use, besides the default one.
         capture_time_hooks: per callable ``{"forward_pre_hooks": {id: hook}, ...}``, called in
@@ -109,8 +109,8 @@ def make_graphed_callables(
     order = order_of(schedule, _order)
     layers = layers_per_chunk(order, _num_layers_per_chunk, len(functions))
     calls = [Call(a, k) for a, k in zip(given_args, given_kwargs, strict=True)]
-    if on_mismatch not in ON_MISMATCH:
-        raise ValueError(f"on_mismatch={on_mismatch!r}: accepted are {', '.join(ON_MISMATCH)}")
+    if on_mismatch not in ("eager", "error"):
+        raise ValueError(f"on_mismatch={on_mismatch!r}: accepted are 'eager', 'error'{_RECAPTURE}")
     if pool is not None and order is not None and max(slots(order).values()) > 1:
         raise ValueError("pool: microbatches in flight need pools of their own: leave it out")
     if _order is not None:
@@ -316,6 +316,12 @@ class _Closure(nn.Module):
             reached += inspect.getclosurevars(function).nonlocals.values()
             reached += inspect.getclosurevars(function).globals.values()
         self.reached = nn.ModuleList(dict.fromkeys(m for m in reached if isinstance(m, nn.Module)))
+
+
+_RECAPTURE = (
+    "; for other samples, reset() and make graphed callables again; moe_graphs.graph captures the "
+    "calls that come, with GraphConfig(..., on_mismatch='recapture') anew where they differ"
+)
 
 
 def _scope_of(name: str, owner: nn.Module, function: Callable[..., Any]) -> Scope:

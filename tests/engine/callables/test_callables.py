@@ -344,7 +344,8 @@ def test_a_failed_capture_leaves_no_trace(device):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"on_mismatch": "ignore"}, "accepted are"),
+        ({"on_mismatch": "ignore"}, "accepted are 'eager', 'error'"),
+        ({"on_mismatch": "recapture"}, r"reset\(\) and make .* moe_graphs.graph captures"),
         ({"sample_kwargs": ({}, {})}, "2 for 1 sample_args"),
         ({"schedule": [Action("F", 0, 0), Action("B", 0, 0)], "_order": [1, -1]}, "give one"),
         ({"_order": [1, 1, -1, -1]}, "one per forward, 2"),
