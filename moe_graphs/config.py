@@ -157,7 +157,8 @@ class GraphConfig:
         captured anew ("recapture").
     split_backward: capture the gradients of the weights apart from those of the inputs, so that
         zero-bubble schedules can delay them: torch's own, or ``graphs.delayed_weights()``. Costs
-        memory: what the weights' part needs is kept until then.
+        memory: what the weights' part needs is kept until then. Without it, scopes of which the
+        warm-up has seen that stay eager, with a warning.
     memory_limit: bytes; a capture that is predicted to take more is refused with
         ``graphs.plan()``'s table.
     verify: the first replay of every recording, forward and backward, is compared bit for bit with

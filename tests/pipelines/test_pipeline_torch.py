@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -121,6 +123,14 @@ def _forget_what_was_counted(parts: nn.Module) -> None:
             buffer.zero_()
 
 
+def _skip_if_nodes_are_lost() -> None:
+    if not _nodes_outlive_their_outputs():
+        pytest.skip(
+            "waits for torch 2.13: before, zero-bubble schedules lose the nodes of Python autograd "
+            "functions between the two parts of a backward, with eager models, too"
+        )
+
+
 def compare(rank: int, pp: int, names: tuple[str, ...], device: str, split: bool) -> list[dict]:
     """Graphed against eager under every schedule; returns what was replayed."""
     found = []
@@ -157,11 +167,7 @@ def test_two_ranks(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_ranks_with_weight_gradients_apart(backend):
-    if not _nodes_outlive_their_outputs():
-        pytest.skip(
-            "waits for torch 2.13: before, zero-bubble schedules lose the nodes of Python autograd "
-            "functions between the two parts of a backward, with eager models, too"
-        )
+    _skip_if_nodes_are_lost()
     check(2, backend, SPLIT, split=True)
 
 
@@ -171,3 +177,24 @@ def test_four_ranks():
 
 def test_four_ranks_with_weight_gradients_apart():
     check(4, "gloo", IN_A_V, split=True)
+
+
+def compare_whole_graphs(rank: int, pp: int, name: str) -> tuple[dict[str, int], list[str]]:
+    """Of graphs that do not split backwards: what ran eagerly, and the warnings."""
+    expected, _ = train_rank(rank, pp, name, "cpu", GraphConfig(impl="none"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", moe_graphs.GraphWarning)
+        trace, report = train_rank(rank, pp, name, "cpu", GraphConfig(SCOPES, warmup_steps=2))
+    trace.assert_equal(expected)
+    dist.barrier()
+    told = [str(w.message) for w in caught if w.category is moe_graphs.GraphWarning]
+    return report.eager_calls, told
+
+
+def test_a_zero_bubble_schedule_without_split_backward_is_eager_and_told_once():
+    _skip_if_nodes_are_lost()
+    name = "InterleavedZeroBubble"
+    for eager, told in run_distributed(compare_whole_graphs, 2, "gloo", arguments=(name,)):
+        assert eager["weights_apart"] > 0, eager
+        assert len(told) == 1, told
+        assert "set GraphConfig(split_backward=True)" in told[0], told

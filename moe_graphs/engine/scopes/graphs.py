@@ -212,16 +212,22 @@ class Graphs:
         config = self.config
         chunks = []
         for chunk in planned.chunks:
-            observed = [(self.observation.alike[n], self._examined.get(n)) for n in chunk.calls]
-            calls = [PlannedCall(each.scope, each.signature, known) for each, known in observed]
-            for call in calls:
-                if call.scope.name in self.observation.with_double_backward:
-                    call.refused = _DOUBLE_BACKWARD
+            calls = [self._planned_call(number) for number in chunk.calls]
             chunks.append(Chunk([Slot(calls, self.backend) for _ in range(chunk.slots)]))
+        self.observation.tell_of_weights_apart(split=config.split_backward)
         recorder = Recorder(
             self.model, self.backend, split=config.split_backward, verify=config.verify
         )
         return Captured(chunks, recorder, memory)
+
+    def _planned_call(self, alike: int) -> PlannedCall:
+        observed = self.observation.alike[alike]
+        return PlannedCall(
+            observed.scope,
+            observed.signature,
+            examined=self._examined.get(alike),
+            refused=self.observation.refusal(observed.scope, split=self.config.split_backward),
+        )
 
     # ---- ahead of time
 
@@ -367,8 +373,3 @@ _WORTH_A_CAPTURE = frozenset({
     "moved", "attribute", "training_flag", "requires_grad", "hooks", "context", "autocast",
     "shape", "dtype", "stride", "structure", "constant", "slots_full", "not_observed",
 })  # fmt: skip
-_DOUBLE_BACKWARD = Mismatch(
-    "double_backward",
-    "its gradients were differentiated in the warm-up steps (create_graph=True), and a graph has "
-    "no derivative of its backward",
-)

@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
-from moe_graphs.engine.autograd import nodes_behind
+from moe_graphs.engine.autograd import is_wanted, nodes_behind
+from moe_graphs.engine.proof import warn
 from moe_graphs.engine.scopes.plan import Event
 from moe_graphs.engine.scopes.select import Scope
-from moe_graphs.engine.signature import Signature, flatten
+from moe_graphs.engine.signature import Mismatch, Signature, flatten
 
 
 @dataclass(frozen=True)
@@ -32,12 +34,14 @@ class Observation:
         alike: one call for each scope and signature; events refer to them by number.
         steps: the events of each step.
         with_double_backward: names of scopes whose gradients were differentiated again.
+        with_weights_apart: names of scopes whose weights had a backward of their own.
     """
 
     def __init__(self) -> None:
         self.alike: list[ObservedCall] = []
         self.steps: list[list[Event]] = []
         self.with_double_backward: set[str] = set()
+        self.with_weights_apart: set[str] = set()
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -74,7 +78,7 @@ class Observation:
                 leaf.register_hook(listener.backward)
         node = _node_before_a_parameter([leaf for leaf in tensors if leaf.grad_fn is not None])
         if node is not None:
-            node.register_hook(listener.weights)
+            listener.listen_to_weights(node)
 
     @contextlib.contextmanager
     def delaying(self) -> Iterator[None]:
@@ -90,6 +94,20 @@ class Observation:
         self.events.append(Event("W", "", -1, delayed=self._weights))
         self._weights += 1
 
+    def refusal(self, scope: Scope, *, split: bool) -> Mismatch | None:
+        """Why a scope is not captured, after what was done with its gradients. ``split``: whether
+        those of the weights are to be captured apart."""
+        if scope.name in self.with_double_backward:
+            return _DOUBLE_BACKWARD
+        return _WEIGHTS_APART if scope.name in self.with_weights_apart and not split else None
+
+    def tell_of_weights_apart(self, *, split: bool) -> None:
+        apart = sorted(self.with_weights_apart - self.with_double_backward)
+        if apart and not split:
+            warn(
+                f"scope {apart[0]!r} and {len(apart) - 1} more stay eager: {_WEIGHTS_APART.message}"
+            )
+
     def _alike(self, scope: Scope, inputs: Any) -> tuple[int, bool]:
         leaves, structure = flatten(inputs)
         for number, known in enumerate(self.alike):
@@ -103,6 +121,18 @@ class Observation:
         return reference is not None and reference() is leaf
 
 
+_DOUBLE_BACKWARD = Mismatch(
+    "double_backward",
+    "its gradients were differentiated in the warm-up steps (create_graph=True), and a graph has "
+    "no derivative of its backward",
+)
+_WEIGHTS_APART = Mismatch(
+    "weights_apart",
+    "the weights had a backward of their own in the warm-up steps, as in a zero-bubble schedule, "
+    "and a graph would compute all gradients at once: set GraphConfig(split_backward=True)",
+)
+
+
 class _Listener:
     """Hooks on one call: when do its gradients arrive, and when are its weights' computed?"""
 
@@ -111,6 +141,8 @@ class _Listener:
         self._scope, self._number = scope, number
         self._task: int | None = None
         self._weights_task: int | None = None
+        self._accumulators: list[Node] = []
+        self._has_weights = False
 
     def backward(self, gradient: torch.Tensor) -> None:
         """A hook on the outputs. Zero-bubble schedules run a node again for its weights."""
@@ -120,18 +152,29 @@ class _Listener:
             self._task = torch._C._current_graph_task_id()
             self._events.append(Event("B", self._scope, self._number, self._task))
 
-    def weights(self, *gradients: Any) -> None:
+    def listen_to_weights(self, node: Node) -> None:
+        self._accumulators = [n for n, _ in node.next_functions if _is_of_a_parameter(n)]
+        node.register_hook(self._weights)
+
+    def _weights(self, *gradients: Any) -> None:
         """A hook on a node that computes a weight's gradient, in a backward of its own or not."""
         task = torch._C._current_graph_task_id()
+        if not self._has_weights and any(map(is_wanted, self._accumulators)):
+            self._has_weights = True
+            if self._task not in (None, task):
+                self._observation.with_weights_apart.add(self._scope)
         if self._task not in (None, task) and self._weights_task is None:
             self._weights_task = task
             self._events.append(Event("W", self._scope, self._number))
 
 
-def _node_before_a_parameter(outputs: list[torch.Tensor]) -> Any:
+def _node_before_a_parameter(outputs: list[torch.Tensor]) -> Node | None:
     """A node of the autograd graph that feeds a leaf; None if there is none."""
     for node in nodes_behind(outputs):
-        for following, _ in node.next_functions:
-            if isinstance(getattr(following, "variable", None), torch.nn.Parameter):
-                return node
+        if any(_is_of_a_parameter(following) for following, _ in node.next_functions):
+            return node
     return None
+
+
+def _is_of_a_parameter(node: Node | None) -> bool:
+    return isinstance(getattr(node, "variable", None), torch.nn.Parameter)

@@ -41,8 +41,9 @@ def report_of(
 
 
 def _report_scope(graphed: GraphedScope, places: Sequence[Place]) -> ScopeReport:
-    own = [p for p in places if p.planned.scope.name == graphed.scope.name and p.forward]
-    planned = {id(place.planned): place.planned for place in own}.values()
+    of_scope = [place for place in places if place.name == graphed.scope.name]
+    own = [place for place in of_scope if place.forward is not None]
+    planned = {id(place.planned): place.planned for place in of_scope}.values()
     counts = [graph.kernels for place in own for graph in place.graphs()]
     exits = [place.forward.exit.reason for place in own if place.forward.exit is not None]
     backwards: Counter[str] = Counter()

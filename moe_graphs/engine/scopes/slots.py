@@ -175,7 +175,8 @@ class Slot:
         if flight.landed:
             raise GraphError(
                 f"scope {flight.place.name!r}: a second backward of the same forward; a graph's "
-                f"saved tensors serve one: put such forwards into graphs.paused()"
+                f"saved tensors serve one: put such forwards into graphs.paused(), or, if it is "
+                f"for the weights alone, set GraphConfig(split_backward=True)"
             )
         flight.check_unmodified()
 
@@ -222,7 +223,8 @@ class Slot:
             self.abandoned += 1
         self._flights.clear()
         self._clock = -1
-        if not self.is_closed and any(place.forward is not None for place in self.places):
+        begun = any(place.forward is not None for place in self.places)
+        if not self.is_closed and (begun or all(place.planned.refused for place in self.places)):
             self._close_or_begin_anew()
 
     def _close_or_begin_anew(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import moe_graphs
-from moe_graphs import GraphConfig, GraphError
+from moe_graphs import GraphConfig, GraphError, GraphWarning
 from moe_graphs.engine.scopes.split_backward import SplitBackward
 from training_runs import DEVICES, loss_of, microbatches, tiny_model
 
@@ -203,23 +203,27 @@ def test_delayed_weights_need_split_graphs():
         pass
 
 
+def in_two_parts(model: nn.Module, x: torch.Tensor, scale: float = 1.0) -> list[torch.Tensor]:
+    """Gradients of the input and, by a backward of their own, of the weights, as zero-bubble
+    schedules ask for them."""
+    hidden = model[0](x)
+    node, gradient = hidden.grad_fn, torch.ones_like(hidden)
+    (dx,) = torch.autograd.grad(hidden, x, gradient, retain_graph=True)
+    edge = torch.autograd.graph.GradientEdge(node, 0)
+    later = gradient if scale == 1.0 else gradient * scale
+    return [dx, *torch.autograd.grad(edge, list(model[0].parameters()), later)]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_autograd_asks_for_the_weights_later_as_zero_bubble_schedules_do(device):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).to(device)
     config = GraphConfig(["[0]"], split_backward=True, on_mismatch="error", warmup_steps=1)
     graphs = moe_graphs.graph(model, config)
     x = torch.randn(4, WIDTH, device=device, requires_grad=True)
-    weight = model[0].weight
 
     def step(scale: float = 1.0) -> list[torch.Tensor]:
         with graphs.step():
-            hidden = model[0](x)
-            node, gradient = hidden.grad_fn, torch.ones_like(hidden)
-            (dx,) = torch.autograd.grad(hidden, x, gradient, retain_graph=True)
-            edge = torch.autograd.graph.GradientEdge(node, 0)
-            later = gradient if scale == 1.0 else gradient * scale
-            (dw,) = torch.autograd.grad(edge, weight, later)
-        return [dx, dw]
+            return in_two_parts(model, x, scale)
 
     expected = step()
     assert all(map(torch.equal, step(), expected))
@@ -227,3 +231,46 @@ def test_autograd_asks_for_the_weights_later_as_zero_bubble_schedules_do(device)
     with pytest.raises(GraphError, match="with other output gradients"):
         step(2.0)
     assert all(map(torch.equal, step(), expected))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_weights_that_are_asked_for_later_of_whole_graphs_are_eager_and_told_once(device):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).to(device)
+    graphs = moe_graphs.graph(model, GraphConfig(["[0]"], warmup_steps=1))
+    x = torch.randn(4, WIDTH, device=device, requires_grad=True)
+    expected = in_two_parts(model, x)
+    with pytest.warns(GraphWarning, match=r"'0' and 0 more .*split_backward=True"), graphs.step():
+        in_two_parts(model, x)
+    for _ in range(2):
+        with graphs.step():
+            assert all(map(torch.equal, in_two_parts(model, x), expected))
+    report = graphs.report()
+    assert report.state == "captured"
+    assert report.eager_calls == {"warmup": 1, "outside_step": 1, "weights_apart": 2}
+    assert "split_backward=True" in report.scopes[0].refused
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_weights_that_are_asked_for_later_only_after_the_capture_are_an_error(device):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).to(device)
+    graphs = moe_graphs.graph(model, GraphConfig(["[0]"], warmup_steps=1))
+    x = torch.randn(4, WIDTH, device=device, requires_grad=True)
+    for _ in range(3):
+        with graphs.step():
+            model(x).sum().backward()
+    with pytest.raises(GraphError, match="second backward .*split_backward=True"), graphs.step():
+        in_two_parts(model, x)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_backward_of_everything_that_runs_twice_is_not_taken_for_one_of_the_weights(device):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).to(device)
+    graphs = moe_graphs.graph(model, GraphConfig(["[0]"], warmup_steps=1))
+    x = torch.randn(4, WIDTH, device=device, requires_grad=True)
+    with graphs.step():
+        loss = model(x).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    with graphs.step():
+        model(x).sum().backward()
+    assert graphs.report().replayed == 1
