@@ -123,12 +123,18 @@ class Guards:
         for _, rng, state in self._draws:
             _set_state(rng, state)
 
-    def first_hooked(self) -> str | None:
-        """The name of a module inside of the block that has hooks."""
+    def check_hooks(self) -> None:
+        """
+        Raises:
+            CaptureError: if the block runs hooks of a module, or may advance an iterator.
+        """
+        self.check_followable()
         for name, module in self._found.modules:
             if any(hooks_of(module)) and id(module) not in self._outside:
-                return name
-        return None
+                raise CaptureError(
+                    f"module {name or 'model'!r} has hooks, which a replay does not run: remove "
+                    f"them, or choose a scope that ends before it"
+                )
 
     def check_followable(self) -> None:
         """

@@ -146,7 +146,7 @@ class DryRun:
         if reads is not None:
             reads.check_doors(asked=doors.OF_HISTORY)
             guards = [self.guards(call, reads, ())]
-            check_hooks(guards[0])
+            guards[0].check_hooks()
         done: list[tuple[Trace, Trace]] = []
         try:
             for number in range(runs):
@@ -308,20 +308,6 @@ def check_capturable(call: ScopeCall, state: context.Context) -> None:
         raise CaptureError(
             "autocast caches casts of weights, and a graph would keep a stale one: use "
             "torch.autocast(..., cache_enabled=False)"
-        )
-
-
-def check_hooks(guards: Guards) -> None:
-    """
-    Raises:
-        CaptureError: if the call runs hooks, or advances iterators.
-    """
-    guards.check_followable()
-    name = guards.first_hooked()
-    if name is not None:
-        raise CaptureError(
-            f"submodule {name!r} has hooks, which a replay does not run: remove them, or choose a "
-            f"scope that ends before {name!r}"
         )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from moe_graphs.engine.guards import Guards, reads_before_running
 from moe_graphs.engine.reads import Reads
-from moe_graphs.engine.scopes.dry_run import DryRun, ScopeCall, check_hooks
+from moe_graphs.engine.scopes.dry_run import DryRun, ScopeCall
 from moe_graphs.errors import CaptureError
 
 
@@ -31,7 +31,7 @@ class Examined:
         """
         if self._guards.mismatch() is None:
             return
-        check_hooks(self._dry_run.guards(call, self._reads, ()))
+        self._dry_run.guards(call, self._reads, ()).check_hooks()
         reached = reads_before_running(
             [call.scope.forward],
             call.scope.module.modules(),

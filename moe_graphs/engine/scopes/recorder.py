@@ -21,12 +21,7 @@ from moe_graphs.engine.guards import Guards
 from moe_graphs.engine.preserve import RandomState, Values
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.scopes.captured_forward import CapturedForward, Saved
-from moe_graphs.engine.scopes.dry_run import (
-    DryRun,
-    ScopeCall,
-    check_capturable,
-    check_hooks,
-)
+from moe_graphs.engine.scopes.dry_run import DryRun, ScopeCall, check_capturable
 from moe_graphs.engine.scopes.effects import Effects
 from moe_graphs.engine.scopes.examined import unchanged
 from moe_graphs.engine.scopes.expected import Expected
@@ -80,7 +75,7 @@ class Recorder:
                 place.planned.examined.again_if_changed(call)
             dry = self.dry_run.forward(call)
             guards = self.dry_run.guards(call, dry.reads, dry.trace.read)
-            check_hooks(guards)
+            guards.check_hooks()
             expected = Expected(
                 dry,
                 RandomState(self.backend.device, self.backend.generators),

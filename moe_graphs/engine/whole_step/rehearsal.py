@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moe_graphs.engine import doors
-from moe_graphs.engine.guards import Guards
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.tracing import Trace, address
 from moe_graphs.engine.whole_step import data_parallel
@@ -58,7 +57,7 @@ def rehearse(subject: Subject, batch: StaticBatch, reads: Reads, runs: int) -> R
     entry, streams, seen = gradients_of(parameters), {}, Rehearsal(reads)
     versions = [parameter._version for parameter in parameters]
     strangers = _of_other_models(subject)
-    _check_hooks(subject.guards(reads, constants=batch.constants()))
+    subject.guards(reads, constants=batch.constants()).check_hooks()
     with _noting_streams({**named, **strangers}, streams), _noting_optimizers(subject, seen):
         for _ in range(max(1, runs - 1)):
             set_gradients(parameters, entry)
@@ -116,15 +115,6 @@ def _trace(subject: Subject, batch: StaticBatch) -> Trace:
         inputs=batch.named_tensors(),
         generators=subject.backend.generators,
     )
-
-
-def _check_hooks(guards: Guards) -> None:
-    guards.check_followable()
-    name = guards.first_hooked()
-    if name is not None:
-        raise CaptureError(
-            f"module {name or 'model'!r} has hooks, which a replay does not run: remove them"
-        )
 
 
 def _is_dropped(old: Tensor | None, new: Tensor | None, trace: Trace) -> bool:

@@ -162,7 +162,7 @@ def test_hooks_inside_a_scope_are_refused_at_capture_and_run_later(device):
     model = build(device)
     handle = model.first.linear.register_forward_hook(lambda *args: None)
     graphs = moe_graphs.graph(model, scopes(warmup_steps=1))
-    with pytest.raises(CaptureError, match="'first': .*submodule 'linear' has hooks"):
+    with pytest.raises(CaptureError, match="'first': .*module 'linear' has hooks"):
         train_step(model, graphs, data(device))
     handle.remove()
 
