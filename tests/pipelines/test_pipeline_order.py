@@ -56,7 +56,7 @@ def cases(names: Sequence[str], sizes: Sequence[int]) -> list:
         for name in names
         for pp in sizes
         for rank in range(pp)
-        for layers in ((2,) if pp == 2 else (1, 2))
+        for layers in (1, 2)
     ]
 
 

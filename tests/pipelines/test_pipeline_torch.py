@@ -24,16 +24,17 @@ SINGLE = ("GPipe", "1F1B")
 IN_A_V = ("ZBVZeroBubble", "DualPipeV")
 WHOLE = (*SINGLE, "Interleaved1F1B", "LoopedBFS")
 SPLIT = ("InterleavedZeroBubble", *IN_A_V)
-VOCABULARY, SCOPES = 32, "attn,mlp,moe"
+VOCABULARY = 32
+SCOPES = {1: "attn,moe", 2: "attn,mlp,moe"}  # of so many layers, the last one with experts
 
 
 class Part(nn.Module):
     """Stage ``index`` of ``count`` of a language model. The sum of the aux losses goes along."""
 
-    def __init__(self, index: int, count: int, device: str) -> None:
+    def __init__(self, index: int, count: int, layers: int, device: str) -> None:
         super().__init__()
         torch.manual_seed(index)
-        self.layers = Layers(2, device)
+        self.layers = Layers(layers, device)
         dtype = next(self.layers.parameters()).dtype
         self.embedding = self.head = None
         if index == 0:
@@ -55,14 +56,14 @@ def loss_of(outputs: tuple[Tensor, Tensor], targets_BS: Tensor) -> Tensor:
 
 
 def train_rank(
-    rank: int, pp: int, name: str, device: str, config: GraphConfig, steps: int = 4
+    rank: int, pp: int, name: str, device: str, layers: int, config: GraphConfig, steps: int = 4
 ) -> tuple[Trace, moe_graphs.Report]:
     """One rank of a pipeline of torch's; every rank knows the data."""
     indices = [rank] if name in SINGLE else [rank, pp + rank]
     if name in IN_A_V:
         indices = [rank, 2 * pp - 1 - rank]
     count, microbatches = pp * len(indices), 2 * pp
-    parts = nn.ModuleList(Part(index, count, device) for index in indices)
+    parts = nn.ModuleList(Part(index, count, layers, device) for index in indices)
     graphs = moe_graphs.graph(parts, config)
     place = torch.device(device, rank) if device == "cuda" else torch.device(device)
     stages = [PipelineStage(p, i, count, place) for p, i in zip(parts, indices, strict=True)]
@@ -131,14 +132,16 @@ def _skip_if_nodes_are_lost() -> None:
         )
 
 
-def compare(rank: int, pp: int, names: tuple[str, ...], device: str, split: bool) -> list[dict]:
+def compare(
+    rank: int, pp: int, names: tuple[str, ...], device: str, layers: int, split: bool
+) -> list[dict]:
     """Graphed against eager under every schedule; returns what was replayed."""
     found = []
     for name in names:
-        expected, _ = train_rank(rank, pp, name, device, GraphConfig(impl="none"))
+        expected, _ = train_rank(rank, pp, name, device, layers, GraphConfig(impl="none"))
         more = {"split_backward": True} if split else {}
-        config = GraphConfig(SCOPES, warmup_steps=2, **more)
-        trace, report = train_rank(rank, pp, name, device, config)
+        config = GraphConfig(SCOPES[layers], warmup_steps=2, **more)
+        trace, report = train_rank(rank, pp, name, device, layers, config)
         trace.assert_equal(expected)
         dist.barrier()
         held = report.eager_calls.get("output_held", 0)
@@ -150,14 +153,16 @@ def compare(rank: int, pp: int, names: tuple[str, ...], device: str, split: bool
     return found
 
 
-def check(pp: int, backend: str, names: tuple[str, ...], split: bool = False) -> None:
+def check(
+    pp: int, backend: str, names: tuple[str, ...], layers: int = 2, split: bool = False
+) -> None:
     device = "cuda" if backend == "nccl" else "cpu"
-    arguments = names, device, split
+    arguments = names, device, layers, split
     ranks = run_distributed(compare, pp, backend, arguments=arguments, timeout_seconds=300)
     for found in ranks:
         for run in found:
             passes = 2 * pp * (1 if run["name"] in SINGLE else 2)
-            assert run["replayed"] + run["held"] == 2 * 2 * passes, run  # steps, layers
+            assert run["replayed"] + run["held"] == 2 * layers * passes, run  # of two steps
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -172,19 +177,20 @@ def test_two_ranks_with_weight_gradients_apart(backend):
 
 
 def test_four_ranks():
-    check(4, "gloo", ("1F1B", "Interleaved1F1B"))
+    check(4, "gloo", ("1F1B", "Interleaved1F1B"), layers=1)
 
 
 def test_four_ranks_with_weight_gradients_apart():
-    check(4, "gloo", IN_A_V, split=True)
+    check(4, "gloo", IN_A_V, layers=1, split=True)
 
 
 def compare_whole_graphs(rank: int, pp: int, name: str) -> tuple[dict[str, int], list[str]]:
     """Of graphs that do not split backwards: what ran eagerly, and the warnings."""
-    expected, _ = train_rank(rank, pp, name, "cpu", GraphConfig(impl="none"))
+    expected, _ = train_rank(rank, pp, name, "cpu", 1, GraphConfig(impl="none"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", moe_graphs.GraphWarning)
-        trace, report = train_rank(rank, pp, name, "cpu", GraphConfig(SCOPES, warmup_steps=2))
+        config = GraphConfig(SCOPES[1], warmup_steps=2)
+        trace, report = train_rank(rank, pp, name, "cpu", 1, config)
     trace.assert_equal(expected)
     dist.barrier()
     told = [str(w.message) for w in caught if w.category is moe_graphs.GraphWarning]

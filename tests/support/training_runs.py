@@ -32,8 +32,9 @@ def tiny_model(
     shared: bool = True,
     dispatcher: Dispatcher | None = None,
     dropout: float = 0.1,
+    count: int = 2,
 ) -> LanguageModel:
-    """Two layers with every feature that could differ between a graph and eager: dropout, jitter,
+    """A few layers with every feature that could differ between a graph and eager: dropout, jitter,
     aux losses, expert bias. fp32 on the CPU, bf16 on a GPU."""
     torch.manual_seed(0)
     moe = MoEConfig(
@@ -49,7 +50,7 @@ def tiny_model(
     )
     config = TransformerConfig(
         hidden_size=32,
-        num_layers=2,
+        num_layers=count,
         num_heads=4,
         num_kv_heads=2,
         ffn_hidden_size=48,

@@ -35,7 +35,7 @@ def replicas(device: str, stream: torch.cuda.Stream | None, **options) -> nn.Mod
     """DDP, built on the stream of the captures."""
     context = torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()
     with context:
-        return DistributedDataParallel(tiny_model(device, "moe"), **options)
+        return DistributedDataParallel(tiny_model(device, "moe", count=1), **options)
 
 
 def make_step(model: nn.Module, optimizer: torch.optim.Optimizer, inside: bool = True):
