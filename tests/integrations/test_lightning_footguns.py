@@ -32,6 +32,7 @@ import warnings
 import pytest
 import torch
 
+from grids import grid
 from lightning_pairs import (
     Halves,
     HalvesAfterBackward,
@@ -114,9 +115,9 @@ OF_THE_MODULE = [
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("accumulated", [1, 3])
-@pytest.mark.parametrize("scheduled", [True, False])
-@pytest.mark.parametrize("make", OF_THE_MODULE)
+@pytest.mark.parametrize(
+    ("make", "scheduled", "accumulated"), grid(OF_THE_MODULE, [True, False], [1, 3])
+)
 def test_hooks_of_the_module_do_what_they_do_without_graphs(
     tmp_path, device, make, scheduled, accumulated
 ):
