@@ -113,3 +113,32 @@ def test_no_file_names_a_package_registry():
     for file in [*root.glob("*.*"), *root.glob("Makefile"), *PACKAGE.rglob("*.py")]:
         if file.is_file():
             assert not any(host in file.read_text(errors="ignore") for host in hosts), file
+
+
+def test_no_import_circle():
+    """What type checkers see counts; of a package, what is imported from it."""
+    modules = {module_name(file): file for file in FILES}
+    needs = {name: needed_by(file, modules) - {name} for name, file in modules.items()}
+    left = set(needs)
+    while free := {name for name in left if not needs[name] & left}:
+        left -= free
+    # Of what is left, what only needs a circle is none.
+    while outer := {name for name in left if not any(name in needs[each] for each in left)}:
+        left -= outer
+    assert not left
+
+
+def module_name(file: Path) -> str:
+    parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def needed_by(file: Path, modules: dict[str, Path]) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            inside = {f"{node.module}.{name.name}" for name in node.names}
+            found |= inside & modules.keys() or {node.module} & modules.keys()
+        elif isinstance(node, ast.Import):
+            found |= {name.name for name in node.names} & modules.keys()
+    return found

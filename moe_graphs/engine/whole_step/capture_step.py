@@ -14,15 +14,11 @@ from torch.utils import _pytree as pytree
 
 from moe_graphs.engine import context
 from moe_graphs.engine.backends.base import Backend
-from moe_graphs.engine.hooks import KeptHooks
-from moe_graphs.engine.preserve import RandomState, Values
-from moe_graphs.engine.reads import PythonRandomState, Reads
+from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.tracing import Operations, source_line
 from moe_graphs.engine.whole_step import data_parallel
 from moe_graphs.engine.whole_step.accumulators import (
-    check_hooks,
     check_streams,
-    forget_accumulators,
 )
 from moe_graphs.engine.whole_step.batch import StaticBatch
 from moe_graphs.engine.whole_step.grad_fields import (
@@ -32,9 +28,9 @@ from moe_graphs.engine.whole_step.grad_fields import (
     gradients_to_find,
     set_gradients,
 )
-from moe_graphs.engine.whole_step.optimizers import LateState
 from moe_graphs.engine.whole_step.recorded_step import RecordedStep
 from moe_graphs.engine.whole_step.rehearsal import Rehearsal, rehearse
+from moe_graphs.engine.whole_step.state_before import StateBefore
 from moe_graphs.engine.whole_step.step_hooks import StepHooks
 from moe_graphs.engine.whole_step.step_proof import Proof
 from moe_graphs.engine.whole_step.subject import Subject
@@ -61,7 +57,7 @@ def record_step(
     try:
         data_parallel.check_settings(subject.model)
         gc.collect()  # none while a capture runs
-        with _Before(subject, reads) as before, backend.on_stream():
+        with StateBefore(subject, reads) as before, backend.on_stream():
             with data_parallel.together(group, backend.device):
                 prepared = _prepare(subject, batch, rehearsals, before)
             proof = Proof(subject, before, group) if verify else None
@@ -100,7 +96,7 @@ class _Prepared:
     pool: Any
 
 
-def _prepare(subject: Subject, batch: Any, rehearsals: int, before: _Before) -> _Prepared:
+def _prepare(subject: Subject, batch: Any, rehearsals: int, before: StateBefore) -> _Prepared:
     """All that may be refused before the capture."""
     state = context.current(subject.backend.device.type)
     if context.has_autocast_cache(state):
@@ -121,7 +117,7 @@ def _prepare(subject: Subject, batch: Any, rehearsals: int, before: _Before) -> 
 
 
 def _record(
-    subject: Subject, prepared: _Prepared, before: _Before, operations: Operations
+    subject: Subject, prepared: _Prepared, before: StateBefore, operations: Operations
 ) -> RecordedStep:
     named, batch, seen = subject.parameters(), prepared.batch, prepared.seen
     tensors = [*subject.model.parameters(), *subject.model.buffers()]
@@ -159,63 +155,6 @@ def _record(
         device_type=subject.backend.device.type,
         written=written,
     )
-
-
-class _Before:
-    """A context: whatever happens inside, everything that the step touches is as before then.
-
-    Attributes:
-        reads: what is known of the Python that the step runs.
-        gradients: ``.grad`` of the parameters, as it was found.
-        late_state: what the optimizers' first steps make.
-    """
-
-    def __init__(self, subject: Subject, reads: Reads | None) -> None:
-        self._subject = subject
-        known = [] if reads is None else [reads]
-        self.reads = Reads.together(Reads.before_running(subject.step), *known)
-        self._ran = reads is not None
-        self._all_reads = Reads.together(subject.reads_before(), *known)
-        self._parameters = list(subject.parameters().values())
-
-    def __enter__(self) -> _Before:
-        subject = self._subject
-        self.gradients = gradients_of(self._parameters)
-        self._guards = subject.guards(self._all_reads)  # more than what is compared at calls
-        if not self._ran:
-            self._guards.check_followable()
-        self.late_state = LateState(subject.optimizers())
-        tensors = [*subject.model.parameters(), *subject.model.buffers(), *self._guards.tensors]
-        tensors += [gradient for gradient in self.gradients if gradient is not None]
-        unique = {id(tensor): tensor for tensor in tensors}
-        self._values = Values(unique.values(), on_host=True)
-        self._python_random = PythonRandomState()
-        self._random = RandomState(subject.backend.device, subject.backend.generators)
-        self._hooks = KeptHooks(unique.values(), subject.model, subject.optimizers())
-        check_hooks(subject.model)
-        forget_accumulators(subject.model)  # those of the caller's stream
-        return self
-
-    def tensors(self) -> list[Tensor]:
-        """All that the step may change, besides ``.grad``."""
-        return [*self._values.tensors, *self.late_state.tensors()]
-
-    def put_back_values(self) -> None:
-        """For another run from the same state. Gradients stay as they are set."""
-        self._values.put_back()
-        self._random.put_back()
-        self.late_state.zero()
-
-    def __exit__(self, *exception: object) -> None:
-        self._values.put_back()
-        self._random.put_back()
-        self.late_state.take_away()
-        if exception[0] is not None:
-            self._guards.put_back()
-            self._python_random.put_back()
-            self._hooks.put_back()
-        set_gradients(self._parameters, self.gradients)
-        forget_accumulators(self._subject.model)  # those that an exception's traceback holds
 
 
 def _release(recorded: RecordedStep | None, backend: Backend) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,16 +15,13 @@ from moe_graphs.engine.proof import Difference, fingerprints, first_difference
 from moe_graphs.engine.signature import tensor_leaves
 from moe_graphs.engine.static_memory import owned_leaves
 from moe_graphs.engine.tracing import Operations, differing_op
+from moe_graphs.engine.whole_step.batch import StaticBatch
 from moe_graphs.engine.whole_step.data_parallel import on_any_rank
 from moe_graphs.engine.whole_step.grad_fields import Gradients, gradients_of, set_gradients
+from moe_graphs.engine.whole_step.recorded_step import RecordedStep
+from moe_graphs.engine.whole_step.state_before import StateBefore
+from moe_graphs.engine.whole_step.subject import Subject
 from moe_graphs.errors import CaptureError
-
-if TYPE_CHECKING:
-    from moe_graphs.engine.whole_step.batch import StaticBatch
-    from moe_graphs.engine.whole_step.capture_step import _Before
-    from moe_graphs.engine.whole_step.recorded_step import RecordedStep
-    from moe_graphs.engine.whole_step.subject import Subject
-
 
 _RUNS = 4  # more of both, where they differ
 
@@ -40,7 +37,9 @@ class Proof:
         not_reproducible: whether eager runs differ from one another, too.
     """
 
-    def __init__(self, subject: Subject, before: _Before, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, subject: Subject, before: StateBefore, group: dist.ProcessGroup | None
+    ) -> None:
         self._subject, self._before, self._group = subject, before, group
         self._parameters = list(subject.parameters().values())
         self.difference: Difference | None = None
