@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import moe_graphs
 from moe_graphs.bench import environment
 from moe_graphs.bench.timing import elapsed
-from moe_graphs.layers.config import MoEConfig
+from moe_graphs.layers.model_config import MoEConfig
 from moe_graphs.layers.moe import MoELayer
 
 WARMUP_STEPS = 3

@@ -77,9 +77,9 @@ def train(
 ) -> None:
     """Trains a byte-level MoE language model on text found on this machine."""
     options = dict(locals())
-    from moe_graphs.lm import command
+    from moe_graphs.lm import train_command
 
-    command.train(**options, default_scopes=DEFAULT_SCOPES)
+    train_command.train(**options, default_scopes=DEFAULT_SCOPES)
 
 
 if __name__ == "__main__":

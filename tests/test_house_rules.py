@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -142,3 +143,8 @@ def needed_by(file: Path, modules: dict[str, Path]) -> set[str]:
         elif isinstance(node, ast.Import):
             found |= {name.name for name in node.names} & modules.keys()
     return found
+
+
+def test_one_file_name_one_meaning():
+    names = Counter(file.name for file in FILES if file.name != "__init__.py")
+    assert not [name for name, count in names.items() if count > 1]

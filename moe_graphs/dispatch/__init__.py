@@ -1,7 +1,7 @@
 """Dispatchers: how rows reach the rank that holds their expert, and come back."""
 
 from moe_graphs.dispatch.all_to_all import AllToAllDispatcher
-from moe_graphs.dispatch.base import Dispatched, Dispatcher, DispatchPlan
+from moe_graphs.dispatch.dispatcher import Dispatched, Dispatcher, DispatchPlan
 from moe_graphs.dispatch.factory import make_dispatcher
 from moe_graphs.dispatch.local import LocalDispatcher
 from moe_graphs.dispatch.padded import PaddedDispatcher

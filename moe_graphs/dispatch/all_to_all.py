@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_graphs.dispatch.base import Dispatched, Dispatcher, DispatchPlan
+from moe_graphs.dispatch.dispatcher import Dispatched, Dispatcher, DispatchPlan
 from moe_graphs.kernels import RowOrder, permute, route_rows, unpermute
 from moe_graphs.staged import end_capture_here, record
 

@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from moe_graphs.dispatch.all_to_all import AllToAllDispatcher
-from moe_graphs.dispatch.base import Dispatcher
+from moe_graphs.dispatch.dispatcher import Dispatcher
 from moe_graphs.dispatch.local import LocalDispatcher
 from moe_graphs.dispatch.padded import PaddedDispatcher
 

@@ -12,7 +12,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from moe_graphs.dispatch.base import Dispatched, Dispatcher, DispatchPlan
+from moe_graphs.dispatch.dispatcher import Dispatched, Dispatcher, DispatchPlan
 from moe_graphs.kernels import RowOrder, permute, route_rows, unpermute
 
 

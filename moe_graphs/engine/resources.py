@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Generic, Protocol, TypeVar
 
-from moe_graphs.engine.backends.base import Backend
+from moe_graphs.engine.backends.backend import Backend
 
 
 class Releasable(Protocol):

@@ -8,10 +8,10 @@ from moe_graphs.layers.architectures import (
     qwen3_30b_a3b,
 )
 from moe_graphs.layers.attention import Attention
-from moe_graphs.layers.config import MoEConfig, TransformerConfig
 from moe_graphs.layers.experts import GroupedExperts
 from moe_graphs.layers.mlp import SwiGLU
 from moe_graphs.layers.model import LanguageModel, ModelOutput
+from moe_graphs.layers.model_config import MoEConfig, TransformerConfig
 from moe_graphs.layers.moe import MoELayer, MoEOutput
 from moe_graphs.layers.norm import RMSNorm
 from moe_graphs.layers.rope import RotaryEmbedding

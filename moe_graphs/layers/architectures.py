@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from moe_graphs.layers.config import MoEConfig, TransformerConfig
+from moe_graphs.layers.model_config import MoEConfig, TransformerConfig
 
 
 def mixtral_8x7b(**overrides: Any) -> TransformerConfig:

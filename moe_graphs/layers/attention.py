@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moe_graphs.kernels import split_heads
-from moe_graphs.layers.config import TransformerConfig
+from moe_graphs.layers.model_config import TransformerConfig
 from moe_graphs.layers.norm import RMSNorm
 from moe_graphs.layers.rope import RotaryEmbedding
 

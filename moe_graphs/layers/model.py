@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_graphs.dispatch import Dispatcher
-from moe_graphs.layers.config import TransformerConfig
+from moe_graphs.layers.model_config import TransformerConfig
 from moe_graphs.layers.norm import RMSNorm
 from moe_graphs.layers.rope import RotaryEmbedding
 from moe_graphs.layers.transformer import TransformerLayer

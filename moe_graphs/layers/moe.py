@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from moe_graphs.dispatch import Dispatcher, DispatchPlan, LocalDispatcher
-from moe_graphs.layers.config import MoEConfig
 from moe_graphs.layers.experts import GroupedExperts
 from moe_graphs.layers.mlp import SwiGLU
+from moe_graphs.layers.model_config import MoEConfig
 from moe_graphs.layers.router import Routing, TopKRouter
 from moe_graphs.staged import Stage, Staged, record
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from moe_graphs.kernels import RoutingRule, route
 from moe_graphs.kernels.precision import accumulation_dtype
-from moe_graphs.layers.config import MoEConfig
+from moe_graphs.layers.model_config import MoEConfig
 from moe_graphs.staged import record
 
 

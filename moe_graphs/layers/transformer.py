@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from moe_graphs.dispatch import Dispatcher
 from moe_graphs.layers.attention import Attention
-from moe_graphs.layers.config import TransformerConfig
 from moe_graphs.layers.mlp import SwiGLU
+from moe_graphs.layers.model_config import TransformerConfig
 from moe_graphs.layers.moe import MoELayer, Prepared, Routed
 from moe_graphs.layers.norm import RMSNorm
 from moe_graphs.layers.rope import RotaryEmbedding

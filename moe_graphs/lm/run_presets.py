@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from moe_graphs.layers.config import MoEConfig, TransformerConfig
+from moe_graphs.layers.model_config import MoEConfig, TransformerConfig
 from moe_graphs.lm.settings import TrainSettings
 
 

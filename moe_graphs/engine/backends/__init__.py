@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from moe_graphs.engine.backends.base import Backend
+from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.backends.cpu import CpuRecorder
 from moe_graphs.engine.backends.cuda import CudaGraphs
 

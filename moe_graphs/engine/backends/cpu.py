@@ -16,7 +16,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from moe_graphs.engine.backends.base import Backend, Graph, MemoryMeter
+from moe_graphs.engine.backends.backend import Backend, Graph, MemoryMeter
 from moe_graphs.engine.reads import unwatched
 from moe_graphs.engine.signature import tensor_leaves
 from moe_graphs.engine.tracing import DispatchMode

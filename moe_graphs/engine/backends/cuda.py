@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from moe_graphs.engine.backends.base import Backend, Graph, MemoryMeter
+from moe_graphs.engine.backends.backend import Backend, Graph, MemoryMeter
 from moe_graphs.engine.preserve import no_garbage_collection
 
 

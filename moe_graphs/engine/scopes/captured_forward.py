@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine.autograd import LeafUses, has_hooks, leaves_behind
-from moe_graphs.engine.backends.base import Graph
+from moe_graphs.engine.backends.backend import Graph
 from moe_graphs.engine.preserve import StandIns
 from moe_graphs.engine.scopes.dry_run import DryForward, ScopeCall
 from moe_graphs.engine.scopes.open_call import OpenCall

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from moe_graphs.engine import context, doors
 from moe_graphs.engine.autograd import leaves_behind
-from moe_graphs.engine.backends.base import Backend
+from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.guards import Guards, tensors_of_others
 from moe_graphs.engine.preserve import RandomState, StandIns
 from moe_graphs.engine.reads import Reads

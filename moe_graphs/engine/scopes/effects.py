@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from moe_graphs.engine.backends.base import Backend
+from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.preserve import RandomState, Values
 from moe_graphs.engine.proof import Difference, first_difference
 from moe_graphs.engine.tracing import Trace

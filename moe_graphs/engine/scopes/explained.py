@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from moe_graphs.engine.backends.base import Backend
+from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.tracing import source_line
 from moe_graphs.errors import CaptureError
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_graphs.engine.backends.base import Graph
+from moe_graphs.engine.backends.backend import Graph
 from moe_graphs.engine.proof import Difference, warn
 from moe_graphs.engine.scopes.examined import Examined
 from moe_graphs.engine.scopes.loans import Loan

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine.autograd import LeafUses
-from moe_graphs.engine.backends.base import Backend
+from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.preserve import StandIns, Values
 from moe_graphs.engine.proof import Difference, first_difference
 from moe_graphs.engine.scopes.place import Flight, Place

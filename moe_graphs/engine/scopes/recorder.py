@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine import context
-from moe_graphs.engine.backends.base import Backend
+from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.guards import Guards
 from moe_graphs.engine.preserve import RandomState, Values
 from moe_graphs.engine.reads import Reads

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine import context
-from moe_graphs.engine.backends.base import Graph
+from moe_graphs.engine.backends.backend import Graph
 from moe_graphs.engine.context import Context
 from moe_graphs.engine.guards import Guards
 from moe_graphs.engine.scopes.loans import Loan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from moe_graphs.engine.backends.base import Backend
+from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.report import Report, ScopeReport
 from moe_graphs.engine.scopes.captured import Captured
 from moe_graphs.engine.scopes.graphed_scope import GraphedScope

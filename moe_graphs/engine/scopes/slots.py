@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_graphs.engine.backends.base import Backend
+from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.scopes.loans import Loan
 from moe_graphs.engine.scopes.place import Flight, Place, PlannedCall
 from moe_graphs.engine.scopes.recording import Layouts

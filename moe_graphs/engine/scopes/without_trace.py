@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from moe_graphs.engine.backends.base import Backend
+from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.preserve import preserved_rng, preserved_values
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine import context
-from moe_graphs.engine.backends.base import Backend
+from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.tracing import Operations, source_line
 from moe_graphs.engine.whole_step import data_parallel

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from moe_graphs.engine.backends.base import Graph
+from moe_graphs.engine.backends.backend import Graph
 from moe_graphs.engine.scopes.loans import references
 from moe_graphs.engine.signature import Mismatch
 from moe_graphs.engine.static_memory import copy_all

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from moe_graphs.engine.backends.base import Backend
+from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.guards import Guards, reads_before_running
 from moe_graphs.engine.reads import Reads
 
