@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_graphs.engine.preserve import preserved_rng, preserved_values
 from moe_graphs.engine.scopes.dry_run import ScopeCall
 from moe_graphs.engine.scopes.explained import explained
-from moe_graphs.engine.scopes.place import Flight, Place
+from moe_graphs.engine.scopes.place import PendingBackward, Place
 from moe_graphs.engine.scopes.recorder import Recorder
 from moe_graphs.engine.scopes.slots import Slot
 
@@ -33,7 +33,7 @@ def capture_slot(slot: Slot, calls: Sequence[ScopeCall], recorder: Recorder) -> 
 
 def _capture(slot: Slot, calls: Sequence[ScopeCall], recorder: Recorder) -> None:
     generator = torch.Generator(recorder.backend.device).manual_seed(0)
-    flights: list[Flight] = []
+    backwards: list[PendingBackward] = []
     for place, call in zip(slot.places, calls, strict=True):
         _capture_forward(slot, place, call, recorder)
     for place, call in reversed(list(zip(slot.places, calls, strict=True))):
@@ -41,16 +41,16 @@ def _capture(slot: Slot, calls: Sequence[ScopeCall], recorder: Recorder) -> None
             pairs = zip(place.forward.outputs, place.forward.differentiable, strict=True)
             incoming = [_gradient(output, generator) for output, needed in pairs if needed]
             random = recorder.backend.random_position() if place.forward.draws else None
-            flight = Flight(place, call.leaves, random)
-            flights.append(flight)
+            pending = PendingBackward(place, call.leaves, random)
+            backwards.append(pending)
             with explained(place.name, "backward", recorder.backend):
                 with call.backward_hooks(incoming) as found:
-                    found += recorder.backward(slot, flight, incoming).values()
+                    found += recorder.backward(slot, pending, incoming).values()
             _raise(recorder)
     if recorder.split:
-        for flight in flights:
-            if flight.place.run is not None:
-                recorder.backward_of_weights(slot, flight)
+        for pending in backwards:
+            if pending.place.run is not None:
+                recorder.backward_of_weights(slot, pending)
                 _raise(recorder)
 
 

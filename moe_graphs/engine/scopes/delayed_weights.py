@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from moe_graphs.engine.autograd import has_hooks
-from moe_graphs.engine.scopes.place import Flight
+from moe_graphs.engine.scopes.place import PendingBackward
 from moe_graphs.errors import GraphError
 
 
 @dataclass(frozen=True)
 class WeightsPart:
-    """The weights' part of one flight. ``compute`` gives a gradient (or None) for each of
-    ``parameters``, good until the next replay."""
+    """The weights' part of one backward of a scope. ``compute`` gives a gradient (or None) for each
+    of ``parameters``, good until the next replay."""
 
     parameters: list[Tensor]
     compute: Callable[[], list[Tensor | None]]
@@ -28,7 +28,7 @@ class DelayedWeights:
     """A queue of backwards, oldest first.
 
     is_collecting: whether a backward that runs now leaves its weights' part to the queue.
-    each_by_itself: whether every flight is a backward of its own, and always collected.
+    each_by_itself: whether every backward of a scope is one of the queue, and always collected.
     """
 
     def __init__(self, each_by_itself: bool = False) -> None:
@@ -45,7 +45,7 @@ class DelayedWeights:
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
-        """Within this context all flights that land belong to one backward."""
+        """Within this context the backwards of all scopes that run belong to one of the queue."""
         self._waiting.append([])
         self.is_collecting = True
         try:
@@ -53,11 +53,11 @@ class DelayedWeights:
         finally:
             self.is_collecting = False
 
-    def collect(self, flight: Flight, part: WeightsPart) -> None:
-        hooked = next(filter(has_hooks, flight.place.forward.parameters), None)
+    def collect(self, pending: PendingBackward, part: WeightsPart) -> None:
+        hooked = next(filter(has_hooks, pending.place.forward.parameters), None)
         if hooked is not None:
             raise GraphError(
-                f"scope {flight.place.name!r}: a parameter {tuple(hooked.shape)} has gradient "
+                f"scope {pending.place.name!r}: a parameter {tuple(hooked.shape)} has gradient "
                 f"hooks, which a delayed weight gradient does not run: remove them, or do not "
                 f"delay this backward"
             )

@@ -131,8 +131,8 @@ class GraphedScope:
             produced = self._first_replay(slot, place, leaves, call)
             mismatch = produced if isinstance(produced, Mismatch) else None
         elif mismatch is None:
-            flight = slot.take_off(place, leaves)
-            produced = replay(slot, flight, self.graphs.captured.recorder, self.delayed, leaves)
+            pending = slot.begin_replay(place, leaves)
+            produced = replay(slot, pending, self.graphs.captured.recorder, self.delayed, leaves)
         if mismatch is not None:
             slot.pass_by(place)
             return self._mismatched(mismatch, inputs, call)
@@ -152,12 +152,12 @@ class GraphedScope:
         except CaptureError as error:
             recorder.failure = error
             return Mismatch("capture_failed", str(error))
-        flight = slot.take_off(place, leaves)
-        produced = replay(slot, flight, recorder, self.delayed, leaves)
+        pending = slot.begin_replay(place, leaves)
+        produced = replay(slot, pending, recorder, self.delayed, leaves)
         difference = recorder.proofs.difference_of_forward(place, call, expected, produced)
         if difference is None:
             return produced
-        slot.call_off(flight)
+        slot.cancel(pending)
         place.planned.differs(difference)
         return place.planned.refused
 

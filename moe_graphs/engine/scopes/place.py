@@ -191,9 +191,10 @@ class Place:
         self.clear()
 
 
-class Flight:
+class PendingBackward:
     """One replayed forward until its backward. Lives as long as the autograd graph needs it.
 
+    is_done: whether its backward, or the part for the inputs, has run; cancelled: it never will.
     weights: "with_backward" where one graph computes all gradients, else whether the second one,
         for the weights, is still to come ("pending") or was replayed ("done").
     random: where the generators stood before the forward, if it draws.
@@ -202,7 +203,7 @@ class Flight:
 
     def __init__(self, place: Place, leaves: Sequence[Any], random: Any) -> None:
         self.place = place
-        self.landed = self.cancelled = False
+        self.is_done = self.cancelled = False
         self.weights = "pending" if place.forward.is_split else "with_backward"
         self.random = random
         self.kept: list[Tensor | None] | None = None
@@ -214,7 +215,7 @@ class Flight:
 
     @property
     def is_over(self) -> bool:
-        return self.landed and self.weights != "pending"
+        return self.is_done and self.weights != "pending"
 
     def replayed(self) -> None:
         self._outputs = list(map(versions_of, self.place.forward.saved_outputs))

@@ -12,7 +12,7 @@ from moe_graphs.engine.proof import Difference, first_difference, varies
 from moe_graphs.engine.scopes.dry_run import DryRun, ScopeCall
 from moe_graphs.engine.scopes.effects import Effects
 from moe_graphs.engine.scopes.expected import Expected
-from moe_graphs.engine.scopes.place import Flight, Place
+from moe_graphs.engine.scopes.place import PendingBackward, Place
 from moe_graphs.engine.scopes.recompute import compute_anew
 from moe_graphs.engine.scopes.recording import RecordedBackward
 
@@ -46,7 +46,7 @@ class Proofs:
 
     def backward(
         self,
-        flight: Flight,
+        pending: PendingBackward,
         incoming: Sequence[Tensor | None],
         recorded: RecordedBackward,
         eager: Sequence[Tensor | None],
@@ -63,7 +63,7 @@ class Proofs:
             recorded.graph.replay()
         if again is None or recorded.graph is None:
             return
-        names = self._names_of(flight.place, recorded.uses)
+        names = self._names_of(pending.place, recorded.uses)
         both = list(zip(names, eager, again, strict=True))
         stable = [first_difference([name], [a], [b]) is None for name, a, b in both]
         eager_varies = not all(stable)
@@ -77,12 +77,12 @@ class Proofs:
             def another() -> Difference | None:
                 effects.again()
                 with self._backend.on_stream():
-                    difference, gradients = compute_anew(self._backend, flight, incoming)
+                    difference, gradients = compute_anew(self._backend, pending, incoming)
                 anew = [gradients[use] for use in recorded.uses]
                 return difference or first_difference(names, eager, anew)
 
             eager_varies = varies(another)
-        planned = flight.place.planned
+        planned = pending.place.planned
         planned.not_reproducible |= eager_varies
         if found is not None and not (eager_varies and found.only_order_of_sums):
             planned.differs(found)

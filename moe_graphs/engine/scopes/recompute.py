@@ -18,22 +18,22 @@ from moe_graphs.engine.autograd import LeafUses
 from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.preserve import StandIns, Values
 from moe_graphs.engine.proof import Difference, first_difference
-from moe_graphs.engine.scopes.place import Flight, Place
+from moe_graphs.engine.scopes.place import PendingBackward, Place
 from moe_graphs.errors import GraphError
 
 
 def recompute(
-    backend: Backend, flight: Flight, incoming: Sequence[Tensor | None]
+    backend: Backend, pending: PendingBackward, incoming: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """The gradients per use of the replayed forward. Synchronises.
 
     Raises:
         GraphError: if the forward does not compute what it did.
     """
-    difference, gradients = compute_anew(backend, flight, incoming)
+    difference, gradients = compute_anew(backend, pending, incoming)
     if difference is not None:
         raise GraphError(
-            f"scope {flight.place.name!r}: its backward was not captured for this loss, and its "
+            f"scope {pending.place.name!r}: its backward was not captured for this loss, and its "
             f"forward, computed anew, differs: {difference}; run such forwards within "
             f"graphs.paused()"
         )
@@ -41,10 +41,10 @@ def recompute(
 
 
 def compute_anew(
-    backend: Backend, flight: Flight, incoming: Sequence[Tensor | None]
+    backend: Backend, pending: PendingBackward, incoming: Sequence[Tensor | None]
 ) -> tuple[Difference | None, list[Tensor | None]]:
     """How the outputs differ from those of the replay, and the gradients per use. Synchronises."""
-    place, forward = flight.place, flight.place.forward
+    place, forward = pending.place, pending.place.forward
     inputs = [_leaf(leaf) for leaf in forward.inputs]
     for number, first in enumerate(forward.signature.first):
         inputs[number] = inputs[first] if isinstance(inputs[number], Tensor) else inputs[number]
@@ -54,7 +54,7 @@ def compute_anew(
     written = Values(forward.written)
     try:
         if forward.draws:
-            backend.return_to(flight.random)
+            backend.return_to(pending.random)
         with torch.enable_grad(), stand_ins.in_place(), _autocast(place):
             tree = pytree.tree_unflatten(inputs, forward.signature.structure)
             outputs, _ = place.planned.scope.run(tree, forward.arguments, capturing=True)

@@ -27,7 +27,7 @@ from moe_graphs.engine.scopes.examined import unchanged
 from moe_graphs.engine.scopes.expected import Expected
 from moe_graphs.engine.scopes.explained import explained
 from moe_graphs.engine.scopes.loans import Loan
-from moe_graphs.engine.scopes.place import Flight, Place
+from moe_graphs.engine.scopes.place import PendingBackward, Place
 from moe_graphs.engine.scopes.proofs import Proofs
 from moe_graphs.engine.scopes.recompute import recompute
 from moe_graphs.engine.scopes.recording import RecordedBackward, Surroundings
@@ -154,18 +154,18 @@ class Recorder:
     # ---- backward
 
     def backward(
-        self, slot: Slot, flight: Flight, incoming: Sequence[Tensor | None]
+        self, slot: Slot, pending: PendingBackward, incoming: Sequence[Tensor | None]
     ) -> dict[int, Tensor | None]:
         """The gradients by use (of the inputs, where the weights' are computed apart), run eagerly
         on the autograd graph of the capture; captures the same on the way, if it is time to."""
-        place = flight.place
+        place = pending.place
         run = place.open.backward(incoming, split=self.split)
         place.run = run
 
         def eagerly() -> list[Tensor | None]:
             if not place.planned.backward_runs_once:
                 return run.first_part(run.incoming)
-            gradients = recompute(self.backend, flight, incoming)
+            gradients = recompute(self.backend, pending, incoming)
             return [gradients[use] for use in run.first_uses]
 
         effects = Effects(self.backend)
@@ -179,7 +179,7 @@ class Recorder:
                 with effects.once(), unchanged(guards):
                     again = self._again(slot, place, eagerly, effects)
                     if place.open is not None:
-                        self._record(slot, flight, eager, again, surroundings, effects)
+                        self._record(slot, pending, eager, again, surroundings, effects)
         return dict(zip(run.first_uses, eager, strict=True))
 
     def _again(
@@ -205,16 +205,16 @@ class Recorder:
             slot.let_go_of_autograd([place])
             return None
 
-    def backward_of_weights(self, slot: Slot, flight: Flight) -> list[Tensor | None]:
+    def backward_of_weights(self, slot: Slot, pending: PendingBackward) -> list[Tensor | None]:
         """The same for the second part of a split backward: the gradients per use of parameters."""
-        place = flight.place
+        place = pending.place
         effects = Effects(self.backend)
         with self.backend.on_stream(), effects.seen():
             eager = place.run.second_part()
         if place.backward is not None and place.weights is None and self._may_record(slot):
             with self._failing(slot, place), explained(place.name, "backward", self.backend):
                 with effects.once():
-                    self._record_weights(slot, flight, eager, effects)
+                    self._record_weights(slot, pending, eager, effects)
         return eager
 
     def _may_record(self, slot: Slot) -> bool:
@@ -233,13 +233,13 @@ class Recorder:
     def _record(
         self,
         slot: Slot,
-        flight: Flight,
+        pending: PendingBackward,
         eager: Sequence[Tensor | None],
         again: Sequence[Tensor | None] | None,
         surroundings: Surroundings,
         effects: Effects,
     ) -> None:
-        place = flight.place
+        place = pending.place
         run = place.run
         static = self._static_incoming(run.incoming)
         targets = tuple(map(target_of, static))
@@ -260,12 +260,12 @@ class Recorder:
             graph, surroundings, run.layouts, targets, run.first_uses, *self._borrowed(gradients)
         )
         slot.backward_recorded(place)
-        self.proofs.backward(flight, run.given, place.backward, eager, again, effects)
+        self.proofs.backward(pending, run.given, place.backward, eager, again, effects)
 
     def _record_weights(
-        self, slot: Slot, flight: Flight, eager: Sequence[Tensor | None], effects: Effects
+        self, slot: Slot, pending: PendingBackward, eager: Sequence[Tensor | None], effects: Effects
     ) -> None:
-        place = flight.place
+        place = pending.place
         run, first, again = place.run, place.backward, None
         if self.verify:
             effects.again()
@@ -285,7 +285,7 @@ class Recorder:
             run.second_uses,
             *self._borrowed(gradients),
         )
-        self.proofs.backward(flight, run.given, place.weights, eager, again, effects)
+        self.proofs.backward(pending, run.given, place.weights, eager, again, effects)
 
     def _static_incoming(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         if self.split:  # they have to stay until the weights' part

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_graphs.engine.autograd import is_wanted
 from moe_graphs.engine.scopes.delayed_weights import DelayedWeights, WeightsPart
 from moe_graphs.engine.scopes.parameter_gradients import to_parameters
-from moe_graphs.engine.scopes.place import Flight, Place
+from moe_graphs.engine.scopes.place import PendingBackward, Place
 from moe_graphs.engine.scopes.recompute import recompute
 from moe_graphs.engine.scopes.recorder import Recorder
 from moe_graphs.engine.scopes.recording import layouts_of
@@ -31,50 +31,50 @@ class Replay(torch.autograd.Function):
     def forward(
         ctx: Any,
         slot: Slot,
-        flight: Flight,
+        pending: PendingBackward,
         recorder: Recorder,
         delayed: DelayedWeights,
         leaves: Sequence[Any],
         *listed: Tensor,
     ) -> tuple[Tensor, ...]:
-        place = flight.place
+        place = pending.place
         place.load(leaves)
         place.forward.graph.replay()
         place.replayed += 1
         # A replay changes them behind autograd's back: an older graph must not use them unnoticed.
         torch.autograd.graph.increment_version(place.forward.written)
-        flight.replayed()
+        pending.replayed()
         outputs = place.hand_out()
         needed = place.forward.differentiable
         ctx.mark_non_differentiable(*(o for o, n in zip(outputs, needed, strict=True) if not n))
         ctx.set_materialize_grads(False)
-        ctx.parts = slot, flight, recorder, delayed
+        ctx.parts = slot, pending, recorder, delayed
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        slot, flight, recorder, delayed = ctx.parts
-        slot.check_alive(flight)
-        forward = flight.place.forward
-        _refuse_transforms(flight.place, gradients)
+        slot, pending, recorder, delayed = ctx.parts
+        slot.check_alive(pending)
+        forward = pending.place.forward
+        _refuse_transforms(pending.place, gradients)
         nodes = [node for node, _ in ctx.next_functions]
         results: dict[int, Tensor | None] = {}
         of_inputs = [is_wanted(n) for n, each in zip(nodes, forward.listed, strict=True)
                      if not isinstance(each, Tensor)]  # fmt: skip
         # Zero-bubble schedules run this node twice: for the inputs, and later for the weights.
-        is_second_part = flight.landed and forward.is_split
+        is_second_part = pending.is_done and forward.is_split
         if not is_second_part or any(of_inputs):
-            slot.check(flight)
-            flight.note_gradients(gradients)
+            slot.check(pending)
+            pending.note_gradients(gradients)
             pairs = zip(gradients, forward.differentiable, strict=True)
             incoming = [gradient for gradient, needed in pairs if needed]
-            results |= _first_part(slot, flight, recorder, incoming, nodes)
-        flight.check_gradients(gradients)
+            results |= _first_part(slot, pending, recorder, incoming, nodes)
+        pending.check_gradients(gradients)
         if forward.is_split and any(map(is_wanted, nodes[len(of_inputs) :])):
             if delayed.is_collecting:
-                delayed.collect(flight, _part(slot, flight, recorder))
+                delayed.collect(pending, _part(slot, pending, recorder))
             else:
-                results |= _weights_part(slot, flight, recorder, nodes)
+                results |= _weights_part(slot, pending, recorder, nodes)
         return (None, None, None, None, None, *(results.get(n) for n in range(len(nodes))))
 
 
@@ -83,12 +83,16 @@ _apply = super(torch.autograd.Function, Replay).apply
 
 
 def replay(
-    slot: Slot, flight: Flight, recorder: Recorder, delayed: DelayedWeights, leaves: Sequence[Any]
+    slot: Slot,
+    pending: PendingBackward,
+    recorder: Recorder,
+    delayed: DelayedWeights,
+    leaves: Sequence[Any],
 ) -> list[Any]:
     """Replays the forward on the leaves of a call; returns the leaves of the outputs."""
-    place = flight.place
+    place = pending.place
     listed = [leaves[each] if isinstance(each, int) else each for each in place.forward.listed]
-    produced = _apply(slot, flight, recorder, delayed, leaves, *listed)
+    produced = _apply(slot, pending, recorder, delayed, leaves, *listed)
     place.note_handed(produced)
     sources = {"graph": produced, "input": leaves}
     return [
@@ -97,28 +101,28 @@ def replay(
     ]
 
 
-def _part(slot: Slot, flight: Flight, recorder: Recorder) -> WeightsPart:
-    listed = flight.place.forward.listed
+def _part(slot: Slot, pending: PendingBackward, recorder: Recorder) -> WeightsPart:
+    listed = pending.place.forward.listed
     uses = [use for use, each in enumerate(listed) if isinstance(each, Tensor)]
 
     def compute() -> list[Tensor | None]:
-        gradients = _weights_part(slot, flight, recorder, None)
+        gradients = _weights_part(slot, pending, recorder, None)
         return [gradients.get(use) for use in uses]
 
     return WeightsPart([listed[use] for use in uses], compute)
 
 
 def _weights_part(
-    slot: Slot, flight: Flight, recorder: Recorder, nodes: Sequence[Any] | None
+    slot: Slot, pending: PendingBackward, recorder: Recorder, nodes: Sequence[Any] | None
 ) -> dict[int, Tensor | None]:
     """The gradients of the parameters by use, where they are computed apart. Without ``nodes`` they
     are static memory, good until the next replay in the slot."""
-    place = flight.place
-    slot.land_weights(flight)
-    if flight.kept is not None:
-        return flight.kept
+    place = pending.place
+    slot.weights_done(pending)
+    if pending.kept is not None:
+        return pending.kept
     if place.weights is None:
-        gradients = recorder.backward_of_weights(slot, flight)
+        gradients = recorder.backward_of_weights(slot, pending)
         return dict(zip(place.run.second_uses, gradients, strict=True))
     slot.call_in_gradients()
     if place.weights.graph is not None:
@@ -130,33 +134,33 @@ def _weights_part(
 
 def _first_part(
     slot: Slot,
-    flight: Flight,
+    pending: PendingBackward,
     recorder: Recorder,
     incoming: Sequence[Tensor | None],
     nodes: Sequence[Any],
 ) -> dict[int, Tensor | None]:
     """The gradients by use: all of them, or those of the inputs."""
-    place = flight.place
-    reason = slot.unreplayable(flight, layouts_of(incoming))
+    place = pending.place
+    reason = slot.unreplayable(pending, layouts_of(incoming))
     if reason is None:
-        slot.land(flight, replayed=True)
+        slot.backward_done(pending, replayed=True)
         return _replayed(slot, place, incoming, nodes)
     if place.open is not None:
-        results = recorder.backward(slot, flight, incoming)
-        slot.land(flight, replayed=place.backward is not None)
+        results = recorder.backward(slot, pending, incoming)
+        slot.backward_done(pending, replayed=place.backward is not None)
         return results
     place.planned.eager_backwards[reason] += 1
-    gradients = dict(enumerate(recompute(recorder.backend, flight, incoming)))
+    gradients = dict(enumerate(recompute(recorder.backend, pending, incoming)))
     if reason == "other_layout" and _fits(place, incoming):
-        slot.land(flight, replayed=True)
+        slot.backward_done(pending, replayed=True)
         _copy_in(place, incoming)
         if recorder.proofs.agrees(place, gradients):
             place.proven_layouts.add(layouts_of(incoming))
         return gradients
-    slot.land(flight, replayed=False)
+    slot.backward_done(pending, replayed=False)
     if place.forward.is_split:
         is_parameter = {n: isinstance(each, Tensor) for n, each in enumerate(place.forward.listed)}
-        flight.kept = {n: g for n, g in gradients.items() if is_parameter[n]}
+        pending.kept = {n: g for n, g in gradients.items() if is_parameter[n]}
         return {n: g for n, g in gradients.items() if not is_parameter[n]}
     return gradients
 

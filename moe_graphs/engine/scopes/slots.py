@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.scopes.loans import Loan
-from moe_graphs.engine.scopes.place import Flight, Place, PlannedCall
+from moe_graphs.engine.scopes.place import PendingBackward, Place, PlannedCall
 from moe_graphs.engine.scopes.recording import Layouts
 from moe_graphs.engine.signature import Mismatch
 from moe_graphs.errors import GraphError
@@ -50,8 +50,8 @@ class Slot:
         self._lent: list[Loan] = []
         self._clock, self._backwards = -1, 0
         self._stream: Any = None
-        # By position: a recording is in the air once at most.
-        self._flights: dict[int, weakref.ref[Flight]] = {}
+        # By position: a recording waits for one backward at most.
+        self._pending: dict[int, weakref.ref[PendingBackward]] = {}
         self.is_closed = False
 
     # ---- being captured
@@ -123,7 +123,7 @@ class Slot:
         writes = [place]
         for index, (source, _) in place.sources.items():
             if not place.is_in_place(index, leaves[index]):
-                if any(flight.place is source for flight in self.in_flight()):
+                if any(pending.place is source for pending in self.in_flight()):
                     name = place.planned.signature.leaves[index].name
                     message = f"input {name!r}: captured as the untouched output of another scope"
                     return Mismatch("input_moved", f"{message}, got another tensor")
@@ -143,46 +143,47 @@ class Slot:
         called_in = [loan.call_in() for loan in lent]
         return all(called_in)
 
-    def in_flight(self) -> list[Flight]:
+    def in_flight(self) -> list[PendingBackward]:
         """Replayed forwards whose backward may still come."""
-        alive = [flight for ref in self._flights.values() if (flight := ref()) is not None]
-        self.abandoned += len(self._flights) - len(alive)
-        self._flights = {f.place.position: weakref.ref(f) for f in alive}
+        alive = [pending for ref in self._pending.values() if (pending := ref()) is not None]
+        self.abandoned += len(self._pending) - len(alive)
+        self._pending = {each.place.position: weakref.ref(each) for each in alive}
         return alive
 
-    def take_off(self, place: Place, leaves: Sequence[Any]) -> Flight:
+    def begin_replay(self, place: Place, leaves: Sequence[Any]) -> PendingBackward:
+        """Before the graph of the forward runs, on the current stream."""
         stream = self._backend.current_stream()
         if self._stream is not None and stream != self._stream:
             self._backend.wait_for(self._stream)
         self._stream = stream
         random = self._backend.random_position() if place.forward.draws else None
-        flight = Flight(place, leaves, random)
+        pending = PendingBackward(place, leaves, random)
         self._clock = place.position
         if any(place.forward.differentiable):
-            self._flights[place.position] = weakref.ref(flight)
-        return flight
+            self._pending[place.position] = weakref.ref(pending)
+        return pending
 
-    def call_off(self, flight: Flight) -> None:
+    def cancel(self, pending: PendingBackward) -> None:
         """Its outputs were thrown away."""
-        self._flights.pop(flight.place.position, None)
+        self._pending.pop(pending.place.position, None)
 
-    def check(self, flight: Flight) -> None:
+    def check(self, pending: PendingBackward) -> None:
         """
         Raises:
             GraphError: if its backward must not run at all.
         """
-        self.check_alive(flight)
-        if flight.landed:
+        self.check_alive(pending)
+        if pending.is_done:
             raise GraphError(
-                f"scope {flight.place.name!r}: a second backward of the same forward; a graph's "
+                f"scope {pending.place.name!r}: a second backward of the same forward; a graph's "
                 f"saved tensors serve one: put such forwards into graphs.paused(), or, if it is "
                 f"for the weights alone, set GraphConfig(split_backward=True)"
             )
-        flight.check_unmodified()
+        pending.check_unmodified()
 
-    def unreplayable(self, flight: Flight, layouts: Layouts) -> str | None:
+    def unreplayable(self, pending: PendingBackward, layouts: Layouts) -> str | None:
         """Why the recorded backward cannot serve this one, or None."""
-        place = flight.place
+        place = pending.place
         if place.backward is None:
             return "not_captured"
         if place.backward_position <= self._clock:
@@ -194,34 +195,34 @@ class Slot:
             return mismatch.reason
         return None if self.call_in_gradients() else "gradient_held"
 
-    def land(self, flight: Flight, *, replayed: bool) -> None:
+    def backward_done(self, pending: PendingBackward, *, replayed: bool) -> None:
         """Its backward has run, or is about to be replayed."""
         if replayed:
-            self._clock = flight.place.backward_position
-        flight.landed = True
-        self._forget_if_over(flight)
+            self._clock = pending.place.backward_position
+        pending.is_done = True
+        self._forget_if_over(pending)
 
-    def land_weights(self, flight: Flight) -> None:
+    def weights_done(self, pending: PendingBackward) -> None:
         """The same for the weights' gradients of a recording that computes them apart.
 
         They may come in any order: what they need is kept until all of the slot are captured.
         """
-        self.check_alive(flight)
-        if not flight.landed or flight.weights != "pending":
-            when = "a second time" if flight.landed else "before the gradients of its inputs"
+        self.check_alive(pending)
+        if not pending.is_done or pending.weights != "pending":
+            when = "a second time" if pending.is_done else "before the gradients of its inputs"
             raise GraphError(
-                f"scope {flight.place.name!r}: the gradients of its weights are asked for {when}"
+                f"scope {pending.place.name!r}: the gradients of its weights are asked for {when}"
             )
-        flight.weights = "done"
-        self._forget_if_over(flight)
+        pending.weights = "done"
+        self._forget_if_over(pending)
 
     def end_step(self) -> None:
-        """Flights of a step that has ended will not be continued; a capture that has begun is
+        """Backwards of a step that has ended will not come any more; a capture that has begun is
         complete now, or is begun anew with the next microbatch."""
-        for flight in self.in_flight():
-            flight.cancelled = True
+        for pending in self.in_flight():
+            pending.cancelled = True
             self.abandoned += 1
-        self._flights.clear()
+        self._pending.clear()
         self._clock = -1
         begun = any(place.forward is not None for place in self.places)
         if not self.is_closed and (begun or all(place.planned.refused for place in self.places)):
@@ -248,21 +249,21 @@ class Slot:
             place.release()
         self.is_closed = True
 
-    def check_alive(self, flight: Flight) -> None:
+    def check_alive(self, pending: PendingBackward) -> None:
         """
         Raises:
             GraphError: if its graphs are gone, or its step has ended.
         """
-        if flight.place.forward is None:
+        if pending.place.forward is None:
             raise GraphError(
-                f"scope {flight.place.name!r}: its graphs were released before this backward"
+                f"scope {pending.place.name!r}: its graphs were released before this backward"
             )
-        if flight.cancelled:
+        if pending.cancelled:
             raise GraphError(
-                f"scope {flight.place.name!r}: this backward belongs to a step that has ended: "
+                f"scope {pending.place.name!r}: this backward belongs to a step that has ended: "
                 f"call backward() inside the 'with graphs.step()' of its forward"
             )
 
-    def _forget_if_over(self, flight: Flight) -> None:
-        if flight.is_over:
-            self._flights.pop(flight.place.position, None)
+    def _forget_if_over(self, pending: PendingBackward) -> None:
+        if pending.is_over:
+            self._pending.pop(pending.place.position, None)

@@ -31,14 +31,14 @@ from moe_graphs.engine.whole_step.grad_fields import (
 from moe_graphs.engine.whole_step.recorded_step import RecordedStep
 from moe_graphs.engine.whole_step.rehearsal import Rehearsal, rehearse
 from moe_graphs.engine.whole_step.state_before import StateBefore
+from moe_graphs.engine.whole_step.step_definition import StepDefinition
 from moe_graphs.engine.whole_step.step_hooks import StepHooks
 from moe_graphs.engine.whole_step.step_proof import Proof
-from moe_graphs.engine.whole_step.subject import Subject
 from moe_graphs.errors import CaptureError
 
 
 def record_step(
-    subject: Subject,
+    definition: StepDefinition,
     batch: Any,
     reads: Reads | None,
     *,
@@ -53,26 +53,26 @@ def record_step(
     Raises:
         CaptureError: what in the step cannot be captured, with its line.
     """
-    backend, recorded = subject.backend, None
+    backend, recorded = definition.backend, None
     try:
-        data_parallel.check_settings(subject.model)
+        data_parallel.check_settings(definition.model)
         gc.collect()  # none while a capture runs
-        with StateBefore(subject, reads) as before, backend.on_stream():
+        with StateBefore(definition, reads) as before, backend.on_stream():
             with data_parallel.together(group, backend.device):
-                prepared = _prepare(subject, batch, rehearsals, before)
-            proof = Proof(subject, before, group) if verify else None
+                prepared = _prepare(definition, batch, rehearsals, before)
+            proof = Proof(definition, before, group) if verify else None
             with data_parallel.together(group, backend.device):
                 if proof is not None:
                     proof.expect(prepared.batch, prepared.found)
                 operations = Operations()
-                recorded = _record(subject, prepared, before, operations)
+                recorded = _record(definition, prepared, before, operations)
                 if proof is not None:
                     proof.check(recorded, prepared.found, operations)
         # Behind the context, which makes autograd forget the nodes: these are the caller's.
-        updating = subject.optimizers() if prepared.seen.optimizer_steps else []
+        updating = definition.optimizers() if prepared.seen.optimizer_steps else []
         if recorded.gradients is not None:
             recorded.gradients.settled()
-        return replace(recorded, hooks=StepHooks(subject.parameters(), updating)), proof
+        return replace(recorded, hooks=StepHooks(definition.parameters(), updating)), proof
     except CaptureError as error:
         _release(recorded, backend)
         raise CaptureError(f"capture of the step failed: {error}; it runs eagerly now") from error
@@ -96,32 +96,34 @@ class _Prepared:
     pool: Any
 
 
-def _prepare(subject: Subject, batch: Any, rehearsals: int, before: StateBefore) -> _Prepared:
+def _prepare(
+    definition: StepDefinition, batch: Any, rehearsals: int, before: StateBefore
+) -> _Prepared:
     """All that may be refused before the capture."""
-    state = context.current(subject.backend.device.type)
+    state = context.current(definition.backend.device.type)
     if context.has_autocast_cache(state):
         raise CaptureError(
             "called under autocast, whose cache of weights would go stale: enter autocast "
             "inside the step, or use torch.autocast(..., cache_enabled=False)"
         )
-    static = StaticBatch.of(batch, subject.backend.device)
-    seen = rehearse(subject, static, before.reads, rehearsals)
-    before.late_state.check()
-    check_streams(subject.model, seen.stale)
-    parameters = list(subject.parameters().values())
+    static = StaticBatch.of(batch, definition.backend.device)
+    seen = rehearse(definition, static, before.reads, rehearsals)
+    before.first_step_state.check()
+    check_streams(definition.model, seen.stale)
+    parameters = list(definition.parameters().values())
     found: Gradients = before.gradients
     if seen.touches_gradients:
         found = gradients_to_find(parameters, before.gradients, seen.dropped)
     set_gradients(parameters, found)
-    return _Prepared(static, state, seen, found, subject.backend.new_pool())
+    return _Prepared(static, state, seen, found, definition.backend.new_pool())
 
 
 def _record(
-    subject: Subject, prepared: _Prepared, before: StateBefore, operations: Operations
+    definition: StepDefinition, prepared: _Prepared, before: StateBefore, operations: Operations
 ) -> RecordedStep:
-    named, batch, seen = subject.parameters(), prepared.batch, prepared.seen
-    tensors = [*subject.model.parameters(), *subject.model.buffers()]
-    guards = subject.guards(
+    named, batch, seen = definition.parameters(), prepared.batch, prepared.seen
+    tensors = [*definition.model.parameters(), *definition.model.buffers()]
+    guards = definition.guards(
         seen.reads,
         seen.read,
         constants=batch.constants(),
@@ -130,9 +132,9 @@ def _record(
     )
     versions = [tensor._version for tensor in tensors]
     # What eager runs left in the allocator's cache would lie beside the graph's own pool.
-    subject.backend.release()
-    with subject.backend.record(prepared.pool) as graphs, operations:
-        outputs = subject.step(batch.tree())
+    definition.backend.release()
+    with definition.backend.record(prepared.pool) as graphs, operations:
+        outputs = definition.step(batch.tree())
     both = zip(tensors, versions, strict=True)
     written = [tensor for tensor, version in both if tensor._version != version]
     leaves, structure = pytree.tree_flatten(outputs)
@@ -149,10 +151,10 @@ def _record(
         output_structure=structure,
         gradients=gradients,
         guards=guards,
-        late_state=before.late_state,
+        first_step_state=before.first_step_state,
         context=prepared.state,
         grad_enabled=torch.is_grad_enabled(),
-        device_type=subject.backend.device.type,
+        device_type=definition.backend.device.type,
         written=written,
     )
 

@@ -42,7 +42,7 @@ from moe_graphs.engine.static_memory import owned
 from moe_graphs.engine.whole_step import data_parallel
 from moe_graphs.engine.whole_step.capture_step import record_step
 from moe_graphs.engine.whole_step.recorded_step import RecordedStep
-from moe_graphs.engine.whole_step.subject import Subject
+from moe_graphs.engine.whole_step.step_definition import StepDefinition
 from moe_graphs.errors import CaptureError, GraphError
 
 
@@ -124,7 +124,7 @@ class FullIteration:
         if not isinstance(model, nn.Module):
             model = nn.ModuleList(model)
         backend = backend_for((*model.parameters(), *model.buffers()), generators, stream)
-        self._subject = Subject(step, model, optimizer, tuple(state), backend)
+        self._definition = StepDefinition(step, model, optimizer, tuple(state), backend)
         self._has_stream = stream is not None
         self._group = data_parallel.process_group_of(model)
         self._agreement = data_parallel.Agreement(self._group if on_mismatch != "eager" else None)
@@ -207,7 +207,7 @@ class FullIteration:
 
     def report(self) -> FullIterationReport:
         """What happened so far. Does not synchronise."""
-        recorded, backend = self._resources.captured, self._subject.backend
+        recorded, backend = self._resources.captured, self._definition.backend
         return FullIterationReport(
             backend=backend.name,
             state=self.state,
@@ -241,8 +241,8 @@ class FullIteration:
         self._eager_calls[reason] += 1
         # DDP accumulates on the stream it was built on: elsewhere torch warns of the mismatch.
         given = self._has_stream
-        with self._subject.backend.on_stream() if given else contextlib.nullcontext():
-            return owned(self._subject.step(batch))
+        with self._definition.backend.on_stream() if given else contextlib.nullcontext():
+            return owned(self._definition.step(batch))
 
     def _mismatched(self, mismatch: Mismatch, batch: Any) -> Any:
         if self._on_mismatch == "error":
@@ -259,7 +259,7 @@ class FullIteration:
             eager_forwards = sum(self._eager_calls.values())
             rehearsals = max(rehearsals, data_parallel.EAGER_FORWARDS - eager_forwards)
         recorded, proof = record_step(
-            self._subject,
+            self._definition,
             batch,
             self._reads,
             rehearsals=rehearsals,
@@ -270,7 +270,7 @@ class FullIteration:
         self._capture_seconds += time.perf_counter() - started
         if proof is not None and proof.difference is not None:
             recorded.release()
-            self._subject.backend.release()
+            self._definition.backend.release()
             self._differs(f"its replay differs from eager: {proof.difference}")
             return
         self._resources.captured = recorded

@@ -71,7 +71,7 @@ def _flags(group: Mapping[str, Any]) -> str:
     return f"pass {', '.join(flags)}" if flags else f"use {_EXAMPLE}, or step outside of the graph"
 
 
-class LateState:
+class FirstStepState:
     """State that a rehearsal made: taken away again until the first replay, which needs it.
 
     Until then the optimizer looks as if it had never run.

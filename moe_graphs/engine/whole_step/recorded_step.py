@@ -18,7 +18,7 @@ from moe_graphs.engine.signature import Mismatch, tensor_leaves
 from moe_graphs.engine.static_memory import owned_leaves
 from moe_graphs.engine.whole_step.batch import StaticBatch
 from moe_graphs.engine.whole_step.grad_fields import StaticGradients
-from moe_graphs.engine.whole_step.optimizers import LateState
+from moe_graphs.engine.whole_step.optimizers import FirstStepState
 from moe_graphs.engine.whole_step.step_hooks import StepHooks
 
 
@@ -35,7 +35,7 @@ class RecordedStep:
     output_structure: pytree.TreeSpec
     gradients: StaticGradients | None
     guards: Guards
-    late_state: LateState
+    first_step_state: FirstStepState
     context: Context
     grad_enabled: bool
     device_type: str
@@ -44,7 +44,7 @@ class RecordedStep:
 
     def mismatch(self, batch: Any, leaves: Sequence[Any], structure: Any) -> Mismatch | None:
         """Why this call cannot be replayed, or None. Does not synchronise."""
-        self.late_state.put_in()
+        self.first_step_state.put_in()
         if torch.is_grad_enabled() != self.grad_enabled:
             message = "grad mode is not that of the capture: keep no_grad and its kin in the step"
             return Mismatch("grad_mode", message)

@@ -19,7 +19,7 @@ from moe_graphs.engine.whole_step import data_parallel
 from moe_graphs.engine.whole_step.batch import StaticBatch
 from moe_graphs.engine.whole_step.grad_fields import gradients_of, set_gradients
 from moe_graphs.engine.whole_step.optimizers import check_optimizer
-from moe_graphs.engine.whole_step.subject import Subject
+from moe_graphs.engine.whole_step.step_definition import StepDefinition
 from moe_graphs.errors import CaptureError
 
 
@@ -41,7 +41,7 @@ class Rehearsal:
     optimizer_steps: bool = False
 
 
-def rehearse(subject: Subject, batch: StaticBatch, reads: Reads, runs: int) -> Rehearsal:
+def rehearse(definition: StepDefinition, batch: StaticBatch, reads: Reads, runs: int) -> Rehearsal:
     """Runs the step on the batch, at least twice, under the eyes of ``Trace``.
 
     The last run finds the gradients that the one before left, which shows what the step drops.
@@ -52,18 +52,18 @@ def rehearse(subject: Subject, batch: StaticBatch, reads: Reads, runs: int) -> R
         CaptureError: for what cannot be in a graph, or depends on state that Python keeps.
     """
     reads.check_doors()
-    named = subject.parameters()
+    named = definition.parameters()
     parameters = list(named.values())
     entry, streams, seen = gradients_of(parameters), {}, Rehearsal(reads)
     versions = [parameter._version for parameter in parameters]
-    strangers = _of_other_models(subject)
-    subject.guards(reads, constants=batch.constants()).check_hooks()
-    with _noting_streams({**named, **strangers}, streams), _noting_optimizers(subject, seen):
+    strangers = _of_other_models(definition)
+    definition.guards(reads, constants=batch.constants()).check_hooks()
+    with _noting_streams({**named, **strangers}, streams), _noting_optimizers(definition, seen):
         for _ in range(max(1, runs - 1)):
             set_gradients(parameters, entry)
-            trace = _run(subject, batch, seen)
+            trace = _run(definition, batch, seen)
         before = gradients_of(parameters)
-        trace = _run(subject, batch, seen)
+        trace = _run(definition, batch, seen)
     if strangers.keys() & streams.keys():
         raise CaptureError(
             "the optimizer updates parameters that are not in model=...: pass all their modules, "
@@ -73,7 +73,7 @@ def rehearse(subject: Subject, batch: StaticBatch, reads: Reads, runs: int) -> R
     if any(gradient is not None and gradient.requires_grad for gradient in after):
         raise CaptureError("backward(create_graph=True) leaves gradients that require grad")
     seen.dropped = [_is_dropped(*pair, trace) for pair in zip(before, after, strict=True)]
-    here = _current_stream(subject.backend.device)
+    here = _current_stream(definition.backend.device)
     seen.stale = [name for name, stream in streams.items() if stream != here]
     updated = versions != [parameter._version for parameter in parameters]
     found = [gradient for gradient in before if gradient is not None]
@@ -82,14 +82,14 @@ def rehearse(subject: Subject, batch: StaticBatch, reads: Reads, runs: int) -> R
     return seen
 
 
-def _run(subject: Subject, batch: StaticBatch, seen: Rehearsal) -> Trace:
+def _run(definition: StepDefinition, batch: StaticBatch, seen: Rehearsal) -> Trace:
     """What it has read in Python, ``seen`` knows from now on; it must not have changed any of what
     was known before."""
-    before = subject.guards(seen.reads, constants=batch.constants())
-    reads, trace = Reads(refuse=True), _trace(subject, batch)
+    before = definition.guards(seen.reads, constants=batch.constants())
+    reads, trace = Reads(refuse=True), _trace(definition, batch)
     # On this thread, where ``reads`` can see backwards and hooks.
     with torch.autograd.set_multithreading_enabled(False), reads, trace:
-        subject.step(batch.tree())
+        definition.step(batch.tree())
     reads.check_random()
     reads.check_doors(asked=doors.OF_VERSIONS)
     changes = before.changes()
@@ -103,17 +103,17 @@ def _run(subject: Subject, batch: StaticBatch, seen: Rehearsal) -> Trace:
     return trace
 
 
-def _trace(subject: Subject, batch: StaticBatch) -> Trace:
-    model = subject.model
+def _trace(definition: StepDefinition, batch: StaticBatch) -> Trace:
+    model = definition.model
     gradients = [g for g in gradients_of(list(model.parameters())) if g is not None]
-    watched = subject.guards(Reads()).tensors
+    watched = definition.guards(Reads()).tensors
     known = [*model.parameters(), *model.buffers(), *batch.tensors(), *watched, *gradients]
     return Trace(
-        subject.backend.device,
+        definition.backend.device,
         known,
         strict=not data_parallel.wrappers(model),  # DDP reads its buckets, which nobody else knows
         inputs=batch.named_tensors(),
-        generators=subject.backend.generators,
+        generators=definition.backend.generators,
     )
 
 
@@ -122,10 +122,10 @@ def _is_dropped(old: Tensor | None, new: Tensor | None, trace: Trace) -> bool:
     return old is not None and new is not old and address(old) not in trace.read
 
 
-def _of_other_models(subject: Subject) -> dict[str, Tensor]:
+def _of_other_models(definition: StepDefinition) -> dict[str, Tensor]:
     """Parameters of optimizers that do not belong to the model."""
-    own = {id(parameter) for parameter in subject.model.parameters()}
-    groups = [group for optimizer in subject.optimizers() for group in optimizer.param_groups]
+    own = {id(parameter) for parameter in definition.model.parameters()}
+    groups = [group for optimizer in definition.optimizers() for group in optimizer.param_groups]
     others = [p for group in groups for p in group["params"] if id(p) not in own]
     return {f"stranger {i}": p for i, p in enumerate(others) if p.requires_grad}
 
@@ -150,8 +150,8 @@ def _noting_streams(named: Mapping[str, nn.Parameter], streams: dict[str, Any]) 
 
 
 @contextlib.contextmanager
-def _noting_optimizers(subject: Subject, seen: Rehearsal) -> Iterator[None]:
-    known = subject.optimizers()
+def _noting_optimizers(definition: StepDefinition, seen: Rehearsal) -> Iterator[None]:
+    known = definition.optimizers()
 
     def check(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         if not any(optimizer is each for each in known):
@@ -159,7 +159,7 @@ def _noting_optimizers(subject: Subject, seen: Rehearsal) -> Iterator[None]:
                 f"the step calls step() of a {type(optimizer).__name__} that FullIteration does "
                 f"not know: pass optimizer=..., so that its state can be put back and watched"
             )
-        check_optimizer(optimizer, subject.backend.device)
+        check_optimizer(optimizer, definition.backend.device)
         seen.optimizer_steps = True
 
     handle = register_optimizer_step_pre_hook(check)

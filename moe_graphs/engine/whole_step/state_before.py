@@ -9,8 +9,8 @@ from moe_graphs.engine.preserve import RandomState, Values
 from moe_graphs.engine.reads import PythonRandomState, Reads
 from moe_graphs.engine.whole_step.accumulators import check_hooks, forget_accumulators
 from moe_graphs.engine.whole_step.grad_fields import gradients_of, set_gradients
-from moe_graphs.engine.whole_step.optimizers import LateState
-from moe_graphs.engine.whole_step.subject import Subject
+from moe_graphs.engine.whole_step.optimizers import FirstStepState
+from moe_graphs.engine.whole_step.step_definition import StepDefinition
 
 
 class StateBefore:
@@ -19,52 +19,56 @@ class StateBefore:
     Attributes:
         reads: what is known of the Python that the step runs.
         gradients: ``.grad`` of the parameters, as it was found.
-        late_state: what the optimizers' first steps make.
+        first_step_state: what the optimizers' first steps make.
     """
 
-    def __init__(self, subject: Subject, reads: Reads | None) -> None:
-        self._subject = subject
+    def __init__(self, definition: StepDefinition, reads: Reads | None) -> None:
+        self._definition = definition
         known = [] if reads is None else [reads]
-        self.reads = Reads.together(Reads.before_running(subject.step), *known)
+        self.reads = Reads.together(Reads.before_running(definition.step), *known)
         self._ran = reads is not None
-        self._all_reads = Reads.together(subject.reads_before(), *known)
-        self._parameters = list(subject.parameters().values())
+        self._all_reads = Reads.together(definition.reads_before(), *known)
+        self._parameters = list(definition.parameters().values())
 
     def __enter__(self) -> StateBefore:
-        subject = self._subject
+        definition = self._definition
         self.gradients = gradients_of(self._parameters)
-        self._guards = subject.guards(self._all_reads)  # more than what is compared at calls
+        self._guards = definition.guards(self._all_reads)  # more than what is compared at calls
         if not self._ran:
             self._guards.check_followable()
-        self.late_state = LateState(subject.optimizers())
-        tensors = [*subject.model.parameters(), *subject.model.buffers(), *self._guards.tensors]
+        self.first_step_state = FirstStepState(definition.optimizers())
+        tensors = [
+            *definition.model.parameters(),
+            *definition.model.buffers(),
+            *self._guards.tensors,
+        ]
         tensors += [gradient for gradient in self.gradients if gradient is not None]
         unique = {id(tensor): tensor for tensor in tensors}
         self._values = Values(unique.values(), on_host=True)
         self._python_random = PythonRandomState()
-        self._random = RandomState(subject.backend.device, subject.backend.generators)
-        self._hooks = KeptHooks(unique.values(), subject.model, subject.optimizers())
-        check_hooks(subject.model)
-        forget_accumulators(subject.model)  # those of the caller's stream
+        self._random = RandomState(definition.backend.device, definition.backend.generators)
+        self._hooks = KeptHooks(unique.values(), definition.model, definition.optimizers())
+        check_hooks(definition.model)
+        forget_accumulators(definition.model)  # those of the caller's stream
         return self
 
     def tensors(self) -> list[Tensor]:
         """All that the step may change, besides ``.grad``."""
-        return [*self._values.tensors, *self.late_state.tensors()]
+        return [*self._values.tensors, *self.first_step_state.tensors()]
 
     def put_back_values(self) -> None:
         """For another run from the same state. Gradients stay as they are set."""
         self._values.put_back()
         self._random.put_back()
-        self.late_state.zero()
+        self.first_step_state.zero()
 
     def __exit__(self, *exception: object) -> None:
         self._values.put_back()
         self._random.put_back()
-        self.late_state.take_away()
+        self.first_step_state.take_away()
         if exception[0] is not None:
             self._guards.put_back()
             self._python_random.put_back()
             self._hooks.put_back()
         set_gradients(self._parameters, self.gradients)
-        forget_accumulators(self._subject.model)  # those that an exception's traceback holds
+        forget_accumulators(self._definition.model)  # those that an exception's traceback holds

@@ -20,7 +20,7 @@ from moe_graphs.engine.whole_step.data_parallel import on_any_rank
 from moe_graphs.engine.whole_step.grad_fields import Gradients, gradients_of, set_gradients
 from moe_graphs.engine.whole_step.recorded_step import RecordedStep
 from moe_graphs.engine.whole_step.state_before import StateBefore
-from moe_graphs.engine.whole_step.subject import Subject
+from moe_graphs.engine.whole_step.step_definition import StepDefinition
 from moe_graphs.errors import CaptureError
 
 _RUNS = 4  # more of both, where they differ
@@ -38,10 +38,10 @@ class Proof:
     """
 
     def __init__(
-        self, subject: Subject, before: StateBefore, group: dist.ProcessGroup | None
+        self, definition: StepDefinition, before: StateBefore, group: dist.ProcessGroup | None
     ) -> None:
-        self._subject, self._before, self._group = subject, before, group
-        self._parameters = list(subject.parameters().values())
+        self._definition, self._before, self._group = definition, before, group
+        self._parameters = list(definition.parameters().values())
         self.difference: Difference | None = None
         self.not_reproducible = False
 
@@ -102,7 +102,7 @@ class Proof:
         return stable, self._anywhere(varies)
 
     def _anywhere(self, here: bool) -> bool:
-        return on_any_rank(here, self._group, self._subject.backend.device)
+        return on_any_rank(here, self._group, self._definition.backend.device)
 
     def _difference(
         self, name: str, recorded: RecordedStep, found: Gradients, *, is_here: bool
@@ -126,7 +126,7 @@ class Proof:
     ) -> dict[str, Any]:
         self._put_back(found)
         with operations or contextlib.nullcontext():
-            outputs = self._subject.step(self._batch.tree())
+            outputs = self._definition.step(self._batch.tree())
         result = self._look(tensor_leaves(outputs), kept, name)
         del outputs
         self._put_back(found)
@@ -160,13 +160,13 @@ class Proof:
             kept.append({name: value if value is None else owned_leaves([value.detach()])[0]})
         present = {key: tensor for key, tensor in named.items() if tensor is not None}
         found = dict(zip(present, fingerprints(list(present.values())), strict=True))
-        backend = self._subject.backend
+        backend = self._definition.backend
         random = RandomState(backend.device, backend.generators)
         return {**dict.fromkeys(named), **found, "the random numbers drawn": random.digest()}
 
     def _named(self, outputs: list[Tensor]) -> Iterator[tuple[str, Tensor | None]]:
-        names = {id(t): name for name, t in self._subject.model.named_parameters()}
-        names |= {id(t): f"buffer {name}" for name, t in self._subject.model.named_buffers()}
+        names = {id(t): name for name, t in self._definition.model.named_parameters()}
+        names |= {id(t): f"buffer {name}" for name, t in self._definition.model.named_buffers()}
         for number, output in enumerate(outputs):
             yield f"output {number}", output
         for number, tensor in enumerate(self._before.tensors()):

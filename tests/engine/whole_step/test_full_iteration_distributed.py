@@ -144,7 +144,7 @@ def fail_on_one_rank(rank: int, world_size: int, device: str) -> list[str]:
         make_step(model, optimizer), model=model, optimizer=optimizer, stream=stream
     )
     if rank == 1:
-        backend = step._subject.backend
+        backend = step._definition.backend
         backend.new_pool = _raise
     found = []
     for batch in batches(device, 6, 2, seed=rank):

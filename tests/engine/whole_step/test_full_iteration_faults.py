@@ -272,7 +272,7 @@ def test_a_capture_that_fails_under_way(device, monkeypatch, where, failure):
 def _fail_while_recording(patch, step, toy, where, failure):
     import contextlib
 
-    backend = step._subject.backend
+    backend = step._definition.backend
     original = backend.record
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What a whole-step graph is captured from."""
+"""What a whole-step graph is captured from: the step function, and what it works on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_graphs.engine.reads import Reads
 
 
 @dataclass(frozen=True)
-class Subject:
+class StepDefinition:
     """``state``: objects besides model and optimizer that the step changes or reads."""
 
     step: Callable[[Any], Any]
