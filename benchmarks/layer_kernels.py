@@ -159,7 +159,8 @@ def measure(case: Case, rounds: int) -> dict:
         held = torch.cuda.memory_allocated() - before - sum(own.values())
         record[f"{name}_held_mib"] = round(held / 2**20, 1)
         del outputs
-    graphs = {n: capture_burst(case.step(f, leaves), CALLS) for n, f in functions.items()}
+    steps = {n: case.step(f, leaves) for n, f in functions.items()}
+    graphs = {n: capture_burst(step, CALLS) for n, step in steps.items()}
     spent: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(rounds):
         for name in random.sample(list(graphs), len(graphs)):

@@ -51,6 +51,7 @@ def error(got: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def capture_burst(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
+    """Several calls as one graph. It reads the tensors of ``call``, which has to be kept."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(calls):
