@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ _LARGE = 1 << 22  # elements
 
 
 def to_parameters(
-    slot: Slot, recorded: RecordedBackward, listed: Sequence[Any], nodes: Sequence[Node | None]
+    slot: Slot, recorded: RecordedBackward, nodes: Callable[[], Sequence[Node | None]]
 ) -> dict[int, Tensor | None]:
     """By use, the gradients of parameters as tensors that autograd may take.
 
@@ -27,17 +27,14 @@ def to_parameters(
     (first microbatch, hooks, ``autograd.grad``) it gets a copy, laid out like the parameter so
     that it can become ``.grad`` without another one.
 
-    listed, nodes: per use, what was given to autograd's node, and where its gradient goes.
+    nodes: per use, where its gradient goes.
     """
     results: dict[int, Tensor | None] = {}
     copies, sources, lent = [], [], []
-    for use, gradient, loan in zip(recorded.uses, recorded.gradients, recorded.loans, strict=True):
-        parameter = listed[use]
-        if not isinstance(parameter, Tensor):
-            continue
+    for use, parameter, gradient, loan in recorded.of_parameters:
         if gradient is None:
             results[use] = None
-        elif _has_plain_grad(parameter) and accumulates(nodes[use]):
+        elif _has_plain_grad(parameter) and accumulates(nodes()[use]):
             results[use] = gradient.detach()
             loan.hand([weakref.ref(results[use])])
             lent.append(loan)
@@ -63,13 +60,14 @@ def add_to_grad(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> No
 def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Small tensors in one launch. Large ones each by themselves: the kernel for many tensors
     moves 2.6 TB/s on an H200, the one for a single tensor 4.3 (2026-11-21)."""
-    pairs = list(zip(targets, sources, strict=True))
-    small = [pair for pair in pairs if pair[0].numel() < _LARGE]
-    if small:
-        torch._foreach_copy_(*map(list, zip(*small, strict=True)))
-    for target, source in pairs:
-        if target.numel() >= _LARGE:
-            target.copy_(source)
+    small = [target.numel() < _LARGE for target in targets]
+    if not all(small):
+        for target, source, is_small in zip(targets, sources, small, strict=True):
+            if not is_small:
+                target.copy_(source)
+        targets, sources = (list(compress(each, small)) for each in (targets, sources))
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def _has_plain_grad(parameter: Tensor) -> bool:

@@ -257,7 +257,11 @@ class Recorder:
                 run.close()
                 place.open = place.run = None
         place.backward = RecordedBackward(
-            graph, surroundings, run.layouts, targets, run.first_uses, *self._borrowed(gradients)
+            graph,
+            surroundings,
+            run.layouts,
+            targets,
+            *self._by_use(place, run.first_uses, gradients),
         )
         slot.backward_recorded(place)
         self.proofs.backward(pending, run.given, place.backward, eager, again, effects)
@@ -282,8 +286,7 @@ class Recorder:
             first.surroundings,
             first.layouts,
             (),
-            run.second_uses,
-            *self._borrowed(gradients),
+            *self._by_use(place, run.second_uses, gradients),
         )
         self.proofs.backward(pending, run.given, place.weights, eager, again, effects)
 
@@ -301,9 +304,11 @@ class Recorder:
             chosen.append(self.shared[key])
         return chosen
 
-    def _borrowed(
-        self, gradients: Sequence[Tensor | None]
-    ) -> tuple[tuple[Tensor | None, ...], tuple[Loan | None, ...]]:
+    def _by_use(
+        self, place: Place, uses: tuple[int, ...], gradients: Sequence[Tensor | None]
+    ) -> tuple[tuple, ...]:
+        """``uses``, ``listed``, ``gradients`` and ``loans`` of a ``RecordedBackward``."""
+        listed = tuple(place.forward.listed[use] for use in uses)
         borrowed = [None if g is None else self.backend.borrow(g.detach()) for g in gradients]
         loans = [None if g is None else Loan(g.untyped_storage()) for g in borrowed]
-        return tuple(borrowed), tuple(loans)
+        return uses, listed, tuple(borrowed), tuple(loans)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -107,7 +108,8 @@ class RecordedBackward:
             comes in. With other ones other sums are made, and other parameters get none: that is
             another graph.
         targets: where the gradients that do come in are copied to.
-        uses: the numbers of the uses (``RecordedForward.listed``) whose gradients it computes.
+        uses: the numbers of the uses (``RecordedForward.listed``) whose gradients it computes;
+            listed: what these are, a number of an input or the parameter.
         gradients: of these; memory that is only borrowed: later captures of the slot use it again.
         loans: of that memory, for when it is handed out.
     """
@@ -117,8 +119,21 @@ class RecordedBackward:
     layouts: Layouts
     targets: tuple[Tensor, ...]
     uses: tuple[int, ...]
+    listed: tuple[int | Tensor, ...]
     gradients: tuple[Tensor | None, ...]
     loans: tuple[Loan | None, ...]
+
+    @cached_property
+    def of_inputs(self) -> list[tuple[int, Tensor | None]]:
+        """Uses and gradients."""
+        rows = zip(self.uses, self.listed, self.gradients, strict=True)
+        return [(use, gradient) for use, each, gradient in rows if isinstance(each, int)]
+
+    @cached_property
+    def of_parameters(self) -> list[tuple[int, Tensor, Tensor | None, Loan | None]]:
+        """Uses, parameters, gradients and their loans."""
+        rows = zip(self.uses, self.listed, self.gradients, self.loans, strict=True)
+        return [row for row in rows if isinstance(row[1], Tensor)]
 
     def other(self, layouts: Layouts) -> str:
         """Why a backward with other incoming gradients cannot be replayed."""

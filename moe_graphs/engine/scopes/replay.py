@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from moe_graphs.engine.autograd import is_wanted
 from moe_graphs.engine.scopes.delayed_weights import DelayedWeights, WeightsPart
@@ -57,25 +58,41 @@ class Replay(torch.autograd.Function):
         slot.check_alive(pending)
         forward = pending.place.forward
         _refuse_transforms(pending.place, gradients)
-        nodes = [node for node, _ in ctx.next_functions]
+        nodes = _Nodes(ctx)
         results: dict[int, Tensor | None] = {}
-        of_inputs = [is_wanted(n) for n, each in zip(nodes, forward.listed, strict=True)
-                     if not isinstance(each, Tensor)]  # fmt: skip
         # Zero-bubble schedules run this node twice: for the inputs, and later for the weights.
         is_second_part = pending.is_done and forward.is_split
-        if not is_second_part or any(of_inputs):
+        if not is_second_part or _wants(nodes(), forward.listed, int):
             slot.check(pending)
             pending.note_gradients(gradients)
             pairs = zip(gradients, forward.differentiable, strict=True)
             incoming = [gradient for gradient, needed in pairs if needed]
             results |= _first_part(slot, pending, recorder, incoming, nodes)
         pending.check_gradients(gradients)
-        if forward.is_split and any(map(is_wanted, nodes[len(of_inputs) :])):
+        if forward.is_split and _wants(nodes(), forward.listed, Tensor):
             if delayed.is_collecting:
                 delayed.collect(pending, _part(slot, pending, recorder))
             else:
                 results |= _weights_part(slot, pending, recorder, nodes)
-        return (None, None, None, None, None, *(results.get(n) for n in range(len(nodes))))
+        return (None, None, None, None, None, *map(results.get, range(len(forward.listed))))
+
+
+class _Nodes:
+    """Per use, where its gradient goes. Asked of autograd when somebody wants to know."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx, self._found = ctx, None
+
+    def __call__(self) -> Sequence[Node | None]:
+        if self._found is None:
+            self._found = [node for node, _ in self._ctx.next_functions]
+        return self._found
+
+
+def _wants(nodes: Sequence[Node | None], listed: Sequence[int | Tensor], kind: type) -> bool:
+    """Whether the running backward needs a gradient of an input (``int``) or parameter."""
+    return any(is_wanted(n) for n, each in zip(nodes, listed, strict=True)
+               if isinstance(each, kind))  # fmt: skip
 
 
 # Past what ``Function.apply`` looks for in Python: there is no transform here, and no wrapper.
@@ -113,7 +130,7 @@ def _part(slot: Slot, pending: PendingBackward, recorder: Recorder) -> WeightsPa
 
 
 def _weights_part(
-    slot: Slot, pending: PendingBackward, recorder: Recorder, nodes: Sequence[Any] | None
+    slot: Slot, pending: PendingBackward, recorder: Recorder, nodes: _Nodes | None
 ) -> dict[int, Tensor | None]:
     """The gradients of the parameters by use, where they are computed apart. Without ``nodes`` they
     are static memory, good until the next replay in the slot."""
@@ -129,7 +146,7 @@ def _weights_part(
         place.weights.graph.replay()
     if nodes is None:
         return dict(zip(place.weights.uses, place.weights.gradients, strict=True))
-    return to_parameters(slot, place.weights, place.forward.listed, nodes)
+    return to_parameters(slot, place.weights, nodes)
 
 
 def _first_part(
@@ -137,7 +154,7 @@ def _first_part(
     pending: PendingBackward,
     recorder: Recorder,
     incoming: Sequence[Tensor | None],
-    nodes: Sequence[Any],
+    nodes: _Nodes,
 ) -> dict[int, Tensor | None]:
     """The gradients by use: all of them, or those of the inputs."""
     place = pending.place
@@ -166,18 +183,16 @@ def _first_part(
 
 
 def _replayed(
-    slot: Slot, place: Place, incoming: Sequence[Tensor | None], nodes: Sequence[Any]
+    slot: Slot, place: Place, incoming: Sequence[Tensor | None], nodes: _Nodes
 ) -> dict[int, Tensor | None]:
-    recorded, listed = place.backward, place.forward.listed
+    recorded = place.backward
     _copy_in(place, incoming)
     if recorded.graph is not None:
         recorded.graph.replay()
-    results = {
-        use: None if gradient is None else gradient.clone()
-        for use, gradient in zip(recorded.uses, recorded.gradients, strict=True)
-        if not isinstance(listed[use], Tensor)
-    }
-    return results | to_parameters(slot, recorded, listed, nodes)
+    results = to_parameters(slot, recorded, nodes)
+    for use, gradient in recorded.of_inputs:
+        results[use] = None if gradient is None else gradient.clone()
+    return results
 
 
 def _fits(place: Place, incoming: Sequence[Tensor | None]) -> bool:
