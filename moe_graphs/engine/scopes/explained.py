@@ -6,9 +6,8 @@ import contextlib
 import traceback
 from collections.abc import Iterator
 
-import torch
-
 from moe_graphs.engine.backends.backend import Backend
+from moe_graphs.engine.hooks import drop_leaked_hooks
 from moe_graphs.engine.tracing import source_line
 from moe_graphs.errors import CaptureError
 
@@ -20,18 +19,12 @@ def explained(scope: str, direction: str, backend: Backend) -> Iterator[None]:
     try:
         yield
     except CaptureError as error:
-        _drop_leaked_hooks(error)
+        drop_leaked_hooks(error)
         raise CaptureError(f"{where}: {error}; the model is eager again") from error
     except Exception as error:
         line = source_line(traceback.extract_tb(error.__traceback__))
+        drop_leaked_hooks(error)
         raise CaptureError(
             f"{where} with {type(error).__name__}{backend.memory_note(error)}: {error}; at {line}; "
             f"the model is eager again"
         ) from error
-
-
-def _drop_leaked_hooks(error: BaseException) -> None:
-    """torch's checkpoint leaves its saved-tensor hooks in force as long as the traceback of an
-    exception from inside it holds the frame of its generator (2.11)."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        traceback.clear_frames(error.__traceback__)

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from moe_graphs.engine import context
 from moe_graphs.engine.backends.backend import Backend
+from moe_graphs.engine.hooks import drop_leaked_hooks
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.tracing import Operations, source_line
 from moe_graphs.engine.whole_step import data_parallel
@@ -75,10 +76,12 @@ def record_step(
         return replace(recorded, hooks=StepHooks(definition.parameters(), updating)), proof
     except CaptureError as error:
         _release(recorded, backend)
+        drop_leaked_hooks(error)
         raise CaptureError(f"capture of the step failed: {error}; it runs eagerly now") from error
     except Exception as error:
         _release(recorded, backend)
         line = source_line(traceback.extract_tb(error.__traceback__))
+        drop_leaked_hooks(error)
         raise CaptureError(
             f"capture of the step failed with {type(error).__name__}{backend.memory_note(error)}: "
             f"{error}; at {line}; it runs eagerly now"
