@@ -4,8 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # The Triton that torch 2.11 ships; kernels are compiled ahead of time for sm_90 with it in CI.
 TRITON ?= triton==3.6.0
-# One more than cores: a third of the time of tests is waiting for processes of their own.
-WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

@@ -6,6 +6,7 @@ import datetime
 import gc
 import multiprocessing
 import multiprocessing.connection
+import os
 import tempfile
 import time
 import traceback
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Of most tests; RANKS=4 pytest -m multigpu runs them on four GPUs.
+RANKS = int(os.environ.get("RANKS", "2"))
 # Imported once, by the server that ranks are forked from: a moment per rank instead of ten seconds.
 # DistributedDataParallel and optimizers import dynamo.
 PRELOADED = [

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import moe_graphs
-from distributed import run_distributed
+from distributed import RANKS, run_distributed
 from moe_graphs import GraphConfig
 from moe_graphs import staged as interrupts
 from moe_graphs.dispatch import AllToAllDispatcher
@@ -48,7 +48,7 @@ def train_every_list(rank: int, world_size: int, device: str) -> list[tuple[int,
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_graphed_training_over_two_ranks_is_bitwise_eager_training(backend):
-    results = run_distributed(train_every_list, 2, backend, arguments=(device_of(backend),))
+    results = run_distributed(train_every_list, RANKS, backend, arguments=(device_of(backend),))
     for counted in results:
         # Two layers, one of them dense; two microbatches in each of three replayed steps.
         captured = [1 if scopes.startswith("moe_router") else 2 for scopes in LISTS]
@@ -84,7 +84,9 @@ def _fail(*arguments: torch.Tensor) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_exception_in_the_experts_of_two_ranks(backend):
     device = device_of(backend)
-    assert run_distributed(train_past_an_exception, 2, backend, arguments=(device,)) == [True] * 2
+    assert run_distributed(train_past_an_exception, RANKS, backend, arguments=(device,)) == (
+        [True] * RANKS
+    )
 
 
 def leave_without_releasing(rank: int, world_size: int, device: str) -> int:
@@ -98,4 +100,6 @@ def leave_without_releasing(rank: int, world_size: int, device: str) -> int:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ranks_end_without_releasing_their_graphs(backend):
     device = device_of(backend)
-    assert run_distributed(leave_without_releasing, 2, backend, arguments=(device,)) == [2, 2]
+    assert run_distributed(leave_without_releasing, RANKS, backend, arguments=(device,)) == (
+        [2] * RANKS
+    )

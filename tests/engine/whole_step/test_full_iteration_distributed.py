@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed import run_distributed
+from distributed import RANKS, run_distributed
 from full_iterations import batches, optimizer_of
 from moe_graphs import CaptureError, GraphError
 from moe_graphs.engine.whole_step import data_parallel
@@ -90,17 +90,17 @@ def compare(rank: int, world_size: int, device: str, steps: int, inside: bool, o
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("inside", [True, False], ids=["optimizer inside", "optimizer outside"])
 @pytest.mark.parametrize("as_view", [True, False], ids=["bucket views", "buckets"])
-def test_two_ranks_are_bitwise_eager(backend, inside, as_view):
+def test_ranks_are_bitwise_eager(backend, inside, as_view):
     arguments = (device_of(backend), 8, inside, {"gradient_as_bucket_view": as_view})
-    ends = run_distributed(compare, 2, backend, arguments=arguments)
-    assert ends[0] == ends[1]
+    ends = run_distributed(compare, RANKS, backend, arguments=arguments)
+    assert ends == [ends[0]] * RANKS
     assert len(ends[0]) > 10
 
 
 @pytest.mark.multigpu
 def test_a_thousand_replays():
     arguments = ("cuda", 1003, True, {})
-    run_distributed(compare, 2, "nccl", arguments=arguments, timeout_seconds=240)
+    run_distributed(compare, RANKS, "nccl", arguments=arguments, timeout_seconds=240)
 
 
 def refuse_settings(rank: int, world_size: int, device: str) -> list[str]:
@@ -128,7 +128,7 @@ def refuse_settings(rank: int, world_size: int, device: str) -> list[str]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_settings_that_cannot_be_captured_are_refused(backend):
-    for found in run_distributed(refuse_settings, 2, backend, arguments=(device_of(backend),)):
+    for found in run_distributed(refuse_settings, RANKS, backend, arguments=(device_of(backend),)):
         assert "pass find_unused_parameters=False" in found[0]
         if backend == "nccl":
             assert "was built on another stream" in found[1]
@@ -164,10 +164,10 @@ def _raise() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_all_ranks_capture_or_none(backend):
-    found = run_distributed(fail_on_one_rank, 2, backend, arguments=(device_of(backend),))
+    found = run_distributed(fail_on_one_rank, RANKS, backend, arguments=(device_of(backend),))
     assert "it failed on another rank" in found[0][0]
     assert "OSError: disk on fire" in found[1][0]
-    assert found[0][1:] == found[1][1:] == ["capture_failed"]
+    assert [each[1:] for each in found] == [["capture_failed"]] * RANKS
 
 
 def differ_once(rank: int, world_size: int, device: str, policy: str) -> list:
@@ -210,18 +210,21 @@ def differ_once(rank: int, world_size: int, device: str, policy: str) -> list:
 def test_ranks_agree_when_the_batch_of_one_differs(backend):
     """Each for itself, another rank would wait for ever for the one that raises or captures."""
     arguments = (device_of(backend),)
-    (first, second) = run_distributed(differ_once, 2, backend, arguments=(*arguments, "error"))
-    assert first[0][0][0] == second[0][0][0] == 5
+    first, *others = run_distributed(differ_once, RANKS, backend, arguments=(*arguments, "error"))
+    assert first[0][0][0] == 5
     assert "full iteration" in first[0][0][1]
-    assert "the call of another rank differs" in second[0][0][1]
-    assert first[1:] == second[1:] == [1, 5, {"warmup": 3}]
+    assert first[1:] == [1, 5, {"warmup": 3}]
+    for other in others:
+        assert other[0][0][0] == 5
+        assert "the call of another rank differs" in other[0][0][1]
+        assert other[1:] == first[1:]
 
-    (first, second) = run_distributed(differ_once, 2, backend, arguments=(*arguments, "recapture"))
-    assert first == second == [[], 3, 6, {"warmup": 3}]
+    found = run_distributed(differ_once, RANKS, backend, arguments=(*arguments, "recapture"))
+    assert found == [[[], 3, 6, {"warmup": 3}]] * RANKS
 
-    (first, second) = run_distributed(differ_once, 2, backend, arguments=(*arguments, "eager"))
+    first, *others = run_distributed(differ_once, RANKS, backend, arguments=(*arguments, "eager"))
     assert first == [[], 1, 5, {"warmup": 3, "shape": 1}]
-    assert second == [[], 1, 6, {"warmup": 3}]
+    assert others == [[[], 1, 6, {"warmup": 3}]] * (RANKS - 1)
 
 
 def differ_in_the_proof(rank: int, world_size: int, device: str, policy: str) -> list:
@@ -253,8 +256,10 @@ def differ_in_the_proof(rank: int, world_size: int, device: str, policy: str) ->
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("policy", ["error", "recapture"])
 def test_no_rank_replays_what_differs_on_another(backend, policy):
-    found = run_distributed(differ_in_the_proof, 2, backend, arguments=(device_of(backend), policy))
-    assert found[0] == found[1] == ["differs_from_eager", int(policy == "error")]
+    found = run_distributed(
+        differ_in_the_proof, RANKS, backend, arguments=(device_of(backend), policy)
+    )
+    assert found == [["differs_from_eager", int(policy == "error")]] * RANKS
 
 
 def test_expandable_segments_with_graph_registration(monkeypatch):
