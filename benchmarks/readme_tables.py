@@ -113,7 +113,7 @@ def gibibytes(line: Line) -> str:
 
 def idle(line: Line) -> str:
     share = line.get("idle_share")
-    return "-" if share is None else f"{100 * share:.0f} %"
+    return "-" if share is None else f"{max(0, round(100 * share))} %"  # a trace is another run
 
 
 def span(shares: Sequence[float]) -> str:
