@@ -54,20 +54,32 @@ class Untouched:
     def __init__(
         self, containers: Sequence[Container], noisy: Collection[int], matter: Collection[int]
     ) -> None:
-        has_version = [_version_of is not None and type(c.holder) is dict for c in containers]
-        chosen = list(zip(containers, has_version, strict=True))
+        self._containers, self._noisy, self._matter = containers, noisy, matter
+        # Ids of dictionaries that change all the time, like the globals of a script.
+        self._restless: set[int] = set()
+        self._begin()
+
+    def _begin(self) -> None:
+        chosen = [(c, self._has_version(c.holder)) for c in self._containers]
         self._dicts = [c.holder for c, versioned in chosen if versioned]
         self._versions = list(map(_version_of, self._dicts))
-        self._of_dicts = _Columns([c for c, versioned in chosen if versioned], noisy, matter)
-        self._others = _Columns([c for c, versioned in chosen if not versioned], noisy, matter)
+        of_dicts, others = ([c for c, v in chosen if v is which] for which in (True, False))
+        self._of_dicts = _Columns(of_dicts, self._noisy, self._matter)
+        self._others = _Columns(others, self._noisy, self._matter)
+
+    def _has_version(self, holder: Any) -> bool:
+        return _version_of is not None and type(holder) is dict and id(holder) not in self._restless
 
     def is_true(self) -> bool:
         versions = list(map(_version_of, self._dicts))
-        if versions != self._versions:
-            if not self._of_dicts.are_same():
-                return False
-            self._versions = versions
-        return self._others.are_same()
+        if versions == self._versions:
+            return self._others.are_same()
+        if not (self._of_dicts.are_same() and self._others.are_same()):
+            return False
+        rows = zip(self._dicts, versions, self._versions, strict=True)
+        self._restless |= {id(held) for held, now, before in rows if now != before}
+        self._begin()  # with what is there now, which is the same
+        return True
 
     def changed(self) -> list[Any]:
         """The holders, of those that are compared whole, that hold something else now."""

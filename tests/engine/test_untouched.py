@@ -93,3 +93,30 @@ def test_classes():
     container = Container(vars(made), "Made", frozenset({"a"}), owner=made)
     assert isinstance(container.holder, types.MappingProxyType)
     check(container, lambda: setattr(made, "a", 2), lambda: setattr(made, "a", 1))
+
+
+@pytest.mark.parametrize("times", [0, 1, 2])
+def test_what_changes_beside_a_dictionary_that_always_does(times):
+    made = type("Made", (), {"a": 1})
+    busy, quiet = {"a": 1}, {"a": 1}
+    names = frozenset({"a"})
+    containers = [
+        Container(busy | {"__builtins__": {}}, "busy", names),
+        Container(quiet, "quiet", names),
+        Container(vars(made), "Made", names, owner=made),
+    ]
+    busy = containers[0].holder
+    for change, back in (
+        (lambda: setattr(made, "a", 2), lambda: setattr(made, "a", 1)),
+        (lambda: quiet.update(a=2), lambda: quiet.update(a=1)),
+        (lambda: busy.update(a=2), lambda: busy.update(a=1)),
+    ):
+        untouched = Untouched(containers, (), ())
+        for number in range(times):
+            busy["counter"] = number
+            assert untouched.is_true()
+        busy["counter"] = -1
+        change()
+        assert not untouched.is_true()
+        back()
+        assert untouched.is_true()
