@@ -22,6 +22,7 @@ from moe_graphs.engine.values import same_value
 from moe_graphs.errors import CaptureError
 
 _CODE_OF = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_SAME_ADDRESSES = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)  # with CUDA
 _NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
 
@@ -112,6 +113,18 @@ class Guards:
             *(f"{name} (new: {_shown(now[name])})" for name in new),
         ]
 
+    def check_unchanged(self, where: str = "") -> None:
+        """
+        Raises:
+            CaptureError: if a block that was run since has changed anything.
+        """
+        changes = self.changes()
+        if changes:
+            raise CaptureError(
+                f"{where}it changes {changes[0]}, and a replay runs no Python: keep it in a buffer "
+                f"that is changed in place, or change it outside of the scope"
+            )
+
     def put_back(self) -> None:
         """Everything but the values of tensors is as it was when this was made."""
         for container, contents in self._contents:
@@ -159,7 +172,7 @@ class Guards:
         self._contents = [(each, each.contents()) for each in found.containers]
         self._cells = [(cell, cell.read()) for cell in found.cells]
         matter = set(map(id, found.tensors.values()))
-        self._untouched = Untouched(found.containers, self._noisy, matter)
+        self._untouched = Untouched(self._contents, self._noisy, matter)
         self._hooks = [
             hooks for _, m in found.modules if id(m) not in self._outside for hooks in hooks_of(m)
         ]
@@ -222,9 +235,8 @@ class Where:
     def is_same(self) -> bool:
         if list(map(Tensor.stride, self.tensors)) != self._strides:
             return False
-        if hasattr(torch._C, "_tensors_data_ptrs_at_indices_equal"):  # builds with CUDA
-            at_once = torch._C._tensors_data_ptrs_at_indices_equal
-            return at_once(self.tensors, self._addresses, self._indices)
+        if _SAME_ADDRESSES is not None:
+            return _SAME_ADDRESSES(self.tensors, self._addresses, self._indices)
         return [tensor.data_ptr() for tensor in self.tensors] == self._addresses
 
     def first_moved(self, names: Sequence[str]) -> str:

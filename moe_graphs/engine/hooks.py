@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as optim_globals
@@ -54,10 +52,3 @@ def _put_back(hooks: dict | None, contents: dict) -> None:
     if hooks is not None and hooks != contents:
         hooks.clear()
         hooks.update(contents)
-
-
-def drop_leaked_hooks(error: BaseException) -> None:
-    """torch's checkpoint leaves its saved-tensor hooks in force as long as the traceback of an
-    exception from inside it holds the frame of its generator (2.11)."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        traceback.clear_frames(error.__traceback__)

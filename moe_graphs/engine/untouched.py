@@ -37,6 +37,7 @@ def _notices_attributes(version_of: Callable[[dict], int]) -> bool:
     return len({before, between, version_of(held)}) == 3
 
 
+Contents = tuple[Container, dict[Any, Any]]
 # Of a dictionary a number that any change of it changes: Python's own, or that of a watcher.
 _version_of: Callable[[dict], int] | None = getattr(of_dynamo, "dict_version", None)
 if _version_of is not None and not _notices_attributes(_version_of):
@@ -47,23 +48,24 @@ class Untouched:
     """Compares containers with what they held when it was made, in a few loops in C.
 
     Args:
+        contents: containers, each with what it holds now.
         noisy: ids of holders that change in ways that do not matter: they are compared by name.
         matter: ids of the tensors whose identity matters; others may be exchanged.
     """
 
     def __init__(
-        self, containers: Sequence[Container], noisy: Collection[int], matter: Collection[int]
+        self, contents: Sequence[Contents], noisy: Collection[int], matter: Collection[int]
     ) -> None:
-        self._containers, self._noisy, self._matter = containers, noisy, matter
+        self._contents, self._noisy, self._matter = contents, noisy, matter
         # Ids of dictionaries that change all the time, like the globals of a script.
         self._restless: set[int] = set()
         self._begin()
 
     def _begin(self) -> None:
-        chosen = [(c, self._has_version(c.holder)) for c in self._containers]
-        self._dicts = [c.holder for c, versioned in chosen if versioned]
+        of_dicts = [pair for pair in self._contents if self._has_version(pair[0].holder)]
+        others = [pair for pair in self._contents if not self._has_version(pair[0].holder)]
+        self._dicts = [container.holder for container, _ in of_dicts]
         self._versions = list(map(_version_of, self._dicts))
-        of_dicts, others = ([c for c, v in chosen if v is which] for which in (True, False))
         self._of_dicts = _Columns(of_dicts, self._noisy, self._matter)
         self._others = _Columns(others, self._noisy, self._matter)
 
@@ -78,7 +80,7 @@ class Untouched:
             return False
         rows = zip(self._dicts, versions, self._versions, strict=True)
         self._restless |= {id(held) for held, now, before in rows if now != before}
-        self._begin()  # with what is there now, which is the same
+        self._begin()
         return True
 
     def changed(self) -> list[Any]:
@@ -92,25 +94,24 @@ class _Columns:
     have many names, of which few matter: those are compared one by one."""
 
     def __init__(
-        self, containers: Sequence[Container], noisy: Collection[int], matter: Collection[int]
+        self, contents: Sequence[Contents], noisy: Collection[int], matter: Collection[int]
     ) -> None:
-        keyed = [(c, c.contents()) for c in containers if not _is_compared_whole(c, noisy)]
-        one_by_one = {id(container) for container, _ in keyed}
-        self._holders = [c.holder for c in containers if id(c) not in one_by_one]
+        keyed = [pair for pair in contents if not _is_compared_whole(pair[0], noisy)]
+        self._holders = [c.holder for c, _ in contents if _is_compared_whole(c, noisy)]
         # The views of dictionaries are live: they show the values of the time they are read.
         self._now = [h.values() if isinstance(h, dict) else h for h in self._holders]
         self._sizes = list(map(len, self._now))
         self._values = list(chain.from_iterable(self._now))
         rows = [
             (c.holder, key, value)
-            for c, contents in keyed
-            for key, value in contents.items()
+            for c, held in keyed
+            for key, value in held.items()
             if not isinstance(value, Tensor) or id(value) in matter
         ]
         self._of_dicts = _columns(rows, dict)
         self._of_classes = _columns(rows, types.MappingProxyType)
         # Names that may come: each by itself, or whether the holder's names are the same.
-        absent = [(c.holder, c.absent(contents)) for c, contents in keyed]
+        absent = [(c.holder, c.absent(held)) for c, held in keyed]
         few = [(holder, keys) for holder, keys in absent if len(keys) <= len(holder)]
         self._absent = [[h for h, keys in few for _ in keys], [k for _, keys in few for k in keys]]
         many = [holder for holder, keys in absent if len(keys) > len(holder)]

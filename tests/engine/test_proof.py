@@ -101,17 +101,25 @@ def test_what_varies_in_replays_too_is_not_reproducible(engine, phase):
     assert "differs_from_eager" not in report.eager_calls
 
 
-@pytest.mark.filterwarnings("ignore::moe_graphs.GraphWarning")
-@pytest.mark.parametrize("engine", ENGINES)
-def test_what_replays_always_compute_otherwise_differs(engine, monkeypatch):
-    original = Tape.replay
+@pytest.fixture
+def replays(monkeypatch):
+    """How often each tape is replayed. ``replayed`` knows when one is."""
+    original, counted = Tape.replay, Counter()
 
     def replay(self):
+        counted[self] += 1
         IN_REPLAY.fill_(1)
         original(self)
         IN_REPLAY.fill_(0)
 
     monkeypatch.setattr(Tape, "replay", replay)
+    return counted
+
+
+@pytest.mark.filterwarnings("ignore::moe_graphs.GraphWarning")
+@pytest.mark.usefixtures("replays")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_replays_always_compute_otherwise_differs(engine):
     report = report_of(engine, replayed)
     assert report.eager_calls["differs_from_eager"] > 0
 
@@ -127,17 +135,8 @@ class RoundedInBackward(torch.autograd.Function):
 
 
 @pytest.mark.filterwarnings("ignore::moe_graphs.GraphWarning")
-def test_a_backward_is_replayed_once_for_its_forward(monkeypatch):
+def test_a_backward_is_replayed_once_for_its_forward(replays):
     """It works in the memory of what the forward has left: of another replay nothing follows."""
-    original, replays = Tape.replay, Counter()
-
-    def replay(self):
-        replays[self] += 1
-        IN_REPLAY.fill_(1)
-        original(self)
-        IN_REPLAY.fill_(0)
-
-    monkeypatch.setattr(Tape, "replay", replay)
     report = report_of("scopes", RoundedInBackward.apply)
     assert report.eager_calls["differs_from_eager"] > 0
     assert set(replays.values()) == {1}  # all that follow are eager

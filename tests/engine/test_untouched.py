@@ -22,8 +22,12 @@ CHANGES = {
 }
 
 
+def untouched_by(containers, noisy=(), matter=()):
+    return Untouched([(each, each.contents()) for each in containers], noisy, matter)
+
+
 def check(container, change, back):
-    untouched = Untouched([container], (), ())
+    untouched = untouched_by([container])
     assert untouched.is_true()
     change()
     assert not untouched.is_true()
@@ -70,11 +74,11 @@ def test_attributes(make, way):
 def test_what_changes_without_mattering_is_compared_by_name():
     owner = WithAttributes()
     container = Container(vars(owner), "owner", frozenset({"a"}))
-    whole = Untouched([container], (), ())
+    whole = untouched_by([container])
     owner.calls = 1
     assert not whole.is_true()
     assert whole.changed() == [vars(owner)]
-    by_name = Untouched([container], {id(vars(owner))}, ())
+    by_name = untouched_by([container], {id(vars(owner))})
     owner.calls = 2
     assert by_name.is_true()
     owner.a = 2
@@ -111,7 +115,7 @@ def test_what_changes_beside_a_dictionary_that_always_does(times):
         (lambda: quiet.update(a=2), lambda: quiet.update(a=1)),
         (lambda: busy.update(a=2), lambda: busy.update(a=1)),
     ):
-        untouched = Untouched(containers, (), ())
+        untouched = untouched_by(containers)
         for number in range(times):
             busy["counter"] = number
             assert untouched.is_true()

@@ -75,20 +75,26 @@ def test_a_run_of_whole_steps_is_the_eager_run(config, microbatches):
     assert graphed.report() is None
 
 
-@pytest.mark.parametrize("config", FULL.values(), ids=FULL)
-def test_whole_steps_are_resumed_bit_by_bit(tmp_path, config):
-    """By a trainer that captures afterwards, and by one that has captured before."""
-    given = options(steps=12)
+def check_resumed(folder, given, config, saved_at):
+    """Of 12 steps. Returns the uninterrupted run, and the checkpoint that it has saved."""
     whole = fresh_trainer(given)
     with with_graphs(whole, config):
-        advance(whole, 5)
-        path = save_checkpoint(tmp_path, whole)
+        advance(whole, saved_at)
+        path = save_checkpoint(folder, whole)
         advance(whole, 12)
     fresh = fresh_trainer(given)
     load_checkpoint(path, fresh)
     with with_graphs(fresh, config):
         advance(fresh, 12)
     assert_same(whole, fresh)
+    return whole, path
+
+
+@pytest.mark.parametrize("config", FULL.values(), ids=FULL)
+def test_whole_steps_are_resumed_bit_by_bit(tmp_path, config):
+    """By a trainer that captures afterwards, and by one that has captured before."""
+    given = options(steps=12)
+    whole, path = check_resumed(tmp_path, given, config, saved_at=5)
     captured = fresh_trainer(given)
     with with_graphs(captured, config):
         advance(captured, 7)
@@ -257,16 +263,7 @@ def test_a_run_of_whole_steps_on_the_gpu_is_the_eager_run(config):
 @pytest.mark.parametrize("config", FULL.values(), ids=FULL)
 def test_whole_steps_are_resumed_on_the_gpu(tmp_path, config):
     given = dataclasses.replace(options(steps=12), device=torch.device("cuda"))
-    whole = fresh_trainer(given)
-    with with_graphs(whole, config):
-        advance(whole, 6)
-        path = save_checkpoint(tmp_path, whole)
-        advance(whole, 12)
-    again = fresh_trainer(given)
-    load_checkpoint(path, again)
-    with with_graphs(again, config):
-        advance(again, 12)
-    assert_same(whole, again)
+    check_resumed(tmp_path, given, config, saved_at=6)
 
 
 @pytest.mark.gpu

@@ -28,12 +28,12 @@ from moe_graphs.engine.callables.arguments import (
 )
 from moe_graphs.engine.callables.capture_slot import capture_slot
 from moe_graphs.engine.callables.no_trace import NoTrace
+from moe_graphs.engine.explained import explained_call
 from moe_graphs.engine.report import Report
 from moe_graphs.engine.resources import Resources
 from moe_graphs.engine.scopes.captured import Captured, Chunk
 from moe_graphs.engine.scopes.delayed_weights import DelayedWeights
 from moe_graphs.engine.scopes.dry_run import DryRun, Hooks, ScopeCall
-from moe_graphs.engine.scopes.explained import explained
 from moe_graphs.engine.scopes.graphed_scope import GraphedScope
 from moe_graphs.engine.scopes.memory import CallMemory, memory_plan
 from moe_graphs.engine.scopes.place import PlannedCall
@@ -254,7 +254,7 @@ class CallableGraphs:
             options.before_rehearsals()
         for number, call in enumerate(calls):
             if options.rehearsals:
-                with explained(call.scope.name, "forward", self.backend):
+                with explained_call(call.scope.name, "forward", self.backend):
                     measured[number] = dry_run.examine(call, runs=options.rehearsals)
         if options.after_rehearsals is not None:
             options.after_rehearsals()

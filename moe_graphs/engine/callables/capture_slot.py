@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moe_graphs.engine.explained import explained_call
 from moe_graphs.engine.preserve import preserved_rng, preserved_values
 from moe_graphs.engine.scopes.dry_run import ScopeCall
-from moe_graphs.engine.scopes.explained import explained
 from moe_graphs.engine.scopes.place import PendingBackward, Place
 from moe_graphs.engine.scopes.recorder import Recorder
 from moe_graphs.engine.scopes.slots import Slot
@@ -43,7 +43,7 @@ def _capture(slot: Slot, calls: Sequence[ScopeCall], recorder: Recorder) -> None
             random = recorder.backend.random_position() if place.forward.draws else None
             pending = PendingBackward(place, call.leaves, random)
             backwards.append(pending)
-            with explained(place.name, "backward", recorder.backend):
+            with explained_call(place.name, "backward", recorder.backend):
                 with call.backward_hooks(incoming) as found:
                     found += recorder.backward(slot, pending, incoming).values()
             _raise(recorder)

@@ -9,7 +9,6 @@ from moe_graphs.engine.hooks import KeptHooks
 from moe_graphs.engine.preserve import RandomState
 from moe_graphs.engine.reads import PythonRandomState
 from moe_graphs.engine.scopes.dry_run import DryRun, ScopeCall
-from moe_graphs.errors import CaptureError
 
 
 class NoTrace:
@@ -46,12 +45,7 @@ class NoTrace:
             CaptureError: if the runs since have changed anything.
         """
         for call, guards in zip(self._calls, self._rehearsed, strict=True):
-            changes = guards.changes()
-            if changes:
-                raise CaptureError(
-                    f"scope {call.scope.name!r}: it changes {changes[0]}, and a replay runs no "
-                    f"Python: keep it in a buffer that is changed in place, or change it outside"
-                )
+            guards.check_unchanged(f"scope {call.scope.name!r}: ")
 
     def __exit__(self, kind: type | None, *exception: object) -> None:
         if kind is None:

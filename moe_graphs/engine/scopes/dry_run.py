@@ -153,7 +153,7 @@ class DryRun:
                 traces, ran, memory = self._forward_and_backward(call, linked)
                 done.append(traces)
                 for each in guards:
-                    self._check_unchanged(each)
+                    each.check_unchanged()
                 if number == 0:
                     guards.append(self.guards(call, Reads.together(*ran), ()))
         finally:
@@ -276,15 +276,6 @@ class DryRun:
                     f"its backward accumulates into .grad of a parameter {tuple(parameter.shape)} "
                     f"by itself: return the gradient from the autograd function instead"
                 )
-
-    @staticmethod
-    def _check_unchanged(guards: Guards) -> None:
-        changes = guards.changes()
-        if changes:
-            raise CaptureError(
-                f"it changes {changes[0]}, and a replay runs no Python: keep it in a buffer that "
-                f"is changed in place, or change it outside of the scope"
-            )
 
 
 def _run(call: ScopeCall, leaves: Sequence[Any]) -> Any:

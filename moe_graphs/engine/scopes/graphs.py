@@ -28,6 +28,7 @@ from torch import nn
 from moe_graphs.config import GraphConfig
 from moe_graphs.engine import context
 from moe_graphs.engine.backends import backend_for
+from moe_graphs.engine.explained import explained_call
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.report import Report
 from moe_graphs.engine.resources import Resources
@@ -35,7 +36,6 @@ from moe_graphs.engine.scopes.captured import Captured, Chunk
 from moe_graphs.engine.scopes.delayed_weights import DelayedWeights
 from moe_graphs.engine.scopes.dry_run import DryRun, ScopeCall
 from moe_graphs.engine.scopes.examined import Examined
-from moe_graphs.engine.scopes.explained import explained
 from moe_graphs.engine.scopes.graphed_scope import GraphedScope
 from moe_graphs.engine.scopes.memory import CallMemory, MemoryPlan, memory_plan
 from moe_graphs.engine.scopes.observation import Observation
@@ -192,7 +192,7 @@ class Graphs:
     def examine(self, call: ScopeCall, alike: int, linked: list[int], reads: Reads) -> None:
         """What cannot be captured is found in the first warm-up step, and told at its end."""
         try:
-            with explained(call.scope.name, "forward", self.backend):
+            with explained_call(call.scope.name, "forward", self.backend):
                 self._measured[alike] = self._dry_run.examine(call, reads, linked)
                 self._examined[alike] = Examined(self._dry_run, call, reads)
         except CaptureError as error:

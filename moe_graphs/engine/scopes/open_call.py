@@ -28,10 +28,6 @@ class OpenCall:
     parameters: list[Tensor]
     uses: LeafUses
 
-    def backward(self, incoming: Sequence[Tensor | None], *, split: bool) -> BackwardRun:
-        """``incoming``: per output, None where no gradient comes in."""
-        return BackwardRun(self, incoming, split)
-
 
 class BackwardRun:
     """The backward of an open call for one pattern of incoming gradients, to be run as often as is

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from moe_graphs.engine import context
 from moe_graphs.engine.backends.backend import Backend
+from moe_graphs.engine.explained import explained_call
 from moe_graphs.engine.guards import Guards
 from moe_graphs.engine.preserve import RandomState, Values
 from moe_graphs.engine.reads import Reads
@@ -25,8 +26,8 @@ from moe_graphs.engine.scopes.dry_run import DryRun, ScopeCall, check_capturable
 from moe_graphs.engine.scopes.effects import Effects
 from moe_graphs.engine.scopes.examined import unchanged
 from moe_graphs.engine.scopes.expected import Expected
-from moe_graphs.engine.scopes.explained import explained
 from moe_graphs.engine.scopes.loans import Loan
+from moe_graphs.engine.scopes.open_call import BackwardRun
 from moe_graphs.engine.scopes.place import PendingBackward, Place
 from moe_graphs.engine.scopes.proofs import Proofs
 from moe_graphs.engine.scopes.recompute import recompute
@@ -68,7 +69,7 @@ class Recorder:
         Raises:
             CaptureError: what cannot be captured, with scope and source line.
         """
-        with explained(place.name, "forward", self.backend), call.forward_hooks() as done:
+        with explained_call(place.name, "forward", self.backend), call.forward_hooks() as done:
             state = context.current(self.backend.device.type)
             check_capturable(call, state)
             if place.planned.examined is not None:
@@ -86,10 +87,11 @@ class Recorder:
                 self._capture_forward(slot, place, call, expected, surroundings)
             for loan in place.loans.values():
                 loan.nothing_is_out()
-            changes = guards.changes()
-            if changes:
+            try:
+                guards.check_unchanged()
+            except CaptureError:
                 guards.put_back()
-                raise CaptureError(f"it changes {changes[0]}, and a replay runs no Python")
+                raise
             done["output"] = pytree.tree_unflatten(dry.outputs, dry.structure)
         return expected
 
@@ -159,7 +161,7 @@ class Recorder:
         """The gradients by use (of the inputs, where the weights' are computed apart), run eagerly
         on the autograd graph of the capture; captures the same on the way, if it is time to."""
         place = pending.place
-        run = place.open.backward(incoming, split=self.split)
+        run = BackwardRun(place.open, incoming, self.split)
         place.run = run
 
         def eagerly() -> list[Tensor | None]:
@@ -172,7 +174,7 @@ class Recorder:
         with self.backend.on_stream(), Reads() as reads, effects.seen():
             eager = eagerly()
         if place.backward is None and self._may_record(slot):
-            with self._failing(slot, place), explained(place.name, "backward", self.backend):
+            with self._failing(slot, place), explained_call(place.name, "backward", self.backend):
                 guards = Guards(reads.of_contexts, reads)
                 state = context.current(self.backend.device.type)
                 surroundings = Surroundings(guards, state, self.backend.device.type)
@@ -212,7 +214,7 @@ class Recorder:
         with self.backend.on_stream(), effects.seen():
             eager = place.run.second_part()
         if place.backward is not None and place.weights is None and self._may_record(slot):
-            with self._failing(slot, place), explained(place.name, "backward", self.backend):
+            with self._failing(slot, place), explained_call(place.name, "backward", self.backend):
                 with effects.once():
                     self._record_weights(slot, pending, eager, effects)
         return eager

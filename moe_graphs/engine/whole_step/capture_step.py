@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import traceback
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine import context
-from moe_graphs.engine.backends.backend import Backend
-from moe_graphs.engine.hooks import drop_leaked_hooks
+from moe_graphs.engine.explained import explained
 from moe_graphs.engine.reads import Reads
-from moe_graphs.engine.tracing import Operations, source_line
+from moe_graphs.engine.tracing import Operations
 from moe_graphs.engine.whole_step import data_parallel
 from moe_graphs.engine.whole_step.accumulators import (
     check_streams,
@@ -54,8 +53,12 @@ def record_step(
     Raises:
         CaptureError: what in the step cannot be captured, with its line.
     """
-    backend, recorded = definition.backend, None
-    try:
+    backend = definition.backend
+    with (
+        explained("capture of the step", backend, then="it runs eagerly now"),
+        contextlib.ExitStack() as failing,
+    ):
+        failing.callback(backend.release)
         data_parallel.check_settings(definition.model)
         gc.collect()  # none while a capture runs
         with StateBefore(definition, reads) as before, backend.on_stream():
@@ -67,25 +70,16 @@ def record_step(
                     proof.expect(prepared.batch, prepared.found)
                 operations = Operations()
                 recorded = _record(definition, prepared, before, operations)
+                failing.callback(recorded.release)
                 if proof is not None:
                     proof.check(recorded, prepared.found, operations)
         # Behind the context, which makes autograd forget the nodes: these are the caller's.
         updating = definition.optimizers() if prepared.seen.optimizer_steps else []
         if recorded.gradients is not None:
             recorded.gradients.settled()
-        return replace(recorded, hooks=StepHooks(definition.parameters(), updating)), proof
-    except CaptureError as error:
-        _release(recorded, backend)
-        drop_leaked_hooks(error)
-        raise CaptureError(f"capture of the step failed: {error}; it runs eagerly now") from error
-    except Exception as error:
-        _release(recorded, backend)
-        line = source_line(traceback.extract_tb(error.__traceback__))
-        drop_leaked_hooks(error)
-        raise CaptureError(
-            f"capture of the step failed with {type(error).__name__}{backend.memory_note(error)}: "
-            f"{error}; at {line}; it runs eagerly now"
-        ) from error
+        hooks = StepHooks(definition.parameters(), updating)
+        failing.pop_all()  # nothing has failed
+        return replace(recorded, hooks=hooks), proof
 
 
 @dataclass(frozen=True)
@@ -160,9 +154,3 @@ def _record(
         device_type=definition.backend.device.type,
         written=written,
     )
-
-
-def _release(recorded: RecordedStep | None, backend: Backend) -> None:
-    if recorded is not None:
-        recorded.release()
-    backend.release()

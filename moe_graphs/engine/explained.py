@@ -1,0 +1,45 @@
+"""Errors of captures, with what was captured and the line that they come from."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+
+import torch
+
+from moe_graphs.engine.backends.backend import Backend
+from moe_graphs.engine.tracing import source_line
+from moe_graphs.errors import CaptureError
+
+
+@contextlib.contextmanager
+def explained(what: str, backend: Backend, *, then: str) -> Iterator[None]:
+    """Turns whatever goes wrong into a ``CaptureError`` that says where, and what runs now."""
+    try:
+        yield
+    except CaptureError as error:
+        _drop_leaked_hooks(error)
+        raise CaptureError(f"{what} failed: {error}; {then}") from error
+    except Exception as error:
+        line = source_line(traceback.extract_tb(error.__traceback__))
+        _drop_leaked_hooks(error)
+        raise CaptureError(
+            f"{what} failed with {type(error).__name__}{backend.memory_note(error)}: {error}; at "
+            f"{line}; {then}"
+        ) from error
+
+
+def explained_call(
+    scope: str, direction: str, backend: Backend
+) -> contextlib.AbstractContextManager[None]:
+    """``direction``: forward or backward."""
+    what = f"scope {scope!r}: capture of its {direction}"
+    return explained(what, backend, then="the model is eager again")
+
+
+def _drop_leaked_hooks(error: BaseException) -> None:
+    """torch's checkpoint leaves its saved-tensor hooks in force as long as the traceback of an
+    exception from inside it holds the frame of its generator (2.11)."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        traceback.clear_frames(error.__traceback__)
