@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo import guards as of_dynamo
 
 from moe_graphs.engine.containers import GONE
 from moe_graphs.engine.hooks import hooks_of
@@ -22,6 +24,7 @@ from moe_graphs.engine.values import same_value
 from moe_graphs.errors import CaptureError
 
 _CODE_OF = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_TensorGuards = getattr(of_dynamo, "TensorGuards", None)
 _SAME_ADDRESSES = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)  # with CUDA
 _NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
@@ -56,7 +59,6 @@ class Guards:
         self._noisy: set[int] = set()
         found = self._walk()
         self._places = _place_of_each_tensor({**found.tensors, **self._more})
-        self._requires_grad = [tensor.requires_grad for tensor in self._places.values()]
         self._where = Where(list(self._places.values()))
         self._adopt(found)
 
@@ -87,13 +89,7 @@ class Guards:
                 return difference
         if any(self._hooks):
             return Mismatch("hooks", "a submodule has hooks now, which a replay does not run")
-        if [tensor.requires_grad for tensor in self._where.tensors] != self._requires_grad:
-            flags = zip(self._places.items(), self._requires_grad, strict=True)
-            for (name, tensor), requires_grad in flags:
-                if tensor.requires_grad is not requires_grad:
-                    message = f"{name!r}: captured with requires_grad={requires_grad}: set it back"
-                    return Mismatch("requires_grad", message)
-        return self._moved()
+        return None if self._where.is_same() else self._where.mismatch(list(self._places))
 
     def changes(self) -> list[str]:
         """What is another value now, by its path and with both. State that an optimizer's first
@@ -180,18 +176,22 @@ class Guards:
         self._types = list(map(type, self._typed))
         self._functions = found.functions
         self._code = list(map(_CODE_OF, self._functions))
-        self._is_empty = not (self._contents or self._cells or self._typed or self._functions)
-        self._is_empty &= not self._places
+        quick = (
+            (self._contents, self._untouched.is_true),
+            (self._cells, self._cells_are_still),
+            (self._typed, lambda: list(map(type, self._typed)) == self._types),
+            (self._functions, lambda: list(map(_CODE_OF, self._functions)) == self._code),
+        )
+        self._quick = [is_true for compared, is_true in quick if compared]
+        self._is_empty = not (self._quick or self._places)
         self._draws = [(name, rng, _state_of(rng)) for name, rng in found.draws]
 
     def _is_untouched(self) -> bool:
         """The quick answer: every place has the very same value."""
-        return (
-            self._untouched.is_true()
-            and all(cell.is_still(value) for cell, value in self._cells)
-            and list(map(type, self._typed)) == self._types
-            and list(map(_CODE_OF, self._functions)) == self._code
-        )
+        return all(map(operator.call, self._quick))
+
+    def _cells_are_still(self) -> bool:
+        return all(cell.is_still(value) for cell, value in self._cells)
 
     def _look_again(self) -> Mismatch | None:
         """Other containers may hold the same leaves, and what changed may not matter."""
@@ -215,37 +215,50 @@ class Guards:
             return False
         return isinstance(now, Tensor) and _asked(now) == _asked(before)
 
-    def _moved(self) -> Mismatch | None:
-        if self._where.is_same():
-            return None
-        name = self._where.first_moved(list(self._places))
-        return _moved(name, "lies at another address or is laid out in another way")
-
 
 class Where:
-    """Where tensors lie, and how."""
+    """Where tensors lie, how, and whether they require a gradient."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = list(tensors)
-        self._addresses = [tensor.data_ptr() for tensor in tensors]
-        self._layouts = [(tensor.shape, tensor.stride()) for tensor in tensors]
-        self._strides = [layout[1] for layout in self._layouts]
-        self._indices = list(range(len(self.tensors)))
+        self._tensors = list(tensors)
+        self._addresses = list(map(Tensor.data_ptr, tensors))
+        self._kinds = list(map(_kind_of, tensors))
+        self._indices = list(range(len(tensors)))
+        self._same_kinds: Callable[..., bool] | None = None
 
     def is_same(self) -> bool:
-        if list(map(Tensor.stride, self.tensors)) != self._strides:
-            return False
+        if self._same_kinds is None or not self._same_kinds(*self._tensors):
+            if list(map(_kind_of, self._tensors)) != self._kinds:
+                return False
+            self._same_kinds = _check_in_c(self._tensors)
         if _SAME_ADDRESSES is not None:
-            return _SAME_ADDRESSES(self.tensors, self._addresses, self._indices)
-        return [tensor.data_ptr() for tensor in self.tensors] == self._addresses
+            return _SAME_ADDRESSES(self._tensors, self._addresses, self._indices)
+        return list(map(Tensor.data_ptr, self._tensors)) == self._addresses
 
-    def first_moved(self, names: Sequence[str]) -> str:
-        for name, tensor, address, layout in zip(
-            names, self.tensors, self._addresses, self._layouts, strict=True
+    def mismatch(self, names: Sequence[str]) -> Mismatch:
+        """What is not the same, by the names of the tensors."""
+        for name, tensor, (requires_grad, *_) in zip(
+            names, self._tensors, self._kinds, strict=True
         ):
-            if tensor.data_ptr() != address or (tensor.shape, tensor.stride()) != layout:
-                return name
-        return "a tensor"
+            if tensor.requires_grad is not requires_grad:
+                message = f"{name!r}: captured with requires_grad={requires_grad}: set it back"
+                return Mismatch("requires_grad", message)
+        rows = zip(names, self._tensors, self._addresses, self._kinds, strict=True)
+        moved = (n for n, t, a, k in rows if t.data_ptr() != a or _kind_of(t) != k)
+        how = "lies at another address or is laid out in another way"
+        return _moved(next(moved, "a tensor"), how)
+
+
+def _kind_of(tensor: Tensor) -> tuple:
+    return tensor.requires_grad, tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _check_in_c(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
+    """True of tensors that are in all (and more) as these are now, under the modes of now."""
+    if _TensorGuards is None or not tensors:
+        return None
+    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    return _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
 def reads_before_running(

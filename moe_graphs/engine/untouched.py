@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain, islice, repeat
 from operator import contains, is_
@@ -42,6 +42,7 @@ Contents = tuple[Container, dict[Any, Any]]
 _version_of: Callable[[dict], int] | None = getattr(of_dynamo, "dict_version", None)
 if _version_of is not None and not _notices_attributes(_version_of):
     _version_of = None
+_OFTEN = 3
 
 
 class Untouched:
@@ -57,8 +58,8 @@ class Untouched:
         self, contents: Sequence[Contents], noisy: Collection[int], matter: Collection[int]
     ) -> None:
         self._contents, self._noisy, self._matter = contents, noisy, matter
-        # Ids of dictionaries that change all the time, like the globals of a script.
-        self._restless: set[int] = set()
+        # By the ids of dictionaries: how often they changed in ways that do not matter.
+        self._changes: Counter[int] = Counter()
         self._begin()
 
     def _begin(self) -> None:
@@ -70,7 +71,9 @@ class Untouched:
         self._others = _Columns(others, self._noisy, self._matter)
 
     def _has_version(self, holder: Any) -> bool:
-        return _version_of is not None and type(holder) is dict and id(holder) not in self._restless
+        # Not if it changes all the time, like the globals of a script.
+        restless = self._changes[id(holder)] >= _OFTEN
+        return _version_of is not None and type(holder) is dict and not restless
 
     def is_true(self) -> bool:
         versions = list(map(_version_of, self._dicts))
@@ -79,7 +82,7 @@ class Untouched:
         if not (self._of_dicts.are_same() and self._others.are_same()):
             return False
         rows = zip(self._dicts, versions, self._versions, strict=True)
-        self._restless |= {id(held) for held, now, before in rows if now != before}
+        self._changes.update(id(held) for held, now, before in rows if now != before)
         self._begin()
         return True
 
@@ -120,13 +123,18 @@ class _Columns:
 
     def are_same(self) -> bool:
         return (
-            list(map(len, self._holders)) == self._sizes
-            and all(map(is_, chain.from_iterable(self._now), self._values))
+            self._hold_the_same()
             and _have(dict, *self._of_dicts)
             and _have(types.MappingProxyType, *self._of_classes)
             and not any(map(contains, *self._absent))
             and self._names_of_many == self._names_known
         )
+
+    def _hold_the_same(self) -> bool:
+        if not self._holders:
+            return True
+        same_sizes = list(map(len, self._holders)) == self._sizes
+        return same_sizes and all(map(is_, chain.from_iterable(self._now), self._values))
 
     def changed(self) -> list[Any]:
         before, found = iter(self._values), []
@@ -150,4 +158,4 @@ def _columns(rows: Sequence[tuple], kind: type) -> tuple[list, list, list]:
 
 
 def _have(kind: type, holders: list, keys: list, values: list) -> bool:
-    return all(map(is_, map(kind.get, holders, keys, repeat(GONE)), values))
+    return not values or all(map(is_, map(kind.get, holders, keys, repeat(GONE)), values))

@@ -6,7 +6,6 @@ from collections import Counter
 from typing import Any, Protocol
 
 import torch
-from torch.utils import _pytree as pytree
 
 from moe_graphs.engine.proof import warn
 from moe_graphs.engine.reads import Reads
@@ -136,7 +135,7 @@ class GraphedScope:
         if mismatch is not None:
             slot.pass_by(place)
             return self._mismatched(mismatch, inputs, call)
-        outputs = _unflatten(produced, place.forward.output_structure)
+        outputs = place.forward.build_outputs(produced)
         return self.scope.leave(outputs, place.forward.exit, call)
 
     def _first_replay(
@@ -170,7 +169,3 @@ class GraphedScope:
         self.eager_calls[mismatch.reason] += 1
         outputs, exit = self.scope.run(inputs, call, capturing=False)
         return self.scope.leave(outputs, exit, call)
-
-
-def _unflatten(leaves: list[Any], structure: pytree.TreeSpec) -> Any:
-    return leaves[0] if structure.is_leaf() else pytree.tree_unflatten(leaves, structure)

@@ -210,16 +210,14 @@ class PendingBackward:
         self._gradients: list[weakref.ref | None] = []
         forward = place.forward
         self._inputs = [(weakref.ref(leaves[i]), leaves[i]._version) for i in forward.saved_inputs]
-        self._outputs: list[int] = []
-        self._of_model: list[int] = []
+        self._versions: list[int] = []
 
     @property
     def is_over(self) -> bool:
         return self.is_done and self.weights != "pending"
 
     def replayed(self) -> None:
-        self._outputs = list(map(versions_of, self.place.forward.saved_outputs))
-        self._of_model = list(map(versions_of, self.place.forward.saved_of_model))
+        self._versions = list(map(versions_of, self.place.forward.saved))
 
     def note_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         if self.weights == "pending":
@@ -239,11 +237,12 @@ class PendingBackward:
     def check_unmodified(self) -> None:
         """What eager refuses as well: a tensor that the backward needs was modified in place."""
         forward = self.place.forward
-        what = None
-        if list(map(versions_of, forward.saved_outputs)) != self._outputs:
-            what = "an output"
-        elif list(map(versions_of, forward.saved_of_model)) != self._of_model:
+        what, now = None, list(map(versions_of, forward.saved))
+        if now != self._versions:
+            outputs = len(forward.saved_outputs)
             what = "a parameter or buffer"
+            if now[:outputs] != self._versions[:outputs]:
+                what = "an output"
         elif any((t := ref()) is not None and t._version != v for ref, v in self._inputs):
             what = "an input"
         if what is not None:

@@ -11,7 +11,7 @@ from torch.autograd.graph import Node
 
 from moe_graphs.engine.autograd import is_wanted
 from moe_graphs.engine.scopes.delayed_weights import DelayedWeights, WeightsPart
-from moe_graphs.engine.scopes.parameter_gradients import to_parameters
+from moe_graphs.engine.scopes.outgoing_gradients import outgoing
 from moe_graphs.engine.scopes.place import PendingBackward, Place
 from moe_graphs.engine.scopes.recompute import recompute
 from moe_graphs.engine.scopes.recorder import Recorder
@@ -43,11 +43,12 @@ class Replay(torch.autograd.Function):
         place.forward.graph.replay()
         place.replayed += 1
         # A replay changes them behind autograd's back: an older graph must not use them unnoticed.
-        torch.autograd.graph.increment_version(place.forward.written)
+        if place.forward.written:
+            torch.autograd.graph.increment_version(place.forward.written)
         pending.replayed()
         outputs = place.hand_out()
-        needed = place.forward.differentiable
-        ctx.mark_non_differentiable(*(o for o, n in zip(outputs, needed, strict=True) if not n))
+        if place.forward.constant_outputs:
+            ctx.mark_non_differentiable(*map(outputs.__getitem__, place.forward.constant_outputs))
         ctx.set_materialize_grads(False)
         ctx.parts = slot, pending, recorder, delayed
         return tuple(outputs)
@@ -146,7 +147,7 @@ def _weights_part(
         place.weights.graph.replay()
     if nodes is None:
         return dict(zip(place.weights.uses, place.weights.gradients, strict=True))
-    return to_parameters(slot, place.weights, nodes)
+    return outgoing(slot, place.weights, nodes)
 
 
 def _first_part(
@@ -189,10 +190,7 @@ def _replayed(
     _copy_in(place, incoming)
     if recorded.graph is not None:
         recorded.graph.replay()
-    results = to_parameters(slot, recorded, nodes)
-    for use, gradient in recorded.of_inputs:
-        results[use] = None if gradient is None else gradient.clone()
-    return results
+    return outgoing(slot, recorded, nodes)
 
 
 def _fits(place: Place, incoming: Sequence[Tensor | None]) -> bool:

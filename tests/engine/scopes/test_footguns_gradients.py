@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moe_graphs
 from moe_graphs import CaptureError, GraphConfig, GraphError
-from moe_graphs.engine.scopes import parameter_gradients as gradients
+from moe_graphs.engine.scopes import recording
 from training_runs import DEVICES
 from two_scopes import WIDTH, both, build, data, scopes, train_step, update, warm
 
@@ -54,7 +54,7 @@ def static_addresses(graphs: moe_graphs.Graphs) -> set[int]:
 @pytest.mark.parametrize("large", [1, 1 << 22])
 def test_accumulating_gradients_over_microbatches(device, monkeypatch, large):
     """pytorch#181723: torch's own helper returns one static buffer for both."""
-    monkeypatch.setattr(gradients, "_LARGE", large)
+    monkeypatch.setattr(recording, "_LARGE", large)
 
     def scenario(model, graphs):
         model.zero_grad()

@@ -1,10 +1,9 @@
-"""How the gradients of parameters leave the static memory of a graph."""
+"""How gradients leave the static memory of a graph."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import compress
 
 import torch
 from torch import Tensor
@@ -14,24 +13,23 @@ from moe_graphs.engine.autograd import accumulates
 from moe_graphs.engine.scopes.recording import RecordedBackward
 from moe_graphs.engine.scopes.slots import Slot
 
-_LARGE = 1 << 22  # elements
 
-
-def to_parameters(
+def outgoing(
     slot: Slot, recorded: RecordedBackward, nodes: Callable[[], Sequence[Node | None]]
 ) -> dict[int, Tensor | None]:
-    """By use, the gradients of parameters as tensors that autograd may take.
+    """By use, the gradients as tensors that autograd may take.
 
     A parameter that has a ``.grad`` already (a later microbatch) is added to by autograd in place:
     it gets the static memory itself, lent until the next replay in the slot. In every other case
-    (first microbatch, hooks, ``autograd.grad``) it gets a copy, laid out like the parameter so
-    that it can become ``.grad`` without another one.
+    (first microbatch, hooks, ``autograd.grad``, inputs) it is a copy, laid out like the parameter
+    so that it can become ``.grad`` without another one.
 
     nodes: per use, where its gradient goes.
     """
     results: dict[int, Tensor | None] = {}
-    copies, sources, lent = [], [], []
-    for use, parameter, gradient, loan in recorded.of_parameters:
+    copies: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    lent = []
+    for use, parameter, gradient, loan, launch in recorded.rows:
         if gradient is None:
             results[use] = None
         elif _has_plain_grad(parameter) and accumulates(nodes()[use]):
@@ -39,11 +37,17 @@ def to_parameters(
             loan.hand([weakref.ref(results[use])])
             lent.append(loan)
         else:
-            results[use] = torch.empty_like(parameter, requires_grad=False)
-            copies.append(results[use])
-            sources.append(gradient)
+            like = gradient if parameter is None else parameter
+            copy = results[use] = torch.empty_like(like, requires_grad=False)
+            if launch is None:
+                copy.copy_(gradient)
+            else:
+                targets, sources = copies.setdefault(launch, ([], []))
+                targets.append(copy)
+                sources.append(gradient)
     slot.lend(lent)
-    _copy_all(copies, sources)
+    for targets, sources in copies.values():
+        torch._foreach_copy_(targets, sources)
     return results
 
 
@@ -56,22 +60,8 @@ def add_to_grad(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> No
             parameter.grad.add_(gradient)
 
 
-@torch.no_grad()
-def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Small tensors in one launch. Large ones each by themselves: the kernel for many tensors
-    moves 2.6 TB/s on an H200, the one for a single tensor 4.3 (2026-11-21)."""
-    small = [target.numel() < _LARGE for target in targets]
-    if not all(small):
-        for target, source, is_small in zip(targets, sources, small, strict=True):
-            if not is_small:
-                target.copy_(source)
-        targets, sources = (list(compress(each, small)) for each in (targets, sources))
-    if targets:
-        torch._foreach_copy_(targets, sources)
-
-
-def _has_plain_grad(parameter: Tensor) -> bool:
-    gradient = parameter.grad
+def _has_plain_grad(parameter: Tensor | None) -> bool:
+    gradient = None if parameter is None else parameter.grad
     if gradient is None or parameter._backward_hooks:
         return False
     return gradient.layout is torch.strided
