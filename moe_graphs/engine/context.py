@@ -7,10 +7,11 @@ torch has no name for (a context manager of the user's own) is part of what the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -49,49 +50,47 @@ _HOOKS_OF_ALL_MODULES = tuple(
     for kind in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 )
 
-Context = tuple[Any, ...]
 
+class Context:
+    """The state in force where it was made."""
 
-def current(device_type: str) -> Context:
-    """The state in force, in the order of ``names()``. Takes some five microseconds."""
-    return tuple(map(operator.call, _getters(device_type)))
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self._getters = _getters(device_type)
+        self._state = {name: get() for name, get in self._getters.items()}
+        self._calls, self._values = list(self._getters.values()), list(self._state.values())
 
-
-def names() -> tuple[str, ...]:
-    return (
-        "autocast",
-        "autocast (cpu)",
-        "autocast dtype",
-        "autocast dtype (cpu)",
-        "autocast cache",
-        "inference mode",
-        "default dtype",
-        "default device",
-        "Transformer Engine's FP8 state",
-        *(name.removeprefix("_get_") for name in _FLAGS if hasattr(torch._C, name)),
-        *(f"fp32 precision of {' '.join(which)}" for which in _PRECISIONS if _has_precisions()),
-    )
-
-
-def mismatch(captured: Context, now: Context) -> Mismatch | None:
-    """How the state of a call differs from that of its recording."""
-    if captured == now:
+    def mismatch(self) -> Mismatch | None:
+        """How the state of now differs from it. Takes some five microseconds."""
+        if list(map(operator.call, self._calls)) == self._values:
+            return None
+        for name, before in self._state.items():
+            after = self._getters[name]()
+            if after != before:
+                reason = "autocast" if name.startswith("autocast") else "context"
+                message = f"{name} was {before!r} where it was captured and is {after!r} now"
+                return Mismatch(reason, f"{message}: keep it the same around every call")
         return None
-    different = [
-        (name, before, after)
-        for name, before, after in zip(names(), captured, now, strict=True)
-        if before != after
-    ]
-    name, before, after = different[0]
-    reason = "autocast" if name.startswith("autocast") else "context"
-    message = f"{name} was {before!r} where it was captured and is {after!r} now"
-    return Mismatch(reason, f"{message}: keep it the same around every call")
 
+    @property
+    def has_autocast_cache(self) -> bool:
+        """Whether casts of weights are cached beyond the call."""
+        is_on = self._state["autocast"] or self._state["autocast (cpu)"]
+        return is_on and self._state["autocast cache"]
 
-def has_autocast_cache(context: Context) -> bool:
-    """Whether casts of weights are cached beyond the call."""
-    enabled, enabled_on_cpu, _, _, cached, *_ = context
-    return bool((enabled or enabled_on_cpu) and cached)
+    @contextlib.contextmanager
+    def autocast(self) -> Iterator[None]:
+        """As it was, without the cache."""
+        with contextlib.ExitStack() as entered:
+            for kind, where in {self.device_type: "", "cpu": " (cpu)"}.items():
+                is_on, dtype = (
+                    self._state[f"autocast{where}"],
+                    self._state[f"autocast dtype{where}"],
+                )
+                entered.enter_context(
+                    torch.autocast(kind, dtype, enabled=is_on, cache_enabled=False)
+                )
+            yield
 
 
 def reason_to_run_eagerly() -> str | None:
@@ -152,26 +151,25 @@ def _fp8() -> Any:
     return manager.get_fp8_recipe(), manager.is_fp8_calibration()
 
 
-def _has_precisions() -> bool:
-    return hasattr(torch._C, "_get_fp32_precision_getter")
-
-
 @functools.cache
-def _getters(device_type: str) -> tuple[Callable[[], Any], ...]:
-    return (
-        functools.partial(torch.is_autocast_enabled, device_type),
-        functools.partial(torch.is_autocast_enabled, "cpu"),
-        functools.partial(torch.get_autocast_dtype, device_type),
-        functools.partial(torch.get_autocast_dtype, "cpu"),
-        torch.is_autocast_cache_enabled,
-        torch.is_inference_mode_enabled,
-        torch.get_default_dtype,
-        _default_device,
-        _fp8,
-        *(getattr(torch._C, name) for name in _FLAGS if hasattr(torch._C, name)),
-        *(
-            functools.partial(torch._C._get_fp32_precision_getter, *which)
+def _getters(device_type: str) -> dict[str, Callable[[], Any]]:
+    """By name."""
+    return {
+        "autocast": functools.partial(torch.is_autocast_enabled, device_type),
+        "autocast (cpu)": functools.partial(torch.is_autocast_enabled, "cpu"),
+        "autocast dtype": functools.partial(torch.get_autocast_dtype, device_type),
+        "autocast dtype (cpu)": functools.partial(torch.get_autocast_dtype, "cpu"),
+        "autocast cache": torch.is_autocast_cache_enabled,
+        "inference mode": torch.is_inference_mode_enabled,
+        "default dtype": torch.get_default_dtype,
+        "default device": _default_device,
+        "Transformer Engine's FP8 state": _fp8,
+        **{n.removeprefix("_get_"): getattr(torch._C, n) for n in _FLAGS if hasattr(torch._C, n)},
+        **{
+            f"fp32 precision of {' '.join(which)}": functools.partial(
+                torch._C._get_fp32_precision_getter, *which
+            )
             for which in _PRECISIONS
-            if _has_precisions()
-        ),
-    )
+            if hasattr(torch._C, "_get_fp32_precision_getter")
+        },
+    }

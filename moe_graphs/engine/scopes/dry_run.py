@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from moe_graphs.engine import context, doors
+from moe_graphs.engine import doors
 from moe_graphs.engine.autograd import leaves_behind
 from moe_graphs.engine.backends.backend import Backend
+from moe_graphs.engine.context import Context
 from moe_graphs.engine.guards import Guards, tensors_of_others
 from moe_graphs.engine.preserve import RandomState, StandIns
 from moe_graphs.engine.reads import Reads
@@ -141,7 +142,7 @@ class DryRun:
         Raises:
             CaptureError: for what cannot be in a graph, or depends on state that Python keeps.
         """
-        check_capturable(call, context.current(self.backend.device.type))
+        check_capturable(call, Context(self.backend.device.type))
         guards = []
         if reads is not None:
             reads.check_doors(asked=doors.OF_HISTORY)
@@ -287,7 +288,7 @@ def _run(call: ScopeCall, leaves: Sequence[Any]) -> Any:
         raise CaptureError(f"an input is modified in place, {MODIFIED_INPUT}") from error
 
 
-def check_capturable(call: ScopeCall, state: context.Context) -> None:
+def check_capturable(call: ScopeCall, state: Context) -> None:
     """
     Raises:
         CaptureError: if the call is made in a way that no graph can serve.
@@ -295,7 +296,7 @@ def check_capturable(call: ScopeCall, state: context.Context) -> None:
     unsupported = call.signature.unsupported()
     if unsupported is not None:
         raise CaptureError(unsupported)
-    if context.has_autocast_cache(state):
+    if state.has_autocast_cache:
         raise CaptureError(
             "autocast caches casts of weights, and a graph would keep a stale one: use "
             "torch.autocast(..., cache_enabled=False)"

@@ -7,8 +7,7 @@ stood. That it computes the very same outputs is checked.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -55,7 +54,11 @@ def compute_anew(
     try:
         if forward.draws:
             backend.return_to(pending.random)
-        with torch.enable_grad(), stand_ins.in_place(), _autocast(place):
+        with (
+            torch.enable_grad(),
+            stand_ins.in_place(),
+            place.forward.surroundings.context.autocast(),
+        ):
             tree = pytree.tree_unflatten(inputs, forward.signature.structure)
             outputs, _ = place.planned.scope.run(tree, forward.arguments, capturing=True)
     finally:
@@ -110,17 +113,3 @@ def _gradients(
         return [None] * len(uses.of)
     outputs, gradients = zip(*used, strict=True)
     return uses.gradients(outputs, gradients)
-
-
-@contextlib.contextmanager
-def _autocast(place: Place) -> Iterator[None]:
-    """As it was around the forward."""
-    enabled, on_cpu, dtype, dtype_on_cpu, *_ = place.forward.surroundings.context
-    kind = place.forward.surroundings.device_type
-    with (
-        torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False),
-        torch.autocast("cpu", dtype_on_cpu, enabled=on_cpu, cache_enabled=False)
-        if kind != "cpu"
-        else contextlib.nullcontext(),
-    ):
-        yield

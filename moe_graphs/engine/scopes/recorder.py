@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from moe_graphs.engine import context
 from moe_graphs.engine.backends.backend import Backend
+from moe_graphs.engine.context import Context
 from moe_graphs.engine.explained import explained_call
 from moe_graphs.engine.guards import Guards
 from moe_graphs.engine.preserve import RandomState, Values
@@ -70,7 +70,7 @@ class Recorder:
             CaptureError: what cannot be captured, with scope and source line.
         """
         with explained_call(place.name, "forward", self.backend), call.forward_hooks() as done:
-            state = context.current(self.backend.device.type)
+            state = Context(self.backend.device.type)
             check_capturable(call, state)
             if place.planned.examined is not None:
                 place.planned.examined.again_if_changed(call)
@@ -82,7 +82,7 @@ class Recorder:
                 RandomState(self.backend.device, self.backend.generators),
                 Values([tensor for tensor, _ in dry.written]),
             )
-            surroundings = Surroundings(guards, state, self.backend.device.type)
+            surroundings = Surroundings(guards, state)
             with Loan.of_our_own(slot.loans()):
                 self._capture_forward(slot, place, call, expected, surroundings)
             for loan in place.loans.values():
@@ -176,8 +176,8 @@ class Recorder:
         if place.backward is None and self._may_record(slot):
             with self._failing(slot, place), explained_call(place.name, "backward", self.backend):
                 guards = Guards(reads.of_contexts, reads)
-                state = context.current(self.backend.device.type)
-                surroundings = Surroundings(guards, state, self.backend.device.type)
+                state = Context(self.backend.device.type)
+                surroundings = Surroundings(guards, state)
                 with effects.once(), unchanged(guards):
                     again = self._again(slot, place, eagerly, effects)
                     if place.open is not None:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from moe_graphs.engine import context
 from moe_graphs.engine.backends.backend import Graph
 from moe_graphs.engine.context import Context
 from moe_graphs.engine.guards import Guards
@@ -44,11 +43,9 @@ class Surroundings:
 
     guards: Guards
     context: Context
-    device_type: str
 
     def mismatch(self) -> Mismatch | None:
-        now = context.current(self.device_type)
-        return context.mismatch(self.context, now) or self.guards.mismatch()
+        return self.context.mismatch() or self.guards.mismatch()
 
 
 @dataclass(frozen=True)

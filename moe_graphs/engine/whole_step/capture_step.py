@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from moe_graphs.engine import context
+from moe_graphs.engine.context import Context
 from moe_graphs.engine.explained import explained
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.tracing import Operations
@@ -87,7 +87,7 @@ class _Prepared:
     """Where the capture starts: ``found`` are the gradients that are set for it."""
 
     batch: StaticBatch
-    state: context.Context
+    state: Context
     seen: Rehearsal
     found: Gradients
     pool: Any
@@ -97,8 +97,8 @@ def _prepare(
     definition: StepDefinition, batch: Any, rehearsals: int, before: StateBefore
 ) -> _Prepared:
     """All that may be refused before the capture."""
-    state = context.current(definition.backend.device.type)
-    if context.has_autocast_cache(state):
+    state = Context(definition.backend.device.type)
+    if state.has_autocast_cache:
         raise CaptureError(
             "called under autocast, whose cache of weights would go stale: enter autocast "
             "inside the step, or use torch.autocast(..., cache_enabled=False)"
@@ -151,6 +151,5 @@ def _record(
         first_step_state=before.first_step_state,
         context=prepared.state,
         grad_enabled=torch.is_grad_enabled(),
-        device_type=definition.backend.device.type,
         written=written,
     )

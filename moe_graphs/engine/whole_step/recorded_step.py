@@ -38,7 +38,6 @@ class RecordedStep:
     first_step_state: FirstStepState
     context: Context
     grad_enabled: bool
-    device_type: str
     written: list[Tensor]
     hooks: StepHooks | None = None
 
@@ -53,7 +52,7 @@ class RecordedStep:
             return Mismatch(mode, f"called under {mode.replace('_', ' ')}, which sees no graph")
         return (
             self.batch.mismatch(batch, leaves, structure)
-            or context.mismatch(self.context, context.current(self.device_type))
+            or self.context.mismatch()
             or self.guards.mismatch()
             or (self.hooks.mismatch() if self.hooks is not None else None)
             or (self.gradients.mismatch() if self.gradients is not None else None)
