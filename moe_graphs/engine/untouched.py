@@ -63,12 +63,18 @@ class Untouched:
         self._begin()
 
     def _begin(self) -> None:
-        of_dicts = [pair for pair in self._contents if self._has_version(pair[0].holder)]
-        others = [pair for pair in self._contents if not self._has_version(pair[0].holder)]
+        matter = [pair for pair in self._contents if pair[0].keys is None or pair[0].keys]
+        filled = [pair for pair in matter if not self._is_empty(pair[0].holder)]
+        self._empty = [c.holder for c, _ in matter if self._is_empty(c.holder)]
+        of_dicts = [pair for pair in filled if self._has_version(pair[0].holder)]
+        others = [pair for pair in filled if not self._has_version(pair[0].holder)]
         self._dicts = [container.holder for container, _ in of_dicts]
         self._versions = list(map(_version_of, self._dicts))
         self._of_dicts = _Columns(of_dicts, self._noisy, self._matter)
         self._others = _Columns(others, self._noisy, self._matter)
+
+    def _is_empty(self, holder: Any) -> bool:
+        return type(holder) is dict and not holder and id(holder) not in self._noisy
 
     def _has_version(self, holder: Any) -> bool:
         # Not if it changes all the time, like the globals of a script.
@@ -76,6 +82,8 @@ class Untouched:
         return _version_of is not None and type(holder) is dict and not restless
 
     def is_true(self) -> bool:
+        if any(self._empty):
+            return False
         versions = list(map(_version_of, self._dicts))
         if versions == self._versions:
             return self._others.are_same()
@@ -88,7 +96,8 @@ class Untouched:
 
     def changed(self) -> list[Any]:
         """The holders, of those that are compared whole, that hold something else now."""
-        return self._of_dicts.changed() + self._others.changed()
+        filled = [holder for holder in self._empty if holder]
+        return filled + self._of_dicts.changed() + self._others.changed()
 
 
 class _Columns:

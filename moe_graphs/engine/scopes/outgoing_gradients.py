@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import repeat
+from operator import attrgetter, is_not
 
 import torch
 from torch import Tensor
@@ -12,6 +14,8 @@ from torch.autograd.graph import Node
 from moe_graphs.engine.autograd import accumulates
 from moe_graphs.engine.scopes.recording import RecordedBackward
 from moe_graphs.engine.scopes.slots import Slot
+
+_grad_of = attrgetter("grad")
 
 
 def outgoing(
@@ -26,29 +30,33 @@ def outgoing(
 
     nodes: per use, where its gradient goes.
     """
-    results: dict[int, Tensor | None] = {}
-    copies: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    lent = []
-    for use, parameter, gradient, loan, launch in recorded.rows:
-        if gradient is None:
-            results[use] = None
-        elif _has_plain_grad(parameter) and accumulates(nodes()[use]):
-            results[use] = gradient.detach()
-            loan.hand([weakref.ref(results[use])])
-            lent.append(loan)
-        else:
-            like = gradient if parameter is None else parameter
-            copy = results[use] = torch.empty_like(like, requires_grad=False)
-            if launch is None:
-                copy.copy_(gradient)
-            else:
-                targets, sources = copies.setdefault(launch, ([], []))
-                targets.append(copy)
-                sources.append(gradient)
-    slot.lend(lent)
-    for targets, sources in copies.values():
-        torch._foreach_copy_(targets, sources)
+    lent: dict[int, Tensor] = {}
+    launches = recorded.launches
+    if any(map(is_not, map(_grad_of, recorded.parameters), repeat(None))):
+        lent = _lent(slot, recorded, nodes)
+        launches = [launch.without(lent) for launch in launches]
+    results: dict[int, Tensor | None] = {**lent}
+    for launch in launches:
+        copies = list(map(torch.empty_like, launch.likes))
+        if len(copies) == 1:
+            copies[0].copy_(launch.gradients[0])
+        elif copies:
+            torch._foreach_copy_(copies, launch.gradients)
+        results.update(zip(launch.uses, copies, strict=True))
     return results
+
+
+def _lent(
+    slot: Slot, recorded: RecordedBackward, nodes: Callable[[], Sequence[Node | None]]
+) -> dict[int, Tensor]:
+    found, loans = {}, []
+    for use, parameter, gradient, loan in recorded.of_parameters:
+        if _has_plain_grad(parameter) and accumulates(nodes()[use]):
+            found[use] = gradient.detach()
+            loan.hand([weakref.ref(found[use])])
+            loans.append(loan)
+    slot.lend(loans)
+    return found
 
 
 def add_to_grad(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -60,8 +68,8 @@ def add_to_grad(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> No
             parameter.grad.add_(gradient)
 
 
-def _has_plain_grad(parameter: Tensor | None) -> bool:
-    gradient = None if parameter is None else parameter.grad
+def _has_plain_grad(parameter: Tensor) -> bool:
+    gradient = parameter.grad
     if gradient is None or parameter._backward_hooks:
         return False
     return gradient.layout is torch.strided

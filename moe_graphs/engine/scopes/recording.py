@@ -6,13 +6,13 @@ slot (``slots.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -114,6 +114,20 @@ class RecordedForward:
 
 
 @dataclass(frozen=True)
+class Launch:
+    """Gradients that are copied together. ``likes``: what the copies are laid out like."""
+
+    uses: list[int]
+    likes: list[Tensor]
+    gradients: list[Tensor]
+
+    def without(self, uses: Collection[int]) -> Launch:
+        kept = [use not in uses for use in self.uses]
+        columns = (self.uses, self.likes, self.gradients)
+        return Launch(*(list(compress(column, kept)) for column in columns))
+
+
+@dataclass(frozen=True)
 class RecordedBackward:
     """A captured backward, or a part of it.
 
@@ -138,14 +152,31 @@ class RecordedBackward:
     loans: tuple[Loan | None, ...]
 
     @cached_property
-    def rows(
-        self,
-    ) -> list[tuple[int, Tensor | None, Tensor | None, Loan | None, torch.dtype | None]]:
-        """Uses, parameters (None: an input), gradients, their loans, and with those of which dtype
-        they are copied in one launch (None: each by itself)."""
-        parameters = [each if isinstance(each, Tensor) else None for each in self.listed]
-        launches = map(_launch, self.gradients, parameters)
-        return list(zip(self.uses, parameters, self.gradients, self.loans, launches, strict=True))
+    def of_parameters(self) -> list[tuple[int, Tensor, Tensor, Loan]]:
+        """Uses, parameters, gradients and their loans."""
+        rows = zip(self.uses, self.listed, self.gradients, self.loans, strict=True)
+        return [row for row in rows if isinstance(row[1], Tensor) and row[2] is not None]
+
+    @cached_property
+    def parameters(self) -> list[Tensor]:
+        return [parameter for _, parameter, _, _ in self.of_parameters]
+
+    @cached_property
+    def launches(self) -> list[Launch]:
+        """What copies all gradients. The kernel for many tensors takes those of one dtype and
+        layout. Large ones go by themselves: it moves 2.6 TB/s on an H200, the one for a single
+        tensor 4.3 (2026-11-21)."""
+        together: dict[Any, Launch] = {}
+        for use, each, gradient in zip(self.uses, self.listed, self.gradients, strict=True):
+            if gradient is not None:
+                like = each if isinstance(each, Tensor) else gradient
+                dense = gradient.is_contiguous() and like.stride() == gradient.stride()
+                alone = gradient.numel() >= _LARGE or not dense or like.dtype != gradient.dtype
+                launch = together.setdefault(use if alone else gradient.dtype, Launch([], [], []))
+                launch.uses.append(use)
+                launch.likes.append(like)
+                launch.gradients.append(gradient)
+        return list(together.values())
 
     def other(self, layouts: Layouts) -> str:
         """Why a backward with other incoming gradients cannot be replayed."""
@@ -158,18 +189,6 @@ def has_tensors_inside(value: Any) -> bool:
     """Whether an object that is no pytree holds tensors: they would be lost on the way."""
     held = getattr(value, "__dict__", {}).values() if not isinstance(value, nn.Module) else ()
     return any(isinstance(each, Tensor) for each in held)
-
-
-def _launch(gradient: Tensor | None, parameter: Tensor | None) -> torch.dtype | None:
-    """The kernel for many tensors takes those of one dtype and layout. Large ones go by themselves:
-    it moves 2.6 TB/s on an H200, the one for a single tensor 4.3 (2026-11-21)."""
-    if gradient is None or gradient.numel() >= _LARGE or not gradient.is_contiguous():
-        return None
-    alike = parameter is None or (parameter.stride(), parameter.dtype) == (
-        gradient.stride(),
-        gradient.dtype,
-    )
-    return gradient.dtype if alike else None
 
 
 def layouts_of(incoming: Sequence[Tensor | None]) -> Layouts:
