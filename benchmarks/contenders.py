@@ -121,6 +121,7 @@ class Contender:
         scopes: the parts that are graphs.
         full_iteration: forward and backward are one graph, with ``optimizer_in_graph`` the rest,
             too.
+        experts: the implementation that a model of transformers has its experts by.
     """
 
     name: str
@@ -128,6 +129,11 @@ class Contender:
     compiled: bool = False
     full_iteration: bool = False
     optimizer_in_graph: bool = False
+    experts: str = ""
+
+    @property
+    def rounds_otherwise(self) -> bool:
+        return self.compiled or bool(self.experts)
 
 
 EAGER = Contender("eager")

@@ -32,6 +32,8 @@ def grouped_gemm(
     Under autocast both operands are cast to the autocast dtype first, visibly to autograd.
 
     Args:
+        w_EKN: contiguous, or the transpose of a contiguous ``[E, N, K]``: read as it lies, and its
+            gradient is laid out alike.
         offsets_E: int32 cumulative ends on the rows' device. Empty experts are allowed, and get
             zero weight gradients.
         zero_tail: rows past the last end come out as zero, in the output and in the gradient of
@@ -70,6 +72,7 @@ class _GroupedGemm(torch.autograd.Function):
         ctx.save_for_backward(x_RK if needs_w else None, w_EKN if needs_x else None, offsets_E)
         # The buffer changes between microbatches: kept as it is, outside autograd's version check.
         ctx.zero_tail, ctx.main_grad = zero_tail, main_grad
+        ctx.is_transposed = w_EKN.transpose(1, 2).is_contiguous()
         return grouped_gemm_forward(x_RK, w_EKN, offsets_E, zero_tail)
 
     @staticmethod
@@ -80,10 +83,12 @@ class _GroupedGemm(torch.autograd.Function):
         if wants_gradient(ctx, 0):
             grad_x = grouped_gemm_dgrad(grad_RN, w_EKN, offsets_E, ctx.zero_tail)
         if wants_gradient(ctx, 1):
-            if ctx.main_grad is None:
-                grad_w = grouped_gemm_wgrad(x_RK, grad_RN, offsets_E)
-            else:
+            if ctx.main_grad is not None:
                 grouped_gemm_wgrad_add(x_RK, grad_RN, offsets_E, ctx.main_grad)
+            elif ctx.is_transposed:  # laid out like the weights, so that no copy follows
+                grad_w = grouped_gemm_wgrad(grad_RN, x_RK, offsets_E).transpose(1, 2)
+            else:
+                grad_w = grouped_gemm_wgrad(x_RK, grad_RN, offsets_E)
         return grad_x, grad_w, None, None, None
 
 

@@ -1,0 +1,132 @@
+"""Time, host time, GPU idle share and memory of a training step of Hugging Face's Qwen3-MoE.
+
+    python benchmarks/huggingface.py --out benchmarks/results/huggingface_h200.jsonl
+
+As it comes (experts by `torch.nn.functional.grouped_mm`), with experts on our kernels, and with its
+layers as graphs besides. Losses of the first steps are those of the model as it comes, to rounding,
+and bitwise between eager and graphs of the same experts (`tests/integrations/test_hf_experts.py`).
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+import phases
+from contenders import BATCHES, EAGER, Contender, Run, adamw
+from moe_graphs.integrations.transformers import NAME, register
+from partial_graphs import show
+
+EXPERTS = Contender("our experts", experts=NAME)
+GRAPHS = Contender("graphs", "model.layers.*")
+BOTH = Contender("our experts, graphs", "model.layers.*", experts=NAME)
+
+
+@dataclass(frozen=True)
+class HuggingFaceSetting:
+    """Qwen3-MoE in the sizes of 30B-A3B, if nothing else is said, with a smaller vocabulary."""
+
+    name: str
+    batch_size: int
+    num_layers: int = 3
+    hidden_size: int = 2048
+    num_heads: int = 32
+    num_experts: int = 128
+    top_k: int = 8
+    ffn_hidden_size: int = 768
+    sequence: int = 4096
+    vocab_size: int = 32_768
+    dtype: torch.dtype = torch.bfloat16
+    rounds: int = 5
+    steps: int = 5
+    host_steps: int = 2
+    seed: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.batch_size * self.sequence
+
+    def describe(self) -> str:
+        return (
+            f"transformers' Qwen3-MoE, {self.num_layers} layers, hidden {self.hidden_size}, "
+            f"{self.num_experts} experts of {self.ffn_hidden_size}, top-{self.top_k}, "
+            f"{self.tokens:,} tokens, vocabulary {self.vocab_size:,}, bfloat16"
+        )
+
+    def run(self, contender: Contender, dispatcher: str, device: torch.device) -> HuggingFaceRun:
+        return HuggingFaceRun(self, contender, device)
+
+    def tiny(self, device: torch.device) -> HuggingFaceSetting:
+        sizes = dict(num_layers=2, hidden_size=64, num_heads=4, num_experts=8, ffn_hidden_size=64)
+        sizes |= dict(batch_size=2, sequence=16, vocab_size=64, top_k=2, rounds=2, steps=2)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        return replace(self, dtype=dtype, **sizes)
+
+
+class HuggingFaceRun(Run):
+    """Loss by the model itself, on random tokens."""
+
+    def __init__(
+        self, setting: HuggingFaceSetting, contender: Contender, device: torch.device
+    ) -> None:
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+        register()
+        config = Qwen3MoeConfig(
+            hidden_size=setting.hidden_size,
+            num_hidden_layers=setting.num_layers,
+            num_attention_heads=setting.num_heads,
+            num_key_value_heads=max(1, setting.num_heads // 8),
+            head_dim=setting.hidden_size * 2 // setting.num_heads,
+            num_experts=setting.num_experts,
+            num_experts_per_tok=setting.top_k,
+            moe_intermediate_size=setting.ffn_hidden_size,
+            vocab_size=setting.vocab_size,
+            max_position_embeddings=setting.sequence,
+            experts_implementation=contender.experts or "grouped_mm",
+            dtype=setting.dtype,
+            use_cache=False,
+        )
+        torch.manual_seed(setting.seed)
+        with device:
+            model = Qwen3MoeForCausalLM(config).to(setting.dtype).train()
+        shape = (BATCHES, setting.batch_size, setting.sequence)
+        tokens = torch.randint(setting.vocab_size, shape, device=device)
+        super().__init__(contender, model, adamw(model), tokens)
+
+    def forward_backward(self, batch: Tensor) -> Tensor:
+        loss = self.forward(input_ids=batch, labels=batch).loss
+        loss.backward()
+        return loss.detach()
+
+
+def settings() -> dict[str, HuggingFaceSetting]:
+    small = HuggingFaceSetting(
+        "hf_launch_bound",
+        batch_size=2,
+        num_layers=12,
+        hidden_size=1024,
+        num_heads=16,
+        num_experts=32,
+        top_k=4,
+        ffn_hidden_size=512,
+        sequence=1024,
+    )
+    found = (small, HuggingFaceSetting("hf_4k", 1), HuggingFaceSetting("hf_16k", 4))
+    return {setting.name: setting for setting in found}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    known = settings()
+    made = phases.parser(__doc__.splitlines()[0], list(known))
+    options = phases.parse(made, list(known), arguments)
+    plan = [(known[m], [EAGER, EXPERTS, GRAPHS, BOTH]) for m in options.models.split(",")]
+    benchmark = phases.Benchmark("huggingface", plan, options, phases.console_for(options))
+    show(benchmark.run(), benchmark)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

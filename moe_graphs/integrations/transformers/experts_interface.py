@@ -1,0 +1,128 @@
+"""One more choice of transformers' experts interface: grouped GEMMs, sizes on the device.
+
+Source: ``transformers/integrations/moe.py`` (5.17 and 5.23), whose decorator tells how a family
+lays its weights out. Shapes: T tokens, H hidden, K top-k, E experts, R = T*K rows, N any width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from moe_graphs.kernels import grouped_gemm, permute, route_rows, swiglu, unpermute
+from moe_graphs.kernels.gemm.op import grouped_gemm_wgrad
+from moe_graphs.kernels.ops import wants_gradient
+
+NAME = "moe_graphs"
+
+
+def register() -> str:
+    """Makes ``experts_implementation="moe_graphs"`` known to transformers; returns that name.
+
+    Raises:
+        ImportError: there is no transformers with an experts interface (5.0 and later).
+    """
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError as error:
+        raise ImportError(
+            "experts on moe_graphs' kernels need transformers 5 or later: pip install "
+            "'moe_graphs[hf]'"
+        ) from error
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    return NAME
+
+
+def experts_forward(
+    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """What an experts module of transformers computes, dropless and without host syncs.
+
+    Rows are summed in fp32 in the order of the experts' ranks, so every run gives the same bits.
+
+    Args:
+        self: a module with ``down_proj`` and ``gate_up_proj`` or ``up_proj``, whose layout its
+            ``has_gate``, ``is_transposed``, ``is_concatenated`` and ``has_bias`` tell.
+        hidden_states: ``[T, H]``.
+        top_k_index: ``[T, K]``; with expert parallelism ids from E on are somebody else's.
+        top_k_weights: ``[T, K]``.
+
+    Returns:
+        ``[T, H]`` in the dtype of ``hidden_states``.
+
+    Raises:
+        ValueError: dtype or sizes that ``grouped_gemm`` does not take.
+    """
+    experts, others = self.num_experts, _has_others(self)
+    if others:  # behind the last expert's rows, where no GEMM reads
+        order = route_rows(top_k_index.clamp(max=experts), experts + 1)
+    else:
+        order = route_rows(top_k_index, experts)
+    offsets_E = order.offsets_E[:experts].contiguous()
+    rows_RH = permute(hidden_states, order)
+    rows_RN = _linear(self, "gate_up_proj" if self.has_gate else "up_proj", rows_RH, offsets_E)
+    rows_RH = _linear(self, "down_proj", _activated(self, rows_RN), offsets_E)
+    if getattr(self, "has_post_expert_norm", False):
+        rows_RH = self.post_expert_norm(rows_RH)
+    return unpermute(rows_RH, order, top_k_weights).to(hidden_states.dtype)
+
+
+def _has_others(experts: nn.Module) -> bool:
+    """Whether ids may be other ranks'. Before 5.23 (or so) no attribute tells."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return getattr(experts, "_is_expert_parallel", distributed)
+
+
+def _linear(experts: nn.Module, name: str, rows_RK: Tensor, offsets_E: Tensor) -> Tensor:
+    weight = getattr(experts, name)
+    w_EKN = weight if experts.is_transposed else weight.transpose(1, 2)
+    if not torch.is_autocast_enabled(rows_RK.device.type):
+        rows_RK = rows_RK.to(w_EKN.dtype)
+    rows_RN = grouped_gemm(rows_RK, w_EKN, offsets_E, zero_tail=_has_others(experts))
+    if not experts.has_bias:
+        return rows_RN
+    bias_EN = getattr(experts, f"{name}_bias").to(rows_RN.dtype)
+    return _AddBias.apply(rows_RN, bias_EN, offsets_E)
+
+
+def _activated(experts: nn.Module, rows_RN: Tensor) -> Tensor:
+    if not experts.has_gate:
+        return experts.act_fn(rows_RN)
+    from transformers.integrations.moe import _default_apply_gate
+
+    is_plain = type(experts)._apply_gate is _default_apply_gate
+    if is_plain and isinstance(experts.act_fn, _silu_classes()):
+        return swiglu(rows_RN)
+    return experts._apply_gate(rows_RN)
+
+
+def _silu_classes() -> tuple[type[nn.Module], ...]:
+    from transformers.activations import ACT2CLS
+
+    found = ACT2CLS["silu"]
+    return nn.SiLU, found[0] if isinstance(found, tuple) else found
+
+
+class _AddBias(torch.autograd.Function):
+    """``rows + bias[expert of the row]``. The bias' gradient is a grouped GEMM with a column of
+    ones: a gather's would be a scatter with atomics."""
+
+    @staticmethod
+    def forward(ctx, rows_RN, bias_EN, offsets_E):
+        ctx.save_for_backward(offsets_E)
+        row_R = torch.arange(rows_RN.shape[0], device=rows_RN.device, dtype=torch.int32)
+        expert_R = torch.searchsorted(offsets_E, row_R, right=True, out_int32=True)
+        with_others_EN = F.pad(bias_EN, (0, 0, 0, 1))  # rows behind the last offset have no expert
+        return rows_RN + with_others_EN[expert_R]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_RN):
+        (offsets_E,) = ctx.saved_tensors
+        grad_bias = None
+        if wants_gradient(ctx, 1):
+            ones_R8 = grad_RN.new_ones(grad_RN.shape[0], 8)  # 16 bytes, what the kernel reads
+            grad_bias = grouped_gemm_wgrad(ones_R8, grad_RN, offsets_E)[:, 0]
+        return grad_RN, grad_bias, None

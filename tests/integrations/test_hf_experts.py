@@ -1,0 +1,101 @@
+"""Experts of transformers' families on our kernels, against transformers' own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import moe_graphs
+from moe_graphs.integrations.transformers import NAME, experts_forward, register
+
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: E402
+
+from hf_families import FAMILIES, is_known, loss_and_gradients, tiny  # noqa: E402
+
+GRAPHED = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "granitemoe")
+TOKENS = (2, 16)
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch):
+    """How often our forward was called."""
+    register()
+    counted = []
+
+    def forward(*args):
+        counted.append(args)
+        return experts_forward(*args)
+
+    monkeypatch.setitem(type(ALL_EXPERTS_FUNCTIONS)._global_mapping, NAME, forward)
+    return counted
+
+
+def tokens(device="cpu"):
+    return torch.randint(3, 128, TOKENS, generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def known(family):
+    if not is_known(family):
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_computes_what_eager_does(family, calls):
+    known(family)
+    expected = loss_and_gradients(tiny(family, "eager"), tokens())
+    found = loss_and_gradients(tiny(family, NAME), tokens())
+    assert calls
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        scale = value.abs().max().clamp(min=1e-12)
+        assert (found[name] - value).abs().max() <= 1e-5 * scale, name
+
+
+@pytest.mark.parametrize("family", GRAPHED)
+def test_graphs_of_its_layers_are_eager_bit_for_bit(family):
+    runs = []
+    for graphed in (False, True):
+        model = tiny(family, NAME)
+        optimizer = torch.optim.AdamW(model.parameters())
+        graphs = (
+            moe_graphs.graph(model, moe_graphs.GraphConfig("model.layers.*")) if graphed else None
+        )
+        losses = []
+        for _ in range(5):
+            optimizer.zero_grad()
+            with graphs.step() if graphed else torch.enable_grad():
+                output = model(input_ids=tokens(), labels=tokens(), use_cache=False)
+                output.loss.backward()
+            optimizer.step()
+            losses.append(output.loss.detach())
+        runs.append([*losses, *(p.detach() for p in model.parameters())])
+        if graphed:
+            assert graphs.report().replayed > 0
+    assert all(map(torch.equal, *runs))
+
+
+def test_a_transposed_weight_gets_its_gradient_as_it_lies():
+    model = tiny("mixtral", NAME)
+    model(input_ids=tokens(), labels=tokens()).loss.backward()
+    experts = model.model.layers[0].mlp.experts
+    assert experts.gate_up_proj.grad.is_contiguous()
+    assert experts.down_proj.grad.is_contiguous()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", GRAPHED)
+def test_its_error_in_bf16_is_at_most_twice_that_of_grouped_mm(family):
+    known(family)
+    # Sizes that both kernels take, and experts that decide alike in both precisions.
+    sizes = dict(moe_intermediate_size=64)
+    exact = loss_and_gradients(tiny(family, "eager", **sizes).cuda(), tokens("cuda"))
+    runs = {}
+    for implementation in ("grouped_mm", NAME):
+        model = tiny(family, implementation, **sizes).to(torch.bfloat16).cuda()
+        runs[implementation] = loss_and_gradients(model, tokens("cuda"))
+    for name, value in exact.items():
+        if "gate.weight" in name or "router" in name:
+            continue  # which experts are chosen changes with the rounding of the layers before
+        theirs, ours = ((runs[i][name].float() - value).norm() for i in ("grouped_mm", NAME))
+        assert ours <= 2 * theirs + 1e-3 * value.norm(), name

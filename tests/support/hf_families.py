@@ -1,0 +1,108 @@
+"""Tiny models of transformers' families with experts, by the names of their configurations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+# Every configuration takes those that it has.
+_SIZES: dict[str, Any] = dict(
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=64,
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=8,
+    v_head_dim=16,
+    max_position_embeddings=64,
+    num_experts=8,
+    num_local_experts=8,
+    n_routed_experts=8,
+    moe_num_experts=8,
+    num_experts_per_tok=2,
+    moe_topk=2,
+    moe_k=2,
+    top_k_experts=2,
+    n_shared_experts=1,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=0,
+    num_dense_layers=0,
+    mlp_only_layers=[],
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+_MLA = dict(head_dim=None, num_key_value_heads=4)  # heads are the sum of two parts
+FAMILIES: dict[str, dict[str, Any]] = {
+    "afmoe": {},
+    "bailing_hybrid": {},
+    "cohere2_moe": {},
+    "deepseek_v2": _MLA,
+    "deepseek_v3": _MLA,
+    "deepseek_v4": {},
+    "dots1": {},
+    "ernie4_5_moe": {},
+    "exaone_moe": {},
+    "flex_olmo": {},
+    "glm4_moe": {},
+    "glm4_moe_lite": _MLA,
+    "gpt_oss": {},
+    "granitemoe": {},
+    "granitemoeshared": {},
+    "hunyuan_v1_moe": {},
+    "mimo_v2_flash": {},
+    "minimax": {},
+    "minimax_m2": {},
+    "mixtral": {},
+    "nemotron_h": {},
+    "olmoe": {},
+    "phimoe": {},
+    "qwen2_moe": {},
+    "qwen3_5_moe": {},
+    "qwen3_moe": {},
+    "qwen3_next": {},
+    "solar_open": {},
+}
+
+
+def is_known(family: str) -> bool:
+    """To the installed transformers."""
+    return family in CONFIG_MAPPING
+
+
+def tiny(family: str, implementation: str, **overrides: Any) -> nn.Module:
+    """A causal language model of two layers. The same weights for every implementation."""
+    kind = CONFIG_MAPPING[family]
+    default = kind().get_text_config()
+    known = default.to_dict()
+    given = {**_SIZES, **FAMILIES.get(family, {}), **overrides}
+    sizes = {
+        n: v for n, v in given.items() if (n in known or hasattr(default, n)) and v is not None
+    }
+    if known.get("layer_types"):
+        sizes["layer_types"] = [known["layer_types"][0], known["layer_types"][-1]]
+    config = type(default)(**sizes)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, experts_implementation=implementation)
+    return model.train()
+
+
+def loss_and_gradients(model: nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of one step, logits among them, by name."""
+    model.zero_grad()
+    output = model(input_ids=tokens, labels=tokens)
+    output.loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": output.loss.detach(), "logits": output.logits.detach(), **found}
