@@ -2,9 +2,10 @@
 
     python benchmarks/huggingface.py --out benchmarks/results/huggingface_h200.jsonl
 
-As it comes (experts by `torch.nn.functional.grouped_mm`), with experts on our kernels, and with its
-layers as graphs besides. Losses of the first steps are those of the model as it comes, to rounding,
-and bitwise between eager and graphs of the same experts (`tests/integrations/test_hf_experts.py`).
+As it comes (experts by `torch.nn.functional.grouped_mm`), with experts on our kernels, with all
+that `accelerate_model` changes, and each with its layers as graphs besides. Losses of the first
+steps are those of the model as it comes, to rounding; graphs change no bit of them
+(`tests/integrations/`).
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from torch import Tensor
 
 import phases
 from contenders import BATCHES, EAGER, Contender, Run, adamw
-from moe_graphs.integrations.transformers import NAME, register
+from moe_graphs.integrations.transformers import NAME, accelerate_model, register
 from partial_graphs import show
 
 EXPERTS = Contender("our experts", experts=NAME)
 GRAPHS = Contender("graphs", "model.layers.*")
 BOTH = Contender("our experts, graphs", "model.layers.*", experts=NAME)
+ALL = Contender("accelerate_model", experts="all")
+ALL_GRAPHS = Contender("accelerate_model, graphs", "model.layers.*", experts="all")
 
 
 @dataclass(frozen=True)
@@ -86,13 +89,15 @@ class HuggingFaceRun(Run):
             moe_intermediate_size=setting.ffn_hidden_size,
             vocab_size=setting.vocab_size,
             max_position_embeddings=setting.sequence,
-            experts_implementation=contender.experts or "grouped_mm",
+            experts_implementation=NAME if contender.experts == NAME else "grouped_mm",
             dtype=setting.dtype,
             use_cache=False,
         )
         torch.manual_seed(setting.seed)
         with device:
             model = Qwen3MoeForCausalLM(config).to(setting.dtype).train()
+        if contender.experts == "all":
+            accelerate_model(model, graphs=False)
         shape = (BATCHES, setting.batch_size, setting.sequence)
         tokens = torch.randint(setting.vocab_size, shape, device=device)
         super().__init__(contender, model, adamw(model), tokens)
@@ -119,11 +124,17 @@ def settings() -> dict[str, HuggingFaceSetting]:
     return {setting.name: setting for setting in found}
 
 
+def contenders(setting: HuggingFaceSetting) -> list[Contender]:
+    """Of large models as many as fit beside each other."""
+    small = setting.hidden_size < 2048
+    return [EAGER, EXPERTS, *([GRAPHS, BOTH] if small else []), ALL, ALL_GRAPHS]
+
+
 def main(arguments: list[str] | None = None) -> None:
     known = settings()
     made = phases.parser(__doc__.splitlines()[0], list(known))
     options = phases.parse(made, list(known), arguments)
-    plan = [(known[m], [EAGER, EXPERTS, GRAPHS, BOTH]) for m in options.models.split(",")]
+    plan = [(known[m], contenders(known[m])) for m in options.models.split(",")]
     benchmark = phases.Benchmark("huggingface", plan, options, phases.console_for(options))
     show(benchmark.run(), benchmark)
 

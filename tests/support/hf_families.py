@@ -82,8 +82,9 @@ def is_known(family: str) -> bool:
     return family in CONFIG_MAPPING
 
 
-def tiny(family: str, implementation: str, **overrides: Any) -> nn.Module:
-    """A causal language model of two layers. The same weights for every implementation."""
+def tiny(family: str, implementation: str | None, **overrides: Any) -> nn.Module:
+    """A causal language model of two layers. The same weights for every implementation of the
+    experts; None for a dense one."""
     kind = CONFIG_MAPPING[family]
     default = kind().get_text_config()
     known = default.to_dict()
@@ -95,7 +96,8 @@ def tiny(family: str, implementation: str, **overrides: Any) -> nn.Module:
         sizes["layer_types"] = [known["layer_types"][0], known["layer_types"][-1]]
     config = type(default)(**sizes)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, experts_implementation=implementation)
+    chosen = {} if implementation is None else dict(experts_implementation=implementation)
+    model = AutoModelForCausalLM.from_config(config, **chosen)
     return model.train()
 
 

@@ -1,16 +1,41 @@
-"""Hugging Face transformers 5: its experts on our kernels. Extra: ``moe_graphs[hf]``.
+"""Hugging Face transformers 5 on our kernels and graphs. Extra: ``moe_graphs[hf]``.
 
-    from moe_graphs.integrations.transformers import register
+All that pays, in one call, for a model and a loop that are there::
+
+    from moe_graphs.integrations.transformers import accelerate_model
+
+    accelerated = accelerate_model(model)
+    print(accelerated)
+    for batch in batches:
+        with accelerated.step():
+            model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+The experts alone::
 
     register()
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="moe_graphs")
 
-Weights, checkpoints and the rest of the model stay Hugging Face's. Of a model that is there
-already: ``model.set_experts_implementation("moe_graphs")``.
+Weights, names and checkpoints stay Hugging Face's.
 """
 
 from __future__ import annotations
 
+from moe_graphs.integrations.transformers.accelerated import (
+    Accelerated,
+    Change,
+    accelerate_model,
+    causal_lm_loss,
+)
 from moe_graphs.integrations.transformers.experts_interface import NAME, experts_forward, register
 
-__all__ = ["NAME", "experts_forward", "register"]
+__all__ = [
+    "NAME",
+    "Accelerated",
+    "Change",
+    "accelerate_model",
+    "causal_lm_loss",
+    "experts_forward",
+    "register",
+]

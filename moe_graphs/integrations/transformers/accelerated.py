@@ -1,0 +1,247 @@
+"""One call that makes a transformers model train faster, and says what it changed and what not."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import types
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_graphs.config import GraphConfig
+from moe_graphs.engine.scopes.graphs import Graphs, graph
+from moe_graphs.integrations.transformers.experts_interface import NAME, register
+from moe_graphs.kernels import cross_entropy
+from moe_graphs.kernels.rms_norm import rms_norm
+
+
+@dataclass(frozen=True)
+class Change:
+    """``part`` of the model: what it was, how often, and what it is now, or why it was left."""
+
+    part: str
+    what: str
+    count: int
+    done: bool
+    note: str
+
+    def __str__(self) -> str:
+        done = "changed" if self.done else "left"
+        return f"{self.part:8} {done:8} {self.count:4} {self.what}: {self.note}"
+
+
+class Accelerated:
+    """What ``accelerate_model`` did to a model.
+
+    Attributes:
+        changes: line by line; ``print`` it.
+        graphs: of the decoder layers, or None.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.changes: list[Change] = []
+        self.graphs: Graphs | None = None
+        self._undo: list[Callable[[], None]] = []
+
+    def step(self) -> contextlib.AbstractContextManager[None]:
+        """Around the forwards and backwards of one update, as ``Graphs.step``."""
+        return self.graphs.step() if self.graphs is not None else contextlib.nullcontext()
+
+    def undo(self) -> None:
+        """The model is transformers' own again, with the weights of now."""
+        while self._undo:
+            self._undo.pop()()
+        self.graphs = None
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.changes))
+
+    def changed(self, change: Change, undo: Callable[[], None]) -> None:
+        self._undo.append(undo)
+        self.changes.append(change)
+
+
+def accelerate_model(
+    model: nn.Module,
+    *,
+    experts: bool = True,
+    norms: bool = True,
+    loss: bool = True,
+    graphs: GraphConfig | bool = True,
+) -> Accelerated:
+    """Changes a ``PreTrainedModel`` in place; its weights, names and checkpoints stay as they are.
+
+    Args:
+        experts: on our grouped GEMMs (``register``).
+        norms: RMS norms on torch's fused kernel, those that compute just that (each class is
+            tried on random numbers).
+        loss: the causal language model's cross entropy without fp32 copies of the logits.
+        graphs: the decoder layers as CUDA graphs: put ``with accelerated.step():`` around the
+            forwards and backwards of an update. Worth most where the host's launches take longer
+            than the GPU's work; with 16k tokens of a large model it costs 1 to 2 %. A
+            ``GraphConfig`` chooses other scopes and settings.
+
+    Returns:
+        What was done and left; ``print`` it. Losses are equal to rounding, not bitwise: other
+        kernels add in another order. With or without ``graphs`` they are bitwise the same.
+
+    Raises:
+        ValueError: the model has graphs already, or is none of transformers'.
+    """
+    if not hasattr(model, "set_experts_implementation"):
+        raise ValueError(
+            f"accelerate_model takes a PreTrainedModel of transformers 5, got a "
+            f"{type(model).__name__}: use moe_graphs.graph for other models"
+        )
+    done = Accelerated(model)
+    try:
+        if experts:
+            _change_experts(model, done)
+        if norms:
+            _change_norms(model, done)
+        if loss:
+            _change_loss(model, done)
+        if graphs:
+            _graph_layers(model, done, None if graphs is True else graphs)
+    except BaseException:
+        done.undo()
+        raise
+    return done
+
+
+def _change_experts(model: nn.Module, done: Accelerated) -> None:
+    kinds = Counter(type(m).__name__ for m in model.modules() if hasattr(type(m), "_apply_gate"))
+    if not kinds:
+        done.changes.append(Change("experts", "none", 0, False, "the model has none of that kind"))
+        return
+    what, count = ", ".join(kinds), kinds.total()
+    before = model.config._experts_implementation
+    if before == NAME:
+        done.changes.append(Change("experts", what, count, False, "are on our kernels already"))
+        return
+    model.set_experts_implementation(register())
+    change = Change("experts", what, count, True, f"{before} -> grouped GEMMs, sizes on the device")
+    done.changed(change, lambda: model.set_experts_implementation(before))
+
+
+def _change_norms(model: nn.Module, done: Accelerated) -> None:
+    found: dict[type, list[nn.Module]] = {}
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            found.setdefault(type(module), []).append(module)
+    for kind, modules in found.items():
+        name, count = kind.__name__, len(modules)
+        forward = next((each for each in _NORMS if all(_computes(m, each) for m in modules)), None)
+        if forward is None:
+            done.changes.append(Change("norms", name, count, False, "computes something else"))
+            continue
+        for module in modules:
+            module.forward = types.MethodType(forward, module)
+        note = "torch's fused kernel"
+        done.changed(Change("norms", name, count, True, note), lambda m=modules: _restore(m))
+
+
+def _restore(modules: list[nn.Module]) -> None:
+    for module in modules:
+        module.__dict__.pop("forward", None)
+
+
+@torch.no_grad()
+def _computes(norm: nn.Module, forward: Callable[[nn.Module, Tensor], Tensor]) -> bool:
+    weight = getattr(norm, "weight", None)
+    if weight is None or weight.dim() != 1 or _eps(norm) is None or "forward" in vars(norm):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    tried = copy.deepcopy(norm).to("cpu", torch.float32)
+    tried.weight.copy_(torch.rand(weight.shape, generator=generator) + 0.5)
+    x = torch.randn(3, *weight.shape, generator=generator)
+    return torch.allclose(tried(x), forward(tried, x), rtol=1e-5, atol=1e-6)
+
+
+def _plain(self: nn.Module, hidden_states: Tensor) -> Tensor:
+    return rms_norm(hidden_states, self.weight, _eps(self))
+
+
+def _zero_centred(self: nn.Module, hidden_states: Tensor) -> Tensor:
+    """Weights around zero, of Gemma and Qwen3-Next."""
+    return rms_norm(hidden_states, 1 + self.weight.float(), _eps(self))
+
+
+_NORMS = (_plain, _zero_centred)
+
+
+def _eps(norm: nn.Module) -> float | None:
+    return getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None)
+
+
+def _change_loss(model: nn.Module, done: Accelerated) -> None:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    what = getattr(model.loss_function, "__name__", "a loss of its own")
+    if model.loss_function is not ForCausalLMLoss:
+        done.changes.append(Change("loss", what, 1, False, "only causal language models' is known"))
+        return
+    before = vars(model).get("_loss_function")
+    model.loss_function = causal_lm_loss
+
+    def undo() -> None:
+        del model._loss_function
+        if before is not None:
+            model.loss_function = before
+
+    done.changed(Change("loss", what, 1, True, "fused, logits stay in their dtype"), undo)
+
+
+def causal_lm_loss(
+    logits: Tensor,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """As transformers' ``ForCausalLMLoss``: the mean over targets, or their sum over
+    ``num_items_in_batch``. ``logits [..., S, V]``, ``labels [..., S]``."""
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    targets = shift_labels.reshape(-1).to(logits.device)
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    rows = logits.reshape(-1, vocab_size)
+    loss = cross_entropy(rows, targets, ignore_index=ignore_index, reduction=reduction)
+    if num_items_in_batch is None:
+        return loss
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(loss.device)
+    return loss / num_items_in_batch
+
+
+def _graph_layers(model: nn.Module, done: Accelerated, config: GraphConfig | None) -> None:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    lists = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module)
+        and all(isinstance(layer, GradientCheckpointingLayer) for layer in module)
+    }
+    layers = [layer for module in lists.values() for layer in module]
+    scopes = tuple(f"{name}.*" for name in lists) if config is None else config.scopes
+    what = ", ".join(scopes) or "none"
+    if any(layer.gradient_checkpointing for layer in layers):
+        note = "gradient checkpointing runs forwards inside of backwards: switch it off for graphs"
+        done.changes.append(Change("graphs", what, len(layers), False, note))
+        return
+    if not scopes:
+        done.changes.append(Change("graphs", what, 0, False, "no list of decoder layers found"))
+        return
+    done.graphs = graph(model, config or GraphConfig(scopes))
+    note = "captured in the steps after the warm-up: with accelerated.step(): ..."
+    done.changed(Change("graphs", what, len(layers), True, note), done.graphs.release)

@@ -1,0 +1,144 @@
+"""`accelerate_model`: the same training to rounding, its graphs bit for bit, all of it undone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from moe_graphs.integrations.transformers import NAME, accelerate_model, causal_lm_loss
+
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: E402
+
+from hf_families import is_known, loss_and_gradients, tiny  # noqa: E402
+
+FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "llama", "qwen3_next")
+
+
+def tokens(device="cpu"):
+    return torch.randint(3, 128, (2, 16), generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def implementation_of(family):
+    return None if family == "llama" else "grouped_mm"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_trains_as_before_and_is_undone(family):
+    if not is_known(family):
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    model = tiny(family, implementation_of(family))
+    expected = loss_and_gradients(model, tokens())
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    accelerated = accelerate_model(model, graphs=False)
+    parts = {change.part for change in accelerated.changes if change.done}
+    assert parts == ({"loss", "norms"} if family == "llama" else {"loss", "norms", "experts"})
+    assert model.state_dict().keys() == state.keys()
+    found = loss_and_gradients(model, tokens())
+    for name, value in expected.items():
+        scale = value.abs().max().clamp(min=1e-12)
+        assert (found[name] - value).abs().max() <= 2e-5 * scale, name
+    accelerated.undo()
+    again = loss_and_gradients(model, tokens())
+    assert all(torch.equal(again[name], value) for name, value in expected.items())
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "llama"])
+def test_its_graphs_are_eager_bit_for_bit(family):
+    runs = []
+    for graphs in (False, True):
+        model = tiny(family, implementation_of(family))
+        accelerated = accelerate_model(model, graphs=graphs)
+        optimizer = torch.optim.AdamW(model.parameters())
+        losses = []
+        for _ in range(5):
+            with accelerated.step():
+                loss = model(input_ids=tokens(), labels=tokens(), use_cache=False).loss
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        runs.append([*losses, *(p.detach() for p in model.parameters())])
+    assert accelerated.graphs.report().replayed > 0
+    assert all(map(torch.equal, *runs))
+
+
+def test_it_says_what_it_did_and_left():
+    model = tiny("qwen3_moe", "grouped_mm")
+    newer = hasattr(model, "activation_checkpointing_enable")
+    (model.activation_checkpointing_enable if newer else model.gradient_checkpointing_enable)()
+    model.model.norm.__class__.forward, original = (
+        lambda self, x: x * self.weight,
+        model.model.norm.__class__.forward,
+    )
+    try:
+        accelerated = accelerate_model(model)
+    finally:
+        model.model.norm.__class__.forward = original
+    lines = {change.part: change for change in accelerated.changes}
+    assert lines["experts"].done
+    assert lines["experts"].count == 2
+    assert not lines["norms"].done
+    assert not lines["graphs"].done
+    assert "gradient checkpointing" in str(accelerated)
+    assert accelerated.graphs is None
+    again = accelerate_model(model, norms=False, loss=False, graphs=False)
+    assert "already" in str(again)
+
+
+def test_an_accelerated_model_can_be_copied_and_saved(tmp_path):
+    model = tiny("qwen3_moe", "grouped_mm")
+    accelerate_model(model, graphs=False)
+    expected = loss_and_gradients(model, tokens())
+    found = loss_and_gradients(copy.deepcopy(model), tokens())
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, experts_implementation=NAME)
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+
+
+def test_a_failure_leaves_the_model_as_it_was(monkeypatch):
+    model = tiny("qwen3_moe", "grouped_mm")
+    expected = loss_and_gradients(model, tokens())
+    monkeypatch.setattr("moe_graphs.integrations.transformers.accelerated.graph", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        accelerate_model(model)
+    found = loss_and_gradients(model, tokens())
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_another_model_is_refused():
+    with pytest.raises(ValueError, match="PreTrainedModel"):
+        accelerate_model(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("items", [None, 7, torch.tensor(9)])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_the_loss_is_that_of_transformers(items, shifted):
+    logits = torch.randn(2, 5, 11)
+    labels = torch.randint(11, (2, 5))
+    labels[0, 2] = -100
+    given = dict(vocab_size=11, num_items_in_batch=items, shift_labels=labels if shifted else None)
+    expected = ForCausalLMLoss(logits, labels, **given)
+    torch.testing.assert_close(causal_lm_loss(logits, labels, **given), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "llama"])
+def test_it_trains_as_before_on_the_gpu(family):
+    results = []
+    for changed in (False, True):
+        model = (
+            tiny(family, implementation_of(family), moe_intermediate_size=64)
+            .to(torch.bfloat16)
+            .cuda()
+        )
+        if changed:
+            accelerate_model(model, graphs=False)
+        results.append(loss_and_gradients(model, tokens("cuda")))
+    expected, found = results
+    assert (found["loss"] - expected["loss"]).abs() <= 2e-3 * expected["loss"]
+    assert (found["logits"] - expected["logits"]).abs().max() <= 0.05
