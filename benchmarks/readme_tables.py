@@ -30,6 +30,11 @@ def _whole_steps(model: str, scopes: str) -> Select:
     return Select("full_iteration", {"model": model}, ("eager", scopes, WHOLE, COMPILED))
 
 
+def _hugging_face(model: str) -> Select:
+    names = ("eager", "our experts", "accelerate_model", "accelerate_model, graphs")
+    return Select("huggingface", {"model": model}, names)
+
+
 def _layer(tokens: int, hidden: int, ffn: int, experts: int, top_k: int) -> Select:
     where = dict(tokens=tokens, hidden=hidden, ffn=ffn, experts=experts, top_k=top_k)
     return Select("moe_layer", where, LAYERS)
@@ -46,6 +51,11 @@ SELECTED: Mapping[str, Mapping[str, Select]] = {
         "Llama, 12 layers of 512, 2,048 tokens": _whole_steps("llama", "attn,mlp"),
         "UNet, fp16, 128 images of 8x8": _whole_steps("diffusion", "down.*,middle*,up.*"),
         "MoE, GPU-bound (below), 8,192 tokens": _whole_steps("gpu_bound", "attn,moe"),
+    },
+    "huggingface": {
+        "12 small layers, 32 experts, 2,048 tokens": _hugging_face("hf_launch_bound"),
+        "3 layers of 30B-A3B, 4,096 tokens": _hugging_face("hf_4k"),
+        "3 layers of 30B-A3B, 16,384 tokens": _hugging_face("hf_16k"),
     },
     "partial_graphs": {
         "launch-bound: 12 layers, hidden 1024, 32 experts, top-4, 2,048 tokens": Select(
@@ -148,6 +158,24 @@ def whole_steps(lines: list[Line]) -> str:
             "lines: whole steps with them have not been measured yet."
         )
     return "\n\n".join(filter(None, parts))
+
+
+def huggingface(lines: list[Line]) -> str:
+    rows, used, notes = [], [], []
+    for label, select in SELECTED["huggingface"].items():
+        run = select.run(lines)
+        eager, *others = (run[name] for name in select.contenders)
+        cells = [f"{milliseconds(line)}, {times(line['speedup']['median'])}" for line in others]
+        rows.append([label, milliseconds(eager), *cells])
+        used += [eager, *others]
+        notes.append(slow_host(lines, others[-1], eager, label))
+    header = (
+        "transformers' Qwen3-MoE, a training step | as it comes | our experts | "
+        "`accelerate_model(graphs=False)` | `accelerate_model`"
+    )
+    note = "Medians over interleaved rounds; losses are equal to rounding."
+    parts = [table(header, rows), f"{note} {sources(used)}", *filter(None, notes)]
+    return "\n\n".join(parts)
 
 
 def partial_graphs(lines: list[Line]) -> str:
@@ -280,7 +308,15 @@ def training(lines: list[Line]) -> str:
 
 TABLES: Mapping[str, Callable[[list[Line]], str]] = {
     f.__name__: f
-    for f in (whole_steps, partial_graphs, grouped_gemm, moe_layer, layer_kernels, training)
+    for f in (
+        whole_steps,
+        huggingface,
+        partial_graphs,
+        grouped_gemm,
+        moe_layer,
+        layer_kernels,
+        training,
+    )
 }
 
 

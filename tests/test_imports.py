@@ -116,7 +116,7 @@ def test_dependencies_are_what_is_imported():
     """No package that no module needs, and none that is needed and not declared."""
     extras = project()["optional-dependencies"]
     needed = distributions(project()["dependencies"])
-    optional = distributions([*extras["lightning"], *extras["plot"]])
+    optional = distributions([*extras["lightning"], *extras["plot"], *extras["hf"]])
     assert imported_by(FILES) - WHERE_INSTALLED - WITH_ANOTHER == needed | optional
 
 

@@ -128,17 +128,17 @@ def test_the_loss_is_that_of_transformers(items, shifted):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "llama"])
-def test_it_trains_as_before_on_the_gpu(family):
-    results = []
+def test_its_error_in_bf16_is_at_most_twice_that_of_before(family):
+    sizes = dict(moe_intermediate_size=64)
+    exact = loss_and_gradients(tiny(family, implementation_of(family), **sizes), tokens())
+    errors = []
     for changed in (False, True):
-        model = (
-            tiny(family, implementation_of(family), moe_intermediate_size=64)
-            .to(torch.bfloat16)
-            .cuda()
-        )
+        model = tiny(family, implementation_of(family), **sizes).to(torch.bfloat16).cuda()
         if changed:
             accelerate_model(model, graphs=False)
-        results.append(loss_and_gradients(model, tokens("cuda")))
-    expected, found = results
-    assert (found["loss"] - expected["loss"]).abs() <= 2e-3 * expected["loss"]
-    assert (found["logits"] - expected["logits"]).abs().max() <= 0.05
+        found = loss_and_gradients(model, tokens("cuda"))
+        assert (found["loss"].cpu() - exact["loss"]).abs() <= 5e-3 * exact["loss"]
+        errors.append((found["logits"].cpu().float() - exact["logits"]).norm())
+    # A token whose experts are nearly equal may get others in bf16: that is in both errors.
+    before, now = errors
+    assert now <= 2 * before
