@@ -29,11 +29,13 @@ from moe_graphs.integrations.transformers.accelerated import (
     causal_lm_loss,
 )
 from moe_graphs.integrations.transformers.experts_interface import NAME, experts_forward, register
+from moe_graphs.integrations.transformers.trainer import GraphCallback
 
 __all__ = [
     "NAME",
     "Accelerated",
     "Change",
+    "GraphCallback",
     "accelerate_model",
     "causal_lm_loss",
     "experts_forward",

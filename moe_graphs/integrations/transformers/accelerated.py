@@ -242,6 +242,8 @@ def _graph_layers(model: nn.Module, done: Accelerated, config: GraphConfig | Non
     if not scopes:
         done.changes.append(Change("graphs", what, 0, False, "no list of decoder layers found"))
         return
+    # ``save_pretrained`` writes it there: a change of the configuration that layers may read.
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
     done.graphs = graph(model, config or GraphConfig(scopes))
     note = "captured in the steps after the warm-up: with accelerated.step(): ..."
     done.changed(Change("graphs", what, len(layers), True, note), done.graphs.release)

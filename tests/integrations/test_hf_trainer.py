@@ -1,0 +1,104 @@
+"""`GraphCallback`: Trainer's training is the same bit for bit with graphs, whole and resumed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_graphs import GraphError
+
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
+from hf_families import tiny  # noqa: E402
+from moe_graphs.integrations.transformers import GraphCallback  # noqa: E402
+
+STEPS, SAVED_AT = 12, 6
+
+
+class Texts(torch.utils.data.Dataset):
+    def __init__(self, count):
+        generator = torch.Generator().manual_seed(3)
+        self.tokens = torch.randint(3, 128, (count, 16), generator=generator)
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+
+
+def trained(folder, callback, resume=None, **options):
+    """Losses in the log, and the parameters."""
+    model = tiny("qwen3_moe", "grouped_mm", use_cache=False)
+    if resume is not None:
+        model = type(model).from_pretrained(resume)  # Trainer leaves out experts, see GraphCallback
+    given = dict(
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        eval_strategy="steps",
+        eval_steps=4,
+        save_steps=SAVED_AT,
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        learning_rate=1e-3,
+        dataloader_drop_last=True,
+        dataloader_pin_memory=False,
+    )
+    arguments = transformers.TrainingArguments(str(folder), **(given | options))
+    trainer = transformers.Trainer(
+        model, arguments, train_dataset=Texts(40), eval_dataset=Texts(6), callbacks=[callback]
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    logged = [
+        {k: v for k, v in line.items() if k in ("step", "loss", "eval_loss", "grad_norm")}
+        for line in trainer.state.log_history
+    ]
+    return logged, [p.detach() for p in model.parameters()]
+
+
+def same(one, other):
+    return one[0] == other[0] and all(map(torch.equal, one[1], other[1]))
+
+
+def test_it_is_trainers_training_bit_for_bit(tmp_path):
+    plain = trained(tmp_path / "plain", GraphCallback(graphs=False))
+    callback = GraphCallback()
+    graphed = trained(tmp_path / "graphed", callback)
+    assert same(plain, graphed)
+    assert callback.report.replayed > 0
+    resumed = GraphCallback()
+    checkpoint = tmp_path / "graphed" / f"checkpoint-{SAVED_AT}"
+    again = trained(tmp_path / "resumed", resumed, resume=str(checkpoint))
+    assert same(plain, again)
+    assert resumed.report.replayed > 0
+
+
+def test_evaluating_and_saving_does_not_end_the_replays(tmp_path):
+    callback = GraphCallback()
+    trained(tmp_path, callback)
+    reasons = {reason for scope in callback.report.scopes for reason in scope.eager_calls}
+    assert reasons == {"warmup"}
+    assert callback.report.replayed == 2 * 2 * (STEPS - 3)  # layers, microbatches, steps
+
+
+def test_checkpointing_leaves_the_layers_eager(tmp_path):
+    known = transformers.TrainingArguments.__dataclass_fields__
+    option = next(n for n in ("activation_checkpointing", "gradient_checkpointing") if n in known)
+    plain = trained(tmp_path / "plain", GraphCallback(graphs=False), **{option: True})
+    callback = GraphCallback()
+    assert same(plain, trained(tmp_path / "found", callback, **{option: True}))
+    assert callback.report is None
+
+
+def test_autocast_with_its_cache_is_refused_by_name(tmp_path):
+    """Accelerate's has one, and a callback cannot reach it: train in bf16 without autocast."""
+    with pytest.raises(GraphError, match="autocast caches casts of weights"):
+        trained(tmp_path, GraphCallback(), bf16=True)
+
+
+def test_torch_compile_is_refused(tmp_path):
+    with pytest.raises(GraphError, match="torch_compile"):
+        trained(tmp_path, GraphCallback(), torch_compile=True)
