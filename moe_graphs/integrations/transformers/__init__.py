@@ -29,7 +29,7 @@ from moe_graphs.integrations.transformers.accelerated import (
     causal_lm_loss,
 )
 from moe_graphs.integrations.transformers.experts_interface import NAME, experts_forward, register
-from moe_graphs.integrations.transformers.trainer import GraphCallback
+from moe_graphs.integrations.transformers.graph_callback import GraphCallback
 
 __all__ = [
     "NAME",
