@@ -9,16 +9,12 @@ import torch
 
 from moe_graphs.integrations.transformers import NAME, accelerate_model, causal_lm_loss
 
-transformers = pytest.importorskip("transformers", reason="needs the extra hf")
-from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: E402
+pytest.importorskip("transformers", reason="needs the extra hf")
+from transformers.loss.loss_utils import ForCausalLMLoss
 
-from hf_families import is_known, loss_and_gradients, tiny  # noqa: E402
+from hf_families import loss_and_gradients, skip_unknown, tiny, tokens, trained
 
 FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "llama", "qwen3_next")
-
-
-def tokens(device="cpu"):
-    return torch.randint(3, 128, (2, 16), generator=torch.Generator().manual_seed(1)).to(device)
 
 
 def implementation_of(family):
@@ -27,8 +23,7 @@ def implementation_of(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_trains_as_before_and_is_undone(family):
-    if not is_known(family):
-        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    skip_unknown(family)
     model = tiny(family, implementation_of(family))
     expected = loss_and_gradients(model, tokens())
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -52,16 +47,7 @@ def test_its_graphs_are_eager_bit_for_bit(family):
     for graphs in (False, True):
         model = tiny(family, implementation_of(family))
         accelerated = accelerate_model(model, graphs=graphs)
-        optimizer = torch.optim.AdamW(model.parameters())
-        losses = []
-        for _ in range(5):
-            with accelerated.step():
-                loss = model(input_ids=tokens(), labels=tokens(), use_cache=False).loss
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-        runs.append([*losses, *(p.detach() for p in model.parameters())])
+        runs.append(trained(model, accelerated.step))
     assert accelerated.graphs.report().replayed > 0
     assert all(map(torch.equal, *runs))
 

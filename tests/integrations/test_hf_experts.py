@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -11,10 +13,9 @@ from moe_graphs.integrations.transformers import NAME, experts_forward, register
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: E402
 
-from hf_families import FAMILIES, is_known, loss_and_gradients, tiny  # noqa: E402
+from hf_families import FAMILIES, loss_and_gradients, skip_unknown, tiny, tokens, trained  # noqa: E402
 
 GRAPHED = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "granitemoe")
-TOKENS = (2, 16)
 
 
 @pytest.fixture(autouse=True)
@@ -31,18 +32,9 @@ def calls(monkeypatch):
     return counted
 
 
-def tokens(device="cpu"):
-    return torch.randint(3, 128, TOKENS, generator=torch.Generator().manual_seed(1)).to(device)
-
-
-def known(family):
-    if not is_known(family):
-        pytest.skip(f"transformers {transformers.__version__} has no {family}")
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_computes_what_eager_does(family, calls):
-    known(family)
+    skip_unknown(family)
     expected = loss_and_gradients(tiny(family, "eager"), tokens())
     found = loss_and_gradients(tiny(family, NAME), tokens())
     assert calls
@@ -54,25 +46,12 @@ def test_it_computes_what_eager_does(family, calls):
 
 @pytest.mark.parametrize("family", GRAPHED)
 def test_graphs_of_its_layers_are_eager_bit_for_bit(family):
-    runs = []
-    for graphed in (False, True):
-        model = tiny(family, NAME)
-        optimizer = torch.optim.AdamW(model.parameters())
-        graphs = (
-            moe_graphs.graph(model, moe_graphs.GraphConfig("model.layers.*")) if graphed else None
-        )
-        losses = []
-        for _ in range(5):
-            optimizer.zero_grad()
-            with graphs.step() if graphed else torch.enable_grad():
-                output = model(input_ids=tokens(), labels=tokens(), use_cache=False)
-                output.loss.backward()
-            optimizer.step()
-            losses.append(output.loss.detach())
-        runs.append([*losses, *(p.detach() for p in model.parameters())])
-        if graphed:
-            assert graphs.report().replayed > 0
-    assert all(map(torch.equal, *runs))
+    eager = trained(tiny(family, NAME), contextlib.nullcontext)
+    model = tiny(family, NAME)
+    graphs = moe_graphs.graph(model, moe_graphs.GraphConfig("model.layers.*"))
+    graphed = trained(model, graphs.step)
+    assert graphs.report().replayed > 0
+    assert all(map(torch.equal, eager, graphed))
 
 
 def test_a_transposed_weight_gets_its_gradient_as_it_lies():
@@ -86,7 +65,7 @@ def test_a_transposed_weight_gets_its_gradient_as_it_lies():
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", GRAPHED)
 def test_its_error_in_bf16_is_at_most_twice_that_of_grouped_mm(family):
-    known(family)
+    skip_unknown(family)
     # Sizes that both kernels take, and experts that decide alike in both precisions.
     sizes = dict(moe_intermediate_size=64)
     exact = loss_and_gradients(tiny(family, "eager", **sizes).cuda(), tokens("cuda"))

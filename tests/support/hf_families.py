@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -77,9 +81,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def is_known(family: str) -> bool:
-    """To the installed transformers."""
-    return family in CONFIG_MAPPING
+def skip_unknown(family: str) -> None:
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+
+
+def tokens(device: str = "cpu") -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(3, 128, (2, 16), generator=generator).to(device)
 
 
 def tiny(family: str, implementation: str | None, **overrides: Any) -> nn.Module:
@@ -108,3 +117,19 @@ def loss_and_gradients(model: nn.Module, tokens: torch.Tensor) -> dict[str, torc
     output.loss.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"loss": output.loss.detach(), "logits": output.logits.detach(), **found}
+
+
+def trained(
+    model: nn.Module, step: Callable[[], contextlib.AbstractContextManager[None]]
+) -> list[torch.Tensor]:
+    """The losses of five steps, and the parameters after them. ``step``: around each."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses = []
+    for _ in range(5):
+        with step():
+            loss = model(input_ids=tokens(), labels=tokens(), use_cache=False).loss
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [*losses, *(p.detach() for p in model.parameters())]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import types
 from collections import Counter
 from collections.abc import Callable
@@ -62,9 +63,14 @@ class Accelerated:
     def __str__(self) -> str:
         return "\n".join(map(str, self.changes))
 
-    def changed(self, change: Change, undo: Callable[[], None]) -> None:
+    def changed(
+        self, part: str, what: str, count: int, note: str, undo: Callable[[], None]
+    ) -> None:
         self._undo.append(undo)
-        self.changes.append(change)
+        self.changes.append(Change(part, what, count, True, note))
+
+    def left(self, part: str, what: str, count: int, note: str) -> None:
+        self.changes.append(Change(part, what, count, False, note))
 
 
 def accelerate_model(
@@ -118,16 +124,17 @@ def accelerate_model(
 def _change_experts(model: nn.Module, done: Accelerated) -> None:
     kinds = Counter(type(m).__name__ for m in model.modules() if hasattr(type(m), "_apply_gate"))
     if not kinds:
-        done.changes.append(Change("experts", "none", 0, False, "the model has none of that kind"))
+        done.left("experts", "none", 0, "the model has none of that kind")
         return
     what, count = ", ".join(kinds), kinds.total()
     before = model.config._experts_implementation
     if before == NAME:
-        done.changes.append(Change("experts", what, count, False, "are on our kernels already"))
+        done.left("experts", what, count, "are on our kernels already")
         return
     model.set_experts_implementation(register())
-    change = Change("experts", what, count, True, f"{before} -> grouped GEMMs, sizes on the device")
-    done.changed(change, lambda: model.set_experts_implementation(before))
+    note = f"{before} -> grouped GEMMs, sizes on the device"
+    undo = functools.partial(model.set_experts_implementation, before)
+    done.changed("experts", what, count, note, undo)
 
 
 def _change_norms(model: nn.Module, done: Accelerated) -> None:
@@ -139,12 +146,12 @@ def _change_norms(model: nn.Module, done: Accelerated) -> None:
         name, count = kind.__name__, len(modules)
         forward = next((each for each in _NORMS if all(_computes(m, each) for m in modules)), None)
         if forward is None:
-            done.changes.append(Change("norms", name, count, False, "computes something else"))
+            done.left("norms", name, count, "computes something else")
             continue
         for module in modules:
             module.forward = types.MethodType(forward, module)
-        note = "torch's fused kernel"
-        done.changed(Change("norms", name, count, True, note), lambda m=modules: _restore(m))
+        undo = functools.partial(_restore, modules)
+        done.changed("norms", name, count, "torch's fused kernel", undo)
 
 
 def _restore(modules: list[nn.Module]) -> None:
@@ -185,7 +192,7 @@ def _change_loss(model: nn.Module, done: Accelerated) -> None:
 
     what = getattr(model.loss_function, "__name__", "a loss of its own")
     if model.loss_function is not ForCausalLMLoss:
-        done.changes.append(Change("loss", what, 1, False, "only causal language models' is known"))
+        done.left("loss", what, 1, "only causal language models' is known")
         return
     before = vars(model).get("_loss_function")
     model.loss_function = causal_lm_loss
@@ -195,7 +202,7 @@ def _change_loss(model: nn.Module, done: Accelerated) -> None:
         if before is not None:
             model.loss_function = before
 
-    done.changed(Change("loss", what, 1, True, "fused, logits stay in their dtype"), undo)
+    done.changed("loss", what, 1, "fused, logits stay in their dtype", undo)
 
 
 def causal_lm_loss(
@@ -237,13 +244,13 @@ def _graph_layers(model: nn.Module, done: Accelerated, config: GraphConfig | Non
     what = ", ".join(scopes) or "none"
     if any(layer.gradient_checkpointing for layer in layers):
         note = "gradient checkpointing runs forwards inside of backwards: switch it off for graphs"
-        done.changes.append(Change("graphs", what, len(layers), False, note))
+        done.left("graphs", what, len(layers), note)
         return
     if not scopes:
-        done.changes.append(Change("graphs", what, 0, False, "no list of decoder layers found"))
+        done.left("graphs", what, 0, "no list of decoder layers found")
         return
     # ``save_pretrained`` writes it there: a change of the configuration that layers may read.
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     done.graphs = graph(model, config or GraphConfig(scopes))
     note = "captured in the steps after the warm-up: with accelerated.step(): ..."
-    done.changed(Change("graphs", what, len(layers), True, note), done.graphs.release)
+    done.changed("graphs", what, len(layers), note, done.graphs.release)

@@ -62,8 +62,9 @@ def experts_forward(
         order = route_rows(top_k_index, experts)
     offsets_E = order.offsets_E[:experts].contiguous()
     rows_RH = permute(hidden_states, order)
-    rows_RN = _linear(self, "gate_up_proj" if self.has_gate else "up_proj", rows_RH, offsets_E)
-    rows_RH = _linear(self, "down_proj", _activated(self, rows_RN), offsets_E)
+    up_proj = "gate_up_proj" if self.has_gate else "up_proj"
+    rows_RN = _linear(self, up_proj, rows_RH, offsets_E, zero_tail=others)
+    rows_RH = _linear(self, "down_proj", _activated(self, rows_RN), offsets_E, zero_tail=others)
     if getattr(self, "has_post_expert_norm", False):
         rows_RH = self.post_expert_norm(rows_RH)
     return unpermute(rows_RH, order, top_k_weights).to(hidden_states.dtype)
@@ -75,12 +76,14 @@ def _has_others(experts: nn.Module) -> bool:
     return getattr(experts, "_is_expert_parallel", distributed)
 
 
-def _linear(experts: nn.Module, name: str, rows_RK: Tensor, offsets_E: Tensor) -> Tensor:
+def _linear(
+    experts: nn.Module, name: str, rows_RK: Tensor, offsets_E: Tensor, *, zero_tail: bool
+) -> Tensor:
     weight = getattr(experts, name)
     w_EKN = weight if experts.is_transposed else weight.transpose(1, 2)
     if not torch.is_autocast_enabled(rows_RK.device.type):
         rows_RK = rows_RK.to(w_EKN.dtype)
-    rows_RN = grouped_gemm(rows_RK, w_EKN, offsets_E, zero_tail=_has_others(experts))
+    rows_RN = grouped_gemm(rows_RK, w_EKN, offsets_E, zero_tail=zero_tail)
     if not experts.has_bias:
         return rows_RN
     bias_EN = getattr(experts, f"{name}_bias").to(rows_RN.dtype)
