@@ -27,11 +27,12 @@ class Texts(torch.utils.data.Dataset):
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
 
 
-def trained(folder, callback, resume=None, **options):
+def trained(folder, callback, resume=None, dtype=torch.float32, **options):
     """Losses in the log, and the parameters."""
-    model = tiny("qwen3_moe", "grouped_mm", use_cache=False)
-    if resume is not None:
-        model = type(model).from_pretrained(resume)  # Trainer leaves out experts, see GraphCallback
+    model = tiny("qwen3_moe", "grouped_mm", use_cache=False, moe_intermediate_size=64)
+    if resume is not None:  # Trainer leaves out experts, see GraphCallback
+        model = type(model).from_pretrained(resume)
+    model = model.to(dtype)
     given = dict(
         max_steps=STEPS,
         per_device_train_batch_size=2,
@@ -74,6 +75,26 @@ def test_it_is_trainers_training_bit_for_bit(tmp_path):
     again = trained(tmp_path / "resumed", resumed, resume=str(checkpoint))
     assert same(plain, again)
     assert resumed.report.replayed > 0
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)  # flash attention's backward adds with atomics
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+def test_sixty_steps_in_bf16_are_trainers_bit_for_bit(tmp_path, deterministic):
+    options = dict(dtype=torch.bfloat16, use_cpu=False, max_steps=60, eval_steps=20, save_steps=30)
+    plain = trained(tmp_path / "plain", GraphCallback(graphs=False), **options)
+    callback = GraphCallback()
+    assert same(plain, trained(tmp_path / "graphed", callback, **options))
+    assert callback.report.replayed == 2 * 2 * (60 - 3)
+    resumed = GraphCallback()
+    checkpoint = str(tmp_path / "graphed" / "checkpoint-30")
+    assert same(plain, trained(tmp_path / "resumed", resumed, resume=checkpoint, **options))
+    assert resumed.report.replayed == 2 * 2 * (30 - 3)
 
 
 def test_evaluating_and_saving_does_not_end_the_replays(tmp_path):
