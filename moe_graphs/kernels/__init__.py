@@ -11,12 +11,14 @@ from moe_graphs.kernels.gemm.gather import gather_gemm
 from moe_graphs.kernels.gemm.op import grouped_gemm
 from moe_graphs.kernels.heads import split_heads
 from moe_graphs.kernels.permute import permute, unpermute
+from moe_graphs.kernels.rotary import apply_rotary
 from moe_graphs.kernels.row_order import RowOrder, route_rows
 from moe_graphs.kernels.swiglu import swiglu
 
 __all__ = [
     "RoutingRule",
     "RowOrder",
+    "apply_rotary",
     "cross_entropy",
     "gather_gemm",
     "grouped_gemm",

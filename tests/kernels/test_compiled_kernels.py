@@ -29,6 +29,7 @@ from moe_graphs.kernels import (  # noqa: E402
 )
 from moe_graphs.kernels.gemm import gluon_parts, tiles  # noqa: E402
 from moe_graphs.kernels.gemm import launch as gemm  # noqa: E402
+from moe_graphs.kernels.rotary_triton import turn_heads  # noqa: E402
 
 SHARED_LIMIT = 232448  # bytes a block may use on Hopper
 VARIANTS = ("split", "pingpong", "tma", "pointer")
@@ -267,6 +268,24 @@ def test_heads(compiled, norm, heads, kv_heads, size, dtype):
     for kernel in found:
         check(kernel, wgmma=False)
         assert "atom" not in kernel.ptx
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "columns", "dtype"),
+    [(32, 4, 128, 128, BF16), (12, 12, 96, 48, FP32)],
+)
+def test_rotary(compiled, heads, kv_heads, size, columns, dtype):
+    query, key = (torch.empty(2, 64, n, size, dtype=dtype) for n in (heads, kv_heads))
+    table = torch.empty(1, 64, columns, dtype=dtype)
+
+    def launches():
+        for back in (False, True):
+            turn_heads(query.transpose(1, 2), key.transpose(1, 2), table, table, back)
+
+    found = compiled(launches)
+    assert len(found) == 2
+    for kernel in found:
+        check(kernel, wgmma=False)
 
 
 def test_fake_cuda_tensors_see_static_shapes():

@@ -14,6 +14,7 @@ from moe_graphs.kernels import (
     heads_triton,
     permute,
     permute_triton,
+    rotary_triton,
     route_rows,
     row_order_triton,
     swiglu_reference,
@@ -21,6 +22,7 @@ from moe_graphs.kernels import (
     unpermute,
 )
 from moe_graphs.kernels.heads import _SplitHeads, plain_split_heads
+from moe_graphs.kernels.rotary import _ApplyRotary, plain_rotary
 
 POISON = 777.0
 
@@ -184,3 +186,20 @@ def test_heads(monkeypatch, heads, kv_heads, size, norm, length):
     for leaf, want in zip(inputs, together, strict=True):
         (alone,) = torch.autograd.grad(found, leaf, gradients, retain_graph=True)
         assert torch.equal(alone, want)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "columns"), [(4, 2, 8, 8), (3, 1, 12, 6)])
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_rotary(monkeypatch, heads, kv_heads, size, columns, sequences):
+    """Several tiles for a token; heads that stay in part; the tables' halves differ."""
+    monkeypatch.setattr(rotary_triton, "TILE", 8)
+    torch.manual_seed(0)
+    query = torch.randn(2, 5, heads, size).transpose(1, 2).requires_grad_()
+    key = torch.randn(2, kv_heads, 5, size, requires_grad=True)
+    tables = [torch.randn(sequences, 5, columns) for _ in range(2)]
+    plain, found = (f(query, key, *tables) for f in (plain_rotary, _ApplyRotary.apply))
+    assert [x.stride() for x in found] == [query.stride(), key.stride()]
+    gradients = [torch.randn_like(x.mT).mT for x in plain]  # heads do not lie in one piece
+    expected, grads = (torch.autograd.grad(x, (query, key), gradients) for x in (plain, found))
+    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-6)

@@ -73,7 +73,11 @@ def op_cases(
         kinds = ("mean", "sum", "none")
         return [kernels.cross_entropy(logits_NV, targets_N, reduction=kind) for kind in kinds]
 
+    def rotary(query_BHSQ: Tensor, key_BGSQ: Tensor) -> Sequence[Tensor]:
+        return kernels.apply_rotary(query_BHSQ, key_BGSQ, *(t[None] for t in tables))
+
     return {
+        "apply_rotary": OpCase(rotary, [leaf(2, 3, 6, 8), leaf(2, 1, 6, 8)]),
         "cross_entropy": OpCase(losses, [leaf(T, 40)]),
         "gather_gemm": OpCase(
             lambda x, w: [kernels.gather_gemm(x, order, w)], [leaf(T, D), leaf(E, D, F)]

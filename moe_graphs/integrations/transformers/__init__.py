@@ -22,12 +22,8 @@ Weights, names and checkpoints stay Hugging Face's.
 
 from __future__ import annotations
 
-from moe_graphs.integrations.transformers.accelerated import (
-    Accelerated,
-    Change,
-    accelerate_model,
-    causal_lm_loss,
-)
+from moe_graphs.integrations.transformers.accelerated import accelerate_model, causal_lm_loss
+from moe_graphs.integrations.transformers.changes import Accelerated, Change
 from moe_graphs.integrations.transformers.experts_interface import NAME, experts_forward, register
 from moe_graphs.integrations.transformers.graph_callback import GraphCallback
 

@@ -2,75 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import types
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_graphs.config import GraphConfig
-from moe_graphs.engine.scopes.graphs import Graphs, graph
+from moe_graphs.engine.scopes.graphs import graph
+from moe_graphs.integrations.transformers.changes import Accelerated, restore_forwards
 from moe_graphs.integrations.transformers.experts_interface import NAME, register
+from moe_graphs.integrations.transformers.rotary_positions import change_rotary
 from moe_graphs.kernels import cross_entropy
 from moe_graphs.kernels.rms_norm import rms_norm
-
-
-@dataclass(frozen=True)
-class Change:
-    """``part`` of the model: what it was, how often, and what it is now, or why it was left."""
-
-    part: str
-    what: str
-    count: int
-    done: bool
-    note: str
-
-    def __str__(self) -> str:
-        done = "changed" if self.done else "left"
-        return f"{self.part:8} {done:8} {self.count:4} {self.what}: {self.note}"
-
-
-class Accelerated:
-    """What ``accelerate_model`` did to a model.
-
-    Attributes:
-        changes: line by line; ``print`` it.
-        graphs: of the decoder layers, or None.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.changes: list[Change] = []
-        self.graphs: Graphs | None = None
-        self._undo: list[Callable[[], None]] = []
-
-    def step(self) -> contextlib.AbstractContextManager[None]:
-        """Around the forwards and backwards of one update, as ``Graphs.step``."""
-        return self.graphs.step() if self.graphs is not None else contextlib.nullcontext()
-
-    def undo(self) -> None:
-        """The model is transformers' own again, with the weights of now."""
-        while self._undo:
-            self._undo.pop()()
-        self.graphs = None
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.changes))
-
-    def changed(
-        self, part: str, what: str, count: int, note: str, undo: Callable[[], None]
-    ) -> None:
-        self._undo.append(undo)
-        self.changes.append(Change(part, what, count, True, note))
-
-    def left(self, part: str, what: str, count: int, note: str) -> None:
-        self.changes.append(Change(part, what, count, False, note))
 
 
 def accelerate_model(
@@ -78,6 +26,7 @@ def accelerate_model(
     *,
     experts: bool = True,
     norms: bool = True,
+    rotary: bool = True,
     loss: bool = True,
     graphs: GraphConfig | bool = True,
 ) -> Accelerated:
@@ -87,6 +36,8 @@ def accelerate_model(
         experts: on our grouped GEMMs (``register``).
         norms: RMS norms on torch's fused kernel, those that compute just that (each class is
             tried on random numbers).
+        rotary: positions of queries and keys turned in one kernel, where attention calls an
+            ``apply_rotary_pos_emb`` that computes just that (tried on random numbers).
         loss: the causal language model's cross entropy without fp32 copies of the logits.
         graphs: the decoder layers as CUDA graphs: put ``with accelerated.step():`` around the
             forwards and backwards of an update. Worth most where the host's launches take longer
@@ -111,6 +62,8 @@ def accelerate_model(
             _change_experts(model, done)
         if norms:
             _change_norms(model, done)
+        if rotary:
+            change_rotary(model, done)
         if loss:
             _change_loss(model, done)
         if graphs:
@@ -150,13 +103,8 @@ def _change_norms(model: nn.Module, done: Accelerated) -> None:
             continue
         for module in modules:
             module.forward = types.MethodType(forward, module)
-        undo = functools.partial(_restore, modules)
+        undo = functools.partial(restore_forwards, modules)
         done.changed("norms", name, count, "torch's fused kernel", undo)
-
-
-def _restore(modules: list[nn.Module]) -> None:
-    for module in modules:
-        module.__dict__.pop("forward", None)
 
 
 @torch.no_grad()

@@ -9,7 +9,8 @@ from transformers import TrainerCallback
 
 from moe_graphs.engine.report import Report
 from moe_graphs.errors import GraphError
-from moe_graphs.integrations.transformers.accelerated import Accelerated, accelerate_model
+from moe_graphs.integrations.transformers.accelerated import accelerate_model
+from moe_graphs.integrations.transformers.changes import Accelerated
 
 
 class GraphCallback(TrainerCallback):

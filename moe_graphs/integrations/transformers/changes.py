@@ -1,0 +1,69 @@
+"""What was changed in a transformers model, line by line, and how it is undone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from moe_graphs.engine.scopes.graphs import Graphs
+
+
+@dataclass(frozen=True)
+class Change:
+    """``part`` of the model: what it was, how often, and what it is now, or why it was left."""
+
+    part: str
+    what: str
+    count: int
+    done: bool
+    note: str
+
+    def __str__(self) -> str:
+        done = "changed" if self.done else "left"
+        return f"{self.part:8} {done:8} {self.count:4} {self.what}: {self.note}"
+
+
+class Accelerated:
+    """What ``accelerate_model`` did to a model.
+
+    Attributes:
+        changes: line by line; ``print`` it.
+        graphs: of the decoder layers, or None.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.changes: list[Change] = []
+        self.graphs: Graphs | None = None
+        self._undo: list[Callable[[], None]] = []
+
+    def step(self) -> contextlib.AbstractContextManager[None]:
+        """Around the forwards and backwards of one update, as ``Graphs.step``."""
+        return self.graphs.step() if self.graphs is not None else contextlib.nullcontext()
+
+    def undo(self) -> None:
+        """The model is transformers' own again, with the weights of now."""
+        while self._undo:
+            self._undo.pop()()
+        self.graphs = None
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.changes))
+
+    def changed(
+        self, part: str, what: str, count: int, note: str, undo: Callable[[], None]
+    ) -> None:
+        self._undo.append(undo)
+        self.changes.append(Change(part, what, count, True, note))
+
+    def left(self, part: str, what: str, count: int, note: str) -> None:
+        self.changes.append(Change(part, what, count, False, note))
+
+
+def restore_forwards(modules: list[nn.Module]) -> None:
+    """Those of their classes."""
+    for module in modules:
+        module.__dict__.pop("forward", None)

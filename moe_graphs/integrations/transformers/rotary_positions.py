@@ -1,0 +1,90 @@
+"""Attention of transformers with ``apply_rotary_pos_emb`` as one kernel."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_graphs.integrations.transformers.changes import Accelerated, restore_forwards
+from moe_graphs.kernels import apply_rotary
+
+_NAME = "apply_rotary_pos_emb"
+_PARAMETERS = ["q", "k", "cos", "sin", "unsqueeze_dim"]
+
+
+def change_rotary(model: nn.Module, done: Accelerated) -> None:
+    """Gives every attention module whose ``forward`` calls that function one that calls ours.
+
+    Its code is transformers' own, with that one name bound to another function.
+    """
+    found: dict[type, list[nn.Module]] = {}
+    for module in model.modules():
+        kind = type(module)
+        known = getattr(kind.forward, "__globals__", {})
+        if kind.__name__.endswith("Attention") and _NAME in known:
+            found.setdefault(kind, []).append(module)
+    for kind, modules in found.items():
+        name, count = kind.__name__, len(modules)
+        reason = _why_not(kind, modules)
+        if reason is not None:
+            done.left("rotary", name, count, reason)
+            continue
+        forward = _rebound(kind.forward)
+        for module in modules:
+            module.forward = types.MethodType(forward, module)
+        note = "one kernel for queries and keys"
+        done.changed("rotary", name, count, note, lambda m=modules: restore_forwards(m))
+
+
+def _why_not(kind: type, modules: list[nn.Module]) -> str | None:
+    theirs = kind.forward.__globals__[_NAME]
+    if _NAME not in kind.forward.__code__.co_names:
+        return f"its forward does not call {_NAME} itself"
+    if any("forward" in vars(module) for module in modules):
+        return "has a forward of its own"
+    if list(inspect.signature(theirs).parameters) != _PARAMETERS or not _computes(theirs):
+        return "computes something else"
+    return None
+
+
+@torch.no_grad()
+def _computes(theirs: Callable[..., tuple[Tensor, Tensor]]) -> bool:
+    """Of whole heads, and of parts of heads if it takes these. The tables' halves differ."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(2, n, 5, 16, generator=generator) for n in (4, 2))
+    for columns in (16, 8):
+        tables = [torch.randn(2, 5, columns, generator=generator) for _ in range(2)]
+        try:
+            expected = theirs(query, key, *tables)
+        except (RuntimeError, IndexError, ValueError):
+            if columns == 16:
+                return False
+            continue  # it has no heads that turn in part
+        found = apply_rotary(query, key, *tables)
+        if not all(map(torch.allclose, expected, found)):
+            return False
+    return True
+
+
+def _rotary(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """With ``unsqueeze_dim`` 2, queries and keys are ``[B, S, heads, Q]``."""
+    if unsqueeze_dim == 1:
+        return apply_rotary(q, k, cos, sin)
+    query, key = apply_rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+    return query.transpose(1, 2), key.transpose(1, 2)
+
+
+def _rebound(forward: Any) -> types.FunctionType:
+    names = {**forward.__globals__, _NAME: _rotary}
+    made = types.FunctionType(
+        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
