@@ -26,6 +26,7 @@ from moe_graphs.integrations.transformers.accelerated import accelerate_model, c
 from moe_graphs.integrations.transformers.changes import Accelerated, Change
 from moe_graphs.integrations.transformers.experts_interface import NAME, experts_forward, register
 from moe_graphs.integrations.transformers.graph_callback import GraphCallback
+from moe_graphs.integrations.transformers.static_masks import static_batch
 
 __all__ = [
     "NAME",
@@ -36,4 +37,5 @@ __all__ = [
     "causal_lm_loss",
     "experts_forward",
     "register",
+    "static_batch",
 ]

@@ -17,6 +17,7 @@ from moe_graphs.engine.scopes.graphs import graph
 from moe_graphs.integrations.transformers.changes import Accelerated, restore_forwards
 from moe_graphs.integrations.transformers.experts_interface import NAME, register
 from moe_graphs.integrations.transformers.rotary_positions import change_rotary
+from moe_graphs.integrations.transformers.static_masks import static_attention
 from moe_graphs.kernels import cross_entropy
 from moe_graphs.kernels.rms_norm import rms_norm
 
@@ -29,6 +30,7 @@ def accelerate_model(
     rotary: bool = True,
     loss: bool = True,
     graphs: GraphConfig | bool = True,
+    whole_steps: bool = False,
 ) -> Accelerated:
     """Changes a ``PreTrainedModel`` in place; its weights, names and checkpoints stay as they are.
 
@@ -43,14 +45,20 @@ def accelerate_model(
             forwards and backwards of an update. Worth most where the host's launches take longer
             than the GPU's work; with 16k tokens of a large model it costs 1 to 2 %. A
             ``GraphConfig`` chooses other scopes and settings.
+        whole_steps: makes the model ready for ``FullIteration`` instead: transformers builds no
+            masks any more, and batches that need one are errors (``static_batch``). No ``graphs``
+            of layers then.
 
     Returns:
         What was done and left; ``print`` it. Losses are equal to rounding, not bitwise: other
         kernels add in another order. With or without ``graphs`` they are bitwise the same.
 
     Raises:
-        ValueError: the model has graphs already, or is none of transformers'.
+        ValueError: the model has graphs already, or is none of transformers'; ``whole_steps``
+            together with a ``GraphConfig``.
     """
+    if whole_steps and isinstance(graphs, GraphConfig):
+        raise ValueError("whole_steps and a GraphConfig of layers: choose one of the two")
     if not hasattr(model, "set_experts_implementation"):
         raise ValueError(
             f"accelerate_model takes a PreTrainedModel of transformers 5, got a "
@@ -66,7 +74,10 @@ def accelerate_model(
             change_rotary(model, done)
         if loss:
             _change_loss(model, done)
-        if graphs:
+        if whole_steps:
+            static_attention(model, done)
+            done.left("graphs", "layers", 0, "FullIteration makes one graph of the whole step")
+        elif graphs:
             _graph_layers(model, done, None if graphs is True else graphs)
     except BaseException:
         done.undo()
@@ -199,6 +210,18 @@ def _graph_layers(model: nn.Module, done: Accelerated, config: GraphConfig | Non
         return
     # ``save_pretrained`` writes it there: a change of the configuration that layers may read.
     model.config.dtype = str(model.dtype).removeprefix("torch.")
-    done.graphs = graph(model, config or GraphConfig(scopes))
+    uncached = model.base_model.register_forward_pre_hook(_stop_caching_casts)
+    graphs = done.graphs = graph(model, config or GraphConfig(scopes))
+
+    def undo() -> None:
+        graphs.release()
+        uncached.remove()
+
     note = "captured in the steps after the warm-up: with accelerated.step(): ..."
-    done.changed("graphs", what, len(layers), note, done.graphs.release)
+    done.changed("graphs", what, len(layers), note, undo)
+
+
+def _stop_caching_casts(*_: Any) -> None:
+    """Until the caller's autocast ends: graphs would keep stale casts. Changes no number."""
+    if any(map(torch.is_autocast_enabled, ("cuda", "cpu"))):
+        torch.set_autocast_cache_enabled(False)

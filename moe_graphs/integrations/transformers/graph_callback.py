@@ -19,9 +19,9 @@ class GraphCallback(TrainerCallback):
 
     Evaluation runs eagerly, checkpoints are Trainer's own, and with the same arguments but
     ``graphs=False`` training is the same bit for bit. Batches of another shape than the first ones
-    run eagerly and are counted: pad to one length and set ``dataloader_drop_last=True``. Layers
-    with gradient checkpointing stay eager. ``bf16=True`` is an error in the first step, since
-    autocast caches casts of weights there: load the model in bfloat16, or pass ``graphs=False``.
+    run eagerly and are counted: pad to one length (``static_batch`` in the collator keeps masks
+    from coming and going) and set ``dataloader_drop_last=True``. Layers with gradient checkpointing
+    stay eager.
 
     To resume, make the model by ``from_pretrained(checkpoint)``: of transformers 5.23's own,
     ``train(resume_from_checkpoint=checkpoint)`` does not load experts that are stored one by one

@@ -1,0 +1,135 @@
+"""Attention masks of transformers without a look at the batch: what a whole step needs.
+
+transformers reads the attention mask, or the positions, in every forward, to find out whether there
+is padding or packing: a host sync, and a branch that a graph would freeze. With
+``static_attention`` nobody looks: attention is causal, or follows the 4-D mask of the batch;
+``static_batch`` makes such batches from padded ones, on the host, before they are copied.
+
+Shapes: B batch, S sequence.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from moe_graphs.integrations.transformers.changes import Accelerated, restore_forwards
+
+STATIC_SDPA = "moe_graphs_sdpa"
+IGNORED = -100  # what transformers' losses leave out
+
+
+def static_attention(model: nn.Module, done: Accelerated) -> None:
+    """Lets a model with ``sdpa`` attention build no masks; batches that would need one are errors.
+
+    ``done`` takes the change, and undoes it.
+    """
+    before = model.config._attn_implementation
+    if before != "sdpa":
+        done.left("masks", before, 1, "only sdpa's are known: set_attn_implementation('sdpa')")
+        return
+    if "forward" in vars(model):
+        done.left("masks", before, 1, "the model has a forward of its own: change it before that")
+        return
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    # One with a name that no function for masks is known for: transformers then builds none.
+    ALL_ATTENTION_FUNCTIONS.register(STATIC_SDPA, _attention)
+    model.set_attn_implementation(STATIC_SDPA)
+    forward = type(model).forward
+    signature = inspect.signature(forward)
+
+    @functools.wraps(forward)  # not a hook, which a graph could not call
+    def checked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        _check(signature.bind(self, *args, **kwargs).arguments)
+        return forward(self, *args, **kwargs)
+
+    def undo() -> None:
+        model.set_attn_implementation(before)
+        restore_forwards([model])
+
+    model.forward = types.MethodType(checked, model)
+    done.changed("masks", before, 1, "none is built: see static_batch", undo)
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    *args: Any, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    window = kwargs.get("sliding_window")
+    if attention_mask is None and window is not None and key.shape[2] > window:
+        raise ValueError(
+            f"a sliding window of {window} needs a mask at {key.shape[2]} tokens, and whole steps "
+            f"build none: shorten the sequences, or use graphs of layers"
+        )
+    return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
+
+
+def _check(given: dict[str, Any]) -> None:
+    given = {**given, **given.get("kwargs", {})}
+    mask = given.get("attention_mask")
+    if mask is not None and mask.dim() != 4:
+        raise ValueError(
+            f"attention_mask {tuple(mask.shape)}: in a whole step nobody looks for padding in it. "
+            f"Pass batches through static_batch, or undo()"
+        )
+    for name in ("position_ids", "past_key_values"):
+        if mask is None and given.get(name) is not None:
+            raise ValueError(
+                f"{name}: in a whole step no mask is built from it. Pass a 4-D attention_mask, or "
+                f"undo()"
+            )
+
+
+def static_batch(
+    batch: dict[str, Tensor], padding: Literal["right", "any"] = "right"
+) -> dict[str, Tensor]:
+    """A padded batch for a model whose masks nobody builds. Use one ``padding`` for all batches.
+
+    Reads the mask: call it on the host, in the collator for instance. It also serves graphs of
+    layers, whose input then has one signature, with padding and without.
+
+    Args:
+        batch: ``input_ids``, ``attention_mask`` and ``labels``, all ``[B, S]``.
+        padding: "right" leaves the mask out, since tokens do not see the padding behind them;
+            "any" makes it ``[B, 1, S, S]``, causal and without padding (which keeps flash attention
+            from being used). Both set labels of padding to -100.
+
+    Returns:
+        A new dictionary; losses and gradients are those of the padded batch, to rounding.
+
+    Raises:
+        ValueError: padding on the left with ``padding="right"``, or a mask of another shape.
+    """
+    if padding not in ("right", "any"):
+        raise ValueError(f"padding {padding!r} is unknown: choose right or any")
+    made = dict(batch)
+    mask = made.pop("attention_mask", None)
+    if mask is None:
+        mask = torch.ones_like(made["input_ids"])
+    if mask.shape != made["input_ids"].shape:
+        raise ValueError(
+            f"attention_mask {tuple(mask.shape)} wants the shape of input_ids, "
+            f"{tuple(made['input_ids'].shape)}"
+        )
+    real_BS = mask.bool()
+    if padding == "any":
+        made["attention_mask"] = _causal_mask(real_BS)
+    elif (~real_BS[:, :-1] & real_BS[:, 1:]).any():
+        raise ValueError("a batch is padded on the left: pad on the right, or pass padding='any'")
+    if "labels" in made:
+        made["labels"] = made["labels"].masked_fill(~real_BS, IGNORED)
+    return made
+
+
+def _causal_mask(real_BS: Tensor) -> Tensor:
+    length = real_BS.shape[1]
+    causal_SS = torch.ones(length, length, dtype=torch.bool, device=real_BS.device).tril()
+    return (causal_SS & real_BS[:, None, :])[:, None]

@@ -1,0 +1,134 @@
+"""Whole steps of transformers' models, padded batches too: one graph, the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import moe_graphs
+from moe_graphs.integrations.transformers import accelerate_model, static_batch
+
+pytest.importorskip("transformers", reason="needs the extra hf")
+from hf_families import loss_and_gradients, skip_unknown, tiny, tokens
+
+FAMILIES = ("llama", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "glm4_moe")
+
+
+def implementation_of(family):
+    return None if family == "llama" else "grouped_mm"
+
+
+def steps(family, batches, *, whole, device="cpu"):
+    model = tiny(family, implementation_of(family), use_cache=False, moe_intermediate_size=64)
+    model = model.to(device, torch.bfloat16 if device == "cuda" else torch.float32)
+    accelerate_model(model, whole_steps=True)
+    on_device = dict(lr=torch.tensor(1e-3, device=device), capturable=device == "cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **on_device)
+
+    def step(batch):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    run = step
+    if whole:
+        run = moe_graphs.FullIteration(step, model=model, optimizer=optimizer)
+    losses = [run({n: t.to(device) for n, t in batch.items()}).clone() for batch in batches]
+    if whole:
+        assert run.report().replayed == len(batches) - 3
+    return [*losses, *(p.detach() for p in model.parameters())]
+
+
+def batches(padding):
+    for shift in range(6):
+        ids = tokens().roll(shift, 1)
+        real = torch.ones_like(ids)
+        real[0, 16 - shift :] = 0  # the first batch has no padding
+        if padding == "any":
+            real = real.flip(1)
+        yield static_batch(dict(input_ids=ids, attention_mask=real, labels=ids), padding)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_whole_step_is_eager_bit_for_bit(family):
+    skip_unknown(family)
+    given = list(batches("right"))
+    runs = [steps(family, given, whole=whole) for whole in (False, True)]
+    assert all(map(torch.equal, *runs))
+
+
+def test_so_it_is_with_masks_of_four_dimensions():
+    given = list(batches("any"))
+    runs = [steps("qwen3_moe", given, whole=whole) for whole in (False, True)]
+    assert all(map(torch.equal, *runs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("padding", ["right", "any"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
+def test_a_whole_step_on_a_gpu(family, padding):
+    torch.use_deterministic_algorithms(True)  # flash attention's backward adds with atomics
+    try:
+        given = list(batches(padding))
+        runs = [steps(family, given, whole=whole, device="cuda") for whole in (False, True)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(map(torch.equal, *runs))
+
+
+@pytest.mark.parametrize("padding", ["right", "any"])
+def test_padded_batches_give_the_same_gradients(padding):
+    """Those of transformers with its mask, to rounding; padding on both sides for "any"."""
+    real = torch.ones_like(tokens())
+    real[0, 11:] = 0
+    if padding == "any":
+        real[1, :4] = 0
+    labels = tokens().masked_fill(real == 0, -100)
+    given = dict(input_ids=tokens(), attention_mask=real, labels=labels)
+    model = tiny("qwen3_moe", "grouped_mm")
+
+    def gradients(batch):
+        model.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters())]
+
+    expected = gradients(given)
+    accelerate_model(model, experts=False, norms=False, rotary=False, loss=False, whole_steps=True)
+    unlabelled = given | dict(labels=tokens())
+    for want, got in zip(expected, gradients(static_batch(unlabelled, padding)), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+
+
+def test_what_needs_a_mask_is_refused():
+    model = tiny("mixtral", "grouped_mm", sliding_window=8)
+    before = loss_and_gradients(model, tokens())
+    accelerated = accelerate_model(model, whole_steps=True)
+    with pytest.raises(ValueError, match="sliding window of 8"):
+        model(tokens())
+    with pytest.raises(ValueError, match="static_batch"):
+        model(tokens()[:, :8], torch.ones(2, 8))
+    with pytest.raises(ValueError, match="position_ids"):
+        model(tokens()[:, :8], position_ids=torch.arange(8)[None])
+    accelerated.undo()
+    after = loss_and_gradients(model, tokens())
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    with pytest.raises(ValueError, match="choose one"):
+        accelerate_model(model, whole_steps=True, graphs=moe_graphs.GraphConfig("model.layers.*"))
+    model.set_attn_implementation("eager")
+    assert "set_attn_implementation" in str(accelerate_model(model, whole_steps=True))
+
+
+def test_batches_are_refused():
+    ids, left = tokens(), torch.ones_like(tokens())
+    left[0, 0] = 0
+    for options, message in (
+        (dict(attention_mask=left), "padded on the left"),
+        (dict(attention_mask=left[:, None]), "shape of input_ids"),
+        (dict(padding="left"), "choose right or any"),
+    ):
+        padding = options.pop("padding", "right")
+        with pytest.raises(ValueError, match=message):
+            static_batch(dict(input_ids=ids, **options), padding)
