@@ -24,20 +24,23 @@ from __future__ import annotations
 
 from moe_graphs.integrations.transformers.accelerated import (
     Accelerated,
-    Change,
     accelerate_model,
     causal_lm_loss,
 )
+from moe_graphs.integrations.transformers.changes import Change, Changes
 from moe_graphs.integrations.transformers.experts_interface import NAME, experts_forward, register
 from moe_graphs.integrations.transformers.graph_callback import GraphCallback
+from moe_graphs.integrations.transformers.swapped_layers import swap_moe_layers
 
 __all__ = [
     "NAME",
     "Accelerated",
     "Change",
+    "Changes",
     "GraphCallback",
     "accelerate_model",
     "causal_lm_loss",
     "experts_forward",
     "register",
+    "swap_moe_layers",
 ]

@@ -8,7 +8,6 @@ import functools
 import types
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,39 +15,22 @@ from torch import Tensor, nn
 
 from moe_graphs.config import GraphConfig
 from moe_graphs.engine.scopes.graphs import Graphs, graph
+from moe_graphs.integrations.transformers.changes import Changes
 from moe_graphs.integrations.transformers.experts_interface import NAME, register
 from moe_graphs.kernels import cross_entropy
 from moe_graphs.kernels.rms_norm import rms_norm
 
 
-@dataclass(frozen=True)
-class Change:
-    """``part`` of the model: what it was, how often, and what it is now, or why it was left."""
-
-    part: str
-    what: str
-    count: int
-    done: bool
-    note: str
-
-    def __str__(self) -> str:
-        done = "changed" if self.done else "left"
-        return f"{self.part:8} {done:8} {self.count:4} {self.what}: {self.note}"
-
-
-class Accelerated:
+class Accelerated(Changes):
     """What ``accelerate_model`` did to a model.
 
     Attributes:
-        changes: line by line; ``print`` it.
         graphs: of the decoder layers, or None.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.changes: list[Change] = []
+        super().__init__(model)
         self.graphs: Graphs | None = None
-        self._undo: list[Callable[[], None]] = []
 
     def step(self) -> contextlib.AbstractContextManager[None]:
         """Around the forwards and backwards of one update, as ``Graphs.step``."""
@@ -56,21 +38,8 @@ class Accelerated:
 
     def undo(self) -> None:
         """The model is transformers' own again, with the weights of now."""
-        while self._undo:
-            self._undo.pop()()
+        super().undo()
         self.graphs = None
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.changes))
-
-    def changed(
-        self, part: str, what: str, count: int, note: str, undo: Callable[[], None]
-    ) -> None:
-        self._undo.append(undo)
-        self.changes.append(Change(part, what, count, True, note))
-
-    def left(self, part: str, what: str, count: int, note: str) -> None:
-        self.changes.append(Change(part, what, count, False, note))
 
 
 def accelerate_model(

@@ -1,0 +1,53 @@
+"""What was changed in a model and what was left, line by line, and how to undo it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Change:
+    """``part`` of the model: what it was, how often, and what it is now, or why it was left."""
+
+    part: str
+    what: str
+    count: int
+    done: bool
+    note: str
+
+    def __str__(self) -> str:
+        done = "changed" if self.done else "left"
+        return f"{self.part:8} {done:8} {self.count:4} {self.what}: {self.note}"
+
+
+class Changes:
+    """What was done to a model in place.
+
+    Attributes:
+        changes: line by line; ``print`` it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.changes: list[Change] = []
+        self._undo: list[Callable[[], None]] = []
+
+    def undo(self) -> None:
+        """The model is transformers' own again, with the weights of now."""
+        while self._undo:
+            self._undo.pop()()
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.changes))
+
+    def changed(
+        self, part: str, what: str, count: int, note: str, undo: Callable[[], None]
+    ) -> None:
+        self._undo.append(undo)
+        self.changes.append(Change(part, what, count, True, note))
+
+    def left(self, part: str, what: str, count: int, note: str) -> None:
+        self.changes.append(Change(part, what, count, False, note))
