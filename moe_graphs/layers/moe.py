@@ -32,16 +32,17 @@ class MoEInput:
 
 @record
 class Routed:
-    """``shape`` is that of the layer's input, ``shared_TD`` the shared expert's output or None."""
+    """``hidden`` is the layer's input as it came, ``shared_TD`` the shared expert's output or None."""
 
-    hidden_TD: Tensor
+    hidden: Tensor
     routing: Routing
     shared_TD: Tensor | None
-    shape: tuple[int, ...]
 
 
 @record
 class Prepared:
+    """``shape`` is that of the layer's input."""
+
     plan: DispatchPlan
     aux_loss: Tensor
     shared_TD: Tensor | None
@@ -95,17 +96,18 @@ class MoEStages(Staged):
         """Chooses experts for ``[..., D]`` tokens and runs the shared expert."""
         hidden_TD = hidden.reshape(-1, hidden.shape[-1])
         routing = self.choose(hidden_TD)
-        return Routed(hidden_TD, routing, self.run_shared(hidden_TD), tuple(hidden.shape))
+        return Routed(hidden, routing, self.run_shared(hidden_TD))
 
     def preprocess(self, routed: Routed) -> Prepared:
         """Sorts and permutes the tokens. They move in the dtype the experts compute in."""
-        hidden_TD, routing = routed.hidden_TD, routed.routing
+        hidden, routing = routed.hidden, routed.routing
+        hidden_TD = hidden.reshape(-1, hidden.shape[-1])
         if torch.is_autocast_enabled(hidden_TD.device.type):
             hidden_TD = hidden_TD.to(torch.get_autocast_dtype(hidden_TD.device.type))
         plan = self.dispatcher.preprocess(
             hidden_TD, routing.weights_TK, routing.experts_TK, self.config.num_experts
         )
-        return Prepared(plan, routing.aux_loss, routed.shared_TD, routed.shape)
+        return Prepared(plan, routing.aux_loss, routed.shared_TD, tuple(hidden.shape))
 
     def run_experts(self, prepared: Prepared) -> MoEOutput:
         """Dispatch, experts, combine. The only part that may sync, if its dispatcher does."""

@@ -95,7 +95,7 @@ class SwappedMoE(MoEStages):
         return shared_TD if gate is None else gate(hidden_TD).sigmoid() * shared_TD
 
     def _prepare(self, routed: Routed) -> PreparedRows:
-        return PreparedRows(self.preprocess(routed), routed.hidden_TD.dtype)
+        return PreparedRows(self.preprocess(routed), routed.hidden.dtype)
 
     def _run_rows(self, rows: PreparedRows) -> Tensor:
         return self.run_experts(rows.prepared).hidden.to(rows.dtype)
