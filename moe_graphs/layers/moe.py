@@ -32,7 +32,7 @@ class MoEInput:
 
 @record
 class Routed:
-    """``hidden`` is the layer's input as it came, ``shared_TD`` the shared expert's output or None."""
+    """``hidden`` is the layer's input, ``shared_TD`` the shared expert's output or None."""
 
     hidden: Tensor
     routing: Routing

@@ -17,6 +17,11 @@ The experts alone::
     register()
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="moe_graphs")
 
+Whole MoE blocks, so that the scopes ``moe_router``, ``moe_preprocess`` and ``moe`` can be chosen::
+
+    print(swap_moe_layers(model))
+    graphs = moe_graphs.graph(model, GraphConfig("moe_router,moe_preprocess"))
+
 Weights, names and checkpoints stay Hugging Face's.
 """
 

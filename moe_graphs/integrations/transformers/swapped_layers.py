@@ -199,10 +199,12 @@ def _other_parts(block: nn.Module) -> str | None:
     for name in _JITTER:
         if getattr(block, name, 0) or getattr(router, name, 0):
             return f"{name} is not zero: its noise is its own"
-    for name, module in (("it", block), ("its router", router), ("its experts", block.experts)):
+    parts = {"it": block, "its router": router, "its experts": block.experts}
+    for name, module in parts.items():
         before, after, *backward = hooks_of(module)
-        if before or any(backward) or (after and module is not router) or "forward" in vars(module):
-            return f"{name} has hooks or another forward, which ours would not run"
+        bypassed = before or any(backward) or (after and module is not router)
+        if bypassed or "forward" in vars(module):
+            return f"ours would not run the hooks or the forward set on {name}"
     return None
 
 
