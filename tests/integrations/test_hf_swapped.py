@@ -81,6 +81,16 @@ def test_groups_of_experts_and_scaling(options):
     check_close(loss_and_gradients(model, tokens()), expected)
 
 
+def test_one_expert_per_token_whose_weight_is_always_one():
+    expected = expected_of(tiny("mixtral", "eager", num_experts_per_tok=1))
+    found = loss_and_gradients(swapped("mixtral", num_experts_per_tok=1), tokens())
+    routers = {name for name in expected if name.endswith("gate.weight")}
+    assert len(routers) == 2
+    for name in routers:
+        assert max(each.pop(name).abs().max() for each in (found, expected)) < 1e-6
+    check_close(found, expected)
+
+
 @pytest.mark.parametrize("family", LEFT)
 def test_other_blocks_are_left(family):
     skip_unknown(family)
@@ -287,7 +297,7 @@ def test_its_error_in_bf16_is_at_most_twice_that_of_before(family):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", CHOSEN)
-def test_graphs_in_bf16_are_eager_bit_for_bit(family):
+def test_graphs_in_bf16_are_eager_bit_for_bit(family, deterministic):
     runs = []
     for scopes in ("", "moe_router,moe_preprocess", "model.layers.*"):
         model = swapped(family, moe_intermediate_size=64).to(torch.bfloat16).cuda()

@@ -60,12 +60,13 @@ class SwappedMoE(MoEStages):
         super().__init__()
         self.config, self.rule = config, rule_of(config)
         self.dispatcher = LocalDispatcher()
-        for name, child in block.named_children():
+        parts = dict(block.named_children())
+        for name, child in parts.items():
             self.add_module(name, SwappedExperts(child) if name == "experts" else child)
         self._buffers.update(block._buffers)
         self.training = block.training
-        self._router = next(name for name in ROUTERS if hasattr(block, name))
-        self._shared = next((name for name in SHARED if hasattr(block, name)), None)
+        self._router = next(name for name in ROUTERS if name in parts)
+        self._shared = next((name for name in SHARED if name in parts), None)
 
     def stages(self) -> tuple[Stage, ...]:
         return (

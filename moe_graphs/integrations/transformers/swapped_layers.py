@@ -68,7 +68,8 @@ def swap_moe_layers(model: nn.Module) -> Changes:
     """Replaces the MoE blocks of a transformers model by ``Staged`` ones on our kernels, in place.
 
     Parameters, buffers, their names and so checkpoints stay: an optimizer may be made before or
-    after. The scopes ``moe_router``, ``moe_preprocess`` and ``moe`` of ``moe_graphs.graph`` work
+    after. Weights have to be there: ``model.init_weights()`` does not know the new experts' class.
+    The scopes ``moe_router``, ``moe_preprocess`` and ``moe`` of ``moe_graphs.graph`` work
     within the model then. Routers compute in fp32, whatever the dtype of the model; the shared
     expert stays transformers' module. Losses come from the model as before: with
     ``output_router_logits=True`` its router runs beside ours, and scopes that contain the router
@@ -76,7 +77,8 @@ def swap_moe_layers(model: nn.Module) -> Changes:
 
     A block is replaced if its class is among those that we have read, its parts and settings are
     those that we compute, and a copy of it, with random weights on the CPU in fp32, has the same
-    outputs and gradients as ours to 1e-5.
+    outputs and gradients as ours to 1e-5. Sharded and quantised weights are left: swap before
+    ``fully_shard``.
 
     Returns:
         What was replaced, and what was left and why; ``print`` it. ``undo()`` puts the blocks
@@ -140,7 +142,7 @@ def _places(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
 
 
 def _reason_to_leave(block: nn.Module, tried: dict[Any, str | None]) -> str | None:
-    """``tried``: what came out for blocks that differ in their weights alone."""
+    """``tried``: what came out for blocks that differ in nothing but the values of weights."""
     if isinstance(block, SwappedMoE):
         return "are ours already"
     if type(block).__name__ not in _KINDS:
@@ -198,7 +200,7 @@ def _other_parts(block: nn.Module) -> str | None:
         return f"its router has {', '.join(sorted(others))} besides"
     for name in _JITTER:
         if getattr(block, name, 0) or getattr(router, name, 0):
-            return f"{name} is not zero: its noise is its own"
+            return f"{name} is not zero, and the noise is not ours"
     parts = {"it": block, "its router": router, "its experts": block.experts}
     for name, module in parts.items():
         before, after, *backward = hooks_of(module)

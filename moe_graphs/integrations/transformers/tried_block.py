@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from moe_graphs.integrations.transformers.swapped_block import SwappedMoE
 from moe_graphs.layers import MoEConfig
 
-_WIDTH, _TOKENS, _ERROR = 8, (2, 32), 1e-5
+_WIDTH, _TOKENS, _ERROR = 8, (2, 16), 1e-5
 
 
 def why_it_differs(block: nn.Module, config: MoEConfig) -> str | None:
     """None if outputs and gradients of the two are equal to 1e-5, with random numbers for weights.
 
-    On the CPU in fp32, training and not, on a copy whose experts have a width of 8: nothing of
-    the size of the experts is copied. Leaves no trace in torch's random numbers.
+    On the CPU in fp32, in training and evaluation (there the output alone), on a copy whose
+    experts have a width of 8: nothing of the size of the experts is copied. 13 s and 2 GB for a
+    block of DeepSeek-V3. Leaves no trace in torch's random numbers.
     """
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -50,7 +51,7 @@ def _compare(theirs: nn.Module, ours: nn.Module) -> str | None:
     for training in (True, False):
         expected = _run(theirs.train(training))
         for name, value in _run(ours.train(training)).items():
-            scale = expected[name].abs().max()
+            scale = expected[name].abs().max().clamp(min=0.1)  # about one, or zero
             error = (value - expected[name]).abs().max() / scale
             if not error <= _ERROR:
                 mode = "training" if training else "evaluation"
@@ -59,12 +60,14 @@ def _compare(theirs: nn.Module, ours: nn.Module) -> str | None:
 
 
 def _run(block: nn.Module) -> dict[str, Tensor]:
-    """The output, and its gradients for the input and the parameters by name."""
+    """The output; in training its gradients for the input and the parameters, too, by name."""
     named = dict(block.named_parameters())
     hidden_size = block.experts.gate_up_proj.shape[2]
     generator = torch.Generator().manual_seed(1)
     x, grad = torch.randn(2, *_TOKENS, hidden_size, generator=generator, device="cpu")
     x.requires_grad_()
     output = block(x)
+    if not block.training:
+        return {"output": output}
     gradients = torch.autograd.grad(output, (x, *named.values()), grad)
     return {"output": output, **dict(zip(("its input", *named), gradients, strict=True))}
