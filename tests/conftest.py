@@ -67,6 +67,14 @@ def poisoned_memory() -> Iterator[None]:
 
 
 @pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Flash attention's backward adds with atomics otherwise."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
 def interpreted() -> Iterator[None]:
     """Plain Triton kernels run on the CPU."""
     from interpreted import interpreter

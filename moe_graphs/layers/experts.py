@@ -59,5 +59,11 @@ class GroupedExperts(nn.Module):
 
     def forward(self, rows_RD: Tensor, offsets_e: Tensor) -> Tensor:
         """``[R, D]`` to ``[R, D]``. The last offset is R: every dispatcher sees to that."""
-        gate_up_R2F = grouped_gemm(rows_RD, self.w1, offsets_e, zero_tail=False)
-        return grouped_gemm(swiglu(gate_up_R2F), self.w2, offsets_e, zero_tail=False)
+        return swiglu_experts(rows_RD, self.w1, self.w2, offsets_e)
+
+
+def swiglu_experts(rows_RD: Tensor, w1_eD2F: Tensor, w2_eFD: Tensor, offsets_e: Tensor) -> Tensor:
+    """Rows of each expert through its own SwiGLU. ``offsets_e``: ends of the experts' rows, the
+    last is R. Weights may be transposed views."""
+    gate_up_R2F = grouped_gemm(rows_RD, w1_eD2F, offsets_e, zero_tail=False)
+    return grouped_gemm(swiglu(gate_up_R2F), w2_eFD, offsets_e, zero_tail=False)

@@ -32,16 +32,17 @@ class MoEInput:
 
 @record
 class Routed:
-    """``shape`` is that of the layer's input, ``shared_TD`` the shared expert's output or None."""
+    """``hidden`` is the layer's input, ``shared_TD`` the shared expert's output or None."""
 
-    hidden_TD: Tensor
+    hidden: Tensor
     routing: Routing
     shared_TD: Tensor | None
-    shape: tuple[int, ...]
 
 
 @record
 class Prepared:
+    """``shape`` is that of the layer's input."""
+
     plan: DispatchPlan
     aux_loss: Tensor
     shared_TD: Tensor | None
@@ -61,7 +62,65 @@ class MoEOutput:
     dropped_tokens: Tensor
 
 
-class MoELayer(Staged):
+class MoEStages(Staged):
+    """The stages around whatever holds the weights. Subclasses have ``config``, ``dispatcher``,
+    ``experts`` (called with rows and offsets), ``choose`` and ``run_shared``."""
+
+    config: MoEConfig
+    dispatcher: Dispatcher
+
+    def choose(self, hidden_TD: Tensor) -> Routing:
+        raise NotImplementedError
+
+    def run_shared(self, hidden_TD: Tensor) -> Tensor | None:
+        """The output of the expert that sees every token, if there is one."""
+        raise NotImplementedError
+
+    def stages(self) -> tuple[Stage, ...]:
+        return (
+            Stage("moe_router", lambda entered: self.route(entered.hidden)),
+            Stage("moe_preprocess", self.preprocess),
+            Stage("moe_experts", self.run_experts, self.dynamic),
+        )
+
+    @property
+    def dynamic(self) -> str | None:
+        """Why ``run_experts`` cannot be captured, or None."""
+        dispatcher = self.dispatcher
+        return f"dispatcher {dispatcher.name!r}" if dispatcher.host_sync else None
+
+    def forward(self, hidden: Tensor) -> MoEOutput:
+        return self.run_stages(MoEInput(hidden))
+
+    def route(self, hidden: Tensor) -> Routed:
+        """Chooses experts for ``[..., D]`` tokens and runs the shared expert."""
+        hidden_TD = hidden.reshape(-1, hidden.shape[-1])
+        routing = self.choose(hidden_TD)
+        return Routed(hidden, routing, self.run_shared(hidden_TD))
+
+    def preprocess(self, routed: Routed) -> Prepared:
+        """Sorts and permutes the tokens. They move in the dtype the experts compute in."""
+        hidden, routing = routed.hidden, routed.routing
+        hidden_TD = hidden.reshape(-1, hidden.shape[-1])
+        if torch.is_autocast_enabled(hidden_TD.device.type):
+            hidden_TD = hidden_TD.to(torch.get_autocast_dtype(hidden_TD.device.type))
+        plan = self.dispatcher.preprocess(
+            hidden_TD, routing.weights_TK, routing.experts_TK, self.config.num_experts
+        )
+        return Prepared(plan, routing.aux_loss, routed.shared_TD, tuple(hidden.shape))
+
+    def run_experts(self, prepared: Prepared) -> MoEOutput:
+        """Dispatch, experts, combine. The only part that may sync, if its dispatcher does."""
+        plan = prepared.plan
+        dispatched = self.dispatcher.dispatch(plan)
+        rows = self.experts(dispatched.rows_RD, dispatched.offsets_e)
+        hidden_TD = self.dispatcher.combine(rows, dispatched, plan)
+        if prepared.shared_TD is not None:
+            hidden_TD = hidden_TD + prepared.shared_TD
+        return MoEOutput(hidden_TD.view(prepared.shape), prepared.aux_loss, plan.dropped)
+
+
+class MoELayer(MoEStages):
     """Router, dispatch, experts, combine, and optionally an expert that sees every token."""
 
     def __init__(
@@ -94,47 +153,16 @@ class MoELayer(Staged):
         if config.shared_gate:
             self.shared_gate = nn.Linear(hidden_size, 1, bias=False, **factory)
 
-    def stages(self) -> tuple[Stage, ...]:
-        return (
-            Stage("moe_router", lambda entered: self.route(entered.hidden)),
-            Stage("moe_preprocess", self.preprocess),
-            Stage("moe_experts", self.run_experts, self.dynamic),
-        )
+    def choose(self, hidden_TD: Tensor) -> Routing:
+        return self.router(hidden_TD)
 
-    @property
-    def dynamic(self) -> str | None:
-        """Why ``run_experts`` cannot be captured, or None."""
-        dispatcher = self.dispatcher
-        return f"dispatcher {dispatcher.name!r}" if dispatcher.host_sync else None
-
-    def forward(self, hidden: Tensor) -> MoEOutput:
-        return self.run_stages(MoEInput(hidden))
-
-    def route(self, hidden: Tensor) -> Routed:
-        """Chooses experts for ``[..., D]`` tokens and runs the shared expert."""
-        hidden_TD = hidden.reshape(-1, hidden.shape[-1])
-        routing = self.router(hidden_TD)
-        return Routed(hidden_TD, routing, self._run_shared(hidden_TD), tuple(hidden.shape))
-
-    def preprocess(self, routed: Routed) -> Prepared:
-        """Sorts and permutes the tokens. They move in the dtype the experts compute in."""
-        hidden_TD, routing = routed.hidden_TD, routed.routing
-        if torch.is_autocast_enabled(hidden_TD.device.type):
-            hidden_TD = hidden_TD.to(torch.get_autocast_dtype(hidden_TD.device.type))
-        plan = self.dispatcher.preprocess(
-            hidden_TD, routing.weights_TK, routing.experts_TK, self.config.num_experts
-        )
-        return Prepared(plan, routing.aux_loss, routed.shared_TD, routed.shape)
-
-    def run_experts(self, prepared: Prepared) -> MoEOutput:
-        """Dispatch, experts, combine. The only part that may sync, if its dispatcher does."""
-        plan = prepared.plan
-        dispatched = self.dispatcher.dispatch(plan)
-        rows = self.experts(dispatched.rows_RD, dispatched.offsets_e)
-        hidden_TD = self.dispatcher.combine(rows, dispatched, plan)
-        if prepared.shared_TD is not None:
-            hidden_TD = hidden_TD + prepared.shared_TD
-        return MoEOutput(hidden_TD.view(prepared.shape), prepared.aux_loss, plan.dropped)
+    def run_shared(self, hidden_TD: Tensor) -> Tensor | None:
+        if self.shared_expert is None:
+            return None
+        shared_TD = self.shared_expert(hidden_TD)
+        if self.shared_gate is not None:
+            shared_TD = self.shared_gate(hidden_TD).sigmoid() * shared_TD
+        return shared_TD
 
     def init_weights(self, std: float = 0.02, out_std: float = 0.02) -> None:
         """Normal weights; ``out_std`` for projections back into the residual stream."""
@@ -145,11 +173,3 @@ class MoELayer(Staged):
             nn.init.normal_(self.shared_expert.w2.weight, std=out_std)
         if self.shared_gate is not None:
             nn.init.normal_(self.shared_gate.weight, std=std)
-
-    def _run_shared(self, hidden_TD: Tensor) -> Tensor | None:
-        if self.shared_expert is None:
-            return None
-        shared_TD = self.shared_expert(hidden_TD)
-        if self.shared_gate is not None:
-            shared_TD = self.shared_gate(hidden_TD).sigmoid() * shared_TD
-        return shared_TD

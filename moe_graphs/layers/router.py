@@ -54,7 +54,7 @@ class TopKRouter(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.rule = config, _rule(config)
+        self.config, self.rule = config, rule_of(config)
         shape = (config.num_experts, hidden_size)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         counts_E = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
@@ -112,7 +112,7 @@ def _jitter(hidden_TD: Tensor, amount: float) -> Tensor:
     return hidden_TD * noise.uniform_(1 - amount, 1 + amount)
 
 
-def _rule(config: MoEConfig) -> RoutingRule:
+def rule_of(config: MoEConfig) -> RoutingRule:
     return RoutingRule(
         top_k=config.top_k,
         sigmoid=config.score_function == "sigmoid",

@@ -77,13 +77,6 @@ def test_it_is_trainers_training_bit_for_bit(tmp_path):
     assert resumed.report.replayed > 0
 
 
-@pytest.fixture
-def deterministic():
-    torch.use_deterministic_algorithms(True)  # flash attention's backward adds with atomics
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.gpu
 def test_sixty_steps_in_bf16_are_trainers_bit_for_bit(tmp_path, deterministic):
     options = dict(dtype=torch.bfloat16, use_cpu=False, max_steps=60, eval_steps=20, save_steps=30)

@@ -124,10 +124,10 @@ def trained(
 ) -> list[torch.Tensor]:
     """The losses of five steps, and the parameters after them. ``step``: around each."""
     optimizer = torch.optim.AdamW(model.parameters())
-    losses = []
+    losses, ids = [], tokens(str(model.device))
     for _ in range(5):
         with step():
-            loss = model(input_ids=tokens(), labels=tokens(), use_cache=False).loss
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -17,25 +17,37 @@ The experts alone::
     register()
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="moe_graphs")
 
+Whole MoE blocks, so that the scopes ``moe_router``, ``moe_preprocess`` and ``moe`` can be chosen::
+
+    print(swap_moe_layers(model))
+    graphs = moe_graphs.graph(model, GraphConfig("moe_router,moe_preprocess"))
+
 Weights, names and checkpoints stay Hugging Face's.
 """
 
 from __future__ import annotations
 
-from moe_graphs.integrations.transformers.accelerated import accelerate_model, causal_lm_loss
-from moe_graphs.integrations.transformers.changes import Accelerated, Change
+from moe_graphs.integrations.transformers.accelerated import (
+    Accelerated,
+    accelerate_model,
+    causal_lm_loss,
+)
+from moe_graphs.integrations.transformers.changes import Change, Changes
 from moe_graphs.integrations.transformers.experts_interface import NAME, experts_forward, register
 from moe_graphs.integrations.transformers.graph_callback import GraphCallback
 from moe_graphs.integrations.transformers.static_masks import static_batch
+from moe_graphs.integrations.transformers.swapped_layers import swap_moe_layers
 
 __all__ = [
     "NAME",
     "Accelerated",
     "Change",
+    "Changes",
     "GraphCallback",
     "accelerate_model",
     "causal_lm_loss",
     "experts_forward",
     "register",
     "static_batch",
+    "swap_moe_layers",
 ]

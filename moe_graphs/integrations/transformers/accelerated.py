@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import types
@@ -13,13 +14,35 @@ import torch
 from torch import Tensor, nn
 
 from moe_graphs.config import GraphConfig
-from moe_graphs.engine.scopes.graphs import graph
-from moe_graphs.integrations.transformers.changes import Accelerated, restore_forwards
+from moe_graphs.engine.scopes.graphs import Graphs, graph
+from moe_graphs.integrations.transformers.changes import Changes, restore_forwards
 from moe_graphs.integrations.transformers.experts_interface import NAME, register
 from moe_graphs.integrations.transformers.rotary_positions import change_rotary
 from moe_graphs.integrations.transformers.static_masks import static_attention
+from moe_graphs.integrations.transformers.swapped_layers import swap_moe_layers
 from moe_graphs.kernels import cross_entropy
 from moe_graphs.kernels.rms_norm import rms_norm
+
+
+class Accelerated(Changes):
+    """What ``accelerate_model`` did to a model.
+
+    Attributes:
+        graphs: of the decoder layers, or None.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.graphs: Graphs | None = None
+
+    def step(self) -> contextlib.AbstractContextManager[None]:
+        """Around the forwards and backwards of one update, as ``Graphs.step``."""
+        return self.graphs.step() if self.graphs is not None else contextlib.nullcontext()
+
+    def undo(self) -> None:
+        """The model is transformers' own again, with the weights of now."""
+        super().undo()
+        self.graphs = None
 
 
 def accelerate_model(
@@ -35,7 +58,8 @@ def accelerate_model(
     """Changes a ``PreTrainedModel`` in place; its weights, names and checkpoints stay as they are.
 
     Args:
-        experts: on our grouped GEMMs (``register``).
+        experts: whole MoE blocks on our stages (``swap_moe_layers``), the experts of others on our
+            grouped GEMMs (``register``).
         norms: RMS norms on torch's fused kernel, those that compute just that (each class is
             tried on random numbers).
         rotary: positions of queries and keys turned in one kernel, where attention calls an
@@ -86,9 +110,10 @@ def accelerate_model(
 
 
 def _change_experts(model: nn.Module, done: Accelerated) -> None:
+    """Whole blocks where that is known, the experts alone in others."""
+    done.add(swap_moe_layers(model))
     kinds = Counter(type(m).__name__ for m in model.modules() if hasattr(type(m), "_apply_gate"))
     if not kinds:
-        done.left("experts", "none", 0, "the model has none of that kind")
         return
     what, count = ", ".join(kinds), kinds.total()
     before = model.config._experts_implementation

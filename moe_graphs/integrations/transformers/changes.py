@@ -1,14 +1,11 @@
-"""What was changed in a transformers model, line by line, and how it is undone."""
+"""What was changed in a model and what was left, line by line, and how to undo it."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
-
-from moe_graphs.engine.scopes.graphs import Graphs
 
 
 @dataclass(frozen=True)
@@ -26,29 +23,22 @@ class Change:
         return f"{self.part:8} {done:8} {self.count:4} {self.what}: {self.note}"
 
 
-class Accelerated:
-    """What ``accelerate_model`` did to a model.
+class Changes:
+    """What was done to a model in place.
 
     Attributes:
         changes: line by line; ``print`` it.
-        graphs: of the decoder layers, or None.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.changes: list[Change] = []
-        self.graphs: Graphs | None = None
         self._undo: list[Callable[[], None]] = []
-
-    def step(self) -> contextlib.AbstractContextManager[None]:
-        """Around the forwards and backwards of one update, as ``Graphs.step``."""
-        return self.graphs.step() if self.graphs is not None else contextlib.nullcontext()
 
     def undo(self) -> None:
         """The model is transformers' own again, with the weights of now."""
         while self._undo:
             self._undo.pop()()
-        self.graphs = None
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.changes))
@@ -61,6 +51,11 @@ class Accelerated:
 
     def left(self, part: str, what: str, count: int, note: str) -> None:
         self.changes.append(Change(part, what, count, False, note))
+
+    def add(self, others: Changes) -> None:
+        """All of theirs, undone together."""
+        self._undo.append(others.undo)
+        self.changes += others.changes
 
 
 def restore_forwards(modules: list[nn.Module]) -> None:

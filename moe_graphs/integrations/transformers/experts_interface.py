@@ -93,12 +93,15 @@ def _linear(
 def _activated(experts: nn.Module, rows_RN: Tensor) -> Tensor:
     if not experts.has_gate:
         return experts.act_fn(rows_RN)
+    return swiglu(rows_RN) if is_swiglu(experts) else experts._apply_gate(rows_RN)
+
+
+def is_swiglu(experts: nn.Module) -> bool:
+    """Whether an experts module of transformers has nothing but ``silu(gate) * up`` in it."""
     from transformers.integrations.moe import _default_apply_gate
 
-    is_plain = type(experts)._apply_gate is _default_apply_gate
-    if is_plain and isinstance(experts.act_fn, _silu_classes()):
-        return swiglu(rows_RN)
-    return experts._apply_gate(rows_RN)
+    is_plain = experts.has_gate and type(experts)._apply_gate is _default_apply_gate
+    return is_plain and isinstance(experts.act_fn, _silu_classes())
 
 
 def _silu_classes() -> tuple[type[nn.Module], ...]:

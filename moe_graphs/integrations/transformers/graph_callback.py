@@ -9,8 +9,7 @@ from transformers import TrainerCallback
 
 from moe_graphs.engine.report import Report
 from moe_graphs.errors import GraphError
-from moe_graphs.integrations.transformers.accelerated import accelerate_model
-from moe_graphs.integrations.transformers.changes import Accelerated
+from moe_graphs.integrations.transformers.accelerated import Accelerated, accelerate_model
 
 
 class GraphCallback(TrainerCallback):

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_graphs.integrations.transformers.changes import Accelerated, restore_forwards
+from moe_graphs.integrations.transformers.changes import Changes, restore_forwards
 from moe_graphs.kernels import apply_rotary
 
 _NAME = "apply_rotary_pos_emb"
 _PARAMETERS = ["q", "k", "cos", "sin", "unsqueeze_dim"]
 
 
-def change_rotary(model: nn.Module, done: Accelerated) -> None:
+def change_rotary(model: nn.Module, done: Changes) -> None:
     """Gives every attention module whose ``forward`` calls that function one that calls ours.
 
     Its code is transformers' own, with that one name bound to another function.

@@ -18,13 +18,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from moe_graphs.integrations.transformers.changes import Accelerated, restore_forwards
+from moe_graphs.integrations.transformers.changes import Changes, restore_forwards
 
 STATIC_SDPA = "moe_graphs_sdpa"
 IGNORED = -100  # what transformers' losses leave out
 
 
-def static_attention(model: nn.Module, done: Accelerated) -> None:
+def static_attention(model: nn.Module, done: Changes) -> None:
     """Lets a model with ``sdpa`` attention build no masks; batches that would need one are errors.
 
     ``done`` takes the change, and undoes it.

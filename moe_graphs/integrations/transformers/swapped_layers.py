@@ -1,0 +1,231 @@
+"""Whole MoE blocks of a transformers model, router to shared expert, on our stages.
+
+Blocks are found by a table of the classes whose modeling files were read (transformers 5.17 and
+5.23), and each kind is tried against transformers' own before it is replaced.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from moe_graphs.engine.hooks import hooks_of
+from moe_graphs.integrations.transformers.changes import Changes
+from moe_graphs.integrations.transformers.experts_interface import is_swiglu
+from moe_graphs.integrations.transformers.swapped_block import (
+    BIAS,
+    ROUTERS,
+    SHARED,
+    SHARED_GATE,
+    SwappedMoE,
+)
+from moe_graphs.integrations.transformers.tried_block import why_it_differs
+from moe_graphs.layers import MoEConfig
+
+# Whether scores are sigmoids, and whether they are normalised where the router does not say.
+_SOFTMAX, _SOFTMAX_AS_IT_IS, _SIGMOID = (False, True), (False, False), (True, True)
+_KINDS = {
+    "MixtralSparseMoeBlock": _SOFTMAX,
+    "MiniMaxSparseMoeBlock": _SOFTMAX,
+    "OlmoeSparseMoeBlock": _SOFTMAX,
+    "FlexOlmoSparseMoeBlock": _SOFTMAX,
+    "Qwen2MoeSparseMoeBlock": _SOFTMAX,
+    "Qwen3MoeSparseMoeBlock": _SOFTMAX,
+    "Qwen3NextSparseMoeBlock": _SOFTMAX,
+    "Qwen3_5MoeSparseMoeBlock": _SOFTMAX,
+    "Qwen3VLMoeTextSparseMoeBlock": _SOFTMAX,
+    "Qwen3OmniMoeThinkerTextSparseMoeBlock": _SOFTMAX,
+    "Qwen3OmniMoeTalkerTextSparseMoeBlock": _SOFTMAX,
+    "MellumSparseMoeBlock": _SOFTMAX,
+    "GraniteMoeMoE": _SOFTMAX,
+    "GraniteMoeSharedMoE": _SOFTMAX,
+    "GraniteMoeHybridMoE": _SOFTMAX,
+    "Mistral4MoE": _SOFTMAX,
+    "DeepseekV2Moe": _SOFTMAX_AS_IT_IS,
+    "DeepseekV3MoE": _SIGMOID,
+    "DeepseekV32MoE": _SIGMOID,
+    "BailingHybridMoE": _SIGMOID,
+    "Dots1MoE": _SIGMOID,
+    "ExaoneMoeSparseMoEBlock": _SIGMOID,
+    "Glm4MoeMoE": _SIGMOID,
+    "Glm4MoeLiteMoE": _SIGMOID,
+    "Glm4vMoeTextMoE": _SIGMOID,
+    "GlmMoeDsaMoE": _SIGMOID,
+    "KimiLinearMoE": _SIGMOID,
+    "MiMoV2FlashMoE": _SIGMOID,
+    "MiniMaxM2SparseMoeBlock": _SIGMOID,
+    "SolarOpenMoE": _SIGMOID,
+}
+_PARTS = {*ROUTERS, *SHARED, SHARED_GATE, "experts"}
+_SETTINGS = (bool, int, float, str, type(None))
+_JITTER = ("jitter_noise", "input_jitter_noise", "router_jitter_noise")
+
+
+def swap_moe_layers(model: nn.Module) -> Changes:
+    """Replaces the MoE blocks of a transformers model by ``Staged`` ones on our kernels, in place.
+
+    Parameters, buffers, their names and so checkpoints stay: an optimizer may be made before or
+    after. Weights have to be there: ``model.init_weights()`` does not know the new experts' class.
+    The scopes ``moe_router``, ``moe_preprocess`` and ``moe`` of ``moe_graphs.graph`` work
+    within the model then. Routers compute in fp32, whatever the dtype of the model; the shared
+    expert stays transformers' module. Losses come from the model as before: with
+    ``output_router_logits=True`` its router runs beside ours, and scopes that contain the router
+    are an error then.
+
+    A block is replaced if its class is among those that we have read, its parts and settings are
+    those that we compute, and a copy of it, with random weights on the CPU in fp32, has the same
+    outputs and gradients as ours to 1e-5. Sharded and quantised weights are left: swap before
+    ``fully_shard``.
+
+    Returns:
+        What was replaced, and what was left and why; ``print`` it. ``undo()`` puts the blocks
+        back, with the weights of now.
+    """
+    done = Changes(model)
+    places = _places(model)
+    outcomes: dict[tuple[str, str | None], list[nn.Module]] = {}
+    tried: dict[Any, str | None] = {}
+    for block in places:
+        outcome = type(block).__name__, _reason_to_leave(block, tried)
+        outcomes.setdefault(outcome, []).append(block)
+    for (kind, reason), blocks in outcomes.items():
+        if reason is not None:
+            done.left("moe", kind, len(blocks), reason)
+            continue
+        swaps = [_Swap(block, SwappedMoE(block, _config(block)), places[block]) for block in blocks]
+        for swap in swaps:
+            swap.do()
+        note = "our stages, choice of experts and grouped GEMMs"
+        done.changed("moe", kind, len(blocks), note, functools.partial(_undo, swaps))
+    if not outcomes:
+        done.left("moe", "none", 0, "the model has no blocks with experts")
+    return done
+
+
+@dataclass(frozen=True)
+class _Swap:
+    """``places``: each parent that has the block, and its name there."""
+
+    block: nn.Module
+    swapped: SwappedMoE
+    places: list[tuple[nn.Module, str]]
+
+    def do(self) -> None:
+        for parent, name in self.places:
+            setattr(parent, name, self.swapped)
+
+    def undo(self) -> None:
+        """With the tensors of now, which may be others after ``model.to()``."""
+        block, swapped = self.block, self.swapped
+        block._buffers.update(swapped._buffers)
+        block.experts._parameters.update(swapped.experts._parameters)
+        block.training, block.experts.training = swapped.training, swapped.experts.training
+        for parent, name in self.places:
+            setattr(parent, name, block)
+
+
+def _undo(swaps: list[_Swap]) -> None:
+    for swap in swaps:
+        swap.undo()
+
+
+def _places(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
+    found: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if isinstance(getattr(child, "experts", None), nn.Module):
+                found.setdefault(child, []).append((parent, name))
+    return found
+
+
+def _reason_to_leave(block: nn.Module, tried: dict[Any, str | None]) -> str | None:
+    """``tried``: what came out for blocks that differ in nothing but the values of weights."""
+    if isinstance(block, SwappedMoE):
+        return "are ours already"
+    if type(block).__name__ not in _KINDS:
+        return "its router or its parts are none that we compute"
+    reason = _other_parts(block) or _other_experts(block.experts) or _other_weights(block)
+    if reason is not None:
+        return reason
+    try:
+        config = _config(block)
+    except (AttributeError, ValueError) as error:
+        return str(error)
+    settings = [
+        (name, type(module), {k: v for k, v in vars(module).items() if isinstance(v, _SETTINGS)})
+        for name, module in block.named_modules()
+    ]
+    shapes = [p.shape for p in block.parameters()]
+    kind = repr((config, settings, shapes))
+    if kind not in tried:
+        tried[kind] = why_it_differs(block, config)
+    return tried[kind]
+
+
+def _config(block: nn.Module) -> MoEConfig:
+    """Read off the router, which is what computes; a model's configuration may say other things."""
+    sigmoid, normalize = _KINDS[type(block).__name__]
+    router = _router(block)
+    groups = getattr(router, "num_group", None) or 1
+    return MoEConfig(
+        num_experts=router.weight.shape[0],
+        top_k=router.top_k,
+        ffn_hidden_size=block.experts.down_proj.shape[2],
+        score_function="sigmoid" if sigmoid else "softmax",
+        normalize_top_k=getattr(router, "norm_topk_prob", normalize),
+        num_groups=groups if groups > 1 else None,
+        top_k_groups=router.topk_group if groups > 1 else None,
+        scaling_factor=getattr(router, "routed_scaling_factor", 1.0),
+        expert_bias=BIAS in {*router._buffers, *block._buffers},
+    )
+
+
+def _router(block: nn.Module) -> nn.Module:
+    return next(getattr(block, name) for name in ROUTERS if hasattr(block, name))
+
+
+def _other_parts(block: nn.Module) -> str | None:
+    others = {name for name, _ in block.named_children()} - _PARTS
+    others |= {name for name, _ in block.named_parameters(recurse=False)}
+    others |= {name for name, _ in block.named_buffers(recurse=False)} - {BIAS}
+    if others:
+        return f"has {', '.join(sorted(others))} besides"
+    router = _router(block)
+    others = {name for name, _ in router.named_parameters()} - {"weight"}
+    others |= {name for name, _ in router.named_buffers()} - {BIAS}
+    if others:
+        return f"its router has {', '.join(sorted(others))} besides"
+    for name in _JITTER:
+        if getattr(block, name, 0) or getattr(router, name, 0):
+            return f"{name} is not zero, and the noise is not ours"
+    parts = {"it": block, "its router": router, "its experts": block.experts}
+    for name, module in parts.items():
+        before, after, *backward = hooks_of(module)
+        bypassed = before or any(backward) or (after and module is not router)
+        if bypassed or "forward" in vars(module):
+            return f"ours would not run the hooks or the forward set on {name}"
+    return None
+
+
+def _other_experts(experts: nn.Module) -> str | None:
+    if not hasattr(type(experts), "_apply_gate"):
+        return "its experts are none of transformers' interface"
+    if experts.has_bias or experts.is_transposed or not experts.is_concatenated:
+        return "its experts have biases or lie in memory in another way"
+    if not is_swiglu(experts):
+        return f"its experts are no SwiGLU: {type(experts.act_fn).__name__}"
+    if {name for name, _ in experts.named_parameters()} != {"gate_up_proj", "down_proj"}:
+        return "its experts have other parameters"
+    if getattr(experts, "_is_expert_parallel", False):
+        return "its experts are spread over ranks"
+    return None
+
+
+def _other_weights(block: nn.Module) -> str | None:
+    for weight in (_router(block).weight, *block.experts.parameters()):
+        if type(weight) is not nn.Parameter or not weight.is_floating_point():
+            return f"a weight is a {type(weight).__name__} of {weight.dtype}"
+    return None
