@@ -85,8 +85,8 @@ def accelerate_model(
 
     Args:
         experts: on our grouped GEMMs (``register``).
-        norms: RMS norms on torch's fused kernel, those that compute just that (each class is
-            tried on random numbers).
+        norms: RMS norms on our kernels, those that compute just that (each class is tried on
+            random numbers).
         loss: the causal language model's cross entropy without fp32 copies of the logits.
         graphs: the decoder layers as CUDA graphs: put ``with accelerated.step():`` around the
             forwards and backwards of an update. Worth most where the host's launches take longer
@@ -151,7 +151,7 @@ def _change_norms(model: nn.Module, done: Accelerated) -> None:
         for module in modules:
             module.forward = types.MethodType(forward, module)
         undo = functools.partial(_restore, modules)
-        done.changed("norms", name, count, "torch's fused kernel", undo)
+        done.changed("norms", name, count, "one kernel forward, one backward", undo)
 
 
 def _restore(modules: list[nn.Module]) -> None:
@@ -177,7 +177,7 @@ def _plain(self: nn.Module, hidden_states: Tensor) -> Tensor:
 
 def _zero_centred(self: nn.Module, hidden_states: Tensor) -> Tensor:
     """Weights around zero, of Gemma and Qwen3-Next."""
-    return rms_norm(hidden_states, 1 + self.weight.float(), _eps(self))
+    return rms_norm(hidden_states, self.weight, _eps(self), zero_centred=True)
 
 
 _NORMS = (_plain, _zero_centred)
