@@ -1,4 +1,4 @@
-"""What stands around the experts: heads of attention, router, loss. Ours against plain torch.
+"""What stands around the experts: heads of attention, norms, router, loss. Ours against torch.
 
     python benchmarks/layer_kernels.py --out benchmarks/results/layer_kernels_h200.jsonl
 
@@ -27,9 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from moe_graphs.bench import environment
 from moe_graphs.bench.timing import capture_burst, elapsed
-from moe_graphs.kernels import cross_entropy, split_heads
+from moe_graphs.kernels import cross_entropy, rms_norm, split_heads
 from moe_graphs.kernels.choose_experts import RoutingRule, choose, route
 from moe_graphs.kernels.heads import plain_split_heads
+from moe_graphs.kernels.rms_norm import plain_rms_norm
 
 CALLS, EPS = 5, 1e-6
 Function = Callable[..., Sequence[Tensor]]
@@ -114,9 +115,23 @@ def loss(device: str, N: int, V: int) -> Case:
     return Case("cross_entropy", f"{N} tokens, vocabulary {V}", ours, plain, [logits], 1)
 
 
+def norm(device: str, T: int, D: int) -> Case:
+    x = torch.randn(T, D, device=device).bfloat16()
+    weight = (torch.rand(D, device=device) + 0.5).bfloat16()
+
+    def plain(x: Tensor, weight: Tensor) -> tuple[Tensor]:
+        return (plain_rms_norm(x, weight, EPS),)
+
+    def ours(x: Tensor, weight: Tensor) -> tuple[Tensor]:
+        return (rms_norm(x, weight, EPS),)
+
+    return Case("rms_norm", f"{T} rows of {D}", ours, plain, [x, weight], 1)
+
+
 def cases(device: str, tiny: bool) -> Iterator[Case]:
     if tiny:
         yield from (heads(device, 2, 8, 4, 2, 8), router(device, 16, 32, 8, 2), loss(device, 8, 33))
+        yield norm(device, 16, 24)
         return
     for shape in ((4, 4096, 32, 4, 128), (2, 1024, 16, 4, 64), (8, 1024, 12, 12, 64)):
         yield heads(device, *shape)
@@ -125,6 +140,8 @@ def cases(device: str, tiny: bool) -> Iterator[Case]:
     yield router(device, 8192, 7168, 256, 8, groups=8)
     for shape in ((16384, 32768), (16384, 151936), (2048, 32768), (8192, 256)):
         yield loss(device, *shape)
+    for shape in ((16384, 2048), (524288, 128), (16384, 2880), (8192, 7168), (2048, 1024)):
+        yield norm(device, *shape)
 
 
 def error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:

@@ -11,6 +11,7 @@ from moe_graphs.kernels.gemm.gather import gather_gemm
 from moe_graphs.kernels.gemm.op import grouped_gemm
 from moe_graphs.kernels.heads import split_heads
 from moe_graphs.kernels.permute import permute, unpermute
+from moe_graphs.kernels.rms_norm import rms_norm
 from moe_graphs.kernels.rotary import apply_rotary
 from moe_graphs.kernels.row_order import RowOrder, route_rows
 from moe_graphs.kernels.swiglu import swiglu
@@ -23,6 +24,7 @@ __all__ = [
     "gather_gemm",
     "grouped_gemm",
     "permute",
+    "rms_norm",
     "route",
     "route_rows",
     "split_heads",

@@ -17,13 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2
+from moe_graphs.kernels.add_sums_triton import PROGRAMS, add_sums
+from moe_graphs.kernels.launching import launch, next_power_of_2
 from moe_graphs.kernels.ops import define_op
 
-# Three of the largest fit on each of an H200's 132 multiprocessors at once. Measured there
-# (2026-11-21, 16384 tokens of 32 + 2 * 4 heads of 128): 132 us, with 512 programs 167, 1024 145.
-PROGRAMS = 384
-ADD_SUMS = {"ROWS": 256, "COLS": 8}  # programs whose sums are added at once, columns of a program
 TILE = 4096  # numbers of a tile at most, unless all of them are normalised together
 NUMBERS_PER_WARP, NUMBERS_PER_WARP_FULL = 1024, 512  # full: a thread also has as many weights
 # Bytes in flight of a token up to which two more are on their way, or one: a multiprocessor has 228
@@ -189,26 +186,6 @@ def heads_backward_kernel(
         _store_sums(sums_ptr + query_size, (key_first, key_second), G, KEY_LANES, Q, full)
 
 
-@triton.jit
-def add_sums_kernel(
-    sums_ptr, dquery_ptr, dkey_ptr, programs, query_size, key_size,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    """Adds up the programs' sums, [programs, query_size + key_size], into the two gradients."""
-    width = query_size + key_size
-    column = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    total = tl.zeros((ROWS, COLS), tl.float32)
-    for base in range(0, programs, ROWS):
-        row = base + tl.arange(0, ROWS)[:, None]
-        live = (row < programs) & (column < width)[None, :]
-        total += tl.load(sums_ptr + row * width + column[None, :], mask=live, other=0.0)
-    dw = tl.sum(total, 0)
-    of_query = column < query_size
-    tl.store(dquery_ptr + column, dw.to(dquery_ptr.dtype.element_ty), mask=of_query)
-    dkey_ptr += column - query_size
-    tl.store(dkey_ptr, dw.to(dkey_ptr.dtype.element_ty), mask=(column < width) & ~of_query)
-
-
 @define_op(device="default")
 def heads_forward(
     qkv_BSM: torch.Tensor,
@@ -266,8 +243,7 @@ def heads_backward(
         kinds = {"SUMS": wants_weights, "STAGES": stages, **variant}
         launch(heads_backward_kernel, (programs,), args, **kinds)
     if wants_weights:
-        args = (sums, *made[1:], programs, query_weight_N.numel(), key_weight_N.numel())
-        launch(add_sums_kernel, (cdiv(width, ADD_SUMS["COLS"]),), args, **ADD_SUMS)
+        add_sums(sums, *made[1:])
     return made
 
 

@@ -24,6 +24,7 @@ from moe_graphs.kernels import (  # noqa: E402
     cross_entropy_triton,
     heads_triton,
     permute_triton,
+    rms_norm_triton,
     row_order_triton,
     swiglu_triton,
 )
@@ -288,6 +289,30 @@ def test_rotary(compiled, heads, kv_heads, size, columns, dtype):
         check(kernel, wgmma=False)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("size", [64, 77, 128, 2048, 2880, 4096, 7168, 8192])
+def test_rms_norm(compiled, size, dtype):
+    x = torch.empty(64, size, dtype=dtype)
+    for weight_dtype in {dtype, FP32}:
+        weight = torch.empty(size, dtype=weight_dtype)
+
+        def launches(weight=weight):
+            rms_norm_triton.rms_norm_forward(x, weight, 1e-6, True)
+            for wanted in (True, False):
+                rms_norm_triton.rms_norm_backward(x, x, weight, 1e-6, True, wanted)
+
+        forward, backward, sums, without_sums = compiled(launches)
+        for kernel in (forward, backward, sums, without_sums):
+            check(kernel, wgmma=False)
+            assert "atom" not in kernel.ptx
+        if size % 16 == 0:  # 16 bytes at a time, the backward's copied ahead
+            assert "ld.global.v4.b32" in forward.ptx
+            assert "cp.async.cg.shared.global [ %r" in backward.ptx
+        # Of the rows nothing changes its layout in the loop.
+        loop = backward.ttgir.split("scf.for")[1].split("scf.yield")[0]
+        assert "convert_layout" not in loop
+
+
 def test_fake_cuda_tensors_see_static_shapes():
     """The whole dropless path, traced without launching anything."""
     with FakeTensorMode():
@@ -313,6 +338,9 @@ def test_fake_cuda_tensors_see_static_shapes():
         given = (qkv, table, table, weight, weight)
         found = heads_triton.heads_backward(query, key, value, *given, 1e-5, True)
         assert [x.shape for x in found] == [qkv.shape, weight.shape, weight.shape]
+        assert kernels.rms_norm(query, weight, 1e-5).shape == query.shape
+        found = rms_norm_triton.rms_norm_backward(query, query, weight, 1e-5, False, True)
+        assert [x.shape for x in found] == [query.shape, weight.shape]
 
 
 @triton.jit

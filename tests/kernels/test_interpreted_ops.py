@@ -10,10 +10,12 @@ pytest.importorskip("triton")
 
 from moe_graphs.kernels import (
     RowOrder,
+    add_sums_triton,
     cross_entropy_triton,
     heads_triton,
     permute,
     permute_triton,
+    rms_norm_triton,
     rotary_triton,
     route_rows,
     row_order_triton,
@@ -22,6 +24,7 @@ from moe_graphs.kernels import (
     unpermute,
 )
 from moe_graphs.kernels.heads import _SplitHeads, plain_split_heads
+from moe_graphs.kernels.rms_norm import _RMSNorm, plain_rms_norm
 from moe_graphs.kernels.rotary import _ApplyRotary, plain_rotary
 
 POISON = 777.0
@@ -167,7 +170,7 @@ def test_heads(monkeypatch, heads, kv_heads, size, norm, length):
     """Gradients come as attention returns them: [B, H, S, Q], transposed. Several tokens for a
     program, and for the last size several tiles for a token."""
     monkeypatch.setattr(heads_triton, "PROGRAMS", 3)
-    monkeypatch.setitem(heads_triton.ADD_SUMS, "COLS", 128)  # fewer programs of the small kernel
+    monkeypatch.setitem(add_sums_triton.TILE, "COLS", 128)  # fewer programs of the small kernel
     torch.manual_seed(0)
     qkv = torch.randn(2, length, (heads + 2 * kv_heads) * size, requires_grad=True)
     angles = torch.randn(length, size // 2)
@@ -203,3 +206,39 @@ def test_rotary(monkeypatch, heads, kv_heads, size, columns, sequences):
     expected, grads = (torch.autograd.grad(x, (query, key), gradients) for x in (plain, found))
     torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy: 1 / 0 in rows that are not there
+@pytest.mark.parametrize("zero_centred", [False, True])
+@pytest.mark.parametrize(("rows", "size"), [(7, 1), (200, 70), (3, 2048), (2, 2880)])
+def test_rms_norm(monkeypatch, rows, size, zero_centred):
+    """Rows that lie apart, several tiles for a program, and rows of the last tile that are not
+    there: without eps, what is divided by in them is zero."""
+    monkeypatch.setattr(rms_norm_triton, "PROGRAMS", 2)
+    monkeypatch.setitem(add_sums_triton.TILE, "COLS", 128)
+    torch.manual_seed(0)
+    wide = torch.cat([torch.randn(rows, size), torch.full((rows, 4), POISON)], 1)
+    x, weight = wide[:, :size].requires_grad_(), torch.randn(size, requires_grad=True)
+    dy = torch.randn(size, rows).t()
+    for eps in (0.1, 0.0):
+        given = (x, weight, eps, zero_centred)
+        plain, found = plain_rms_norm(*given), _RMSNorm.apply(*given)
+        torch.testing.assert_close(found, plain)
+        expected = torch.autograd.grad(plain, (x, weight), dy)
+        together = torch.autograd.grad(found, (x, weight), dy, retain_graph=True)
+        for leaf, got, want in zip((x, weight), together, expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+            (alone,) = torch.autograd.grad(found, leaf, dy, retain_graph=True)
+            assert torch.equal(alone, got)
+
+
+def test_rms_norm_of_no_rows_and_frozen_weights():
+    x, weight = torch.randn(0, 6, requires_grad=True), torch.randn(6, requires_grad=True)
+    found = _RMSNorm.apply(x, weight, 0.1, False)
+    grad_x, grad_weight = torch.autograd.grad(found, (x, weight), torch.randn(0, 6))
+    assert found.shape == grad_x.shape == (0, 6)
+    assert torch.equal(grad_weight, torch.zeros(6))
+    x = torch.randn(5, 6, requires_grad=True)
+    (got,) = torch.autograd.grad(_RMSNorm.apply(x, weight.detach(), 0.1, False).sum(), x)
+    (want,) = torch.autograd.grad(plain_rms_norm(x, weight.detach(), 0.1).sum(), x)
+    torch.testing.assert_close(got, want)

@@ -19,7 +19,7 @@ from moe_graphs.kernels.availability import has_triton
 from op_cases import OpCase, op_cases
 
 NAMES = list(op_cases())
-WITH_KERNELS = ("choose_experts", "cross_entropy", "heads", "permute", "swiglu")
+WITH_KERNELS = ("choose_experts", "cross_entropy", "heads", "permute", "rms_norm", "swiglu")
 
 
 @pytest.fixture(autouse=True)

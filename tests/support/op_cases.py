@@ -76,6 +76,12 @@ def op_cases(
     def rotary(query_BHSQ: Tensor, key_BGSQ: Tensor) -> Sequence[Tensor]:
         return kernels.apply_rotary(query_BHSQ, key_BGSQ, *(t[None] for t in tables))
 
+    def norms(x: Tensor, weight: Tensor) -> Sequence[Tensor]:
+        return [
+            kernels.rms_norm(x, weight, 0.1, zero_centred=zero_centred)
+            for zero_centred in (False, True)
+        ]
+
     return {
         "apply_rotary": OpCase(rotary, [leaf(2, 3, 6, 8), leaf(2, 1, 6, 8)]),
         "cross_entropy": OpCase(losses, [leaf(T, 40)]),
@@ -88,6 +94,7 @@ def op_cases(
         ),
         "permute": OpCase(lambda x: [kernels.permute(x, order)], [leaf(T, D)]),
         "permute with gaps": OpCase(lambda x: [kernels.permute(x, gapped)], [leaf(T, D)]),
+        "rms_norm": OpCase(norms, [leaf(2, 6, D), leaf(D)]),
         "rotate": OpCase(lambda x: [rotate(x, *tables)], [leaf(2, 6, 3, 8)]),
         "route": OpCase(lambda x, w: kernels.route(x, w, bias_E, RULE), [leaf(T, D), leaf(E, D)]),
         "route_rows": OpCase(lambda: _tensors(kernels.route_rows(experts_TK, E)), []),

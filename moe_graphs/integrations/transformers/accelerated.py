@@ -60,8 +60,8 @@ def accelerate_model(
     Args:
         experts: whole MoE blocks on our stages (``swap_moe_layers``), the experts of others on our
             grouped GEMMs (``register``).
-        norms: RMS norms on torch's fused kernel, those that compute just that (each class is
-            tried on random numbers).
+        norms: RMS norms on our kernels, those that compute just that (each class is tried on
+            random numbers).
         rotary: positions of queries and keys turned in one kernel, where attention calls an
             ``apply_rotary_pos_emb`` that computes just that (tried on random numbers).
         loss: the causal language model's cross entropy without fp32 copies of the logits.
@@ -140,7 +140,7 @@ def _change_norms(model: nn.Module, done: Accelerated) -> None:
         for module in modules:
             module.forward = types.MethodType(forward, module)
         undo = functools.partial(restore_forwards, modules)
-        done.changed("norms", name, count, "torch's fused kernel", undo)
+        done.changed("norms", name, count, "one kernel forward, one backward", undo)
 
 
 @torch.no_grad()
@@ -161,7 +161,7 @@ def _plain(self: nn.Module, hidden_states: Tensor) -> Tensor:
 
 def _zero_centred(self: nn.Module, hidden_states: Tensor) -> Tensor:
     """Weights around zero, of Gemma and Qwen3-Next."""
-    return rms_norm(hidden_states, 1 + self.weight.float(), _eps(self))
+    return rms_norm(hidden_states, self.weight, _eps(self), zero_centred=True)
 
 
 _NORMS = (_plain, _zero_centred)
