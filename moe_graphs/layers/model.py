@@ -50,9 +50,7 @@ class LanguageModel(nn.Module):
         factory = {"device": device, "dtype": dtype}
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size, **factory)
-        self.rope = RotaryEmbedding(
-            config.head_size, config.max_sequence_length, config.rope_theta, device=device
-        )
+        self.rope = RotaryEmbedding.of(config, device)
         self.layers = nn.ModuleList(
             TransformerLayer(config, index, dispatcher, self.rope, **factory)
             for index in range(config.num_layers)
@@ -113,10 +111,12 @@ class LanguageModel(nn.Module):
     def flops_per_token(self, sequence_length: int) -> int:
         """FLOPs of one token's forward and backward, for model FLOPs utilisation.
 
-        ``6 N + 12 L H Q S`` (PaLM, arXiv 2204.02311, appendix B): N active parameters without
-        the embedding table, attention counted as if it were not causal, as is customary.
+        ``6 N + 6 L H (Q + V) S`` (PaLM, arXiv 2204.02311, appendix B): N active parameters
+        without the embedding table, Q and V the head dims of keys and values, attention counted
+        as if it were not causal, as is customary.
         """
         config = self.config
         matmul = self.num_parameters(active=True) - self.embedding.weight.numel()
-        attention = config.num_layers * config.num_heads * config.head_size * sequence_length
-        return 6 * matmul + 12 * attention
+        head_sizes = config.head_size + config.value_head_size
+        attention = config.num_layers * config.num_heads * head_sizes * sequence_length
+        return 6 * (matmul + attention)
