@@ -26,7 +26,7 @@ ALLOWED = {
     "kernels": {"kernels"},
     "dispatch": {"dispatch", "kernels", "staged"},
     "layers": {"layers", "checkpoints", "dispatch", "kernels", "staged"},
-    "checkpoints": {"checkpoints", "layers.model_config", "layers.rope_scaling", "dispatch"},
+    "checkpoints": {"checkpoints", "layers.model_config", "layers.rope_scaling"},
     "pipelines": {"pipelines", "errors"},
     "engine": {"engine", "pipelines", "staged", "config", "errors"},
 }
