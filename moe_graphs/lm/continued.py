@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from pathlib import Path
 
-from moe_graphs.checkpoints.hf_config import transformer_config
+from moe_graphs.checkpoints.loading import read_files
 from moe_graphs.layers import LanguageModel
 from moe_graphs.lm.run_presets import Preset
 from moe_graphs.lm.settings import TrainSettings
@@ -30,19 +29,11 @@ def continued_preset(init: Path, *, steps: int = 200) -> Preset:
     """The model of a checkpoint, and how to train it further: gently, since it is trained.
 
     Raises:
-        ValueError: if there is no config.json, or one of a model that ours is not.
+        ValueError: if our layers do not compute it, or its files are not whole.
     """
-    path = init / "config.json"
-    try:
-        values = json.loads(path.read_text())
-    except OSError as error:
-        raise ValueError(
-            f"init: {path} cannot be read ({error.strerror}): give the directory of a Hugging "
-            f"Face checkpoint"
-        ) from error
-    except ValueError as error:
-        raise ValueError(f"init: {path} is no JSON: {error}") from error
-    model = transformer_config(values)
+    if not init.is_dir():
+        raise ValueError(f"init: no directory {init}: give one with a Hugging Face checkpoint")
+    model = read_files(init, None).config
     training = TrainSettings(
         steps=steps,
         batch_size=8,
@@ -69,12 +60,9 @@ def checkpoint_identity(init: Path) -> str:
 
 def save_for_others(model: LanguageModel, tokenizer: Path, out: Path) -> Path:
     """Writes ``out/model``, which transformers loads: the weights, and the tokenizer's files."""
-    path, partial = out / MODEL_DIRECTORY, out / f"{MODEL_DIRECTORY}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
+    path = out / MODEL_DIRECTORY
+    model.save_pretrained(path)
     for name in _TOKENIZER_FILES:
         if (tokenizer / name).is_file():
-            shutil.copy(tokenizer / name, partial / name)
-    shutil.rmtree(path, ignore_errors=True)
-    partial.rename(path)
+            shutil.copy(tokenizer / name, path / name)
     return path

@@ -5,11 +5,12 @@ T tokens of all documents, D documents.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,6 +138,7 @@ def tokenize(
     tokenizer: TextTokenizer,
     *,
     vocab_size: int,
+    sequence_length: int,
     write: Path | None = None,
     read: Iterable[Path] = (),
 ) -> tuple[TokenizedText, Path | None]:
@@ -144,6 +146,8 @@ def tokenize(
 
     Args:
         vocab_size: of the model.
+        sequence_length: of the held-out text there is at least one sequence, so few documents
+            may give more of them than one in twenty.
         write: a folder that keeps the ids for the next time; None for none.
         read: folders that may hold them from the last time.
 
@@ -153,6 +157,7 @@ def tokenize(
     Raises:
         ValueError: if a token's id is beyond ``vocab_size``; it is named.
     """
+    corpus = _with_a_sequence_held_out(corpus, tokenizer, sequence_length)
     sides = {"train": corpus.train_documents, "held_out": corpus.held_out_documents}
     key = json.dumps([*(side.identity["text"] for side in sides.values()), tokenizer.digest])
     found = next(filter(None, (_cached(folder / CACHE, key) for folder in read)), None)
@@ -176,6 +181,22 @@ def tokenize(
         partial.rename(write / CACHE)
     content = corpus.held_out_content
     return TokenizedText(corpus.source, *made, content, tokenizer, corpus.skipped), path
+
+
+def _with_a_sequence_held_out(corpus: Corpus, tokenizer: TextTokenizer, length: int) -> Corpus:
+    """With the first documents to train on held out, too, if those held out are too short."""
+    documents, count = (*corpus.held_out, *corpus.train), len(corpus.held_out)
+    found = accumulate(len(ids) + 1 for ids in tokenizer.encode(documents))
+    enough = next((n for n, tokens in enumerate(found, 1) if tokens >= length), len(documents))
+    if enough <= count:
+        return corpus
+    if enough == len(documents):
+        raise ValueError(
+            f"data: {corpus.source} has no more tokens than one sequence of {length}, which is "
+            f"held out: give more text, or a smaller --sequence-length"
+        )
+    sides = {"held_out": documents[:enough], "train": documents[enough:]}
+    return dataclasses.replace(corpus, **sides)
 
 
 def _tokenized(corpus: Corpus, tokenizer: TextTokenizer) -> dict[str, torch.Tensor]:

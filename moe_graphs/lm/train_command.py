@@ -167,8 +167,9 @@ def _text(
         corpus,
         tokenizer,
         vocab_size=options.preset.model.vocab_size,
+        sequence_length=options.preset.training.sequence_length,
         write=options.out if keep else None,
-        read=[options.out, *([options.resume.parents[1]] if options.resume else [])],
+        read=[options.out, *([options.resume.resolve().parents[1]] if options.resume else [])],
     )
     console.print(
         f"tokens: {path or f'made in {time.perf_counter() - began:.1f} s'}, of the tokenizer at "

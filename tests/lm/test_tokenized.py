@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from hf_texts import BEGIN, END, VOCABULARY, texts, write_texts, write_tokenizer
-from moe_graphs.lm.data import Corpus, Documents, HeldOut, TrainingBatches, corpus_at
+from moe_graphs.lm.data import (
+    Corpus,
+    Documents,
+    HeldOut,
+    TrainingBatches,
+    concatenate,
+    corpus_at,
+)
 from moe_graphs.lm.tokenized import CACHE, TokenizedText, load_tokenizer, tokenize
 
 
@@ -26,7 +33,9 @@ def corpus(tmp_path_factory) -> Corpus:
 
 
 def tokenized(corpus: Corpus, directory: Path, **options) -> TokenizedText:
-    text, _ = tokenize(corpus, load_tokenizer(directory), vocab_size=VOCABULARY, **options)
+    text, _ = tokenize(
+        corpus, load_tokenizer(directory), vocab_size=VOCABULARY, sequence_length=16, **options
+    )
     return text
 
 
@@ -88,8 +97,22 @@ def test_held_out_tokens_count_once_and_their_bytes_are_known(corpus, directory)
     assert held_out.nats_per_token(held_out.bits_per_byte(2.5)) == pytest.approx(2.5)
 
 
+def test_at_least_one_sequence_is_held_out(corpus, directory):
+    size = {"vocab_size": VOCABULARY}
+    few, _ = tokenize(corpus, load_tokenizer(directory), **size, sequence_length=16)
+    assert few.held_out_content == concatenate(corpus.held_out)[1:]
+    some, _ = tokenize(corpus, load_tokenizer(directory), **size, sequence_length=500)
+    assert 500 <= len(some.held_out_documents.ids_T) < 600
+    assert some.held_out_content.startswith(few.held_out_content)
+    both = one_by_one(some.held_out_documents) + one_by_one(some.train_documents)
+    whole = one_by_one(few.held_out_documents) + one_by_one(few.train_documents)
+    assert sorted(both) == sorted(whole)
+    with pytest.raises(ValueError, match="no more tokens than one sequence of 5000"):
+        tokenize(corpus, load_tokenizer(directory), **size, sequence_length=5000)
+
+
 def test_ids_are_made_once_for_a_text_and_a_tokenizer(corpus, directory, tmp_path):
-    tokenizer, size = load_tokenizer(directory), {"vocab_size": VOCABULARY}
+    tokenizer, size = load_tokenizer(directory), {"vocab_size": VOCABULARY, "sequence_length": 16}
     first, path = tokenize(corpus, tokenizer, **size, write=tmp_path, read=[tmp_path])
     assert path is None
     again, path = tokenize(corpus, tokenizer, **size, read=[tmp_path / "elsewhere", tmp_path])
@@ -112,7 +135,7 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(corpus, directory):
     tokenizer = load_tokenizer(directory)
     tokenizer.tokenizer.add_tokens([f"<{n}>" for n in range(70_000)])
     corpus = Corpus("a test", (*corpus.train, b"<69999>"), corpus.held_out)
-    text, _ = tokenize(corpus, tokenizer, vocab_size=VOCABULARY + 70_000)
+    text, _ = tokenize(corpus, tokenizer, vocab_size=VOCABULARY + 70_000, sequence_length=16)
     assert text.train_documents.ids_T.dtype == torch.int32
     assert one_by_one(text.train_documents)[-1][0] == VOCABULARY + 69_999
 
@@ -122,7 +145,7 @@ def test_a_token_beyond_the_vocabulary_is_named(corpus, directory):
     largest = max(tokenized(corpus, directory).train_documents.ids_T.tolist())
     name = tokenizer.name(largest)
     with pytest.raises(ValueError, match=f"'{name}' the id {largest}, .* vocabulary of {largest}:"):
-        tokenize(corpus, tokenizer, vocab_size=largest)
+        tokenize(corpus, tokenizer, vocab_size=largest, sequence_length=16)
 
 
 @pytest.mark.parametrize(
