@@ -50,16 +50,10 @@ class Documents:
     @classmethod
     def of_bytes(cls, documents: Sequence[bytes]) -> Documents:
         """Every byte is a token."""
-        stream = concatenate(documents)
-        digest = hashlib.sha256(stream).hexdigest()
+        stream = bytearray(concatenate(documents))
+        ids_T = torch.frombuffer(stream, dtype=torch.uint8)[1:]
         lengths = torch.tensor([0, *(len(document) + 1 for document in documents)])
-        return cls(
-            torch.frombuffer(bytearray(stream), dtype=torch.uint8)[1:],
-            lengths.cumsum(0),
-            len(stream) - 1,
-            {"text": f"{len(documents)} documents, sha256 {digest[:16]}"},
-            "bytes",
-        )
+        return cls(ids_T, lengths.cumsum(0), len(ids_T), identity(documents), "bytes")
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -77,8 +71,11 @@ class Text(Protocol):
         held_out_content: the held-out documents as bytes, a separator behind each.
     """
 
-    source: str
-    skipped: dict[str, int]
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def skipped(self) -> Mapping[str, int]: ...
 
     @property
     def train_documents(self) -> Documents: ...
@@ -164,6 +161,14 @@ def is_held_out(document: bytes) -> bool:
 def concatenate(documents: Iterable[bytes]) -> bytes:
     """Documents as one stream, a separator before each of them and one at the end."""
     return SEPARATOR + b"".join(document + SEPARATOR for document in documents)
+
+
+def identity(documents: Sequence[bytes]) -> dict[str, str]:
+    """Of ``Documents``: their number, and the hash of what ``concatenate`` gives."""
+    digest = hashlib.sha256(SEPARATOR)
+    for document in documents:
+        digest.update(document + SEPARATOR)
+    return {"text": f"{len(documents)} documents, sha256 {digest.hexdigest()[:16]}"}
 
 
 def _read(paths: Iterable[Path], largest: int | None = None) -> tuple[list[bytes], dict[str, int]]:

@@ -47,7 +47,7 @@ class RunOptions:
             end).
         sample_tokens: how much of the held-out text is used while training; the end uses all.
         init, tokenizer: the Hugging Face checkpoint that the model comes from, and the directory of
-            its tokenizer; None for a model from the seed.
+            its tokenizer; both None for a model from the seed.
         dtype: of the parameters.
     """
 
@@ -219,9 +219,10 @@ def run(options: RunOptions, text: Text, progress: Progress) -> Summary:
     prepare_run_directory(options.out, options.resume)
     for difference in differences:
         progress.note(f"resumed with another setting: {difference}")
+    curve = [] if before is None else [(0, held_out.bits_per_byte(before))]
     began = time.perf_counter()
     with with_graphs(trainer, options.graph_config):
-        curve = _train(options, trainer, held_out, differences, progress)
+        curve += _train(options, trainer, held_out, differences, progress)
         report = trainer.report()
     seconds = time.perf_counter() - began
     progress.note(f"evaluating on all held-out {text.held_out_documents.unit}")
@@ -248,7 +249,7 @@ def run(options: RunOptions, text: Text, progress: Progress) -> Summary:
         **_what_it_came_to(trainer),
     )
     if options.save and options.init is not None:
-        path = save_for_others(trainer.model, options.tokenizer or options.init, options.out)
+        path = save_for_others(trainer.model, options.tokenizer, options.out)
         progress.note(f"model: {path}")
     content = json.dumps(summary.to_dict(), indent=1, allow_nan=False)
     (options.out / "summary.json").write_text(content + "\n")
@@ -267,6 +268,8 @@ def _loss_before(
     if options.init is None:
         return None
     loss = trainer.nats_per_token(held_out)
+    if not math.isfinite(loss):
+        raise ValueError(f"init: the held-out loss of {options.init} is {loss} before any step")
     bits = held_out.bits_per_byte(loss)
     progress.note(f"held out, before: {loss:.4f} nats per token, {bits:.4f} bits per byte")
     return loss

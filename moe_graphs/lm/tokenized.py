@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +18,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from moe_graphs.lm.data import Corpus, Documents
+from moe_graphs.lm.data import Corpus, Documents, identity
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 CACHE = "tokens.safetensors"
 _KEY = "made of"
-_AT_ONCE = 256  # documents in memory with all that a tokenizer says of them
+_AT_ONCE = 1 << 22  # bytes of documents in memory with all that a tokenizer says of them
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,7 @@ class TextTokenizer:
     def encode(self, documents: Iterable[bytes]) -> Iterator[list[int]]:
         """The ids of each, with what the tokenizer itself puts before it (as Llama's does), and
         without a separator at the end."""
-        pending = iter(documents)
-        while some := [document.decode() for document in islice(pending, _AT_ONCE)]:
+        for some in _parts(documents):
             for encoding in self.tokenizer.encode_batch(some):
                 ids = encoding.ids
                 yield ids[:-1] if ids[-1:] == [self.separator] else ids
@@ -91,6 +90,18 @@ def load_tokenizer(directory: Path) -> TextTokenizer:
     separator = tokenizer.token_to_id(token)
     digest = hashlib.sha256(content + token.encode()).hexdigest()[:16]
     return TextTokenizer(directory, tokenizer, separator, token, digest)
+
+
+def _parts(documents: Iterable[bytes]) -> Iterator[list[str]]:
+    part, size = [], 0
+    for document in documents:
+        part.append(document.decode())
+        size += len(document)
+        if size >= _AT_ONCE:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
 
 
 def _end_of_sequence(directory: Path, tokenizer: Tokenizer) -> str:
@@ -158,12 +169,13 @@ def tokenize(
         ValueError: if a token's id is beyond ``vocab_size``; it is named.
     """
     corpus = _with_a_sequence_held_out(corpus, tokenizer, sequence_length)
-    sides = {"train": corpus.train_documents, "held_out": corpus.held_out_documents}
-    key = json.dumps([*(side.identity["text"] for side in sides.values()), tokenizer.digest])
+    sides = {"train": corpus.train, "held_out": corpus.held_out}
+    identities = {name: identity(documents) for name, documents in sides.items()}
+    key = json.dumps([identities, tokenizer.digest])
     found = next(filter(None, (_cached(folder / CACHE, key) for folder in read)), None)
-    tensors, path = found or (_tokenized(corpus, tokenizer), None)
+    tensors, path = found or (_tokenized(sides, tokenizer), None)
     made = []
-    for name, side in sides.items():
+    for name, documents in sides.items():
         ids_T, offsets = tensors[f"{name}.ids"], tensors[f"{name}.offsets"]
         ids_T = ids_T.view(torch.uint16) if ids_T.dtype == torch.int16 else ids_T
         largest = int(ids_T.int().max())
@@ -173,8 +185,9 @@ def tokenize(
                 f"{largest}, and the model has a vocabulary of {vocab_size}: take the tokenizer "
                 f"that the model was trained with"
             )
-        identity = {**side.identity, "tokenizer": f"sha256 {tokenizer.digest}"}
-        made.append(Documents(ids_T, offsets, side.content_bytes, identity))
+        content_bytes = sum(map(len, documents)) + len(documents)
+        names = {**identities[name], "tokenizer": f"sha256 {tokenizer.digest}"}
+        made.append(Documents(ids_T, offsets, content_bytes, names))
     if path is None and write is not None:
         partial = write / f"{CACHE}.partial"
         save_file(tensors, partial, metadata={_KEY: key})
@@ -199,10 +212,12 @@ def _with_a_sequence_held_out(corpus: Corpus, tokenizer: TextTokenizer, length: 
     return dataclasses.replace(corpus, **sides)
 
 
-def _tokenized(corpus: Corpus, tokenizer: TextTokenizer) -> dict[str, torch.Tensor]:
+def _tokenized(
+    sides: Mapping[str, Sequence[bytes]], tokenizer: TextTokenizer
+) -> dict[str, torch.Tensor]:
     """As in the file: two bytes a token where they are enough, which safetensors calls int16."""
     tensors = {}
-    for name, documents in (("train", corpus.train), ("held_out", corpus.held_out)):
+    for name, documents in sides.items():
         pieces = [
             torch.tensor([*ids, tokenizer.separator], dtype=torch.int32)
             for ids in tokenizer.encode(documents)

@@ -163,14 +163,15 @@ def _text(
     if keep:
         prepare_run_directory(options.out, options.resume)
     began = time.perf_counter()
-    text, path = tokenize(
-        corpus,
-        tokenizer,
-        vocab_size=options.preset.model.vocab_size,
-        sequence_length=options.preset.training.sequence_length,
-        write=options.out if keep else None,
-        read=[options.out, *([options.resume.resolve().parents[1]] if options.resume else [])],
-    )
+    with console.status("tokenising"):
+        text, path = tokenize(
+            corpus,
+            tokenizer,
+            vocab_size=options.preset.model.vocab_size,
+            sequence_length=options.preset.training.sequence_length,
+            write=options.out if keep else None,
+            read=[options.out, *([options.resume.resolve().parents[1]] if options.resume else [])],
+        )
     console.print(
         f"tokens: {path or f'made in {time.perf_counter() - began:.1f} s'}, of the tokenizer at "
         f"{options.tokenizer}; {tokenizer.separator_token!r} between documents",

@@ -132,6 +132,19 @@ def test_a_resumed_run_is_the_uninterrupted_run(here, trained, tmp_path, impl):
         assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
+def test_a_run_goes_on_in_its_own_directory(here, trained, tmp_path):
+    out = shutil.copytree(here / "run", tmp_path / "run")
+    more = ["--steps", 22, "--resume", out, "--out", out, "--json", "--impl", "none"]
+    result = invoke(here / "mixtral", here / "text", *more, "--no-save")
+    assert summary_of(result)["steps"] == 22
+    assert f"tokens: {out / CACHE}" in result.stderr
+    models = [load_file(run / "model" / "model.safetensors") for run in (here / "run", out)]
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+    summary_of(invoke(here / "mixtral", here / "text", *more))
+    after = load_file(out / "model" / "model.safetensors")
+    assert any(not torch.equal(models[0][name], after[name]) for name in after)
+
+
 def test_resuming_says_what_is_another(here, trained, tmp_path):
     init = shutil.copytree(here / "mixtral", tmp_path / "init")
     weights = load_file(init / "model.safetensors")
@@ -159,14 +172,12 @@ def test_a_comparison_leaves_nothing_behind(here, tmp_path, monkeypatch):
 
 
 def test_parameters_in_bf16_are_saved_so(here, tmp_path):
-    arguments = ["--steps", 5, "--dtype", "bfloat16", "--no-save", "--json"]
-    unsaved = summary_of(invoke(here / "mixtral", here / "text", *arguments, "--out", tmp_path))
-    assert unsaved["held_out_nats_per_token"] < unsaved["held_out_before"]
-    assert not (tmp_path / "model").exists()
-    arguments.remove("--no-save")
-    summary_of(invoke(here / "mixtral", here / "text", *arguments, "--out", tmp_path / "b"))
-    weights = load_file(tmp_path / "b" / "model" / "model.safetensors")
+    arguments = ["--steps", 5, "--dtype", "bfloat16", "--impl", "none", "--json"]
+    summary = summary_of(invoke(here / "mixtral", here / "text", *arguments, "--out", tmp_path))
+    assert summary["held_out_nats_per_token"] < summary["held_out_before"]
+    weights = load_file(tmp_path / "model" / "model.safetensors")
     assert {value.dtype for value in weights.values()} == {torch.bfloat16}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -241,3 +252,22 @@ def test_a_sample_ends_where_the_model_ends_the_document(here, trained, model):
         model.head.weight.zero_()  # all alike: the first id, which ends a document
     (ended, _) = sample_text(model, text, length=64, seed=0)
     assert ended == dataclasses.replace(greedy, continuation="")
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_a_resumed_graphed_run_is_the_uninterrupted_eager_run(here, tmp_path):
+    models, losses = [], []
+    common = ["--steps", 12, "--checkpoint-every", 6, "--device", "cuda", "--json"]
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    for more in (
+        ["--impl", "none", "--out", whole],
+        ["--resume", whole / "checkpoints" / "step_000006", "--out", again],
+    ):
+        summary = summary_of(invoke(here / "mixtral", here / "text", *common, *more))
+        losses.append((summary["held_out_before"], summary["held_out_nats_per_token"]))
+        models.append(load_file(more[-1] / "model" / "model.safetensors"))
+    assert losses[0] == losses[1]
+    assert losses[0][1] < losses[0][0]
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+    found = loss_in_transformers(whole / "model", held_out_of(here))
+    assert found == pytest.approx(losses[0][1], rel=2e-2)  # bf16 here, fp32 there
