@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe_graphs.checkpoints.families import Values, family_name
+from moe_graphs.checkpoints.families import family_name
 from moe_graphs.checkpoints.float8 import FLOAT8, block_of, dequantised, take_scales
 from moe_graphs.checkpoints.hf_config import transformer_config
 from moe_graphs.checkpoints.shards import CONFIG, Stored, open_shard, read_headers, read_json, some
@@ -109,11 +109,13 @@ def fill(
         for file, inside in by_file.items():
             with open_shard(file) as shard:
                 for piece in inside:
-                    value = _read(shard, piece, scales, files.block)
-                    piece.view(ours[piece.ours], local.start).copy_(value)
+                    part = piece.view(ours[piece.ours], local.start)
+                    part.copy_(_read(shard, piece, scales, files.block))
 
 
-def _leave_out(stored: dict[str, Stored], values: Values, config: TransformerConfig) -> None:
+def _leave_out(
+    stored: dict[str, Stored], values: dict[str, Any], config: TransformerConfig
+) -> None:
     """Removes what no model of ours has, with a warning: layers that predict later tokens."""
     for name in [name for name in stored if _COMPUTED.search(name)]:
         del stored[name]  # tables that are computed from config.json
@@ -131,6 +133,7 @@ def _leave_out(stored: dict[str, Stored], values: Values, config: TransformerCon
             f"no such layers, and saving it writes none",
             stacklevel=4,
         )
+        values["num_nextn_predict_layers"] = 0  # what is saved then has none
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

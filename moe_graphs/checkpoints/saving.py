@@ -38,11 +38,18 @@ def save(
     wanted = pieces(config, values)
     _check_complete(tensors, config)
     shards = _split(wanted, tensors, max_shard_bytes)
-    partial = directory / "partial"
+    partial = directory / "model.partial"
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        _write(partial, shards, tensors, _with_dtype(values, tensors))
+        placed = _write_shards(partial, shards, tensors)
+        if len(shards) > 1:
+            sizes = {
+                "total_parameters": sum(p.numel() for p in model.parameters()),
+                "total_size": sum(piece.view(tensors[piece.ours]).nbytes for piece in wanted),
+            }
+            _write_json(partial / INDEX, {"metadata": sizes, "weight_map": placed})
+        _write_json(partial / CONFIG, _with_dtype(values, tensors))
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         reason = getattr(error, "strerror", None) or f"is the disk full? {error}"
@@ -65,7 +72,7 @@ def _values(config: TransformerConfig, source: Mapping[str, Any] | None) -> dict
 def _with_dtype(values: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
     name = "torch_dtype" if "torch_dtype" in values else "dtype"
     dtype = str(tensors["embedding.weight"].dtype).removeprefix("torch.")
-    return {**values, name: dtype}
+    return dict(sorted({**values, name: dtype}.items()))
 
 
 def _check_complete(tensors: dict[str, Tensor], config: TransformerConfig) -> None:
@@ -96,11 +103,11 @@ def _split(
     return shards
 
 
-def _write(
-    folder: Path, shards: list[list[Piece]], tensors: dict[str, Tensor], values: dict[str, Any]
-) -> None:
-    _write_json(folder / CONFIG, dict(sorted(values.items())))
-    placed, numbers, size = {}, 0, 0
+def _write_shards(
+    folder: Path, shards: list[list[Piece]], tensors: dict[str, Tensor]
+) -> dict[str, str]:
+    """The file of every tensor."""
+    placed = {}
     for index, shard in enumerate(shards, start=1):
         file = SINGLE
         if len(shards) > 1:
@@ -109,12 +116,7 @@ def _write(
         save_file(theirs, folder / file, metadata={"format": "pt"})
         _flush(folder / file)
         placed |= dict.fromkeys(theirs, file)
-        numbers += sum(tensor.numel() for tensor in theirs.values())
-        size += sum(tensor.nbytes for tensor in theirs.values())
-    if len(shards) > 1:
-        metadata = {"total_parameters": numbers, "total_size": size}
-        placed = dict(sorted(placed.items()))
-        _write_json(folder / INDEX, {"metadata": metadata, "weight_map": placed})
+    return dict(sorted(placed.items()))
 
 
 def _theirs(piece: Piece, ours: Tensor) -> Tensor:
