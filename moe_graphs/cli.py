@@ -52,7 +52,8 @@ def train(
         ),
     ] = "local",
     scopes: Annotated[
-        str | None, typer.Option(help=f"What to capture.  [default: {DEFAULT_SCOPES}]")
+        str | None,
+        typer.Option(help=f"What to capture.  [default: {DEFAULT_SCOPES}, dense: attn,mlp]"),
     ] = None,
     optimizer_in_graph: Annotated[
         bool,

@@ -267,6 +267,7 @@ def _loss_before(
     """Of the weights of ``init``, also where a checkpoint is going to replace them."""
     if options.init is None:
         return None
+    progress.note(f"evaluating {options.init} on all held-out tokens")
     loss = trainer.nats_per_token(held_out)
     if not math.isfinite(loss):
         raise ValueError(f"init: the held-out loss of {options.init} is {loss} before any step")

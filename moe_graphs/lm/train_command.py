@@ -30,6 +30,8 @@ from moe_graphs.lm.trainer import LogLine, TrainingDiverged
 from moe_graphs.tables import capture_table, comparison_table, full_iteration_table
 from moe_graphs.terminal import errors_in_a_line, make_console, print_json
 
+_DENSE_SCOPES = "attn,mlp"
+
 
 def train(
     *,
@@ -56,15 +58,15 @@ def train(
     """The options of the command line, under the names they have there.
 
     Args:
-        default_scopes: for ``impl`` local.
+        default_scopes: for ``impl`` local, where the model has experts.
         settings: of ``TrainSettings``; None for the preset's, or for those that suit ``init``.
     """
     console = make_console(stderr=json_)
-    if scopes is None and impl == "local":
-        scopes = default_scopes
     with errors_in_a_line(TrainingDiverged), _memory_errors():
         where = _device(device)
         name, chosen = _chosen(preset, init, tokenizer, where, settings)
+        if scopes is None and impl == "local":
+            scopes = _DENSE_SCOPES if chosen.model.moe is None else default_scopes
         options = training_run.RunOptions(
             preset=_with_settings(chosen, settings),
             device=where,
