@@ -199,7 +199,8 @@ def tokenize(
 def _with_a_sequence_held_out(corpus: Corpus, tokenizer: TextTokenizer, length: int) -> Corpus:
     """With the first documents to train on held out, too, if those held out are too short."""
     documents, count = (*corpus.held_out, *corpus.train), len(corpus.held_out)
-    found = accumulate(len(ids) + 1 for ids in tokenizer.encode(documents))
+    # One at a time: the first are nearly always enough.
+    found = accumulate(len(next(tokenizer.encode([each]))) + 1 for each in documents)
     enough = next((n for n, tokens in enumerate(found, 1) if tokens >= length), len(documents))
     if enough <= count:
         return corpus
