@@ -53,7 +53,9 @@ def train(steps: int, rank: int, ranks: int, device: torch.device) -> None:
         loss_fn=lambda outputs, targets: cross_entropy(outputs[0], targets) + outputs[1].sum(),
     )
     optimizer = build_optimizer(part, tiny().training)
-    batches = TrainingBatches(standard_library().train, sequence_length=128, batch_size=16, seed=0)
+    batches = TrainingBatches(
+        standard_library().train_documents, sequence_length=128, batch_size=16, seed=0
+    )
     for step in range(1, steps + 1):
         tokens_BS, losses = batches.batch(step).to(device).long(), []
         inputs = [tokens_BS[:, :-1].contiguous()] if rank == 0 else []  # others receive theirs

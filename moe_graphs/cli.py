@@ -35,9 +35,15 @@ def train(
     preset: Annotated[
         str | None, typer.Option(help="tiny (CPU) or small (one GPU); by default, by the device.")
     ] = None,
+    init: Annotated[
+        Path | None, typer.Option(help="Goes on with the Hugging Face checkpoint in a directory.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Directory of its tokenizer.json, if it is another.")
+    ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="Directory of text files, or one; by default Python's own library."),
+        typer.Option(help="Text or .jsonl files, or one; by default Python's own library."),
     ] = None,
     impl: Annotated[
         str,
@@ -46,7 +52,8 @@ def train(
         ),
     ] = "local",
     scopes: Annotated[
-        str | None, typer.Option(help=f"What to capture.  [default: {DEFAULT_SCOPES}]")
+        str | None,
+        typer.Option(help=f"What to capture.  [default: {DEFAULT_SCOPES}, dense: attn,mlp]"),
     ] = None,
     optimizer_in_graph: Annotated[
         bool,
@@ -56,9 +63,12 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Sequences per optimizer step.")] = None,
     microbatches: Annotated[int | None, typer.Option(help="Parts of a step's batch.")] = None,
+    sequence_length: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
+    warmup_steps: Annotated[int | None, typer.Option(help="Steps to the peak.")] = None,
     seed: Annotated[int, typer.Option(help="Of weights, dropout and the order of the text.")] = 0,
     device: Annotated[str | None, typer.Option(help="By default cuda if there is one.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of the parameters: float32, bfloat16.")] = "float32",
     resume: Annotated[
         Path | None, typer.Option(help="A run's directory, or one of its checkpoints.")
     ] = None,
@@ -75,7 +85,7 @@ def train(
         bool, typer.Option("--json", help="One JSON document on stdout, all else on stderr.")
     ] = False,
 ) -> None:
-    """Trains a byte-level MoE language model on text found on this machine."""
+    """Trains a byte-level MoE language model, or a Hugging Face checkpoint, on text."""
     options = dict(locals())
     from moe_graphs.lm import train_command
 

@@ -25,7 +25,8 @@ ALLOWED = {
     "staged": {"errors"},
     "kernels": {"kernels"},
     "dispatch": {"dispatch", "kernels", "staged"},
-    "layers": {"layers", "dispatch", "kernels", "staged"},
+    "layers": {"layers", "checkpoints", "dispatch", "kernels", "staged"},
+    "checkpoints": {"checkpoints", "layers.model_config", "layers.rope_scaling"},
     "pipelines": {"pipelines", "errors"},
     "engine": {"engine", "pipelines", "staged", "config", "errors"},
 }

@@ -1,6 +1,7 @@
 """Modules written as stages: attention, router, experts, layers, model, and their configuration."""
 
 from moe_graphs.layers.architectures import (
+    deepseek_v3,
     deepseek_v3_moe,
     llama3_8b,
     mixtral_8x7b,
@@ -9,12 +10,14 @@ from moe_graphs.layers.architectures import (
 )
 from moe_graphs.layers.attention import Attention
 from moe_graphs.layers.experts import GroupedExperts
+from moe_graphs.layers.latent_attention import LatentAttention
 from moe_graphs.layers.mlp import SwiGLU
 from moe_graphs.layers.model import LanguageModel, ModelOutput
-from moe_graphs.layers.model_config import MoEConfig, TransformerConfig
+from moe_graphs.layers.model_config import LatentAttentionConfig, MoEConfig, TransformerConfig
 from moe_graphs.layers.moe import MoELayer, MoEOutput
 from moe_graphs.layers.norm import RMSNorm
 from moe_graphs.layers.rope import RotaryEmbedding
+from moe_graphs.layers.rope_scaling import Llama3Scaling, YarnScaling
 from moe_graphs.layers.router import Routing, TopKRouter
 from moe_graphs.layers.transformer import LayerOutput, TransformerLayer
 
@@ -22,7 +25,10 @@ __all__ = [
     "Attention",
     "GroupedExperts",
     "LanguageModel",
+    "LatentAttention",
+    "LatentAttentionConfig",
     "LayerOutput",
+    "Llama3Scaling",
     "MoEConfig",
     "MoELayer",
     "MoEOutput",
@@ -34,6 +40,8 @@ __all__ = [
     "TopKRouter",
     "TransformerConfig",
     "TransformerLayer",
+    "YarnScaling",
+    "deepseek_v3",
     "deepseek_v3_moe",
     "llama3_8b",
     "mixtral_8x7b",

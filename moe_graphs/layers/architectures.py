@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from moe_graphs.layers.model_config import MoEConfig, TransformerConfig
+from moe_graphs.layers.model_config import LatentAttentionConfig, MoEConfig, TransformerConfig
+from moe_graphs.layers.rope_scaling import YarnScaling
 
 
 def mixtral_8x7b(**overrides: Any) -> TransformerConfig:
@@ -69,11 +70,7 @@ def olmoe_1b_7b(**overrides: Any) -> TransformerConfig:
 
 
 def deepseek_v3_moe(**overrides: Any) -> MoEConfig:
-    """The MoE layer of DeepSeek-V3 (arXiv 2412.19437), to be used with hidden_size 7168.
-
-    Only the MoE: its attention (MLA) is not among our layers, and its first three layers are
-    dense with ffn_hidden_size 18432.
-    """
+    """The MoE layer of DeepSeek-V3 (arXiv 2412.19437), to be used with hidden_size 7168."""
     config = MoEConfig(
         num_experts=256,
         top_k=8,
@@ -85,6 +82,34 @@ def deepseek_v3_moe(**overrides: Any) -> MoEConfig:
         expert_bias=True,
         bias_update_rate=1e-3,
         shared_ffn_hidden_size=2048,
+    )
+    return replace(config, **overrides)
+
+
+def deepseek_v3(**overrides: Any) -> TransformerConfig:
+    """DeepSeek-V3 (arXiv 2412.19437) without its second head for the token after the next:
+    671 B parameters, 37 B active.
+
+    The first three layers are dense, also of ``deepseek_v3(num_layers=5)``.
+    """
+    num_layers = overrides.get("num_layers", 61)
+    config = TransformerConfig(
+        hidden_size=7168,
+        num_layers=num_layers,
+        num_heads=128,
+        ffn_hidden_size=18_432,
+        vocab_size=129_280,
+        max_sequence_length=163_840,
+        rope_theta=10_000.0,
+        rope_scaling=YarnScaling(
+            factor=40.0, original_max_sequence_length=4096, mscale=1.0, mscale_all_dim=1.0
+        ),
+        norm_eps=1e-6,
+        latent=LatentAttentionConfig(
+            query_rank=1536, kv_rank=512, plain_head_dim=128, rope_head_dim=64, value_head_dim=128
+        ),
+        moe=deepseek_v3_moe(),
+        moe_layers=tuple(index >= 3 for index in range(num_layers)),
     )
     return replace(config, **overrides)
 

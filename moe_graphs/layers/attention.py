@@ -63,6 +63,11 @@ class Attention(nn.Module):
         )
         return self.out(mixed_BHSQ.transpose(1, 2).flatten(2))
 
+    def init_weights(self, std: float, out_std: float) -> None:
+        """Normal weights; ``out_std`` for the projection back into the residual."""
+        nn.init.normal_(self.qkv.weight, std=std)
+        nn.init.normal_(self.out.weight, std=out_std)
+
     def _norm_weights(self) -> tuple[Tensor | None, Tensor | None]:
         if self.qk_norm == "none":
             return None, None

@@ -6,12 +6,15 @@ Shapes: B batch, S sequence, D model, V vocabulary.
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_graphs.dispatch import Dispatcher
+from moe_graphs.dispatch import Dispatcher, LocalDispatcher
 from moe_graphs.layers.model_config import TransformerConfig
 from moe_graphs.layers.norm import RMSNorm
 from moe_graphs.layers.rope import RotaryEmbedding
@@ -36,7 +39,13 @@ class LanguageModel(nn.Module):
 
     All layers use one dispatcher (default: ``LocalDispatcher``) and one rotary table. The
     embedding's backward is deterministic on CUDA: torch sorts the tokens, without atomics.
+
+    Attributes:
+        hf_values: the config.json that ``from_pretrained`` read, which ``save_pretrained`` writes
+            back, fields that we do not use included; None for a model that came from nowhere.
     """
+
+    hf_values: dict[str, Any] | None = None
 
     def __init__(
         self,
@@ -50,9 +59,7 @@ class LanguageModel(nn.Module):
         factory = {"device": device, "dtype": dtype}
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size, **factory)
-        self.rope = RotaryEmbedding(
-            config.head_size, config.max_sequence_length, config.rope_theta, device=device
-        )
+        self.rope = RotaryEmbedding.of(config, device)
         self.layers = nn.ModuleList(
             TransformerLayer(config, index, dispatcher, self.rope, **factory)
             for index in range(config.num_layers)
@@ -60,6 +67,61 @@ class LanguageModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, **factory)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, **factory)
         self.init_weights()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        directory: str | os.PathLike[str],
+        *,
+        dispatcher: Dispatcher | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        max_sequence_length: int | None = None,
+    ) -> LanguageModel:
+        """The model of a Hugging Face directory: config.json and safetensors, whole or in shards.
+
+        Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3 (in FP8, too; without its layers for later tokens,
+        about which it warns) and Llama. Everything is checked by config.json and the files' headers
+        before a weight is read; peak memory is the model and one tensor. A dispatcher with some
+        of the experts reads those.
+
+        Args:
+            dtype: None for that of the files' matrices, bf16 for FP8.
+            max_sequence_length: positions of the rotary tables (default: the model's).
+
+        Raises:
+            ValueError: an architecture that our layers do not compute, or files that are missing,
+                truncated, or hold other tensors than config.json says; the message names what.
+        """
+        from moe_graphs.checkpoints.loading import dtype_of, fill, read_files
+
+        files = read_files(Path(directory), max_sequence_length)
+        dtype = dtype_of(files) if dtype is None else dtype
+        model = cls(files.config, dispatcher, device="meta", dtype=dtype)
+        local_experts = (LocalDispatcher() if dispatcher is None else dispatcher).local_experts
+        fill(model, files, local_experts, torch.device(device or torch.get_default_device()))
+        model.reset_buffers()
+        model.hf_values = files.values
+        return model
+
+    def save_pretrained(
+        self, directory: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 10**9
+    ) -> None:
+        """Writes config.json and safetensors with the names and shapes that transformers writes.
+
+        All files are written under ``directory/model.partial`` first; a model that lies in
+        ``directory`` is replaced, other files stay. At most a shard is in memory at once. Options
+        of training that config.json has no names for (``hf_config``) are not saved, nor are the
+        routers' counters. Under data parallelism call it on one rank.
+
+        Raises:
+            ValueError: no family of transformers computes this model, or it holds only some of the
+                experts.
+            OSError: it could not be written. What was there before is untouched.
+        """
+        from moe_graphs.checkpoints.saving import save
+
+        save(self, self.config, self.hf_values, Path(directory), max_shard_bytes)
 
     def forward(self, tokens_BS: Tensor) -> ModelOutput:
         hidden_BSD = self.embedding(tokens_BS)
@@ -84,9 +146,17 @@ class LanguageModel(nn.Module):
         nn.init.normal_(self.embedding.weight, std=std)
         nn.init.normal_(self.head.weight, std=std)
         nn.init.ones_(self.norm.weight)
-        self.rope.reset_tables()
+        self.reset_buffers()
         for layer in self.layers:
             layer.init_weights(std, out_std)
+
+    @torch.no_grad()
+    def reset_buffers(self) -> None:
+        """Computes the rotary tables and zeroes the routers' counters."""
+        self.rope.reset_tables()
+        for layer in self.layers:
+            if layer.is_moe:
+                layer.moe.router.tokens_per_expert.zero_()
 
     def update_expert_bias(self, group: dist.ProcessGroup | None = None) -> None:
         """Between steps: ``TopKRouter.update_expert_bias`` of every MoE layer."""
@@ -113,10 +183,12 @@ class LanguageModel(nn.Module):
     def flops_per_token(self, sequence_length: int) -> int:
         """FLOPs of one token's forward and backward, for model FLOPs utilisation.
 
-        ``6 N + 12 L H Q S`` (PaLM, arXiv 2204.02311, appendix B): N active parameters without
-        the embedding table, attention counted as if it were not causal, as is customary.
+        ``6 N + 6 L H (Q + V) S`` (PaLM, arXiv 2204.02311, appendix B): N active parameters
+        without the embedding table, Q and V the head dims of keys and values, attention counted
+        as if it were not causal, as is customary.
         """
         config = self.config
         matmul = self.num_parameters(active=True) - self.embedding.weight.numel()
-        attention = config.num_layers * config.num_heads * config.head_size * sequence_length
-        return 6 * matmul + 12 * attention
+        head_sizes = config.head_size + config.value_head_size
+        attention = config.num_layers * config.num_heads * head_sizes * sequence_length
+        return 6 * (matmul + attention)

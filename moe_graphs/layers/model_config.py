@@ -1,9 +1,11 @@
-"""What a model looks like: two frozen records, checked when they are made."""
+"""What a model looks like: three frozen records, checked when they are made."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+
+from moe_graphs.layers.rope_scaling import Llama3Scaling, YarnScaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +92,36 @@ class MoEConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentAttentionConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
+
+    Attributes:
+        query_rank: of the queries' low-rank projection; None for a single full one.
+        kv_rank: of the projection that keys and values have in common.
+        plain_head_dim: part of a query's and key's head that knows no position.
+        rope_head_dim: the part that is rotated; all heads share one such key.
+        value_head_dim: of values, and of what comes out of a head.
+        norm_eps: of the norms between low-rank projections.
+    """
+
+    query_rank: int | None
+    kv_rank: int
+    plain_head_dim: int
+    rope_head_dim: int
+    value_head_dim: int
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        _positive(self, "kv_rank", "plain_head_dim", "rope_head_dim", "value_head_dim", "norm_eps")
+        if self.query_rank is not None:
+            _positive(self, "query_rank")
+        if self.rope_head_dim % 2:
+            raise ValueError(
+                f"rope_head_dim must be even (rotary embedding), got {self.rope_head_dim}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
     """A decoder-only language model, dense or with mixture-of-experts layers.
 
@@ -98,7 +130,10 @@ class TransformerConfig:
         head_dim: None for ``hidden_size / num_heads``.
         ffn_hidden_size: width of the dense layers; not needed where all layers are MoE.
         max_sequence_length: how many positions the rotary tables hold.
+        rope_scaling: of the rotary frequencies, for long sequences.
         qk_norm: RMSNorm of queries and keys, per head (Qwen3) or over all heads (OLMoE).
+        latent: multi-head latent attention instead; it has its own sizes and norms, so
+            ``num_kv_heads``, ``head_dim`` and ``qk_norm`` stay at their defaults.
         moe: the MoE layers; None for a dense model.
         moe_layers: which layers are MoE: all, none, one flag per layer, or an interval n for
             every n-th (layers n-1, 2n-1, ...). Without ``moe`` all layers are dense.
@@ -113,8 +148,10 @@ class TransformerConfig:
     ffn_hidden_size: int | None = None
     max_sequence_length: int = 4096
     rope_theta: float = 10_000.0
+    rope_scaling: YarnScaling | Llama3Scaling | None = None
     norm_eps: float = 1e-5
     qk_norm: Literal["none", "head", "full"] = "none"
+    latent: LatentAttentionConfig | None = None
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
     moe: MoEConfig | None = None
@@ -137,7 +174,19 @@ class TransformerConfig:
 
     @property
     def head_size(self) -> int:
+        """Of queries and keys."""
+        if self.latent is not None:
+            return self.latent.plain_head_dim + self.latent.rope_head_dim
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def value_head_size(self) -> int:
+        return self.head_size if self.latent is None else self.latent.value_head_dim
+
+    @property
+    def rope_size(self) -> int:
+        """How much of a head is rotated."""
+        return self.head_size if self.latent is None else self.latent.rope_head_dim
 
     def is_moe_layer(self, index: int) -> bool:
         if self.moe is None or self.moe_layers == "none":
@@ -147,6 +196,14 @@ class TransformerConfig:
         return self.moe_layers == "all" or (index + 1) % self.moe_layers == 0
 
     def _check_heads(self) -> None:
+        if self.latent is not None:
+            given = (self.num_kv_heads, self.head_dim, self.qk_norm)
+            if given != (None, None, "none"):
+                raise ValueError(
+                    f"num_kv_heads, head_dim and qk_norm are {given}, but latent attention has "
+                    f"its own: leave them out"
+                )
+            return
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise ValueError(
                 f"hidden_size ({self.hidden_size}) must be divisible by num_heads "

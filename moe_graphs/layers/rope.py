@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_graphs.kernels.heads_reference import rotate
+from moe_graphs.layers.model_config import TransformerConfig
+from moe_graphs.layers.rope_scaling import Llama3Scaling, YarnScaling
 
 
 class RotaryEmbedding(nn.Module):
@@ -27,14 +29,24 @@ class RotaryEmbedding(nn.Module):
         max_sequence_length: int,
         theta: float = 10_000.0,
         *,
+        scaling: YarnScaling | Llama3Scaling | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.head_dim, self.max_sequence_length, self.theta = head_dim, max_sequence_length, theta
+        self.scaling = scaling
         for name in ("cos_SQ", "sin_SQ"):
             empty = torch.empty(max_sequence_length, head_dim // 2, device=device)
             self.register_buffer(name, empty, persistent=False)
         self.reset_tables()
+
+    @classmethod
+    def of(
+        cls, config: TransformerConfig, device: torch.device | str | None = None
+    ) -> RotaryEmbedding:
+        """The tables of a model."""
+        length, theta = config.max_sequence_length, config.rope_theta
+        return cls(config.rope_size, length, theta, scaling=config.rope_scaling, device=device)
 
     @torch.no_grad()
     def reset_tables(self) -> None:
@@ -42,10 +54,14 @@ class RotaryEmbedding(nn.Module):
         device = self.cos_SQ.device
         exponent_Q = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device)
         frequency_Q = self.theta ** (-exponent_Q / self.head_dim)
+        factor = 1.0
+        if self.scaling is not None:
+            frequency_Q = self.scaling.scaled(frequency_Q, self.theta)
+            factor = self.scaling.table_factor
         position_S = torch.arange(self.max_sequence_length, dtype=torch.float64, device=device)
         angle_SQ = torch.outer(position_S, frequency_Q)
-        self.cos_SQ.copy_(angle_SQ.cos())
-        self.sin_SQ.copy_(angle_SQ.sin())
+        self.cos_SQ.copy_(angle_SQ.cos() * factor)
+        self.sin_SQ.copy_(angle_SQ.sin() * factor)
 
     def tables(self, length: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the first ``length`` positions, ``[length, Q / 2]``.

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from moe_graphs.dispatch import Dispatcher
 from moe_graphs.layers.attention import Attention
+from moe_graphs.layers.latent_attention import LatentAttention
 from moe_graphs.layers.mlp import SwiGLU
 from moe_graphs.layers.model_config import TransformerConfig
 from moe_graphs.layers.moe import MoELayer, Prepared, Routed
@@ -72,11 +73,10 @@ class TransformerLayer(Staged):
         factory = {"device": device, "dtype": dtype}
         self.config, self.layer_index = config, layer_index
         if rope is None:
-            rope = RotaryEmbedding(
-                config.head_size, config.max_sequence_length, config.rope_theta, device=device
-            )
+            rope = RotaryEmbedding.of(config, device)
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, **factory)
-        self.attention = Attention(config, rope, **factory)
+        kind = Attention if config.latent is None else LatentAttention
+        self.attention = kind(config, rope, **factory)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, **factory)
         self.moe: MoELayer | None = None
         self.mlp: SwiGLU | None = None
@@ -127,8 +127,7 @@ class TransformerLayer(Staged):
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 nn.init.ones_(module.weight)
-        nn.init.normal_(self.attention.qkv.weight, std=std)
-        nn.init.normal_(self.attention.out.weight, std=out_std)
+        self.attention.init_weights(std, out_std)
         if self.moe is not None:
             self.moe.init_weights(std, out_std)
         else:

@@ -11,7 +11,7 @@ import torch
 from moe_graphs.config import FullIterationConfig, GraphConfig
 from moe_graphs.engine.report import Report
 from moe_graphs.engine.whole_step.full_iteration import FullIterationReport
-from moe_graphs.lm.data import Corpus
+from moe_graphs.lm.data import Text
 from moe_graphs.lm.metrics import memory_in_use
 from moe_graphs.lm.run import (
     Progress,
@@ -67,7 +67,7 @@ class Comparison:
         }
 
 
-def compare(options: RunOptions, corpus: Corpus, progress: Progress) -> Comparison:
+def compare(options: RunOptions, text: Text, progress: Progress) -> Comparison:
     """Runs both from the seed, on models of their own. Nothing is saved.
 
     Raises:
@@ -87,8 +87,8 @@ def compare(options: RunOptions, corpus: Corpus, progress: Progress) -> Comparis
             f"steps: {options.preset.training.steps} leaves none to time after {skipped} of "
             f"warm-up and capture: use at least {skipped + 10}"
         )
-    eager, eager_weights, _ = _one_side(options, corpus, None, skipped, progress)
-    graphed, graphed_weights, report = _one_side(options, corpus, config, skipped, progress)
+    eager, eager_weights, _ = _one_side(options, text, None, skipped, progress)
+    graphed, graphed_weights, report = _one_side(options, text, config, skipped, progress)
     pairs = zip(eager.losses, graphed.losses, strict=True)
     differing = [step for step, (left, right) in enumerate(pairs, 1) if left != right]
     return Comparison(
@@ -104,14 +104,14 @@ def compare(options: RunOptions, corpus: Corpus, progress: Progress) -> Comparis
 
 def _one_side(
     options: RunOptions,
-    corpus: Corpus,
+    text: Text,
     config: GraphConfig | FullIterationConfig | None,
     skipped: int,
     progress: Progress,
 ) -> tuple[Side, list[torch.Tensor], Report | FullIterationReport | None]:
     progress.note("eager" if config is None else f"graphed: {config}")
     free_memory(options.device)
-    trainer = build_trainer(options, build_batches(options, corpus))
+    trainer = build_trainer(options, build_batches(options, text))
     with with_graphs(trainer, config):
         steps = trainer.settings.steps
         while trainer.step < steps:

@@ -1,17 +1,21 @@
-"""Text for a byte-level language model: found, split by content, packed into fixed lengths.
+"""Text for a language model: found, split by content, packed into fixed lengths.
 
-S sequence length, N windows of a stream.
+T tokens of all documents, D documents, B sequences, S sequence length, N windows of a stream.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import platform
 import random
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -25,25 +29,90 @@ _LARGEST_BYTES = 512 * 1024
 
 
 @dataclass(frozen=True)
-class Corpus:
-    """Documents on two sides, each in the order of its content's hash, so machines agree.
+class Documents:
+    """Documents as token ids, in one array.
 
     Attributes:
-        skipped: how many files were left out, by reason.
+        ids_T: every document with the separator behind it, one after the other: uint8, uint16 or
+            int32, perhaps in a mapped file.
+        offsets: int64 ``[D + 1]``, where in ``ids_T`` each begins; the last is T.
+        content_bytes: the same as UTF-8, one byte for every separator.
+        identity: what they were made of, by name: other words for other documents.
+        unit: what a token is.
     """
+
+    ids_T: torch.Tensor
+    offsets: torch.Tensor
+    content_bytes: int
+    identity: Mapping[str, str]
+    unit: str = "tokens"
+
+    @classmethod
+    def of_bytes(cls, documents: Sequence[bytes]) -> Documents:
+        """Every byte is a token."""
+        stream = bytearray(concatenate(documents))
+        ids_T = torch.frombuffer(stream, dtype=torch.uint8)[1:]
+        lengths = torch.tensor([0, *(len(document) + 1 for document in documents)])
+        return cls(ids_T, lengths.cumsum(0), len(ids_T), identity(documents), "bytes")
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def bytes_per_token(self) -> float:
+        return self.content_bytes / len(self.ids_T)
+
+
+class Text(Protocol):
+    """Documents on two sides, and what their tokens mean.
+
+    Attributes:
+        skipped: how many documents were left out, by reason.
+        held_out_content: the held-out documents as bytes, a separator behind each.
+    """
+
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def skipped(self) -> Mapping[str, int]: ...
+
+    @property
+    def train_documents(self) -> Documents: ...
+
+    @property
+    def held_out_documents(self) -> Documents: ...
+
+    @property
+    def held_out_content(self) -> bytes: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The ``Text`` whose tokens are bytes: documents in the order of their content's hash, so that
+    machines agree."""
 
     source: str
     train: tuple[bytes, ...]
     held_out: tuple[bytes, ...]
     skipped: dict[str, int] = field(default_factory=dict)
 
-    @property
-    def train_bytes(self) -> int:
-        return sum(map(len, self.train))
+    @cached_property
+    def train_documents(self) -> Documents:
+        return Documents.of_bytes(self.train)
+
+    @cached_property
+    def held_out_documents(self) -> Documents:
+        return Documents.of_bytes(self.held_out)
 
     @property
-    def held_out_bytes(self) -> int:
-        return sum(map(len, self.held_out))
+    def held_out_content(self) -> bytes:
+        return concatenate(self.held_out)[1:]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode("utf-8", "replace")
 
 
 def standard_library() -> Corpus:
@@ -65,16 +134,21 @@ def standard_library() -> Corpus:
 def corpus_at(path: Path) -> Corpus:
     """All text files below a directory, or one text file cut into pieces of about 16 KiB.
 
+    A file named ``.jsonl`` is as many documents as it has lines, each the "text" of an object.
+
     Raises:
         ValueError: if there is nothing at ``path``, or too little for both sides of the split.
     """
     if path.is_file():
         documents, skipped = _read([path])
+        if path.suffix == ".jsonl":
+            return _corpus(str(path), documents, skipped)
         pieces = [piece for document in documents for piece in _cut(document)]
         return _corpus(f"{path}, in pieces of {_PIECE_BYTES // 1024} KiB", pieces, skipped)
     if not path.is_dir():
         raise ValueError(f"data: nothing at {path}: give a directory of text files, or one file")
-    paths = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.parts))
+    found = ((p, p.relative_to(path).parts) for p in path.rglob("*"))
+    paths = (p for p, parts in found if not any(part.startswith(".") for part in parts))
     return _corpus(str(path), *_read(paths))
 
 
@@ -89,21 +163,42 @@ def concatenate(documents: Iterable[bytes]) -> bytes:
     return SEPARATOR + b"".join(document + SEPARATOR for document in documents)
 
 
+def identity(documents: Sequence[bytes]) -> dict[str, str]:
+    """Of ``Documents``: their number, and the hash of what ``concatenate`` gives."""
+    digest = hashlib.sha256(SEPARATOR)
+    for document in documents:
+        digest.update(document + SEPARATOR)
+    return {"text": f"{len(documents)} documents, sha256 {digest.hexdigest()[:16]}"}
+
+
 def _read(paths: Iterable[Path], largest: int | None = None) -> tuple[list[bytes], dict[str, int]]:
     documents: list[bytes] = []
     skipped: dict[str, int] = {}
     for path in filter(Path.is_file, paths):
-        try:
-            content = path.read_bytes()
-        except OSError:
-            reason = "unreadable"
-        else:
-            reason = _why_not(content, largest)
-        if reason is None:
-            documents.append(content)
-        else:
-            skipped[reason] = skipped.get(reason, 0) + 1
+        for content, reason in _documents_of(path):
+            reason = reason or _why_not(content, largest)
+            if reason is None:
+                documents.append(content)
+            else:
+                skipped[reason] = skipped.get(reason, 0) + 1
     return documents, skipped
+
+
+def _documents_of(path: Path) -> Iterator[tuple[bytes, str | None]]:
+    """Each with the reason why it cannot be read, if there is one."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        yield b"", "unreadable"
+        return
+    if path.suffix != ".jsonl":
+        yield content, None
+        return
+    for line in filter(bytes.strip, content.splitlines()):
+        try:
+            yield json.loads(line)["text"].encode(), None
+        except (ValueError, KeyError, TypeError, AttributeError):
+            yield b"", 'line of JSON without a "text"'
 
 
 def _why_not(content: bytes, largest: int | None) -> str | None:
@@ -124,13 +219,15 @@ def _corpus(source: str, documents: list[bytes], skipped: dict[str, int]) -> Cor
     unique = sorted(set(documents), key=lambda document: hashlib.sha256(document).digest())
     if len(unique) < len(documents):
         skipped = {**skipped, "duplicate": len(documents) - len(unique)}
+    if len(unique) < 2:
+        raise ValueError(
+            f"data: {source} has {len(unique)} different documents, and one at least is held out: "
+            f"give more text (left out: {skipped or 'none'})"
+        )
     held_out = tuple(document for document in unique if is_held_out(document))
     train = tuple(document for document in unique if not is_held_out(document))
-    if not train or not held_out:
-        raise ValueError(
-            f"data: {source} has {len(unique)} different documents, {len(train)} to train on and "
-            f"{len(held_out)} held out (one in {100 // _HELD_OUT_PERCENT}, by hash): give more text"
-        )
+    if not train or not held_out:  # too few for one in twenty
+        held_out, train = tuple(unique[:1]), tuple(unique[1:])
     return Corpus(source, train, held_out, skipped)
 
 
@@ -150,46 +247,54 @@ class TrainingBatches:
 
     In every epoch the documents are shuffled and packed anew, then the windows are shuffled; the
     seed and the epoch's number decide both. What is left over at the end of an epoch (less than
-    one batch) is not seen in that epoch.
+    one batch, ``left_over`` tokens) is not seen in that epoch.
     """
 
     def __init__(
-        self, documents: tuple[bytes, ...], *, sequence_length: int, batch_size: int, seed: int
+        self, documents: Documents, *, sequence_length: int, batch_size: int, seed: int
     ) -> None:
         self.sequence_length, self.batch_size, self.seed = sequence_length, batch_size, seed
-        self._documents = documents
-        stream_bytes = sum(map(len, documents)) + len(documents) + 1
-        self.batches_per_epoch = (stream_bytes - 1) // sequence_length // batch_size
+        self.documents = documents
+        tokens = len(documents.ids_T)
+        self.batches_per_epoch = tokens // sequence_length // batch_size
+        self.left_over = tokens - self.batches_per_epoch * batch_size * sequence_length
         if self.batches_per_epoch == 0:
             raise ValueError(
-                f"batch_size: {batch_size} sequences of {sequence_length} bytes are more than the "
-                f"{stream_bytes} bytes to train on: give more text, or a smaller batch"
+                f"batch_size: {batch_size} sequences of {sequence_length} {documents.unit} are "
+                f"more than the {tokens} {documents.unit} to train on: give more text, or a "
+                f"smaller batch"
             )
         self._epoch = -1
-        self._stream = torch.empty(0, dtype=torch.uint8)
-        self._starts_N = torch.empty(0, dtype=torch.int64)
-
-    def describe(self) -> str:
-        """The text in a few words, others for another text."""
-        digest = hashlib.sha256(concatenate(self._documents)).hexdigest()
-        return f"{len(self._documents)} documents, sha256 {digest[:16]}"
+        # Of the epoch's stream: where each piece begins, there and among the documents' tokens.
+        self._places = self._sources = self._starts_N = torch.empty(0, dtype=torch.int64)
 
     def batch(self, step: int) -> torch.Tensor:
-        """Step ``step``'s windows, uint8 ``[batch_size, S + 1]``, freshly allocated."""
+        """Step ``step``'s windows ``[batch_size, S + 1]`` in the documents' dtype, freshly
+        allocated."""
         epoch, index = divmod(step, self.batches_per_epoch)
         if epoch != self._epoch:
             self._pack(epoch)
         starts_B = self._starts_N[index * self.batch_size : (index + 1) * self.batch_size]
-        return self._stream[starts_B[:, None] + torch.arange(self.sequence_length + 1)]
+        positions_BS = starts_B[:, None] + torch.arange(self.sequence_length + 1)
+        pieces_BS = torch.searchsorted(self._places, positions_BS, right=True) - 1
+        sources_BS = self._sources[pieces_BS] + positions_BS - self._places[pieces_BS]
+        return self.documents.ids_T[sources_BS]
 
     def _pack(self, epoch: int) -> None:
         # A string seeds by its hash: no pair (seed, epoch) shares its order with another pair.
         generator = random.Random(f"{self.seed} {epoch}")
-        order = list(self._documents)
+        order = list(range(len(self.documents)))
         generator.shuffle(order)
-        self._stream = torch.frombuffer(bytearray(concatenate(order)), dtype=torch.uint8)
-        # Windows overlap by one byte: the last target of one is the first input of the next.
-        starts = list(range(0, len(self._stream) - self.sequence_length, self.sequence_length))
+        offsets, order = self.documents.offsets, torch.tensor(order)
+        lengths = offsets.diff()[order]
+        # A separator, the last token of all, then the documents.
+        tokens = len(self.documents.ids_T)
+        self._sources = torch.cat([torch.tensor([tokens - 1]), offsets[order]])
+        self._places = torch.cat(
+            [torch.zeros(1, dtype=torch.int64), 1 + lengths.cumsum(0) - lengths]
+        )
+        # Windows overlap by one token: the last target of one is the first input of the next.
+        starts = list(range(0, tokens + 1 - self.sequence_length, self.sequence_length))
         generator.shuffle(starts)
         self._starts_N = torch.tensor(starts)
         self._epoch = epoch
@@ -197,38 +302,41 @@ class TrainingBatches:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The held-out documents as one stream, cut into windows in which every byte counts once.
+    """The held-out documents as one stream, cut into windows in which every token counts once.
 
     Attributes:
-        content: what is predicted, and what compressors are given: the stream without its first
-            separator.
-        inputs_NS, targets_NS: int64; windows overlap by ``context`` bytes, whose second
+        inputs_NS, targets_NS: int64; windows overlap by ``context`` tokens, whose second
             prediction is not counted: there, as in the padding at the end, the target is -100.
+        bytes_per_token: of all of the text, separators included.
     """
 
-    content: bytes
     inputs_NS: torch.Tensor
     targets_NS: torch.Tensor
+    bytes_per_token: float
 
     @classmethod
-    def of(cls, documents: tuple[bytes, ...], *, sequence_length: int, context: int) -> HeldOut:
+    def of(cls, documents: Documents, *, sequence_length: int, context: int) -> HeldOut:
         if not 0 <= context < sequence_length:
             raise ValueError(f"context: {context} must be from 0 to {sequence_length} - 1")
-        stream = concatenate(documents)
+        stream = torch.cat([documents.ids_T[-1:], documents.ids_T])
         stride = sequence_length - context
         count = 1 + max(0, -(-(len(stream) - 1 - sequence_length) // stride))
         starts_N1 = torch.arange(count)[:, None] * stride
         positions_NS = starts_N1 + torch.arange(sequence_length)
-        bytes_ = torch.frombuffer(bytearray(stream), dtype=torch.uint8).long()
-        padded = torch.nn.functional.pad(bytes_, (0, sequence_length))
+        padded = torch.nn.functional.pad(stream.long(), (0, sequence_length))
         targets_NS = padded[positions_NS + 1]
         repeated_NS = (torch.arange(sequence_length) < context) & (starts_N1 > 0)
         targets_NS[repeated_NS | (positions_NS + 1 >= len(stream))] = -100
-        return cls(stream[1:], padded[positions_NS], targets_NS)
+        return cls(padded[positions_NS], targets_NS, documents.bytes_per_token)
+
+    def bits_per_byte(self, nats_per_token: float) -> float:
+        return nats_per_token / math.log(2) / self.bytes_per_token
+
+    def nats_per_token(self, bits_per_byte: float) -> float:
+        return bits_per_byte * math.log(2) * self.bytes_per_token
 
     def sample(self, windows: int) -> HeldOut:
-        """At most ``windows`` of the windows, evenly spread; ``content`` stays the whole."""
+        """At most ``windows`` of the windows, evenly spread."""
         step = max(1, len(self.inputs_NS) // max(1, windows))
-        return HeldOut(
-            self.content, self.inputs_NS[::step][:windows], self.targets_NS[::step][:windows]
-        )
+        inputs_NS, targets_NS = self.inputs_NS[::step][:windows], self.targets_NS[::step][:windows]
+        return HeldOut(inputs_NS, targets_NS, self.bytes_per_token)

@@ -29,10 +29,12 @@ from moe_graphs.lm.checkpoint import (
     prepare_run_directory,
     save_checkpoint,
 )
-from moe_graphs.lm.data import Corpus, HeldOut, TrainingBatches
+from moe_graphs.lm.continued import checkpoint_identity, save_for_others
+from moe_graphs.lm.data import HeldOut, Text, TrainingBatches
 from moe_graphs.lm.metrics import compressed_bits_per_byte
 from moe_graphs.lm.picture import draw_losses
 from moe_graphs.lm.run_presets import Preset
+from moe_graphs.lm.sample import Sample, sample_text
 from moe_graphs.lm.trainer import LogLine, Trainer, TrainingDiverged
 
 
@@ -43,7 +45,10 @@ class RunOptions:
     Attributes:
         save: whether checkpoints are written (every ``checkpoint_every`` steps, 0 for only at the
             end).
-        sample_bytes: how much of the held-out text is used while training; the end uses all.
+        sample_tokens: how much of the held-out text is used while training; the end uses all.
+        init, tokenizer: the Hugging Face checkpoint that the model comes from, and the directory of
+            its tokenizer; both None for a model from the seed.
+        dtype: of the parameters.
     """
 
     preset: Preset
@@ -54,7 +59,10 @@ class RunOptions:
     resume: Path | None = None
     checkpoint_every: int = 0
     save: bool = True
-    sample_bytes: int = 1 << 17
+    sample_tokens: int = 1 << 17
+    init: Path | None = None
+    tokenizer: Path | None = None
+    dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         if self.checkpoint_every < 0:
@@ -68,7 +76,8 @@ class Summary:
     Attributes:
         resumed_from: the checkpoint, None for a run from the start.
         differences: what was another way in that checkpoint, a line each.
-        train_loss: mean of the last 20 steps, in nats per byte.
+        train_loss: mean of the last 20 steps, in nats per token.
+        held_out_before: the loss of ``init`` in nats per token, None without one.
         tokens_per_second: by the median step, None if a resumed run had none left to do.
         seconds: training and saving, without the last evaluation.
     """
@@ -76,6 +85,8 @@ class Summary:
     steps: int
     train_loss: float
     held_out_bits_per_byte: float
+    held_out_nats_per_token: float
+    held_out_before: float | None
     compressors: dict[str, float]
     tokens_per_second: float | None
     seconds: float
@@ -85,6 +96,7 @@ class Summary:
     out: Path
     resumed_from: str | None
     differences: tuple[str, ...]
+    samples: tuple[Sample, ...]
 
     def to_dict(self) -> dict:
         return {**dataclasses.asdict(self), "out": str(self.out)}
@@ -122,13 +134,18 @@ def deterministic(enabled: bool) -> Iterator[None]:
 
 
 def build_trainer(options: RunOptions, batches: TrainingBatches) -> Trainer:
-    """A fresh model from the seed, not yet with graphs."""
+    """A fresh model from the seed or from ``init``, not yet with graphs."""
     settings = options.preset.training
     torch.manual_seed(settings.seed)
     dispatcher = make_dispatcher(options.dispatcher)
-    model = LanguageModel(options.preset.model, dispatcher, device=options.device)
-    # GPT-2's 0.02 at 768, as wide for narrower models in proportion.
-    model.init_weights(0.02 * math.sqrt(768 / options.preset.model.hidden_size))
+    factory = {"device": options.device, "dtype": options.dtype}
+    if options.init is not None:
+        model = LanguageModel.from_pretrained(options.init, dispatcher=dispatcher, **factory)
+        torch.manual_seed(settings.seed)
+    else:
+        model = LanguageModel(options.preset.model, dispatcher, **factory)
+        # GPT-2's 0.02 at 768, as wide for narrower models in proportion.
+        model.init_weights(0.02 * math.sqrt(768 / options.preset.model.hidden_size))
     return Trainer(
         model,
         batches,
@@ -141,8 +158,10 @@ def build_trainer(options: RunOptions, batches: TrainingBatches) -> Trainer:
 def _surroundings(options: RunOptions, batches: TrainingBatches) -> dict[str, Any]:
     """What the bits of a run depend on beside its settings. Graphs are not among it."""
     on_cpu = options.device.type == "cpu"
+    init = {} if options.init is None else {"init": checkpoint_identity(options.init)}
     return {
-        "text": batches.describe(),
+        **batches.documents.identity,
+        **init,
         "dispatcher": options.dispatcher,
         "device": options.device.type,
         "threads": torch.get_num_threads() if on_cpu else None,
@@ -152,10 +171,10 @@ def _surroundings(options: RunOptions, batches: TrainingBatches) -> dict[str, An
     }
 
 
-def build_batches(options: RunOptions, corpus: Corpus) -> TrainingBatches:
+def build_batches(options: RunOptions, text: Text) -> TrainingBatches:
     settings = options.preset.training
     return TrainingBatches(
-        corpus.train,
+        text.train_documents,
         sequence_length=settings.sequence_length,
         batch_size=settings.batch_size,
         seed=settings.seed,
@@ -185,50 +204,76 @@ def with_graphs(
         trainer.graphs = None
 
 
-def run(options: RunOptions, corpus: Corpus, progress: Progress) -> Summary:
-    """Trains to the last step, and leaves log, checkpoints, picture and summary in ``out``.
+def run(options: RunOptions, text: Text, progress: Progress) -> Summary:
+    """Trains to the last step, and leaves log, checkpoints, picture and summary in ``out``; of a
+    model that comes from ``init`` also ``out/model``, for transformers.
 
     Raises:
         ValueError: if ``out`` cannot be used: among other reasons, it holds another run.
         TrainingDiverged: if the loss is not finite any more, in training or on held-out text.
     """
-    settings = options.preset.training
-    trainer = build_trainer(options, build_batches(options, corpus))
+    trainer = build_trainer(options, build_batches(options, text))
+    held_out = _held_out(options, text)
+    before = _loss_before(options, trainer, held_out, progress)
     differences = [] if options.resume is None else load_checkpoint(options.resume, trainer)
     prepare_run_directory(options.out, options.resume)
     for difference in differences:
         progress.note(f"resumed with another setting: {difference}")
-    held_out = HeldOut.of(
-        corpus.held_out,
-        sequence_length=settings.sequence_length,
-        context=settings.sequence_length // 2,
-    )
-    compressors = compressed_bits_per_byte(held_out.content)
+    curve = [] if before is None else [(0, held_out.bits_per_byte(before))]
     began = time.perf_counter()
     with with_graphs(trainer, options.graph_config):
-        curve = _train(options, trainer, held_out, differences, progress)
+        curve += _train(options, trainer, held_out, differences, progress)
         report = trainer.report()
     seconds = time.perf_counter() - began
-    progress.note("evaluating on all held-out bytes")
+    progress.note(f"evaluating on all held-out {text.held_out_documents.unit}")
     bits = trainer.bits_per_byte(held_out)
     if not math.isfinite(bits):
         raise TrainingDiverged(
             f"training diverged: {bits} bits per byte of held-out text after step {trainer.step}: "
             f"lower the learning rate"
         )
-    curve.append((trainer.step, bits))
-    missing = draw_losses(
-        options.out / "train.png",
-        title=f"{trainer.model.num_parameters() / 1e6:.1f}M parameters on {corpus.source}",
-        train_nats=trainer.history.loss.tolist(),
-        held_out_bits=curve,
+    compressors = compressed_bits_per_byte(text.held_out_content)
+    _draw(options, text, trainer, [*curve, (trainer.step, bits)], compressors, progress)
+    length = options.preset.model.max_sequence_length
+    summary = Summary(
+        held_out_bits_per_byte=bits,
+        held_out_nats_per_token=held_out.nats_per_token(bits),
+        held_out_before=before,
         compressors=compressors,
+        seconds=seconds,
+        report=report,
+        out=options.out,
+        resumed_from=str(options.resume) if options.resume else None,
+        differences=tuple(differences),
+        samples=sample_text(trainer.model, text, length=length, seed=trainer.settings.seed),
+        **_what_it_came_to(trainer),
     )
-    progress.note(missing or f"picture: {options.out / 'train.png'}")
-    summary = _summary(options, trainer, bits, compressors, seconds, report, differences)
-    text = json.dumps(summary.to_dict(), indent=1, allow_nan=False)
-    (options.out / "summary.json").write_text(text + "\n")
+    if options.save and options.init is not None:
+        path = save_for_others(trainer.model, options.tokenizer, options.out)
+        progress.note(f"model: {path}")
+    content = json.dumps(summary.to_dict(), indent=1, allow_nan=False)
+    (options.out / "summary.json").write_text(content + "\n")
     return summary
+
+
+def _held_out(options: RunOptions, text: Text) -> HeldOut:
+    length = options.preset.training.sequence_length
+    return HeldOut.of(text.held_out_documents, sequence_length=length, context=length // 2)
+
+
+def _loss_before(
+    options: RunOptions, trainer: Trainer, held_out: HeldOut, progress: Progress
+) -> float | None:
+    """Of the weights of ``init``, also where a checkpoint is going to replace them."""
+    if options.init is None:
+        return None
+    progress.note(f"evaluating {options.init} on all held-out tokens")
+    loss = trainer.nats_per_token(held_out)
+    if not math.isfinite(loss):
+        raise ValueError(f"init: the held-out loss of {options.init} is {loss} before any step")
+    bits = held_out.bits_per_byte(loss)
+    progress.note(f"held out, before: {loss:.4f} nats per token, {bits:.4f} bits per byte")
+    return loss
 
 
 def _train(
@@ -240,7 +285,7 @@ def _train(
 ) -> list[tuple[int, float]]:
     """The loop around the steps; returns the held-out curve of the sample."""
     preset, steps = options.preset, options.preset.training.steps
-    sample = held_out.sample(options.sample_bytes // preset.training.sequence_length)
+    sample = held_out.sample(options.sample_tokens // preset.training.sequence_length)
     curve: list[tuple[int, float]] = []
     with open_log(options.out) as log:
         if options.resume:
@@ -263,31 +308,35 @@ def _train(
     return curve
 
 
-def _summary(
+def _draw(
     options: RunOptions,
+    text: Text,
     trainer: Trainer,
-    bits: float,
+    curve: Sequence[tuple[int, float]],
     compressors: dict[str, float],
-    seconds: float,
-    report: Report | FullIterationReport | None,
-    differences: Sequence[str],
-) -> Summary:
+    progress: Progress,
+) -> None:
+    path, bytes_per_token = options.out / "train.png", text.train_documents.bytes_per_token
+    missing = draw_losses(
+        path,
+        title=f"{trainer.model.num_parameters() / 1e6:.1f}M parameters on {text.source}",
+        train_nats=[nats / bytes_per_token for nats in trainer.history.loss.tolist()],
+        held_out_bits=curve,
+        compressors=compressors,
+    )
+    progress.note(missing or f"picture: {path}")
+
+
+def _what_it_came_to(trainer: Trainer) -> dict[str, Any]:
     times = trainer.clock.milliseconds
     rate = 1e3 * trainer.settings.tokens_per_step / statistics.median(times) if times else None
-    return Summary(
-        steps=trainer.step,
-        train_loss=trainer.history.loss[-20:].mean().item(),
-        held_out_bits_per_byte=bits,
-        compressors=compressors,
-        tokens_per_second=rate,
-        seconds=seconds,
-        parameters=trainer.model.num_parameters(),
-        dropped=trainer.total_dropped(),
-        report=report,
-        out=options.out,
-        resumed_from=str(options.resume) if options.resume else None,
-        differences=tuple(differences),
-    )
+    return {
+        "steps": trainer.step,
+        "train_loss": trainer.history.loss[-20:].mean().item(),
+        "tokens_per_second": rate,
+        "parameters": trainer.model.num_parameters(),
+        "dropped": trainer.total_dropped(),
+    }
 
 
 def free_memory(device: torch.device) -> None:

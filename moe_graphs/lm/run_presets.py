@@ -1,4 +1,4 @@
-"""Two models that are trained in minutes: one without a GPU, one on a single GPU."""
+"""A model and how to train it; two that are trained in minutes, with and without a GPU."""
 
 from __future__ import annotations
 
@@ -18,6 +18,14 @@ class Preset:
     training: TrainSettings
     log_every: int
     evaluate_every: int
+
+    def __post_init__(self) -> None:
+        asked, positions = self.training.sequence_length, self.model.max_sequence_length
+        if asked > positions:
+            raise ValueError(
+                f"sequence_length: {asked} is more than the {positions} positions that the model "
+                f"knows: lower it"
+            )
 
 
 def tiny() -> Preset:

@@ -37,6 +37,8 @@ class TrainSettings:
         for name in ("steps", "batch_size", "sequence_length", "microbatches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} must be at least 1")
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps: {self.warmup_steps} must not be negative")
         if not -(2**63) <= self.seed < 2**64:
             raise ValueError(f"seed: {self.seed} must be from -2**63 to 2**64 - 1, as torch's are")
         if self.batch_size % self.microbatches:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,24 @@ from moe_graphs.config import IMPLS, FullIterationConfig, GraphConfig
 from moe_graphs.engine.report import Report
 from moe_graphs.engine.whole_step.full_iteration import FullIterationReport
 from moe_graphs.lm import run as training_run
-from moe_graphs.lm.checkpoint import find_checkpoint
+from moe_graphs.lm.checkpoint import find_checkpoint, prepare_run_directory
 from moe_graphs.lm.compare import compare
-from moe_graphs.lm.data import Corpus, corpus_at, standard_library
+from moe_graphs.lm.continued import continued_preset
+from moe_graphs.lm.data import Documents, Text, corpus_at, standard_library
 from moe_graphs.lm.run_presets import Preset, presets
+from moe_graphs.lm.tokenized import load_tokenizer, tokenize
 from moe_graphs.lm.trainer import LogLine, TrainingDiverged
 from moe_graphs.tables import capture_table, comparison_table, full_iteration_table
 from moe_graphs.terminal import errors_in_a_line, make_console, print_json
+
+_DENSE_SCOPES = "attn,mlp"
 
 
 def train(
     *,
     preset: str | None,
+    init: Path | None,
+    tokenizer: Path | None,
     data: Path | None,
     impl: str,
     scopes: str | None,
@@ -38,6 +45,7 @@ def train(
     dispatcher: str,
     resume: Path | None,
     device: str | None,
+    dtype: str,
     out: Path | None,
     checkpoint_every: int,
     save: bool,
@@ -50,15 +58,15 @@ def train(
     """The options of the command line, under the names they have there.
 
     Args:
-        default_scopes: for ``impl`` local.
-        settings: of ``TrainSettings``; None for the preset's.
+        default_scopes: for ``impl`` local, where the model has experts.
+        settings: of ``TrainSettings``; None for the preset's, or for those that suit ``init``.
     """
     console = make_console(stderr=json_)
-    if scopes is None and impl == "local":
-        scopes = default_scopes
     with errors_in_a_line(TrainingDiverged), _memory_errors():
         where = _device(device)
-        name, chosen = _preset(preset, where)
+        name, chosen = _chosen(preset, init, tokenizer, where, settings)
+        if scopes is None and impl == "local":
+            scopes = _DENSE_SCOPES if chosen.model.moe is None else default_scopes
         options = training_run.RunOptions(
             preset=_with_settings(chosen, settings),
             device=where,
@@ -68,11 +76,14 @@ def train(
             resume=find_checkpoint(resume) if resume else None,
             checkpoint_every=checkpoint_every,
             save=save,
+            init=init,
+            tokenizer=tokenizer or init,
+            dtype=_dtype(dtype),
         )
-        corpus = corpus_at(data) if data else standard_library()
-        _describe(console, options, corpus, name)
+        text = _text(options, data, console, keep=not compare_)
+        _describe(console, options, text, name)
         with training_run.deterministic(deterministic and where.type == "cuda"):
-            document = (_compare if compare_ else _run)(options, corpus, console)
+            document = (_compare if compare_ else _run)(options, text, console)
         if json_:
             print_json(document)
 
@@ -88,13 +99,19 @@ def _memory_errors() -> Iterator[None]:
         raise
 
 
-def _run(options: training_run.RunOptions, corpus: Corpus, console: Console) -> dict[str, Any]:
+def _run(options: training_run.RunOptions, text: Text, console: Console) -> dict[str, Any]:
     total = options.preset.training.steps
     with _progress(console, total) as progress:
-        summary = training_run.run(options, corpus, progress)
+        summary = training_run.run(options, text, progress)
     if summary.report is not None:
         console.print(_report_table(summary.report))
     baselines = ", ".join(f"{name} {bits:.4f}" for name, bits in summary.compressors.items())
+    for sample in summary.samples:
+        line = f"sample at {sample.temperature:g}: {sample.prompt!r} -> {sample.continuation!r}"
+        console.print(line, markup=False)
+    if summary.held_out_before is not None:
+        before, after = summary.held_out_before, summary.held_out_nats_per_token
+        console.print(f"held out: {before:.4f} nats per token before, {after:.4f} after")
     console.print(
         f"held out: {summary.held_out_bits_per_byte:.4f} bits per byte after {summary.steps} "
         f"steps, {summary.seconds:.0f} s ({baselines})"
@@ -103,9 +120,9 @@ def _run(options: training_run.RunOptions, corpus: Corpus, console: Console) -> 
     return summary.to_dict()
 
 
-def _compare(options: training_run.RunOptions, corpus: Corpus, console: Console) -> dict[str, Any]:
+def _compare(options: training_run.RunOptions, text: Text, console: Console) -> dict[str, Any]:
     with _progress(console, 2 * options.preset.training.steps) as progress:
-        comparison = compare(options, corpus, progress)
+        comparison = compare(options, text, progress)
     console.print(_report_table(comparison.report))
     console.print(comparison_table(comparison))
     return comparison.to_dict()
@@ -136,22 +153,60 @@ def _progress(console: Console, total: int) -> Iterator[training_run.Progress]:
         yield training_run.Progress(line, note)
 
 
-def _describe(
-    console: Console, options: training_run.RunOptions, corpus: Corpus, name: str
-) -> None:
-    skipped = ", ".join(f"{count} {reason}" for reason, count in corpus.skipped.items()) or "none"
-    settings = options.preset.training
+def _text(
+    options: training_run.RunOptions, data: Path | None, console: Console, *, keep: bool
+) -> Text:
+    """The text as the model sees it: bytes, or with ``init`` the tokens of its tokenizer, which
+    are kept beside the run."""
+    tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
+    corpus = corpus_at(data) if data else standard_library()
+    if tokenizer is None:
+        return corpus
+    if keep:
+        prepare_run_directory(options.out, options.resume)
+    began = time.perf_counter()
+    with console.status("tokenising"):
+        text, path = tokenize(
+            corpus,
+            tokenizer,
+            vocab_size=options.preset.model.vocab_size,
+            sequence_length=options.preset.training.sequence_length,
+            write=options.out if keep else None,
+            read=[options.out, *([options.resume.resolve().parents[1]] if options.resume else [])],
+        )
+    console.print(
+        f"tokens: {path or f'made in {time.perf_counter() - began:.1f} s'}, of the tokenizer at "
+        f"{options.tokenizer}; {tokenizer.separator_token!r} between documents",
+        markup=False,
+    )
+    return text
+
+
+def _describe(console: Console, options: training_run.RunOptions, text: Text, name: str) -> None:
+    skipped = ", ".join(f"{count} {reason}" for reason, count in text.skipped.items()) or "none"
+    settings, unit = options.preset.training, text.train_documents.unit
+    batches = training_run.build_batches(options, text)
+    source = "checkpoint" if options.init else "preset"
     lines = (
-        f"text: {corpus.source}: {len(corpus.train)} documents, {corpus.train_bytes / 1e6:.2f} MB "
-        f"to train on; {len(corpus.held_out)} documents, {corpus.held_out_bytes / 1e6:.2f} MB held "
-        f"out; left out: {skipped}",
-        f"preset {name} on {options.device}, torch {torch.__version__}, "
+        f"text: {text.source}: {_amount(text.train_documents)} to train on; "
+        f"{_amount(text.held_out_documents)} held out; left out: {skipped}",
+        f"{source} {name} on {options.device}, torch {torch.__version__}, "
         f"{torch.get_num_threads()} CPU threads: {settings.steps} steps of {settings.batch_size} "
-        f"sequences of {settings.sequence_length} bytes in {settings.microbatches} microbatch(es)",
+        f"sequences of {settings.sequence_length} {unit} in {settings.microbatches} microbatch(es)",
+        f"epochs: {batches.batches_per_epoch} steps each; the last {batches.left_over} {unit} of "
+        f"an epoch fill no batch, and the next epoch has others there",
+        f"learning rate: {settings.learning_rate:g} after {settings.warmup_steps} steps, then down "
+        f"to {settings.final_fraction:g} of it; parameters in {options.dtype}",
         f"graphs: {options.graph_config or 'none, eager'}; dispatcher {options.dispatcher}",
     )
     for line in lines:
         console.print(line, markup=False)
+
+
+def _amount(documents: Documents) -> str:
+    megabytes = (documents.content_bytes - len(documents)) / 1e6
+    tokens = "" if documents.unit == "bytes" else f", {len(documents.ids_T):,} {documents.unit}"
+    return f"{len(documents)} documents, {megabytes:.2f} MB{tokens}"
 
 
 def _report_table(report: Report | FullIterationReport) -> Table:
@@ -176,6 +231,36 @@ def _device(name: str | None) -> torch.device:
             raise ValueError(f"device: {name!r} is not here, the last one is cuda:{count - 1}")
         torch.cuda.set_device(int(index))  # Triton's kernels are launched on the current one
     return torch.device(name)
+
+
+def _dtype(name: str) -> torch.dtype:
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if name not in known:
+        raise ValueError(f"dtype: {name!r} is not one of {', '.join(known)}")
+    return known[name]
+
+
+def _chosen(
+    preset: str | None,
+    init: Path | None,
+    tokenizer: Path | None,
+    device: torch.device,
+    settings: dict[str, Any],
+) -> tuple[str, Preset]:
+    """The model and how to train it, with a name for the run."""
+    if init is None:
+        if tokenizer is not None:
+            raise ValueError(
+                f"tokenizer: {tokenizer} without --init: models from the seed are trained on "
+                f"bytes: drop it, or name a checkpoint"
+            )
+        return _preset(preset, device)
+    if preset is not None:
+        raise ValueError(f"preset: {preset!r} with --init, which has sizes of its own: drop one")
+    steps = settings.get("steps")
+    return init.resolve().name, continued_preset(
+        init, **({} if steps is None else {"steps": steps})
+    )
 
 
 def _preset(name: str | None, device: torch.device) -> tuple[str, Preset]:

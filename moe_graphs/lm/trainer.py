@@ -183,7 +183,11 @@ class Trainer:
         return int(self.history.dropped.sum()) if self.drops_tokens else None
 
     def bits_per_byte(self, held_out: HeldOut) -> float:
-        """Mean code length of the counted bytes in ``held_out``, eager and in eval mode."""
+        """Mean code length of the counted tokens in ``held_out``, by their bytes."""
+        return held_out.bits_per_byte(self.nats_per_token(held_out))
+
+    def nats_per_token(self, held_out: HeldOut) -> float:
+        """Mean loss of the counted tokens in ``held_out``, eager and in eval mode."""
         paused = self.graphs.paused() if self.graphs is not None else contextlib.nullcontext()
         was_training = self.model.training
         self.model.eval()
@@ -193,12 +197,11 @@ class Trainer:
             for start in range(0, len(held_out.inputs_NS), rows):
                 inputs_BS = held_out.inputs_NS[start : start + rows].to(self.device)
                 targets_BS = held_out.targets_NS[start : start + rows].to(self.device)
-                with self._autocast():
+                with autocast(self.device):
                     output = self.model(inputs_BS)
                 total += cross_entropy(output.logits_BSV, targets_BS, reduction="sum")
         self.model.train(was_training)
-        counted = int((held_out.targets_NS >= 0).sum())
-        return total.item() / counted / torch.log(torch.tensor(2.0)).item()
+        return total.item() / int((held_out.targets_NS >= 0).sum())
 
     def forward_backward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """All microbatches of a step: the mean loss and the dropped rows, on the device."""
@@ -207,7 +210,7 @@ class Trainer:
         step = self.graphs.step() if self.graphs is not None else contextlib.nullcontext()
         with step:
             for part in tokens.chunk(count):
-                with self._autocast():
+                with autocast(self.device):
                     output = self.model(part[:, :-1])
                 loss = cross_entropy(output.logits_BSV, part[:, 1:])
                 ((loss + output.aux_loss) / count).backward()
@@ -237,21 +240,20 @@ class Trainer:
                 f"rate, or resume from an earlier checkpoint"
             )
 
-    def _autocast(self) -> torch.autocast:
-        # The cache would hand a weight's cast copy, made in one graph's pool, to the next graph.
-        return torch.autocast(
-            self.device.type,
-            torch.bfloat16,
-            enabled=self.device.type == "cuda",
-            cache_enabled=False,
-        )
-
     def _to_device(self, windows: Tensor) -> Tensor:
         if self.device.type == "cuda":
             # A pinned buffer of its own for every batch: torch's host allocator hands it out
             # again only when the copy from it has run, so no later batch overwrites it unread.
             windows = windows.pin_memory().to(self.device, non_blocking=True)
         return windows.long()
+
+
+def autocast(device: torch.device) -> torch.autocast:
+    """bf16 on a GPU, nothing elsewhere."""
+    # The cache would hand a weight's cast copy, made in one graph's pool, to the next graph.
+    return torch.autocast(
+        device.type, torch.bfloat16, enabled=device.type == "cuda", cache_enabled=False
+    )
 
 
 def cross_entropy(logits_BSV: Tensor, targets_BS: Tensor, *, reduction: str = "mean") -> Tensor:

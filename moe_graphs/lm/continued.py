@@ -1,0 +1,68 @@
+"""Training that goes on from a Hugging Face checkpoint, and what is left of it for others."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+
+from moe_graphs.checkpoints.loading import read_files
+from moe_graphs.layers import LanguageModel
+from moe_graphs.lm.run_presets import Preset
+from moe_graphs.lm.settings import TrainSettings
+
+MODEL_DIRECTORY = "model"
+_SEQUENCE_LENGTH = 1024
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+
+
+def continued_preset(init: Path, *, steps: int = 200) -> Preset:
+    """The model of a checkpoint, and how to train it further: gently, since it is trained.
+
+    Raises:
+        ValueError: if our layers do not compute it, or its files are not whole.
+    """
+    if not init.is_dir():
+        raise ValueError(f"init: no directory {init}: give one with a Hugging Face checkpoint")
+    model = read_files(init, None).config
+    training = TrainSettings(
+        steps=steps,
+        batch_size=8,
+        sequence_length=min(_SEQUENCE_LENGTH, model.max_sequence_length),
+        learning_rate=1e-5,
+        warmup_steps=min(100, steps // 10),
+    )
+    return Preset(model, training, log_every=10, evaluate_every=100)
+
+
+def checkpoint_identity(init: Path) -> str:
+    """Other words for another checkpoint: by the configuration, and by a few thousand bytes from
+    all over each file of weights, since reading all would take minutes."""
+    digest = hashlib.sha256((init / "config.json").read_bytes())
+    for path in sorted(init.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for part in range(64):
+                file.seek(part * size // 64)
+                digest.update(file.read(256))
+    return f"sha256 {digest.hexdigest()[:16]}, by samples"
+
+
+def save_for_others(model: LanguageModel, tokenizer: Path, out: Path) -> Path:
+    """Writes ``out/model``, which transformers loads: the weights, and the tokenizer's files."""
+    path = out / MODEL_DIRECTORY
+    model.save_pretrained(path)
+    for name in _TOKENIZER_FILES:
+        if (tokenizer / name).is_file():
+            shutil.copy(tokenizer / name, path / name)
+    return path
