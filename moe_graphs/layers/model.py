@@ -109,10 +109,11 @@ class LanguageModel(nn.Module):
     ) -> None:
         """Writes config.json and safetensors with the names and shapes that transformers writes.
 
-        All files are written under ``directory/model.partial`` first; a model that lies in
-        ``directory`` is replaced, other files stay. At most a shard is in memory at once. Options
-        of training that config.json has no names for (``hf_config``) are not saved, nor are the
-        routers' counters. Under data parallelism call it on one rank.
+        All files are written under ``directory/model.partial`` first and stay there if the process
+        dies before they are renamed; a model that lies in ``directory`` is replaced, other files
+        stay. At most a shard is in memory at once. Options of training that config.json has no
+        names for (``hf_config``) are not saved, nor are the routers' counters. Under data
+        parallelism call it on one rank.
 
         Raises:
             ValueError: no family of transformers computes this model, or it holds only some of the

@@ -276,8 +276,8 @@ def test_a_full_disk_leaves_what_was_there(directory, monkeypatch):
 
 
 @shards
-@pytest.mark.parametrize("renamed", [0, 1, 3])
-def test_a_crash_in_between_leaves_nothing_that_looks_whole(directory, monkeypatch, renamed):
+@pytest.mark.parametrize(("size", "renamed"), [(100_000, 0), (100_000, 3), (10**9, 0), (10**9, 1)])
+def test_a_crash_leaves_nothing_that_looks_whole(directory, monkeypatch, size, renamed):
     ours, calls = LanguageModel.from_pretrained(directory), []
     rename = Path.rename
 
@@ -290,9 +290,9 @@ def test_a_crash_in_between_leaves_nothing_that_looks_whole(directory, monkeypat
     with monkeypatch.context() as patched:
         patched.setattr(Path, "rename", crash)
         with pytest.raises(KeyboardInterrupt):
-            ours.save_pretrained(directory, max_shard_bytes=100_000)
+            ours.save_pretrained(directory, max_shard_bytes=size)
     refused(directory, monkeypatch, "")
     monkeypatch.undo()
-    ours.save_pretrained(directory, max_shard_bytes=100_000)
+    ours.save_pretrained(directory, max_shard_bytes=size)
     assert torch.equal(logits(LanguageModel.from_pretrained(directory)), logits(ours))
     assert not (directory / "model.partial").exists()
