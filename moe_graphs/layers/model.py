@@ -6,6 +6,7 @@ Shapes: B batch, S sequence, D model, V vocabulary.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from moe_graphs.dispatch import Dispatcher
 from moe_graphs.layers.model_config import TransformerConfig
+from moe_graphs.layers.moe import MoELayer
 from moe_graphs.layers.norm import RMSNorm
 from moe_graphs.layers.rope import RotaryEmbedding
 from moe_graphs.layers.transformer import TransformerLayer
@@ -47,7 +49,7 @@ class LanguageModel(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size, **factory)
         self.rope = RotaryEmbedding(
@@ -60,6 +62,10 @@ class LanguageModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, **factory)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, **factory)
         self.init_weights()
+
+    if TYPE_CHECKING:  # nn.Module's says Any
+
+        def __call__(self, tokens_BS: Tensor) -> ModelOutput: ...
 
     def forward(self, tokens_BS: Tensor) -> ModelOutput:
         hidden_BSD = self.embedding(tokens_BS)
@@ -85,14 +91,14 @@ class LanguageModel(nn.Module):
         nn.init.normal_(self.head.weight, std=std)
         nn.init.ones_(self.norm.weight)
         self.rope.reset_tables()
-        for layer in self.layers:
-            layer.init_weights(std, out_std)
+        for layer in self.modules():
+            if isinstance(layer, TransformerLayer):
+                layer.init_weights(std, out_std)
 
     def update_expert_bias(self, group: dist.ProcessGroup | None = None) -> None:
         """Between steps: ``TopKRouter.update_expert_bias`` of every MoE layer."""
-        for layer in self.layers:
-            if layer.is_moe:
-                layer.moe.router.update_expert_bias(group)
+        for moe in self._moe_layers():
+            moe.router.update_expert_bias(group)
 
     def num_parameters(self, *, active: bool = False) -> int:
         """Parameters of the whole model, experts on other ranks included.
@@ -101,13 +107,11 @@ class LanguageModel(nn.Module):
             active: count only those that a token uses: ``top_k`` of the routed experts.
         """
         total = sum(parameter.numel() for parameter in self.parameters())
-        for layer in self.layers:
-            if layer.is_moe:
-                experts = layer.moe.experts
-                local = experts.w1.numel() + experts.w2.numel()
-                moe = layer.moe.config
-                count = moe.top_k if active else moe.num_experts
-                total += local // experts.w1.shape[0] * count - local
+        for moe in self._moe_layers():
+            w1, w2 = moe.experts.w1, moe.experts.w2
+            local = w1.numel() + w2.numel()
+            count = moe.config.top_k if active else moe.config.num_experts
+            total += local // w1.shape[0] * count - local
         return total
 
     def flops_per_token(self, sequence_length: int) -> int:
@@ -120,3 +124,6 @@ class LanguageModel(nn.Module):
         matmul = self.num_parameters(active=True) - self.embedding.weight.numel()
         attention = config.num_layers * config.num_heads * config.head_size * sequence_length
         return 6 * matmul + 12 * attention
+
+    def _moe_layers(self) -> list[MoELayer]:
+        return [module for module in self.modules() if isinstance(module, MoELayer)]

@@ -12,6 +12,8 @@ Shapes: T tokens, D model, K top-k, R routed rows.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor, nn
 
@@ -74,7 +76,7 @@ class MoELayer(Staged):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config = config
         self.dispatcher = LocalDispatcher() if dispatcher is None else dispatcher
         local = self.dispatcher.local_experts(config.num_experts)
@@ -106,6 +108,10 @@ class MoELayer(Staged):
         """Why ``run_experts`` cannot be captured, or None."""
         dispatcher = self.dispatcher
         return f"dispatcher {dispatcher.name!r}" if dispatcher.host_sync else None
+
+    if TYPE_CHECKING:  # nn.Module's says Any
+
+        def __call__(self, hidden: Tensor) -> MoEOutput: ...
 
     def forward(self, hidden: Tensor) -> MoEOutput:
         return self.run_stages(MoEInput(hidden))
