@@ -61,7 +61,7 @@ class StaticLoader(Generic[BatchT]):
         self._turn = self._passes = 0
 
     def __len__(self) -> int:
-        return len(self.loader)  # type: ignore[arg-type]
+        return len(self.loader)  # type: ignore[arg-type]  # if it has one
 
     def __iter__(self) -> StaticBatches[BatchT]:
         self._passes += 1
