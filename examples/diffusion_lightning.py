@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -38,7 +39,7 @@ class Denoiser(pl.LightningModule):
         self.log("loss", loss, prog_bar=True)
         return loss
 
-    def configure_optimizers(self):
+    def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True, capturable=True)
         warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, step / 50))
         return [optimizer], [{"scheduler": warmup, "interval": "step"}]

@@ -56,8 +56,8 @@ def main() -> None:
     model = llama(device)
     # A tensor, which the scheduler changes in place: a float would be frozen in the graph.
     rate = torch.tensor(1e-3, device=device)
-    capturable = {"capturable": True} if device == "cuda" else {}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True, **capturable)
+    capturable = device == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=capturable)
     scheduler = OneCycleLR(optimizer, 3e-3, options.steps, cycle_momentum=False)
 
     def train_step(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -57,7 +57,7 @@ def train(steps: int, rank: int, ranks: int, device: torch.device) -> None:
         standard_library().train_documents, sequence_length=128, batch_size=16, seed=0
     )
     for step in range(1, steps + 1):
-        tokens_BS, losses = batches.batch(step).to(device).long(), []
+        tokens_BS, losses = batches.batch(step).to(device).long(), list[Tensor]()
         inputs = [tokens_BS[:, :-1].contiguous()] if rank == 0 else []  # others receive theirs
         with graphs.step():
             schedule.step(*inputs, target=tokens_BS[:, 1:], losses=losses)

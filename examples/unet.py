@@ -29,6 +29,8 @@ class Block(nn.Module):
 class UNet(nn.Module):
     """From 8x8 down to 1x1 and back, with skips."""
 
+    frequencies: Tensor
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.register_buffer("frequencies", torch.exp(torch.linspace(0, 5, width // 2)))

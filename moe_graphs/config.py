@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 IMPLS = ("none", "local")
 ON_MISMATCH = ("eager", "error", "recapture")
@@ -192,11 +193,12 @@ class GraphConfig:
                 f"warmup_steps={self.warmup_steps}: at least 1, since the calls to capture are "
                 f"observed in these steps"
             )
-        object.__setattr__(self, "scopes", _normalised(self.scopes, self.impl))
-        check(Choice(self.impl, self.scopes))
+        scopes = _normalised(self.scopes, self.impl)
+        object.__setattr__(self, "scopes", scopes)
+        check(Choice(self.impl, scopes))
 
     def __str__(self) -> str:
-        return f"{self.impl}, {','.join(self.scopes)}"
+        return f"{self.impl}, {','.join(self.scopes or ())}"
 
     @classmethod
     def from_megatron(
@@ -205,7 +207,7 @@ class GraphConfig:
         cuda_graph_scope: Sequence[str] | str | None = None,
         cuda_graph_modules: Sequence[str] | str | None = None,
         cuda_graph_warmup_steps: int = 3,
-        **options,
+        **options: Any,
     ) -> GraphConfig:
         """The same from Megatron-LM's flags; as there, no scope at all means the whole layer.
 

@@ -22,7 +22,7 @@ import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, dataclass_transform
 
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -32,6 +32,7 @@ from moe_graphs.errors import CaptureError, GraphError
 T = TypeVar("T")
 
 
+@dataclass_transform(frozen_default=True)
 def record(cls: type[T]) -> type[T]:
     """Class decorator: a frozen dataclass whose fields may cross a capture boundary.
 

@@ -45,8 +45,8 @@ def full_iteration_table(report: FullIterationReport) -> Table:
     table = Table(title="captured step", title_justify="left", caption_justify="left")
     headings = ("state", "kernels", "static", "pool", "capture", "replays", "eager calls")
     for heading in headings:
-        justify = "left" if heading in ("state", "eager calls") else "right"
-        table.add_column(heading, justify=justify)
+        words = heading in ("state", "eager calls")
+        table.add_column(heading, justify="left" if words else "right")
     table.add_row(
         report.state,
         "?" if report.kernels is None else f"{report.kernels:,}",
@@ -90,8 +90,8 @@ def comparison_table(comparison: Comparison) -> Table:
 def verdict(comparison: Comparison) -> str:
     """Whether the two runs agree bit by bit, in a sentence."""
     steps = len(comparison.eager.losses)
-    if not comparison.losses_bitwise_equal:
-        first = comparison.first_difference
+    first = comparison.first_difference
+    if first is not None:
         pair = [side.losses[first - 1] for side in (comparison.eager, comparison.graphed)]
         return f"losses DIFFER, first at step {first} of {steps}: {pair[0]!r} and {pair[1]!r}"
     others = {

@@ -24,11 +24,12 @@ def make_console(*, stderr: bool) -> Console:
 @contextlib.contextmanager
 def errors_in_a_line(*others: type[Exception]) -> Iterator[None]:
     """What the user can do something about ends the command without a traceback."""
+    expected: tuple[type[Exception], ...] = (ValueError, OSError, MemoryError, GraphError, *others)
     try:
         yield
     except BrokenPipeError:
         raise  # `| head` has seen enough: typer ends without a word
-    except (ValueError, OSError, MemoryError, GraphError, *others) as error:
+    except expected as error:
         line = " ".join(str(error).split())
         make_console(stderr=True).print(f"error: {line}", style="red", markup=False)
         raise typer.Exit(1) from error

@@ -20,6 +20,8 @@ ROOT = PACKAGE.parent
 WHERE_INSTALLED = {"grouped_gemm", "transformer_engine"}
 # Come with lightning and torch.
 WITH_ANOTHER = {"pytorch_lightning", "cuda"}
+# Run by make or by a test, imported by nobody.
+RUN_ONLY = {"hatchling", "mypy", "pytest-xdist", "ruff"}
 # A child of its own for each, after what takes long to import and is not ours.
 EACH_ALONE = """
 import contextlib, importlib, json, os, sys
@@ -124,5 +126,5 @@ def test_every_extra_has_code():
     scripts = [f for name in ("benchmarks", "examples") for f in (ROOT / name).rglob("*.py")]
     everything = imported_by([*FILES, *scripts, *(ROOT / "tests").rglob("*.py")])
     for extra, requirements in project()["optional-dependencies"].items():
-        for name in distributions(requirements) - {"ruff", "pytest-xdist"}:
+        for name in distributions(requirements) - RUN_ONLY:
             assert {name, name.replace("-", "_")} & everything, (extra, name)

@@ -10,7 +10,7 @@ Shapes: T tokens, D model, K top-k, E experts, e local experts, W ranks, R rows 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import torch
 import torch.distributed as dist
@@ -102,16 +102,24 @@ class _AllToAll(torch.autograd.Function):
     """Sends consecutive rows to consecutive ranks; the gradient goes the same way back."""
 
     @staticmethod
-    def forward(ctx, rows, sent, received, group):
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        sent: list[int],
+        received: list[int],
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
         return _all_to_all(rows, sent, received, group)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _all_to_all(grad, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
-def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group) -> Tensor:
+def _all_to_all(
+    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None
+) -> Tensor:
     if len(sent) == 1:
         return rows.clone()
     arrived = rows.new_empty(sum(received), rows.shape[1])

@@ -77,6 +77,6 @@ class Dispatcher(abc.ABC):
     def combine(self, expert_rows: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
         """Brings the experts' results back: ``hidden_TD``, each token's rows summed by weight."""
 
-    def __deepcopy__(self, memo: dict) -> Dispatcher:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Dispatcher:
         """A copy of a model uses the same dispatcher: process groups cannot be copied."""
         return self

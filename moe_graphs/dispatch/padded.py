@@ -48,7 +48,8 @@ class PaddedDispatcher(Dispatcher):
         self, hidden_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
     ) -> DispatchPlan:
         order = route_rows(experts_TK, num_experts)
-        capacity = self.capacity(*experts_TK.shape, num_experts)
+        num_tokens, top_k = experts_TK.shape
+        capacity = self.capacity(num_tokens, top_k, num_experts)
         padded = _pad(order, experts_TK, capacity)
         dropped = (padded.inverse_R < 0).sum()
         return DispatchPlan(permute(hidden_TD, padded), weights_TK, padded, dropped)

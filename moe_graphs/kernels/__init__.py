@@ -5,7 +5,8 @@ torch what it computes (and is the path without kernels), ``swiglu_triton`` has 
 GEMMs fill a folder. ``launching``, ``ops``, ``availability`` and ``precision`` are for all.
 """
 
-from moe_graphs.kernels.choose_experts import RoutingRule, route
+from moe_graphs.kernels.choose_experts import route
+from moe_graphs.kernels.choose_experts_reference import RoutingRule
 from moe_graphs.kernels.cross_entropy import cross_entropy
 from moe_graphs.kernels.gemm.gather import gather_gemm
 from moe_graphs.kernels.gemm.op import grouped_gemm

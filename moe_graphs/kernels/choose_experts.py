@@ -77,7 +77,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_TE):
-        return _gradients(grad_TE, *ctx.saved_tensors, ctx.needs_input_grad)
+        hidden_TD, weight_ED = ctx.saved_tensors
+        return _gradients(grad_TE, hidden_TD, weight_ED, ctx.needs_input_grad)
 
 
 def _logits(hidden_TD: Tensor, weight_ED: Tensor) -> Tensor:

@@ -54,7 +54,8 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_BSHQ):
-        return _turn(grad_BSHQ, *ctx.saved_tensors, -1), None, None
+        cos, sin = ctx.saved_tensors
+        return _turn(grad_BSHQ, cos, sin, -1), None, None
 
 
 def _turn(x_BSHQ: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:

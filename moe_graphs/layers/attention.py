@@ -5,6 +5,8 @@ Shapes: B batch, S sequence, D model, H query heads, G kv heads, Q head dim.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -33,7 +35,7 @@ class Attention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.num_heads, self.kv_heads = config.num_heads, config.kv_heads
         self.head_dim, self.dropout = config.head_size, config.attention_dropout
         self.qk_norm, self.norm_eps, self.rope = config.qk_norm, config.norm_eps, rope
@@ -55,8 +57,11 @@ class Attention(nn.Module):
             *self._norm_weights(),
             eps=self.norm_eps,
         )
+        query_BHSQ, key_BGSQ, value_BGSQ = (x.transpose(1, 2) for x in heads_BSHQ)
         mixed_BHSQ = functional.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in heads_BSHQ),
+            query_BHSQ,
+            key_BGSQ,
+            value_BGSQ,
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=True,
             enable_gqa=self.kv_heads != self.num_heads,

@@ -5,6 +5,8 @@ Shapes: D model, F ffn.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +25,7 @@ class SwiGLU(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.w1 = nn.Linear(hidden_size, 2 * ffn_hidden_size, bias=False, **factory)
         self.w2 = nn.Linear(ffn_hidden_size, hidden_size, bias=False, **factory)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from moe_graphs.dispatch import Dispatcher, LocalDispatcher
 from moe_graphs.layers.model_config import TransformerConfig
+from moe_graphs.layers.moe import MoELayer
 from moe_graphs.layers.norm import RMSNorm
 from moe_graphs.layers.rope import RotaryEmbedding
 from moe_graphs.layers.transformer import TransformerLayer
@@ -56,7 +57,7 @@ class LanguageModel(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size, **factory)
         self.rope = RotaryEmbedding.of(config, device)
@@ -124,6 +125,10 @@ class LanguageModel(nn.Module):
 
         save(self, self.config, self.hf_values, Path(directory), max_shard_bytes)
 
+    if TYPE_CHECKING:  # nn.Module's says Any
+
+        def __call__(self, tokens_BS: Tensor) -> ModelOutput: ...
+
     def forward(self, tokens_BS: Tensor) -> ModelOutput:
         hidden_BSD = self.embedding(tokens_BS)
         aux_loss = torch.zeros((), dtype=torch.float32, device=hidden_BSD.device)
@@ -148,22 +153,21 @@ class LanguageModel(nn.Module):
         nn.init.normal_(self.head.weight, std=std)
         nn.init.ones_(self.norm.weight)
         self.reset_buffers()
-        for layer in self.layers:
-            layer.init_weights(std, out_std)
+        for layer in self.modules():
+            if isinstance(layer, TransformerLayer):
+                layer.init_weights(std, out_std)
 
     @torch.no_grad()
     def reset_buffers(self) -> None:
         """Computes the rotary tables and zeroes the routers' counters."""
         self.rope.reset_tables()
-        for layer in self.layers:
-            if layer.is_moe:
-                layer.moe.router.tokens_per_expert.zero_()
+        for layer in self._moe_layers():
+            layer.router.tokens_per_expert.zero_()
 
     def update_expert_bias(self, group: dist.ProcessGroup | None = None) -> None:
         """Between steps: ``TopKRouter.update_expert_bias`` of every MoE layer."""
-        for layer in self.layers:
-            if layer.is_moe:
-                layer.moe.router.update_expert_bias(group)
+        for moe in self._moe_layers():
+            moe.router.update_expert_bias(group)
 
     def num_parameters(self, *, active: bool = False) -> int:
         """Parameters of the whole model, experts on other ranks included.
@@ -172,13 +176,11 @@ class LanguageModel(nn.Module):
             active: count only those that a token uses: ``top_k`` of the routed experts.
         """
         total = sum(parameter.numel() for parameter in self.parameters())
-        for layer in self.layers:
-            if layer.is_moe:
-                experts = layer.moe.experts
-                local = experts.w1.numel() + experts.w2.numel()
-                moe = layer.moe.config
-                count = moe.top_k if active else moe.num_experts
-                total += local // experts.w1.shape[0] * count - local
+        for moe in self._moe_layers():
+            w1, w2 = moe.experts.w1, moe.experts.w2
+            local = w1.numel() + w2.numel()
+            count = moe.config.top_k if active else moe.config.num_experts
+            total += local // w1.shape[0] * count - local
         return total
 
     def flops_per_token(self, sequence_length: int) -> int:
@@ -193,3 +195,6 @@ class LanguageModel(nn.Module):
         head_sizes = config.head_size + config.value_head_size
         attention = config.num_layers * config.num_heads * head_sizes * sequence_length
         return 6 * (matmul + attention)
+
+    def _moe_layers(self) -> list[MoELayer]:
+        return [module for module in self.modules() if isinstance(module, MoELayer)]

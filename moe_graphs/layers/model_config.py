@@ -71,7 +71,7 @@ class MoEConfig:
                 f"num_groups ({self.num_groups}) and top_k_groups ({self.top_k_groups}) go "
                 f"together: set both or none"
             )
-        if self.num_groups is None:
+        if self.num_groups is None or self.top_k_groups is None:
             return
         _positive(self, "num_groups", "top_k_groups")
         if self.num_experts % self.num_groups:

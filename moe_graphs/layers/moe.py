@@ -12,6 +12,8 @@ Shapes: T tokens, D model, K top-k, R routed rows.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor, nn
 
@@ -133,7 +135,7 @@ class MoELayer(MoEStages):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config = config
         self.dispatcher = LocalDispatcher() if dispatcher is None else dispatcher
         local = self.dispatcher.local_experts(config.num_experts)
@@ -152,6 +154,10 @@ class MoELayer(MoEStages):
             self.shared_expert = SwiGLU(hidden_size, config.shared_ffn_hidden_size, **factory)
         if config.shared_gate:
             self.shared_gate = nn.Linear(hidden_size, 1, bias=False, **factory)
+
+    if TYPE_CHECKING:  # nn.Module's says Any
+
+        def __call__(self, hidden: Tensor) -> MoEOutput: ...
 
     def choose(self, hidden_TD: Tensor) -> Routing:
         return self.router(hidden_TD)

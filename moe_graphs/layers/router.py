@@ -7,6 +7,8 @@ Shapes: T tokens, D model, E experts, K top-k.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -70,6 +72,10 @@ class TopKRouter(nn.Module):
         self.tokens_per_expert.zero_()
         if self.expert_bias is not None:
             self.expert_bias.zero_()
+
+    if TYPE_CHECKING:  # nn.Module's says Any
+
+        def __call__(self, hidden_TD: Tensor) -> Routing: ...
 
     def forward(self, hidden_TD: Tensor) -> Routing:
         if self.training and self.config.input_jitter:

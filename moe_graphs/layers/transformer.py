@@ -8,6 +8,8 @@ Shapes: B batch, S sequence, D model.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -70,7 +72,7 @@ class TransformerLayer(Staged):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config, self.layer_index = config, layer_index
         if rope is None:
             rope = RotaryEmbedding.of(config, device)
@@ -80,9 +82,10 @@ class TransformerLayer(Staged):
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, **factory)
         self.moe: MoELayer | None = None
         self.mlp: SwiGLU | None = None
-        if config.is_moe_layer(layer_index):
+        if config.moe is not None and config.is_moe_layer(layer_index):
             self.moe = MoELayer(config.moe, config.hidden_size, dispatcher, **factory)
         else:
+            assert config.ffn_hidden_size is not None
             self.mlp = SwiGLU(config.hidden_size, config.ffn_hidden_size, **factory)
 
     @property
@@ -90,7 +93,7 @@ class TransformerLayer(Staged):
         return self.moe is not None
 
     def stages(self) -> tuple[Stage, ...]:
-        if not self.is_moe:
+        if self.moe is None:
             return Stage("attn", self.attend), Stage("mlp", self.run_mlp)
         return (
             Stage("attn", self.attend),
@@ -98,6 +101,10 @@ class TransformerLayer(Staged):
             Stage("moe_preprocess", self.preprocess),
             Stage("moe_experts", self.run_experts, self.moe.dynamic),
         )
+
+    if TYPE_CHECKING:  # nn.Module's says Any
+
+        def __call__(self, hidden_BSD: Tensor) -> LayerOutput: ...
 
     def forward(self, hidden_BSD: Tensor) -> LayerOutput:
         return self.run_stages(LayerInput(hidden_BSD))
@@ -107,17 +114,21 @@ class TransformerLayer(Staged):
         return Attended(entered.hidden_BSD + self._dropout(update_BSD))
 
     def run_mlp(self, attended: Attended) -> LayerOutput:
+        assert self.mlp is not None
         update_BSD = self.mlp(self.mlp_norm(attended.residual_BSD))
         return LayerOutput(attended.residual_BSD + self._dropout(update_BSD), None, None)
 
     def route(self, attended: Attended) -> LayerRouted:
+        assert self.moe is not None
         routed = self.moe.route(self.mlp_norm(attended.residual_BSD))
         return LayerRouted(attended.residual_BSD, routed)
 
     def preprocess(self, entered: LayerRouted) -> LayerPrepared:
+        assert self.moe is not None
         return LayerPrepared(entered.residual_BSD, self.moe.preprocess(entered.routed))
 
     def run_experts(self, entered: LayerPrepared) -> LayerOutput:
+        assert self.moe is not None
         output = self.moe.run_experts(entered.prepared)
         hidden_BSD = entered.residual_BSD + self._dropout(output.hidden)
         return LayerOutput(hidden_BSD, output.aux_loss, output.dropped_tokens)
@@ -130,7 +141,7 @@ class TransformerLayer(Staged):
         self.attention.init_weights(std, out_std)
         if self.moe is not None:
             self.moe.init_weights(std, out_std)
-        else:
+        if self.mlp is not None:
             nn.init.normal_(self.mlp.w1.weight, std=std)
             nn.init.normal_(self.mlp.w2.weight, std=out_std)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from moe_graphs.pipelines.schedule import Action, Order, Schedule, check_order
+from moe_graphs.pipelines.schedule import KIND_OF, Action, Kind, Order, Schedule, check_order
 
 
 def from_torch(schedule: Any) -> Schedule:
@@ -85,7 +85,7 @@ def from_te_order(signed: Sequence[int | float]) -> Order:
                 )
             order.append(Action("W", chunk, latest))
             continue
-        kind = "F" if number > 0 else "B"
+        kind: Kind = "F" if number > 0 else "B"
         order.append(Action(kind, chunk, counts[kind, chunk]))
         counts[kind, chunk] += 1
     check_order(order, "_order")
@@ -121,13 +121,12 @@ def to_te_order(order: Iterable[Action]) -> list[int | float]:
 
 
 def _from_torch_actions(actions: Iterable[Any]) -> Order:
-    kinds = {"F": "F", "B": "B", "I": "B", "W": "W"}
     order = []
     for action in actions:
         if action is None:  # a bubble
             continue
         for part in action.sub_actions or (action,):
-            kind = kinds.get(part.computation_type.value)
+            kind = KIND_OF.get(part.computation_type.value)
             if kind is not None:
                 order.append(Action(kind, part.stage_index, part.microbatch_index))
     return _counted_from_zero(order)

@@ -19,6 +19,8 @@ from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B", "W"]
 KINDS = ("F", "B", "W")
+# Of the letters that torch writes.
+KIND_OF: Mapping[str, Kind] = MappingProxyType({"F": "F", "B": "B", "I": "B", "W": "W"})
 
 # Units of time in a table. A whole backward takes B and W together.
 UNIT_COSTS: Mapping[str, int] = MappingProxyType({"F": 1, "B": 1, "W": 1})
@@ -52,7 +54,7 @@ class Action:
                 f"action {text!r}: write chunk, one of F, B, I, W, and microbatch, such as '0F3'"
             )
         chunk, kind, microbatch = match.groups()
-        return cls("B" if kind == "I" else kind, int(chunk), int(microbatch))
+        return cls(KIND_OF[kind], int(chunk), int(microbatch))
 
     def __str__(self) -> str:
         return f"{self.chunk}{self.kind}{self.microbatch}"
@@ -176,7 +178,7 @@ class Schedule:
                     if action.kind == "B" and (action.chunk, action.microbatch) not in split:
                         cost += costs["W"]
                     free = spans[rank][-1].end if spans[rank] else 0
-                    start = max(free, ended.get(needed, 0))
+                    start = max(free, 0 if needed is None else ended[needed])
                     ended[action] = start + cost
                     spans[rank].append(Span(action, start, start + cost))
             if len(ended) == before:

@@ -82,25 +82,27 @@ def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
         ValueError: if the state lacks a tensor that this optimizer has, or has one of another
             shape. The optimizer is as it was then.
     """
-    before = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+    old_state, old_groups = optimizer.state, optimizer.param_groups
     optimizer.load_state_dict(state)
-    changed = _first_changed_shape(before["state"], optimizer.state)
+    changed = _first_changed_shape(old_state, optimizer.state)
     if changed is not None:
-        optimizer.__setstate__(before)
+        optimizer.__setstate__({"state": old_state, "param_groups": old_groups})
         raise ValueError(
             f"state: {changed}, and graphs hold the tensor that this optimizer has: load it with "
             f"optimizer.load_state_dict, and capture again"
         )
-    for group, old in zip(optimizer.param_groups, before["param_groups"], strict=True):
+    for group, old in zip(optimizer.param_groups, old_groups, strict=True):
         _place_decay(group, as_tensor="tensor_weight_decay" in old)
         for name in group.keys() & old.keys() - {"params"}:
             group[name] = _kept(old[name], group[name])
     for parameter, values in optimizer.state.items():
         for name, value in values.items():
-            values[name] = _kept(before["state"].get(parameter, {}).get(name), value)
+            values[name] = _kept(old_state.get(parameter, {}).get(name), value)
 
 
-def _first_changed_shape(before: Mapping[Tensor, dict], now: Mapping[Tensor, dict]) -> str | None:
+def _first_changed_shape(
+    before: Mapping[Tensor, dict[str, Any]], now: Mapping[Tensor, dict[str, Any]]
+) -> str | None:
     for number, (parameter, values) in enumerate(before.items()):
         for name, old in values.items():
             new = now.get(parameter, {}).get(name)

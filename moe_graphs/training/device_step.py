@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -138,11 +138,12 @@ def _skipped_if(optimizer: Optimizer, found_inf: Tensor | None) -> Iterator[None
         yield
         return
     _make_momentum(optimizer)
-    optimizer.found_inf, optimizer.grad_scale = found_inf, None
+    flagged: Any = optimizer  # torch declares neither
+    flagged.found_inf, flagged.grad_scale = found_inf, None
     try:
         yield
     finally:
-        del optimizer.found_inf, optimizer.grad_scale
+        del flagged.found_inf, flagged.grad_scale
 
 
 def _make_momentum(optimizer: Optimizer) -> None:

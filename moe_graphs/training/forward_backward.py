@@ -34,7 +34,7 @@ class GraphedForwardBackward:
 
     def __init__(self, forward_backward_func: Callable[..., Any], **options: Any) -> None:
         self._function, self._options = forward_backward_func, options
-        self._iterations: dict[bool, FullIteration] = {}
+        self._iterations: dict[bool, FullIteration[Any, Any]] = {}
 
     def __call__(
         self,
@@ -46,12 +46,13 @@ class GraphedForwardBackward:
         **arguments: Any,
     ) -> Any:
         arguments |= {"model": model, "forward_only": forward_only}
-        batch: dict[str, Any] = {
+        several = isinstance(data_iterator, (list, tuple))
+        iterators = data_iterator if isinstance(data_iterator, (list, tuple)) else [data_iterator]
+        batch = {
             "arguments": {**arguments, "num_microbatches": num_microbatches},
-            "several": isinstance(data_iterator, (list, tuple)),
+            "several": several,
+            "batches": [_take(iterator, num_microbatches) for iterator in iterators],
         }
-        iterators = data_iterator if batch["several"] else [data_iterator]
-        batch["batches"] = [_take(iterator, num_microbatches) for iterator in iterators]
         if forward_only not in self._iterations:
             self._iterations[forward_only] = FullIteration(self._step, model=model, **self._options)
         return self._iterations[forward_only](batch)

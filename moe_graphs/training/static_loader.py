@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from moe_graphs.engine.signature import Signature
+from moe_graphs.engine.signature import ConstantSpec, Signature
 from moe_graphs.engine.static_memory import dense_pair
 from moe_graphs.engine.values import same_value
 from moe_graphs.engine.whole_step.batch import input_name, structure_mismatch
 from moe_graphs.errors import GraphError
 
+BatchT = TypeVar("BatchT")
 
-class StaticLoader:
+
+class StaticLoader(Generic[BatchT]):
     """Iterates over ``loader`` and hands out its batches in memory of its own on ``device``.
 
     The loader is asked for a batch when that batch is handed out, never ahead: what it draws at
@@ -41,7 +43,7 @@ class StaticLoader:
 
     def __init__(
         self,
-        loader: Iterable[Any],
+        loader: Iterable[BatchT],
         device: torch.device | str,
         *,
         held: int = 1,
@@ -59,16 +61,16 @@ class StaticLoader:
         self._turn = self._passes = 0
 
     def __len__(self) -> int:
-        return len(self.loader)  # type: ignore[arg-type]
+        return len(self.loader)  # type: ignore[arg-type]  # if it has one
 
-    def __iter__(self) -> StaticBatches:
+    def __iter__(self) -> StaticBatches[BatchT]:
         self._passes += 1
         return StaticBatches(self, iter(self.loader), self._passes)
 
     # Also under inference_mode: memory that is made there could not be trained with later.
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _place(self, batch: Any) -> Any:
+    def _place(self, batch: BatchT) -> BatchT:
         """The batch in static memory, ready for the current stream.
 
         Raises:
@@ -106,11 +108,13 @@ class StaticLoader:
         structure: pytree.TreeSpec,
     ) -> str | None:
         """How a batch differs from the first one, by the name of the leaf."""
+        assert self._signature is not None
         if structure != self._signature.structure:
             return structure_mismatch(self._signature, batch).message
         first = zip(self._signature.leaves, self._slots[0].layouts, strict=True)
         for (spec, was), leaf, now in zip(first, leaves, layouts, strict=True):
             if was is None:
+                assert isinstance(spec, ConstantSpec)
                 if not same_value(spec.value, leaf):
                     pair = reprlib.repr(spec.value), reprlib.repr(leaf)
                     return (
@@ -125,14 +129,14 @@ class StaticLoader:
         return None
 
 
-class StaticBatches(Iterator[Any]):
+class StaticBatches(Iterator[BatchT]):
     """One pass over a ``StaticLoader``. After an exception it may go on, if the loader can."""
 
-    def __init__(self, owner: StaticLoader, source: Iterator[Any], number: int) -> None:
+    def __init__(self, owner: StaticLoader[BatchT], source: Iterator[BatchT], number: int) -> None:
         self.held = owner.held
         self._owner, self._source, self._number = owner, source, number
 
-    def __next__(self) -> Any:
+    def __next__(self) -> BatchT:
         if self._owner._passes != self._number:
             raise GraphError(
                 "static loader: another iter() of it has begun, which uses the same memory: use "
@@ -193,16 +197,17 @@ class _Slot:
     def fill(self, leaves: Sequence[Any]) -> Any:
         """The batch of these leaves in this memory, ready for the current stream."""
         sources = {index: leaves[index] for index in self._tensors}
-        if self._stream is None:
+        stream = self._stream
+        if stream is None:
             self._copy(sources)
         else:
             # The device has read what is in pinned memory now: it did so some steps ago.
             self._written.synchronize()
-            sources = {index: self._staged(index, leaf) for index, leaf in sources.items()}
-            with torch.cuda.stream(self._stream):
-                self._stream.wait_event(self._released)
+            sources = {index: self._staged(index, leaf, stream) for index, leaf in sources.items()}
+            with torch.cuda.stream(stream):
+                stream.wait_event(self._released)
                 self._copy(sources)
-                self._written.record(self._stream)
+                self._written.record(stream)
             torch.cuda.current_stream(self._device).wait_event(self._written)
         placed = [self._tensors.get(index, leaf) for index, leaf in enumerate(leaves)]
         return pytree.tree_unflatten(placed, self._structure)
@@ -213,11 +218,11 @@ class _Slot:
             target, value = dense_pair(self._tensors[index], source)
             target.copy_(value, non_blocking=on_stream)
 
-    def _staged(self, index: int, leaf: Tensor) -> Tensor:
+    def _staged(self, index: int, leaf: Tensor, stream: torch.cuda.Stream) -> Tensor:
         """What the copy stream may read later: pinned memory that nobody else writes."""
         if leaf.device.type != "cpu":
-            self._stream.wait_stream(torch.cuda.current_stream(leaf.device))
-            leaf.record_stream(self._stream)
+            stream.wait_stream(torch.cuda.current_stream(leaf.device))
+            leaf.record_stream(stream)
             return leaf
         if index not in self._pinned:
             self._pinned[index] = torch.empty_like(

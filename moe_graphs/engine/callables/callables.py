@@ -8,7 +8,7 @@ import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -46,8 +46,40 @@ from moe_graphs.engine.signature import Mismatch, Signature, tensor_leaves
 from moe_graphs.errors import CaptureError, GraphError
 from moe_graphs.pipelines.schedule import Action, slots
 
+C = TypeVar("C", bound="Callable[..., Any] | tuple[Callable[..., Any], ...]")
 
+
+@overload
 def make_graphed_callables(
+    callables: C,
+    sample_args: Any,
+    warmup_steps: int = ...,
+    allow_unused_input: bool = ...,
+    pool: Any = ...,
+    *,
+    verify: bool = ...,
+    sample_kwargs: Any = ...,
+    schedule: Sequence[Action] | None = ...,
+    on_mismatch: str = ...,
+    generators: Sequence[torch.Generator] = ...,
+    capture_time_hooks: Sequence[Mapping[str, Any] | None] | None = ...,
+    pre_warmup_hook: Callable[[], None] | None = ...,
+    post_warmup_hook: Callable[[], None] | None = ...,
+    num_warmup_iters: int | None = ...,
+    retain_graph_in_backward: bool = ...,
+    _order: None = ...,
+    _num_layers_per_chunk: int | Sequence[int] | None = ...,
+    _reuse_graph_input_output_buffers: bool = ...,
+) -> C: ...
+
+
+@overload
+def make_graphed_callables(
+    callables: Any, sample_args: Any, *, _order: Sequence[int | float], **options: Any
+) -> tuple[Callable[..., Any], ...]: ...
+
+
+def make_graphed_callables(  # type: ignore[misc]  # the second's options are those of the first
     callables: Any,
     sample_args: Any,
     warmup_steps: int = 3,
@@ -114,7 +146,7 @@ def make_graphed_callables(
     if pool is not None and order is not None and max(slots(order).values()) > 1:
         raise ValueError("pool: microbatches in flight need pools of their own: leave it out")
     if _order is not None:
-        calls = one_per_layer(calls, layers, 1 + max(a.microbatch for a in order))
+        calls = one_per_layer(calls, layers, 1 + max(a.microbatch for a in order or ()))
     if len(calls) != len(functions):
         raise ValueError(f"sample_args: {len(calls)} for {len(functions)} callables: one for each")
     delays = [any(a.kind == "W" and a.chunk == chunk for a in order or ())
@@ -133,7 +165,7 @@ def make_graphed_callables(
     graphs.capture(plan_of(order, layers), options)
     graphs.install()
     if _order is not None:
-        return tuple(graphs.graphed[layer] for layer in layer_of_each_forward(order, layers))
+        return tuple(graphs.graphed[layer] for layer in layer_of_each_forward(order or (), layers))
     replaced = tuple(
         function if isinstance(function, nn.Module) else graphed
         for function, graphed in zip(functions, graphs.graphed, strict=True)
@@ -285,7 +317,10 @@ class GraphedCallable(GraphedScope):
     def __init__(
         self, graphs: CallableGraphs, scope: Scope, on_mismatch: str, delays: bool
     ) -> None:
-        super().__init__(graphs, scope, on_mismatch, DelayedWeights(each_by_itself=delays))
+        delayed = DelayedWeights(each_by_itself=delays)
+        # Not an owner that observes: nothing is called between the making and the capture.
+        super().__init__(graphs, scope, on_mismatch, delayed)  # type: ignore[arg-type]
+        self._release = graphs.release
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.graphs.captured is None:
@@ -299,7 +334,7 @@ class GraphedCallable(GraphedScope):
     backward_dw = backward_weight
 
     def reset(self) -> None:
-        self.graphs.release()
+        self._release()
 
 
 class _Closure(nn.Module):

@@ -26,8 +26,10 @@ _NEVER = object()
 class Owner(Protocol):
     """What owns the graphs of some scopes."""
 
-    captured: Captured | None
     observation: Observation
+
+    @property
+    def captured(self) -> Captured | None: ...
 
     def eager_reason(self) -> str | None:
         """Why every call runs eagerly just now, or None if calls are observed or replayed."""

@@ -168,12 +168,13 @@ class Graphs:
                 self.state = "capturing"
 
     def _capturing_step_ended(self) -> None:
-        failure = self.captured.recorder.failure
-        if failure is not None:
-            self._fail(failure)
-        if self.captured.is_complete:
+        captured = self.captured
+        assert captured is not None
+        if captured.recorder.failure is not None:
+            self._fail(captured.recorder.failure)
+        if captured.is_complete:
             self.state = "captured"
-            for place in self.captured.places:
+            for place in captured.places:
                 place.planned.examined = None
 
     def _fail(self, error: CaptureError) -> None:
@@ -265,6 +266,7 @@ class Graphs:
                 "step() updates parameters: pass optimizer=..., so that its state can be put "
                 "back, or leave the update out of step()"
             )
+        assert self.captured is not None
         for place in self.captured.places:
             place.replayed = 0
 

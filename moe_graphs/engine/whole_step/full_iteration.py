@@ -24,7 +24,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -44,6 +44,9 @@ from moe_graphs.engine.whole_step.capture_step import record_step
 from moe_graphs.engine.whole_step.recorded_step import RecordedStep
 from moe_graphs.engine.whole_step.step_definition import StepDefinition
 from moe_graphs.errors import CaptureError, GraphError
+
+BatchT = TypeVar("BatchT")
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class FullIterationReport:
     not_guarded: tuple[str, ...] = ()
 
 
-class FullIteration:
+class FullIteration(Generic[BatchT, ResultT]):
     """Calls ``step(batch)``, from the ``warmup_steps + 1``-th call on by replaying one graph.
 
     Outputs are copies of your own, without autograd history. Gradients: ``.grad`` is set to the
@@ -105,7 +108,7 @@ class FullIteration:
 
     def __init__(
         self,
-        step: Callable[[Any], Any],
+        step: Callable[[BatchT], ResultT],
         *,
         model: nn.Module | Sequence[nn.Module],
         optimizer: Optimizer | None = None,
@@ -140,7 +143,7 @@ class FullIteration:
         self._resources = Resources[RecordedStep](backend)
         self._finalizer = weakref.finalize(self, self._resources.release)
 
-    def __call__(self, batch: Any) -> Any:
+    def __call__(self, batch: BatchT) -> ResultT:
         """Like ``step(batch)``.
 
         Raises:
@@ -182,7 +185,7 @@ class FullIteration:
             yield
         self._reads = Reads.together(self._reads, reads)
 
-    def capture(self, batch: Any) -> None:
+    def capture(self, batch: BatchT) -> None:
         """Captures now, ahead of the first call, or again.
 
         Parameters, gradients, buffers, optimizer, ``state`` and random numbers are as before.
@@ -199,7 +202,7 @@ class FullIteration:
         self.state = "released"
         self._finalizer()
 
-    def __enter__(self) -> FullIteration:
+    def __enter__(self) -> FullIteration[BatchT, ResultT]:
         return self
 
     def __exit__(self, *exception: object) -> None:

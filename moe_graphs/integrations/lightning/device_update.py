@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_graphs.integrations.lightning.names import pl
-from moe_graphs.integrations.lightning.obstacles import is_overridden
+from moe_graphs.integrations.lightning.obstacles import hook_owners, is_overridden
 from moe_graphs.training.device_step import DeviceStep
 from moe_graphs.training.grad_scaler import GradScaler
 
@@ -33,7 +33,7 @@ class DeviceUpdate:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if not isinstance(scaler, GradScaler):
             return None
-        for owner in (module, *trainer.callbacks):
+        for owner in hook_owners(trainer, module):
             for name in _NOT_CALLED:
                 if is_overridden(owner, name):
                     raise ValueError(

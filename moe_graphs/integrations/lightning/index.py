@@ -17,7 +17,7 @@ class BatchIndex:
 
     __slots__ = ()
 
-    @property
+    @property  # type: ignore[misc]  # object's can be set
     def __class__(self) -> type:
         return int
 

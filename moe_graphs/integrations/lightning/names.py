@@ -6,7 +6,7 @@ try:
     import lightning.pytorch as pl
     from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 except ImportError:
-    import pytorch_lightning as pl
+    import pytorch_lightning as pl  # type: ignore[no-redef]  # its other name
     from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 
 __all__ = ["pl", "rank_zero_info", "rank_zero_warn"]

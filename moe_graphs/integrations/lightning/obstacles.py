@@ -29,11 +29,11 @@ def obstacle(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
             "training_step takes dataloader_iter, and a graph would not fetch the batches: let it "
             "take the batch"
         )
-    for each in trainer.callbacks:
+    for each in hook_owners(trainer, module):
         if any(kind.__name__ == "StochasticWeightAveraging" for kind in type(each).__mro__):
             return "StochasticWeightAveraging runs batches without their backward"
     for name in (*_IN_THE_MIDST, "optimizer_zero_grad"):
-        for owner in (module, *trainer.callbacks):
+        for owner in hook_owners(trainer, module):
             if is_overridden(owner, name):
                 return (
                     f"{type(owner).__name__}.{name} would have to be called between forward and "
@@ -41,6 +41,11 @@ def obstacle(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
                     f"or on_before_optimizer_step"
                 )
     return None
+
+
+def hook_owners(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[Any, ...]:
+    """Whose hooks Lightning calls."""
+    return module, *trainer.callbacks  # type: ignore[attr-defined]  # Lightning declares none
 
 
 def is_overridden(owner: Any, name: str) -> bool:

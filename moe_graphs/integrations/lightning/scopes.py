@@ -31,6 +31,7 @@ class GraphScopes(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if self._updates_at_opening is None:
+            assert self.graphs is not None
             self._open.enter_context(self.graphs.step())
             self._updates_at_opening = trainer.global_step
 
@@ -42,6 +43,7 @@ class GraphScopes(pl.Callback):
         self._close()
 
     def on_train_end(self, *_: Any) -> None:
+        assert self.graphs is not None
         self.report = self.graphs.report()
         rank_zero_info(f"GraphScopes: {self.report}")
 

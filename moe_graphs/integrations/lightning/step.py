@@ -52,7 +52,7 @@ class Logged:
     """A call of ``self.log`` within ``training_step``, made again after every replay."""
 
     name: str
-    args: tuple
+    args: tuple[Any, ...]
     options: dict[str, Any]
 
 

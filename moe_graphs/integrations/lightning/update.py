@@ -12,7 +12,7 @@ from torch.optim import optimizer as optimizers
 from moe_graphs.engine.whole_step.optimizers import check_optimizer
 from moe_graphs.errors import CaptureError
 from moe_graphs.integrations.lightning.names import pl
-from moe_graphs.integrations.lightning.obstacles import is_overridden
+from moe_graphs.integrations.lightning.obstacles import hook_owners, is_overridden
 from moe_graphs.training.capturable import check_capturable_scheduler
 
 _HOOKS = (
@@ -44,7 +44,7 @@ class Update:
 
 def why_outside(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
     """Why the update runs behind the graph. Nothing is lost but speed."""
-    for owner in (module, *trainer.callbacks):
+    for owner in hook_owners(trainer, module):
         for name in _HOOKS:
             if is_overridden(owner, name):
                 return f"{type(owner).__name__}.{name} runs before it"

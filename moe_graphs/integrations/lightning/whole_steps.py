@@ -115,7 +115,7 @@ class GraphWholeSteps(pl.Callback):
         if self._steps is not None:
             self._steps.release()
 
-    def _replace(self, owner: Any, name: str, method: Callable) -> None:
+    def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
         """On the instance, with the signature of the original, which Lightning looks at."""
 
         @functools.wraps(getattr(owner, name))
@@ -126,7 +126,7 @@ class GraphWholeSteps(pl.Callback):
         vars(owner)[name] = replaced
 
 
-def _put_back(owner: Any, name: str, before: Callable | None) -> None:
+def _put_back(owner: Any, name: str, before: Callable[..., Any] | None) -> None:
     if before is None:
         del vars(owner)[name]
     else:
@@ -149,8 +149,8 @@ class _WholeSteps:
         self._lightnings_update = trainer.strategy.optimizer_step
         self._lightnings_zero_grad = module.optimizer_zero_grad
         self._options = options
-        self._iterations: dict[tuple, FullIteration] = {}
-        self._current: FullIteration  # of the batch under way
+        self._iterations: dict[tuple[Any, ...], FullIteration[Any, Any]] = {}
+        self._current: FullIteration[Any, Any]  # of the batch under way
         # A replay has done what Lightning is about to do: gradients are dropped, backward is done.
         self._is_ahead = False
         # What the graph of the coming batch has to end with. A replay takes it away.
@@ -223,7 +223,7 @@ class _WholeSteps:
         scaler = getattr(self._plugin, "scaler", None)
         return None if scaler is None else scaler.scale(torch.ones((), device=self._module.device))
 
-    def _iteration(self, takes_index: bool) -> FullIteration:
+    def _iteration(self, takes_index: bool) -> FullIteration[Any, Any]:
         """The graph for batches of this kind: the first ones of an update drop gradients."""
         divisor, update = self._trainer.accumulate_grad_batches, self._update
         groups = [group["params"] for group in self._trainer.optimizers[0].param_groups]

@@ -109,7 +109,7 @@ def accelerate_model(
     return done
 
 
-def _change_experts(model: nn.Module, done: Accelerated) -> None:
+def _change_experts(model: Any, done: Accelerated) -> None:
     """Whole blocks where that is known, the experts alone in others."""
     done.add(swap_moe_layers(model))
     kinds = Counter(type(m).__name__ for m in model.modules() if hasattr(type(m), "_apply_gate"))
@@ -144,9 +144,9 @@ def _change_norms(model: nn.Module, done: Accelerated) -> None:
 
 
 @torch.no_grad()
-def _computes(norm: nn.Module, forward: Callable[[nn.Module, Tensor], Tensor]) -> bool:
+def _computes(norm: Any, forward: Callable[[nn.Module, Tensor], Tensor]) -> bool:
     weight = getattr(norm, "weight", None)
-    if weight is None or weight.dim() != 1 or _eps(norm) is None or "forward" in vars(norm):
+    if weight is None or weight.dim() != 1 or not _eps(norm) or "forward" in vars(norm):
         return False
     generator = torch.Generator().manual_seed(0)
     tried = copy.deepcopy(norm).to("cpu", torch.float32)
@@ -155,11 +155,11 @@ def _computes(norm: nn.Module, forward: Callable[[nn.Module, Tensor], Tensor]) -
     return torch.allclose(tried(x), forward(tried, x), rtol=1e-5, atol=1e-6)
 
 
-def _plain(self: nn.Module, hidden_states: Tensor) -> Tensor:
+def _plain(self: Any, hidden_states: Tensor) -> Tensor:
     return rms_norm(hidden_states, self.weight, _eps(self))
 
 
-def _zero_centred(self: nn.Module, hidden_states: Tensor) -> Tensor:
+def _zero_centred(self: Any, hidden_states: Tensor) -> Tensor:
     """Weights around zero, of Gemma and Qwen3-Next."""
     return rms_norm(hidden_states, self.weight, _eps(self), zero_centred=True)
 
@@ -167,11 +167,12 @@ def _zero_centred(self: nn.Module, hidden_states: Tensor) -> Tensor:
 _NORMS = (_plain, _zero_centred)
 
 
-def _eps(norm: nn.Module) -> float | None:
-    return getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None)
+def _eps(norm: Any) -> float:
+    """0 if it has none."""
+    return getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None) or 0.0
 
 
-def _change_loss(model: nn.Module, done: Accelerated) -> None:
+def _change_loss(model: Any, done: Accelerated) -> None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     what = getattr(model.loss_function, "__name__", "a loss of its own")
@@ -201,6 +202,8 @@ def causal_lm_loss(
     """As transformers' ``ForCausalLMLoss``: the mean over targets, or their sum over
     ``num_items_in_batch``. ``logits [..., S, V]``, ``labels [..., S]``."""
     if shift_labels is None:
+        if labels is None:
+            raise ValueError("causal_lm_loss takes labels or shift_labels: got none of the two")
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     targets = shift_labels.reshape(-1).to(logits.device)
     reduction = "mean" if num_items_in_batch is None else "sum"
@@ -213,7 +216,7 @@ def causal_lm_loss(
     return loss / num_items_in_batch
 
 
-def _graph_layers(model: nn.Module, done: Accelerated, config: GraphConfig | None) -> None:
+def _graph_layers(model: Any, done: Accelerated, config: GraphConfig | None) -> None:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     lists = {
@@ -224,7 +227,7 @@ def _graph_layers(model: nn.Module, done: Accelerated, config: GraphConfig | Non
         and all(isinstance(layer, GradientCheckpointingLayer) for layer in module)
     }
     layers = [layer for module in lists.values() for layer in module]
-    scopes = tuple(f"{name}.*" for name in lists) if config is None else config.scopes
+    scopes = tuple(f"{name}.*" for name in lists) if config is None else tuple(config.scopes or ())
     what = ", ".join(scopes) or "none"
     if any(layer.gradient_checkpointing for layer in layers):
         note = "gradient checkpointing runs forwards inside of backwards: switch it off for graphs"

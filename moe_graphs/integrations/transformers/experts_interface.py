@@ -6,6 +6,8 @@ lays its weights out. Shapes: T tokens, H hidden, K top-k, E experts, R = T*K ro
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -36,7 +38,7 @@ def register() -> str:
 
 
 def experts_forward(
-    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """What an experts module of transformers computes, dropless and without host syncs.
 
@@ -70,14 +72,14 @@ def experts_forward(
     return unpermute(rows_RH, order, top_k_weights).to(hidden_states.dtype)
 
 
-def _has_others(experts: nn.Module) -> bool:
+def _has_others(experts: Any) -> bool:
     """Whether ids may be other ranks'. Before 5.23 (or so) no attribute tells."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return getattr(experts, "_is_expert_parallel", distributed)
 
 
 def _linear(
-    experts: nn.Module, name: str, rows_RK: Tensor, offsets_E: Tensor, *, zero_tail: bool
+    experts: Any, name: str, rows_RK: Tensor, offsets_E: Tensor, *, zero_tail: bool
 ) -> Tensor:
     weight = getattr(experts, name)
     w_EKN = weight if experts.is_transposed else weight.transpose(1, 2)
@@ -90,7 +92,7 @@ def _linear(
     return _AddBias.apply(rows_RN, bias_EN, offsets_E)
 
 
-def _activated(experts: nn.Module, rows_RN: Tensor) -> Tensor:
+def _activated(experts: Any, rows_RN: Tensor) -> Tensor:
     if not experts.has_gate:
         return experts.act_fn(rows_RN)
     return swiglu(rows_RN) if is_swiglu(experts) else experts._apply_gate(rows_RN)
@@ -116,7 +118,7 @@ class _AddBias(torch.autograd.Function):
     ones: a gather's would be a scatter with atomics."""
 
     @staticmethod
-    def forward(ctx, rows_RN, bias_EN, offsets_E):
+    def forward(ctx: Any, rows_RN: Tensor, bias_EN: Tensor, offsets_E: Tensor) -> Tensor:
         ctx.save_for_backward(offsets_E)
         row_R = torch.arange(rows_RN.shape[0], device=rows_RN.device, dtype=torch.int32)
         expert_R = torch.searchsorted(offsets_E, row_R, right=True, out_int32=True)
@@ -125,7 +127,7 @@ class _AddBias(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_RN):
+    def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor, Tensor | None, None]:
         (offsets_E,) = ctx.saved_tensors
         grad_bias = None
         if wants_gradient(ctx, 1):

@@ -12,7 +12,7 @@ from moe_graphs.errors import GraphError
 from moe_graphs.integrations.transformers.accelerated import Accelerated, accelerate_model
 
 
-class GraphCallback(TrainerCallback):
+class GraphCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not follow transformers
     """``Trainer(callbacks=[GraphCallback()])``: ``accelerate_model`` when training begins, one step
     of graphs per update, with all of its microbatches.
 
@@ -53,12 +53,14 @@ class GraphCallback(TrainerCallback):
             print(self.accelerated)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
+        assert self.accelerated is not None
         self._step.enter_context(self.accelerated.step())
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         self._step.close()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        assert self.accelerated is not None
         graphs = self.accelerated.graphs
         self.report = None if graphs is None else graphs.report()
         if self.report is not None and state.is_world_process_zero:

@@ -1,0 +1,169 @@
+"""The public API as the README uses it, and the types that a user's checker finds there.
+
+``make lint`` checks this file with mypy: what comes out as ``Any`` is an error of ``assert_type``.
+``tests/test_typed_usage.py`` runs it, so that what it says is also true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, assert_type
+
+import torch
+from torch import Tensor, nn
+
+import moe_graphs
+from moe_graphs.dispatch import Dispatched, Dispatcher, DispatchPlan, make_dispatcher
+from moe_graphs.integrations.transformers import Accelerated, Change, accelerate_model
+from moe_graphs.kernels import RowOrder, grouped_gemm, permute, route_rows, unpermute
+from moe_graphs.layers import (
+    LanguageModel,
+    LayerOutput,
+    ModelOutput,
+    MoEConfig,
+    MoELayer,
+    MoEOutput,
+    Routing,
+    TransformerConfig,
+    TransformerLayer,
+    mixtral_8x7b,
+)
+from moe_graphs.pipelines.builders import one_f_one_b
+from moe_graphs.training.static_loader import StaticBatches
+
+MOE = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=16)
+CONFIG = TransformerConfig(
+    hidden_size=16, num_layers=1, num_heads=2, vocab_size=32, max_sequence_length=8, moe=MOE
+)
+
+
+def scopes() -> None:
+    model = LanguageModel(CONFIG, make_dispatcher("local"))
+    graphs = moe_graphs.graph(model, moe_graphs.GraphConfig(scopes="attn,moe", warmup_steps=1))
+    assert_type(graphs, moe_graphs.Graphs)
+    for _ in range(3):
+        with graphs.step():
+            output = model(torch.randint(32, (2, 8)))
+            assert_type(output, ModelOutput)
+            (output.logits_BSV.float().logsumexp(-1).mean() + output.aux_loss).backward()
+    report = graphs.report()
+    assert_type(report, moe_graphs.Report)
+    assert_type(report.scopes[0].eager_calls, dict[str, int])
+    assert_type(graphs.plan().total_bytes, int)
+    assert_type(model.num_parameters(active=True), int)
+    assert report.replayed
+    graphs.release()
+
+
+def layers() -> None:
+    hidden_BSD = torch.randn(2, 8, 16)
+    moe = MoELayer(MOE, 16)
+    assert_type(moe(hidden_BSD), MoEOutput)
+    assert_type(moe(hidden_BSD).aux_loss, Tensor)
+    assert_type(moe.dispatcher, Dispatcher)
+    assert_type(moe.router(hidden_BSD[0]), Routing)
+    layer = TransformerLayer(CONFIG, 0)
+    assert_type(layer(hidden_BSD=hidden_BSD), LayerOutput)
+    assert_type(layer.moe, MoELayer | None)
+    assert_type(mixtral_8x7b(num_layers=2), TransformerConfig)
+
+
+def dispatcher() -> None:
+    dispatcher = make_dispatcher("padded", capacity_factor=2.0)
+    experts_TK = torch.tensor([[0, 1], [1, 2]])
+    plan = dispatcher.preprocess(torch.randn(2, 4), torch.ones(2, 2), experts_TK, 4)
+    assert_type(plan, DispatchPlan)
+    assert_type(dispatcher.dispatch(plan), Dispatched)
+    assert_type(dispatcher.combine(plan.rows_RD, dispatcher.dispatch(plan), plan), Tensor)
+    order = route_rows(experts_TK, 4)
+    assert_type(order, RowOrder)
+    rows_RD = permute(torch.randn(2, 4), order)
+    rows_RD = assert_type(grouped_gemm(rows_RD, torch.randn(4, 4, 4), order.offsets_E), Tensor)
+    assert_type(unpermute(rows_RD, order, torch.ones(2, 2)), Tensor)
+
+
+@moe_graphs.record
+class Halves:
+    """A record of one's own: made with positional and named fields, and frozen."""
+
+    left: Tensor
+    right: Tensor
+
+
+class Own(moe_graphs.Staged):
+    def stages(self) -> tuple[moe_graphs.Stage, ...]:
+        return moe_graphs.Stage("halve", self.halve), moe_graphs.Stage("join", self.join)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return assert_type(self.run_stages(x), Any)  # whatever the last stage returns
+
+    def halve(self, x: Tensor) -> Halves:
+        return Halves(x / 2, right=x / 2)
+
+    def join(self, halves: Halves) -> Tensor:
+        return assert_type(halves.left, Tensor) + halves.right
+
+
+def own_stages() -> None:
+    x = torch.randn(3)
+    assert torch.equal(Own()(x), x)
+
+
+def whole_step() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True)
+    moe_graphs.tensor_hyperparameters(optimizer)
+    update = moe_graphs.DeviceStep(optimizer, clip_norm=1.0)
+
+    def train_step(batch: dict[str, Tensor]) -> tuple[Tensor, moe_graphs.StepResult]:
+        loss = assert_type(update.scale(model(batch["x"]).square().mean()), Tensor)
+        loss.backward()
+        return loss, update()
+
+    step = moe_graphs.FullIteration(
+        train_step, model=model, optimizer=optimizer, state=[update], warmup_steps=1
+    )
+    loader = moe_graphs.StaticLoader([{"x": torch.randn(2, 4)} for _ in range(3)], "cpu")
+    assert_type(iter(loader), StaticBatches[dict[str, Tensor]])
+    for batch in loader:
+        loss, result = step(batch)
+        assert_type(loss, Tensor)
+        assert_type(result, moe_graphs.StepResult)
+        assert_type(result.grad_norm, Tensor | None)
+    assert_type(step.report(), moe_graphs.FullIterationReport)
+    assert step.report().replayed
+    step.release()
+
+
+def callables() -> None:
+    x = torch.randn(2, 4, requires_grad=True)
+    first, second = moe_graphs.make_graphed_callables(
+        (nn.Linear(4, 4), nn.ReLU()), ((x,), (x,)), schedule=one_f_one_b(2, 4).local_order(1)
+    )
+    assert_type(first, nn.Linear)
+    assert_type(second, nn.ReLU)
+
+    def twice(x: Tensor) -> Tensor:
+        return x * 2
+
+    assert_type(moe_graphs.make_graphed_callables(twice, (x,))(x), Tensor)
+    ordered = moe_graphs.make_graphed_callables((nn.Linear(4, 4),), ((x,),), _order=[1, -1])
+    assert_type(ordered, tuple[Callable[..., Any], ...])
+    assert len(ordered) == 1
+
+
+def schedules() -> None:
+    schedule = one_f_one_b(2, 4)
+    assert_type(schedule, moe_graphs.Schedule)
+    assert_type(schedule.local_order(0), tuple[moe_graphs.Action, ...])
+    assert_type(moe_graphs.Action.parse("0F3").microbatch, int)
+
+
+def hugging_face(model: nn.Module) -> None:
+    accelerated = accelerate_model(model, graphs=moe_graphs.GraphConfig(scopes="model.layers.*"))
+    assert_type(accelerated, Accelerated)
+    assert_type(accelerated.changes, list[Change])
+    assert_type(accelerated.graphs, moe_graphs.Graphs | None)
+    with accelerated.step():
+        pass
+    accelerated.undo()
