@@ -3,8 +3,8 @@
     python benchmarks/huggingface.py --out benchmarks/results/huggingface_h200.jsonl
 
 As it comes (experts by `torch.nn.functional.grouped_mm`), with experts on our kernels, with all
-that `accelerate_model` changes, and each with its layers as graphs besides. Losses of the first
-steps are those of the model as it comes, to rounding; graphs change no bit of them
+that `accelerate_model` changes, each with its layers as graphs besides, and as whole steps. Losses
+of the first steps are those of the model as it comes, to rounding; graphs change no bit of them
 (`tests/integrations/`).
 """
 
@@ -26,6 +26,9 @@ GRAPHS = Contender("graphs", "model.layers.*")
 BOTH = Contender("our experts, graphs", "model.layers.*", experts=NAME)
 ALL = Contender("accelerate_model", experts="all")
 ALL_GRAPHS = Contender("accelerate_model, graphs", "model.layers.*", experts="all")
+WHOLE = Contender(
+    "accelerate_model, whole steps", full_iteration=True, optimizer_in_graph=True, experts="all"
+)
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ class HuggingFaceRun(Run):
         with device:
             model = Qwen3MoeForCausalLM(config).to(setting.dtype).train()
         if contender.experts == "all":
-            accelerate_model(model, graphs=False)
+            accelerate_model(model, graphs=False, whole_steps=contender.full_iteration)
         shape = (BATCHES, setting.batch_size, setting.sequence)
         tokens = torch.randint(setting.vocab_size, shape, device=device)
         super().__init__(contender, model, adamw(model), tokens)
@@ -127,7 +130,7 @@ def settings() -> dict[str, HuggingFaceSetting]:
 def contenders(setting: HuggingFaceSetting) -> list[Contender]:
     """Of large models as many as fit beside each other."""
     small = setting.hidden_size < 2048
-    return [EAGER, EXPERTS, *([GRAPHS, BOTH] if small else []), ALL, ALL_GRAPHS]
+    return [EAGER, EXPERTS, *([GRAPHS, BOTH] if small else []), ALL, ALL_GRAPHS, WHOLE]
 
 
 def main(arguments: list[str] | None = None) -> None:
