@@ -24,6 +24,7 @@ ALLOWED = {
     "config": {"errors"},
     "staged": {"errors"},
     "kernels": {"kernels"},
+    "optim": {"optim", "kernels"},
     "dispatch": {"dispatch", "kernels", "staged"},
     "layers": {"layers", "dispatch", "kernels", "staged"},
     "pipelines": {"pipelines", "errors"},
