@@ -57,11 +57,11 @@ def adamw_coefficients_kernel(
 
 
 @triton.jit
-def _averaged(old, new_share, share):
-    """(1 - share) * old + new_share. In fp32 alone 1 - share would be off by more than `share`
-    may be, which adds up over many steps: it is taken as the sum of two numbers."""
-    kept = 1 - share
-    return tl.fma(kept, old, tl.fma((1 - kept) - share, old, new_share))
+def _lerp(old, new, share):
+    """(1 - share) * old + share * new, as torch.lerp: so 1 - share is never rounded, which would
+    add up over many steps."""
+    change = new - old
+    return tl.where(share < 0.5, tl.fma(share, change, old), tl.fma(share - 1, change, new))
 
 
 @triton.jit
@@ -84,8 +84,8 @@ def adamw_kernel(
     if MAXIMIZE:
         g = -g
     p = tl.fma(-decay, p, p)
-    m = _averaged(m, share1 * g, share1)
-    v = _averaged(v, share2 * g * g, share2)
+    m = _lerp(m, g, share1)
+    v = _lerp(v, g * g, share2)
     p -= step_size * m / (tl.sqrt(v) / correction + eps)
     tl.store(p_ptr + i, p.to(p_ptr.dtype.element_ty), mask=written)
     tl.store(m_ptr + i, m.to(m_ptr.dtype.element_ty), mask=written)

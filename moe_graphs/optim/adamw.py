@@ -38,8 +38,7 @@ class AdamW(torch.optim.AdamW):
     A parameter of bf16, fp16 or fp32 with at least 65,536 numbers is one launch of a Triton kernel
     that computes in fp32 and rounds once. Its state has its dtype, its gradient may have another.
     Torch's own fused kernel serves all others, together: small ones, fp64, subclasses of tensors
-    (DTensor, so FSDP2), memory with gaps or a gradient that lies otherwise than its parameter; and
-    everything on the CPU and on other devices, or where Triton is not installed.
+    (DTensor, so FSDP2), and everything on the CPU and on other devices, or without Triton.
 
     Args:
         params: as torch's.
@@ -50,7 +49,8 @@ class AdamW(torch.optim.AdamW):
 
     Raises:
         ValueError: an option that is not supported, also of a group or of a loaded state; at a
-            step, a sparse or complex gradient, before anything has changed.
+            step, before any parameter has changed, a sparse or complex gradient, or memory with
+            gaps or in another order than the gradient's or the state's.
     """
 
     starts_from_zeros = True  # for FullIteration: a first step from zero state is a first step
@@ -110,24 +110,30 @@ class AdamW(torch.optim.AdamW):
                 loss = closure()
         for number, group in enumerate(self.param_groups):
             _check_gradients(group["params"], number)
-        for group in self.param_groups:
-            self._update(group)
+        rows = [self._rows(group) for group in self.param_groups]
+        for group, of_group in zip(self.param_groups, rows, strict=True):
+            self._update(group, of_group)
         return loss
 
-    def _update(self, group: dict[str, Any]) -> None:
+    def _rows(self, group: dict[str, Any]) -> list[_Row]:
         columns: list[list[Tensor]] = [[] for _ in _Row._fields]
         self._init_group(group, *columns[:4], [], columns[4])
+        rows = list(map(_Row, *columns))
+        for row in rows:
+            _check_memory(row)
+        return rows
+
+    def _update(self, group: dict[str, Any], rows: Sequence[_Row]) -> None:
+        found_inf, grad_scale = (getattr(self, n, None) for n in ("found_inf", "grad_scale"))
         by_kernel: dict[torch.device, list[_Row]] = {}
         by_torch = []
-        for row in map(_Row, *columns):
+        for row in rows:
             where = by_kernel.setdefault(row.parameter.device, []) if _is_served(row) else by_torch
             where.append(row)
-        found_inf, grad_scale = (getattr(self, n, None) for n in ("found_inf", "grad_scale"))
-        for device, rows in by_kernel.items():
-            with torch.cuda.device_of(rows[0].parameter):
-                _update_by_kernel(
-                    rows, group, _moved(grad_scale, device), _moved(found_inf, device)
-                )
+        for device, of_device in by_kernel.items():
+            with torch.cuda.device_of(of_device[0].parameter):
+                scale, found = _moved(grad_scale, device), _moved(found_inf, device)
+                _update_by_kernel(of_device, group, scale, found)
         if by_torch:
             *tensors, steps = map(list, zip(*by_torch, strict=True))
             beta1, beta2 = group["betas"]
@@ -136,24 +142,41 @@ class AdamW(torch.optim.AdamW):
             adamw(*tensors, [], steps, grad_scale=grad_scale, found_inf=found_inf, **options)
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, torch.nn.Parameter)
+
+
 def _is_served(row: _Row) -> bool:
     """By our kernel, and worth it: torch's takes no gradient of another dtype."""
-    tensors = row[:4]
+    parameter, gradient = row[:2]
     return (
-        (row.parameter.numel() >= LARGE or row.gradient.dtype != row.parameter.dtype)
-        and type(row.parameter) in (Tensor, torch.nn.Parameter)
-        and all(map(has_kernel, tensors))
-        and all(tensor.stride() == row.parameter.stride() for tensor in tensors)
-        and all(tensor.device == row.parameter.device for tensor in row)
-        and _is_dense(row.parameter)
+        (parameter.numel() >= LARGE or gradient.dtype != parameter.dtype)
+        and _is_plain(parameter)
+        and all(map(has_kernel, row[:4]))
+        and all(tensor.device == parameter.device for tensor in row)
     )
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    if tensor.is_contiguous():
-        return True
-    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-    return tensor.permute(order).is_contiguous()
+def _check_memory(row: _Row) -> None:
+    """Torch's fused update takes it as one row, too: on CUDA it refuses others, on the CPU not."""
+    if not _is_plain(row.parameter) or all(tensor.is_contiguous() for tensor in row):
+        return
+    orders = [_order(tensor) for tensor in row[:4]]
+    if orders[0] is None or any(order != orders[0] for order in orders):
+        raise ValueError(
+            f"a parameter of shape {tuple(row.parameter.shape)} and strides "
+            f"{row.parameter.stride()} has a gradient with {row.gradient.stride()} and states with "
+            f"{row.exp_avg.stride()} and {row.exp_avg_sq.stride()}: make all dense and alike, or "
+            f"use torch.optim.AdamW(foreach=True)"
+        )
+
+
+def _order(tensor: Tensor) -> list[int] | None:
+    """Of its dimensions in memory; None if there are gaps."""
+    long = [d for d in range(tensor.ndim) if tensor.size(d) > 1]
+    order = sorted(long, key=tensor.stride, reverse=True)
+    ones = [d for d in range(tensor.ndim) if tensor.size(d) <= 1]
+    return order if tensor.permute(*order, *ones).is_contiguous() else None
 
 
 def _update_by_kernel(

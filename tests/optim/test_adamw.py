@@ -32,7 +32,7 @@ def kernel(interpreted, monkeypatch):
     monkeypatch.setattr(
         adamw_triton, "adamw_update", lambda p, *rest: launches.append(len(p)) or update(p, *rest)
     )
-    monkeypatch.setattr(adamw_triton, "BLOCK", 64)
+    monkeypatch.setattr(adamw_triton, "BLOCK", 256)
     monkeypatch.setattr(adamw, "LARGE", 10)
     monkeypatch.setattr(adamw, "has_kernel", lambda x: x.dtype != torch.float64)
     return launches
@@ -94,17 +94,34 @@ def test_the_kernel_is_as_right_as_torchs(kernel, options, dtype):
         assert found <= 2 * torchs + 2e-7
 
 
-def test_many_steps_do_not_drift(kernel):
-    """In fp32, 1 - beta2 alone would be off by 2e-5 after a thousand steps, as v is on the CPU."""
-    ours = train(AdamW(parameters()[2:], lr=1e-3), 300)
-    wide = [nn.Parameter(p.detach().double()) for p in parameters()[2:]]
-    exact = train(torch.optim.AdamW(wide, lr=1e-3, foreach=False), 300)
-    assert max(errors(ours, exact)) < 1e-6
+def fused_on_cuda(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: int) -> list[Tensor]:
+    """What torch's CUDA kernel computes with its defaults: fp64 between roundings to fp32."""
+    p, g, m, v = (x.double() for x in (p, g, m, v))
+    p = (p - 1e-3 * 1e-2 * p).float()
+    m = (0.9 * m + (1 - 0.9) * g).float()
+    v = (0.999 * v + (1 - 0.999) * g * g).float()
+    step_size, root = (torch.tensor(x) for x in (1e-3 / (1 - 0.9**step), (1 - 0.999**step) ** 0.5))
+    denominator = ((v.sqrt() / root).double() + 1e-8).float()
+    return [p - step_size * m / denominator, m, v]
+
+
+def test_many_steps_are_torchs_to_a_few_last_bits(kernel):
+    """With beta2 rounded to fp32, v would be off by 5e-6 (as torch's on the CPU is)."""
+    held, steps = parameters()[2:], 150
+    expected = held[0].detach().clone()
+    m, v = torch.zeros(2, *expected.shape)
+    for step in range(steps):
+        set_gradients(held, step)
+        expected, m, v = fused_on_cuda(expected, held[0].grad, m, v, step + 1)
+    found = train(AdamW(held, lr=1e-3), steps)
+    # p and m go through 0: there, the last bit of what they were made of.
+    for ours, theirs, size in zip(found, (expected, m, v), (0.25, 0.25, 0.0), strict=False):
+        assert ((ours - theirs).abs() <= 4 * 2**-23 * theirs.abs().clamp_min(size)).all()
 
 
 def test_a_gradient_of_another_dtype(kernel):
     """As if it had been rounded by nobody; also for a small parameter, which torch would refuse."""
-    steps, found = 3, parameters(torch.bfloat16)
+    steps, found = 3, parameters(torch.float16)
     optimizer = AdamW(found, lr=1e-2)
     for step in range(steps):
         wide = parameters()
@@ -114,30 +131,44 @@ def test_a_gradient_of_another_dtype(kernel):
             parameter.grad = other.grad
         optimizer.step()
     assert kernel == [3] * steps
-    exact = [nn.Parameter(p.detach().double()) for p in parameters(torch.bfloat16)]
+    exact = [nn.Parameter(p.detach().double()) for p in parameters(torch.float16)]
     reference = torch.optim.AdamW(exact, lr=1e-2, foreach=False)
     for step in range(steps):
         set_gradients(exact, step, 1 / 3)
         reference.step()
-    assert max(errors(found, exact)) < 4e-3
+    assert max(errors(found, exact)) < 5e-4
 
 
 def test_memory_in_another_order(kernel):
-    """Transposed tensors are dense; with gaps, or beside a gradient in another order, they are
-    torch's to update or to refuse."""
-    base = torch.randn(20, 30)
-    transposed = nn.Parameter(base.clone().t())
-    gaps = nn.Parameter(torch.cat([base, base], 1)[:, :30])
-    plain = nn.Parameter(base.clone())
-    gradient = torch.randn(20, 30)
-    optimizer = AdamW([transposed, gaps, plain], lr=1e-2)
-    transposed.grad, gaps.grad, plain.grad = torch.empty(20, 30).t(), gradient, gradient.clone()
-    transposed.grad.copy_(gradient.t())
+    base, gradient = torch.randn(20, 30), torch.randn(20, 30)
+    transposed, plain = nn.Parameter(base.clone().t()), nn.Parameter(base.clone())
+    optimizer = AdamW([transposed, plain], lr=1e-2)
+    transposed.grad, plain.grad = gradient.t(), gradient
     optimizer.step()
     assert kernel == [2]
     assert torch.equal(transposed.t(), plain)
-    torch.testing.assert_close(gaps, plain)
     assert transposed.stride() == (1, 30) == optimizer.state[transposed]["exp_avg"].stride()
+
+
+def test_memory_that_is_no_row_is_refused():
+    """Torch's fused update on the CPU takes it for one, silently."""
+    gaps = nn.Parameter(torch.randn(4, 6)[:, :3])
+    other, last = (nn.Parameter(torch.randn(4, 3)) for _ in range(2))
+    for parameter in (gaps, other, last):
+        parameter.grad = torch.ones(3, 4).t()
+    optimizer = AdamW([{"params": [last]}, {"params": [gaps]}, {"params": [other]}])
+    last.grad, before = torch.ones(4, 3), last.detach().clone()
+    with pytest.raises(ValueError, match=r"shape \(4, 3\) and strides \(6, 1\)"):
+        optimizer.step()
+    gaps.grad = None
+    with pytest.raises(ValueError, match=r"strides \(3, 1\) has a gradient with \(1, 4\)"):
+        optimizer.step()
+    assert torch.equal(last, before)
+    # Dimensions of one lie anywhere.
+    column = nn.Parameter(torch.ones(4, 1))
+    column.grad = torch.ones(1, 4).t()
+    AdamW([column], lr=0.5, weight_decay=0.0).step()
+    assert torch.allclose(column, torch.full((4, 1), 0.5))
 
 
 def test_what_another_writes_backward_may_not_use(kernel):
@@ -164,6 +195,7 @@ def test_a_tensor_rate_is_read_at_every_step(kernel):
     torch.testing.assert_close(before, tensors, rtol=0, atol=0, check_stride=False)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy: inf / inf
 def test_found_inf_leaves_everything_as_it_was(kernel):
     held = parameters()
     optimizer = AdamW(held, lr=1e-2)
@@ -185,6 +217,7 @@ def test_found_inf_leaves_everything_as_it_was(kernel):
         assert torch.equal(parameter.grad, other.grad)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy: inf / inf
 @pytest.mark.parametrize("skipped", [False, True])
 def test_whole_steps_hold_the_kernel(kernel, skipped):
     """Replays of a step with the update in it are eager steps; also if the first is left out."""
