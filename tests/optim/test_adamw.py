@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+pytest.importorskip("triton")
+
 from moe_graphs.engine.whole_step.full_iteration import FullIteration
 from moe_graphs.optim import AdamW, adamw
 from moe_graphs.training.capturable import check_capturable_optimizer, tensor_hyperparameters
