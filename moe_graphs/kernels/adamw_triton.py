@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2
+from moe_graphs.kernels.launching import cdiv, launch
 from moe_graphs.kernels.ops import define_op
 
 C = 8  # lr * decay, lr / (1 - beta1^t), sqrt(1 - beta2^t), 1 - beta1, 1 - beta2, eps, scale, live
@@ -39,7 +39,7 @@ def adamw_coefficients_kernel(
     step_ptr, out_ptr, N, lr, share1, share2, log_beta1, log_beta2, eps, weight_decay,
     grad_scale, found_inf, BLOCK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    i = tl.arange(0, BLOCK)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = i < N
     step = tl.load(step_ptr + i, mask=live, other=1.0).to(tl.float64)
     lr = _value(lr)
@@ -115,14 +115,13 @@ def adamw_update(
     and fp32. `lr_tensor`, if given, is read instead of `lr`. With `grad_scale` gradients are
     divided by it first, in place. If `found_inf` is 1, nothing changes.
     """
-    coefficients_NC = torch.empty(len(params), C, device=params[0].device)
+    coefficients_NC = torch.empty(len(params), C, dtype=torch.float32, device=params[0].device)
     rate = lr if lr_tensor is None else lr_tensor
     numbers = (1 - beta1, 1 - beta2, *map(_log, (beta1, beta2)), eps, weight_decay)
     scale = 1.0 if grad_scale is None else grad_scale
     found = 0.0 if found_inf is None else found_inf
     args = (torch.stack(steps), coefficients_NC, len(params), rate, *numbers, scale, found)
-    block = max(next_power_of_2(len(params)), 32)
-    launch(adamw_coefficients_kernel, (1,), args, BLOCK=block, C=C, num_warps=1)
+    launch(adamw_coefficients_kernel, (cdiv(len(params), 32),), args, BLOCK=32, C=C, num_warps=1)
     constants = {"MAXIMIZE": maximize, "SCALED": grad_scale is not None, "BLOCK": BLOCK}
     for tensors in zip(params, grads, exp_avgs, exp_avg_sqs, coefficients_NC.unbind(), strict=True):
         if n := tensors[0].numel():

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
+from torch.optim.optimizer import ParamsT
 
 from moe_graphs.kernels.availability import has_kernel
 
 LARGE = 1 << 16  # numbers of a parameter that are worth a launch
 _UNSUPPORTED = {"amsgrad": False, "differentiable": False, "foreach": None}
 _ALWAYS = {"fused": True, "capturable": True}
-Parameters = Any  # what torch takes: parameters, named ones, groups of them
 
 
 class _Row(NamedTuple):
@@ -49,8 +49,8 @@ class AdamW(torch.optim.AdamW):
 
     Raises:
         ValueError: an option that is not supported, also of a group or of a loaded state; at a
-            step, before any parameter has changed, a sparse or complex gradient, or memory with
-            gaps or in another order than the gradient's or the state's.
+            step, before any parameter has changed, a sparse or complex gradient, a state of another
+            shape, or memory with gaps or in another order than the gradient's or the state's.
     """
 
     starts_from_zeros = True  # for FullIteration: a first step from zero state is a first step
@@ -58,7 +58,7 @@ class AdamW(torch.optim.AdamW):
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -79,7 +79,7 @@ class AdamW(torch.optim.AdamW):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         _check(param_group)
-        super().add_param_group(param_group)
+        super().add_param_group({**param_group, **_ALWAYS})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also the end of ``load_state_dict``: what a plain AdamW has saved becomes fused."""
@@ -159,7 +159,16 @@ def _is_served(row: _Row) -> bool:
 
 def _check_memory(row: _Row) -> None:
     """Torch's fused update takes it as one row, too: on CUDA it refuses others, on the CPU not."""
-    if not _is_plain(row.parameter) or all(tensor.is_contiguous() for tensor in row):
+    if not _is_plain(row.parameter):
+        return
+    shape = row.parameter.shape
+    for name, state in (("exp_avg", row.exp_avg), ("exp_avg_sq", row.exp_avg_sq)):
+        if state.shape != shape:
+            raise ValueError(
+                f"{name} of a parameter of shape {tuple(shape)} has shape {tuple(state.shape)}: "
+                f"load the state of this model"
+            )
+    if all(tensor.is_contiguous() for tensor in row):
         return
     orders = [_order(tensor) for tensor in row[:4]]
     if orders[0] is None or any(order != orders[0] for order in orders):

@@ -173,6 +173,36 @@ def test_memory_that_is_no_row_is_refused():
     assert torch.allclose(column, torch.full((4, 1), 0.5))
 
 
+def test_a_state_of_another_shape_is_refused():
+    """The kernel would read behind its end."""
+    saver = AdamW([nn.Parameter(torch.randn(4, 3))])
+    train(saver, 1)
+    weight = nn.Parameter(torch.randn(8, 3))
+    optimizer = AdamW([weight])
+    optimizer.load_state_dict(saver.state_dict())
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(ValueError, match=r"exp_avg of .* \(8, 3\) has shape \(4, 3\)"):
+        optimizer.step()
+
+
+def test_tensors_at_steps_of_their_own(kernel):
+    """More than a program of the small kernel takes; under another default dtype."""
+    from moe_graphs.kernels import adamw_triton
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        count, c = 35, torch.arange(1.0, 36.0, dtype=torch.float32)
+        p, g, m, v = (list(torch.full((count, 2), x).float().unbind()) for x in (1, 2, 3, 4))
+        given = (p, g, m, v, list(c.unbind()), 0.1, None, 0.9, 0.99, 1e-8, 0.5, False, None, None)
+        adamw_triton.adamw_update(*given)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    m, v = 0.9 * 3 + 0.1 * 2, 0.99 * 4 + 0.01 * 4
+    for x, step in zip(p, range(1, count + 1), strict=True):
+        update = 0.1 * m / (1 - 0.9**step) / (v / (1 - 0.99**step)) ** 0.5
+        torch.testing.assert_close(x, torch.full_like(x, 0.95 - update))
+
+
 def test_what_another_writes_backward_may_not_use(kernel):
     weight = nn.Parameter(torch.ones(20))
     loss = weight.square().sum()
@@ -313,6 +343,13 @@ def test_what_it_has_not_is_refused_by_name(option):
         AdamW(parameters(), **option)
     with pytest.raises(ValueError, match=f"^{name}: "):
         AdamW([{"params": parameters(), **option}])
+
+
+def test_an_option_left_open_is_on():
+    """Also in a group, where DeviceStep looks for it."""
+    optimizer = AdamW([{"params": parameters(), "fused": None}], fused=None, foreach=False)
+    check_capturable_optimizer(optimizer)
+    DeviceStep(optimizer, scaler=GradScaler("cpu"))
 
 
 def test_a_state_that_it_cannot_continue_is_refused():
