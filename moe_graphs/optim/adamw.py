@@ -159,24 +159,23 @@ def _is_served(row: _Row) -> bool:
 
 def _check_memory(row: _Row) -> None:
     """Torch's fused update takes it as one row, too: on CUDA it refuses others, on the CPU not."""
-    if not _is_plain(row.parameter):
+    p, g, m, v, _ = row
+    if not _is_plain(p):
         return
-    shape = row.parameter.shape
-    for name, state in (("exp_avg", row.exp_avg), ("exp_avg_sq", row.exp_avg_sq)):
-        if state.shape != shape:
-            raise ValueError(
-                f"{name} of a parameter of shape {tuple(shape)} has shape {tuple(state.shape)}: "
-                f"load the state of this model"
-            )
-    if all(tensor.is_contiguous() for tensor in row):
+    shape = p.shape
+    if m.shape != shape or v.shape != shape:
+        raise ValueError(
+            f"a parameter of shape {tuple(shape)} has states of shapes {tuple(m.shape)} and "
+            f"{tuple(v.shape)}: load the state of this model"
+        )
+    if p.is_contiguous() and g.is_contiguous() and m.is_contiguous() and v.is_contiguous():
         return
-    orders = [_order(tensor) for tensor in row[:4]]
+    orders = [_order(tensor) for tensor in (p, g, m, v)]
     if orders[0] is None or any(order != orders[0] for order in orders):
         raise ValueError(
-            f"a parameter of shape {tuple(row.parameter.shape)} and strides "
-            f"{row.parameter.stride()} has a gradient with {row.gradient.stride()} and states with "
-            f"{row.exp_avg.stride()} and {row.exp_avg_sq.stride()}: make all dense and alike, or "
-            f"use torch.optim.AdamW(foreach=True)"
+            f"a parameter of shape {tuple(shape)} and strides {p.stride()} has a gradient with "
+            f"{g.stride()} and states with {m.stride()} and {v.stride()}: make all dense and "
+            f"alike, or use torch.optim.AdamW(foreach=True)"
         )
 
 
