@@ -22,7 +22,7 @@ from moe_graphs.kernels.launching import cdiv, launch
 from moe_graphs.kernels.ops import define_op
 
 C = 8  # lr * decay, lr / (1 - beta1^t), sqrt(1 - beta2^t), 1 - beta1, 1 - beta2, eps, scale, live
-BLOCK, WARPS = 1024, 4  # 16 bytes of bf16 for a thread: 4.25 TB/s on an H200
+BLOCK, WARPS = 1024, 4  # 16 bytes of bf16 for a thread: the fastest of those tried on an H200
 
 
 @triton.jit
