@@ -24,6 +24,7 @@ ALLOWED = {
     "config": {"errors"},
     "staged": {"errors"},
     "kernels": {"kernels"},
+    "optim": {"optim", "kernels"},
     "dispatch": {"dispatch", "kernels", "staged"},
     "layers": {"layers", "checkpoints", "dispatch", "kernels", "staged"},
     "checkpoints": {"checkpoints", "layers.model_config", "layers.rope_scaling"},

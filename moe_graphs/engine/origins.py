@@ -9,7 +9,7 @@ import sysconfig
 
 _PACKAGE = str(pathlib.Path(__file__).parent.parent)
 _ENGINE = str(pathlib.Path(__file__).parent)
-_NOT_READ = (_ENGINE, f"{_PACKAGE}/staged.py", f"{_PACKAGE}/kernels")
+_NOT_READ = (_ENGINE, f"{_PACKAGE}/staged.py", f"{_PACKAGE}/kernels", f"{_PACKAGE}/optim")
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _INSTALLED = ("site-packages", "dist-packages")
 _INTERNAL = ("torch", "triton", "numpy")

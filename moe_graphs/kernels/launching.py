@@ -47,6 +47,8 @@ def _kind(arg: Any) -> Any:
     """All that Triton compiles for: the type, whether 16 divides it, and whether it is 1."""
     if isinstance(arg, int):  # up to 64 bits, with a sign
         return arg == 1, arg % 16 == 0, -(1 << 31) <= arg < 1 << 31
+    if isinstance(arg, float):  # fp32 for the kernel, whatever its value
+        return float
     if isinstance(arg, torch.Tensor):
         return arg.dtype, arg.get_device(), arg.data_ptr() % 16 == 0
     return type(arg), arg.base.dtype, *arg.block_shape

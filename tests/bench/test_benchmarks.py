@@ -18,7 +18,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 def modules():
     """The benchmark's files as they import each other when run as a script."""
     names = ("environment", "timeline", "contenders", "measure", "phases", "partial_graphs",
-        "denoiser", "unet", "full_iteration", "layer_kernels",
+        "denoiser", "unet", "full_iteration", "layer_kernels", "optimizers",
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TEARDOWN_CUPTI", "0")  # the script sets both: undone with the patch
@@ -63,6 +63,20 @@ def test_layer_kernels(modules, tmp_path):
     wrong = replace(case, ours=lambda *leaves: [1.1 * x for x in case.plain(*leaves)])
     with pytest.raises(RuntimeError, match="split_heads.*error"):
         modules.layer_kernels.measure(wrong, 1)
+
+
+def test_optimizers(modules, tmp_path, monkeypatch):
+    out = tmp_path / "rows.jsonl"
+    modules.optimizers.main(["--tiny", "--out", str(out)])
+    (row,) = [json.loads(line) for line in out.read_text().splitlines()]
+    assert (row["tensors"], row["dtype"]) == (12, "bfloat16")
+    assert 0 < row["ours_error"] == row["torch_error"] < 1e-2  # bf16 rounds by 2e-3 a step
+    assert row["environment"]["torch"] == torch.__version__
+    wrong = {**modules.optimizers.OPTIONS, "lr": 1e-1}
+    contenders = modules.optimizers.CONTENDERS
+    monkeypatch.setitem(contenders, "ours", lambda p: torch.optim.AdamW(p, **wrong))
+    with pytest.raises(RuntimeError, match="tiny.*errors"):
+        modules.optimizers.measure(modules.optimizers.cases(tiny=True)[0], "cpu", 1)
 
 
 def test_layer_kernels_times_nothing_but_the_op(modules):

@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_pairs import HalvesAfterBackward, StepsItself, all_replayed, both, fused, halve
 from lightning_runs import BATCHES, QUIET, Regression, loader, pl, trainer
+from moe_graphs.optim import AdamW
 from training_runs import DEVICES
 
 with warnings.catch_warnings():
@@ -35,8 +36,13 @@ def updates_in_the_graph(caplog) -> bool:
 )  # fmt: skip
 @pytest.mark.parametrize(
     "make",
-    [fused(), fused([0.01], decay), fused(kind=torch.optim.SGD, momentum=0.9)],
-    ids=["AdamW", "AdamW with a schedule", "SGD"],
+    [
+        fused(),
+        fused([0.01], decay),
+        fused([0.01], decay, kind=AdamW),
+        fused(kind=torch.optim.SGD, momentum=0.9),
+    ],
+    ids=["AdamW", "AdamW with a schedule", "our AdamW with a schedule", "SGD"],
 )
 def test_an_update_in_the_graph_is_lightnings(tmp_path, caplog, device, make, options):
     reports = both(tmp_path, make, device=device, **options)

@@ -20,6 +20,7 @@ from compiled import Compiled, launch_compiler  # noqa: E402
 from grids import grid  # noqa: E402
 from moe_graphs import kernels  # noqa: E402
 from moe_graphs.kernels import (  # noqa: E402
+    adamw_triton,
     choose_experts_triton,
     cross_entropy_triton,
     heads_triton,
@@ -311,6 +312,27 @@ def test_rms_norm(compiled, size, dtype):
         # Of the rows nothing changes its layout in the loop.
         loop = backward.ttgir.split("scf.for")[1].split("scf.yield")[0]
         assert "convert_layout" not in loop
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+@pytest.mark.parametrize(("dtype", "of_gradients"), [(BF16, BF16), (BF16, FP32), (FP32, FP32)])
+def test_adamw(compiled, dtype, of_gradients, in_memory):
+    p, m, v = (torch.empty(1 << 16, dtype=dtype) for _ in range(3))
+    g, step = torch.empty(1 << 16, dtype=of_gradients), torch.ones(())
+    given = (0.1, step) if in_memory else (0.1, None)
+    options = (0.9, 0.999, 1e-8, 0.01, False, *(given[1:] * 2))
+
+    def launches():
+        adamw_triton.adamw_update([p], [g], [m], [v], [step], *given, *options)
+
+    coefficients, update = compiled(launches)
+    for kernel in (coefficients, update):
+        check(kernel, wgmma=False)
+    assert "f64" in coefficients.ptx
+    assert "f64" not in update.ptx
+    written = 4 if in_memory else 3  # the unscaled gradients, too
+    assert update.ptx.count("ld.global.v4.b32") == 3 * dtype.itemsize // 2 + g.itemsize // 2
+    assert update.ptx.count("st.global.v4.b32") >= written
 
 
 def test_fake_cuda_tensors_see_static_shapes():

@@ -6,6 +6,7 @@ Held against Triton itself, which compiles here and is only kept from running wh
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -124,6 +125,13 @@ def test_numbers_of_one_kind_are_one_to_triton(a, b):
     out = torch.empty(64)
     if _kind(a) == _kind(b):
         assert bound(out, a, BLOCK=16)[0] == bound(out, b, BLOCK=16)[0]
+
+
+def test_floats_are_one_kind():
+    out = torch.empty(64)
+    kinds = {str(bound(out, x, BLOCK=16)[0]) for x in (0.0, 1.0, 16.0, 1e300, math.inf)}
+    assert len(kinds) == len({_kind(x) for x in (0.0, 1.0, 16.0, 1e300, math.inf)}) == 1
+    assert _kind(1.0) != _kind(1)
 
 
 def tensors() -> list[torch.Tensor]:

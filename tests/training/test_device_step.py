@@ -15,6 +15,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from distributed import run_distributed
+from moe_graphs import optim
 from moe_graphs.engine.tracing import Trace
 from moe_graphs.engine.whole_step.full_iteration import FullIteration
 from moe_graphs.training.capturable import load_optimizer_state, tensor_hyperparameters
@@ -26,6 +27,7 @@ from training_runs import DEVICES, device_backend
 ADAM = {"fused": True, "capturable": True, "lr": 1e-2}
 OPTIMIZERS: dict[str, Callable[[list], torch.optim.Optimizer]] = {
     "AdamW": lambda parameters: AdamW(parameters, **ADAM, weight_decay=0.1),
+    "our AdamW": lambda parameters: optim.AdamW(parameters, lr=1e-2, weight_decay=0.1),
     "Adam": lambda parameters: Adam(parameters, **ADAM, weight_decay=0.1, amsgrad=True),
     "SGD": lambda parameters: SGD(parameters, lr=1e-2, momentum=0.9, fused=True),
     "plain SGD": lambda parameters: SGD(parameters, lr=1e-2, fused=True),
@@ -58,7 +60,7 @@ class Training:
         self.model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3)).to(self.device)
         groups = [{"params": [*m.parameters()]} for m in (self.model[0], self.model[2])]
         self.optimizer = OPTIMIZERS[self.optimizer_name](groups)
-        decoupled = self.optimizer_name == "AdamW"
+        decoupled = self.optimizer_name.endswith("AdamW")
         tensor_hyperparameters(self.optimizer, weight_decay="decay" in self.parts and decoupled)
         self.scheduler = LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
         scaler = GradScaler(self.device, init_scale=64.0, growth_interval=3, hysteresis=2)

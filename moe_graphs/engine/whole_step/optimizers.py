@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 from moe_graphs.errors import CaptureError
 
-# A first step from zeros is the same, bit for bit, as a first step without any state.
+# A first step from zeros is the same, bit for bit, as a first step without any state. Classes
+# outside of torch say so by `starts_from_zeros = True`.
 _START_FROM_ZEROS = (
     optim.Adadelta, optim.Adam, optim.Adamax, optim.AdamW, optim.RAdam, optim.RMSprop, optim.SGD,
 )  # fmt: skip
@@ -123,7 +124,8 @@ class FirstStepState:
 
 def _starts_from_zeros(optimizer: Optimizer) -> bool:
     dampened = any(group.get("dampening") for group in optimizer.param_groups)
-    return type(optimizer) in _START_FROM_ZEROS and not dampened
+    known = type(optimizer) in _START_FROM_ZEROS or vars(type(optimizer)).get("starts_from_zeros")
+    return bool(known) and not dampened
 
 
 def _is_tensor(value: Any) -> bool:

@@ -51,8 +51,8 @@ def why_outside(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         return "it is the scaler's"
     optimizer = trainer.optimizers[0]
-    if not type(optimizer).__module__.startswith("torch.optim."):
-        return f"{type(optimizer).__name__} is not one of torch's optimizers"
+    if not type(optimizer).__module__.startswith(("torch.optim.", "moe_graphs.optim.")):
+        return f"{type(optimizer).__name__} is not one of torch's optimizers or ours"
     try:
         check_optimizer(optimizer, module.device)
         for config in trainer.lr_scheduler_configs:

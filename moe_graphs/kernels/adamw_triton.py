@@ -1,0 +1,139 @@
+"""AdamW's update of many tensors, each in one pass over its memory.
+
+    p -= lr * decay * p
+    m = beta1 * m + (1 - beta1) * g,  v = beta2 * v + (1 - beta2) * g^2
+    p -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+
+fp32 inside, rounded once. It is the order of torch's fused kernel, which computes in fp64 between
+two roundings to fp32. What all numbers of a tensor share is computed once, in fp64, by a small
+kernel: fp64 in every program would cost more than the memory does.
+
+N tensors, C coefficients.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_graphs.kernels.launching import cdiv, launch
+from moe_graphs.kernels.ops import define_op
+
+C = 8  # lr * decay, lr / (1 - beta1^t), sqrt(1 - beta2^t), 1 - beta1, 1 - beta2, eps, scale, live
+BLOCK, WARPS = 1024, 4  # 16 bytes of bf16 for a thread: the fastest of those tried on an H200
+
+
+@triton.jit
+def _value(x):
+    """A number, given as one or as a tensor of one."""
+    x = tl.core.to_tensor(x)  # the interpreter has floats of Python
+    if x.dtype.is_ptr():
+        x = tl.load(x)
+    return x.to(tl.float64)
+
+
+@triton.jit
+def adamw_coefficients_kernel(
+    step_ptr, out_ptr, N, lr, share1, share2, log_beta1, log_beta2, eps, weight_decay,
+    grad_scale, found_inf, BLOCK: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = i < N
+    step = tl.load(step_ptr + i, mask=live, other=1.0).to(tl.float64)
+    lr = _value(lr)
+    out = out_ptr + i * C
+    tl.store(out, (lr * weight_decay).to(tl.float32), mask=live)
+    correction1 = 1 - tl.exp(step * _value(log_beta1))
+    correction2 = 1 - tl.exp(step * _value(log_beta2))
+    tl.store(out + 1, (lr / correction1).to(tl.float32), mask=live)
+    tl.store(out + 2, tl.sqrt(correction2).to(tl.float32), mask=live)
+    tl.store(out + 3, share1, mask=live)
+    tl.store(out + 4, share2, mask=live)
+    tl.store(out + 5, eps, mask=live)
+    tl.store(out + 6, _value(grad_scale).to(tl.float32), mask=live)
+    tl.store(out + 7, tl.where(_value(found_inf) == 1, 0.0, 1.0), mask=live)
+
+
+@triton.jit
+def _lerp(old, new, share):
+    """(1 - share) * old + share * new, as torch.lerp: so 1 - share is never rounded, which would
+    add up over many steps."""
+    change = new - old
+    return tl.where(share < 0.5, tl.fma(share, change, old), tl.fma(share - 1, change, new))
+
+
+@triton.jit
+def adamw_kernel(
+    p_ptr, g_ptr, m_ptr, v_ptr, c_ptr, n,
+    MAXIMIZE: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < n
+    p = tl.load(p_ptr + i, mask=inside).to(tl.float32)
+    g = tl.load(g_ptr + i, mask=inside).to(tl.float32)
+    m = tl.load(m_ptr + i, mask=inside).to(tl.float32)
+    v = tl.load(v_ptr + i, mask=inside).to(tl.float32)
+    decay, step_size, correction = tl.load(c_ptr), tl.load(c_ptr + 1), tl.load(c_ptr + 2)
+    share1, share2, eps = tl.load(c_ptr + 3), tl.load(c_ptr + 4), tl.load(c_ptr + 5)
+    written = i < tl.where(tl.load(c_ptr + 7) > 0, n, 0)
+    if SCALED:
+        g /= tl.load(c_ptr + 6)
+        tl.store(g_ptr + i, g.to(g_ptr.dtype.element_ty), mask=written)
+    if MAXIMIZE:
+        g = -g
+    p = tl.fma(-decay, p, p)
+    m = _lerp(m, g, share1)
+    v = _lerp(v, g * g, share2)
+    p -= step_size * m / (tl.sqrt(v) / correction + eps)
+    tl.store(p_ptr + i, p.to(p_ptr.dtype.element_ty), mask=written)
+    tl.store(m_ptr + i, m.to(m_ptr.dtype.element_ty), mask=written)
+    tl.store(v_ptr + i, v.to(v_ptr.dtype.element_ty), mask=written)
+
+
+@define_op(device="default", mutates_args=("params", "grads", "exp_avgs", "exp_avg_sqs"))
+def adamw_update(
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
+    steps: Sequence[torch.Tensor],
+    lr: float,
+    lr_tensor: torch.Tensor | None,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool,
+    grad_scale: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+) -> None:
+    """One update, `steps` counting it already: 0-dim, fp32.
+
+    The four tensors of a parameter are dense, have the same strides and any dtypes of fp16, bf16
+    and fp32. `lr_tensor`, if given, is read instead of `lr`. With `grad_scale` gradients are
+    divided by it first, in place. If `found_inf` is 1, nothing changes.
+    """
+    coefficients_NC = torch.empty(len(params), C, dtype=torch.float32, device=params[0].device)
+    rate = lr if lr_tensor is None else lr_tensor
+    numbers = (1 - beta1, 1 - beta2, *map(_log, (beta1, beta2)), eps, weight_decay)
+    scale = 1.0 if grad_scale is None else grad_scale
+    found = 0.0 if found_inf is None else found_inf
+    args = (torch.stack(steps), coefficients_NC, len(params), rate, *numbers, scale, found)
+    launch(adamw_coefficients_kernel, (cdiv(len(params), 32),), args, BLOCK=32, C=C, num_warps=1)
+    constants = {"MAXIMIZE": maximize, "SCALED": grad_scale is not None, "BLOCK": BLOCK}
+    for tensors in zip(params, grads, exp_avgs, exp_avg_sqs, coefficients_NC.unbind(), strict=True):
+        if n := tensors[0].numel():
+            launch(adamw_kernel, (cdiv(n, BLOCK),), (*tensors, n), **constants, num_warps=WARPS)
+    # As the documentation of torch wants it of whoever writes past its operators.
+    torch.autograd.graph.increment_version([*params, *exp_avgs, *exp_avg_sqs])
+
+
+@torch.library.register_fake("moe_graphs::adamw_update")
+def _(*_):
+    return None
+
+
+def _log(beta: float) -> float:
+    return math.log(beta) if beta > 0 else -math.inf

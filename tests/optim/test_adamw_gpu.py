@@ -1,0 +1,216 @@
+"""Our AdamW on a CUDA GPU: as right as torch's fused one, in graphs, and the same every time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("triton")
+
+from moe_graphs.kernels import adamw_triton
+from moe_graphs.optim import AdamW, adamw
+from moe_graphs.training.capturable import tensor_hyperparameters
+from moe_graphs.training.device_step import DeviceStep
+from moe_graphs.training.grad_scaler import GradScaler
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
+
+# Experts, a number of numbers that 16 does not divide, and two that are torch's to update.
+SHAPES = [(8, 128, 96), (70_001,), (300,), (7, 9)]
+FUSED = {"fused": True, "capturable": True}
+OPTIONS = [
+    {"lr": 1e-2, "weight_decay": 0.0},
+    {"lr": 1e-2, "weight_decay": 0.3, "betas": (0.8, 0.99), "eps": 1e-3},
+    {"lr": 1e-2, "maximize": True},
+    {"lr": 1e-2, "betas": (0.0, 0.0)},
+]
+
+
+def parameters(dtype: torch.dtype = torch.bfloat16) -> list[nn.Parameter]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    made = [torch.randn(shape, generator=generator, device="cuda").bfloat16() for shape in SHAPES]
+    made[0] = made[0].transpose(1, 2).contiguous().transpose(1, 2)
+    return [nn.Parameter(x.to(dtype)) for x in made]
+
+
+def set_gradients(held: Sequence[Tensor], seed: int, factor: float = 1.0) -> None:
+    """Numbers that bf16 holds, at the addresses where gradients are."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    for p in held:
+        numbers = torch.randn(p.shape, generator=generator, device="cuda").bfloat16()
+        if p.grad is None:
+            p.grad = torch.empty_like(p)
+        p.grad.copy_(factor * numbers)
+
+
+def everything(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    values = [v for p in held for _, v in sorted(optimizer.state[p].items())]
+    return [x.detach().clone() for x in (*held, *values)]
+
+
+def train(
+    make: Callable[..., torch.optim.Optimizer], dtype: torch.dtype, steps: int, **options: Any
+) -> list[Tensor]:
+    held = parameters(dtype)
+    optimizer = make(held, **options)
+    for step in range(steps):
+        set_gradients(held, step)
+        optimizer.step()
+    return everything(optimizer)
+
+
+def same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_as_right_as_torchs_and_the_same_every_time(options, dtype):
+    """Against fp64, at most twice the error of torch's fused one."""
+    ours, again = (train(AdamW, dtype, 20, **options) for _ in range(2))
+    assert same(ours, again)
+    torchs = train(torch.optim.AdamW, dtype, 20, **options, **FUSED)
+    exact = train(torch.optim.AdamW, torch.float64, 20, **options, foreach=False)
+    for a, b, x in zip(ours, torchs, exact, strict=True):
+        found, theirs = ((y.double() - x).norm() / x.norm().clamp_min(1e-30) for y in (a, b))
+        assert found <= 2 * theirs + 2e-7
+
+
+def test_a_thousand_steps_are_torchs_to_the_last_bits():
+    ours = train(AdamW, torch.float32, 1000, lr=1e-3)
+    torchs = train(torch.optim.AdamW, torch.float32, 1000, lr=1e-3, **FUSED)
+    for a, b in zip(ours, torchs, strict=True):
+        # p and m go through 0: there, the last bit of what they were made of.
+        assert ((a - b).abs() <= 16 * 2**-23 * b.abs().clamp_min(1.0)).all()
+    squares = slice(len(SHAPES) + 1, None, 3)
+    for a, b in zip(ours[squares], torchs[squares], strict=True):
+        assert ((a - b).abs() <= 8 * 2**-23 * b.abs()).all()
+
+
+def test_large_parameters_are_our_kernels_and_small_ones_torchs(monkeypatch):
+    calls, torchs, ours = [], adamw.adamw, adamw_triton.adamw_update
+    monkeypatch.setattr(
+        adamw, "adamw", lambda p, *r, **k: calls.append(("torch", len(p))) or torchs(p, *r, **k)
+    )
+    monkeypatch.setattr(
+        adamw_triton, "adamw_update", lambda p, *r: calls.append(("ours", len(p))) or ours(p, *r)
+    )
+    train(AdamW, torch.bfloat16, 1)
+    assert calls == [("ours", 2), ("torch", 2)]
+    calls.clear()
+    train(AdamW, torch.float64, 1)
+    assert calls == [("torch", 4)]
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch has one dtype for both")
+def test_a_gradient_of_another_dtype():
+    """bf16 beside fp32 is taken as it is; fp32 beside bf16 is rounded by nobody."""
+    narrow, wide = parameters(torch.float32), parameters(torch.float32)
+    for p, q in zip(narrow, wide, strict=True):
+        p.grad_dtype = None
+        p.grad = torch.randn_like(p).bfloat16()
+        q.grad = p.grad.float()
+    optimizers = [AdamW(held, lr=1e-2) for held in (narrow, wide)]
+    for optimizer in optimizers:
+        optimizer.step()
+    # Of the small ones, those with gradients of their own dtype are torch's.
+    for p, q in zip(narrow, wide, strict=True):
+        assert torch.equal(p, q) if p.numel() >= adamw.LARGE else torch.allclose(p, q)
+    found, rounded = parameters(), parameters()
+    exact = [nn.Parameter(p.detach().double()) for p in found]
+    for p, q, x in zip(found, rounded, exact, strict=True):
+        p.grad_dtype = None
+        x.grad = torch.randn_like(x)
+        p.grad, q.grad = x.grad.float(), x.grad.to(q.dtype)
+    options = {"lr": 1.0, "eps": 1.0}
+    for held, make in ((found, AdamW), (rounded, AdamW), (exact, torch.optim.AdamW)):
+        make(held, **options).step()
+    pairs = list(zip(found, rounded, exact, strict=True))
+    assert sum((p - x).square().sum() for p, _, x in pairs) < sum(
+        (q - x).square().sum() for _, q, x in pairs
+    )
+
+
+@pytest.mark.parametrize("tensor_rate", [False, True])
+def test_a_captured_step_is_an_eager_step_and_waits_for_nothing(tensor_rate):
+    eager, graphed = (AdamW(parameters(), lr=1e-2) for _ in range(2))
+    for optimizer in (eager, graphed):
+        if tensor_rate:
+            tensor_hyperparameters(optimizer)
+        set_gradients(optimizer.param_groups[0]["params"], 0)
+        optimizer.step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for optimizer in (eager, graphed):
+            optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        graphed.step()
+    for step in range(1, 6):
+        for optimizer in (eager, graphed):
+            set_gradients(optimizer.param_groups[0]["params"], step)
+            if tensor_rate:
+                optimizer.param_groups[0]["lr"].fill_(1e-2 / step)
+        eager.step()
+        graph.replay()
+        assert same(everything(eager), everything(graphed))
+    assert everything(eager)[-1].item() == 7.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_torchs_scaler_scales_and_skips(dtype):
+    """As it does with torch's fused one: the gradients are unscaled in place, too."""
+    runs = []
+    for make in (AdamW, lambda p, **options: torch.optim.AdamW(p, **options, **FUSED)):
+        held = parameters(dtype)
+        optimizer = make(held, lr=1e-2)
+        scaler = torch.amp.GradScaler("cuda", init_scale=64.0, growth_interval=2)
+        for step in range(6):
+            scaler.scale(torch.ones((), device="cuda"))
+            set_gradients(held, step, scaler.get_scale())
+            if step in (0, 3):
+                held[step].grad[(0,) * held[step].ndim] = torch.inf
+            before = everything(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            if step == 3:
+                assert same(before, everything(optimizer))
+        runs.append([*everything(optimizer), *(p.grad for p in held)])
+        assert scaler.get_scale() == 64.0  # halved, doubled, halved, doubled
+        assert {s["step"].item() for s in optimizer.state.values()} == {4.0}
+    for ours, torchs in zip(*runs, strict=True):
+        tolerance = 2e-3 if dtype == torch.float16 else 1e-6
+        torch.testing.assert_close(ours, torchs, rtol=tolerance, atol=tolerance)
+
+
+def test_a_device_step_in_a_graph_skips():
+    eager, graphed = parameters(), parameters()
+    steps = []
+    for held in (eager, graphed):
+        optimizer = AdamW(held, lr=1e-2)
+        tensor_hyperparameters(optimizer, weight_decay=True)
+        scaler = GradScaler("cuda", init_scale=64.0, growth_interval=2)
+        steps.append(DeviceStep(optimizer, scaler=scaler, clip_norm=1.0))
+        set_gradients(held, 0, 64.0)
+        steps[-1]()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        steps[1]()
+    for step in range(1, 7):
+        for held in (eager, graphed):
+            set_gradients(held, step, 64.0)
+            if step in (2, 3):
+                held[step - 2].grad[(0,) * held[step - 2].ndim] = torch.inf
+        steps[0]()
+        graph.replay()
+        assert same(everything(steps[0].optimizer), everything(steps[1].optimizer))
+        assert all(x.isfinite().all() for x in everything(steps[1].optimizer))
+    assert steps[1].optimizer.state[graphed[0]]["step"].item() == 5.0
