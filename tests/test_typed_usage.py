@@ -12,6 +12,7 @@ import typed_usage
     [
         typed_usage.scopes,
         typed_usage.layers,
+        typed_usage.rotary,
         typed_usage.dispatcher,
         typed_usage.own_stages,
         typed_usage.whole_step,
@@ -21,6 +22,10 @@ import typed_usage
 )
 def test_what_a_checker_sees_runs(usage):
     usage()
+
+
+def test_what_a_checker_sees_of_checkpoints_runs(tmp_path):
+    typed_usage.checkpoints(tmp_path)
 
 
 def test_what_a_checker_sees_of_hugging_face_runs():

@@ -93,7 +93,8 @@ def hf_config(config: TransformerConfig) -> dict[str, Any]:
         **REQUIRED,
         **family.required,
     }
-    values |= {"head_dim": config.head_size} if config.latent is None else _written_latent(config)
+    latent = config.latent
+    values |= {"head_dim": config.head_size} if latent is None else _written_latent(latent)
     if config.moe is None:
         values["intermediate_size"] = config.ffn_hidden_size
     else:
@@ -230,7 +231,7 @@ def _family_of(config: TransformerConfig) -> str:
 
 def _written_moe(config: TransformerConfig, moe: MoEConfig, name: str) -> dict[str, Any]:
     family = FAMILIES[name]
-    values = {
+    values: dict[str, Any] = {
         family.experts[0]: moe.num_experts,
         "num_experts_per_tok": moe.top_k,
         "intermediate_size": config.ffn_hidden_size or moe.ffn_hidden_size,
@@ -254,8 +255,7 @@ def _written_moe(config: TransformerConfig, moe: MoEConfig, name: str) -> dict[s
     return values
 
 
-def _written_latent(config: TransformerConfig) -> dict[str, Any]:
-    latent = config.latent
+def _written_latent(latent: LatentAttentionConfig) -> dict[str, Any]:
     return dict(
         q_lora_rank=latent.query_rank,
         kv_lora_rank=latent.kv_rank,
@@ -287,11 +287,11 @@ def _canonical(config: TransformerConfig) -> TransformerConfig:
     flags = tuple(config.is_moe_layer(i) for i in range(config.num_layers))
     moe = config.moe
     if moe is not None:
-        defaults = {each.name: each.default for each in fields(moe)}
+        defaults: dict[str, Any] = {each.name: each.default for each in fields(moe)}
         moe = replace(moe, **{name: defaults[name] for name in _TRAINING_ALONE})
         if moe.num_groups == 1:
             moe = replace(moe, num_groups=None, top_k_groups=None)
-    heads = dict(num_kv_heads=config.kv_heads, head_dim=config.head_size)
+    heads: dict[str, Any] = dict(num_kv_heads=config.kv_heads, head_dim=config.head_size)
     return replace(
         config,
         ffn_hidden_size=None if all(flags) else config.ffn_hidden_size,

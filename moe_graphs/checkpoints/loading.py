@@ -149,6 +149,7 @@ def _check_shapes(
         stored, view = files.stored[piece.theirs], piece.view(ours[piece.ours], first_expert)
         wanted = tuple(view.shape)
         if piece.fused:
+            assert files.config.moe is not None
             wanted = (files.config.moe.num_experts, *wanted)
         if stored.shape != wanted:
             raise ValueError(
@@ -166,7 +167,7 @@ def _read_scales(files: Files, wanted: set[str]) -> dict[str, Tensor]:
     by_file = defaultdict(list)
     for name in files.scales.keys() & wanted:
         by_file[files.scales[name].file].append(name)
-    found = {}
+    found: dict[str, Tensor] = {}
     for file, names in by_file.items():
         with open_shard(file) as shard:
             found |= {name: shard.get_tensor(name + "_scale_inv") for name in names}

@@ -76,12 +76,13 @@ def _with_dtype(values: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str,
 
 
 def _check_complete(tensors: dict[str, Tensor], config: TransformerConfig) -> None:
+    moe = config.moe
     for name, tensor in tensors.items():
         if tensor.is_meta:
             raise ValueError(f"{name} is on the meta device: there is nothing to save")
-        if name.endswith("experts.w1") and tensor.shape[0] != config.moe.num_experts:
+        if moe is not None and name.endswith("experts.w1") and len(tensor) != moe.num_experts:
             raise ValueError(
-                f"{name} holds {tensor.shape[0]} of {config.moe.num_experts} experts, the others "
+                f"{name} holds {len(tensor)} of {moe.num_experts} experts, the others "
                 f"are on other ranks: saving under expert parallelism is not supported, load "
                 f"the weights into a model with LocalDispatcher"
             )
@@ -107,7 +108,7 @@ def _write_shards(
     folder: Path, shards: list[list[Piece]], tensors: dict[str, Tensor]
 ) -> dict[str, str]:
     """The file of every tensor."""
-    placed = {}
+    placed: dict[str, str] = {}
     for index, shard in enumerate(shards, start=1):
         file = SINGLE
         if len(shards) > 1:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_graphs.checkpoints.families import Values
-from moe_graphs.layers.model_config import TransformerConfig
+from moe_graphs.layers.model_config import MoEConfig, TransformerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +83,12 @@ def pieces(config: TransformerConfig, values: Values, *, fused: bool = False) ->
         found.append(
             Piece(theirs=f"{theirs}post_attention_layernorm.weight", ours=f"{ours}mlp_norm.weight")
         )
-        if config.is_moe_layer(index):
+        if config.moe is not None and config.is_moe_layer(index):
             per_expert_mixtral = values["model_type"] == "mixtral" and not fused
             block = "block_sparse_moe." if per_expert_mixtral else "mlp."
-            found += _moe(config, theirs + block, f"{ours}moe.", fused, per_expert_mixtral)
+            found += _moe(config.moe, theirs + block, f"{ours}moe.", fused, per_expert_mixtral)
         else:
+            assert config.ffn_hidden_size is not None
             found += _swiglu(f"{theirs}mlp.", f"{ours}mlp.", config.ffn_hidden_size)
     return found
 
@@ -108,6 +109,7 @@ def _latent_attention(
     config: TransformerConfig, values: Values, theirs: str, ours: str
 ) -> Iterator[Piece]:
     latent = config.latent
+    assert latent is not None
     query = key = None
     if values.get("rope_interleave", True):
         rotated = latent.rope_head_dim
@@ -129,10 +131,7 @@ def _latent_attention(
     yield Piece(theirs=f"{theirs}o_proj.weight", ours=f"{ours}out.weight")
 
 
-def _moe(
-    config: TransformerConfig, theirs: str, ours: str, fused: bool, mixtral: bool
-) -> Iterator[Piece]:
-    moe = config.moe
+def _moe(moe: MoEConfig, theirs: str, ours: str, fused: bool, mixtral: bool) -> Iterator[Piece]:
     yield Piece(theirs=f"{theirs}gate.weight", ours=f"{ours}router.weight")
     if moe.expert_bias:
         bias = f"{theirs}gate.e_score_correction_bias"

@@ -7,6 +7,7 @@ V head dim of values.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +35,9 @@ class LatentAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         latent, size = config.latent, config.hidden_size
+        assert latent is not None
         self.num_heads, self.rope, self.dropout = config.num_heads, rope, config.attention_dropout
         self.query_sizes = (latent.plain_head_dim, latent.rope_head_dim)
         self.kv_sizes = (latent.plain_head_dim, latent.value_head_dim)
@@ -65,7 +67,9 @@ class LatentAttention(nn.Module):
         query_BSHQ = torch.cat((plain_query_BSHP, self.rope(rope_query_BSHR)), dim=-1)
         key_BSHQ = torch.cat((plain_key_BSHP, rope_key_BSHR), dim=-1)
         mixed_BHSV = functional.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (query_BSHQ, key_BSHQ, value_BSHV)),
+            query_BSHQ.transpose(1, 2),
+            key_BSHQ.transpose(1, 2),
+            value_BSHV.transpose(1, 2),
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=True,
             scale=self.scale,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -78,7 +78,7 @@ class LanguageModel(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         max_sequence_length: int | None = None,
-    ) -> LanguageModel:
+    ) -> Self:
         """The model of a Hugging Face directory: config.json and safetensors, whole or in shards.
 
         Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3 (in FP8, too; without its layers for later tokens,

@@ -65,11 +65,13 @@ class MoEOutput:
 
 
 class MoEStages(Staged):
-    """The stages around whatever holds the weights. Subclasses have ``config``, ``dispatcher``,
-    ``experts`` (called with rows and offsets), ``choose`` and ``run_shared``."""
+    """What stages compute around whatever holds the weights. Subclasses have ``config``,
+    ``dispatcher``, ``experts`` (called with rows and offsets), ``choose``, ``run_shared`` and
+    ``stages`` of their own."""
 
     config: MoEConfig
     dispatcher: Dispatcher
+    experts: nn.Module
 
     def choose(self, hidden_TD: Tensor) -> Routing:
         raise NotImplementedError
@@ -78,21 +80,11 @@ class MoEStages(Staged):
         """The output of the expert that sees every token, if there is one."""
         raise NotImplementedError
 
-    def stages(self) -> tuple[Stage, ...]:
-        return (
-            Stage("moe_router", lambda entered: self.route(entered.hidden)),
-            Stage("moe_preprocess", self.preprocess),
-            Stage("moe_experts", self.run_experts, self.dynamic),
-        )
-
     @property
     def dynamic(self) -> str | None:
         """Why ``run_experts`` cannot be captured, or None."""
         dispatcher = self.dispatcher
         return f"dispatcher {dispatcher.name!r}" if dispatcher.host_sync else None
-
-    def forward(self, hidden: Tensor) -> MoEOutput:
-        return self.run_stages(MoEInput(hidden))
 
     def route(self, hidden: Tensor) -> Routed:
         """Chooses experts for ``[..., D]`` tokens and runs the shared expert."""
@@ -125,6 +117,8 @@ class MoEStages(Staged):
 class MoELayer(MoEStages):
     """Router, dispatch, experts, combine, and optionally an expert that sees every token."""
 
+    experts: GroupedExperts
+
     def __init__(
         self,
         config: MoEConfig,
@@ -155,9 +149,19 @@ class MoELayer(MoEStages):
         if config.shared_gate:
             self.shared_gate = nn.Linear(hidden_size, 1, bias=False, **factory)
 
+    def stages(self) -> tuple[Stage, ...]:
+        return (
+            Stage("moe_router", lambda entered: self.route(entered.hidden)),
+            Stage("moe_preprocess", self.preprocess),
+            Stage("moe_experts", self.run_experts, self.dynamic),
+        )
+
     if TYPE_CHECKING:  # nn.Module's says Any
 
         def __call__(self, hidden: Tensor) -> MoEOutput: ...
+
+    def forward(self, hidden: Tensor) -> MoEOutput:
+        return self.run_stages(MoEInput(hidden))
 
     def choose(self, hidden_TD: Tensor) -> Routing:
         return self.router(hidden_TD)

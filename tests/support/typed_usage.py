@@ -7,15 +7,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, assert_type
 
 import torch
 from torch import Tensor, nn
 
 import moe_graphs
+from moe_graphs.checkpoints.hf_config import hf_config, transformer_config
 from moe_graphs.dispatch import Dispatched, Dispatcher, DispatchPlan, make_dispatcher
-from moe_graphs.integrations.transformers import Accelerated, Change, accelerate_model
-from moe_graphs.kernels import RowOrder, grouped_gemm, permute, route_rows, unpermute
+from moe_graphs.integrations.transformers import (
+    Accelerated,
+    Change,
+    Changes,
+    accelerate_model,
+    static_batch,
+    swap_moe_layers,
+)
+from moe_graphs.kernels import (
+    RowOrder,
+    apply_rotary,
+    grouped_gemm,
+    permute,
+    route_rows,
+    unpermute,
+)
 from moe_graphs.layers import (
     LanguageModel,
     LayerOutput,
@@ -66,6 +82,27 @@ def layers() -> None:
     assert_type(layer(hidden_BSD=hidden_BSD), LayerOutput)
     assert_type(layer.moe, MoELayer | None)
     assert_type(mixtral_8x7b(num_layers=2), TransformerConfig)
+
+
+def rotary() -> None:
+    query_BHSQ, key_BGSQ = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16)
+    table_BSR = torch.ones(1, 8, 16)
+    turned = apply_rotary(query_BHSQ, key_BGSQ, table_BSR, table_BSR)
+    assert_type(turned, tuple[Tensor, Tensor])
+
+
+class OwnModel(LanguageModel):
+    """Of a subclass, ``from_pretrained`` makes that."""
+
+
+def checkpoints(directory: Path) -> None:
+    LanguageModel(CONFIG).save_pretrained(directory)
+    assert_type(LanguageModel.from_pretrained(directory), LanguageModel)
+    own = OwnModel.from_pretrained(str(directory), dtype=torch.bfloat16)
+    assert_type(own, OwnModel)
+    assert isinstance(own, OwnModel)
+    assert_type(own.hf_values, dict[str, Any] | None)
+    assert transformer_config(assert_type(hf_config(CONFIG), dict[str, Any])) == own.config
 
 
 def dispatcher() -> None:
@@ -160,6 +197,14 @@ def schedules() -> None:
 
 
 def hugging_face(model: nn.Module) -> None:
+    swapped = swap_moe_layers(model)
+    assert_type(swapped, Changes)
+    assert all(change.done for change in swapped.changes)
+    swapped.undo()
+    tokens_BS = torch.ones(2, 8, dtype=torch.int64)
+    batch = static_batch({"input_ids": tokens_BS, "attention_mask": tokens_BS})
+    assert_type(batch, dict[str, Tensor])
+    assert batch.keys() == {"input_ids"}
     accelerated = accelerate_model(model, graphs=moe_graphs.GraphConfig(scopes="model.layers.*"))
     assert_type(accelerated, Accelerated)
     assert_type(accelerated.changes, list[Change])

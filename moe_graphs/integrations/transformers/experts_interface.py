@@ -98,7 +98,7 @@ def _activated(experts: Any, rows_RN: Tensor) -> Tensor:
     return swiglu(rows_RN) if is_swiglu(experts) else experts._apply_gate(rows_RN)
 
 
-def is_swiglu(experts: nn.Module) -> bool:
+def is_swiglu(experts: Any) -> bool:
     """Whether an experts module of transformers has nothing but ``silu(gate) * up`` in it."""
     from transformers.integrations.moe import _default_apply_gate
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable
@@ -22,7 +23,7 @@ def change_rotary(model: nn.Module, done: Changes) -> None:
 
     Its code is transformers' own, with that one name bound to another function.
     """
-    found: dict[type, list[nn.Module]] = {}
+    found: dict[type[nn.Module], list[nn.Module]] = {}
     for module in model.modules():
         kind = type(module)
         known = getattr(kind.forward, "__globals__", {})
@@ -37,11 +38,11 @@ def change_rotary(model: nn.Module, done: Changes) -> None:
         forward = _rebound(kind.forward)
         for module in modules:
             module.forward = types.MethodType(forward, module)
-        note = "one kernel for queries and keys"
-        done.changed("rotary", name, count, note, lambda m=modules: restore_forwards(m))
+        undo = functools.partial(restore_forwards, modules)
+        done.changed("rotary", name, count, "one kernel for queries and keys", undo)
 
 
-def _why_not(kind: type, modules: list[nn.Module]) -> str | None:
+def _why_not(kind: type[nn.Module], modules: list[nn.Module]) -> str | None:
     theirs = kind.forward.__globals__[_NAME]
     if _NAME not in kind.forward.__code__.co_names:
         return f"its forward does not call {_NAME} itself"

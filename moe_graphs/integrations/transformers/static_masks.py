@@ -24,7 +24,7 @@ STATIC_SDPA = "moe_graphs_sdpa"
 IGNORED = -100  # what transformers' losses leave out
 
 
-def static_attention(model: nn.Module, done: Changes) -> None:
+def static_attention(model: Any, done: Changes) -> None:
     """Lets a model with ``sdpa`` attention build no masks; batches that would need one are errors.
 
     ``done`` takes the change, and undoes it.

@@ -7,6 +7,8 @@ Shapes: T tokens, D model, F ffn, E experts, R rows.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -36,7 +38,10 @@ class SwappedExperts(nn.Module):
     """``gate_up_proj [E, 2F, D]`` and ``down_proj [E, D, F]`` of ``experts``, the very parameters:
     rows are multiplied by transposed views."""
 
-    def __init__(self, experts: nn.Module) -> None:
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+
+    def __init__(self, experts: Any) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
         self.training = experts.training

@@ -109,7 +109,7 @@ def swap_moe_layers(model: nn.Module) -> Changes:
 class _Swap:
     """``places``: each parent that has the block, and its name there."""
 
-    block: nn.Module
+    block: Any
     swapped: SwappedMoE
     places: list[tuple[nn.Module, str]]
 
@@ -141,7 +141,7 @@ def _places(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
     return found
 
 
-def _reason_to_leave(block: nn.Module, tried: dict[Any, str | None]) -> str | None:
+def _reason_to_leave(block: Any, tried: dict[Any, str | None]) -> str | None:
     """``tried``: what came out for blocks that differ in nothing but the values of weights."""
     if isinstance(block, SwappedMoE):
         return "are ours already"
@@ -165,7 +165,7 @@ def _reason_to_leave(block: nn.Module, tried: dict[Any, str | None]) -> str | No
     return tried[kind]
 
 
-def _config(block: nn.Module) -> MoEConfig:
+def _config(block: Any) -> MoEConfig:
     """Read off the router, which is what computes; a model's configuration may say other things."""
     sigmoid, normalize = _KINDS[type(block).__name__]
     router = _router(block)
@@ -183,11 +183,11 @@ def _config(block: nn.Module) -> MoEConfig:
     )
 
 
-def _router(block: nn.Module) -> nn.Module:
+def _router(block: Any) -> Any:
     return next(getattr(block, name) for name in ROUTERS if hasattr(block, name))
 
 
-def _other_parts(block: nn.Module) -> str | None:
+def _other_parts(block: Any) -> str | None:
     others = {name for name, _ in block.named_children()} - _PARTS
     others |= {name for name, _ in block.named_parameters(recurse=False)}
     others |= {name for name, _ in block.named_buffers(recurse=False)} - {BIAS}
@@ -210,7 +210,7 @@ def _other_parts(block: nn.Module) -> str | None:
     return None
 
 
-def _other_experts(experts: nn.Module) -> str | None:
+def _other_experts(experts: Any) -> str | None:
     if not hasattr(type(experts), "_apply_gate"):
         return "its experts are none of transformers' interface"
     if experts.has_bias or experts.is_transposed or not experts.is_concatenated:
@@ -224,7 +224,7 @@ def _other_experts(experts: nn.Module) -> str | None:
     return None
 
 
-def _other_weights(block: nn.Module) -> str | None:
+def _other_weights(block: Any) -> str | None:
     for weight in (_router(block).weight, *block.experts.parameters()):
         if type(weight) is not nn.Parameter or not weight.is_floating_point():
             return f"a weight is a {type(weight).__name__} of {weight.dtype}"

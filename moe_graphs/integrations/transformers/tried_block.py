@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ def why_it_differs(block: nn.Module, config: MoEConfig) -> str | None:
         return f"could not be tried: {type(error).__name__}: {error}"
 
 
-def _small_copy(block: nn.Module) -> nn.Module:
+def _small_copy(block: Any) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     replaced: dict[int, object] = {}
     for tensor in (*block.parameters(), *block.buffers()):
@@ -59,7 +60,7 @@ def _compare(theirs: nn.Module, ours: nn.Module) -> str | None:
     return None
 
 
-def _run(block: nn.Module) -> dict[str, Tensor]:
+def _run(block: Any) -> dict[str, Tensor]:
     """The output; in training its gradients for the input and the parameters, too, by name."""
     named = dict(block.named_parameters())
     hidden_size = block.experts.gate_up_proj.shape[2]
