@@ -19,6 +19,7 @@ from moe_graphs.dispatch import make_dispatcher
 from moe_graphs.kernels import cross_entropy
 from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
 from moe_graphs.layers.architectures import qwen3_30b_a3b
+from moe_graphs.optim import AdamW
 
 WARMUP_STEPS = 3
 BATCHES = 64
@@ -122,6 +123,7 @@ class Contender:
         full_iteration: forward and backward are one graph, with ``optimizer_in_graph`` the rest,
             too.
         experts: the implementation that a model of transformers has its experts by.
+        our_adamw: the update is `moe_graphs.optim.AdamW`, not torch's fused one.
     """
 
     name: str
@@ -130,6 +132,7 @@ class Contender:
     full_iteration: bool = False
     optimizer_in_graph: bool = False
     experts: str = ""
+    our_adamw: bool = False
 
     @property
     def rounds_otherwise(self) -> bool:
@@ -259,8 +262,9 @@ class LanguageRun(Run):
         return loss.detach()
 
 
-def adamw(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=True)
+def adamw(model: nn.Module, ours: bool = False) -> torch.optim.AdamW:
+    kind = AdamW if ours else torch.optim.AdamW
+    return kind(model.parameters(), lr=1e-4, fused=True, capturable=True)
 
 
 def synchronize(device: torch.device) -> None:

@@ -3,9 +3,9 @@
     python benchmarks/huggingface.py --out benchmarks/results/huggingface_h200.jsonl
 
 As it comes (experts by `torch.nn.functional.grouped_mm`), with experts on our kernels, with all
-that `accelerate_model` changes, each with its layers as graphs besides, and as whole steps. Losses
-of the first steps are those of the model as it comes, to rounding; graphs change no bit of them
-(`tests/integrations/`).
+that `accelerate_model` changes, with `moe_graphs.optim.AdamW` besides, and that with its layers as
+graphs and as whole steps. Losses of the first steps are those of the model as it comes, to
+rounding; graphs change no bit of them (`tests/integrations/`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ EXPERTS = Contender("our experts", experts=NAME)
 GRAPHS = Contender("graphs", "model.layers.*")
 BOTH = Contender("our experts, graphs", "model.layers.*", experts=NAME)
 ALL = Contender("accelerate_model", experts="all")
-ALL_GRAPHS = Contender("accelerate_model, graphs", "model.layers.*", experts="all")
-WHOLE = Contender(
-    "accelerate_model, whole steps", full_iteration=True, optimizer_in_graph=True, experts="all"
-)
+OURS = dict(experts="all", our_adamw=True)
+ALL_ADAMW = Contender("with AdamW", **OURS)
+ALL_GRAPHS = Contender("with AdamW, graphs", "model.layers.*", **OURS)
+WHOLE = Contender("with AdamW, whole steps", full_iteration=True, optimizer_in_graph=True, **OURS)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class HuggingFaceRun(Run):
             accelerate_model(model, graphs=False, whole_steps=contender.full_iteration)
         shape = (BATCHES, setting.batch_size, setting.sequence)
         tokens = torch.randint(setting.vocab_size, shape, device=device)
-        super().__init__(contender, model, adamw(model), tokens)
+        super().__init__(contender, model, adamw(model, contender.our_adamw), tokens)
 
     def forward_backward(self, batch: Tensor) -> Tensor:
         loss = self.forward(input_ids=batch, labels=batch).loss
@@ -130,7 +130,7 @@ def settings() -> dict[str, HuggingFaceSetting]:
 def contenders(setting: HuggingFaceSetting) -> list[Contender]:
     """Of large models as many as fit beside each other."""
     small = setting.hidden_size < 2048
-    return [EAGER, EXPERTS, *([GRAPHS, BOTH] if small else []), ALL, ALL_GRAPHS, WHOLE]
+    return [EAGER, EXPERTS, *([GRAPHS, BOTH] if small else []), ALL, ALL_ADAMW, ALL_GRAPHS, WHOLE]
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -117,7 +117,8 @@ class AdamW(torch.optim.AdamW):
 
     def _rows(self, group: dict[str, Any]) -> list[_Row]:
         columns: list[list[Tensor]] = [[] for _ in _Row._fields]
-        self._init_group(group, *columns[:4], [], columns[4])
+        parameters, gradients, exp_avgs, exp_avg_sqs, steps = columns
+        self._init_group(group, parameters, gradients, exp_avgs, exp_avg_sqs, [], steps)
         rows = list(map(_Row, *columns))
         for row in rows:
             _check_memory(row)
@@ -126,7 +127,7 @@ class AdamW(torch.optim.AdamW):
     def _update(self, group: dict[str, Any], rows: Sequence[_Row]) -> None:
         found_inf, grad_scale = (getattr(self, n, None) for n in ("found_inf", "grad_scale"))
         by_kernel: dict[torch.device, list[_Row]] = {}
-        by_torch = []
+        by_torch: list[_Row] = []
         for row in rows:
             where = by_kernel.setdefault(row.parameter.device, []) if _is_served(row) else by_torch
             where.append(row)
@@ -135,11 +136,18 @@ class AdamW(torch.optim.AdamW):
                 scale, found = _moved(grad_scale, device), _moved(found_inf, device)
                 _update_by_kernel(of_device, group, scale, found)
         if by_torch:
-            *tensors, steps = map(list, zip(*by_torch, strict=True))
+            parameters, gradients, exp_avgs, exp_avg_sqs, steps = _columns(by_torch)
             beta1, beta2 = group["betas"]
-            options = {name: group[name] for name in ("lr", "weight_decay", "eps", "maximize")}
+            options: dict[str, Any] = {
+                name: group[name] for name in ("lr", "weight_decay", "eps", "maximize")
+            }
             options |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, **_ALWAYS}
-            adamw(*tensors, [], steps, grad_scale=grad_scale, found_inf=found_inf, **options)
+            options |= {"grad_scale": grad_scale, "found_inf": found_inf}
+            adamw(parameters, gradients, exp_avgs, exp_avg_sqs, [], steps, **options)
+
+
+def _columns(rows: Sequence[_Row]) -> tuple[list[Tensor], ...]:
+    return tuple(map(list, zip(*rows, strict=True)))
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -196,7 +204,7 @@ def _update_by_kernel(
     """Steps count as in torch: up, and down again where the update is left out."""
     from moe_graphs.kernels.adamw_triton import adamw_update
 
-    parameters, gradients, exp_avgs, exp_avg_sqs, steps = map(list, zip(*rows, strict=True))
+    parameters, gradients, exp_avgs, exp_avg_sqs, steps = _columns(rows)
     torch._foreach_add_(steps, 1)
     lr, (beta1, beta2) = group["lr"], group["betas"]
     on_device = isinstance(lr, Tensor) and lr.device.type != "cpu"
