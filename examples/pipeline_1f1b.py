@@ -2,8 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/pipeline_1f1b.py 50
 
-A GPU per rank and NCCL, or CPU processes and gloo. How many microbatches a rank has in flight, the
-graphs see in the warm-up steps.
+A GPU per rank and NCCL, or CPU processes and gloo. Graphs see how many microbatches are in flight.
 """
 
 import os
@@ -53,9 +52,8 @@ def train(steps: int, rank: int, ranks: int, device: torch.device) -> None:
         loss_fn=lambda outputs, targets: cross_entropy(outputs[0], targets) + outputs[1].sum(),
     )
     optimizer = build_optimizer(part, tiny().training)
-    batches = TrainingBatches(
-        standard_library().train_documents, sequence_length=128, batch_size=16, seed=0
-    )
+    documents = standard_library().train_documents
+    batches = TrainingBatches(documents, sequence_length=128, batch_size=16, seed=0)
     for step in range(1, steps + 1):
         tokens_BS, losses = batches.batch(step).to(device).long(), list[Tensor]()
         inputs = [tokens_BS[:, :-1].contiguous()] if rank == 0 else []  # others receive theirs

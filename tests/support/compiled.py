@@ -24,6 +24,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+SHARED_LIMIT = 232448  # bytes a block may use on Hopper
+
 
 @dataclass(frozen=True)
 class CompileOnlyDriver:
@@ -116,6 +118,17 @@ def launch_compiler(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Compi
 
     monkeypatch.setattr(JITFunction, "run", only_compile)
     return compiled
+
+
+def check(kernel: Compiled, wgmma: bool) -> None:
+    """What holds for every kernel of ours."""
+    assert kernel.spills == 0, kernel.log
+    assert kernel.serialised == []
+    assert kernel.shared <= SHARED_LIMIT
+    assert not kernel.reused_barriers
+    assert ("wgmma.mma_async" in kernel.ptx) == wgmma
+    # 16-bit operands of either major go to WGMMA as they lie: no transposing copies.
+    assert "ttg.local_alloc %" not in kernel.ttgir or not wgmma
 
 
 def _inspect(name: str, kernel: Any, log: str) -> Compiled:

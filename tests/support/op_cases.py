@@ -65,6 +65,7 @@ def op_cases(
     order, gapped = _orders(experts_TK, place)
     experts_TK = place(experts_TK)
     tables, weights_TK = (random(6, 4), random(6, 4)), random(T, K).requires_grad_()
+    wide_tables = [place(f(torch.arange(48.0)).view(1, 6, 8)) for f in (torch.cos, torch.sin)]
 
     def heads(qkv_BSM: Tensor, *weights: Tensor) -> Sequence[Tensor]:
         return kernels.split_heads(qkv_BSM, *tables, 4, 2, *weights)
@@ -74,7 +75,7 @@ def op_cases(
         return [kernels.cross_entropy(logits_NV, targets_N, reduction=kind) for kind in kinds]
 
     def rotary(query_BHSQ: Tensor, key_BGSQ: Tensor) -> Sequence[Tensor]:
-        return kernels.apply_rotary(query_BHSQ, key_BGSQ, *(t[None] for t in tables))
+        return kernels.apply_rotary(query_BHSQ, key_BGSQ, *wide_tables)
 
     def norms(x: Tensor, weight: Tensor) -> Sequence[Tensor]:
         return [

@@ -1,0 +1,201 @@
+"""Every kernel but the GEMMs, compiled for an H200 without one: no spills, no atomics, wide loads.
+
+Fixture and checks are those of `test_compiled_kernels.py`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from compiled import check, launch_compiler
+from grids import grid
+from moe_graphs import kernels
+from moe_graphs.kernels import (
+    adamw_triton,
+    choose_experts_triton,
+    cross_entropy_triton,
+    heads_triton,
+    permute_triton,
+    rms_norm_triton,
+    swiglu_triton,
+)
+from moe_graphs.kernels.rotary_triton import turn_heads
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    return launch_compiler(monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_elementwise(compiled, dtype):
+    inverse, weights = torch.zeros(64, 8, dtype=torch.int64), torch.zeros(64, 8)
+    hidden, rows = torch.empty(64, 2880, dtype=dtype), torch.empty(512, 2880, dtype=dtype)
+
+    def launches():
+        for given in (weights, None):
+            permute_triton.spread_rows(hidden, inverse, given, 512, False)
+            permute_triton.collect_rows(rows, inverse, given)
+        permute_triton.dot_rows(rows, inverse, hidden)
+        swiglu_triton.swiglu_forward(rows)
+        swiglu_triton.swiglu_backward(rows, rows[:, :1440])
+
+    found = compiled(launches)
+    assert len(found) == 7
+    for kernel in found:
+        check(kernel, wgmma=False)
+        assert "atom" not in kernel.ptx
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "groups", "top_groups", "sigmoid", "biased", "coef"),
+    grid(
+        [
+            (128, 8, 1, 1),
+            (8, 2, 1, 1),
+            (256, 8, 8, 4),
+            (512, 32, 1, 1),
+            (100, 3, 4, 2),
+            (512, 8, 8, 4),
+        ],
+        [False, True],
+        [(True, 0.01), (False, 0.0)],
+    ),
+)
+def test_router(compiled, experts, top_k, groups, top_groups, sigmoid, biased, coef):
+    logits, weights = torch.empty(64, experts), torch.empty(64, top_k)
+    ranks = torch.zeros(64, experts, dtype=torch.int8)
+    counts = torch.zeros(experts, dtype=torch.int64)
+    bias, loss = torch.empty(experts) if biased else None, torch.zeros(())
+    rule = kernels.RoutingRule(top_k, sigmoid, True, 2.5, groups, top_groups, coef, coef)
+
+    def launches():
+        choose_experts_triton.choose_experts(logits, bias, *rule)
+        for split in (False, True):
+            choose_experts_triton.choose_experts_backward(
+                logits, ranks, counts, weights, loss, split, *rule[:4], coef, coef
+            )
+
+    found = compiled(launches)
+    assert len(found) == 4
+    for kernel in found:
+        check(kernel, wgmma=False)
+        assert "atom" not in kernel.ptx
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("vocabulary", [256, 50257, 151936])
+def test_cross_entropy(compiled, vocabulary, dtype):
+    logits = torch.empty(4, vocabulary, dtype=dtype)
+    targets = torch.zeros(4, dtype=torch.int64)
+
+    def launches():
+        losses, logsumexp = cross_entropy_triton.cross_entropy_rows(logits, targets, -100)
+        mean, count = cross_entropy_triton.mean_of_counted(losses, targets, -100)
+        for divisor in (count, None):
+            cross_entropy_triton.cross_entropy_backward(
+                logits, targets, logsumexp, mean, divisor, -100
+            )
+
+    found = compiled(launches)
+    assert len(found) == 4
+    for kernel in found:
+        check(kernel, wgmma=False)
+        assert "atom" not in kernel.ptx
+    if vocabulary % 8 == 0:
+        for kernel in (found[0], found[2]):
+            assert "ld.global.v4.b32" in kernel.ptx, kernel.name
+
+
+@pytest.mark.parametrize(
+    ("norm", "heads", "kv_heads", "size", "dtype"),
+    grid(["none", "head", "full"], [(32, 4, 128), (12, 12, 64), (6, 2, 96)], [BF16, FP32]),
+)
+def test_heads(compiled, norm, heads, kv_heads, size, dtype):
+    qkv = torch.empty(2, 64, (heads + 2 * kv_heads) * size, dtype=dtype)
+    table = torch.empty(64, size // 2)
+    weights = (None, None)
+    if norm != "none":
+        spans = (1, 1) if norm == "head" else (heads, kv_heads)
+        weights = tuple(torch.empty(span * size) for span in spans)
+    gradients = [torch.empty(2, n, 64, size, dtype=dtype) for n in (heads, kv_heads, kv_heads)]
+    gradients = [dy.transpose(1, 2) for dy in gradients]
+
+    def launches():
+        heads_triton.heads_forward(qkv, table, table, *weights, heads, kv_heads, 1e-5)
+        for wanted in {norm != "none", False}:
+            heads_triton.heads_backward(*gradients, qkv, table, table, *weights, 1e-5, wanted)
+
+    found = compiled(launches)
+    assert len(found) == (2 if norm == "none" else 4)
+    for kernel in found:
+        check(kernel, wgmma=False)
+        assert "atom" not in kernel.ptx
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "columns", "dtype"),
+    [(32, 4, 128, 128, BF16), (12, 12, 96, 48, FP32)],
+)
+def test_rotary(compiled, heads, kv_heads, size, columns, dtype):
+    query, key = (torch.empty(2, 64, n, size, dtype=dtype) for n in (heads, kv_heads))
+    table = torch.empty(1, 64, columns, dtype=dtype)
+
+    def launches():
+        for back in (False, True):
+            turn_heads(query.transpose(1, 2), key.transpose(1, 2), table, table, back)
+
+    found = compiled(launches)
+    assert len(found) == 2
+    for kernel in found:
+        check(kernel, wgmma=False)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("size", [64, 77, 128, 2048, 2880, 4096, 7168, 8192])
+def test_rms_norm(compiled, size, dtype):
+    x = torch.empty(64, size, dtype=dtype)
+    for weight_dtype in {dtype, FP32}:
+        weight = torch.empty(size, dtype=weight_dtype)
+
+        def launches(weight=weight):
+            rms_norm_triton.rms_norm_forward(x, weight, 1e-6, True)
+            for wanted in (True, False):
+                rms_norm_triton.rms_norm_backward(x, x, weight, 1e-6, True, wanted)
+
+        forward, backward, sums, without_sums = compiled(launches)
+        for kernel in (forward, backward, sums, without_sums):
+            check(kernel, wgmma=False)
+            assert "atom" not in kernel.ptx
+        if size % 16 == 0:  # 16 bytes at a time, the backward's copied ahead
+            assert "ld.global.v4.b32" in forward.ptx
+            assert "cp.async.cg.shared.global [ %r" in backward.ptx
+        # Of the rows nothing changes its layout in the loop.
+        loop = backward.ttgir.split("scf.for")[1].split("scf.yield")[0]
+        assert "convert_layout" not in loop
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+@pytest.mark.parametrize(("dtype", "of_gradients"), [(BF16, BF16), (BF16, FP32), (FP32, FP32)])
+def test_adamw(compiled, dtype, of_gradients, in_memory):
+    p, m, v = (torch.empty(1 << 16, dtype=dtype) for _ in range(3))
+    g, step = torch.empty(1 << 16, dtype=of_gradients), torch.ones(())
+    given = (0.1, step) if in_memory else (0.1, None)
+    options = (0.9, 0.999, 1e-8, 0.01, False, *(given[1:] * 2))
+
+    def launches():
+        adamw_triton.adamw_update([p], [g], [m], [v], [step], *given, *options)
+
+    coefficients, update = compiled(launches)
+    for kernel in (coefficients, update):
+        check(kernel, wgmma=False)
+    assert "f64" in coefficients.ptx
+    assert "f64" not in update.ptx
+    written = 4 if in_memory else 3  # the unscaled gradients, too
+    assert update.ptx.count("ld.global.v4.b32") == 3 * dtype.itemsize // 2 + g.itemsize // 2
+    assert update.ptx.count("st.global.v4.b32") >= written
