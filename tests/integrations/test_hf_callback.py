@@ -29,7 +29,7 @@ class Texts(torch.utils.data.Dataset):
 
 def trained(folder, callback, resume=None, dtype=torch.float32, **options):
     """Losses in the log, and the parameters."""
-    model = tiny("qwen3_moe", "grouped_mm", use_cache=False, moe_intermediate_size=64)
+    model = tiny("qwen3_moe", "grouped_mm", moe_intermediate_size=64)
     if resume is not None:  # Trainer leaves out experts, see GraphCallback
         model = type(model).from_pretrained(resume)
     model = model.to(dtype)

@@ -27,7 +27,7 @@ class Finetuning(pl.LightningModule):
     def __init__(self, device: str) -> None:
         super().__init__()
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        model = tiny("qwen3_moe", "grouped_mm", use_cache=False, moe_intermediate_size=64)
+        model = tiny("qwen3_moe", "grouped_mm", moe_intermediate_size=64)
         self.model = model.to(dtype)
         accelerate_model(self.model, whole_steps=True)
         self.losses: list[torch.Tensor] = []

@@ -265,7 +265,7 @@ def test_a_callback_graphs_its_stages_under_trainer(tmp_path):
     pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
     runs = []
     for graphs in (False, GraphConfig("moe_router,moe_preprocess")):
-        model = swapped("qwen3_moe", use_cache=False)
+        model = swapped("qwen3_moe")
         arguments = transformers.TrainingArguments(
             str(tmp_path), max_steps=6, report_to="none", disable_tqdm=True, use_cpu=True,
             per_device_train_batch_size=2, save_strategy="no", dataloader_pin_memory=False,

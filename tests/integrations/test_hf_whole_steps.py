@@ -19,7 +19,7 @@ def implementation_of(family):
 
 
 def steps(family, batches, *, whole, device="cpu"):
-    model = tiny(family, implementation_of(family), use_cache=False, moe_intermediate_size=64)
+    model = tiny(family, implementation_of(family), moe_intermediate_size=64)
     model = model.to(device, torch.bfloat16 if device == "cuda" else torch.float32)
     accelerate_model(model, whole_steps=True)
     on_device = dict(lr=torch.tensor(1e-3, device=device), capturable=device == "cuda")

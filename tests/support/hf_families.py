@@ -127,7 +127,7 @@ def trained(
     losses, ids = [], tokens(str(model.device))
     for _ in range(5):
         with step():
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()

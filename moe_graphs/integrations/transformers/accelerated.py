@@ -238,7 +238,7 @@ def _graph_layers(model: Any, done: Accelerated, config: GraphConfig | None) -> 
         return
     # ``save_pretrained`` writes it there: a change of the configuration that layers may read.
     model.config.dtype = str(model.dtype).removeprefix("torch.")
-    uncached = model.base_model.register_forward_pre_hook(_stop_caching_casts)
+    uncached = model.base_model.register_forward_pre_hook(_stop_caching, with_kwargs=True)
     graphs = done.graphs = graph(model, config or GraphConfig(scopes))
 
     def undo() -> None:
@@ -249,7 +249,13 @@ def _graph_layers(model: Any, done: Accelerated, config: GraphConfig | None) -> 
     done.changed("graphs", what, len(layers), note, undo)
 
 
-def _stop_caching_casts(*_: Any) -> None:
-    """Until the caller's autocast ends: graphs would keep stale casts. Changes no number."""
+def _stop_caching(
+    base_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Of keys and values, which training has no use for, unless they are asked for; and of casts
+    until the caller's autocast ends: graphs would keep stale ones. Neither changes a number."""
+    if base_model.training and kwargs.get("use_cache") is None:
+        kwargs = {**kwargs, "use_cache": False}
     if any(map(torch.is_autocast_enabled, ("cuda", "cpu"))):
         torch.set_autocast_cache_enabled(False)
+    return args, kwargs

@@ -1,0 +1,67 @@
+"""`docs/tutorial.md` is true: its commands run, its lines of Python are those of the examples."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lightning_runs import QUIET
+from moe_graphs.cli import build_app
+
+pytest.importorskip("transformers", reason="needs the extra hf")
+pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
+
+pytestmark = QUIET
+REPOSITORY = Path(__file__).resolve().parent.parent
+TUTORIAL = (REPOSITORY / "docs/tutorial.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", TUTORIAL, re.S)
+
+
+def run(command: str) -> str:
+    """In this process: every command of its own would import for ten seconds."""
+    program, *arguments = shlex.split(command)
+    if program == "moe-graphs":
+        found = CliRunner().invoke(build_app(), arguments)
+        assert found.exit_code == 0, found.output
+        return found.output
+    assert program == "python"
+    before = sys.argv, list(sys.path)
+    sys.argv, sys.path[:0] = arguments, [str(Path(arguments[0]).parent)]
+    try:
+        runpy.run_path(arguments[0], run_name="__main__")
+    finally:
+        sys.argv, sys.path[:] = before
+    return ""
+
+
+def test_the_commands_run_as_they_stand(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
+    installation, *commands = blocks("sh")
+    assert all(line.startswith(("git clone", "pip install")) for line in installation.splitlines())
+    assert len(commands) == 7
+    said = [run(command) + capsys.readouterr().out for command in commands]
+    _, loop, whole, trainer, _, continued, again = said
+    assert "replayed 34, eager {'warmup': 6}" in TUTORIAL
+    assert "replayed 34, eager {'warmup': 6}" in loop
+    assert "replayed 17, eager {'warmup': 3}" in whole
+    assert "model.layers.*" in trainer
+    assert "held" in continued
+    assert "replayed 34" in again
+    assert torch.is_autocast_cache_enabled()
+
+
+def test_its_python_is_that_of_the_examples():
+    examples = "\n".join(path.read_text() for path in REPOSITORY.glob("examples/huggingface_*.py"))
+    for block in blocks("python"):
+        assert block in examples
