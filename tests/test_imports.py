@@ -29,6 +29,8 @@ import torch, triton
 import torch._dynamo, torch.distributed.tensor
 with contextlib.suppress(ImportError):
     import lightning.pytorch
+with contextlib.suppress(ImportError):
+    from transformers import AutoModelForCausalLM, Trainer
 failed = {}
 for module in json.loads(sys.argv[1]):
     assert not any(name.startswith("moe_graphs") for name in sys.modules)

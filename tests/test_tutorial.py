@@ -17,6 +17,8 @@ from moe_graphs.cli import build_app
 
 pytest.importorskip("transformers", reason="needs the extra hf")
 pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
+from hf_families import FAMILIES, implementation_of, skip_unknown, tiny
+from moe_graphs.integrations.transformers import accelerate_model
 
 pytestmark = QUIET
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -61,7 +63,27 @@ def test_the_commands_run_as_they_stand(tmp_path, monkeypatch, capsys):
     assert torch.is_autocast_cache_enabled()
 
 
+def row_of(family: str) -> str:
+    """What `accelerate_model` does to it, as the table has it."""
+    changes = accelerate_model(tiny(family, implementation_of(family)), graphs=False).changes
+    parts = dict.fromkeys(("moe", "experts", "norms", "rotary", "loss"), False)
+    for change in changes:
+        parts[change.part] |= change.done
+    experts = "block" if parts["moe"] else "experts" if parts["experts"] else "dense"
+    others = ["yes" if parts[part] else "-" for part in ("norms", "rotary", "loss")]
+    return f"| `{family}` | {' | '.join([experts, *others])} |"
+
+
+@pytest.mark.parametrize("family", sorted([*FAMILIES, "llama"]))
+def test_its_table_of_families_is_true(family):
+    skip_unknown(family)
+    assert row_of(family) in TUTORIAL
+
+
 def test_its_python_is_that_of_the_examples():
-    examples = "\n".join(path.read_text() for path in REPOSITORY.glob("examples/huggingface_*.py"))
-    for block in blocks("python"):
-        assert block in examples
+    """Line by line, wherever it is indented to."""
+    examples = [path.read_text() for path in REPOSITORY.glob("examples/huggingface_*.py")]
+    lines = {line.strip() for text in examples for line in text.splitlines()}
+    shown = {line.strip() for block in blocks("python") for line in block.splitlines()}
+    assert shown
+    assert shown <= lines, shown - lines

@@ -12,6 +12,12 @@ GONE = object()
 """In the place of a value that is not there."""
 
 
+def stored(holder: Any) -> Any:
+    """Keys and values of a dictionary as they are kept. Methods of a class of its own may make
+    others of them: transformers' ``ACT2FN`` keeps classes, and hands out instances."""
+    return dict.items(holder) if isinstance(holder, dict) else holder.items()
+
+
 @dataclass
 class Container:
     """A dictionary or list that was looked into.
@@ -33,11 +39,12 @@ class Container:
     def contents(self) -> dict[Any, Any]:
         """The entries that matter, as they are now."""
         if not self.is_mapping:
-            return dict(enumerate(self.holder))
+            each = list.__iter__ if isinstance(self.holder, list) else iter
+            return dict(enumerate(each(self.holder)))
         if self.keys is None:
-            return dict(self.holder)
+            return dict(stored(self.holder))
         # In its own order: what differs is told by the first name, the same in every process.
-        return {key: value for key, value in self.holder.items() if key in self.keys}
+        return {key: value for key, value in stored(self.holder) if key in self.keys}
 
     def absent(self, contents: dict[Any, Any]) -> frozenset[str]:
         """Names that would matter, and are not there."""
@@ -56,8 +63,9 @@ class Container:
             for key, value in contents.items():
                 kind.__setitem__(self.holder, key, value)
         elif not isinstance(self.holder, types.MappingProxyType):
-            self.holder.clear()
-            self.holder.extend(contents.values())
+            kind = list if isinstance(self.holder, list) else type(self.holder)
+            kind.clear(self.holder)
+            kind.extend(self.holder, contents.values())
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from moe_graphs.engine.containers import GONE, Cell, Container
+from moe_graphs.engine.containers import GONE, Cell, Container, stored
 from moe_graphs.engine.looking_into import (
     bytes_of,
     contents_of_cell,
@@ -265,7 +265,7 @@ class Walk:
             return self._not_followed(name, len(value))
         self.found.containers.append(Container(value, name))
         self.found.leaves[f"{name}.__class__"] = type(value)
-        for index, (key, child) in reversed(list(enumerate(value.items()))):
+        for index, (key, child) in reversed(list(enumerate(stored(value)))):
             if isinstance(key, Tensor):
                 shown = self._tensor_names.get(id(key), f"tensor {index}")
             else:

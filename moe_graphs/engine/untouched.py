@@ -111,7 +111,7 @@ class _Columns:
         keyed = [pair for pair in contents if not _is_compared_whole(pair[0], noisy)]
         self._holders = [c.holder for c, _ in contents if _is_compared_whole(c, noisy)]
         # The views of dictionaries are live: they show the values of the time they are read.
-        self._now = [h.values() if isinstance(h, dict) else h for h in self._holders]
+        self._now = [dict.values(h) if isinstance(h, dict) else h for h in self._holders]
         self._sizes = list(map(len, self._now))
         self._values = list(chain.from_iterable(self._now))
         rows = [

@@ -45,6 +45,28 @@ def test_dictionaries(name, kind, keys):
     check(Container(held, "held", keys), lambda: change(held), lambda: back(held))
 
 
+class HandsOutOthers(OrderedDict):
+    """As transformers' ``ACT2FN``, which keeps classes and makes instances of them."""
+
+    def __getitem__(self, key):
+        return [super().__getitem__(key)]
+
+    def __iter__(self):
+        return iter(["another"])
+
+
+def test_what_is_kept_and_not_what_is_handed_out():
+    held = HandsOutOthers(a=1)
+    container = Container(held, "held")
+    contents = container.contents()
+    assert contents == {"a": 1}
+    assert Container(held, "held", frozenset({"a"})).contents() == {"a": 1}
+    check(container, lambda: held.update(a=2), lambda: held.update(a=1))
+    held["a"], held["b"] = 2, 3
+    container.put_back(contents)
+    assert dict(dict.items(held)) == {"a": 1}
+
+
 class WithAttributes:
     def __init__(self) -> None:
         self.a = 1

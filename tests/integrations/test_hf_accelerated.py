@@ -7,18 +7,15 @@ import copy
 import pytest
 import torch
 
-from moe_graphs.integrations.transformers import NAME, accelerate_model, causal_lm_loss
+from moe_graphs.integrations.transformers import accelerate_model, causal_lm_loss
 
 pytest.importorskip("transformers", reason="needs the extra hf")
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from hf_families import loss_and_gradients, skip_unknown, tiny, tokens, trained
+from hf_families import FAMILIES as ALL
+from hf_families import implementation_of, loss_and_gradients, skip_unknown, tiny, tokens, trained
 
 FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "llama", "qwen3_next")
-
-
-def implementation_of(family):
-    return None if family == "llama" else "grouped_mm"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -42,14 +39,36 @@ def test_it_trains_as_before_and_is_undone(family):
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "llama"])
+# Of each kind of layer one; bailing_hybrid reads transformers' dictionary of activations.
+ALWAYS = {"qwen3_moe", "gpt_oss", "llama", "bailing_hybrid", "qwen3_next"}
+GRAPHED = [f if f in ALWAYS else pytest.param(f, marks=pytest.mark.full) for f in (*ALL, "llama")]
+
+
+@pytest.mark.parametrize("family", GRAPHED)
 def test_its_graphs_are_eager_bit_for_bit(family):
+    skip_unknown(family)
     runs = []
     for graphs in (False, True):
         model = tiny(family, implementation_of(family))
         accelerated = accelerate_model(model, graphs=graphs)
         runs.append(trained(model, accelerated.step))
     assert accelerated.graphs.report().replayed > 0
+    assert all(map(torch.equal, *runs))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")  # flash attention's backward adds with atomics
+@pytest.mark.parametrize("family", [*ALL, "llama"])
+def test_its_graphs_on_a_gpu(family):
+    skip_unknown(family)
+    runs = []
+    for graphs in (False, True):
+        model = tiny(family, implementation_of(family), moe_intermediate_size=64)
+        model = model.to(torch.bfloat16).cuda()
+        accelerated = accelerate_model(model, graphs=graphs)
+        runs.append(trained(model, accelerated.step))
+    report = accelerated.graphs.report()
+    assert report.replayed > 0, report
     assert all(map(torch.equal, *runs))
 
 
@@ -85,7 +104,7 @@ def test_an_accelerated_model_can_be_copied_and_saved(tmp_path):
     found = loss_and_gradients(copied, tokens())
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path, experts_implementation=NAME)
+    loaded = type(model).from_pretrained(tmp_path)
     assert loaded.state_dict().keys() == model.state_dict().keys()
 
 

@@ -9,13 +9,9 @@ import moe_graphs
 from moe_graphs.integrations.transformers import accelerate_model, static_batch
 
 pytest.importorskip("transformers", reason="needs the extra hf")
-from hf_families import loss_and_gradients, skip_unknown, tiny, tokens
+from hf_families import implementation_of, loss_and_gradients, skip_unknown, tiny, tokens
 
 FAMILIES = ("llama", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "glm4_moe")
-
-
-def implementation_of(family):
-    return None if family == "llama" else "grouped_mm"
 
 
 def steps(family, batches, *, whole, device="cpu"):

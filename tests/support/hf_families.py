@@ -86,6 +86,11 @@ def skip_unknown(family: str) -> None:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
 
 
+def implementation_of(family: str) -> str | None:
+    """Of its experts, as it comes."""
+    return "grouped_mm" if family in FAMILIES else None
+
+
 def tokens(device: str = "cpu") -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randint(3, 128, (2, 16), generator=generator).to(device)
