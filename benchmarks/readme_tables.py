@@ -31,8 +31,8 @@ def _whole_steps(model: str, scopes: str) -> Select:
 
 
 def _hugging_face(model: str) -> Select:
-    names = ("eager", "our experts", "accelerate_model", "accelerate_model, graphs")
-    return Select("huggingface", {"model": model}, names)
+    ours = ("accelerate_model", "with AdamW", "with AdamW, graphs", "with AdamW, whole steps")
+    return Select("huggingface", {"model": model}, ("eager", *ours))
 
 
 def _layer(tokens: int, hidden: int, ffn: int, experts: int, top_k: int) -> Select:
@@ -42,6 +42,10 @@ def _layer(tokens: int, hidden: int, ffn: int, experts: int, top_k: int) -> Sele
 
 def _kernel(op: str, shape: str) -> Select:
     return Select("layer_kernels", {"op": op, "shape": shape})
+
+
+def _update(parameters: str, dtype: str) -> Select:
+    return Select("optimizers", {"parameters": parameters, "dtype": dtype})
 
 
 # Table -> label of a row, or of a group of rows -> the lines it shows.
@@ -90,6 +94,17 @@ SELECTED: Mapping[str, Mapping[str, Select]] = {
         "cross entropy (16,384 tokens, vocabulary 32,768)": (
             _kernel("cross_entropy", "16384 tokens, vocabulary 32768")
         ),
+        "RMS norm (16,384 rows of 2,048)": _kernel("rms_norm", "16384 rows of 2048"),
+        "RMS norm of heads (524,288 rows of 128)": _kernel("rms_norm", "524288 rows of 128"),
+    },
+    "optimizers": {
+        "two experts' matrices of Qwen3-30B-A3B, 604 M, bf16": _update(
+            "experts of a layer of Qwen3-30B-A3B", "bfloat16"
+        ),
+        "111 parameters of 12 layers, 703 M, bf16": _update(
+            "12 layers of 1024, 32 experts of 512", "bfloat16"
+        ),
+        "the same in fp32": _update("12 layers of 1024, 32 experts of 512", "float32"),
     },
     "training": {
         "`tiny`, two CPU cores": Select("training", {"model": "tiny"}, gpu="none"),
@@ -170,10 +185,10 @@ def huggingface(lines: list[Line]) -> str:
         used += [eager, *others]
         notes.append(slow_host(lines, others[-1], eager, label))
     header = (
-        "transformers' Qwen3-MoE, a training step | as it comes | our experts | "
-        "`accelerate_model(graphs=False)` | `accelerate_model`"
+        "transformers' Qwen3-MoE, a training step | as it comes | "
+        "`accelerate_model(graphs=False)` | + `optim.AdamW` | + graphs of layers | or whole steps"
     )
-    note = "Medians over interleaved rounds; losses are equal to rounding."
+    note = "Medians over interleaved rounds, torch's fused AdamW first; losses equal to rounding."
     parts = [table(header, rows), f"{note} {sources(used)}", *filter(None, notes)]
     return "\n\n".join(parts)
 
@@ -292,6 +307,20 @@ def layer_kernels(lines: list[Line]) -> str:
     return "\n\n".join(parts)
 
 
+def optimizers(lines: list[Line]) -> str:
+    rows, used = [], []
+    for label, select in SELECTED["optimizers"].items():
+        (line,) = select.run(lines).values()
+        used.append(line)
+        cells = [
+            f"{line[f'{who}_us'] / 1e3:.2f} ms, {line[f'{who}_tb_s']:.2f} TB/s"
+            for who in ("torch", "ours")
+        ]
+        rows.append([label, *cells, times(line["torch_us"] / line["ours_us"])])
+    header = "an update, in a graph | torch's fused AdamW | `moe_graphs.optim.AdamW` | x"
+    return f"{table(header, rows)}\n\n{sources(used)}"
+
+
 def training(lines: list[Line]) -> str:
     rows, used = [], []
     for label, select in SELECTED["training"].items():
@@ -315,6 +344,7 @@ TABLES: Mapping[str, Callable[[list[Line]], str]] = {
         grouped_gemm,
         moe_layer,
         layer_kernels,
+        optimizers,
         training,
     )
 }

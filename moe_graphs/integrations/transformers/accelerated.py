@@ -67,7 +67,7 @@ def accelerate_model(
         loss: the causal language model's cross entropy without fp32 copies of the logits.
         graphs: the decoder layers as CUDA graphs: put ``with accelerated.step():`` around the
             forwards and backwards of an update. Worth most where the host's launches take longer
-            than the GPU's work; with 16k tokens of a large model it costs 1 to 2 %. A
+            than the GPU's work; with 16k tokens of a large model it wins nothing. A
             ``GraphConfig`` chooses other scopes and settings.
         whole_steps: makes the model ready for ``FullIteration`` instead: transformers builds no
             masks any more, and batches that need one are errors (``static_batch``). No ``graphs``
