@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import types
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,45 @@ GONE = object()
 """In the place of a value that is not there."""
 
 
-def stored(holder: Any) -> Any:
-    """Keys and values of a dictionary as they are kept. Methods of a class of its own may make
-    others of them: transformers' ``ACT2FN`` keeps classes, and hands out instances."""
-    return dict.items(holder) if isinstance(holder, dict) else holder.items()
+class Elements:
+    """What a container keeps, in its order, as it is now: methods of a class of its own may say
+    something else. transformers' ``ACT2FN`` keeps classes, and hands out instances."""
+
+    def __init__(self, holder: Any) -> None:
+        self._holder = holder
+        kinds = (OrderedDict, dict, list, tuple, deque, set, frozenset)
+        self._kind: Any = next(kind for kind in kinds if isinstance(holder, kind))
+
+    def __len__(self) -> int:
+        return self._kind.__len__(self._holder)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Values of a dictionary."""
+        if isinstance(self._holder, dict):
+            return (dict.__getitem__(self._holder, key) for key in self.keys())
+        return self._kind.__iter__(self._holder)
+
+    def keys(self) -> Iterator[Any]:
+        return self._kind.__iter__(self._holder)
+
+
+def elements(holder: Any) -> Any:
+    """``Elements``, or what is as good and faster: live, with a length."""
+    if type(holder) in (list, deque):
+        return holder
+    if type(holder) is OrderedDict or (
+        isinstance(holder, dict) and not isinstance(holder, OrderedDict)
+    ):
+        return (OrderedDict if type(holder) is OrderedDict else dict).values(holder)
+    return Elements(holder)
+
+
+def stored(holder: Any) -> list[tuple[Any, Any]]:
+    """Keys and values of a dictionary, or of a proxy of one."""
+    if isinstance(holder, dict):
+        kept = Elements(holder)
+        return list(zip(kept.keys(), kept, strict=True))
+    return list(holder.items())
 
 
 @dataclass
@@ -39,8 +74,7 @@ class Container:
     def contents(self) -> dict[Any, Any]:
         """The entries that matter, as they are now."""
         if not self.is_mapping:
-            each = list.__iter__ if isinstance(self.holder, list) else iter
-            return dict(enumerate(each(self.holder)))
+            return dict(enumerate(Elements(self.holder)))
         if self.keys is None:
             return dict(stored(self.holder))
         # In its own order: what differs is told by the first name, the same in every process.
@@ -58,12 +92,14 @@ class Container:
         elif isinstance(self.holder, dict):
             # Not by methods of a class of its own: a Counter's update() adds.
             kind = OrderedDict if isinstance(self.holder, OrderedDict) else dict
+            if self.keys is None and list(self.contents()) != list(contents):
+                kind.clear(self.holder)  # what was put in later would come later
             for key in self.contents().keys() - contents.keys():
                 kind.__delitem__(self.holder, key)
             for key, value in contents.items():
                 kind.__setitem__(self.holder, key, value)
         elif not isinstance(self.holder, types.MappingProxyType):
-            kind = list if isinstance(self.holder, list) else type(self.holder)
+            kind = list if isinstance(self.holder, list) else deque
             kind.clear(self.holder)
             kind.extend(self.holder, contents.values())
 

@@ -94,7 +94,8 @@ class Guards:
     def changes(self) -> list[str]:
         """What is another value now, by its path and with both. State that an optimizer's first
         step has made is none of it."""
-        now = self._walk().leaves
+        found = self._walk()
+        now = found.leaves
         drawn = [name for name, rng, state in self._draws if not _same_state(rng, state)]
         changed = [
             f"{name} ({_shown(before)} -> {_shown(now.get(name, GONE))})"
@@ -103,10 +104,13 @@ class Guards:
         ]
         late = tuple(self._found.made_late)
         new = [name for name in now if self._is_new(name) and not name.startswith(late)]
+        orders = self._found.orders.items()
+        moved = [name for name, order in orders if found.orders.get(name, order) != order]
         return [
             *(f"{name}, from which it draws" for name in drawn),
             *changed,
             *(f"{name} (new: {_shown(now[name])})" for name in new),
+            *moved,
         ]
 
     def check_unchanged(self, where: str = "") -> None:
@@ -203,6 +207,9 @@ class Guards:
         for name, now in found.leaves.items():
             if self._is_new(name):
                 return _difference(name, GONE, now)
+        for name, order in self._found.orders.items():
+            if found.orders.get(name) != order:
+                return _difference(name, order, found.orders.get(name, GONE))
         self._noisy.update(map(id, self._untouched.changed()))
         # By now others may lie where the block has read something.
         found.tensors = {n: t for n, t in found.tensors.items() if n in self._found.tensors}

@@ -7,6 +7,8 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from moe_graphs.engine.containers import GONE
 from moe_graphs.engine.values import is_plain
 
@@ -53,9 +55,16 @@ def special_methods(kind: type) -> frozenset[str]:
     )
 
 
+def shown_key(index: int, key: Any, tensor_names: Mapping[int, str]) -> str:
+    """Of a dictionary, within a path; ``tensor_names`` by ids."""
+    if isinstance(key, Tensor):
+        return tensor_names.get(id(key), f"tensor {index}")
+    return repr(key) if is_plain(key) else f"key {index}"
+
+
 def refill(target: set, values: frozenset) -> None:
-    target.clear()
-    target.update(values)
+    set.clear(target)
+    set.update(target, values)
 
 
 def slots_of(kind: type) -> list[str]:

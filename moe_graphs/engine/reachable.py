@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from moe_graphs.engine.containers import GONE, Cell, Container, stored
+from moe_graphs.engine.containers import GONE, Cell, Container, Elements, stored
 from moe_graphs.engine.looking_into import (
     bytes_of,
     contents_of_cell,
@@ -35,6 +35,7 @@ from moe_graphs.engine.looking_into import (
     has_dictionary,
     is_generator,
     refill,
+    shown_key,
     slots_of,
     special_methods,
 )
@@ -57,6 +58,7 @@ class Reachable:
     """What a walk has found.
 
     leaves: path -> what is compared there: plain values, the classes of objects, functions, ...
+    orders: what tells one order of a dictionary's keys from another.
     containers, cells: where to look for changes.
     tensors: path -> tensor whose identity, address and layout matter: operations read it, or it
         is a parameter or buffer of a module that ran. Of other tensors only the shape does.
@@ -69,6 +71,7 @@ class Reachable:
     """
 
     leaves: dict[str, Any] = field(default_factory=dict)
+    orders: dict[str, str] = field(default_factory=dict)
     containers: list[Container] = field(default_factory=list)
     cells: list[Cell] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -260,32 +263,33 @@ class Walk:
                 self.found.leaves[f"{name}.forward"] = vars(base)["forward"]
                 return
 
-    def _mapping(self, value: Mapping, name: str, everything: bool) -> None:
-        if len(value) > _TOO_MANY:
-            return self._not_followed(name, len(value))
+    def _mapping(self, value: dict, name: str, everything: bool) -> None:
+        if len(Elements(value)) > _TOO_MANY:
+            return self._not_followed(name, len(Elements(value)))
         self.found.containers.append(Container(value, name))
         self.found.leaves[f"{name}.__class__"] = type(value)
-        for index, (key, child) in reversed(list(enumerate(stored(value)))):
-            if isinstance(key, Tensor):
-                shown = self._tensor_names.get(id(key), f"tensor {index}")
-            else:
-                shown = repr(key) if is_plain(key) else f"key {index}"
+        names = [shown_key(i, key, self._tensor_names) for i, (key, _) in enumerate(stored(value))]
+        if not everything:  # optimizers make their state in the order of first use
+            self.found.orders[f"the order of {name}"] = ", ".join(names)
+        for shown, child in reversed(list(zip(names, Elements(value), strict=True))):
             self._push(child, f"{name}[{shown}]", everything)
 
     def _sequence(self, value: Any, name: str, everything: bool) -> None:
-        if len(value) > _TOO_MANY:
-            return self._not_followed(name, len(value))
+        elements = Elements(value)
+        if len(elements) > _TOO_MANY:
+            return self._not_followed(name, len(elements))
         if not isinstance(value, tuple):
             self.found.containers.append(Container(value, name))
         self.found.leaves[f"{name}.__class__"] = type(value)
-        for index, child in reversed(list(enumerate(value))):
+        for index, child in reversed(list(enumerate(elements))):
             self._push(child, f"{name}[{index}]", everything)
 
     def _set(self, value: Any, name: str) -> None:
-        if len(value) > _TOO_MANY or not all(map(is_plain, value)):
-            return self._not_followed(name, len(value))
+        elements = Elements(value)
+        if len(elements) > _TOO_MANY or not all(map(is_plain, elements)):
+            return self._not_followed(name, len(elements))
         write = None if isinstance(value, frozenset) else functools.partial(refill, value)
-        self._cell(Cell(lambda: frozenset(value), write, name, is_copy=True), False)
+        self._cell(Cell(lambda: frozenset(elements), write, name, is_copy=True), False)
 
     def _object(self, value: Any, name: str, everything: bool) -> None:
         kind = type(value)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch._C._dynamo import guards as of_dynamo
 
-from moe_graphs.engine.containers import GONE, Container
+from moe_graphs.engine.containers import GONE, Container, elements
 
 
 def _notices_attributes(version_of: Callable[[dict], int]) -> bool:
@@ -111,7 +111,7 @@ class _Columns:
         keyed = [pair for pair in contents if not _is_compared_whole(pair[0], noisy)]
         self._holders = [c.holder for c, _ in contents if _is_compared_whole(c, noisy)]
         # The views of dictionaries are live: they show the values of the time they are read.
-        self._now = [dict.values(h) if isinstance(h, dict) else h for h in self._holders]
+        self._now = list(map(elements, self._holders))
         self._sizes = list(map(len, self._now))
         self._values = list(chain.from_iterable(self._now))
         rows = [
@@ -142,7 +142,7 @@ class _Columns:
     def _hold_the_same(self) -> bool:
         if not self._holders:
             return True
-        same_sizes = list(map(len, self._holders)) == self._sizes
+        same_sizes = list(map(len, self._now)) == self._sizes
         return same_sizes and all(map(is_, chain.from_iterable(self._now), self._values))
 
     def changed(self) -> list[Any]:
