@@ -12,6 +12,15 @@ from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.tracing import source_line
 from moe_graphs.errors import CaptureError
 
+# By a part of the line that an error names: what to do where that line is somebody else's.
+_REMEDIES = {
+    "transformers/cache_utils.py": "pass use_cache=False to the model",
+    "transformers/masking_utils.py": (
+        "it looks for padding in the batch, which moe_graphs.integrations.transformers."
+        "accelerate_model(model, whole_steps=True) spares it"
+    ),
+}
+
 
 @contextlib.contextmanager
 def explained(what: str, backend: Backend, *, then: str) -> Iterator[None]:
@@ -20,13 +29,13 @@ def explained(what: str, backend: Backend, *, then: str) -> Iterator[None]:
         yield
     except CaptureError as error:
         _drop_leaked_hooks(error)
-        raise CaptureError(f"{what} failed: {error}; {then}") from error
+        raise CaptureError(f"{what} failed: {error}{_remedy(str(error))}; {then}") from error
     except Exception as error:
         line = source_line(traceback.extract_tb(error.__traceback__))
         _drop_leaked_hooks(error)
         raise CaptureError(
             f"{what} failed with {type(error).__name__}{backend.memory_note(error)}: {error}; at "
-            f"{line}; {then}"
+            f"{line}{_remedy(line)}; {then}"
         ) from error
 
 
@@ -36,6 +45,10 @@ def explained_call(
     """``direction``: forward or backward."""
     what = f"scope {scope!r}: capture of its {direction}"
     return explained(what, backend, then="the model is eager again")
+
+
+def _remedy(text: str) -> str:
+    return next((f": {remedy}" for place, remedy in _REMEDIES.items() if place in text), "")
 
 
 def _drop_leaked_hooks(error: BaseException) -> None:

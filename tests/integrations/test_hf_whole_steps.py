@@ -98,6 +98,26 @@ def test_padded_batches_give_the_same_gradients(padding):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
 
 
+def test_without_it_the_error_says_what_to_do():
+    model = tiny("llama", None)
+
+    def step(tokens, use_cache=False):
+        loss = model(input_ids=tokens, labels=tokens, use_cache=use_cache).loss
+        loss.backward()
+        model.zero_grad()
+        return loss.detach()
+
+    whole = moe_graphs.FullIteration(step, model=model)
+    with pytest.raises(moe_graphs.CaptureError, match=r"whole_steps=True"):
+        for _ in range(4):
+            whole(tokens())
+    graphs = moe_graphs.graph(model, moe_graphs.GraphConfig("model.layers.*"))
+    with pytest.raises(moe_graphs.CaptureError, match=r"use_cache=False"):
+        for _ in range(4):
+            with graphs.step():
+                step(tokens(), use_cache=True)
+
+
 def test_what_needs_a_mask_is_refused():
     model = tiny("mixtral", "grouped_mm", sliding_window=8)
     before = loss_and_gradients(model, tokens())
