@@ -12,7 +12,6 @@ the plain path, without times: a test of this file.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,7 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from moe_graphs.bench import environment
+from measured_cases import measure_cases
 from moe_graphs.bench.timing import capture_burst, elapsed
 from moe_graphs.kernels import cross_entropy, rms_norm, split_heads
 from moe_graphs.kernels.choose_experts import RoutingRule, choose, route
@@ -189,22 +188,11 @@ def measure(case: Case, rounds: int) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="JSON lines are appended here")
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--tiny", action="store_true", help="on the CPU, as a test")
-    parser.add_argument("--commit", help="where there is no .git to ask")
-    args = parser.parse_args(arguments)
-    torch.manual_seed(0)
-    constant = {"benchmark": "layer_kernels", "environment": environment.stamp(args.commit)}
-    for case in cases("cpu" if args.tiny else "cuda", args.tiny):
-        record = measure(case, args.rounds)
-        print(json.dumps(record), flush=True)
-        if args.out:
-            with args.out.open("a") as lines:
-                lines.write(json.dumps(record | constant) + "\n")
+    def records(args: argparse.Namespace) -> Iterator[dict]:
+        for case in cases("cpu" if args.tiny else "cuda", args.tiny):
+            yield measure(case, args.rounds)
+
+    measure_cases("layer_kernels", __doc__, 11, records, arguments)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,10 @@ are torch's, without times: a test of this file.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from torch.optim import Optimizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from moe_graphs.bench import environment
+from measured_cases import measure_cases
 from moe_graphs.bench.timing import capture_burst, elapsed
 from moe_graphs.optim import AdamW
 
@@ -138,22 +137,11 @@ def measure(case: Case, device: str, rounds: int) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="JSON lines are appended here")
-    parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--tiny", action="store_true", help="on the CPU, as a test")
-    parser.add_argument("--commit", help="where there is no .git to ask")
-    args = parser.parse_args(arguments)
-    torch.manual_seed(0)
-    constant = {"benchmark": "optimizers", "environment": environment.stamp(args.commit)}
-    for case in cases(args.tiny):
-        record = measure(case, "cpu" if args.tiny else "cuda", args.rounds)
-        print(json.dumps(record), flush=True)
-        if args.out:
-            with args.out.open("a") as lines:
-                lines.write(json.dumps(record | constant) + "\n")
+    def records(args: argparse.Namespace) -> Iterator[dict]:
+        for case in cases(args.tiny):
+            yield measure(case, "cpu" if args.tiny else "cuda", args.rounds)
+
+    measure_cases("optimizers", __doc__, 21, records, arguments)
 
 
 if __name__ == "__main__":

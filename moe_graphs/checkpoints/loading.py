@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from moe_graphs.checkpoints.families import family_name
-from moe_graphs.checkpoints.float8 import FLOAT8, block_of, dequantised, take_scales
+from moe_graphs.checkpoints.float8 import FLOAT8, SCALE, block_of, dequantised, take_scales
 from moe_graphs.checkpoints.hf_config import transformer_config
 from moe_graphs.checkpoints.shards import CONFIG, Stored, open_shard, read_headers, read_json, some
-from moe_graphs.checkpoints.weight_names import Piece, pieces
+from moe_graphs.checkpoints.weight_names import Piece, pieces, tensors_of
 from moe_graphs.layers.model_config import TransformerConfig
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -98,9 +98,9 @@ def fill(
     moe = files.config.moe
     local = range(1) if moe is None else local_experts(moe.num_experts)
     mine = [p for p in files.pieces if p.expert is None or p.expert in local]
-    _check_shapes(_tensors(model), files, mine, local.start)
+    _check_shapes(tensors_of(model), files, mine, local.start)
     model.to_empty(device=device)
-    ours = _tensors(model)
+    ours = tensors_of(model)
     scales = _read_scales(files, {piece.theirs for piece in mine})
     by_file = defaultdict(list)
     for piece in mine:
@@ -136,10 +136,6 @@ def _leave_out(
         values["num_nextn_predict_layers"] = 0  # what is saved then has none
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
 def _check_shapes(
     ours: dict[str, Tensor], files: Files, mine: list[Piece], first_expert: int
 ) -> None:
@@ -170,7 +166,7 @@ def _read_scales(files: Files, wanted: set[str]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for file, names in by_file.items():
         with open_shard(file) as shard:
-            found |= {name: shard.get_tensor(name + "_scale_inv") for name in names}
+            found |= {name: shard.get_tensor(name + SCALE) for name in names}
     return found
 
 

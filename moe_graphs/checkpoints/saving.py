@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moe_graphs.checkpoints.hf_config import describes, hf_config
 from moe_graphs.checkpoints.shards import CONFIG, INDEX, SINGLE
-from moe_graphs.checkpoints.weight_names import Piece, pieces
+from moe_graphs.checkpoints.weight_names import Piece, pieces, tensors_of
 from moe_graphs.layers.model_config import TransformerConfig
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -34,7 +34,7 @@ def save(
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
     values = _values(config, source)
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = tensors_of(model)
     wanted = pieces(config, values)
     _check_complete(tensors, config)
     shards = _split(wanted, tensors, max_shard_bytes)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_graphs.checkpoints.families import Values
 from moe_graphs.layers.model_config import MoEConfig, TransformerConfig
@@ -59,6 +59,11 @@ class Piece:
         if self.expert is not None:
             ours = ours[self.expert - first_expert].T
         return ours if self.rows is None else ours[slice(*self.rows)]
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """By the names that ``Piece.ours`` has: parameters and all buffers."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def pieces(config: TransformerConfig, values: Values, *, fused: bool = False) -> list[Piece]:

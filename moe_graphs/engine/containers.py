@@ -12,14 +12,16 @@ GONE = object()
 """In the place of a value that is not there."""
 
 
+_KINDS = (OrderedDict, dict, list, tuple, deque, set, frozenset)
+
+
 class Elements:
     """What a container keeps, in its order, as it is now: methods of a class of its own may say
     something else. transformers' ``ACT2FN`` keeps classes, and hands out instances."""
 
     def __init__(self, holder: Any) -> None:
         self._holder = holder
-        kinds = (OrderedDict, dict, list, tuple, deque, set, frozenset)
-        self._kind: Any = next(kind for kind in kinds if isinstance(holder, kind))
+        self._kind: Any = next(kind for kind in _KINDS if isinstance(holder, kind))
 
     def __len__(self) -> int:
         return self._kind.__len__(self._holder)
@@ -38,10 +40,10 @@ def elements(holder: Any) -> Any:
     """``Elements``, or what is as good and faster: live, with a length."""
     if type(holder) in (list, deque):
         return holder
-    if type(holder) is OrderedDict or (
-        isinstance(holder, dict) and not isinstance(holder, OrderedDict)
-    ):
-        return (OrderedDict if type(holder) is OrderedDict else dict).values(holder)
+    if type(holder) is OrderedDict:  # whose order the view of a plain dictionary does not have
+        return holder.values()
+    if isinstance(holder, dict) and not isinstance(holder, OrderedDict):
+        return dict.values(holder)
     return Elements(holder)
 
 
@@ -92,9 +94,11 @@ class Container:
         elif isinstance(self.holder, dict):
             # Not by methods of a class of its own: a Counter's update() adds.
             kind = OrderedDict if isinstance(self.holder, OrderedDict) else dict
-            if self.keys is None and list(self.contents()) != list(contents):
+            now = self.contents()
+            if self.keys is None and list(now) != list(contents):
                 kind.clear(self.holder)  # what was put in later would come later
-            for key in self.contents().keys() - contents.keys():
+                now = {}
+            for key in now.keys() - contents.keys():
                 kind.__delitem__(self.holder, key)
             for key, value in contents.items():
                 kind.__setitem__(self.holder, key, value)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from moe_graphs.engine.containers import GONE, Cell, Container, Elements, stored
+from moe_graphs.engine.containers import GONE, Cell, Container, Elements
 from moe_graphs.engine.looking_into import (
     bytes_of,
     contents_of_cell,
@@ -264,14 +264,15 @@ class Walk:
                 return
 
     def _mapping(self, value: dict, name: str, everything: bool) -> None:
-        if len(Elements(value)) > _TOO_MANY:
-            return self._not_followed(name, len(Elements(value)))
+        elements = Elements(value)
+        if len(elements) > _TOO_MANY:
+            return self._not_followed(name, len(elements))
         self.found.containers.append(Container(value, name))
         self.found.leaves[f"{name}.__class__"] = type(value)
-        names = [shown_key(i, key, self._tensor_names) for i, (key, _) in enumerate(stored(value))]
+        names = [shown_key(i, k, self._tensor_names) for i, k in enumerate(elements.keys())]
         if not everything:  # optimizers make their state in the order of first use
             self.found.orders[f"the order of {name}"] = ", ".join(names)
-        for shown, child in reversed(list(zip(names, Elements(value), strict=True))):
+        for shown, child in reversed(list(zip(names, elements, strict=True))):
             self._push(child, f"{name}[{shown}]", everything)
 
     def _sequence(self, value: Any, name: str, everything: bool) -> None:

@@ -68,13 +68,6 @@ def fit(folder, device, *callbacks, ckpt=None):
     return module.cpu(), folder / "epoch=0.ckpt"
 
 
-@pytest.fixture
-def deterministic():
-    torch.use_deterministic_algorithms(True)  # flash attention's backward adds with atomics
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", CALLBACKS)

@@ -62,15 +62,12 @@ def test_so_it_is_with_masks_of_four_dimensions():
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("padding", ["right", "any"])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
 def test_a_whole_step_on_a_gpu(family, padding):
-    torch.use_deterministic_algorithms(True)  # flash attention's backward adds with atomics
-    try:
-        given = list(batches(padding))
-        runs = [steps(family, given, whole=whole, device="cuda") for whole in (False, True)]
-    finally:
-        torch.use_deterministic_algorithms(False)
+    given = list(batches(padding))
+    runs = [steps(family, given, whole=whole, device="cuda") for whole in (False, True)]
     assert all(map(torch.equal, *runs))
 
 

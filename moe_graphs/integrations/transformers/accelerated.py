@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import types
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from moe_graphs.config import GraphConfig
 from moe_graphs.engine.scopes.graphs import Graphs, graph
-from moe_graphs.integrations.transformers.changes import Changes, restore_forwards
+from moe_graphs.integrations.transformers.changes import Changes, by_class
 from moe_graphs.integrations.transformers.experts_interface import NAME, register
 from moe_graphs.integrations.transformers.rotary_positions import change_rotary
 from moe_graphs.integrations.transformers.static_masks import static_attention
@@ -127,20 +126,14 @@ def _change_experts(model: Any, done: Accelerated) -> None:
 
 
 def _change_norms(model: nn.Module, done: Accelerated) -> None:
-    found: dict[type, list[nn.Module]] = {}
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            found.setdefault(type(module), []).append(module)
-    for kind, modules in found.items():
-        name, count = kind.__name__, len(modules)
+    norms = (m for m in model.modules() if type(m).__name__.endswith("RMSNorm"))
+    for modules in by_class(norms):
         forward = next((each for each in _NORMS if all(_computes(m, each) for m in modules)), None)
         if forward is None:
-            done.left("norms", name, count, "computes something else")
+            name = type(modules[0]).__name__
+            done.left("norms", name, len(modules), "computes something else")
             continue
-        for module in modules:
-            module.forward = types.MethodType(forward, module)
-        undo = functools.partial(restore_forwards, modules)
-        done.changed("norms", name, count, "one kernel forward, one backward", undo)
+        done.changed_forwards("norms", modules, forward, "one kernel forward, one backward")
 
 
 @torch.no_grad()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import types
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -52,10 +55,26 @@ class Changes:
     def left(self, part: str, what: str, count: int, note: str) -> None:
         self.changes.append(Change(part, what, count, False, note))
 
+    def changed_forwards(
+        self, part: str, modules: list[Any], forward: Callable[..., Any], note: str
+    ) -> None:
+        """``forward`` takes the module first; ``modules`` are of one class."""
+        for module in modules:
+            module.forward = types.MethodType(forward, module)
+        undo = functools.partial(restore_forwards, modules)
+        self.changed(part, type(modules[0]).__name__, len(modules), note, undo)
+
     def add(self, others: Changes) -> None:
         """All of theirs, undone together."""
         self._undo.append(others.undo)
         self.changes += others.changes
+
+
+def by_class(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
+    found: dict[type, list[nn.Module]] = {}
+    for module in modules:
+        found.setdefault(type(module), []).append(module)
+    return list(found.values())
 
 
 def restore_forwards(modules: list[nn.Module]) -> None:

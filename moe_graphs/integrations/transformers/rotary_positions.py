@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import types
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_graphs.integrations.transformers.changes import Changes, restore_forwards
+from moe_graphs.integrations.transformers.changes import Changes, by_class
 from moe_graphs.kernels import apply_rotary
 
 _NAME = "apply_rotary_pos_emb"
@@ -23,23 +22,19 @@ def change_rotary(model: nn.Module, done: Changes) -> None:
 
     Its code is transformers' own, with that one name bound to another function.
     """
-    found: dict[type[nn.Module], list[nn.Module]] = {}
-    for module in model.modules():
-        kind = type(module)
-        known = getattr(kind.forward, "__globals__", {})
-        if kind.__name__.endswith("Attention") and _NAME in known:
-            found.setdefault(kind, []).append(module)
-    for kind, modules in found.items():
-        name, count = kind.__name__, len(modules)
+    for modules in by_class(filter(_is_candidate, model.modules())):
+        kind = type(modules[0])
         reason = _why_not(kind, modules)
         if reason is not None:
-            done.left("rotary", name, count, reason)
+            done.left("rotary", kind.__name__, len(modules), reason)
             continue
-        forward = _rebound(kind.forward)
-        for module in modules:
-            module.forward = types.MethodType(forward, module)
-        undo = functools.partial(restore_forwards, modules)
-        done.changed("rotary", name, count, "one kernel for queries and keys", undo)
+        note = "one kernel for queries and keys"
+        done.changed_forwards("rotary", modules, _rebound(kind.forward), note)
+
+
+def _is_candidate(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind.__name__.endswith("Attention") and _NAME in getattr(kind.forward, "__globals__", {})
 
 
 def _why_not(kind: type[nn.Module], modules: list[nn.Module]) -> str | None:
