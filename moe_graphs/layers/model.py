@@ -177,10 +177,9 @@ class LanguageModel(nn.Module):
         """
         total = sum(parameter.numel() for parameter in self.parameters())
         for moe in self._moe_layers():
-            w1, w2 = moe.experts.w1, moe.experts.w2
-            local = w1.numel() + w2.numel()
+            local = sum(parameter.numel() for parameter in moe.experts.parameters())
             count = moe.config.top_k if active else moe.config.num_experts
-            total += local // w1.shape[0] * count - local
+            total += local // len(moe.experts.local_experts) * count - local
         return total
 
     def flops_per_token(self, sequence_length: int) -> int:

@@ -7,6 +7,8 @@ from typing import Literal
 
 from moe_graphs.layers.rope_scaling import Llama3Scaling, YarnScaling
 
+EXPERT_BACKENDS = ("moe_graphs", "transformer_engine", "megablocks", "megablocks_sparse")
+
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
@@ -29,6 +31,7 @@ class MoEConfig:
             ``bias_update_rate`` at every ``update_expert_bias``.
         shared_ffn_hidden_size: width of an expert that sees every token; 0 for none.
         shared_gate: its output is multiplied by a learned sigmoid gate (Qwen2-MoE).
+        experts: whose kernels the routed experts run on, see ``layers.expert_backends``.
     """
 
     num_experts: int
@@ -46,6 +49,9 @@ class MoEConfig:
     bias_update_rate: float = 1e-3
     shared_ffn_hidden_size: int = 0
     shared_gate: bool = False
+    experts: Literal["moe_graphs", "transformer_engine", "megablocks", "megablocks_sparse"] = (
+        "moe_graphs"
+    )
 
     def __post_init__(self) -> None:
         _positive(self, "num_experts", "top_k", "ffn_hidden_size", "scaling_factor")
@@ -63,6 +69,10 @@ class MoEConfig:
             raise ValueError(f"input_jitter must be in [0, 1), got {self.input_jitter}")
         if self.shared_gate and not self.shared_ffn_hidden_size:
             raise ValueError("shared_gate needs a shared expert: set shared_ffn_hidden_size")
+        if self.experts not in EXPERT_BACKENDS:
+            raise ValueError(
+                f"experts {self.experts!r} is unknown: choose one of {', '.join(EXPERT_BACKENDS)}"
+            )
         self._check_groups()
 
     def _check_groups(self) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_graphs.dispatch import Dispatcher, DispatchPlan, LocalDispatcher
-from moe_graphs.layers.experts import GroupedExperts
+from moe_graphs.layers.expert_backends import ExpertsBackend, build_experts
 from moe_graphs.layers.mlp import SwiGLU
 from moe_graphs.layers.model_config import MoEConfig
 from moe_graphs.layers.router import Routing, TopKRouter
@@ -83,8 +83,9 @@ class MoEStages(Staged):
     @property
     def dynamic(self) -> str | None:
         """Why ``run_experts`` cannot be captured, or None."""
-        dispatcher = self.dispatcher
-        return f"dispatcher {dispatcher.name!r}" if dispatcher.host_sync else None
+        if self.dispatcher.host_sync:
+            return f"dispatcher {self.dispatcher.name!r}"
+        return getattr(self.experts, "host_sync", None)
 
     def route(self, hidden: Tensor) -> Routed:
         """Chooses experts for ``[..., D]`` tokens and runs the shared expert."""
@@ -117,7 +118,7 @@ class MoEStages(Staged):
 class MoELayer(MoEStages):
     """Router, dispatch, experts, combine, and optionally an expert that sees every token."""
 
-    experts: GroupedExperts
+    experts: ExpertsBackend
 
     def __init__(
         self,
@@ -134,14 +135,7 @@ class MoELayer(MoEStages):
         self.dispatcher = LocalDispatcher() if dispatcher is None else dispatcher
         local = self.dispatcher.local_experts(config.num_experts)
         self.router = TopKRouter(config, hidden_size, **factory)
-        self.experts = GroupedExperts(
-            len(local),
-            hidden_size,
-            config.ffn_hidden_size,
-            first_expert=local.start,
-            num_experts=config.num_experts,
-            **factory,
-        )
+        self.experts = build_experts(config, hidden_size, local, **factory)
         self.shared_expert: SwiGLU | None = None
         self.shared_gate: nn.Linear | None = None
         if config.shared_ffn_hidden_size:
