@@ -120,8 +120,9 @@ class Trace(Operations):
         defaults = (torch.default_generator, *torch.cuda.default_generators)
         self._generators = {generator._cdata for generator in (*defaults, *generators)}
         self._made: set[int] = set()
+        self._from_python: set[int] = set()  # memory on the CPU whose values are constants
         self._before: dict[tuple, Values] = {}
-        self._host_reads = _RefuseHostReads()
+        self._host_reads = _RefuseHostReads(self._from_python)
         self.read: set[int] = set()
 
     def __enter__(self) -> Trace:
@@ -153,7 +154,12 @@ class Trace(Operations):
         with torch._C.DisableTorchFunction():
             out = func(*args, **kwargs)
         with unwatched():
-            self._made.update(address(tensor) for tensor in tensor_leaves(out))
+            made = {address(tensor) for tensor in tensor_leaves(out)}
+            self._made |= made
+            if func is torch.ops.aten.lift_fresh.default and self._device.type != "cpu":
+                self._from_python |= {address(t) for t in tensor_leaves(out) if t.is_cpu}
+            elif not func.is_view:
+                self._from_python -= made
         return out
 
     def written(self) -> list[Tensor]:
@@ -246,8 +252,14 @@ def _refuse(operation: str, problem: str) -> None:
 
 
 class _RefuseHostReads(TorchFunctionMode):
+    def __init__(self, from_python: set[int]) -> None:
+        super().__init__()
+        self._from_python = from_python
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in _HOST_READS or (
+        is_tensor = bool(args) and isinstance(args[0], Tensor)
+        is_constant = is_tensor and address(args[0]) in self._from_python
+        if (func in _HOST_READS and not is_constant) or (
             func in _MAKERS and isinstance(args[0], (list, tuple)) and tensor_leaves(args[0])
         ):
             _refuse(f"Tensor.{func.__name__}", _HOST_READ)

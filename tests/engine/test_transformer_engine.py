@@ -1,17 +1,22 @@
-"""Transformer Engine's modules under each FP8 recipe: equal to eager, or eager and counted."""
+"""Transformer Engine's modules under each FP8 recipe: graphed training is eager training, and the
+state that FP8 keeps is the same after it. ``test_fp8.py`` does so with a stand-in, on the CPU."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 
 import pytest
 import torch
 from torch import nn
 
 import moe_graphs
-from moe_graphs import FullIteration, GraphConfig, GraphError, make_graphed_callables
+from moe_graphs import CaptureError, FullIteration, GraphConfig, make_graphed_callables
 
+# Read when it is imported. Functions of torch.compile are refused by name in what is captured.
+os.environ.setdefault("NVTE_TORCH_COMPILE", "0")
+os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
@@ -30,35 +35,60 @@ def _loads() -> None:
         pytest.skip(f"waits for a process of its own: {error}")
 
 
-WIDTH, TOKENS, STEPS = 256, 128, 7
+# cuDNN attention of shorter sequences is wrong or an illegal access in plain CUDA graphs, too.
+WIDTH, HEADS, LENGTH, BATCH, STEPS, MICROBATCHES = 256, 4, 256, 2, 20, 2
 RECIPES = ("bf16", "DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling")
-MODULES = ("Linear", "LayerNormLinear", "LayerNormMLP")
-PLACES = ("around the call", "around the step", "in the forward")
-
-
-class Model(nn.Module):
-    """An eager layer, then the scope. ``within``: enters the recipe in its own forward."""
-
-    def __init__(self, kind: str, recipe: str, within: bool) -> None:
-        super().__init__()
-        import transformer_engine.pytorch as te
-
-        sizes = (WIDTH, 2 * WIDTH) if kind == "LayerNormMLP" else (WIDTH, WIDTH)
-        self.first = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
-        self.scope = Scope(getattr(te, kind)(*sizes, params_dtype=torch.bfloat16), recipe, within)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.scope(self.first(x))
+ENGINES = ("scopes", "whole steps", "callables")
+# Built and called: with the flag of the weights' cache where a module knows it.
+MODULES = {
+    "Linear": lambda te, **kw: te.Linear(WIDTH, WIDTH, **kw),
+    "LayerNormLinear": lambda te, **kw: te.LayerNormLinear(WIDTH, WIDTH, **kw),
+    "LayerNormMLP": lambda te, **kw: te.LayerNormMLP(WIDTH, 2 * WIDTH, **kw),
+    "GroupedLinear": lambda te, **kw: te.GroupedLinear(4, WIDTH, WIDTH, **kw),
+    "DotProductAttention": lambda te, **kw: te.DotProductAttention(
+        HEADS, WIDTH // HEADS, attention_dropout=0.0
+    ),
+    "MultiheadAttention": lambda te, **kw: te.MultiheadAttention(
+        WIDTH, HEADS, attention_dropout=0.0, input_layernorm=True, fuse_qkv_params=True, **kw
+    ),
+    "TransformerLayer": lambda te, **kw: te.TransformerLayer(
+        WIDTH, 2 * WIDTH, HEADS, attention_dropout=0.0, hidden_dropout=0.1, fuse_qkv_params=True,
+        self_attn_mask_type="causal", **kw
+    ),
+}  # fmt: skip
 
 
 class Scope(nn.Module):
-    def __init__(self, inner: nn.Module, recipe: str, within: bool) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.inner, self.recipe, self.within = inner, recipe, within
+        import transformer_engine.pytorch as te
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with fp8(self.recipe) if self.within else contextlib.nullcontext():
-            return self.inner(x)
+        self.kind = kind
+        self.inner = MODULES[kind](te, params_dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
+        if self.kind == "DotProductAttention":
+            heads = x.view(LENGTH, BATCH, HEADS, WIDTH // HEADS)
+            return self.inner(heads, 2 * heads, heads + 1)
+        flag = {} if is_first_microbatch is None else {"is_first_microbatch": is_first_microbatch}
+        if self.kind == "GroupedLinear":
+            return self.inner(x.view(-1, WIDTH), [LENGTH * BATCH // 4] * 4, **flag)
+        if self.kind in ("MultiheadAttention", "TransformerLayer"):
+            return self.inner(x, **flag)
+        return self.inner(x.view(-1, WIDTH), **flag)
+
+
+class Model(nn.Module):
+    """An eager layer, then two scopes."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
+        self.scope_a, self.scope_b = Scope(kind), Scope(kind)
+
+    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
+        x = self.scope_a(self.first(x), is_first_microbatch=is_first_microbatch).view(x.shape)
+        return self.scope_b(x, is_first_microbatch=is_first_microbatch)
 
 
 def fp8(recipe: str) -> contextlib.AbstractContextManager:
@@ -70,90 +100,119 @@ def fp8(recipe: str) -> contextlib.AbstractContextManager:
     return te.fp8_autocast(enabled=True, fp8_recipe=getattr(recipes, recipe)())
 
 
-def train(kind: str, recipe: str, place: str, engine: str | None):
-    """Losses and parameters after every step; named errors; replays; eager calls by reason."""
+def fp8_state(model: nn.Module) -> list[torch.Tensor]:
+    found = []
+    for module in model.modules():
+        meta = getattr(module, "fp8_meta", {})
+        states = [meta[key] for key in ("scaling_fwd", "scaling_bwd") if key in meta]
+        for state in states:
+            names = ("scale", "amax_history")
+            found += [getattr(state, name) for name in names if hasattr(state, name)]
+        for kept in getattr(module, "_fp8_workspaces", {}).values():
+            found.append(kept.dequantize())
+    return [tensor.clone() for tensor in found if isinstance(tensor, torch.Tensor)]
+
+
+def train(kind: str, recipe: str, place: str, engine: str | None, *, cached: bool):
+    """Losses, gradients, parameters and the state of FP8 after every step; the report."""
     torch.manual_seed(0)
-    model = Model(kind, recipe, place == "in the forward").cuda()
+    model = Model(kind).cuda()
     for parameter in model.parameters():  # whatever their own initialisation draws from
         nn.init.normal_(parameter, std=0.05)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    around_call = fp8(recipe) if place == "around the call" else contextlib.nullcontext()
-    around_step = place == "around the step"
+    around = {name: lambda: contextlib.nullcontext() for name in ("call", "step")}
+    around[place] = lambda: fp8(recipe)
     generator = torch.Generator("cuda").manual_seed(1)
-    sample = torch.zeros(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    named: list[str] = []
+    shape = (LENGTH, BATCH, WIDTH)
 
-    def step(x: torch.Tensor) -> torch.Tensor:
-        with fp8(recipe) if place == "around the call" else contextlib.nullcontext():
-            loss = model(x).float().square().mean()
-        loss.backward()
-        return loss.detach()
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        losses = []
+        for number, x in enumerate(batch):
+            with around["call"]():
+                output = model(x, is_first_microbatch=number == 0 if cached else None)
+            losses.append(output.float().square().mean())
+            losses[-1].backward()
+        return torch.stack(losses).detach()
 
-    graphs = None
-    run = step
+    run, graphs = step, None
     if engine == "scopes":
-        graphs = moe_graphs.graph(model, GraphConfig("scope*", warmup_steps=2))
-        run = lambda x: _in_step(graphs, step, x, named)  # noqa: E731
+        graphs = moe_graphs.graph(model, GraphConfig("scope_*", warmup_steps=2))
+        run = lambda batch: _in_step(graphs, step, batch)  # noqa: E731
     elif engine == "whole steps":
-        graphs = FullIteration(step, model=model, warmup_steps=2, on_mismatch="eager")
-        run = lambda x: _whole(graphs, step, x, named)  # noqa: E731
+        graphs = run = FullIteration(step, model=model, warmup_steps=2)
     elif engine == "callables":
-        try:
-            with around_call, fp8(recipe) if around_step else contextlib.nullcontext():
-                make_graphed_callables(model.scope, (sample,), warmup_steps=2)
-            graphs = model.scope.graphs
-        except GraphError as error:
-            named.append(str(error))
+        sample = torch.zeros(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        kwargs = {"is_first_microbatch": True if cached else None}
+        with fp8(recipe):
+            make_graphed_callables(
+                (model.scope_a, model.scope_b), ((sample,),) * 2, sample_kwargs=(kwargs,) * 2
+            )
+        graphs = model.scope_a.graphs
     seen = []
     for _ in range(STEPS):
-        x = torch.randn(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16, generator=generator)
-        with fp8(recipe) if around_step else contextlib.nullcontext():
-            seen.append(run(x).clone())
+        batch = torch.randn(
+            MICROBATCHES, *shape, device="cuda", dtype=torch.bfloat16, generator=generator
+        )
+        with around["step"]():
+            seen.append(run(batch).clone())
         seen += [p.grad.clone() for p in model.parameters()]
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
         seen += [p.detach().clone() for p in model.parameters()]
+        seen += fp8_state(model)
     report = graphs.report() if graphs is not None else None
     if graphs is not None:
         graphs.release()
-    return seen, named, report
+    return seen, report
 
 
-def _in_step(graphs, step, x, named):
-    loss = None
-    try:
-        with graphs.step():
-            loss = step(x)
-    except GraphError as error:
-        named.append(str(error))
-    return loss
+def _in_step(graphs, step, batch):
+    with graphs.step():
+        return step(batch)
 
 
-def _whole(graphs, step, x, named):
-    try:
-        return graphs(x)
-    except GraphError as error:  # before anything was launched
-        named.append(str(error))
-        return step(x)
-
-
-@pytest.mark.parametrize("engine", ["scopes", "whole steps", "callables"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("cached", [False, True], ids=["cast every time", "weights cached"])
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("place", ["call", "step"])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", MODULES)
-def test_equal_refused_or_eager(kind, recipe, place, engine, record_property):
-    expected, _, _ = train(kind, recipe, place, None)
-    found, named, report = train(kind, recipe, place, engine)
-    reasons = {} if report is None else dict(report.eager_calls)
-    record_property("found", f"{0 if report is None else report.replayed} {reasons} {named}")
+def test_graphed_is_bitwise_eager(kind, recipe, place, engine, cached):
+    if recipe == "bf16" and (cached or place == "step"):
+        pytest.skip("there is no cache in bf16, and nothing around a step")
+    if kind == "DotProductAttention" and cached:
+        pytest.skip("it has no weights")
+    expected, _ = train(kind, recipe, place, None, cached=cached)
+    found, report = train(kind, recipe, place, engine, cached=cached)
     assert len(found) == len(expected)
     differing = [i for i, (a, b) in enumerate(zip(found, expected, strict=True))
                  if not torch.equal(a, b)]  # fmt: skip
-    assert not differing, (differing[:5], report, named)
-    beside_warmup = {k: n for k, n in reasons.items() if k != "warmup"}
-    assert named or beside_warmup or report.replayed
-    if recipe == "bf16":
-        # LayerNormMLP's gelu is a function of torch.compile, unless NVTE_TORCH_COMPILE=0.
-        assert named or report.replayed
-        assert all("torch.compile" in each for each in named)
-        assert not named or kind == "LayerNormMLP"
+    assert not differing, (differing[:5], report)
+    assert report.replayed, report
+    # A backward of its modules can be run once: the second microbatch is captured.
+    assert not report.eager_calls.keys() - {"warmup", "backward: not_captured"}, report
+
+
+def test_an_autocast_within_a_scope_is_refused_by_name():
+    class Enters(Scope):
+        def forward(self, x):
+            with fp8("Float8CurrentScaling"):
+                return super().forward(x)
+
+    model = nn.Sequential(Enters("Linear")).cuda()
+    graphs = moe_graphs.graph(model, GraphConfig("0*", warmup_steps=1))
+    x = torch.randn(LENGTH, BATCH, WIDTH, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(CaptureError, match="around the whole step"), graphs.step():
+        model(x).float().sum().backward()
+
+
+@pytest.mark.parametrize("option", ["fuse_wgrad_accumulation", "delay_wgrad_compute"])
+def test_what_writes_past_the_dispatcher_is_refused_by_name(option):
+    import transformer_engine.pytorch as te
+
+    options = {option: True, "params_dtype": torch.bfloat16, "bias": False}
+    model = nn.Sequential(te.Linear(WIDTH, WIDTH, **options)).cuda()
+    model[0].weight.main_grad = torch.zeros_like(model[0].weight, dtype=torch.float32)
+    graphs = moe_graphs.graph(model, GraphConfig("0*", warmup_steps=1))
+    x = torch.randn(LENGTH * BATCH, WIDTH, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(CaptureError, match=option), graphs.step():
+        model(x).float().sum().backward()

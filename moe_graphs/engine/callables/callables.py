@@ -288,7 +288,7 @@ class CallableGraphs:
             if options.rehearsals:
                 with explained_call(call.scope.name, "forward", self.backend):
                     if fp8.is_enabled():
-                        dry_run.forward(call)  # the first one makes what its modules keep
+                        dry_run.make_ready(call)
                     measured[number] = dry_run.examine(call, runs=options.rehearsals)
         if options.after_rehearsals is not None:
             options.after_rehearsals()

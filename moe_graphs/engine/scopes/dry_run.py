@@ -21,7 +21,7 @@ from moe_graphs.engine.autograd import leaves_behind
 from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.context import Context
 from moe_graphs.engine.guards import Guards, tensors_of_others
-from moe_graphs.engine.preserve import HiddenState, StandIns
+from moe_graphs.engine.preserve import HiddenState, StandIns, preserved_hidden_state
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.scopes.memory import CallMemory, nbytes
 from moe_graphs.engine.scopes.recording import has_tensors_inside
@@ -128,6 +128,19 @@ class DryRun:
         """
         with self._forward(call) as (dry, _):
             return dry
+
+    def make_ready(self, call: ScopeCall) -> None:
+        """Where no real call came first: a forward, unwatched, makes what modules keep for FP8."""
+        with (
+            preserved_hidden_state(self.backend.device, self.backend.generators),
+            self.stand_ins(call).in_place(),
+        ):
+            leaves = call.detached_leaves()
+            trace = Trace(self.backend.device, strict=False, refuse=False)
+            with fp8.Autocast().beside(leaves), trace:
+                call.run(leaves)
+            trace.put_back()
+            fp8.register(call.scope.module)
 
     def examine(
         self,
