@@ -6,8 +6,8 @@ where the outermost autocast ends, those of backwards behind the backward of the
 first in it. Casts and notes are in a graph like other kernels. What Python does besides is done
 here, for a scope's replay, or kept from happening, for a run beside the real one.
 
-Only what ``transformer_engine.pytorch.quantization`` has had since 2.16 is known; under an older
-one calls run eagerly.
+Known is ``transformer_engine.pytorch.quantization`` of version 2.20; under one that keeps its state
+in another way calls run eagerly.
 """
 
 from __future__ import annotations
@@ -78,6 +78,20 @@ class Entry:
             return None
         is_first = is_enabled() and bool(state.is_first_fp8_module)
         return cls(is_first, sum(map(len, state.global_scale_buffer.values())))
+
+
+def autocast(enabled: bool, recipe: Any, group: Any) -> contextlib.AbstractContextManager[Any]:
+    """Transformer Engine's own.
+
+    Raises:
+        ValueError: it is wanted, and not there, or not one that is known here.
+    """
+    if not enabled:
+        return contextlib.nullcontext()
+    module = sys.modules.get("transformer_engine.pytorch")
+    if _state() is None or not hasattr(module, "autocast"):
+        raise ValueError("enabled=True needs transformer_engine.pytorch, imported, as of 2.20")
+    return module.autocast(enabled=True, recipe=recipe, amax_reduction_group=group)
 
 
 # ---- the state
@@ -271,7 +285,7 @@ def unsupported(module: nn.Module) -> str | None:
         if store is not None and store.delay_wgrad_compute():
             return (
                 f"{name or 'it'!r} keeps its weights' gradients for backward_dw() in Python: build "
-                f"it with delay_wgrad_compute=False and take GraphConfig(split_backward=True)"
+                f"it with delay_wgrad_compute=False"
             )
     return None
 

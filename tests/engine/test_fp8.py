@@ -6,6 +6,8 @@ On a GPU ``test_transformer_engine.py`` does the same with the real one.
 from __future__ import annotations
 
 import contextlib
+import sys
+import types
 
 import pytest
 import torch
@@ -214,3 +216,18 @@ def test_another_loss_computes_its_forward_anew_with_the_scales_it_had(te):
     expected, _ = run(False)
     found, report = run(True)
     assert all(map(torch.equal, found, expected)), report
+
+
+def test_the_helper_enters_the_autocast_that_it_is_given(te, monkeypatch):
+    module = types.ModuleType("transformer_engine.pytorch")
+    module.autocast = lambda enabled, recipe, amax_reduction_group: te.autocast(enabled, recipe)
+    sample = torch.zeros(ROWS, WIDTH, requires_grad=True)
+    recipe = te.Recipe("delayed")
+    with pytest.raises(ValueError, match="needs transformer_engine"):
+        make_graphed_callables(Scope(te), (sample,), enabled=True, recipe=recipe)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    scope = Scope(te)
+    make_graphed_callables(scope, (sample,), enabled=True, recipe=recipe)
+    with te.autocast(recipe=recipe):
+        scope(torch.randn(ROWS, WIDTH, requires_grad=True)).sum().backward()
+    assert scope.graphs.report().replayed == 1

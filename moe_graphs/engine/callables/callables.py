@@ -67,6 +67,10 @@ def make_graphed_callables(
     post_warmup_hook: Callable[[], None] | None = ...,
     num_warmup_iters: int | None = ...,
     retain_graph_in_backward: bool = ...,
+    enabled: bool = ...,
+    recipe: Any = ...,
+    amax_reduction_group: Any = ...,
+    cache_quantized_params: bool = ...,
     _order: None = ...,
     _num_layers_per_chunk: int | Sequence[int] | None = ...,
     _reuse_graph_input_output_buffers: bool = ...,
@@ -96,6 +100,10 @@ def make_graphed_callables(  # type: ignore[misc]  # the second's options are th
     post_warmup_hook: Callable[[], None] | None = None,
     num_warmup_iters: int | None = None,
     retain_graph_in_backward: bool = False,
+    enabled: bool = False,
+    recipe: Any = None,
+    amax_reduction_group: Any = None,
+    cache_quantized_params: bool = False,
     _order: Sequence[int | float] | None = None,
     _num_layers_per_chunk: int | Sequence[int] | None = None,
     _reuse_graph_input_output_buffers: bool = False,
@@ -124,6 +132,10 @@ def make_graphed_callables(  # type: ignore[misc]  # the second's options are th
         capture_time_hooks: per callable ``{"forward_pre_hooks": {id: hook}, ...}``, called in
             warm-up and capture, outside the graphs, and never at replay.
         retain_graph_in_backward, _reuse_graph_input_output_buffers: accepted; neither is needed.
+        enabled, recipe, amax_reduction_group: of Transformer Engine's autocast, which is entered
+            here; or enter it around this, as around the calls.
+        cache_quantized_params: accepted: casts of weights are kept where calls say
+            ``is_first_microbatch``.
 
     Returns:
         Modules, whose ``forward`` is replaced until their ``reset()``, and functions in the place
@@ -141,10 +153,7 @@ def make_graphed_callables(  # type: ignore[misc]  # the second's options are th
     order = order_of(schedule, _order)
     layers = layers_per_chunk(order, _num_layers_per_chunk, len(functions))
     calls = [Call(a, k) for a, k in zip(given_args, given_kwargs, strict=True)]
-    if on_mismatch not in ("eager", "error"):
-        raise ValueError(f"on_mismatch={on_mismatch!r}: accepted are 'eager', 'error'{_RECAPTURE}")
-    if pool is not None and order is not None and max(slots(order).values()) > 1:
-        raise ValueError("pool: microbatches in flight need pools of their own: leave it out")
+    _check(on_mismatch, pool, order)
     if _order is not None:
         calls = one_per_layer(calls, layers, 1 + max(a.microbatch for a in order or ()))
     if len(calls) != len(functions):
@@ -162,7 +171,8 @@ def make_graphed_callables(  # type: ignore[misc]  # the second's options are th
         after_rehearsals=post_warmup_hook,
         allow_unused_input=allow_unused_input,
     )
-    graphs.capture(plan_of(order, layers), options)
+    with fp8.autocast(enabled, recipe, amax_reduction_group):
+        graphs.capture(plan_of(order, layers), options)
     graphs.install()
     if _order is not None:
         return tuple(graphs.graphed[layer] for layer in layer_of_each_forward(order or (), layers))
@@ -171,6 +181,13 @@ def make_graphed_callables(  # type: ignore[misc]  # the second's options are th
         for function, graphed in zip(functions, graphs.graphed, strict=True)
     )
     return replaced[0] if is_single else replaced
+
+
+def _check(on_mismatch: str, pool: Any, order: tuple[Action, ...] | None) -> None:
+    if on_mismatch not in ("eager", "error"):
+        raise ValueError(f"on_mismatch={on_mismatch!r}: accepted are 'eager', 'error'{_RECAPTURE}")
+    if pool is not None and order is not None and max(slots(order).values()) > 1:
+        raise ValueError("pool: microbatches in flight need pools of their own: leave it out")
 
 
 @dataclass(frozen=True)
