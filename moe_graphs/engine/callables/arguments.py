@@ -77,8 +77,11 @@ def split(numbers: Sequence[int], layers: Sequence[int]) -> list[Sequence[int]]:
     return [numbers[end - own : end] for end, own in zip(ends, layers, strict=True)]
 
 
-def one_per_layer(calls: Sequence[Call], layers: Sequence[int], microbatches: int) -> list[Call]:
+def one_per_layer(
+    calls: Sequence[Call], layers: Sequence[int], order: Sequence[Action] | None
+) -> list[Call]:
     """Of Transformer Engine's samples (by chunk, microbatch, layer) the first of each layer."""
+    microbatches = 1 + max(action.microbatch for action in order or ())
     if len(calls) != sum(layers) * microbatches:
         raise ValueError(
             f"sample_args: {len(calls)} for {sum(layers)} layers and {microbatches} microbatches: "

@@ -149,13 +149,12 @@ def make_graphed_callables(  # type: ignore[misc]  # the second's options are th
     is_single = not isinstance(callables, (tuple, list))
     functions = (callables,) if is_single else tuple(callables)
     given_args = each_args(sample_args, is_single and _order is None)
-    given_kwargs = each_kwargs(sample_kwargs, len(given_args))
     order = order_of(schedule, _order)
     layers = layers_per_chunk(order, _num_layers_per_chunk, len(functions))
-    calls = [Call(a, k) for a, k in zip(given_args, given_kwargs, strict=True)]
+    given_kwargs = each_kwargs(sample_kwargs, len(given_args))
+    calls = list(map(Call, given_args, given_kwargs))
     _check(on_mismatch, pool, order)
-    if _order is not None:
-        calls = one_per_layer(calls, layers, 1 + max(a.microbatch for a in order or ()))
+    calls = one_per_layer(calls, layers, order) if _order is not None else calls
     if len(calls) != len(functions):
         raise ValueError(f"sample_args: {len(calls)} for {len(functions)} callables: one for each")
     delays = [any(a.kind == "W" and a.chunk == chunk for a in order or ())
