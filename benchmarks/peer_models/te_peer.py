@@ -47,7 +47,7 @@ class TEAttention(nn.Module):
             layer_number=layer_number,
             attn_mask_type="causal",
             num_gqa_groups=config.kv_heads,
-            params_dtype=torch.bfloat16,
+            params_dtype=weights.router.dtype,
             input_layernorm=True,
             fuse_qkv_params=True,
             bias=False,
@@ -78,7 +78,7 @@ class TEMoE(nn.Module):
         moe, width = config.moe, config.hidden_size
         assert moe is not None
         self.top_k = moe.top_k
-        factory: dict[str, Any] = dict(bias=False, params_dtype=torch.bfloat16)
+        factory: dict[str, Any] = dict(bias=False, params_dtype=weights.router.dtype)
         self.router = nn.Parameter(weights.router.clone())
         self.up = te.GroupedLinear(moe.num_experts, width, 2 * moe.ffn_hidden_size, **factory)
         self.down = te.GroupedLinear(moe.num_experts, moe.ffn_hidden_size, width, **factory)
@@ -140,8 +140,9 @@ class TEPeer(Peer):
         attentions = [layer.attention for layer in self.model.layers]
         config = self.case.config
         shape = (self.case.batch_size, config.max_sequence_length, config.hidden_size)
+        embedding = self.model.embedding.weight
         samples = [
-            torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            torch.randn(shape, device=embedding.device, dtype=embedding.dtype, requires_grad=True)
             for _ in attentions
         ]
         te.make_graphed_callables(
@@ -184,7 +185,8 @@ def build(
 def _layer(
     weights: LayerWeights, index: int, config: TransformerConfig, quantized: bool
 ) -> DecoderLayer:
-    norm = te.RMSNorm(config.hidden_size, eps=config.norm_eps, params_dtype=torch.bfloat16)
+    dtype = weights.router.dtype
+    norm = te.RMSNorm(config.hidden_size, eps=config.norm_eps, params_dtype=dtype)
     assign_linear(norm, weights.mlp_norm)
     attention = TEAttention(config, weights, index + 1)  # with the norm before it
     return DecoderLayer(nn.Identity(), attention, norm, TEMoE(config, weights, quantized))
