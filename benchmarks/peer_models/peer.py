@@ -5,6 +5,7 @@ Shapes: B sequences, S sequence length, D model, V vocabulary.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -79,11 +80,12 @@ class PeerRun(Run):
         synchronize(self.device)
 
 
-def version_of(distribution: str) -> str:
+def version_of(package: str) -> str:
+    """Of an imported package, also where it was unpacked rather than installed."""
     try:
-        return metadata.version(distribution)
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return "unknown"
+        return str(getattr(sys.modules.get(package), "__version__", "unknown"))
 
 
 class Decoder(nn.Module):

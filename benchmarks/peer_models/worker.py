@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import sys
 import time
 import traceback
 from dataclasses import asdict
@@ -93,6 +94,9 @@ def memory(device: torch.device) -> Record:
 
 
 def prepare() -> None:
-    """What has to be set before a profiler starts: see `phases.console_for`."""
+    """What a process needs before it imports a library: what `phases.console_for` says of the
+    profiler, and this folder's `grouped_gemm.py` behind the library of that name."""
+    folder = str(Path(__file__).resolve().parents[1])
+    sys.path = [*(path for path in sys.path if path != folder), folder]
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
     os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
