@@ -47,7 +47,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--rounds", type=int, default=1, help="forwards, backwards, forwards, ...")
     made.add_argument("--time-limit", type=float, default=120.0, help="seconds per process")
     made.add_argument("--total-limit", type=float, help="nothing starts after so many seconds")
-    made.add_argument("--parallel", type=int, default=1, help="processes at once: only to smoke")
+    made.add_argument(
+        "--parallel",
+        type=int,
+        default=1,
+        help="processes at once; without --smoke one computes and the others import ahead",
+    )
     made.add_argument("--smoke", action="store_true", help="tiny sizes, few steps")
     made.add_argument("--no-trace", action="store_true", help="no GPU busy time; saves seconds")
     made.add_argument("--out", type=Path, help="JSON lines are appended here")
@@ -56,6 +61,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--device", help="default: cuda if there is a GPU")
     made.add_argument("--commit", help="for the stamp, where there is no .git")
     made.add_argument("--worker", nargs=2, metavar=("NAME", "RECORD"), help=argparse.SUPPRESS)
+    made.add_argument("--gate", type=Path, help=argparse.SUPPRESS)
     options = made.parse_args(arguments)
     unknown = set(options.cases.split(",")) - set(known)
     if unknown:
@@ -67,8 +73,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.names = [n for n in ENTRIES if any(fnmatch.fnmatch(n, p) for p in patterns)]
     if options.rounds < 1 or options.parallel < 1:
         made.error("--rounds and --parallel must be at least 1")
-    if options.parallel > 1 and not options.smoke:
-        made.error("--parallel: processes that share the GPU measure each other; use --smoke")
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.device == "cpu":
         if not options.smoke:
@@ -85,8 +89,8 @@ def sized(name: str, options: argparse.Namespace) -> Case:
 class Processes:
     """Runs contenders, each by itself, within their limits."""
 
-    def __init__(self, options: argparse.Namespace, console: Console) -> None:
-        self.options, self.console = options, console
+    def __init__(self, options: argparse.Namespace, console: Console, folder: Path) -> None:
+        self.options, self.console, self.folder = options, console, folder
         self.started = time.perf_counter()
 
     def run_all(self, case: str) -> list[tuple[str, Record]]:
@@ -104,7 +108,7 @@ class Processes:
         limit = self.options.total_limit
         if limit is not None and begun - self.started > limit:
             return {"error": f"not started: --total-limit of {limit:g} s had passed"}
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
             record = self._run_in(Path(folder), name, case)
         seconds = time.perf_counter() - begun
         last = (record["error"] or "ok").splitlines()[-1]
@@ -113,44 +117,50 @@ class Processes:
 
     def _run_in(self, folder: Path, name: str, case: str) -> Record:
         record, output = folder / "record.json", folder / "output.txt"
-        command = [sys.executable, __file__, "--cases", case, "--device", self.options.device]
-        command += ["--smoke"] * self.options.smoke + ["--no-trace"] * self.options.no_trace
         with output.open("w") as text:
             process = subprocess.Popen(
-                [*command, "--worker", name, str(record)],
+                self._command(name, case, record),
                 stdout=text,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # what it starts itself, as compilers, ends with it
             )
-            try:
-                process.wait(self.options.time_limit)
-            except subprocess.TimeoutExpired:
+            timed_out = not self._ended(process, worker.started_file(record))
+            if timed_out:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-                said = worker.last_lines(output.read_text(errors="replace"))
-                return {"error": f"{said}\ntook more than {self.options.time_limit:g} s"}
-        if record.exists():
+        if record.exists() and not timed_out:
             return json.loads(record.read_text())
         said = worker.last_lines(output.read_text(errors="replace"))
-        return {"error": f"{said}\nexit status {process.returncode}"}
+        why = f"exit status {process.returncode}"
+        if timed_out:
+            why = f"took more than {self.options.time_limit:g} s"
+        return {"error": f"{said}\n{why}"}
+
+    def _command(self, name: str, case: str, record: Path) -> list[str]:
+        options = self.options
+        command = [sys.executable, __file__, "--cases", case, "--device", options.device]
+        command += ["--smoke"] * options.smoke + ["--no-trace"] * options.no_trace
+        if not options.smoke:
+            command += ["--gate", str(self.folder / "gate")]
+        return [*command, "--worker", name, str(record)]
+
+    def _ended(self, process: subprocess.Popen, started: Path) -> bool:
+        """Whether it does within its limit, which those that wait their turn have before, too."""
+        limit, parallel = self.options.time_limit, self.options.parallel
+        deadline, counting = time.monotonic() + limit * parallel, False
+        while process.poll() is None:
+            if not counting and started.exists():
+                deadline, counting = time.monotonic() + limit, True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    options = parse(arguments)
-    if options.list:
-        print("\n".join(f"{name:28}{entry.title}" for name, entry in ENTRIES.items()))
-        return
-    if options.worker:
-        name, record = options.worker
-        worker.prepare()
-        case = sized(options.cases, options)
-        worker.write_record(name, case, torch.device(options.device), Path(record))
-        return
-    console = Console(stderr=options.json, highlight=False)
-    if not console.is_terminal:
-        console.width = 200
+def compare(options: argparse.Namespace, console: Console, folder: Path) -> list[Record]:
+    """All lines, case by case, printed and appended as they come."""
     stamp = environment.stamp(options.commit)
-    processes, lines = Processes(options, console), []
+    processes, lines = Processes(options, console, folder), []
     for name in options.cases.split(","):
         found, case = processes.run_all(name), sized(name, options)
         made = [
@@ -164,6 +174,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
         console.print(table(case, made))
         lines += made
     console.print(environment.describe(stamp))
+    return lines
+
+
+def work(options: argparse.Namespace) -> None:
+    """What a process of one contender does."""
+    name, record = options.worker
+    worker.prepare()
+    case, device = sized(options.cases, options), torch.device(options.device)
+    worker.write_record(name, case, device, Path(record), options.gate)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
+    if options.list:
+        print("\n".join(f"{name:28}{entry.title}" for name, entry in ENTRIES.items()))
+        return
+    if options.worker:
+        work(options)
+        return
+    console = Console(stderr=options.json, highlight=False)
+    if not console.is_terminal:
+        console.width = 200
+    with tempfile.TemporaryDirectory() as folder:
+        lines = compare(options, console, Path(folder))
     if options.json:
         print(json.dumps({"benchmark": "peers", "lines": lines}))
 

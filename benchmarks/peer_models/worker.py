@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import json
 import os
@@ -24,11 +25,21 @@ Record = dict[str, Any]
 ERROR_LINES = 12
 
 
-def write_record(name: str, case: Case, device: torch.device, record: Path) -> None:
-    """A failure is part of what was found: the last lines of its traceback, under ``error``."""
+def write_record(
+    name: str, case: Case, device: torch.device, record: Path, gate: Path | None = None
+) -> None:
+    """A failure is part of what was found: the last lines of its traceback, under ``error``.
+
+    Args:
+        gate: a file that one process at a time may hold: imports come before it, the GPU after.
+    """
     found: Record = {"error": None}
     try:
-        measure(name, case, device, found)
+        library = importlib.import_module(f"peer_models.{ENTRIES[name].module}")
+        held = take_turn(gate) if gate is not None else None
+        started_file(record).touch()
+        measure(library, name, case, device, found)
+        del held
     except Exception:
         found["error"] = last_lines(traceback.format_exc())
         traceback.print_exc()
@@ -39,14 +50,26 @@ def last_lines(text: str) -> str:
     return "\n".join(text.strip().splitlines()[-ERROR_LINES:])[-2000:]
 
 
-def measure(name: str, case: Case, device: torch.device, found: Record) -> None:
+def take_turn(gate: Path) -> Any:
+    """Waits; what is returned holds the gate until it or the process is gone."""
+    held = gate.open("w")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    return held
+
+
+def started_file(record: Path) -> Path:
+    """Is there once a process is past its gate: its time limit counts from then on."""
+    return record.with_suffix(".started")
+
+
+def measure(library: Any, name: str, case: Case, device: torch.device, found: Record) -> None:
     """Fills ``found`` as it goes, so that what came before a failure is kept.
 
     Keys: ``step_samples_ms`` and ``host_samples_ms`` of every step, ``first_losses`` and
     ``last_loss``, ``first_step_s`` and ``capture_s``, memory, and a trace's ``timeline``.
     """
     started = time.perf_counter()
-    run = build(name, case, device)
+    run = build(library, name, case, device)
     found["settings"] = run.peer.settings
     found["build_s"] = time.perf_counter() - started
     if device.type == "cuda":
@@ -72,11 +95,12 @@ def measure(name: str, case: Case, device: torch.device, found: Record) -> None:
     run.peer.close()
 
 
-def build(name: str, case: Case, device: torch.device) -> PeerRun:
+def build(library: Any, name: str, case: Case, device: torch.device) -> PeerRun:
+    """``library``: the file of this folder that builds it."""
     entry = ENTRIES[name]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    library = importlib.import_module(f"peer_models.{entry.module}")
     state = initial_state(case, device, dtype)
+    synchronize(device)  # Megatron's local graphs change the stream
     peer = library.build(case, state, device, dtype, **entry.options)
     del state
     free_memory(device)

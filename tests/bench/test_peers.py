@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import importlib
 import json
 import sys
 import types
@@ -45,7 +47,8 @@ def libraries(monkeypatch):
 
 
 def first_losses(modules, name, case):
-    run = modules.worker.build(name, case, CPU)
+    library = importlib.import_module(f"peer_models.{modules.entries.ENTRIES[name].module}")
+    run = modules.worker.build(library, name, case, CPU)
     run.warm_up()
     return torch.tensor(run.first_losses), run
 
@@ -132,6 +135,16 @@ def test_what_takes_too_long_is_stopped(modules, capsys):
     assert "took more than 0.2 s" in line["error"]
 
 
+def test_one_process_at_a_time_is_past_the_gate(modules, tmp_path):
+    gate = tmp_path / "gate"
+    held = modules.worker.take_turn(gate)
+    with gate.open() as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    held.close()
+    with gate.open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def record(step_ms, loss=2.0, **changes):
     return {
         "error": None, "settings": {}, "graphs": None, "timeline": None, "first_losses": [loss],
@@ -174,7 +187,6 @@ def test_the_table_says_who_is_ahead(modules):
     [
         ("--cases none", "unknown: choose from"),
         ("--contenders none", "match none of"),
-        ("--parallel 2", "measure each other"),
         ("--device cpu", "needs a CUDA device"),
         ("--smoke --rounds 0", "must be at least 1"),
     ],
