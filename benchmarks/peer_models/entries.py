@@ -12,6 +12,7 @@ from contenders import Contender
 SCOPES = "attn,moe_router,moe_preprocess"
 MEGATRON_SCOPES = "attn+moe_router+moe_preprocess"
 
+TE = "transformer_engine"
 PLAIN = Contender("peer")
 
 
@@ -28,6 +29,13 @@ class Entry:
 
 def _ours(title: str, **contender: Any) -> Entry:
     return Entry(title, "ours", {}, Contender("ours", **contender), runs_on_cpu=True)
+
+
+def _ours_te(title: str, experts: str, fp8: str | None, **contender: Any) -> Entry:
+    """Our model with Transformer Engine's linear layers, and its experts where said."""
+    title = f"moe_graphs, TE {'linears' if experts == 'moe_graphs' else 'parts'}, {title}"
+    options = dict(linear="transformer_engine", experts=experts, fp8=fp8)
+    return Entry(title, "ours", options, Contender("ours", **contender))
 
 
 def _megatron(dispatcher: str, graphs: str = "none", scope: str = "full") -> Entry:
@@ -48,6 +56,22 @@ ENTRIES: dict[str, Entry] = {
     "ours-whole": _ours("moe_graphs, whole steps", full_iteration=True, optimizer_in_graph=True),
     "ours-whole-adamw": _ours(
         "moe_graphs, whole steps, our AdamW",
+        full_iteration=True,
+        optimizer_in_graph=True,
+        our_adamw=True,
+    ),
+    "ours-te": _ours_te(f"bf16, graphs of {SCOPES}", TE, None, scopes=SCOPES),
+    "ours-te-fp8-delayed": _ours_te(
+        f"FP8 delayed, graphs of {SCOPES}", TE, "delayed", scopes=SCOPES
+    ),
+    "ours-te-fp8-current": _ours_te(
+        f"FP8 current, graphs of {SCOPES}", TE, "current", scopes=SCOPES
+    ),
+    "ours-te-fp8-block": _ours_te(f"FP8 block, graphs of {SCOPES}", TE, "block", scopes=SCOPES),
+    "ours-te-fp8-current-whole": _ours_te(
+        "FP8 current, whole steps, our AdamW",
+        "moe_graphs",
+        "current",
         full_iteration=True,
         optimizer_in_graph=True,
         our_adamw=True,

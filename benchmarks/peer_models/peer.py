@@ -5,6 +5,7 @@ Shapes: B sequences, S sequence length, D model, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -32,6 +33,10 @@ class Peer:
     def loss(self, model: Callable[..., Any], tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
         """Mean cross entropy. ``model`` is the model, or what stands for it."""
         raise NotImplementedError
+
+    def around_step(self) -> contextlib.AbstractContextManager[Any]:
+        """What the step runs in, such as FP8."""
+        return contextlib.nullcontext()
 
     def capture(self, optimizer: torch.optim.Optimizer) -> None:
         """After the first steps, with gradients at None."""
@@ -61,6 +66,10 @@ class PeerRun(Run):
         loss = self.peer.loss(self.forward, batch[:, :-1], batch[:, 1:])
         loss.backward()
         return loss.detach()
+
+    def step(self) -> Tensor:
+        with self.peer.around_step():
+            return super().step()
 
     def warm_up(self) -> None:
         """Steps, then graphs, then two steps with them."""

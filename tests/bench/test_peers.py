@@ -182,6 +182,36 @@ def test_the_table_says_who_is_ahead(modules):
     assert "It died" in drawn.caption
 
 
+def test_the_table_of_the_readme(modules):
+    from peers_table import CASES, peers
+    from result_lines import Line
+
+    def stored(contender, ms, date, case="launch_bound", error=None):
+        stamp = {"gpu": "a GPU", "commit": "abc", "date": date, "torch": "2"}
+        measured = {} if ms is None else {"step_ms": {"median": ms}, "reserved_bytes": 2**30}
+        title = modules.entries.ENTRIES[contender].title
+        values = dict(benchmark="peers", model=case, contender=contender, title=title, error=error)
+        return Line(values | measured | {"environment": stamp}, f"{date}.jsonl")
+
+    lines = [
+        stored("ours", 10.0, "2"), stored("te", 3.0, "1"), stored("te", 8.0, "2"),
+        stored("megatron", 1.0, "1"), stored("megatron", None, "2", error="Traceback\nIt died"),
+        stored("huggingface", 20.0, "2", case="mixtral"), stored("ours", 9.0, "2", case="mixtral"),
+    ]  # fmt: skip
+    text = peers(lines, gpu="a GPU")
+    ahead = "ahead of moe_graphs, eager: Transformer Engine, bf16 (1.25x)."
+    assert f"{CASES['launch_bound']}: {ahead}" in text
+    rows = [row for row in text.splitlines() if row.startswith("| ")][1:]
+    assert rows == [
+        "| Transformer Engine, bf16 | 8.0 ms, 1.0 GiB | - |",
+        "| moe_graphs, eager | 10.0 ms, 1.0 GiB | 9.0 ms, 1.0 GiB |",
+        "| transformers, grouped_mm | - | 20.0 ms, 1.0 GiB |",
+    ]
+    assert "Did not run: Megatron-core, alltoall, eager: `It died`." in text
+    with pytest.raises(LookupError, match=r"no line of peers.py"):
+        peers(lines)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
