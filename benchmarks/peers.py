@@ -128,7 +128,7 @@ class Processes:
             if timed_out:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        if record.exists() and not timed_out:
+        if record.exists():
             return json.loads(record.read_text())
         said = worker.last_lines(output.read_text(errors="replace"))
         why = f"exit status {process.returncode}"
@@ -183,6 +183,8 @@ def work(options: argparse.Namespace) -> None:
     worker.prepare()
     case, device = sized(options.cases, options), torch.device(options.device)
     worker.write_record(name, case, device, Path(record), options.gate)
+    sys.stdout.flush()
+    os._exit(0)  # graphs that hold a process group of NCCL's may hang when they are torn down
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -71,9 +71,6 @@ class MegatronPeer(Peer):
             helper.create_cudagraphs()
         optimizer.zero_grad(set_to_none=True)
 
-    def close(self) -> None:
-        dist.destroy_process_group()
-
 
 def build(
     case: Case,

@@ -41,9 +41,6 @@ class Peer:
     def capture(self, optimizer: torch.optim.Optimizer) -> None:
         """After the first steps, with gradients at None."""
 
-    def close(self) -> None:
-        """At the end of the process."""
-
 
 class PeerRun(Run):
     """Forward, backward, update and zero_grad of a peer.

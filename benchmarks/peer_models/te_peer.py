@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformer_engine.common import recipe
 from transformer_engine.pytorch.attention import RotaryPositionEmbedding
-from transformer_engine.pytorch.ops.basic import ScaledSwiGLU
 from transformer_engine.pytorch.router import fused_topk_with_score_function
 
 from moe_graphs.layers import TransformerConfig
@@ -70,6 +69,14 @@ class TEAttention(nn.Module):
         return self.heads(hidden_BSD, rotary_pos_emb=self.angles_S11Q)
 
 
+def weighted_swiglu(rows_RF: Tensor, weights_R: Tensor) -> Tensor:
+    gate, up = rows_RF.float().chunk(2, dim=-1)
+    return (functional.silu(gate) * up * weights_R[:, None]).to(rows_RF.dtype)
+
+
+compiled_swiglu = torch.compile(weighted_swiglu)  # as Megatron does it
+
+
 class TEMoE(nn.Module):
     """Router logits in fp32, weights applied within the SwiGLU, as Megatron does both."""
 
@@ -82,7 +89,7 @@ class TEMoE(nn.Module):
         self.router = nn.Parameter(weights.router.clone())
         self.up = te.GroupedLinear(moe.num_experts, width, 2 * moe.ffn_hidden_size, **factory)
         self.down = te.GroupedLinear(moe.num_experts, moe.ffn_hidden_size, width, **factory)
-        self.swiglu = ScaledSwiGLU()
+        self.swiglu = compiled_swiglu if weights.router.is_cuda else weighted_swiglu
         self.pad = te.Fp8Padding(moe.num_experts) if quantized else None
         self.unpad = te.Fp8Unpadding(moe.num_experts) if quantized else None
         for expert in range(moe.num_experts):
@@ -177,7 +184,9 @@ def build(
     settings = {
         "transformer_engine": version_of("transformer_engine"), "fp8": fp8 or "none",
         "graphs": "te.make_graphed_callables of the attention" if graphs else "none",
-        "experts": "GroupedLinear, counts read by the host", "permutation": "mask",
+        "experts": "GroupedLinear, counts read by the host", "activation": "torch.compile",
+        "router": "fused_topk_with_score_function, logits in fp32",
+        "permutation": "moe_permute_with_probs",
     }  # fmt: skip
     return TEPeer(model.train(), settings, case, graphs)
 

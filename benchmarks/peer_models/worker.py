@@ -43,7 +43,9 @@ def write_record(
     except Exception:
         found["error"] = last_lines(traceback.format_exc())
         traceback.print_exc()
-    record.write_text(json.dumps(found))
+    written = record.with_suffix(".partial")
+    written.write_text(json.dumps(found))
+    written.rename(record)  # whole, or not there
 
 
 def last_lines(text: str) -> str:
@@ -92,7 +94,6 @@ def measure(library: Any, name: str, case: Case, device: torch.device, found: Re
         timeline = trace(run)
         found["timeline"] = asdict(timeline) if timeline else None
     synchronize(device)
-    run.peer.close()
 
 
 def build(library: Any, name: str, case: Case, device: torch.device) -> PeerRun:
@@ -118,9 +119,10 @@ def memory(device: torch.device) -> Record:
 
 
 def prepare() -> None:
-    """What a process needs before it imports a library: what `phases.console_for` says of the
-    profiler, and this folder's `grouped_gemm.py` behind the library of that name."""
+    """What a process needs before it imports a library: this folder's `grouped_gemm.py` behind
+    the library of that name, and for the profiler what `phases.console_for` says."""
     folder = str(Path(__file__).resolve().parents[1])
     sys.path = [*(path for path in sys.path if path != folder), folder]
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
     os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # several compile side by side

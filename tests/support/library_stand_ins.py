@@ -140,12 +140,6 @@ class GroupedLinear(nn.Module):
         return torch.cat([functional.linear(part, weight) for part, weight in parts])
 
 
-class ScaledSwiGLU(nn.Module):
-    def forward(self, rows: Tensor, scales: Tensor) -> Tensor:
-        gate, up = rows.chunk(2, dim=-1)
-        return functional.silu(gate) * up * scales[:, None]
-
-
 class Padding(nn.Module):
     """Each expert's rows to a multiple of 16; ``reverse`` takes the rows away again."""
 
@@ -214,7 +208,6 @@ def transformer_engine() -> dict[str, types.ModuleType]:
         transformer_engine__pytorch=main,
         transformer_engine__common__recipe=recipes,
         transformer_engine__pytorch__attention={"RotaryPositionEmbedding": RotaryPositionEmbedding},
-        transformer_engine__pytorch__ops__basic={"ScaledSwiGLU": ScaledSwiGLU},
         transformer_engine__pytorch__router={
             "fused_topk_with_score_function": fused_topk_with_score_function
         },
