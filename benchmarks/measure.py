@@ -93,16 +93,16 @@ def first_losses(
         run = setting.run(contender, dispatcher, device)
         try:
             losses = gate_losses(run)
-            counters = _counters(run)
+            counted = counters(run)
         finally:
             run.release()
-    if counters is not None:
-        captured, replayed = counters["captured"], counters["replayed"]
+    if counted is not None:
+        captured, replayed = counted["captured"], counted["replayed"]
         expected = captured * (GATE_STEPS - WARMUP_STEPS)
         if not captured or replayed != expected:
             raise RuntimeError(
                 f"{captured} captured, {replayed} replayed instead of {expected}; "
-                f"eager calls {counters['eager_calls']}"
+                f"eager calls {counted['eager_calls']}"
             )
     return losses
 
@@ -251,15 +251,15 @@ def measure_alone(
             reserved_steady_bytes=torch.cuda.memory_reserved(device) if cuda else None,
             reserved_before_bytes=before,
             max_allocated_bytes=torch.cuda.max_memory_allocated(device) if cuda else None,
-            graphs=_counters(run),
+            graphs=counters(run),
             graph_replay_ms=_replay_ms(run),
-            timeline=_trace(run),
+            timeline=trace(run),
         )
     finally:
         run.release()
 
 
-def _counters(run: Run) -> dict[str, Any] | None:
+def counters(run: Run) -> dict[str, Any] | None:
     report = run.report()
     if report is None:
         return None
@@ -289,7 +289,7 @@ def _replay_ms(run: Run, repeats: int = 20) -> float | None:
     return statistics.median(laps.milliseconds())
 
 
-def _trace(run: Run) -> Timeline | None:
+def trace(run: Run) -> Timeline | None:
     """Profiles a few steps back to back; None where there is no GPU.
 
     Only the GPU's side is recorded: recording every operator would slow the host down much more.

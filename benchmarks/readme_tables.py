@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from markdown_cells import geometric_mean, gibibytes, idle, milliseconds, span, table, times
 from result_lines import Line, Select, fastest_eager, link, load, sources
 
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -111,44 +111,6 @@ SELECTED: Mapping[str, Mapping[str, Select]] = {
         "`small`, one H200": Select("training", {"model": "small"}),
     },
 }
-
-
-# ---- markdown
-
-
-def table(header: str, rows: Iterable[Sequence[str]]) -> str:
-    columns = header.count("|") + 1
-    lines = [f"| {header} |", "|" + "---|" * columns]
-    lines += [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join(lines)
-
-
-def times(ratio: float) -> str:
-    return f"{ratio:.1f}x" if ratio >= 2 else f"{ratio:.2f}x"
-
-
-def milliseconds(line: Line, key: str = "step_ms") -> str:
-    return f"{line[key]['median']:.1f} ms"
-
-
-def gibibytes(line: Line) -> str:
-    found = line.get("reserved_bytes")  # none where a run ended before the phase that measures it
-    return "-" if found is None else f"{found / 2**30:.1f} GiB"
-
-
-def idle(line: Line) -> str:
-    share = line.get("idle_share")
-    return "-" if share is None else f"{max(0, round(100 * share))} %"  # a trace is another run
-
-
-def span(shares: Sequence[float]) -> str:
-    """As percents: "1 to 2 %"."""
-    low, high = (f"{100 * share:.0f}" for share in (min(shares), max(shares)))
-    return f"{low} %" if low == high else f"{low} to {high} %"
-
-
-def geometric_mean(ratios: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
 # ---- what a table says

@@ -1,0 +1,1 @@
+"""One model, built with the parts of each library that trains it: see `peers.py` beside this."""

@@ -1,0 +1,61 @@
+"""`moe_graphs.LanguageModel`: eager, scopes or whole steps, as the contender says."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_graphs.kernels import cross_entropy
+from moe_graphs.layers import LanguageModel
+from peer_models.cases import Case
+from peer_models.peer import Peer, version_of
+
+TE = "transformer_engine"
+
+
+class OursPeer(Peer):
+    recipe: Any = None
+
+    def loss(self, model: Any, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        logits_BSV = model(tokens_BS).logits_BSV
+        return cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
+
+    def around_step(self) -> contextlib.AbstractContextManager[Any]:
+        if self.recipe is None:
+            return contextlib.nullcontext()
+        from moe_graphs.integrations.transformer_engine import fp8_autocast
+
+        return fp8_autocast(self.recipe)
+
+
+def build(
+    case: Case,
+    state: Mapping[str, Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    linear: str = "torch",
+    experts: str = "moe_graphs",
+    fp8: str | None = None,
+) -> Peer:
+    """``linear`` and ``experts``: whose kernels; ``fp8``: the recipe for those of Transformer
+    Engine."""
+    # As it is said only where it is asked for, this also runs where there is no such field.
+    chosen: dict[str, Any] = {} if linear == "torch" else {"linear": linear}
+    model = LanguageModel(replace(case.config, **chosen), device=device, dtype=dtype)
+    model.load_state_dict(state)
+    if experts != "moe_graphs":
+        model.use_experts(experts)
+    settings = {"linear": linear, "experts": experts, "attention": "torch's SDPA"}
+    peer = OursPeer(model.train(), settings)
+    if TE in (linear, experts):
+        peer.settings |= {TE: version_of(TE), "fp8": fp8 or "none"}
+    if fp8 is not None:
+        from moe_graphs.integrations.transformer_engine import fp8_recipe
+
+        peer.recipe = fp8_recipe(fp8)
+    return peer

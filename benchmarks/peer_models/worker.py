@@ -1,0 +1,128 @@
+"""Measures one contender on one case, in a process of its own, and writes what it found."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from contenders import free_memory, synchronize
+from measure import Turns, counters, trace
+from peer_models.cases import Case, initial_state
+from peer_models.entries import ENTRIES
+from peer_models.peer import PeerRun
+
+Record = dict[str, Any]
+ERROR_LINES = 12
+
+
+def write_record(
+    name: str, case: Case, device: torch.device, record: Path, gate: Path | None = None
+) -> None:
+    """A failure is part of what was found: the last lines of its traceback, under ``error``.
+
+    Args:
+        gate: a file that one process at a time may hold: imports come before it, the GPU after.
+    """
+    found: Record = {"error": None}
+    try:
+        library = importlib.import_module(f"peer_models.{ENTRIES[name].module}")
+        held = take_turn(gate) if gate is not None else None
+        started_file(record).touch()
+        measure(library, name, case, device, found)
+        del held
+    except Exception:
+        found["error"] = last_lines(traceback.format_exc())
+        traceback.print_exc()
+    written = record.with_suffix(".partial")
+    written.write_text(json.dumps(found))
+    written.rename(record)  # whole, or not there
+
+
+def last_lines(text: str) -> str:
+    return "\n".join(text.strip().splitlines()[-ERROR_LINES:])[-2000:]
+
+
+def take_turn(gate: Path) -> Any:
+    """Waits; what is returned holds the gate until it or the process is gone."""
+    held = gate.open("w")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    return held
+
+
+def started_file(record: Path) -> Path:
+    """Is there once a process is past its gate: its time limit counts from then on."""
+    return record.with_suffix(".started")
+
+
+def measure(library: Any, name: str, case: Case, device: torch.device, found: Record) -> None:
+    """Fills ``found`` as it goes, so that what came before a failure is kept.
+
+    Keys: ``step_samples_ms`` and ``host_samples_ms`` of every step, ``first_losses`` and
+    ``last_loss``, ``first_step_s`` and ``capture_s``, memory, and a trace's ``timeline``.
+    """
+    started = time.perf_counter()
+    run = build(library, name, case, device)
+    found["settings"] = run.peer.settings
+    found["build_s"] = time.perf_counter() - started
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    run.warm_up()
+    found["first_losses"] = run.first_losses
+    found["first_step_s"] = run.first_step_seconds
+    found["graphs"] = counters(run)
+    found["capture_s"] = run.capture_seconds
+    if found["graphs"]:
+        found["capture_s"] = found["graphs"]["capture_seconds"]
+    turns = Turns(run, case)
+    for _ in range(case.rounds):
+        turns.take()
+    found["step_samples_ms"] = [ms for times in turns.rounds for ms in times]
+    found["host_samples_ms"] = turns.host_ms
+    found["last_loss"] = float(run.step())
+    found |= memory(device)
+    if case.trace:
+        timeline = trace(run)
+        found["timeline"] = asdict(timeline) if timeline else None
+    synchronize(device)
+
+
+def build(library: Any, name: str, case: Case, device: torch.device) -> PeerRun:
+    """``library``: the file of this folder that builds it."""
+    entry = ENTRIES[name]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    state = initial_state(case, device, dtype)
+    synchronize(device)  # Megatron's local graphs change the stream
+    peer = library.build(case, state, device, dtype, **entry.options)
+    del state
+    free_memory(device)
+    return PeerRun(peer, entry.contender, case.batches(device))
+
+
+def memory(device: torch.device) -> Record:
+    """The most that was reserved and allocated since the model was built: with capture."""
+    if device.type != "cuda":
+        return {"reserved_bytes": None, "max_allocated_bytes": None}
+    return {
+        "reserved_bytes": torch.cuda.max_memory_reserved(device),
+        "max_allocated_bytes": torch.cuda.max_memory_allocated(device),
+    }
+
+
+def prepare() -> None:
+    """What a process needs before it imports a library: this folder's `grouped_gemm.py` behind
+    the library of that name, and for the profiler what `phases.console_for` says."""
+    folder = str(Path(__file__).resolve().parents[1])
+    sys.path = [*(path for path in sys.path if path != folder), folder]
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")
+    os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # several compile side by side

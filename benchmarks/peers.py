@@ -1,0 +1,208 @@
+"""A training step of one model by every library that trains it, side by side on one machine.
+
+    python benchmarks/peers.py --smoke --parallel 6  # does each contender start?
+    python benchmarks/peers.py --rounds 2 --out benchmarks/results/peers_h200.jsonl
+
+Same weights, same tokens, no auxiliary loss, bf16 parameters, torch's fused AdamW (a row says so
+where it is ours), `zero_grad(set_to_none=True)`. Every contender has a process of its own and a
+time limit: one that fails leaves a line with its error, and the others go on. With `--rounds 2`
+the list is gone through forwards, then backwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import environment
+from peer_models import worker
+from peer_models.cases import Case, cases
+from peer_models.entries import ENTRIES
+from peer_models.lines import line, table
+
+Record = dict[str, Any]
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    known = list(cases())
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--cases", default=known[0], help=f"comma-separated: {', '.join(known)}")
+    made.add_argument("--contenders", default="*", help="comma-separated names, * and ? allowed")
+    made.add_argument("--rounds", type=int, default=1, help="forwards, backwards, forwards, ...")
+    made.add_argument("--time-limit", type=float, default=120.0, help="seconds per process")
+    made.add_argument("--total-limit", type=float, help="nothing starts after so many seconds")
+    made.add_argument(
+        "--parallel",
+        type=int,
+        default=1,
+        help="processes at once; without --smoke one computes and the others import ahead",
+    )
+    made.add_argument("--smoke", action="store_true", help="tiny sizes, few steps")
+    made.add_argument("--no-trace", action="store_true", help="no GPU busy time; saves seconds")
+    made.add_argument("--out", type=Path, help="JSON lines are appended here")
+    made.add_argument("--json", action="store_true", help="last line of stdout: all as JSON")
+    made.add_argument("--list", action="store_true", help="names of the contenders, then stop")
+    made.add_argument("--device", help="default: cuda if there is a GPU")
+    made.add_argument("--commit", help="for the stamp, where there is no .git")
+    made.add_argument("--worker", nargs=2, metavar=("NAME", "RECORD"), help=argparse.SUPPRESS)
+    made.add_argument("--gate", type=Path, help=argparse.SUPPRESS)
+    options = made.parse_args(arguments)
+    unknown = set(options.cases.split(",")) - set(known)
+    if unknown:
+        made.error(f"--cases: {sorted(unknown)} unknown: choose from {known}")
+    patterns = options.contenders.split(",")
+    unmatched = [p for p in patterns if not fnmatch.filter(ENTRIES, p)]
+    if unmatched:
+        made.error(f"--contenders: {unmatched} match none of {list(ENTRIES)}")
+    options.names = [n for n in ENTRIES if any(fnmatch.fnmatch(n, p) for p in patterns)]
+    if options.rounds < 1 or options.parallel < 1:
+        made.error("--rounds and --parallel must be at least 1")
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if options.device == "cpu":
+        if not options.smoke:
+            made.error("this needs a CUDA device: --smoke runs small models on the CPU, as a test")
+        options.names = [n for n in options.names if ENTRIES[n].runs_on_cpu]
+    return options
+
+
+def sized(name: str, options: argparse.Namespace) -> Case:
+    case = cases()[name]
+    return case.smoke(trace=False) if options.smoke else case.traced(not options.no_trace)
+
+
+class Processes:
+    """Runs contenders, each by itself, within their limits."""
+
+    def __init__(self, options: argparse.Namespace, console: Console, folder: Path) -> None:
+        self.options, self.console, self.folder = options, console, folder
+        self.started = time.perf_counter()
+
+    def run_all(self, case: str) -> list[tuple[str, Record]]:
+        """Each name with what one of its processes found, in the order in which they ran."""
+        names = self.options.names
+        order = [
+            n for r in range(self.options.rounds) for n in (names if r % 2 == 0 else names[::-1])
+        ]
+        with ThreadPoolExecutor(self.options.parallel) as pool:
+            found = list(pool.map(lambda name: self.run(name, case), order))
+        return list(zip(order, found, strict=True))
+
+    def run(self, name: str, case: str) -> Record:
+        begun = time.perf_counter()
+        limit = self.options.total_limit
+        if limit is not None and begun - self.started > limit:
+            return {"error": f"not started: --total-limit of {limit:g} s had passed"}
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            record = self._run_in(Path(folder), name, case)
+        seconds = time.perf_counter() - begun
+        last = (record["error"] or "ok").splitlines()[-1]
+        self.console.print(f"[dim]{seconds:6.1f} s[/]  {case}: {name}: {last}", markup=True)
+        return record | {"process_s": seconds}
+
+    def _run_in(self, folder: Path, name: str, case: str) -> Record:
+        record, output = folder / "record.json", folder / "output.txt"
+        with output.open("w") as text:
+            process = subprocess.Popen(
+                self._command(name, case, record),
+                stdout=text,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # what it starts itself, as compilers, ends with it
+            )
+            timed_out = not self._ended(process, worker.started_file(record))
+            if timed_out:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if record.exists():
+            return json.loads(record.read_text())
+        said = worker.last_lines(output.read_text(errors="replace"))
+        why = f"exit status {process.returncode}"
+        if timed_out:
+            why = f"took more than {self.options.time_limit:g} s"
+        return {"error": f"{said}\n{why}"}
+
+    def _command(self, name: str, case: str, record: Path) -> list[str]:
+        options = self.options
+        command = [sys.executable, __file__, "--cases", case, "--device", options.device]
+        command += ["--smoke"] * options.smoke + ["--no-trace"] * options.no_trace
+        if not options.smoke:
+            command += ["--gate", str(self.folder / "gate")]
+        return [*command, "--worker", name, str(record)]
+
+    def _ended(self, process: subprocess.Popen, started: Path) -> bool:
+        """Whether it does within its limit, which those that wait their turn have before, too."""
+        limit, parallel = self.options.time_limit, self.options.parallel
+        deadline, counting = time.monotonic() + limit * parallel, False
+        while process.poll() is None:
+            if not counting and started.exists():
+                deadline, counting = time.monotonic() + limit, True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
+
+
+def compare(options: argparse.Namespace, console: Console, folder: Path) -> list[Record]:
+    """All lines, case by case, printed and appended as they come."""
+    stamp = environment.stamp(options.commit)
+    processes, lines = Processes(options, console, folder), []
+    for name in options.cases.split(","):
+        found, case = processes.run_all(name), sized(name, options)
+        made = [
+            line(contender, case, [record for who, record in found if who == contender], stamp)
+            for contender in options.names
+        ]
+        if options.out:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            with options.out.open("a") as file:
+                file.writelines(json.dumps(each) + "\n" for each in made)
+        console.print(table(case, made))
+        lines += made
+    console.print(environment.describe(stamp))
+    return lines
+
+
+def work(options: argparse.Namespace) -> None:
+    """What a process of one contender does."""
+    name, record = options.worker
+    worker.prepare()
+    case, device = sized(options.cases, options), torch.device(options.device)
+    worker.write_record(name, case, device, Path(record), options.gate)
+    sys.stdout.flush()
+    os._exit(0)  # graphs that hold a process group of NCCL's may hang when they are torn down
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
+    if options.list:
+        print("\n".join(f"{name:28}{entry.title}" for name, entry in ENTRIES.items()))
+        return
+    if options.worker:
+        work(options)
+        return
+    console = Console(stderr=options.json, highlight=False)
+    if not console.is_terminal:
+        console.width = 200
+    with tempfile.TemporaryDirectory() as folder:
+        lines = compare(options, console, Path(folder))
+    if options.json:
+        print(json.dumps({"benchmark": "peers", "lines": lines}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

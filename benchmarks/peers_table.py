@@ -1,0 +1,69 @@
+"""The README's table of peers, from the lines of `peers.py`: `peers` for `readme_tables.TABLES`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from markdown_cells import gibibytes, milliseconds, table, times
+from result_lines import H200, Line, Select, sources
+
+CASES: Mapping[str, str] = {
+    "launch_bound": "12 small layers, 2,048 tokens",
+    "qwen3_30b_4k": "3 layers of Qwen3-30B-A3B, 4,096 tokens",
+    "qwen3_30b_16k": "the same, 16,384 tokens",
+    "mixtral": "2 layers of Mixtral 8x7B, 8,192 tokens",
+}
+Newest = dict[str, Line]  # by contender
+
+
+def newest(lines: Sequence[Line], case: str, gpu: str = H200) -> Newest:
+    """Of each contender the last line, a failure as well as a time: a table that left out who
+    failed the last time would show what no longer is so."""
+    found = Select("peers", {"model": case}, gpu=gpu).lines(lines)
+    return {line["contender"]: line for line in sorted(found, key=lambda line: line.run)}
+
+
+def peers(lines: Sequence[Line], gpu: str = H200) -> str:
+    """Who is ahead of us first; then a row per contender, the first case's fastest on top."""
+    found = {case: run for case in CASES if (run := newest(lines, case, gpu))}
+    if not found:
+        raise LookupError("no line of peers.py: run it with --out below benchmarks/results")
+    used = [line for run in found.values() for line in run.values()]
+    header = " | ".join(["a training step, reserved memory", *(CASES[case] for case in found)])
+    timed = {line["contender"]: line["title"] for line in used if line.get("step_ms")}
+    first = next(iter(found.values()))
+    rows = [
+        [title, *(_cell(run.get(name)) for run in found.values())]
+        for name, title in sorted(timed.items(), key=lambda item: _order(first.get(item[0])))
+    ]
+    parts = [_ahead(case, run) for case, run in found.items()]
+    parts += [table(header, rows), *_failures(used), sources(used)]
+    return "\n\n".join(parts)
+
+
+def _ahead(case: str, run: Newest) -> str:
+    timed = sorted((x for x in run.values() if x.get("step_ms")), key=_order)
+    ours = [line for line in timed if line["contender"].startswith("ours")]
+    if not ours:
+        return f"{CASES[case]}: none of ours ran."
+    best = _order(ours[0])
+    ahead = [f"{x['title']} ({times(best / _order(x))})" for x in timed if _order(x) < best]
+    return f"{CASES[case]}: ahead of {ours[0]['title']}: {', '.join(ahead) or 'nobody'}."
+
+
+def _failures(used: Sequence[Line]) -> list[str]:
+    why = {x["title"]: x["error"].strip().splitlines()[-1] for x in used if x.failed}
+    texts = [f"{title}: `{error[:120]}`" for title, error in why.items()]
+    return [f"Did not run: {'; '.join(texts)}."] if texts else []
+
+
+def _cell(line: Line | None) -> str:
+    if line is None or not line.get("step_ms"):
+        return "-"
+    return f"{milliseconds(line)}, {gibibytes(line)}"
+
+
+def _order(line: Line | None) -> float:
+    if line is None or not line.get("step_ms"):
+        return float("inf")
+    return line["step_ms"]["median"]

@@ -1,0 +1,227 @@
+"""The comparison with other libraries: that all compute one thing, and that failures are told."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import json
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import library_stand_ins
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def modules():
+    """The benchmark's files as they import each other when run as a script."""
+    before = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        import peers
+        from peer_models import cases, entries, lines, peer, worker
+
+        yield types.SimpleNamespace(
+            peers=peers, cases=cases, entries=entries, lines=lines, peer=peer, worker=worker
+        )
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(BENCHMARKS)):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def libraries(monkeypatch):
+    """Stand-ins for what needs a GPU. What was built with them is imported anew."""
+    library_stand_ins.install(monkeypatch, library_stand_ins.transformer_engine())
+    library_stand_ins.install(monkeypatch, library_stand_ins.megablocks())
+    yield
+    for name in ("te_peer", "megablocks_peer"):
+        sys.modules.pop(f"peer_models.{name}", None)
+
+
+def first_losses(modules, name, case):
+    library = importlib.import_module(f"peer_models.{modules.entries.ENTRIES[name].module}")
+    run = modules.worker.build(library, name, case, CPU)
+    run.warm_up()
+    return torch.tensor(run.first_losses), run
+
+
+@pytest.mark.parametrize("case", ["launch_bound", "mixtral"])
+@pytest.mark.parametrize(
+    "name", ["torchtitan", "huggingface", "te", "te-fp8-block", "megablocks-grouped"]
+)
+def test_a_peer_computes_what_we_compute(modules, libraries, case, name):
+    """Five steps of the same weights and tokens: the first shows that every weight is where it
+    belongs, the others that every gradient is."""
+    smoke = modules.cases.cases()[case].smoke()
+    expected, ours = first_losses(modules, "ours", smoke)
+    losses, run = first_losses(modules, name, smoke)
+    torch.testing.assert_close(losses, expected, rtol=2e-6, atol=0)
+    assert losses.unique().numel() == 5
+    numbers = [sum(p.numel() for p in each.model.parameters()) for each in (run, ours)]
+    assert numbers[0] == numbers[1]
+
+
+def test_a_weight_that_is_elsewhere_shows(modules, libraries, monkeypatch):
+    """So the comparison above can fail: here keys and values are exchanged."""
+    import peer_models.weights as weights
+
+    smoke = modules.cases.cases()["launch_bound"].smoke()
+    expected, _ = first_losses(modules, "ours", smoke)
+    real = weights.LayerWeights.of
+
+    def exchanged(*arguments):
+        found = real(*arguments)
+        return replace(found, key=found.value, value=found.key)
+
+    monkeypatch.setattr(weights.LayerWeights, "of", exchanged)
+    losses, _ = first_losses(modules, "te", smoke)
+    assert (losses - expected).abs().max() > 1e-4
+
+
+def test_every_contender_has_a_file_and_a_title_of_its_own(modules):
+    entries = modules.entries.ENTRIES
+    assert len({entry.title for entry in entries.values()}) == len(entries)
+    for entry in entries.values():
+        assert (BENCHMARKS / "peer_models" / f"{entry.module}.py").exists()
+
+
+@pytest.fixture(scope="module")
+def lines(modules, tmp_path_factory):
+    """Through processes of their own: one in whole steps, and one whose library is not there."""
+    out = tmp_path_factory.mktemp("peers") / "lines.jsonl"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modules.peers, "ENTRIES", dict(modules.entries.ENTRIES))
+        megatron = modules.entries.ENTRIES["megatron"]
+        there = modules.entries.Entry(megatron.title, megatron.module, {}, runs_on_cpu=True)
+        patch.setitem(modules.peers.ENTRIES, "megatron", there)
+        options = "--smoke --device cpu --contenders ours-whole,megatron --parallel 2 --commit c"
+        modules.peers.main([*options.split(), "--out", str(out)])
+    return [json.loads(text) for text in out.read_text().splitlines()]
+
+
+def test_a_line_holds_what_was_measured(lines):
+    good = lines[0]
+    assert (good["benchmark"], good["model"], good["contender"]) == (
+        "peers", "launch_bound", "ours-whole",
+    )  # fmt: skip
+    assert good["error"] is None
+    assert good["step_ms"]["count"] == 2
+    assert good["host_ms"]["median"] > 0
+    assert good["capture_s"] > 0
+    assert good["graphs"]["captures"] == 1
+    assert len(good["first_losses"]) == 5
+    assert good["optimizer"] == "torch fused AdamW"
+    assert good["environment"]["commit"] == "c"
+
+
+def test_a_library_that_is_missing_leaves_its_error(lines):
+    assert lines[1]["contender"] == "megatron"
+    assert "No module named 'megatron'" in lines[1]["error"]
+    assert "step_ms" not in lines[1]
+
+
+def test_what_takes_too_long_is_stopped(modules, capsys):
+    options = "--smoke --device cpu --contenders ours --time-limit 0.2 --json"
+    modules.peers.main(options.split())
+    (line,) = json.loads(capsys.readouterr().out.splitlines()[-1])["lines"]
+    assert "took more than 0.2 s" in line["error"]
+
+
+def test_one_process_at_a_time_is_past_the_gate(modules, tmp_path):
+    gate = tmp_path / "gate"
+    held = modules.worker.take_turn(gate)
+    with gate.open() as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    held.close()
+    with gate.open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def record(step_ms, loss=2.0, **changes):
+    return {
+        "error": None, "settings": {}, "graphs": None, "timeline": None, "first_losses": [loss],
+        "last_loss": 1.0, "step_samples_ms": step_ms, "host_samples_ms": [1.0],
+        "reserved_bytes": 2**30, "max_allocated_bytes": 2**29, "capture_s": None,
+        "first_step_s": 1.0, "build_s": 1.0,
+    } | changes  # fmt: skip
+
+
+def test_samples_of_several_processes_are_one_line(modules):
+    case = modules.cases.cases()["launch_bound"]
+    records = [record([1.0, 2.0, 3.0]), record([5.0, 6.0, 7.0], reserved_bytes=2**31)]
+    line = modules.lines.line("te", case, records, {})
+    assert line["round_ms"] == [2.0, 6.0]
+    assert (line["step_ms"]["median"], line["step_ms"]["count"]) == (4.0, 6)
+    assert (line["reserved_bytes"], line["error"]) == (2**31, None)
+    half = modules.lines.line("te", case, [record([1.0]), {"error": "it died"}], {})
+    assert (half["error"], half["step_ms"]["count"]) == ("it died", 1)
+
+
+def test_the_table_says_who_is_ahead(modules):
+    case = modules.cases.cases()["launch_bound"]
+    made = [
+        modules.lines.line("ours", case, [record([10.0])], {}),
+        modules.lines.line("te", case, [record([8.0], loss=2.2)], {}),
+        modules.lines.line("torchtitan", case, [record([20.0])], {}),
+        modules.lines.line("megatron", case, [{"error": "Traceback\nIt died"}], {}),
+    ]
+    drawn = modules.lines.table(case, made)
+    assert [next(iter(drawn.columns[0].cells))] == ["Transformer Engine, bf16"]
+    assert list(drawn.columns[3].cells) == ["0.80", "1.00", "2.00"]
+    assert next(iter(drawn.columns[10].cells)) == "1.0e-01"
+    assert "ahead of moe_graphs, eager: Transformer Engine, bf16 (1.25x)" in drawn.caption
+    assert "behind it: as torchtitan, eager (2.00x)" in drawn.caption
+    assert "It died" in drawn.caption
+
+
+def test_the_table_of_the_readme(modules):
+    from peers_table import CASES, peers
+    from result_lines import Line
+
+    def stored(contender, ms, date, case="launch_bound", error=None):
+        stamp = {"gpu": "a GPU", "commit": "abc", "date": date, "torch": "2"}
+        measured = {} if ms is None else {"step_ms": {"median": ms}, "reserved_bytes": 2**30}
+        title = modules.entries.ENTRIES[contender].title
+        values = dict(benchmark="peers", model=case, contender=contender, title=title, error=error)
+        return Line(values | measured | {"environment": stamp}, f"{date}.jsonl")
+
+    lines = [
+        stored("ours", 10.0, "2"), stored("te", 3.0, "1"), stored("te", 8.0, "2"),
+        stored("megatron", 1.0, "1"), stored("megatron", None, "2", error="Traceback\nIt died"),
+        stored("huggingface", 20.0, "2", case="mixtral"), stored("ours", 9.0, "2", case="mixtral"),
+    ]  # fmt: skip
+    text = peers(lines, gpu="a GPU")
+    ahead = "ahead of moe_graphs, eager: Transformer Engine, bf16 (1.25x)."
+    assert f"{CASES['launch_bound']}: {ahead}" in text
+    rows = [row for row in text.splitlines() if row.startswith("| ")][1:]
+    assert rows == [
+        "| Transformer Engine, bf16 | 8.0 ms, 1.0 GiB | - |",
+        "| moe_graphs, eager | 10.0 ms, 1.0 GiB | 9.0 ms, 1.0 GiB |",
+        "| transformers, grouped_mm | - | 20.0 ms, 1.0 GiB |",
+    ]
+    assert "Did not run: Megatron-core, alltoall, eager: `It died`." in text
+    with pytest.raises(LookupError, match=r"no line of peers.py"):
+        peers(lines)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--cases none", "unknown: choose from"),
+        ("--contenders none", "match none of"),
+        ("--device cpu", "needs a CUDA device"),
+        ("--smoke --rounds 0", "must be at least 1"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(modules, capsys, options, message):
+    with pytest.raises(SystemExit):
+        modules.peers.main(options.split())
+    assert message in capsys.readouterr().err
