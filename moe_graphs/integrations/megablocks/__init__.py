@@ -1,9 +1,9 @@
 """MegaBlocks' experts behind ``MoELayer``, and its dMoE layers as ours and back.
 
-Extra: ``moe_graphs[megablocks]``. ``MoEConfig(experts="megablocks")`` multiplies by ``grouped_gemm``,
-``"megablocks_sparse"`` by the block-sparse kernels of ``stk``; a model's ``state_dict`` has the
-experts under MegaBlocks' own names (``experts.mlp.w1``, ``v1``, ``w2``) and in its layout. A layer
-that is there, and back::
+Extra: ``moe_graphs[megablocks]``. ``MoEConfig(experts="megablocks")`` multiplies by
+``grouped_gemm``, ``"megablocks_sparse"`` by the block-sparse kernels of ``stk``; a model's
+``state_dict`` has the experts under MegaBlocks' own names (``experts.mlp.w1``, ``v1``, ``w2``) and
+in its layout. A layer that is there, and back::
 
     moe = from_megablocks(dmoe, experts="megablocks")
     dmoe = to_megablocks(moe)

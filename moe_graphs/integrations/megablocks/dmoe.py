@@ -71,8 +71,9 @@ def to_megablocks(layer: MoELayer) -> Any:
     _refuse(_not_theirs(layer), "megablocks' dMoE does not compute it")
     config, weight = layer.config, layer.router.weight
     w1_eD2F, w2_eFD = layer.experts.stacked_weights()
+    library = import_megablocks("to_megablocks")
     arguments = swiglu_arguments(
-        "to_megablocks",
+        library,
         hidden_size=weight.shape[1],
         ffn_hidden_size=config.ffn_hidden_size,
         moe_num_experts=config.num_experts,
@@ -90,7 +91,7 @@ def to_megablocks(layer: MoELayer) -> Any:
         dtype=w1_eD2F.dtype,
     )
     with _same_random_numbers(weight.device):
-        made = import_megablocks("layers.dmoe", "to_megablocks").dMoE(arguments)
+        made = library.dMoE(arguments)
     with torch.no_grad():
         made.router.layer.weight.copy_(weight)
         load_stacked(made.experts.mlp, config.num_experts, w1_eD2F, w2_eFD)

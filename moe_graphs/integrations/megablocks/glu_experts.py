@@ -90,8 +90,8 @@ class MegaBlocksExperts(_MegaBlocksGLU):
             )
 
     def _build(self, **arguments: Any) -> nn.Module:
-        library = import_megablocks("layers.glu", "experts='megablocks'")
-        return library.GroupedGLU(swiglu_arguments("experts='megablocks'", **arguments))
+        library = import_megablocks("experts='megablocks'")
+        return library.GroupedGLU(swiglu_arguments(library, **arguments))
 
     def forward(self, rows_RD: Tensor, offsets_e: Tensor) -> Tensor:
         dtypes = {rows_RD.dtype, self.mlp.w1.dtype, self.mlp.v1.dtype, self.mlp.w2.dtype}
@@ -134,9 +134,9 @@ class MegaBlocksSparseExperts(_MegaBlocksGLU):
         _check_index("the weights of this rank's experts", experts * ffn_hidden_size * hidden_size)
 
     def _build(self, **arguments: Any) -> nn.Module:
-        library = import_megablocks("layers.glu", "experts='megablocks_sparse'")
-        made = swiglu_arguments("experts='megablocks_sparse'", **arguments)
-        made.mlp_impl = "sparse"  # which the constructor refuses, see above
+        library = import_megablocks("experts='megablocks_sparse'")
+        made = swiglu_arguments(library, **arguments)
+        made.mlp_impl = "sparse"  # which its constructor refuses, see above
         return library.SparseGLU(made)
 
     def forward(self, rows_RD: Tensor, offsets_e: Tensor) -> Tensor:

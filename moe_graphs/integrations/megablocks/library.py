@@ -2,44 +2,50 @@
 
 from __future__ import annotations
 
-import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 
-def _dtype_flags(dtype: torch.dtype) -> dict[str, bool]:
-    """How MegaBlocks' Arguments say a dtype: the default one is neither of the two."""
+def import_megablocks(wanted: str) -> SimpleNamespace:
+    """What we use of MegaBlocks, by its names there. ``wanted``: what asks for it.
+
+    Raises:
+        ImportError: it is not installed; says how to.
+    """
+    try:
+        from megablocks.grouped_gemm_util import grouped_gemm_is_available
+        from megablocks.layers.arguments import Arguments
+        from megablocks.layers.dmoe import dMoE
+        from megablocks.layers.glu import GroupedGLU, SparseGLU
+    except ImportError as error:
+        raise ImportError(_advice(wanted, str(error))) from error
+    if not grouped_gemm_is_available():
+        raise ImportError(_advice(wanted, "grouped_gemm is not installed"))
+    return SimpleNamespace(
+        Arguments=Arguments, dMoE=dMoE, GroupedGLU=GroupedGLU, SparseGLU=SparseGLU
+    )
+
+
+def swiglu_arguments(library: SimpleNamespace, *, dtype: torch.dtype, **fields: Any) -> Any:
+    """MegaBlocks' ``Arguments`` of grouped SwiGLU experts without biases."""
     halves = {"fp16": dtype == torch.float16, "bf16": dtype == torch.bfloat16}
     if not any(halves.values()) and dtype != torch.get_default_dtype():
         raise ValueError(
             f"MegaBlocks makes bfloat16, float16 or the default dtype "
             f"({torch.get_default_dtype()}), not {dtype}: set torch.set_default_dtype"
         )
-    return halves
-
-
-def swiglu_arguments(wanted: str, *, dtype: torch.dtype, **fields: Any) -> Any:
-    """``megablocks.layers.arguments.Arguments`` of SwiGLU experts without biases."""
-    if not import_megablocks("grouped_gemm_util", wanted).grouped_gemm_is_available():
-        raise ImportError(_advice(wanted, "grouped_gemm is not installed"))
-    return import_megablocks("layers.arguments", wanted).Arguments(
+    return library.Arguments(
         bias=False,
         return_bias=False,
         activation_fn=functional.silu,
         mlp_type="glu",
         mlp_impl="grouped",
-        **_dtype_flags(dtype),
+        **halves,
         **fields,
     )
-
-
-def import_megablocks(module: str, wanted: str) -> Any:
-    try:
-        return importlib.import_module(f"megablocks.{module}")
-    except ImportError as error:
-        raise ImportError(_advice(wanted, str(error))) from error
 
 
 def _advice(wanted: str, found: str) -> str:
