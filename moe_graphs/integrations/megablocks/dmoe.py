@@ -32,8 +32,9 @@ def from_megablocks(layer: nn.Module, experts: Backend = "moe_graphs") -> MoELay
     Raises:
         ValueError: ``layer`` is no dMoE, or computes something else; says what.
     """
-    arguments, mlp = _read(layer)
-    _refuse(_not_ours(layer, arguments), "MoELayer does not compute it")
+    theirs: Any = layer
+    arguments, mlp = _read(theirs)
+    _refuse(_not_ours(theirs, arguments), "MoELayer does not compute it")
     config = MoEConfig(
         num_experts=arguments.moe_num_experts,
         top_k=arguments.moe_top_k,
@@ -42,17 +43,17 @@ def from_megablocks(layer: nn.Module, experts: Backend = "moe_graphs") -> MoELay
         input_jitter=arguments.moe_jitter_eps or 0.0,
         aux_loss_coef=arguments.moe_loss_weight / arguments.num_layers,
         z_loss_coef=arguments.moe_zloss_weight,
-        shared_ffn_hidden_size=arguments.shared_expert_hidden_size if layer.shared_expert else 0,
+        shared_ffn_hidden_size=arguments.shared_expert_hidden_size if theirs.shared_expert else 0,
         experts=experts,
     )
     weight = mlp.w1
     with _same_random_numbers(weight.device):
         made = MoELayer(config, arguments.hidden_size, device=weight.device, dtype=weight.dtype)
     with torch.no_grad():
-        made.router.weight.copy_(layer.router.layer.weight)
+        made.router.weight.copy_(theirs.router.layer.weight)
         made.experts.load_stacked_weights(*stacked(mlp, config.num_experts))
         if made.shared_expert is not None:
-            shared: Any = layer.shared_expert
+            shared = theirs.shared_expert
             gate_up = torch.cat([shared.gate_proj.weight, shared.up_proj.weight])
             made.shared_expert.w1.weight.copy_(gate_up)
             made.shared_expert.w2.weight.copy_(shared.down_proj.weight)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe_graphs.integrations.megablocks.block_layout import (
     BLOCK,
@@ -28,6 +28,8 @@ from moe_graphs.staged import end_capture_here
 
 class _MegaBlocksGLU(ExpertsBackend):
     """One of MegaBlocks' GLUs as ``mlp``, on weights that are drawn as those of any backend."""
+
+    mlp: Any
 
     def __init__(
         self,
@@ -57,7 +59,7 @@ class _MegaBlocksGLU(ExpertsBackend):
     def _check(self, experts: int, hidden_size: int, ffn_hidden_size: int, dtype: Any) -> None:
         raise NotImplementedError
 
-    def _build(self, **arguments: Any) -> nn.Module:
+    def _build(self, **arguments: Any) -> Any:
         raise NotImplementedError
 
     def stacked_weights(self) -> tuple[Tensor, Tensor]:
@@ -89,7 +91,7 @@ class MegaBlocksExperts(_MegaBlocksGLU):
                 f"dtype=torch.bfloat16, or choose other experts"
             )
 
-    def _build(self, **arguments: Any) -> nn.Module:
+    def _build(self, **arguments: Any) -> Any:
         library = import_megablocks("experts='megablocks'")
         return library.GroupedGLU(swiglu_arguments(library, **arguments))
 
@@ -133,7 +135,7 @@ class MegaBlocksSparseExperts(_MegaBlocksGLU):
             )
         _check_index("the weights of this rank's experts", experts * ffn_hidden_size * hidden_size)
 
-    def _build(self, **arguments: Any) -> nn.Module:
+    def _build(self, **arguments: Any) -> Any:
         library = import_megablocks("experts='megablocks_sparse'")
         made = swiglu_arguments(library, **arguments)
         made.mlp_impl = "sparse"  # which its constructor refuses, see above
