@@ -18,8 +18,8 @@ from test_house_rules import FILES, PACKAGE, imports_of
 ROOT = PACKAGE.parent
 # Contenders in `moe-graphs bench gemm` where they are installed.
 WHERE_INSTALLED = {"grouped_gemm", "transformer_engine"}
-# Come with lightning and torch.
-WITH_ANOTHER = {"pytorch_lightning", "cuda"}
+# Come with lightning, torch and megablocks.
+WITH_ANOTHER = {"pytorch_lightning", "cuda", "stk"}
 # Run by make or by a test, imported by nobody.
 RUN_ONLY = {"hatchling", "mypy", "pytest-xdist", "ruff"}
 # A child of its own for each, after what takes long to import and is not ours.
@@ -120,7 +120,9 @@ def test_dependencies_are_what_is_imported():
     """No package that no module needs, and none that is needed and not declared."""
     extras = project()["optional-dependencies"]
     needed = distributions(project()["dependencies"])
-    optional = distributions([*extras["lightning"], *extras["plot"], *extras["hf"]])
+    optional = distributions(
+        [each for name in ("lightning", "plot", "hf", "megablocks") for each in extras[name]]
+    )
     assert imported_by(FILES) - WHERE_INSTALLED - WITH_ANOTHER == needed | optional
 
 
