@@ -8,6 +8,7 @@ from typing import Literal
 from moe_graphs.layers.rope_scaling import Llama3Scaling, YarnScaling
 
 EXPERT_BACKENDS = ("moe_graphs", "transformer_engine", "megablocks", "megablocks_sparse")
+LINEARS = ("torch", "transformer_engine")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +148,8 @@ class TransformerConfig:
         moe: the MoE layers; None for a dense model.
         moe_layers: which layers are MoE: all, none, one flag per layer, or an interval n for
             every n-th (layers n-1, 2n-1, ...). Without ``moe`` all layers are dense.
+        linear: whose kernels the projections of attention, dense layers and shared experts run on,
+            see ``layers.linear``. Router, norms, embedding and head are as ever.
     """
 
     hidden_size: int
@@ -166,6 +169,7 @@ class TransformerConfig:
     hidden_dropout: float = 0.0
     moe: MoEConfig | None = None
     moe_layers: Literal["all", "none"] | tuple[bool, ...] | int = "all"
+    linear: Literal["torch", "transformer_engine"] = "torch"
 
     def __post_init__(self) -> None:
         _positive(self, "hidden_size", "num_layers", "num_heads", "vocab_size")
@@ -175,6 +179,7 @@ class TransformerConfig:
         for name in ("attention_dropout", "hidden_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        check_linear(self.linear)
         self._check_heads()
         self._check_layers()
 
@@ -248,6 +253,11 @@ class TransformerConfig:
                 f"ffn_hidden_size must be positive, got {self.ffn_hidden_size}: layers {dense} "
                 f"are dense"
             )
+
+
+def check_linear(kind: str) -> None:
+    if kind not in LINEARS:
+        raise ValueError(f"linear {kind!r} is unknown: choose one of {', '.join(LINEARS)}")
 
 
 def _positive(config: object, *names: str) -> None:

@@ -116,7 +116,10 @@ class MoEStages(Staged):
 
 
 class MoELayer(MoEStages):
-    """Router, dispatch, experts, combine, and optionally an expert that sees every token."""
+    """Router, dispatch, experts, combine, and optionally an expert that sees every token.
+
+    ``linear``: of the shared expert, as in ``TransformerConfig``.
+    """
 
     experts: ExpertsBackend
 
@@ -126,6 +129,7 @@ class MoELayer(MoEStages):
         hidden_size: int,
         dispatcher: Dispatcher | None = None,
         *,
+        linear: str = "torch",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -139,7 +143,8 @@ class MoELayer(MoEStages):
         self.shared_expert: SwiGLU | None = None
         self.shared_gate: nn.Linear | None = None
         if config.shared_ffn_hidden_size:
-            self.shared_expert = SwiGLU(hidden_size, config.shared_ffn_hidden_size, **factory)
+            width = config.shared_ffn_hidden_size
+            self.shared_expert = SwiGLU(hidden_size, width, linear=linear, **factory)
         if config.shared_gate:
             self.shared_gate = nn.Linear(hidden_size, 1, bias=False, **factory)
 
