@@ -11,11 +11,11 @@ import sys
 from dataclasses import replace
 
 import pytest
-import te_stand_in
 import torch
 from torch import nn
 
 import moe_graphs
+import te_stand_in
 from moe_graphs import GraphConfig
 from moe_graphs.dispatch import PaddedDispatcher
 from moe_graphs.integrations import transformer_engine as parts
@@ -188,6 +188,9 @@ def test_fp8_state_comes_and_goes(engine):
             logits.square().mean().backward()
         return logits
 
+    def weights_of(model):
+        return {n: v for n, v in model.state_dict().items() if "_extra_state" not in n}
+
     recipe = parts.fp8_recipe("delayed")
     autocast = lambda: parts.fp8_autocast(recipe)  # noqa: E731
     config = replace(CONFIG, linear="transformer_engine", moe=THEIRS)
@@ -195,16 +198,16 @@ def test_fp8_state_comes_and_goes(engine):
     fresh = parts.fp8_state(model)
     for seed in range(3):
         step(model, seed)
-    state, weights = parts.fp8_state(model), model.state_dict()
+    state = parts.fp8_state(model)
     assert not fresh
     assert {"layers.0.attention.qkv", "layers.1.moe.experts.w1"} <= state.keys()
-    other.load_state_dict({n: v for n, v in weights.items() if "_extra_state" not in n})
+    other.load_state_dict(weights_of(model))
     assert not torch.equal(step(other, 7), expected := step(model, 7))
     parts.load_fp8_state(other, state, autocast)
     assert torch.equal(step(other, 7), expected)
     parts.load_fp8_state(other, fresh, autocast)
     begun = LanguageModel(config)
-    begun.load_state_dict(other.state_dict() | {n: torch.empty(0) for n in weights if "_ex" in n})
+    begun.load_state_dict(weights_of(other))
     assert torch.equal(step(other, 8), step(begun, 8))
 
 
