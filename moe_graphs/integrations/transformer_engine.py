@@ -32,6 +32,7 @@ FP8_RECIPES = {
 _DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 _REMEMBERED = ("scale", "amax_history")
 _EXTRA_STATE = "_extra_state"
+_FP8_MULTIPLE = 16  # of every side of a product, forward or backward
 
 
 def transformer_engine() -> ModuleType:
@@ -148,6 +149,27 @@ def fp8_autocast(recipe: Any) -> contextlib.AbstractContextManager[Any]:
     if hasattr(engine, "autocast"):
         return engine.autocast(enabled=True, recipe=recipe)
     return engine.fp8_autocast(enabled=True, fp8_recipe=recipe)  # before 2.8
+
+
+def check_fp8_sizes(model: nn.Module, rows: int) -> None:
+    """Raises ``ValueError`` where FP8 products are not possible.
+
+    Args:
+        rows: tokens of one call of the model.
+    """
+    if rows % _FP8_MULTIPLE:
+        raise ValueError(
+            f"fp8: {rows} tokens in a microbatch: FP8 needs a multiple of {_FP8_MULTIPLE}: change "
+            f"the batch size or the sequence length"
+        )
+    for name, module in model.named_modules():
+        if hasattr(module, "fp8_meta"):
+            shape = [module.out_features, module.in_features]
+            if any(size % _FP8_MULTIPLE for size in shape):
+                raise ValueError(
+                    f"fp8: the weights of {name} are {shape}: FP8 needs multiples of "
+                    f"{_FP8_MULTIPLE}"
+                )
 
 
 def fp8_is_on() -> bool:

@@ -12,6 +12,7 @@ Shapes: T tokens, D model, K top-k, R routed rows.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -147,6 +148,17 @@ class MoELayer(MoEStages):
             self.shared_expert = SwiGLU(hidden_size, width, linear=linear, **factory)
         if config.shared_gate:
             self.shared_gate = nn.Linear(hidden_size, 1, bias=False, **factory)
+
+    def use_experts(self, kind: str) -> None:
+        """Replaces the experts by those of another backend (``MoEConfig.experts``), with the same
+        weights. Their parameters are other ones: before an optimizer or graphs are made."""
+        before, (size,) = self.experts, self.router.weight.shape[1:]
+        self.config = replace(self.config, experts=kind)
+        w1_eD2F, w2_eFD = before.stacked_weights()
+        self.experts = build_experts(
+            self.config, size, before.local_experts, device=w1_eD2F.device, dtype=w1_eD2F.dtype
+        )
+        self.experts.load_stacked_weights(w1_eD2F, w2_eFD)
 
     def stages(self) -> tuple[Stage, ...]:
         return (

@@ -103,12 +103,13 @@ class Base(nn.Module):
         if not self.fp8:
             return value
         assert not value.numel() or value.shape[-1] % ALIGNMENT == 0, value.shape
-        scaling, scale = self.fp8_meta["scaling_fwd"], 16.0
+        scaling, scale = self.fp8_meta["scaling_fwd"], 1.0
         if isinstance(scaling, Scaling) and value.numel():
             scale = scaling.scale[index].clone()
             history = scaling.amax_history[0, index]
             history.copy_(torch.maximum(history, value.detach().abs().amax()))
-        return value + ((value * scale).round() / scale - value).detach()
+        steps = 64 * scale
+        return value + ((value * steps).round() / steps - value).detach()
 
     def get_extra_state(self) -> torch.Tensor:
         if not (self.fp8_meta["fp8_checkpoint"] or self.fp8):
