@@ -232,7 +232,7 @@ def _is_delayed(meta: Mapping[str, Any]) -> bool:
     return hasattr(meta.get(_DIRECTIONS[0]), "amax_history")
 
 
-def _weights(grouped: nn.Module) -> list[Tensor]:
+def _weights(grouped: Any) -> list[Tensor]:
     return [getattr(grouped, f"weight{index}") for index in range(grouped.num_gemms)]
 
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from moe_graphs.layers.model_config import check_linear
+
+
+class Projection(nn.Module):
+    """What the kinds have in common, for type checkers: none is a subclass."""
+
+    weight: nn.Parameter
 
 
 def build_linear(
@@ -18,7 +24,7 @@ def build_linear(
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-) -> nn.Module:
+) -> Projection:
     """A projection without bias. Whatever the kind: the same name and shape of its ``weight``, the
     same values in it, and the same draws from the generator.
 
@@ -28,7 +34,7 @@ def build_linear(
     check_linear(kind)
     factory: dict[str, Any] = {"device": device, "dtype": dtype}
     if kind == "torch":
-        return nn.Linear(in_features, out_features, bias=False, **factory)
+        return cast(Projection, nn.Linear(in_features, out_features, bias=False, **factory))
     # Imported when it is asked for: layers know no integration.
     engine = importlib.import_module("moe_graphs.integrations.transformer_engine")
-    return engine.te_linear(in_features, out_features, **factory)
+    return cast(Projection, engine.te_linear(in_features, out_features, **factory))

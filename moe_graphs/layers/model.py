@@ -9,14 +9,14 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_graphs.dispatch import Dispatcher, LocalDispatcher
-from moe_graphs.layers.model_config import TransformerConfig
+from moe_graphs.layers.model_config import ExpertsKind, LinearKind, TransformerConfig
 from moe_graphs.layers.moe import MoELayer
 from moe_graphs.layers.norm import RMSNorm
 from moe_graphs.layers.rope import RotaryEmbedding
@@ -79,8 +79,8 @@ class LanguageModel(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         max_sequence_length: int | None = None,
-        linear: Literal["torch", "transformer_engine"] = "torch",
-        experts: str = "moe_graphs",
+        linear: LinearKind = "torch",
+        experts: ExpertsKind = "moe_graphs",
     ) -> Self:
         """The model of a Hugging Face directory: config.json and safetensors, whole or in shards.
 
@@ -133,7 +133,7 @@ class LanguageModel(nn.Module):
 
         save(self, self.config, self.hf_values, Path(directory), max_shard_bytes)
 
-    def use_experts(self, kind: str) -> None:
+    def use_experts(self, kind: ExpertsKind) -> None:
         """``MoELayer.use_experts`` of every MoE layer, one after the other."""
         if self.config.moe is not None:
             moe = replace(self.config.moe, experts=kind)

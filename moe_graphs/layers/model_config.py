@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from moe_graphs.layers.rope_scaling import Llama3Scaling, YarnScaling
 
-EXPERT_BACKENDS = ("moe_graphs", "transformer_engine", "megablocks", "megablocks_sparse")
-LINEARS = ("torch", "transformer_engine")
+ExpertsKind = Literal["moe_graphs", "transformer_engine", "megablocks", "megablocks_sparse"]
+LinearKind = Literal["torch", "transformer_engine"]
+EXPERT_BACKENDS: tuple[str, ...] = get_args(ExpertsKind)
+LINEARS: tuple[str, ...] = get_args(LinearKind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +52,7 @@ class MoEConfig:
     bias_update_rate: float = 1e-3
     shared_ffn_hidden_size: int = 0
     shared_gate: bool = False
-    experts: Literal["moe_graphs", "transformer_engine", "megablocks", "megablocks_sparse"] = (
-        "moe_graphs"
-    )
+    experts: ExpertsKind = "moe_graphs"
 
     def __post_init__(self) -> None:
         _positive(self, "num_experts", "top_k", "ffn_hidden_size", "scaling_factor")
@@ -169,7 +169,7 @@ class TransformerConfig:
     hidden_dropout: float = 0.0
     moe: MoEConfig | None = None
     moe_layers: Literal["all", "none"] | tuple[bool, ...] | int = "all"
-    linear: Literal["torch", "transformer_engine"] = "torch"
+    linear: LinearKind = "torch"
 
     def __post_init__(self) -> None:
         _positive(self, "hidden_size", "num_layers", "num_heads", "vocab_size")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from moe_graphs.dispatch import Dispatcher, DispatchPlan, LocalDispatcher
 from moe_graphs.layers.expert_backends import ExpertsBackend, build_experts
 from moe_graphs.layers.mlp import SwiGLU
-from moe_graphs.layers.model_config import MoEConfig
+from moe_graphs.layers.model_config import ExpertsKind, MoEConfig
 from moe_graphs.layers.router import Routing, TopKRouter
 from moe_graphs.staged import Stage, Staged, record
 
@@ -149,7 +149,7 @@ class MoELayer(MoEStages):
         if config.shared_gate:
             self.shared_gate = nn.Linear(hidden_size, 1, bias=False, **factory)
 
-    def use_experts(self, kind: str) -> None:
+    def use_experts(self, kind: ExpertsKind) -> None:
         """Replaces the experts by those of another backend (``MoEConfig.experts``), with the same
         weights. Their parameters are other ones: before an optimizer or graphs are made."""
         before, (size,) = self.experts, self.router.weight.shape[1:]

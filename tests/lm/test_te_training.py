@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 import te_stand_in
-from lm_runs import QUIET, advance, fresh_trainer, options, small_corpus
+from lm_runs import (
+    QUIET,
+    advance,
+    fresh_trainer,
+    on_transformer_engine,
+    options,
+    small_corpus,
+)
 from moe_graphs.cli import build_app
 from moe_graphs.config import FullIterationConfig, GraphConfig
 from moe_graphs.layers import LanguageModel
@@ -26,10 +34,8 @@ def engine(monkeypatch):
     return te_stand_in.install(monkeypatch)
 
 
-def with_te(fp8: str = "none", *, linear: str = THEIRS, experts: str = THEIRS, **changes):
-    given = options(**changes)
-    preset = with_kernels(given.preset, experts=experts, linear=linear, fp8=fp8, device=CUDA)
-    return dataclasses.replace(given, preset=preset, fp8=fp8)
+def with_te(fp8: str = "none", *, experts: str = THEIRS, **changes) -> RunOptions:
+    return on_transformer_engine(options(**changes), experts=experts, fp8=fp8)
 
 
 def losses_of(given: RunOptions, steps: int = 6) -> torch.Tensor:
@@ -194,6 +200,9 @@ def test_sizes_that_fp8_cannot_multiply(engine):
         )
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is not None, reason="it is installed"
+)
 def test_without_transformer_engine_it_says_what_to_install():
     with pytest.raises(ImportError, match=r'pip install "moe_graphs\[te\]"'):
         with_te()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pickle
 import sys
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -209,7 +210,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     }
     for name, values in modules.items():
         module = ModuleType(name)
-        module.__path__ = []
+        module.__path__, module.__spec__ = [], ModuleSpec(name, None)
         vars(module).update(values)
         monkeypatch.setitem(sys.modules, name, module)
     return STATE
