@@ -48,7 +48,8 @@ def train(
     impl: Annotated[
         str,
         typer.Option(
-            help="local captures scopes, full_iteration whole steps, none trains eagerly."
+            help="local captures scopes (as Megatron's transformer_engine does), full_iteration "
+            "whole steps, none trains eagerly."
         ),
     ] = "local",
     scopes: Annotated[
@@ -82,7 +83,7 @@ def train(
     fp8: Annotated[
         str,
         typer.Option(
-            help="none, or the recipe of Transformer Engine's parts: delayed, current, block."
+            help="Recipe of Transformer Engine's parts in training: none, delayed, current, block."
         ),
     ] = "none",
     resume: Annotated[

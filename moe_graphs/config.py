@@ -117,8 +117,8 @@ def _stage_can_be_captured(choice: Choice) -> str | None:
         if reason:
             return (
                 f"scopes {choice.scopes} contain stage {stage!r}, which synchronises with the "
-                f"host ({reason}): use 'moe_router,moe_preprocess' instead, or a dispatcher "
-                f"without host sync ('local', 'padded')"
+                f"host ({reason}): use 'moe_router,moe_preprocess' instead, or a dispatcher and "
+                f"experts without host sync ('local' or 'padded', and 'moe_graphs')"
             )
     return None
 

@@ -35,7 +35,7 @@ _EXTRA_STATE = "_extra_state"
 _FP8_MULTIPLE = 16  # of every side of a product, forward or backward
 
 
-def transformer_engine() -> ModuleType:
+def import_transformer_engine() -> ModuleType:
     """``transformer_engine.pytorch``, imported when it is asked for.
 
     Raises:
@@ -75,7 +75,7 @@ class TEExperts(ExpertsBackend):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_local_experts, first_expert, num_experts)
-        engine = transformer_engine()
+        engine = import_transformer_engine()
         options = {**_options(device, dtype), "init_method": _leave}
         self.w1 = engine.GroupedLinear(
             num_local_experts, hidden_size, 2 * ffn_hidden_size, **options
@@ -129,7 +129,7 @@ def te_linear(
     Its state_dict is torch's, too, as long as TE has nothing to save there: only delayed scaling
     has. Loading one without that state leaves what the module has, as TE does.
     """
-    engine = transformer_engine()
+    engine = import_transformer_engine()
     options = {**_options(device, dtype), "init_method": _as_torch_draws}
     return _without_empty_state(engine.Linear(in_features, out_features, **options))
 
@@ -138,14 +138,14 @@ def fp8_recipe(name: str) -> Any:
     """TE's recipe with its defaults, by the short name of ``FP8_RECIPES``."""
     if name not in FP8_RECIPES:
         raise ValueError(f"fp8: {name!r} is not one of none, {', '.join(FP8_RECIPES)}")
-    transformer_engine()
+    import_transformer_engine()
     return getattr(importlib.import_module("transformer_engine.common.recipe"), FP8_RECIPES[name])()
 
 
 def fp8_autocast(recipe: Any) -> contextlib.AbstractContextManager[Any]:
     """TE's context in which its modules compute in FP8; a new one for every step, around all of
     it. Make the recipe once: TE tells recipes apart."""
-    engine = transformer_engine()
+    engine = import_transformer_engine()
     if hasattr(engine, "autocast"):
         return engine.autocast(enabled=True, recipe=recipe)
     return engine.fp8_autocast(enabled=True, fp8_recipe=recipe)  # before 2.8
@@ -157,19 +157,20 @@ def check_fp8_sizes(model: nn.Module, rows: int) -> None:
     Args:
         rows: tokens of one call of the model.
     """
-    if rows % _FP8_MULTIPLE:
-        raise ValueError(
-            f"fp8: {rows} tokens in a microbatch: FP8 needs a multiple of {_FP8_MULTIPLE}: change "
-            f"the batch size or the sequence length"
-        )
     for name, module in model.named_modules():
-        if hasattr(module, "fp8_meta"):
-            shape = [module.out_features, module.in_features]
-            if any(size % _FP8_MULTIPLE for size in shape):
-                raise ValueError(
-                    f"fp8: the weights of {name} are {shape}: FP8 needs multiples of "
-                    f"{_FP8_MULTIPLE}"
-                )
+        if not hasattr(module, "fp8_meta"):
+            continue
+        shape = [module.out_features, module.in_features]
+        if any(size % _FP8_MULTIPLE for size in shape):
+            raise ValueError(
+                f"fp8: the weights of {name} are {shape}: FP8 needs multiples of {_FP8_MULTIPLE}"
+            )
+        is_padded = hasattr(module, "num_gemms")  # of experts
+        if rows % _FP8_MULTIPLE and not is_padded:
+            raise ValueError(
+                f"fp8: {rows} tokens in a microbatch: FP8 needs a multiple of {_FP8_MULTIPLE}: "
+                f"change the batch size or the sequence length"
+            )
 
 
 def fp8_is_on() -> bool:

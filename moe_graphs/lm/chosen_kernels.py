@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from moe_graphs.integrations.transformer_engine import FP8_RECIPES, transformer_engine
+from moe_graphs.integrations.transformer_engine import FP8_RECIPES, import_transformer_engine
 from moe_graphs.lm.run_presets import Preset
 
 _THEIRS = "transformer_engine"
@@ -32,7 +32,7 @@ def with_kernels(
     if _THEIRS in (experts, linear):
         if device.type != "cuda":
             raise ValueError(f"Transformer Engine needs a CUDA GPU, and this run is on {device}")
-        transformer_engine()
+        import_transformer_engine()
     elif fp8 != "none":
         raise ValueError(
             f"fp8: {fp8!r}, but nothing would compute in it: add --linear {_THEIRS}, --experts "

@@ -6,6 +6,7 @@ Shapes: B batch, S sequence, D model, F ffn, e experts, R rows.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import sys
 from dataclasses import replace
@@ -172,6 +173,14 @@ def test_projections_are_theirs_under_torchs_names(engine, latent):
     torch.testing.assert_close(model(tokens).logits_BSV, plain(tokens).logits_BSV)
 
 
+def test_a_copied_model_saves_and_loads_as_torchs(engine):
+    model = copy.deepcopy(LanguageModel(replace(CONFIG, linear="transformer_engine")))
+    plain = LanguageModel(CONFIG)
+    model.load_state_dict(plain.state_dict())
+    plain.load_state_dict(model.state_dict())
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
 def test_a_state_that_torch_cannot_hold_is_not_dropped(engine):
     model = LanguageModel(replace(CONFIG, linear="transformer_engine"))
     with parts.fp8_autocast(parts.fp8_recipe("delayed")):
@@ -211,29 +220,30 @@ def test_fp8_state_comes_and_goes(engine):
     assert torch.equal(step(other, 8), step(begun, 8))
 
 
-@pytest.mark.parametrize("scopes", ["attn", "moe_router", "attn,moe_router,moe_preprocess"])
-def test_legal_scopes_replay_bitwise(engine, scopes):
-    def losses(graphed: bool) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = LanguageModel(replace(CONFIG, linear="transformer_engine", moe=THEIRS))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        graphs = moe_graphs.graph(model, GraphConfig(scopes if graphed else None, **impl[graphed]))
-        found = []
-        for _ in range(6):
-            with graphs.step():
-                loss = model(torch.randint(32, (2, 8))).logits_BSV.square().mean()
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.detach().clone())
-        report = graphs.report()
-        graphs.release()
-        assert (report.replayed > 0) == graphed
-        assert set(report.eager_calls) <= {"warmup"}
-        return found
+def losses(config: GraphConfig) -> tuple[list[torch.Tensor], moe_graphs.Report]:
+    torch.manual_seed(0)
+    model = LanguageModel(replace(CONFIG, linear="transformer_engine", moe=THEIRS))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    graphs, found = moe_graphs.graph(model, config), []
+    for _ in range(6):
+        with graphs.step():
+            loss = model(torch.randint(32, (2, 8))).logits_BSV.square().mean()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach().clone())
+    report = graphs.report()
+    graphs.release()
+    return found, report
 
-    impl = {True: {"warmup_steps": 2}, False: {"impl": "none"}}
-    assert all(map(torch.equal, losses(False), losses(True)))
+
+@pytest.mark.parametrize("scopes", ["attn", "moe_router", "attn,mlp,moe_router,moe_preprocess"])
+def test_legal_scopes_replay_bitwise(engine, scopes):
+    eager, _ = losses(GraphConfig(impl="none"))
+    graphed, report = losses(GraphConfig(scopes, warmup_steps=2))
+    assert all(map(torch.equal, eager, graphed))
+    assert report.replayed
+    assert set(report.eager_calls) <= {"warmup"}
 
 
 @pytest.mark.parametrize("dispatcher", [None, PaddedDispatcher(capacity_factor=2.0)])

@@ -5,7 +5,6 @@ Their products of fp32 are in TF32. Shapes: D model, F ffn, e experts, R rows, T
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 import moe_graphs
 from lm_runs import QUIET, advance, fresh_trainer, on_transformer_engine, options, small_corpus
-from moe_graphs import GraphConfig
+from moe_graphs import GraphConfig, GraphError
 from moe_graphs.config import FullIterationConfig
 from moe_graphs.integrations import transformer_engine as parts
 from moe_graphs.layers import (
@@ -123,7 +122,7 @@ def results(experts: nn.Module, rows_RD: Tensor, ends_e: Tensor, grad_RD: Tensor
     """The output and all gradients."""
     where = next(experts.parameters())
     experts.zero_grad()
-    rows_RD = rows_RD.to(where).requires_grad_()
+    rows_RD = rows_RD.to(where.device, where.dtype, copy=True).requires_grad_()
     out_RD = experts(rows_RD, ends_e.to(where.device))
     out_RD.backward(grad_RD.to(where))
     return [out_RD, rows_RD.grad, *gradients(experts)]
@@ -177,7 +176,7 @@ def test_a_layer_errs_as_ours_does(dtype):
             layer.experts.load_stacked_weights(*first.experts.stacked_weights())
             for part in ("router", "shared_expert", "shared_gate"):
                 getattr(layer, part).load_state_dict(getattr(first, part).state_dict())
-        x_TD = hidden_TD.to(device, precision).requires_grad_()
+        x_TD = hidden_TD.to(device, precision, copy=True).requires_grad_()
         output = layer(x_TD)
         (output.hidden.square().sum() + output.aux_loss).backward()
         others = [p.grad for n, p in layer.named_parameters() if not n.startswith("experts.")]
@@ -312,9 +311,13 @@ def test_scopes_are_bitwise_in_fp8(recipe, scopes, record_property):
 
 
 def on_gpu(**changes):
-    given = dataclasses.replace(options(steps=12, microbatches=2), device=torch.device("cuda"))
+    given = options(steps=12, microbatches=2)
+    moe = replace(given.preset.model.moe, ffn_hidden_size=128)
+    model = replace(given.preset.model, hidden_size=128, ffn_hidden_size=256, moe=moe)
+    preset = replace(given.preset, model=model)
+    given = replace(given, preset=preset, device=torch.device("cuda"))
     graphs = {"graph_config": changes.pop("graph_config", None)}
-    return dataclasses.replace(on_transformer_engine(given, **changes), **graphs)
+    return replace(on_transformer_engine(given, **changes), **graphs)
 
 
 GRAPHS = {
@@ -326,9 +329,14 @@ GRAPHS = {
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(("graphs", "experts"), GRAPHS.values(), ids=GRAPHS)
 @pytest.mark.parametrize("fp8", ["none", *RECIPES])
-def test_a_small_model_trains_graphed_as_eager(fp8, graphs, experts):
+def test_a_small_model_trains_graphed_as_eager(fp8, graphs, experts, record_property):
     given = on_gpu(fp8=fp8, experts=experts, graph_config=graphs)
-    result = compare(given, small_corpus(), QUIET)
+    try:
+        result = compare(given, small_corpus(), QUIET)
+    except GraphError as error:  # refused by name, before anything is launched
+        record_property("refused", str(error))
+        assert fp8 != "none"
+        return
     assert result.losses_bitwise_equal, result.first_difference
     assert result.parameters_bitwise_equal
     assert result.eager.losses[-1] < result.eager.losses[0]

@@ -18,6 +18,7 @@ from lm_runs import (
     options,
     small_corpus,
 )
+from moe_graphs import GraphError
 from moe_graphs.cli import build_app
 from moe_graphs.config import FullIterationConfig, GraphConfig
 from moe_graphs.layers import LanguageModel
@@ -78,6 +79,12 @@ def test_scopes_without_fp8_are_bitwise(engine, config):
 def test_whole_steps_of_their_projections_are_bitwise(engine):
     given = dataclasses.replace(with_te(experts="moe_graphs"), graph_config=FullIterationConfig())
     assert torch.equal(losses_of(with_te(experts="moe_graphs")), losses_of(given))
+
+
+def test_whole_steps_with_their_experts_are_refused_by_name(engine):
+    given = dataclasses.replace(with_te(), graph_config=FullIterationConfig())
+    with pytest.raises(GraphError, match="tolist"):
+        losses_of(given)
 
 
 @pytest.mark.parametrize("recipe", ["none", "delayed", "block"])
