@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.nn.modules import module as module_globals
 from torch.nn.utils import parametrize
 from torch.utils._device import DeviceContext
 
+from moe_graphs.engine import fp8
 from moe_graphs.engine.signature import Mismatch
 
 # Getters of torch._C without arguments. Those that a version of torch does not have are left out.
@@ -54,11 +54,15 @@ _HOOKS_OF_ALL_MODULES = tuple(
 class Context:
     """The state in force where it was made."""
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, *, of_backward: bool = False) -> None:
+        """of_backward: of one that goes on from a forward, which has settled its precision."""
         self.device_type = device_type
-        self._getters = _getters(device_type)
+        self._getters = dict(_getters(device_type))
+        if of_backward:
+            del self._getters[_FP8]
         self._state = {name: get() for name, get in self._getters.items()}
         self._calls, self._values = list(self._getters.values()), list(self._state.values())
+        self._fp8 = fp8.Autocast()
 
     def mismatch(self) -> Mismatch | None:
         """How the state of now differs from it. Takes some five microseconds."""
@@ -79,9 +83,11 @@ class Context:
         return is_on and self._state["autocast cache"]
 
     @contextlib.contextmanager
-    def autocast(self) -> Iterator[None]:
-        """As it was, without the cache."""
+    def autocast(self, inputs: Sequence[Any]) -> Iterator[None]:
+        """torch's as it was, without the cache, and Transformer Engine's, for a run beside the
+        real one on ``inputs`` (leaves)."""
         with contextlib.ExitStack() as entered:
+            entered.enter_context(self._fp8.beside(inputs))
             for kind, where in {self.device_type: "", "cpu": " (cpu)"}.items():
                 is_on, dtype = (
                     self._state[f"autocast{where}"],
@@ -114,18 +120,17 @@ def reason_of_modes() -> str | None:
         return "forward_mode_ad"
     if torch.is_anomaly_enabled():
         return "anomaly_mode"
-    if _fp8() is not None:
-        return "fp8"  # Transformer Engine's kernels write scales that no dispatcher sees
     if parametrize._cache_enabled:
         return "parametrization_cache"
     if any(_HOOKS_OF_ALL_MODULES):
         return "global_module_hooks"
     if torch._C._len_torch_function_stack() and _default_device() is _UNKNOWN:
         return "function_mode"
-    return None
+    return fp8.reason_to_run_eagerly()
 
 
 _UNKNOWN = object()
+_FP8 = "Transformer Engine's FP8 recipe"
 
 
 def _default_device() -> Any:
@@ -140,17 +145,6 @@ def _default_device() -> Any:
     return _UNKNOWN
 
 
-def _fp8() -> Any:
-    """Whether Transformer Engine computes in FP8 just now, and by which recipe."""
-    module = sys.modules.get("transformer_engine.pytorch.quantization") or sys.modules.get(
-        "transformer_engine.pytorch.fp8"
-    )
-    manager = getattr(module, "FP8GlobalStateManager", None)
-    if manager is None or not manager.is_fp8_enabled():
-        return None
-    return manager.get_fp8_recipe(), manager.is_fp8_calibration()
-
-
 @functools.cache
 def _getters(device_type: str) -> dict[str, Callable[[], Any]]:
     """By name."""
@@ -163,7 +157,7 @@ def _getters(device_type: str) -> dict[str, Callable[[], Any]]:
         "inference mode": torch.is_inference_mode_enabled,
         "default dtype": torch.get_default_dtype,
         "default device": _default_device,
-        "Transformer Engine's FP8 state": _fp8,
+        _FP8: fp8.surroundings,
         **{n.removeprefix("_get_"): getattr(torch._C, n) for n in _FLAGS if hasattr(torch._C, n)},
         **{
             f"fp32 precision of {' '.join(which)}": functools.partial(

@@ -35,8 +35,9 @@ _OF_PYTHON: dict[str, frozenset[str]] = {
     "subprocess": frozenset(),
     "socket": frozenset(),
 }  # fmt: skip
-# Of Transformer Engine: in FP8 its kernels write scales that no dispatcher sees.
+# Of Transformer Engine: scales follow where it ends, and whose modules came first is settled there.
 _FP8 = ("fp8_autocast_enter", "autocast_enter")
+FP8 = "Transformer Engine's autocast"
 # Whoever watches operations makes dynamo leave the function uncompiled, for good, and that rounds
 # otherwise.
 _COMPILED = "torch.compile"
@@ -56,6 +57,8 @@ def refusal(door: str) -> str:
             "leave it out, or do not compile there (torch.compiler.disable; for Transformer "
             "Engine's fused functions NVTE_TORCH_COMPILE=0)"
         )
+    if door == FP8:
+        return f"it enters {door}: enter it outside of the scope, around the whole step"
     return (
         f"it calls {door}(), whose answer may be another one at every call, and a replay runs no "
         f"Python: call it outside, and pass on the answer"
@@ -84,7 +87,7 @@ def of_python(frame: types.FrameType, *, of_the_user: bool) -> str | None:
     if frame.f_code is torch.Tensor.__reduce_ex__.__code__:
         return "pickle.dumps"
     if frame.f_code.co_name in _FP8 and frame.f_locals.get("enabled"):
-        return f"Transformer Engine's {frame.f_code.co_name}"
+        return FP8
     module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
     if (module, name) == ("torch._dynamo.eval_frame", "compile_wrapper"):
         return _COMPILED

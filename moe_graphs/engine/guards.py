@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._C._dynamo import guards as of_dynamo
 
 from moe_graphs.engine.containers import GONE
+from moe_graphs.engine.fp8 import is_bookkeeping
 from moe_graphs.engine.hooks import hooks_of
 from moe_graphs.engine.reachable import Reachable, Walk
 from moe_graphs.engine.reads import Reads, functions_of
@@ -171,7 +172,8 @@ class Guards:
         self._found = found
         self._contents = [(each, each.contents()) for each in found.containers]
         self._cells = [(cell, cell.read()) for cell in found.cells]
-        matter = set(map(id, found.tensors.values()))
+        matter = {id(leaf) for leaf in found.leaves.values() if is_bookkeeping(leaf)}
+        matter.update(map(id, found.tensors.values()))
         self._untouched = Untouched(self._contents, self._noisy, matter)
         self._hooks = [
             hooks for _, m in found.modules if id(m) not in self._outside for hooks in hooks_of(m)
@@ -218,7 +220,7 @@ class Guards:
 
     def _is_alike(self, name: str, now: Any, before: Any) -> bool:
         """Of a tensor that no operation reads, only what Python may ask of it matters."""
-        if name in self._found.tensors or not isinstance(before, Tensor):
+        if name in self._found.tensors or not isinstance(before, Tensor) or is_bookkeeping(before):
             return False
         return isinstance(now, Tensor) and _asked(now) == _asked(before)
 

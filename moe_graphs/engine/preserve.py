@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from moe_graphs.engine.fp8 import Fp8State
+
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
@@ -23,14 +25,16 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-class RandomState:
-    """The numbers that torch will draw next: of the CPU, the device, and other generators."""
+class HiddenState:
+    """What operations change beside the tensors that they are given: the numbers that torch will
+    draw next (of the CPU, the device, and other generators), and Transformer Engine's scales."""
 
     def __init__(self, device: torch.device, generators: Iterable[torch.Generator] = ()) -> None:
         self._device = device
         self._others = [(generator, generator.get_state()) for generator in generators]
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._fp8 = Fp8State()
 
     def put_back(self) -> None:
         torch.set_rng_state(self._cpu)
@@ -38,14 +42,19 @@ class RandomState:
             torch.cuda.set_rng_state(self._cuda, self._device)
         for generator, state in self._others:
             generator.set_state(state)
+        self._fp8.put_back()
+
+    def scales(self) -> dict[str, Tensor]:
+        """By the names that messages use."""
+        return self._fp8.named_values()
 
     def digest(self) -> tuple[bytes, ...]:
-        """A value that is the same for the same state."""
+        """A value that is the same for the same random state."""
         return tuple(bytes(state.numpy()) for state in (self._cpu, *self._states()))
 
     def is_current(self) -> bool:
         """Whether nothing has been drawn since."""
-        now = RandomState(self._device, [generator for generator, _ in self._others])
+        now = HiddenState(self._device, [generator for generator, _ in self._others])
         pairs = [(self._cpu, now._cpu), *zip(self._states(), now._states(), strict=True)]
         return all(torch.equal(before, after) for before, after in pairs)
 
@@ -54,11 +63,11 @@ class RandomState:
 
 
 @contextlib.contextmanager
-def preserved_rng(
+def preserved_hidden_state(
     device: torch.device, generators: Iterable[torch.Generator] = ()
 ) -> Iterator[None]:
-    """What is drawn inside was never drawn."""
-    state = RandomState(device, generators)
+    """What is drawn inside was never drawn, no scale has moved."""
+    state = HiddenState(device, generators)
     try:
         yield
     finally:

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from moe_graphs.engine.containers import GONE, Cell, Container, Elements
+from moe_graphs.engine.fp8 import is_bookkeeping
 from moe_graphs.engine.looking_into import (
     bytes_of,
     contents_of_cell,
@@ -114,8 +115,7 @@ class Walk:
         self._classes: set[type] = set()
         self._stack: list[tuple[Any, str, bool]] = []
         # The last one is visited first, and gives its name to what others reach as well.
-        first = list(roots.items())[:1]
-        others = list(roots.items())[1:]
+        first, others = list(roots.items())[:1], list(roots.items())[1:]
         for name, root in reversed([*others, *self._owners()]):
             self._push(root, name, False)
         for name, root in reversed(everything.items()):
@@ -176,6 +176,8 @@ class Walk:
     def _look_into(self, value: Any, name: str, everything: bool) -> None:
         if isinstance(value, nn.Module):
             self._module(value, name, everything)
+        elif is_bookkeeping(value):
+            self.found.leaves[name] = value
         elif isinstance(value, Optimizer):
             # Its other attributes are bookkeeping of torch and of schedulers; or it wraps another.
             wrapped = {key for key, child in vars(value).items() if isinstance(child, Optimizer)}
@@ -257,8 +259,7 @@ class Walk:
             name = f"{base.__module__}.{base.__qualname__}"
             if f"{name}.forward" in self.found.leaves:
                 return
-            keys = frozenset({"forward"})
-            self.found.containers.append(Container(vars(base), name, keys, base))
+            self.found.containers.append(Container(vars(base), name, frozenset({"forward"}), base))
             if "forward" in vars(base):
                 self.found.leaves[f"{name}.forward"] = vars(base)["forward"]
                 return
@@ -380,8 +381,7 @@ class Walk:
 
     def _array(self, value: Any, name: str) -> None:
         size = getattr(value, "nbytes", None)  # a number of numpy has no length
-        if size is None:
-            size = len(value) * getattr(value, "itemsize", 1)
+        size = len(value) * getattr(value, "itemsize", 1) if size is None else size
         if size > 1 << 16:
             return self._not_followed(name, size)
         read = functools.partial(bytes_of, value)

@@ -52,6 +52,7 @@ class Reads:
     """A context; afterwards it knows what ran inside, on this thread.
 
     Args:
+        in_step: the block is a whole training step, with whatever surrounds its modules.
         refuse: a door (``doors.py``) raises ``CaptureError`` where it is opened, before anything
             has happened behind it; otherwise ``check_doors`` does.
 
@@ -66,7 +67,8 @@ class Reads:
         doors: what was called that reads state nobody can compare later.
     """
 
-    def __init__(self, *, refuse: bool = False) -> None:
+    def __init__(self, *, in_step: bool = False, refuse: bool = False) -> None:
+        self._open_doors = {doors.FP8} if in_step else set()
         self._refuse = refuse
         self.code: dict[types.CodeType, dict[str, Any]] = {}
         self.names: set[str] = set()
@@ -217,7 +219,7 @@ class Reads:
                 self.of_contexts[f"{type(context).__name__}.{name}"] = value
 
     def _open(self, door: str | None) -> None:
-        if door is not None and door not in self.doors:
+        if door is not None and door not in self.doors and door not in self._open_doors:
             self.doors.append(door)
             if self._refuse:
                 self.check_doors()

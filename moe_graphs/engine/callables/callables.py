@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from moe_graphs.engine import context
+from moe_graphs.engine import context, fp8
 from moe_graphs.engine.backends import backend_for
 from moe_graphs.engine.callables.arguments import (
     each_args,
@@ -287,6 +287,8 @@ class CallableGraphs:
         for number, call in enumerate(calls):
             if options.rehearsals:
                 with explained_call(call.scope.name, "forward", self.backend):
+                    if fp8.is_enabled():
+                        dry_run.forward(call)  # the first one makes what its modules keep
                     measured[number] = dry_run.examine(call, runs=options.rehearsals)
         if options.after_rehearsals is not None:
             options.after_rehearsals()
@@ -364,7 +366,7 @@ def _scope_of(name: str, owner: nn.Module, function: Callable[..., Any]) -> Scop
 
 
 def _sample_call(scope: Scope, call: Call, hooks: Hooks) -> ScopeCall:
-    inputs = (call.args, call.kwargs)
+    inputs = fp8.with_flag_on_device((call.args, call.kwargs))
     return ScopeCall(
         scope, Signature.of(inputs, scope.name_input), pytree.tree_leaves(inputs), call, hooks
     )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_graphs.engine.explained import explained_call
-from moe_graphs.engine.preserve import preserved_rng, preserved_values
+from moe_graphs.engine.preserve import preserved_hidden_state, preserved_values
 from moe_graphs.engine.scopes.dry_run import ScopeCall
 from moe_graphs.engine.scopes.place import PendingBackward, Place
 from moe_graphs.engine.scopes.recorder import Recorder
@@ -23,7 +23,7 @@ def capture_slot(slot: Slot, calls: Sequence[ScopeCall], recorder: Recorder) -> 
     """
     backend = recorder.backend
     with (
-        preserved_rng(backend.device, backend.generators),
+        preserved_hidden_state(backend.device, backend.generators),
         preserved_values(recorder.model.buffers()),
     ):
         while not slot.is_closed:  # a second time, if backwards turn out to run only once

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from moe_graphs.engine.guards import Guards, reads_before_running
 from moe_graphs.engine.hooks import KeptHooks
-from moe_graphs.engine.preserve import RandomState
+from moe_graphs.engine.preserve import HiddenState
 from moe_graphs.engine.reads import PythonRandomState
 from moe_graphs.engine.scopes.dry_run import DryRun, ScopeCall
 
@@ -31,7 +31,7 @@ class NoTrace:
             guards.check_followable()
         self._hooks = KeptHooks(model.parameters(), model, ())
         self._gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-        self._random = RandomState(backend.device, backend.generators)
+        self._random = HiddenState(backend.device, backend.generators)
         self._python_random = PythonRandomState()
         return self
 

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from moe_graphs.engine.autograd import LeafUses, has_hooks, leaves_behind
 from moe_graphs.engine.backends.backend import Graph
+from moe_graphs.engine.fp8 import Scales
 from moe_graphs.engine.preserve import StandIns
 from moe_graphs.engine.scopes.dry_run import DryForward, ScopeCall
 from moe_graphs.engine.scopes.open_call import OpenCall
@@ -51,6 +52,7 @@ class CapturedForward:
         dry: DryForward,
         *,
         linked: frozenset[int],
+        scales: Scales | None,
         split: bool,
     ) -> tuple[RecordedForward, OpenCall]:
         leaves, outputs = self._sources(dry.outputs)
@@ -77,6 +79,7 @@ class CapturedForward:
             saved_of_model=tuple(filter(saved.has, self._of_model(open))),
             written=tuple(tensor for tensor, _ in dry.written),
             draws=dry.draws,
+            scales=scales,
             is_split=split and bool(live),
             arguments=self._call.arguments.without_tensors(),
         )

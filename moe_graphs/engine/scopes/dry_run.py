@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from moe_graphs.engine import doors
+from moe_graphs.engine import doors, fp8
 from moe_graphs.engine.autograd import leaves_behind
 from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.context import Context
 from moe_graphs.engine.guards import Guards, tensors_of_others
-from moe_graphs.engine.preserve import RandomState, StandIns
+from moe_graphs.engine.preserve import HiddenState, StandIns
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.scopes.memory import CallMemory, nbytes
 from moe_graphs.engine.scopes.recording import has_tensors_inside
@@ -102,15 +102,17 @@ class ScopeCall:
 @dataclass(frozen=True)
 class DryForward:
     """What a forward did. ``outputs``: flat, detached; ``written``: tensors from outside that it
-    modifies, with the values that it leaves there; ``random``: what it would have drawn next."""
+    modifies, with the values that it leaves there; ``hidden``: the state that it leaves beside
+    them; ``uses_fp8``: whether Transformer Engine's modules have cast to FP8."""
 
     outputs: list[Any]
     structure: pytree.TreeSpec
     trace: Trace
     reads: Reads
     written: list[tuple[Tensor, Tensor]]
-    random: RandomState
+    hidden: HiddenState
     draws: bool
+    uses_fp8: bool
 
 
 class DryRun:
@@ -175,10 +177,15 @@ class DryRun:
         roots = {"": module, "forward": call.scope.forward, **call.constants()}
         known = [*module.parameters(), *module.buffers()]
         others = tensors_of_others(self.model, addresses, known)
+        others |= fp8.tensors_of(module)
         return Guards(roots, reads, addresses, tensors=others, outside=[module])
 
     def known(self) -> list[Tensor]:
-        return [*self.model.parameters(), *self.model.buffers()]
+        return [
+            *self.model.parameters(),
+            *self.model.buffers(),
+            *fp8.tensors_of(self.model).values(),
+        ]
 
     def stand_ins(self, call: ScopeCall) -> StandIns:
         return StandIns([call.scope.module])
@@ -194,22 +201,25 @@ class DryRun:
         inputs = tensor_leaves(leaves)
         names = [call.signature.leaves[index].name for index in call.signature.tensors()]
         named = dict(zip(names, inputs, strict=True))
-        before = RandomState(device, generators)
+        before = HiddenState(device, generators)
         trace = Trace(device, [*self.known(), *inputs], inputs=named, generators=generators)
         stand_ins, reads = self.stand_ins(call), Reads(refuse=True)
         try:
             hooks = call.forward_hooks() if with_hooks else contextlib.nullcontext({})
-            with hooks as produced, stand_ins.in_place(), reads, trace:
+            beside = fp8.Autocast().beside(leaves)
+            with hooks as produced, stand_ins.in_place(), beside as uses, reads, trace:
                 outputs = produced["output"] = _run(call, leaves)
+            if uses.fp8:
+                fp8.register(call.scope.module)
             reads.check_random()
             reads.check_doors(asked=doors.OF_HISTORY)
             flat, structure = pytree.tree_flatten(outputs)
             _check_outputs(flat, inputs)
             after = [(tensor, tensor.detach().clone()) for tensor in trace.written()]
-            now = RandomState(device, generators)
+            now = HiddenState(device, generators)
             draws = not before.is_current()
             detached = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in flat]
-            dry = DryForward(detached, structure, trace, reads, after, now, draws)
+            dry = DryForward(detached, structure, trace, reads, after, now, draws, uses.fp8)
             yield dry, (outputs, leaves)
         finally:
             before.put_back()
@@ -293,7 +303,7 @@ def check_capturable(call: ScopeCall, state: Context) -> None:
     Raises:
         CaptureError: if the call is made in a way that no graph can serve.
     """
-    unsupported = call.signature.unsupported()
+    unsupported = call.signature.unsupported() or fp8.unsupported(call.scope.module)
     if unsupported is not None:
         raise CaptureError(unsupported)
     if state.has_autocast_cache:

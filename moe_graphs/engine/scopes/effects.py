@@ -1,12 +1,13 @@
-"""What a backward does beside its results: numbers it draws, tensors it writes."""
+"""What a backward does beside its results: numbers it draws, tensors it writes, FP8 scales."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 
+from moe_graphs.engine import fp8
 from moe_graphs.engine.backends.backend import Backend
-from moe_graphs.engine.preserve import RandomState, Values
+from moe_graphs.engine.preserve import HiddenState, Values
 from moe_graphs.engine.proof import Difference, first_difference
 from moe_graphs.engine.tracing import Trace
 
@@ -16,9 +17,9 @@ class Effects:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._before = self._random()
+        self._before = self._hidden()
         self._trace = Trace(backend.device, strict=False, refuse=False)
-        self._after: RandomState | None = None
+        self._after: HiddenState | None = None
         self._values = Values([])
 
     @contextlib.contextmanager
@@ -26,7 +27,7 @@ class Effects:
         """Around the first run."""
         with self._trace:
             yield
-        self._after = self._random()
+        self._after = self._hidden()
         self._values = Values(self._trace.written())
 
     def again(self) -> None:
@@ -47,7 +48,12 @@ class Effects:
         """How what another run has written differs."""
         tensors = self._values.tensors
         names = [f"the tensor {tuple(tensor.shape)} that it writes" for tensor in tensors]
-        return first_difference(names, self._values.values, tensors)
+        expected, found = self._after.scales(), fp8.named_tensors()
+        return first_difference(
+            [*names, *expected],
+            [*self._values.values, *expected.values()],
+            [*tensors, *map(found.get, expected)],
+        )
 
-    def _random(self) -> RandomState:
-        return RandomState(self._backend.device, self._backend.generators)
+    def _hidden(self) -> HiddenState:
+        return HiddenState(self._backend.device, self._backend.generators)

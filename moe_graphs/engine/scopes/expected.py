@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_graphs.engine.preserve import RandomState, Values
+from moe_graphs.engine import fp8
+from moe_graphs.engine.preserve import HiddenState, Values
 from moe_graphs.engine.proof import Difference, first_difference
 from moe_graphs.engine.scopes.dry_run import DryForward
 from moe_graphs.engine.signature import tensor_leaves
@@ -19,13 +20,17 @@ class Expected:
     """What the first replay of a forward has to leave, and how to undo it."""
 
     dry: DryForward
-    random: RandomState
+    hidden: HiddenState
     values: Values
 
     def difference(
-        self, outputs: Sequence[Any], written: Sequence[tuple[Tensor, Tensor]] | None = None
+        self,
+        outputs: Sequence[Any],
+        written: Sequence[tuple[Tensor, Tensor]] | None = None,
+        hidden: HiddenState | None = None,
     ) -> Difference | None:
-        """``written``: tensors with the values found there; by default those of now."""
+        """``written``: tensors with the values found there, ``hidden``: the state beside them; by
+        default those of now."""
         found = tensor_leaves(outputs)
         names = [f"output {number}" for number in range(len(found))]
         expected = list(tensor_leaves(self.dry.outputs))
@@ -35,8 +40,13 @@ class Expected:
             found.append(tensor)
         if written is not None:
             found[len(found) - len(written) :] = [value for _, value in written]
+        scales = fp8.named_tensors() if hidden is None else hidden.scales()
+        for name, value in self.dry.hidden.scales().items():
+            names.append(name)
+            expected.append(value)
+            found.append(scales[name])
         return first_difference(names, expected, found)
 
     def undo(self) -> None:
-        self.random.put_back()
+        self.hidden.put_back()
         self.values.put_back()

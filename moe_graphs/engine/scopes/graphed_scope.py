@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from moe_graphs.engine.fp8 import with_flag_on_device
 from moe_graphs.engine.proof import warn
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.scopes.captured import Captured
@@ -98,22 +99,23 @@ class GraphedScope:
             return self.scope.forward(*args, **kwargs)
         call = Call(args, kwargs)
         inputs = self.scope.enter(call)
+        planned = with_flag_on_device(inputs)
         if self.graphs.captured is None:
-            return self._observe(inputs, call)
-        return self._replay(inputs, call)
+            return self._observe(inputs, planned, call)
+        return self._replay(inputs, planned, call)
 
-    def _observe(self, inputs: Any, call: Call) -> Any:
+    def _observe(self, inputs: Any, planned: Any, call: Call) -> Any:
         self.eager_calls["warmup"] += 1
         observation = self.graphs.observation
-        number, alike, _ = observation.forward(self.scope, inputs)
-        linked = observation.linked(inputs)
+        number, alike, _ = observation.forward(self.scope, planned)
+        linked = observation.linked(planned)
         reads = Reads()
         if not self.graphs.wants_to_examine(alike):
             outputs, exit = self.scope.run(inputs, call, capturing=True)
         else:
             with reads:
                 outputs, exit = self.scope.run(inputs, call, capturing=True)
-            self.graphs.examine(self._scope_call(inputs, call, alike), alike, linked, reads)
+            self.graphs.examine(self._scope_call(planned, call, alike), alike, linked, reads)
         observation.produced(number, self.scope, outputs)
         return self.scope.leave(outputs, exit, call)
 
@@ -121,12 +123,13 @@ class GraphedScope:
         signature = self.graphs.observation.alike[alike].signature
         return ScopeCall(self.scope, signature, flatten(inputs)[0], call, {})
 
-    def _replay(self, inputs: Any, call: Call) -> Any:
+    def _replay(self, inputs: Any, planned: Any, call: Call) -> Any:
+        """``planned``: the inputs as they are captured; an eager call gets those that came."""
         found = self.graphs.captured.next_place(self.scope.name)
         if isinstance(found, Mismatch):
             return self._mismatched(found, inputs, call)
         slot, place = found
-        leaves, structure = flatten(inputs)
+        leaves, structure = flatten(planned)
         mismatch = slot.mismatch(place, structure, leaves)
         if mismatch is None and place.forward is None:
             produced = self._first_replay(slot, place, leaves, call)

@@ -199,7 +199,10 @@ class PendingBackward:
         for the weights, is still to come ("pending") or was replayed ("done").
     random: where the generators stood before the forward, if it draws.
     kept: gradients of the weights that were computed with those of the inputs.
+    is_first_in_fp8: of the modules under Transformer Engine's autocast it has the first one.
     """
+
+    is_first_in_fp8 = False
 
     def __init__(self, place: Place, leaves: Sequence[Any], random: Any) -> None:
         self.place = place

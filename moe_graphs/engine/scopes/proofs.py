@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moe_graphs.engine.preserve import RandomState
+from moe_graphs.engine.preserve import HiddenState
 from moe_graphs.engine.proof import Difference, first_difference, varies
 from moe_graphs.engine.scopes.dry_run import DryRun, ScopeCall
 from moe_graphs.engine.scopes.effects import Effects
@@ -35,7 +35,7 @@ class Proofs:
             return None
         expected.undo()
         again = self._dry_run.forward(call)
-        if expected.difference(again.outputs, again.written) is None and not (
+        if expected.difference(again.outputs, again.written, again.hidden) is None and not (
             found.only_order_of_sums and _replays_vary(place, expected)
         ):
             return found
@@ -89,7 +89,7 @@ class Proofs:
 
     def agrees(self, place: Place, eager: Mapping[int, Tensor | None]) -> bool:
         """Replays the backward, and compares it with an eager one on the same gradients."""
-        random = RandomState(self._backend.device, self._backend.generators)
+        random = HiddenState(self._backend.device, self._backend.generators)
         place.backward.graph.replay()
         if not random.is_current():
             random.put_back()

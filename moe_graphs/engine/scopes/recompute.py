@@ -7,6 +7,7 @@ stood. That it computes the very same outputs is checked.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -51,13 +52,15 @@ def compute_anew(
     stand_ins = StandIns([module])
     now = backend.random_position() if forward.draws else None
     written = Values(forward.written)
+    scales = forward.scales or contextlib.nullcontext()
     try:
         if forward.draws:
             backend.return_to(pending.random)
         with (
             torch.enable_grad(),
             stand_ins.in_place(),
-            place.forward.surroundings.context.autocast(),
+            forward.surroundings.context.autocast(inputs),
+            scales,
         ):
             tree = pytree.tree_unflatten(inputs, forward.signature.structure)
             outputs, _ = place.planned.scope.run(tree, forward.arguments, capturing=True)

@@ -15,11 +15,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from moe_graphs.engine import fp8
 from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.context import Context
 from moe_graphs.engine.explained import explained_call
 from moe_graphs.engine.guards import Guards
-from moe_graphs.engine.preserve import RandomState, Values
+from moe_graphs.engine.preserve import HiddenState, Values
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.scopes.captured_forward import CapturedForward, Saved
 from moe_graphs.engine.scopes.dry_run import DryRun, ScopeCall, check_capturable
@@ -79,7 +80,7 @@ class Recorder:
             guards.check_hooks()
             expected = Expected(
                 dry,
-                RandomState(self.backend.device, self.backend.generators),
+                HiddenState(self.backend.device, self.backend.generators),
                 Values([tensor for tensor, _ in dry.written]),
             )
             surroundings = Surroundings(guards, state)
@@ -105,14 +106,18 @@ class Recorder:
     ) -> None:
         inputs, sources = self._static_inputs(slot, call)
         stand_ins, operations, saved = self.dry_run.stand_ins(call), Operations(), Saved()
+        scales = fp8.Scales.of(call.scope.module) if expected.dry.uses_fp8 else None
         try:
             with (
                 stand_ins.in_place(),
                 saved.noting(),
+                fp8.Autocast().beside(inputs),
                 self.backend.record(slot.pool) as graphs,
-                operations,  # inside: beginning a capture runs operations of its own
             ):
-                output, exit = call.run(inputs)
+                if scales is not None:
+                    scales.keep()
+                with operations:  # inside: beginning a capture runs operations of its own
+                    output, exit = call.run(inputs)
         finally:
             expected.undo()  # the recorder for the CPU has run what it recorded
         (graph,) = graphs
@@ -123,7 +128,12 @@ class Recorder:
             buffers = list(self.model.buffers())
             captured = CapturedForward(call, inputs, output, exit, stand_ins, saved, buffers)
             recorded, open = captured.described(
-                graph, surroundings, expected.dry, linked=frozenset(sources), split=self.split
+                graph,
+                surroundings,
+                expected.dry,
+                linked=frozenset(sources),
+                scales=scales,
+                split=self.split,
             )
             owned = {address(tensor) for tensor in self.dry_run.known()}
             place.opened(recorded, open, sources, owned)
@@ -176,7 +186,7 @@ class Recorder:
         if place.backward is None and self._may_record(slot):
             with self._failing(slot, place), explained_call(place.name, "backward", self.backend):
                 guards = Guards(reads.of_contexts, reads)
-                state = Context(self.backend.device.type)
+                state = Context(self.backend.device.type, of_backward=True)
                 surroundings = Surroundings(guards, state)
                 with effects.once(), unchanged(guards):
                     again = self._again(slot, place, eagerly, effects)

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from moe_graphs.engine.backends.backend import Graph
 from moe_graphs.engine.context import Context
+from moe_graphs.engine.fp8 import Scales
 from moe_graphs.engine.guards import Guards
 from moe_graphs.engine.scopes.loans import Loan
 from moe_graphs.engine.scopes.select import Call, Exit
@@ -64,6 +65,7 @@ class RecordedForward:
             saved_inputs: likewise, as numbers of inputs.
         written: tensors outside of the graph that it modifies.
         draws: whether it draws random numbers.
+        scales: those that it casts to FP8 with, None if it does not.
         is_split: whether the gradients of the weights are computed apart.
         arguments: of the module's forward, without tensors, for one that resumes.
     """
@@ -86,6 +88,7 @@ class RecordedForward:
     saved_of_model: tuple[Tensor, ...]
     written: tuple[Tensor, ...]
     draws: bool
+    scales: Scales | None
     is_split: bool
     arguments: Call
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from moe_graphs.engine import fp8
 from moe_graphs.engine.autograd import is_wanted
 from moe_graphs.engine.scopes.delayed_weights import DelayedWeights, WeightsPart
 from moe_graphs.engine.scopes.outgoing_gradients import outgoing
@@ -46,6 +47,8 @@ class Replay(torch.autograd.Function):
         if place.forward.written:
             torch.autograd.graph.increment_version(place.forward.written)
         pending.replayed()
+        if place.forward.scales is not None:
+            pending.is_first_in_fp8 = fp8.claim_first()
         outputs = place.hand_out()
         if place.forward.constant_outputs:
             ctx.mark_non_differentiable(*map(outputs.__getitem__, place.forward.constant_outputs))
@@ -69,6 +72,8 @@ class Replay(torch.autograd.Function):
             pairs = zip(gradients, forward.differentiable, strict=True)
             incoming = [gradient for gradient, needed in pairs if needed]
             results |= _first_part(slot, pending, recorder, incoming, nodes)
+            if pending.is_first_in_fp8:
+                fp8.update_scales_of_backwards()
         pending.check_gradients(gradients)
         if forward.is_split and _wants(nodes(), forward.listed, Tensor):
             if delayed.is_collecting:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from moe_graphs.engine.backends.backend import Backend
-from moe_graphs.engine.preserve import preserved_rng, preserved_values
+from moe_graphs.engine.preserve import preserved_hidden_state, preserved_values
 
 
 @contextlib.contextmanager
@@ -24,7 +24,7 @@ def without_trace(
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with preserved_values(tensors), preserved_rng(backend.device, backend.generators):
+        with preserved_values(tensors), preserved_hidden_state(backend.device, backend.generators):
             yield
     finally:
         for parameter, gradient in gradients:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from moe_graphs.engine.context import Context
 from moe_graphs.engine.explained import explained
+from moe_graphs.engine.fp8 import Entry
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.tracing import Operations
 from moe_graphs.engine.whole_step import data_parallel
@@ -91,6 +92,7 @@ class _Prepared:
     seen: Rehearsal
     found: Gradients
     pool: Any
+    entry: Entry | None
 
 
 def _prepare(
@@ -104,6 +106,7 @@ def _prepare(
             "inside the step, or use torch.autocast(..., cache_enabled=False)"
         )
     static = StaticBatch.of(batch, definition.backend.device)
+    entry = Entry.of_now()
     seen = rehearse(definition, static, before.reads, rehearsals)
     before.first_step_state.check()
     check_streams(definition.model, seen.stale)
@@ -112,7 +115,7 @@ def _prepare(
     if seen.touches_gradients:
         found = gradients_to_find(parameters, before.gradients, seen.dropped)
     set_gradients(parameters, found)
-    return _Prepared(static, state, seen, found, definition.backend.new_pool())
+    return _Prepared(static, state, seen, found, definition.backend.new_pool(), entry)
 
 
 def _record(
@@ -152,4 +155,5 @@ def _record(
         context=prepared.state,
         grad_enabled=torch.is_grad_enabled(),
         written=written,
+        entry=prepared.entry,
     )

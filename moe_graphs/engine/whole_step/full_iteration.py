@@ -181,7 +181,7 @@ class FullIteration(Generic[BatchT, ResultT]):
         if not is_last or self._reads is None:
             yield
             return
-        with Reads() as reads:
+        with Reads(in_step=True) as reads:
             yield
         self._reads = Reads.together(self._reads, reads)
 
@@ -235,7 +235,7 @@ class FullIteration(Generic[BatchT, ResultT]):
         """The last of these calls is watched: what its Python reads is what a graph depends on."""
         if self._eager_calls["warmup"] < self._warmup_steps - 1:
             return self._eager(batch, "warmup")
-        with torch.autograd.set_multithreading_enabled(False), Reads() as reads:
+        with torch.autograd.set_multithreading_enabled(False), Reads(in_step=True) as reads:
             result = self._eager(batch, "warmup")
         self._reads = reads
         return result

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from moe_graphs.engine import context
+from moe_graphs.engine import context, fp8
 from moe_graphs.engine.backends.backend import Graph
 from moe_graphs.engine.context import Context
 from moe_graphs.engine.guards import Guards
@@ -25,8 +25,8 @@ from moe_graphs.engine.whole_step.step_hooks import StepHooks
 @dataclass(frozen=True)
 class RecordedStep:
     """``written``: parameters and buffers that a replay changes; ``context``, ``grad_enabled``:
-    the state of torch that it was captured under; ``hooks``: known from the end of the
-    capture on."""
+    the state of torch that it was captured under; ``entry``: what it finds in FP8; ``hooks``:
+    known from the end of the capture on."""
 
     graph: Graph
     pool: Any
@@ -39,6 +39,7 @@ class RecordedStep:
     context: Context
     grad_enabled: bool
     written: list[Tensor]
+    entry: fp8.Entry | None
     hooks: StepHooks | None = None
 
     def mismatch(self, batch: Any, leaves: Sequence[Any], structure: Any) -> Mismatch | None:
@@ -53,15 +54,27 @@ class RecordedStep:
         return (
             self.batch.mismatch(batch, leaves, structure)
             or self.context.mismatch()
+            or self._mismatch_in_fp8()
             or self.guards.mismatch()
             or (self.hooks.mismatch() if self.hooks is not None else None)
             or (self.gradients.mismatch() if self.gradients is not None else None)
         )
 
+    def _mismatch_in_fp8(self) -> Mismatch | None:
+        if fp8.Entry.of_now() == self.entry:
+            return None
+        message = (
+            "other modules of Transformer Engine have run in FP8 than before the capture: enter "
+            "its autocast in every step alike, and capture when all of them have run"
+        )
+        return Mismatch("fp8", message)
+
     def replay(self, leaves: Sequence[Any]) -> Any:
         """Returns copies of the outputs, the caller's own."""
         self.batch.load(leaves)
         self.run()
+        if self.entry is not None and self.entry.is_first:
+            fp8.claim_first()
         # A replay changes them behind autograd's back: an older graph must not use them unnoticed.
         torch.autograd.graph.increment_version(self.written)
         return pytree.tree_unflatten(owned_leaves(self.outputs), self.output_structure)

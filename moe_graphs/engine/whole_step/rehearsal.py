@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from moe_graphs.engine import doors
+from moe_graphs.engine import doors, fp8
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.tracing import Trace, address
 from moe_graphs.engine.whole_step import data_parallel
@@ -52,6 +52,9 @@ def rehearse(definition: StepDefinition, batch: StaticBatch, reads: Reads, runs:
         CaptureError: for what cannot be in a graph, or depends on state that Python keeps.
     """
     reads.check_doors()
+    unsupported = fp8.unsupported(definition.model)
+    if unsupported is not None:
+        raise CaptureError(unsupported)
     named = definition.parameters()
     parameters = list(named.values())
     entry, streams, seen = gradients_of(parameters), {}, Rehearsal(reads)
@@ -86,10 +89,12 @@ def _run(definition: StepDefinition, batch: StaticBatch, seen: Rehearsal) -> Tra
     """What it has read in Python, ``seen`` knows from now on; it must not have changed any of what
     was known before."""
     before = definition.guards(seen.reads, constants=batch.constants())
-    reads, trace = Reads(refuse=True), _trace(definition, batch)
+    reads, trace = Reads(in_step=True, refuse=True), _trace(definition, batch)
+    autocast = fp8.Autocast()
     # On this thread, where ``reads`` can see backwards and hooks.
     with torch.autograd.set_multithreading_enabled(False), reads, trace:
         definition.step(batch.tree())
+    autocast.put_back()
     reads.check_random()
     reads.check_doors(asked=doors.OF_VERSIONS)
     changes = before.changes()
@@ -108,6 +113,7 @@ def _trace(definition: StepDefinition, batch: StaticBatch) -> Trace:
     gradients = [g for g in gradients_of(list(model.parameters())) if g is not None]
     watched = definition.guards(Reads()).tensors
     known = [*model.parameters(), *model.buffers(), *batch.tensors(), *watched, *gradients]
+    known += (fp8.named_tensors() | fp8.tensors_of(model)).values()
     return Trace(
         definition.backend.device,
         known,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_graphs.engine.hooks import KeptHooks
-from moe_graphs.engine.preserve import RandomState, Values
+from moe_graphs.engine.preserve import HiddenState, Values
 from moe_graphs.engine.reads import PythonRandomState, Reads
 from moe_graphs.engine.whole_step.accumulators import check_hooks, forget_accumulators
 from moe_graphs.engine.whole_step.grad_fields import gradients_of, set_gradients
@@ -46,7 +46,7 @@ class StateBefore:
         unique = {id(tensor): tensor for tensor in tensors}
         self._values = Values(unique.values(), on_host=True)
         self._python_random = PythonRandomState()
-        self._random = RandomState(definition.backend.device, definition.backend.generators)
+        self._random = HiddenState(definition.backend.device, definition.backend.generators)
         self._hooks = KeptHooks(unique.values(), definition.model, definition.optimizers())
         check_hooks(definition.model)
         forget_accumulators(definition.model)  # those of the caller's stream

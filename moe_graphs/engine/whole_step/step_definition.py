@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from moe_graphs.engine import fp8
 from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.guards import Guards, reads_before_running
 from moe_graphs.engine.reads import Reads
@@ -65,5 +66,6 @@ class StepDefinition:
             reads,
             addresses,
             everything=everything,
+            tensors=fp8.tensors_of(self.model),
             tensor_names={id(p): name for name, p in self.model.named_parameters()},
         )

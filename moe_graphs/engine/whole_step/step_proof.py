@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_graphs.engine.preserve import RandomState
+from moe_graphs.engine import fp8
+from moe_graphs.engine.preserve import HiddenState
 from moe_graphs.engine.proof import Difference, fingerprints, first_difference
 from moe_graphs.engine.signature import tensor_leaves
 from moe_graphs.engine.static_memory import owned_leaves
@@ -161,7 +162,7 @@ class Proof:
         present = {key: tensor for key, tensor in named.items() if tensor is not None}
         found = dict(zip(present, fingerprints(list(present.values())), strict=True))
         backend = self._definition.backend
-        random = RandomState(backend.device, backend.generators)
+        random = HiddenState(backend.device, backend.generators)
         return {**dict.fromkeys(named), **found, "the random numbers drawn": random.digest()}
 
     def _named(self, outputs: list[Tensor]) -> Iterator[tuple[str, Tensor | None]]:
@@ -175,3 +176,4 @@ class Proof:
             self._parameters, gradients_of(self._parameters), strict=True
         ):
             yield f"the gradient of {names[id(parameter)]}", gradient
+        yield from fp8.named_tensors().items()

@@ -1,0 +1,329 @@
+"""Transformer Engine's FP8: state that its modules keep, and kernels write past torch's dispatcher.
+
+Under its autocast modules cast with scales. With delayed scaling their kernels also note the
+largest values (amaxes), and scales follow once a step, outside of the modules: those of forwards
+where the outermost autocast ends, those of backwards behind the backward of the module that ran
+first in it. Casts and notes are in a graph like other kernels. What Python does besides is done
+here, for a scope's replay, or kept from happening, for a run beside the real one.
+
+Only what ``transformer_engine.pytorch.quantization`` has had since 2.16 is known; under an older
+one calls run eagerly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_graphs.errors import CaptureError
+
+_NOT_ASKED = 0
+"""``is_first_fp8_module`` while nothing is to be first: false, and another object than the
+``False`` that a module leaves behind which has asked."""
+
+
+def _manager() -> Any:
+    """Of its global state; None if Transformer Engine was not imported."""
+    module = sys.modules.get("transformer_engine.pytorch.quantization") or sys.modules.get(
+        "transformer_engine.pytorch.fp8"
+    )
+    return getattr(module, "FP8GlobalStateManager", None)
+
+
+def _state() -> Any:
+    """What the manager keeps, if it is laid out in the way that is known here."""
+    return getattr(_manager(), "quantization_state", None)
+
+
+def is_enabled() -> bool:
+    manager = _manager()
+    return manager is not None and bool(manager.is_fp8_enabled())
+
+
+def reason_to_run_eagerly() -> str | None:
+    if not is_enabled():
+        return None
+    state = _state()
+    return "fp8" if state is None or state.fp8_calibration else None
+
+
+def surroundings() -> Any:
+    """What a graph has baked in: None outside of an autocast."""
+    if not is_enabled():
+        return None
+    manager = _manager()
+    recipe = manager.get_fp8_recipe()
+    return repr(recipe), id(manager.get_fp8_group()), manager.is_fp8_calibration()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a whole step finds: whether its first module is the autocast's first, and how many
+    modules' scales are updated."""
+
+    is_first: bool
+    registered: int
+
+    @classmethod
+    def of_now(cls) -> Entry | None:
+        state = _state()
+        if state is None:
+            return None
+        is_first = is_enabled() and bool(state.is_first_fp8_module)
+        return cls(is_first, sum(map(len, state.global_scale_buffer.values())))
+
+
+# ---- the state
+
+
+class Autocast:
+    """Where autocasts stood when it was made, which is a state of the process."""
+
+    def __init__(self) -> None:
+        state = _state()
+        if state is not None:
+            self._kept = _manager().get_autocast_state(), state.autocast_depth
+
+    def put_back(self) -> None:
+        state = _state()
+        if state is not None:
+            kept, state.autocast_depth = self._kept
+            _manager().set_autocast_state(kept)
+
+    @contextlib.contextmanager
+    def beside(self, inputs: Sequence[Any]) -> Iterator[Uses]:
+        """It is in force again, for a run beside the real one: modules neither register what they
+        keep nor are the first, and weights are cast again or not by the flag on the device, if
+        ``inputs`` (leaves) have it."""
+        uses, now, state = Uses(), Autocast(), _state()
+        if state is None:
+            yield uses
+            return
+        self.put_back()
+        state.is_first_fp8_module, state.fp8_graph_capturing = _NOT_ASKED, True
+        flag, state.skip_fp8_weight_update_tensor = state.skip_fp8_weight_update_tensor, None
+        if any(leaf is _IS_FIRST_MICROBATCH for leaf in inputs):
+            state.skip_fp8_weight_update_tensor = _skipping()
+        try:
+            yield uses
+            uses.fp8 = state.is_first_fp8_module is not _NOT_ASKED
+        finally:
+            state.skip_fp8_weight_update_tensor = flag
+            now.put_back()
+
+
+class Uses:
+    """``fp8``: whether a module that has a backward ran in FP8 within the block."""
+
+    fp8 = False
+
+
+class Fp8State:
+    """The scales and amaxes of all modules, and where autocasts stand, as they are now."""
+
+    def __init__(self) -> None:
+        self._tensors, self._autocast = named_tensors(), Autocast()
+        self._values = _copies(list(self._tensors.values()))
+
+    def named_values(self) -> dict[str, Tensor]:
+        return dict(zip(self._tensors, self._values, strict=True))
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """What was registered since is as modules make it."""
+        if self._tensors:
+            torch._foreach_copy_(list(self._tensors.values()), self._values)
+        for name, tensor in named_tensors().items():
+            if name not in self._tensors:
+                tensor.fill_(1 if name.startswith(_SCALES) else 0)
+        self._autocast.put_back()
+
+
+_SCALES, _AMAXES = "the FP8 scales", "the FP8 amaxes"
+
+
+def named_tensors() -> dict[str, Tensor]:
+    """Scales and amaxes of all modules, as messages call them."""
+    state = _state()
+    if state is None:
+        return {}
+    buffers = {_SCALES: state.global_scale_buffer, _AMAXES: state.global_amax_history_buffer}
+    return {
+        f"{what} of module {number} ({key})": tensor
+        for what, buffer in buffers.items()
+        for key, listed in buffer.items()
+        for number, tensor in enumerate(listed)
+    }
+
+
+def _copies(tensors: list[Tensor]) -> list[Tensor]:
+    """With one kernel for all."""
+    if not tensors:
+        return []
+    together = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    parts = together.split([tensor.numel() for tensor in tensors])
+    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+# ---- of a module
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """What its modules' kernels read and write at fixed addresses, by path: scales, amaxes, cached
+    casts of weights, the flag that says whether these are cast again, and what attention makes
+    once for every shape."""
+    found = {f"cu_seqlens for {key}": tensor for key, tensor in (_lengths() or {}).items()}
+    if is_enabled():
+        found[_FLAG] = _skipping()
+    for name, each in _with_fp8(module):
+        for key in ("scaling_fwd", "scaling_bwd"):
+            state = each.fp8_meta.get(key)
+            for what in ("scale", "amax_history"):
+                tensor = getattr(state, what, None)
+                if isinstance(tensor, Tensor):
+                    found[f"{name}.fp8_meta[{key!r}].{what}"] = tensor
+        for key, cast in getattr(each, "_fp8_workspaces", {}).items():
+            for what, tensor in vars(cast).items():
+                if isinstance(tensor, Tensor):
+                    found[f"{name}._fp8_workspaces[{key!r}].{what}"] = tensor
+    return found
+
+
+class Scales:
+    """What a captured forward has cast with. An autocast that ends before the backward changes
+    them, and a forward that is computed anew needs them as they were: then this is a context
+    around it, within which nothing is noted for the next scales."""
+
+    def __init__(self, scales: list[Tensor], amaxes: list[Tensor]) -> None:
+        self._scales, self._amaxes = scales, amaxes
+        self._kept = list(map(torch.empty_like, scales))
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Scales:
+        tensors = tensors_of(module).items()
+        return cls(*([t for name, t in tensors if name.endswith(end)] for end in _OF_FORWARDS))
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Of now; captured with the forward, of each of its replays."""
+        if self._scales:
+            torch._foreach_copy_(self._kept, self._scales)
+
+    @torch.no_grad()
+    def __enter__(self) -> None:
+        self._now = _copies([*self._scales, *self._amaxes])
+        if self._scales:
+            torch._foreach_copy_(self._scales, self._kept)
+
+    @torch.no_grad()
+    def __exit__(self, *exception: object) -> None:
+        if self._now:
+            torch._foreach_copy_([*self._scales, *self._amaxes], self._now)
+        self._now = []
+
+
+_OF_FORWARDS = ("['scaling_fwd'].scale", "['scaling_fwd'].amax_history")
+
+
+def register(module: nn.Module) -> None:
+    """As the first real forward of its modules does. For them it is no event any more."""
+    for _, each in _with_fp8(module):
+        if "recipe" in each.fp8_meta:
+            _manager().add_fp8_tensors_to_global_buffer(each.fp8_meta)
+
+
+def _with_fp8(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    if _state() is not None:
+        for name, each in module.named_modules():
+            if isinstance(each.__dict__.get("fp8_meta"), dict):
+                yield name, each
+
+
+def is_bookkeeping(value: Any) -> bool:
+    """Objects of Transformer Engine that its modules change as they like. What of them a graph has
+    baked in is compared as ``surroundings`` and ``tensors_of``."""
+    of_its_own = type(value).__module__.partition(".")[0] == "transformer_engine"
+    return of_its_own or (value is _lengths() and isinstance(value, dict))
+
+
+def _lengths() -> Any:
+    """A dictionary, once its attention was imported."""
+    name = "transformer_engine.pytorch.attention.dot_product_attention.utils"
+    return getattr(sys.modules.get(name), "_cu_seqlens_cache", None)
+
+
+def unsupported(module: nn.Module) -> str | None:
+    """Why a graph cannot have some module of it, or None."""
+    for name, each in _with_fp8(module):
+        store = getattr(each, "wgrad_store", None)
+        if getattr(each, "fuse_wgrad_accumulation", False):
+            return (
+                f"{name or 'it'!r} adds to main_grad past torch's dispatcher: build it with "
+                f"fuse_wgrad_accumulation=False"
+            )
+        if store is not None and store.delay_wgrad_compute():
+            return (
+                f"{name or 'it'!r} keeps its weights' gradients for backward_dw() in Python: build "
+                f"it with delay_wgrad_compute=False and take GraphConfig(split_backward=True)"
+            )
+    return None
+
+
+# ---- of a replay
+
+
+def with_flag_on_device(inputs: Any) -> Any:
+    """The inputs of a scope. Where they have ``is_first_microbatch``, which says whether modules
+    cast their weights again, one graph serves both: the flag is put on the device, and something
+    in its place that stands for either."""
+    if not is_enabled() or _state() is None or not _is_call(inputs):
+        return inputs
+    is_first = inputs[1].get(_FLAG)
+    if type(is_first) is not bool:
+        return inputs
+    _skipping().fill_(not is_first)
+    return inputs[0], {**inputs[1], _FLAG: _IS_FIRST_MICROBATCH}
+
+
+_FLAG = "is_first_microbatch"
+
+
+class _IsFirstMicrobatch:
+    def __bool__(self) -> bool:
+        raise CaptureError(
+            "it asks in Python for is_first_microbatch, which only Transformer Engine's modules "
+            "know on the device: give the argument another name"
+        )
+
+    def __repr__(self) -> str:
+        return _FLAG
+
+
+_IS_FIRST_MICROBATCH = _IsFirstMicrobatch()
+
+
+@functools.cache
+def _skipping() -> Tensor:
+    """Whether casts of weights are left as they are."""
+    return torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _is_call(inputs: Any) -> bool:
+    return isinstance(inputs, tuple) and len(inputs) == 2 and isinstance(inputs[1], dict)
+
+
+def claim_first() -> bool:
+    """Whether this replay stands for the first module of the autocast, as its modules would ask."""
+    return bool(_manager().is_first_fp8_module())
+
+
+def update_scales_of_backwards() -> None:
+    """Behind the backward of the first module."""
+    _manager().reduce_and_update_fp8_tensors(forward=False)
