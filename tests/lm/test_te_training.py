@@ -64,7 +64,7 @@ def test_fp8_is_around_steps_and_not_around_evaluation(engine, recipe):
     rounded = trainer.history.loss[:2]
     exact = losses_of(with_te(microbatches=2), 2)
     assert not torch.equal(rounded, exact)
-    torch.testing.assert_close(rounded, exact, rtol=0.02, atol=0)
+    torch.testing.assert_close(rounded, exact, rtol=0.1, atol=0)
 
 
 @pytest.mark.parametrize(
