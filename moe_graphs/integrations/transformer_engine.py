@@ -182,6 +182,19 @@ def fp8_is_on() -> bool:
     return module.FP8GlobalStateManager.is_fp8_enabled()
 
 
+@torch.no_grad()
+def back_to_fp8(
+    model: nn.Module, autocast: Callable[[], contextlib.AbstractContextManager[Any]]
+) -> None:
+    """Modules that ran outside of the autocast since, as in an evaluation, are what they were in
+    it: TE notes that in attributes, and graphs would find other ones."""
+    with autocast():
+        for module in model.modules():
+            meta = getattr(module, "fp8_meta", {})
+            if "num_gemms" in meta:  # it has been in FP8
+                module.init_fp8_metadata(num_gemms=meta["num_gemms"])
+
+
 def fp8_state(model: nn.Module) -> dict[str, dict[str, Any]]:
     """What delayed scaling remembers, by module: scales and histories of the largest values.
 

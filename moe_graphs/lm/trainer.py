@@ -20,6 +20,7 @@ from moe_graphs.config import FullIterationConfig
 from moe_graphs.engine.report import Report
 from moe_graphs.engine.scopes.graphs import Graphs
 from moe_graphs.engine.whole_step.full_iteration import FullIteration, FullIterationReport
+from moe_graphs.integrations.transformer_engine import back_to_fp8
 from moe_graphs.lm.data import HeldOut, TrainingBatches
 from moe_graphs.lm.metrics import Memory, StepClock, memory_in_use, peak_flops
 from moe_graphs.lm.settings import TrainSettings, build_optimizer
@@ -204,6 +205,7 @@ class Trainer:
                     output = self.model(inputs_BS)
                 total += cross_entropy(output.logits_BSV, targets_BS, reduction="sum")
         self.model.train(was_training)
+        back_to_fp8(self.model, self.fp8_autocast)
         return total.item() / int((held_out.targets_NS >= 0).sum())
 
     def forward_backward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import moe_graphs
 from lm_runs import QUIET, advance, fresh_trainer, on_transformer_engine, options, small_corpus
-from moe_graphs import GraphConfig, GraphError
+from moe_graphs import GraphConfig
 from moe_graphs.config import FullIterationConfig
 from moe_graphs.integrations import transformer_engine as parts
 from moe_graphs.layers import (
@@ -28,6 +28,7 @@ from moe_graphs.layers import (
 )
 from moe_graphs.lm.checkpoint import load_checkpoint, save_checkpoint
 from moe_graphs.lm.compare import compare
+from moe_graphs.lm.data import HeldOut
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,7 +78,6 @@ COUNTS = {
     "no rows": (0,) * 8,
 }
 RECIPES = tuple(parts.FP8_RECIPES)
-# The promise under each recipe: the same bits, replayed or eager.
 SCOPES = (
     "attn",
     "moe_router",
@@ -269,6 +269,12 @@ def trained(
     return found, report
 
 
+def check_replayed(report) -> None:
+    assert report.replayed, report
+    # The backward of their modules can be run once: the second microbatch is captured.
+    assert set(report.eager_calls) <= {"warmup", "backward: not_captured"}, report
+
+
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("scopes", SCOPES)
 def test_legal_scopes_are_bitwise_in_bf16(scopes):
@@ -276,8 +282,7 @@ def test_legal_scopes_are_bitwise_in_bf16(scopes):
     expected, _ = trained(config, None)
     found, report = trained(config, scopes)
     assert all(map(torch.equal, expected, found))
-    assert report.replayed, report
-    assert set(report.eager_calls) <= {"warmup"}, report
+    check_replayed(report)
 
 
 @pytest.mark.usefixtures("deterministic")
@@ -286,7 +291,7 @@ def test_our_experts_among_their_projections_are_bitwise(scopes):
     expected, _ = trained(replace(CONFIG, linear=THEIRS), None)
     found, report = trained(replace(CONFIG, linear=THEIRS), scopes)
     assert all(map(torch.equal, expected, found))
-    assert report.replayed, report
+    check_replayed(report)
 
 
 @pytest.mark.parametrize("scopes", ["moe", "full"])
@@ -299,13 +304,13 @@ def test_scopes_with_their_experts_are_refused(scopes):
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("scopes", ["attn", "attn,mlp,moe_router,moe_preprocess"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_scopes_are_bitwise_in_fp8(recipe, scopes, record_property):
+def test_scopes_are_bitwise_in_fp8(recipe, scopes):
     config = replace(CONFIG, linear=THEIRS, moe=replace(MOE, experts=THEIRS))
     chosen = parts.fp8_recipe(recipe)
     expected, _ = trained(config, None, lambda: parts.fp8_autocast(chosen))
     found, report = trained(config, scopes, lambda: parts.fp8_autocast(chosen))
-    record_property("found", f"{report.replayed} {dict(report.eager_calls)}")
     assert all(map(torch.equal, expected, found))
+    check_replayed(report)
     plain, _ = trained(config, None)
     assert not torch.equal(plain[0], expected[0])
 
@@ -329,18 +334,13 @@ GRAPHS = {
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(("graphs", "experts"), GRAPHS.values(), ids=GRAPHS)
 @pytest.mark.parametrize("fp8", ["none", *RECIPES])
-def test_a_small_model_trains_graphed_as_eager(fp8, graphs, experts, record_property):
+def test_a_small_model_trains_graphed_as_eager(fp8, graphs, experts):
     given = on_gpu(fp8=fp8, experts=experts, graph_config=graphs)
-    try:
-        result = compare(given, small_corpus(), QUIET)
-    except GraphError as error:  # refused by name, before anything is launched
-        record_property("refused", str(error))
-        assert fp8 != "none"
-        return
+    result = compare(given, small_corpus(), QUIET)
     assert result.losses_bitwise_equal, result.first_difference
     assert result.parameters_bitwise_equal
     assert result.eager.losses[-1] < result.eager.losses[0]
-    assert fp8 != "none" or result.report.replayed
+    check_replayed(result.report)
 
 
 @pytest.mark.usefixtures("deterministic")
@@ -349,6 +349,8 @@ def test_runs_are_resumed_bitwise(fp8, tmp_path):
     given = on_gpu(fp8=fp8)
     trainer = fresh_trainer(given)
     advance(trainer, 6)
+    held_out = HeldOut.of(small_corpus().held_out_documents, sequence_length=32, context=16)
+    assert trainer.bits_per_byte(held_out) < 8
     path = save_checkpoint(tmp_path, trainer)
     advance(trainer, 12)
     resumed = fresh_trainer(given)

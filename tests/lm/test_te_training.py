@@ -21,6 +21,7 @@ from lm_runs import (
 from moe_graphs import GraphError
 from moe_graphs.cli import build_app
 from moe_graphs.config import FullIterationConfig, GraphConfig
+from moe_graphs.integrations import transformer_engine as parts
 from moe_graphs.layers import LanguageModel
 from moe_graphs.lm.checkpoint import load_checkpoint, save_checkpoint
 from moe_graphs.lm.chosen_kernels import with_kernels
@@ -81,6 +82,33 @@ def test_whole_steps_of_their_projections_are_bitwise(engine):
     assert torch.equal(losses_of(with_te(experts="moe_graphs")), losses_of(given))
 
 
+GRAPHS = {
+    "scopes": (GraphConfig("attn,mlp,moe_router,moe_preprocess"), THEIRS),
+    "whole steps": (FullIterationConfig(), "moe_graphs"),
+}
+
+
+@pytest.mark.parametrize(("config", "experts"), GRAPHS.values(), ids=GRAPHS)
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_graphs_in_fp8_are_bitwise_around_an_evaluation(engine, recipe, config, experts):
+    found = []
+    for graphs in (None, config):
+        given = with_te(recipe, experts=experts, steps=10, microbatches=2)
+        trainer = fresh_trainer(given)
+        with with_graphs(trainer, graphs):
+            advance(trainer, 7)
+            trainer.bits_per_byte(_held_out(given))
+            advance(trainer, 10)
+            report = trainer.report()
+        found.append([trainer.history.loss.clone(), *trainer.model.parameters()])
+        found[-1] += [v for s in parts.fp8_state(trainer.model).values() for v in s.values()
+                      if isinstance(v, torch.Tensor)]  # fmt: skip
+    assert all(map(torch.equal, *found))
+    assert report.replayed
+    # The backward of their modules can be run once: the second microbatch is captured.
+    assert set(report.eager_calls) <= {"warmup", "backward: not_captured"}
+
+
 def test_whole_steps_with_their_experts_are_refused_by_name(engine):
     given = dataclasses.replace(with_te(), graph_config=FullIterationConfig())
     with pytest.raises(GraphError, match="tolist"):
@@ -92,7 +120,7 @@ def test_resumed_runs_go_on_bitwise(engine, recipe, tmp_path):
     given = with_te(recipe)
     trainer = fresh_trainer(given)
     advance(trainer, 4)
-    trainer.bits_per_byte(_held_out(given))  # after it TE thinks it has nothing to save
+    trainer.bits_per_byte(_held_out(given))
     path = save_checkpoint(tmp_path, trainer)
     advance(trainer, 8)
     resumed = fresh_trainer(given)
