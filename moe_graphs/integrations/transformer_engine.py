@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -148,7 +148,7 @@ def fp8_autocast(recipe: Any) -> contextlib.AbstractContextManager[Any]:
     engine = import_transformer_engine()
     if hasattr(engine, "autocast"):
         return engine.autocast(enabled=True, recipe=recipe)
-    return engine.fp8_autocast(enabled=True, fp8_recipe=recipe)  # before 2.8
+    return engine.fp8_autocast(enabled=True, fp8_recipe=recipe)  # an older one
 
 
 def check_fp8_sizes(model: nn.Module, rows: int) -> None:
@@ -157,9 +157,7 @@ def check_fp8_sizes(model: nn.Module, rows: int) -> None:
     Args:
         rows: tokens of one call of the model.
     """
-    for name, module in model.named_modules():
-        if not hasattr(module, "fp8_meta"):
-            continue
+    for name, module in _te_modules(model):
         shape = [module.out_features, module.in_features]
         if any(size % _FP8_MULTIPLE for size in shape):
             raise ValueError(
@@ -177,7 +175,7 @@ def fp8_is_on() -> bool:
     """Whether TE's modules would compute in FP8 just now."""
     try:
         module = importlib.import_module("transformer_engine.pytorch.quantization")
-    except ModuleNotFoundError:  # before 2.8
+    except ModuleNotFoundError:  # an older one
         module = importlib.import_module("transformer_engine.pytorch.fp8")
     return module.FP8GlobalStateManager.is_fp8_enabled()
 
@@ -189,10 +187,9 @@ def back_to_fp8(
     """Modules that ran outside of the autocast since, as in an evaluation, are what they were in
     it: TE notes that in attributes, and graphs would find other ones."""
     with autocast():
-        for module in model.modules():
-            meta = getattr(module, "fp8_meta", {})
-            if "num_gemms" in meta:  # it has been in FP8
-                module.init_fp8_metadata(num_gemms=meta["num_gemms"])
+        for _, module in _te_modules(model):
+            if "num_gemms" in module.fp8_meta:  # it has been in FP8
+                module.init_fp8_metadata(num_gemms=module.fp8_meta["num_gemms"])
 
 
 def fp8_state(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -203,8 +200,8 @@ def fp8_state(model: nn.Module) -> dict[str, dict[str, Any]]:
     recipes remember nothing.
     """
     found: dict[str, dict[str, Any]] = {}
-    for name, module in model.named_modules():
-        meta = getattr(module, "fp8_meta", {})
+    for name, module in _te_modules(model):
+        meta = module.fp8_meta
         if _is_delayed(meta):
             tensors = {
                 f"{direction}.{each}": getattr(meta[direction], each).detach().to("cpu", copy=True)
@@ -228,9 +225,9 @@ def load_fp8_state(
             nothing is put back.
     """
     with autocast():
-        for name, module in model.named_modules():
-            meta = getattr(module, "fp8_meta", {})
-            if meta and name in state:
+        for name, module in _te_modules(model):
+            meta = module.fp8_meta
+            if name in state:
                 module.init_fp8_metadata(num_gemms=state[name]["num_gemms"])
             if not _is_delayed(meta):
                 continue
@@ -240,6 +237,10 @@ def load_fp8_state(
             for direction in _DIRECTIONS:
                 for each in _REMEMBERED:
                     getattr(meta[direction], each).copy_(state[name][f"{direction}.{each}"])
+
+
+def _te_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((name, each) for name, each in model.named_modules() if hasattr(each, "fp8_meta"))
 
 
 def _is_delayed(meta: Mapping[str, Any]) -> bool:
