@@ -48,7 +48,8 @@ def train(
     impl: Annotated[
         str,
         typer.Option(
-            help="local captures scopes, full_iteration whole steps, none trains eagerly."
+            help="local captures scopes (as Megatron's transformer_engine does), full_iteration "
+            "whole steps, none trains eagerly."
         ),
     ] = "local",
     scopes: Annotated[
@@ -69,6 +70,22 @@ def train(
     seed: Annotated[int, typer.Option(help="Of weights, dropout and the order of the text.")] = 0,
     device: Annotated[str | None, typer.Option(help="By default cuda if there is one.")] = None,
     dtype: Annotated[str, typer.Option(help="Of the parameters: float32, bfloat16.")] = "float32",
+    experts: Annotated[
+        str,
+        typer.Option(
+            help="Kernels of the experts: moe_graphs, transformer_engine, megablocks, "
+            "megablocks_sparse."
+        ),
+    ] = "moe_graphs",
+    linear: Annotated[
+        str, typer.Option(help="Kernels of the projections: torch, transformer_engine.")
+    ] = "torch",
+    fp8: Annotated[
+        str,
+        typer.Option(
+            help="Recipe of Transformer Engine's parts in training: none, delayed, current, block."
+        ),
+    ] = "none",
     resume: Annotated[
         Path | None, typer.Option(help="A run's directory, or one of its checkpoints.")
     ] = None,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-IMPLS = ("none", "local")
+IMPLS = ("none", "local", "transformer_engine")
 ON_MISMATCH = ("eager", "error", "recapture")
 
 # A scope name stands for these stages of a layer. `full` stands for all the stages a layer has.
@@ -151,7 +151,8 @@ class GraphConfig:
 
     scopes: names (attn, mlp, moe, moe_router, moe_preprocess, full) and patterns on submodule
         names (``"*.self_attn"``), as a sequence or comma-separated. Default: attn.
-    impl: "local" captures scopes, "none" nothing.
+    impl: "local" captures scopes, "none" nothing. "transformer_engine" is Megatron's name for
+        another implementation that captures the same scopes: it becomes "local".
     warmup_steps: eager steps that are observed before the capture.
     on_mismatch: a call that differs from what was captured runs eagerly and is counted ("eager"),
         raises ``GraphError`` ("error"), or runs eagerly, and the next steps are observed and
@@ -193,6 +194,8 @@ class GraphConfig:
                 f"warmup_steps={self.warmup_steps}: at least 1, since the calls to capture are "
                 f"observed in these steps"
             )
+        if self.impl == "transformer_engine":
+            object.__setattr__(self, "impl", "local")
         scopes = _normalised(self.scopes, self.impl)
         object.__setattr__(self, "scopes", scopes)
         check(Choice(self.impl, scopes))
@@ -211,9 +214,14 @@ class GraphConfig:
     ) -> GraphConfig:
         """The same from Megatron-LM's flags; as there, no scope at all means the whole layer.
 
+        "local" and "transformer_engine" both become "local". What differs from Megatron: its
+        "transformer_engine" captures every microbatch of a schedule that it is told, ours as many
+        as it has seen in flight; its "local" captures "moe_preprocess" whenever it is given
+        "moe_router", ours what is named. A call that differs from what was captured runs eagerly
+        and is counted, where Megatron replays or stops.
+
         Raises:
-            ValueError: as above, and for Megatron's other ways to capture: "local" takes the scopes
-                of "transformer_engine", and ``moe_graphs.FullIteration`` is "full_iteration".
+            ValueError: as above, and for "full_iteration", which is ``moe_graphs.FullIteration``.
         """
         if cuda_graph_scope and cuda_graph_modules:
             raise ValueError("cuda_graph_scope is the older name of cuda_graph_modules: set one")

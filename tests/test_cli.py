@@ -130,7 +130,7 @@ def test_a_new_run_gets_a_directory_of_its_own(text, tmp_path, monkeypatch):
         (["--scopes", "atn"], "did you mean 'attn'"),
         (["--impl", "none", "--scopes", "attn"], "impl='none' captures nothing"),
         (["--impl", "none", "--compare"], "nothing to compare with"),
-        (["--impl", "inductor"], "accepted are none, local, full_iteration"),
+        (["--impl", "inductor"], "accepted are none, local, transformer_engine, full_iter"),
         (["--impl", "full_iteration", "--scopes", "attn"], "drop --scopes"),
         (["--optimizer-in-graph"], "use --impl full_iteration"),
         ([*WHOLE, "--dispatcher", "all_to_all"], "capture of the step failed"),

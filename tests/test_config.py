@@ -20,7 +20,7 @@ BROKEN = {
     "full_is_alone": (dict(scopes="full,attn"), "stands alone"),
     "moe_excludes_its_parts": (dict(scopes="moe,moe_router"), "drop moe_router"),
     "preprocess_needs_router": (dict(scopes="moe_preprocess"), "add 'moe_router'"),
-    "impl_unknown": (dict(impl="inductor"), "accepted are none, local$"),
+    "impl_unknown": (dict(impl="inductor"), "accepted are none, local, transformer_engine$"),
     "impl_of_a_whole_step": (dict(impl="full_iteration"), "use moe_graphs.FullIteration"),
     "on_mismatch": (dict(on_mismatch="warn"), "accepted are 'eager', 'error'"),
     "warmup_steps": (dict(warmup_steps=0), "at least 1"),
@@ -82,8 +82,20 @@ def test_megatron_flags():
     assert GraphConfig.from_megatron(cuda_graph_impl="none").scopes == ()
     with pytest.raises(ValueError, match="set one"):
         GraphConfig.from_megatron(cuda_graph_scope="attn", cuda_graph_modules="attn")
-    with pytest.raises(ValueError, match="accepted are none, local$"):
-        GraphConfig.from_megatron(cuda_graph_impl="transformer_engine", cuda_graph_scope="attn")
+
+
+def test_megatrons_other_implementation_is_the_same_capture():
+    theirs = "transformer_engine"
+    for scopes in (None, "attn", "attn,moe_router,moe_preprocess"):
+        flags = dict(cuda_graph_scope=scopes, cuda_graph_warmup_steps=4)
+        config = GraphConfig.from_megatron(theirs, **flags)
+        assert config == GraphConfig.from_megatron("local", **flags)
+    assert GraphConfig(impl=theirs) == GraphConfig()
+    assert str(GraphConfig("attn,mlp", theirs)) == "local, attn,mlp"
+    with pytest.raises(ValueError, match="captures nothing: name scopes"):
+        GraphConfig([], theirs)
+    with pytest.raises(ValueError, match="use moe_graphs.FullIteration"):
+        GraphConfig.from_megatron("full_iteration")
 
 
 def test_a_model_on_two_devices_is_refused():

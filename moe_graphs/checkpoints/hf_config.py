@@ -18,7 +18,7 @@ from moe_graphs.layers.model_config import LatentAttentionConfig, MoEConfig, Tra
 from moe_graphs.layers.rope_scaling import Llama3Scaling, YarnScaling
 
 # Options of training alone: config.json has no names for them, and a loaded model has defaults.
-_TRAINING_ALONE = ("z_loss_coef", "input_jitter", "bias_update_rate")
+_TRAINING_ALONE = ("z_loss_coef", "input_jitter", "bias_update_rate", "experts")
 
 
 def transformer_config(
@@ -283,7 +283,7 @@ def _written_rope(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _canonical(config: TransformerConfig) -> TransformerConfig:
-    """Two ways to say one thing become one; options of training alone become defaults."""
+    """Two ways to say one thing become one; options of training and kernels become defaults."""
     flags = tuple(config.is_moe_layer(i) for i in range(config.num_layers))
     moe = config.moe
     if moe is not None:
@@ -296,6 +296,7 @@ def _canonical(config: TransformerConfig) -> TransformerConfig:
         config,
         ffn_hidden_size=None if all(flags) else config.ffn_hidden_size,
         hidden_dropout=0.0,
+        linear="torch",
         moe=moe if any(flags) else None,
         moe_layers=flags if any(flags) and not all(flags) else "all",
         **(heads if config.latent is None else {}),

@@ -62,8 +62,13 @@ class Piece:
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """By the names that ``Piece.ours`` has: parameters and all buffers."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    """By the names that ``Piece.ours`` has: parameters and all buffers. Experts of other backends
+    than ours are copies in our layout."""
+    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, module in model.named_modules():
+        if hasattr(module, "stacked_weights") and f"{name}.w1" not in found:
+            found[f"{name}.w1"], found[f"{name}.w2"] = module.stacked_weights()
+    return found
 
 
 def pieces(config: TransformerConfig, values: Values, *, fused: bool = False) -> list[Piece]:

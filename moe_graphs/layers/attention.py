@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moe_graphs.kernels import split_heads
+from moe_graphs.layers.linear import build_linear
 from moe_graphs.layers.model_config import TransformerConfig
 from moe_graphs.layers.norm import RMSNorm
 from moe_graphs.layers.rope import RotaryEmbedding
@@ -40,8 +41,8 @@ class Attention(nn.Module):
         self.head_dim, self.dropout = config.head_size, config.attention_dropout
         self.qk_norm, self.norm_eps, self.rope = config.qk_norm, config.norm_eps, rope
         self.sizes = (self.num_heads * self.head_dim, *(self.kv_heads * self.head_dim,) * 2)
-        self.qkv = nn.Linear(config.hidden_size, sum(self.sizes), bias=False, **factory)
-        self.out = nn.Linear(self.sizes[0], config.hidden_size, bias=False, **factory)
+        self.qkv = build_linear(config.linear, config.hidden_size, sum(self.sizes), **factory)
+        self.out = build_linear(config.linear, self.sizes[0], config.hidden_size, **factory)
         if self.qk_norm != "none":
             per_head = (self.head_dim, self.head_dim)
             query_size, key_size = per_head if self.qk_norm == "head" else self.sizes[:2]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from moe_graphs.layers.linear import build_linear
 from moe_graphs.layers.model_config import TransformerConfig
 from moe_graphs.layers.norm import RMSNorm
 from moe_graphs.layers.rope import RotaryEmbedding
@@ -44,17 +45,19 @@ class LatentAttention(nn.Module):
         self.down_sizes = (latent.query_rank or 0, latent.kv_rank, latent.rope_head_dim)
         softmax_factor = 1.0 if rope.scaling is None else rope.scaling.softmax_factor
         self.scale = softmax_factor / math.sqrt(config.head_size)
-        self.down = nn.Linear(size, sum(self.down_sizes), bias=False, **factory)
+        self.down = build_linear(config.linear, size, sum(self.down_sizes), **factory)
         self.query_norm: RMSNorm | None = None
         if latent.query_rank is not None:
             self.query_norm = RMSNorm(latent.query_rank, latent.norm_eps, **factory)
         self.kv_norm = RMSNorm(latent.kv_rank, latent.norm_eps, **factory)
         query_width = self.num_heads * sum(self.query_sizes)
         kv_width = self.num_heads * sum(self.kv_sizes)
-        self.query_up = nn.Linear(latent.query_rank or size, query_width, bias=False, **factory)
-        self.kv_up = nn.Linear(latent.kv_rank, kv_width, bias=False, **factory)
+        self.query_up = build_linear(
+            config.linear, latent.query_rank or size, query_width, **factory
+        )
+        self.kv_up = build_linear(config.linear, latent.kv_rank, kv_width, **factory)
         value_width = self.num_heads * latent.value_head_dim
-        self.out = nn.Linear(value_width, size, bias=False, **factory)
+        self.out = build_linear(config.linear, value_width, size, **factory)
 
     def forward(self, hidden_BSD: Tensor) -> Tensor:
         query, kv, rope_key_BSR = self.down(hidden_BSD).split(self.down_sizes, dim=-1)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_graphs.kernels import swiglu
+from moe_graphs.layers.linear import build_linear
 
 
 class SwiGLU(nn.Module):
@@ -21,13 +22,14 @@ class SwiGLU(nn.Module):
         hidden_size: int,
         ffn_hidden_size: int,
         *,
+        linear: str = "torch",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.w1 = nn.Linear(hidden_size, 2 * ffn_hidden_size, bias=False, **factory)
-        self.w2 = nn.Linear(ffn_hidden_size, hidden_size, bias=False, **factory)
+        self.w1 = build_linear(linear, hidden_size, 2 * ffn_hidden_size, **factory)
+        self.w2 = build_linear(linear, ffn_hidden_size, hidden_size, **factory)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.w2(swiglu(self.w1(hidden)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_graphs.dispatch import Dispatcher, LocalDispatcher
-from moe_graphs.layers.model_config import TransformerConfig
+from moe_graphs.layers.model_config import ExpertsKind, LinearKind, TransformerConfig
 from moe_graphs.layers.moe import MoELayer
 from moe_graphs.layers.norm import RMSNorm
 from moe_graphs.layers.rope import RotaryEmbedding
@@ -78,6 +79,8 @@ class LanguageModel(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         max_sequence_length: int | None = None,
+        linear: LinearKind = "torch",
+        experts: ExpertsKind = "moe_graphs",
     ) -> Self:
         """The model of a Hugging Face directory: config.json and safetensors, whole or in shards.
 
@@ -89,6 +92,8 @@ class LanguageModel(nn.Module):
         Args:
             dtype: None for that of the files' matrices, bf16 for FP8.
             max_sequence_length: positions of the rotary tables (default: the model's).
+            linear, experts: kernels, as in ``TransformerConfig`` and ``MoEConfig``. Experts of
+                others than ours cost one layer's more memory.
 
         Raises:
             ValueError: an architecture that our layers do not compute, or files that are missing,
@@ -98,10 +103,13 @@ class LanguageModel(nn.Module):
 
         files = read_files(Path(directory), max_sequence_length)
         dtype = dtype_of(files) if dtype is None else dtype
-        model = cls(files.config, dispatcher, device="meta", dtype=dtype)
+        config = replace(files.config, linear=linear)
+        model = cls(config, dispatcher, device="meta", dtype=dtype)
         local_experts = (LocalDispatcher() if dispatcher is None else dispatcher).local_experts
         fill(model, files, local_experts, torch.device(device or torch.get_default_device()))
         model.reset_buffers()
+        if experts != "moe_graphs":
+            model.use_experts(experts)
         model.hf_values = files.values
         return model
 
@@ -124,6 +132,14 @@ class LanguageModel(nn.Module):
         from moe_graphs.checkpoints.saving import save
 
         save(self, self.config, self.hf_values, Path(directory), max_shard_bytes)
+
+    def use_experts(self, kind: ExpertsKind) -> None:
+        """``MoELayer.use_experts`` of every MoE layer, one after the other."""
+        if self.config.moe is not None:
+            moe = replace(self.config.moe, experts=kind)
+            self.config = replace(self.config, moe=moe)
+        for layer in self._moe_layers():
+            layer.use_experts(kind)
 
     if TYPE_CHECKING:  # nn.Module's says Any
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from moe_graphs.layers.rope_scaling import Llama3Scaling, YarnScaling
 
-EXPERT_BACKENDS = ("moe_graphs", "transformer_engine", "megablocks", "megablocks_sparse")
+ExpertsKind = Literal["moe_graphs", "transformer_engine", "megablocks", "megablocks_sparse"]
+LinearKind = Literal["torch", "transformer_engine"]
+EXPERT_BACKENDS: tuple[str, ...] = get_args(ExpertsKind)
+LINEARS: tuple[str, ...] = get_args(LinearKind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +52,7 @@ class MoEConfig:
     bias_update_rate: float = 1e-3
     shared_ffn_hidden_size: int = 0
     shared_gate: bool = False
-    experts: Literal["moe_graphs", "transformer_engine", "megablocks", "megablocks_sparse"] = (
-        "moe_graphs"
-    )
+    experts: ExpertsKind = "moe_graphs"
 
     def __post_init__(self) -> None:
         _positive(self, "num_experts", "top_k", "ffn_hidden_size", "scaling_factor")
@@ -147,6 +148,8 @@ class TransformerConfig:
         moe: the MoE layers; None for a dense model.
         moe_layers: which layers are MoE: all, none, one flag per layer, or an interval n for
             every n-th (layers n-1, 2n-1, ...). Without ``moe`` all layers are dense.
+        linear: whose kernels the projections of attention, dense layers and shared experts run on,
+            see ``layers.linear``. Router, norms, embedding and head are as ever.
     """
 
     hidden_size: int
@@ -166,6 +169,7 @@ class TransformerConfig:
     hidden_dropout: float = 0.0
     moe: MoEConfig | None = None
     moe_layers: Literal["all", "none"] | tuple[bool, ...] | int = "all"
+    linear: LinearKind = "torch"
 
     def __post_init__(self) -> None:
         _positive(self, "hidden_size", "num_layers", "num_heads", "vocab_size")
@@ -175,6 +179,7 @@ class TransformerConfig:
         for name in ("attention_dropout", "hidden_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        check_linear(self.linear)
         self._check_heads()
         self._check_layers()
 
@@ -248,6 +253,11 @@ class TransformerConfig:
                 f"ffn_hidden_size must be positive, got {self.ffn_hidden_size}: layers {dense} "
                 f"are dense"
             )
+
+
+def check_linear(kind: str) -> None:
+    if kind not in LINEARS:
+        raise ValueError(f"linear {kind!r} is unknown: choose one of {', '.join(LINEARS)}")
 
 
 def _positive(config: object, *names: str) -> None:

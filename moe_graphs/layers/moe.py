@@ -12,6 +12,7 @@ Shapes: T tokens, D model, K top-k, R routed rows.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from moe_graphs.dispatch import Dispatcher, DispatchPlan, LocalDispatcher
 from moe_graphs.layers.expert_backends import ExpertsBackend, build_experts
 from moe_graphs.layers.mlp import SwiGLU
-from moe_graphs.layers.model_config import MoEConfig
+from moe_graphs.layers.model_config import ExpertsKind, MoEConfig
 from moe_graphs.layers.router import Routing, TopKRouter
 from moe_graphs.staged import Stage, Staged, record
 
@@ -116,7 +117,10 @@ class MoEStages(Staged):
 
 
 class MoELayer(MoEStages):
-    """Router, dispatch, experts, combine, and optionally an expert that sees every token."""
+    """Router, dispatch, experts, combine, and optionally an expert that sees every token.
+
+    ``linear``: of the shared expert, as in ``TransformerConfig``.
+    """
 
     experts: ExpertsBackend
 
@@ -126,6 +130,7 @@ class MoELayer(MoEStages):
         hidden_size: int,
         dispatcher: Dispatcher | None = None,
         *,
+        linear: str = "torch",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -139,9 +144,21 @@ class MoELayer(MoEStages):
         self.shared_expert: SwiGLU | None = None
         self.shared_gate: nn.Linear | None = None
         if config.shared_ffn_hidden_size:
-            self.shared_expert = SwiGLU(hidden_size, config.shared_ffn_hidden_size, **factory)
+            width = config.shared_ffn_hidden_size
+            self.shared_expert = SwiGLU(hidden_size, width, linear=linear, **factory)
         if config.shared_gate:
             self.shared_gate = nn.Linear(hidden_size, 1, bias=False, **factory)
+
+    def use_experts(self, kind: ExpertsKind) -> None:
+        """Replaces the experts by those of another backend (``MoEConfig.experts``), with the same
+        weights. Their parameters are other ones: before an optimizer or graphs are made."""
+        before, (size,) = self.experts, self.router.weight.shape[1:]
+        self.config = replace(self.config, experts=kind)
+        w1_eD2F, w2_eFD = before.stacked_weights()
+        self.experts = build_experts(
+            self.config, size, before.local_experts, device=w1_eD2F.device, dtype=w1_eD2F.dtype
+        )
+        self.experts.load_stacked_weights(w1_eD2F, w2_eFD)
 
     def stages(self) -> tuple[Stage, ...]:
         return (

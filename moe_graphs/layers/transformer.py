@@ -83,10 +83,14 @@ class TransformerLayer(Staged):
         self.moe: MoELayer | None = None
         self.mlp: SwiGLU | None = None
         if config.moe is not None and config.is_moe_layer(layer_index):
-            self.moe = MoELayer(config.moe, config.hidden_size, dispatcher, **factory)
+            self.moe = MoELayer(
+                config.moe, config.hidden_size, dispatcher, linear=config.linear, **factory
+            )
         else:
             assert config.ffn_hidden_size is not None
-            self.mlp = SwiGLU(config.hidden_size, config.ffn_hidden_size, **factory)
+            self.mlp = SwiGLU(
+                config.hidden_size, config.ffn_hidden_size, linear=config.linear, **factory
+            )
 
     @property
     def is_moe(self) -> bool:

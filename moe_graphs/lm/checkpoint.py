@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from moe_graphs.integrations.transformer_engine import fp8_state, load_fp8_state
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.training.capturable import load_optimizer_state
 
@@ -150,6 +151,7 @@ def load_checkpoint(path: Path, trainer: Trainer) -> list[str]:
         )
     load_optimizer_state(trainer.optimizer, state["optimizer"])
     trainer.model.load_state_dict(tensors)
+    load_fp8_state(trainer.model, state.get("fp8", {}), trainer.fp8_autocast)
     trainer.step = trainer.first_unlogged_step = state["step"]
     trainer.run_id = saved.get(RUN, "")
     for name, values in state["history"].items():
@@ -210,7 +212,12 @@ def _load_settings(path: Path) -> dict[str, Any]:
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.detach().contiguous() for name, value in model.state_dict().items()}
+    """Without what Transformer Engine pickles: it is among the training state, as tensors."""
+    return {
+        name: value.detach().contiguous()
+        for name, value in model.state_dict().items()
+        if not name.endswith("._extra_state")
+    }
 
 
 def _training_state(trainer: Trainer) -> dict:
@@ -226,13 +233,14 @@ def _training_state(trainer: Trainer) -> dict:
         "optimizer": trainer.optimizer.state_dict(),
         "rng": rng,
         "history": history,
+        "fp8": fp8_state(trainer.model),
     }
 
 
 def _check_same_model(path: Path, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
     saved, wanted = (
         {name: f"{list(value.shape)} {value.dtype}" for name, value in each.items()}
-        for each in (tensors, model.state_dict())
+        for each in (tensors, _tensors(model))
     )
     names = sorted(saved.keys() | wanted.keys())
     wrong = [name for name in names if saved.get(name) != wanted.get(name)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import json
 import math
@@ -22,6 +23,11 @@ from moe_graphs.dispatch import make_dispatcher
 from moe_graphs.engine.report import Report
 from moe_graphs.engine.scopes.graphs import graph
 from moe_graphs.engine.whole_step.full_iteration import FullIterationReport
+from moe_graphs.integrations.transformer_engine import (
+    check_fp8_sizes,
+    fp8_autocast,
+    fp8_recipe,
+)
 from moe_graphs.layers import LanguageModel
 from moe_graphs.lm.checkpoint import (
     load_checkpoint,
@@ -49,6 +55,7 @@ class RunOptions:
         init, tokenizer: the Hugging Face checkpoint that the model comes from, and the directory of
             its tokenizer; both None for a model from the seed.
         dtype: of the parameters.
+        fp8: the recipe by which Transformer Engine's parts compute, or "none".
     """
 
     preset: Preset
@@ -63,6 +70,7 @@ class RunOptions:
     init: Path | None = None
     tokenizer: Path | None = None
     dtype: torch.dtype = torch.float32
+    fp8: str = "none"
 
     def __post_init__(self) -> None:
         if self.checkpoint_every < 0:
@@ -135,24 +143,40 @@ def deterministic(enabled: bool) -> Iterator[None]:
 
 def build_trainer(options: RunOptions, batches: TrainingBatches) -> Trainer:
     """A fresh model from the seed or from ``init``, not yet with graphs."""
-    settings = options.preset.training
+    settings, config = options.preset.training, options.preset.model
     torch.manual_seed(settings.seed)
     dispatcher = make_dispatcher(options.dispatcher)
     factory = {"device": options.device, "dtype": options.dtype}
     if options.init is not None:
-        model = LanguageModel.from_pretrained(options.init, dispatcher=dispatcher, **factory)
+        experts = "moe_graphs" if config.moe is None else config.moe.experts
+        kernels = {"linear": config.linear, "experts": experts}
+        model = LanguageModel.from_pretrained(
+            options.init, dispatcher=dispatcher, **kernels, **factory
+        )
         torch.manual_seed(settings.seed)
     else:
-        model = LanguageModel(options.preset.model, dispatcher, **factory)
+        model = LanguageModel(config, dispatcher, **factory)
         # GPT-2's 0.02 at 768, as wide for narrower models in proportion.
-        model.init_weights(0.02 * math.sqrt(768 / options.preset.model.hidden_size))
+        model.init_weights(0.02 * math.sqrt(768 / config.hidden_size))
     return Trainer(
         model,
         batches,
         settings,
         drops_tokens=options.dispatcher == "padded",
         surroundings=_surroundings(options, batches),
+        fp8_autocast=_fp8_autocast(options, model),
     )
+
+
+def _fp8_autocast(
+    options: RunOptions, model: LanguageModel
+) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Of a recipe that is made once: Transformer Engine tells recipes apart."""
+    if options.fp8 == "none":
+        return contextlib.nullcontext
+    settings = options.preset.training
+    check_fp8_sizes(model, settings.tokens_per_step // settings.microbatches)
+    return functools.partial(fp8_autocast, fp8_recipe(options.fp8))
 
 
 def _surroundings(options: RunOptions, batches: TrainingBatches) -> dict[str, Any]:
@@ -163,6 +187,7 @@ def _surroundings(options: RunOptions, batches: TrainingBatches) -> dict[str, An
         **batches.documents.identity,
         **init,
         "dispatcher": options.dispatcher,
+        "fp8": options.fp8,
         "device": options.device.type,
         "threads": torch.get_num_threads() if on_cpu else None,
         "deterministic": on_cpu or torch.are_deterministic_algorithms_enabled(),

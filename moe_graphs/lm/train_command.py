@@ -21,6 +21,7 @@ from moe_graphs.engine.report import Report
 from moe_graphs.engine.whole_step.full_iteration import FullIterationReport
 from moe_graphs.lm import run as training_run
 from moe_graphs.lm.checkpoint import find_checkpoint, prepare_run_directory
+from moe_graphs.lm.chosen_kernels import with_kernels
 from moe_graphs.lm.compare import compare
 from moe_graphs.lm.continued import continued_preset
 from moe_graphs.lm.data import Documents, Text, corpus_at, standard_library
@@ -48,6 +49,9 @@ def train(
     dtype: str,
     out: Path | None,
     checkpoint_every: int,
+    experts: str,
+    linear: str,
+    fp8: str,
     save: bool,
     deterministic: bool,
     compare_: bool,
@@ -62,10 +66,11 @@ def train(
         settings: of ``TrainSettings``; None for the preset's, or for those that suit ``init``.
     """
     console = make_console(stderr=json_)
-    with errors_in_a_line(TrainingDiverged), _memory_errors():
+    with errors_in_a_line(TrainingDiverged, ImportError), _memory_errors():
         where = _device(device)
         name, chosen = _chosen(preset, init, tokenizer, where, settings)
-        if scopes is None and impl == "local":
+        chosen = with_kernels(chosen, experts=experts, linear=linear, fp8=fp8, device=where)
+        if scopes is None and impl not in ("none", "full_iteration"):
             scopes = _DENSE_SCOPES if chosen.model.moe is None else default_scopes
         options = training_run.RunOptions(
             preset=_with_settings(chosen, settings),
@@ -79,6 +84,7 @@ def train(
             init=init,
             tokenizer=tokenizer or init,
             dtype=_dtype(dtype),
+            fp8=fp8,
         )
         text = _text(options, data, console, keep=not compare_)
         _describe(console, options, text, name)
@@ -185,6 +191,7 @@ def _text(
 def _describe(console: Console, options: training_run.RunOptions, text: Text, name: str) -> None:
     skipped = ", ".join(f"{count} {reason}" for reason, count in text.skipped.items()) or "none"
     settings, unit = options.preset.training, text.train_documents.unit
+    model = options.preset.model
     batches = training_run.build_batches(options, text)
     source = "checkpoint" if options.init else "preset"
     lines = (
@@ -198,6 +205,8 @@ def _describe(console: Console, options: training_run.RunOptions, text: Text, na
         f"learning rate: {settings.learning_rate:g} after {settings.warmup_steps} steps, then down "
         f"to {settings.final_fraction:g} of it; parameters in {options.dtype}",
         f"graphs: {options.graph_config or 'none, eager'}; dispatcher {options.dispatcher}",
+        f"kernels: experts {'none' if model.moe is None else model.moe.experts}, linear "
+        f"{model.linear}, fp8 {options.fp8}",
     )
     for line in lines:
         console.print(line, markup=False)

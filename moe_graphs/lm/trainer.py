@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +20,7 @@ from moe_graphs.config import FullIterationConfig
 from moe_graphs.engine.report import Report
 from moe_graphs.engine.scopes.graphs import Graphs
 from moe_graphs.engine.whole_step.full_iteration import FullIteration, FullIterationReport
+from moe_graphs.integrations.transformer_engine import back_to_fp8
 from moe_graphs.lm.data import HeldOut, TrainingBatches
 from moe_graphs.lm.metrics import Memory, StepClock, memory_in_use, peak_flops
 from moe_graphs.lm.settings import TrainSettings, build_optimizer
@@ -84,6 +85,9 @@ class Trainer:
         drops_tokens: whether the model's dispatcher may drop, so that the log line says so.
         surroundings: what else the numbers depend on, as JSON values by name: a checkpoint holds
             it, and resuming says what differs.
+        fp8_autocast: makes Transformer Engine's context, which stands around the whole step; by
+            default none. Evaluation is outside of it, in bf16: so it leaves the scales of FP8 as
+            they are, and takes sequences of any length.
 
     Attributes:
         run_id: of the run that its checkpoints belong to; a trainer that is resumed takes it over.
@@ -99,9 +103,11 @@ class Trainer:
         graphs: Graphs | None = None,
         drops_tokens: bool = False,
         surroundings: Mapping[str, Any] = MappingProxyType({}),
+        fp8_autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self.model, self.batches, self.settings, self.graphs = model, batches, settings, graphs
         self.drops_tokens, self.surroundings = drops_tokens, surroundings
+        self.fp8_autocast = fp8_autocast
         self.run_id = uuid.uuid4().hex
         self.device = next(model.parameters()).device
         self.optimizer = build_optimizer(model, settings)
@@ -123,11 +129,9 @@ class Trainer:
             group["lr"].fill_(settings.learning_rate_at(index))
         self.clock.start()
         tokens = self._to_device(self.batches.batch(index))
-        if self.optimizer_in_graph:
-            loss, dropped, norm = self.full_iteration(tokens)
-        else:
-            loss, dropped = (self.full_iteration or self.forward_backward)(tokens)
-            norm = self.update()
+        with self.fp8_autocast():
+            results = (self.full_iteration or self.forward_backward)(tokens)
+        loss, dropped, norm = results if self.optimizer_in_graph else (*results, self.update())
         self.history.loss[index] = loss
         self.history.grad_norm[index] = norm
         self.history.dropped[index] = dropped
@@ -187,7 +191,7 @@ class Trainer:
         return held_out.bits_per_byte(self.nats_per_token(held_out))
 
     def nats_per_token(self, held_out: HeldOut) -> float:
-        """Mean loss of the counted tokens in ``held_out``, eager and in eval mode."""
+        """Mean loss of the counted tokens in ``held_out``, eager, in eval mode and not in FP8."""
         paused = self.graphs.paused() if self.graphs is not None else contextlib.nullcontext()
         was_training = self.model.training
         self.model.eval()
@@ -201,6 +205,7 @@ class Trainer:
                     output = self.model(inputs_BS)
                 total += cross_entropy(output.logits_BSV, targets_BS, reduction="sum")
         self.model.train(was_training)
+        back_to_fp8(self.model, self.fp8_autocast)
         return total.item() / int((held_out.targets_NS >= 0).sum())
 
     def forward_backward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -247,4 +247,4 @@ class TestConfig:
 
     def test_stay_small(self):
         assert len(fields(MoEConfig)) <= 16
-        assert len(fields(TransformerConfig)) <= 17
+        assert len(fields(TransformerConfig)) <= 18

@@ -5,6 +5,7 @@ Its kernels do what the engine has to cope with: they write past the dispatcher,
 run once, and Python updates scales. ``install`` makes it look like an installed library.
 """
 
+import functools
 import sys
 import types
 from dataclasses import dataclass, field
@@ -237,10 +238,16 @@ class Linear(nn.Module):
 
 
 def install(monkeypatch):
-    """Puts it into ``sys.modules``; returns it, with a state of its own."""
-    name = "transformer_engine.pytorch.quantization"
-    module = types.ModuleType(name)
+    """Puts it into ``sys.modules``; returns it, with a fresh state."""
+    module = _installed()
+    module.FP8GlobalStateManager.quantization_state = module.GlobalState()
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+@functools.cache  # operators that are defined twice are gone when the first ones are collected
+def _installed():
+    module = types.ModuleType("transformer_engine.pytorch.quantization")
     module.__file__ = "/nowhere/site-packages/transformer_engine/pytorch/quantization.py"
-    monkeypatch.setitem(sys.modules, name, module)
     exec(compile(Path(__file__).read_text(), module.__file__, "exec"), module.__dict__)
     return module

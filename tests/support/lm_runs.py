@@ -8,6 +8,7 @@ import torch
 
 from moe_graphs.config import GraphConfig
 from moe_graphs.layers import MoEConfig, TransformerConfig
+from moe_graphs.lm.chosen_kernels import with_kernels
 from moe_graphs.lm.data import Corpus
 from moe_graphs.lm.run import (
     Progress,
@@ -54,6 +55,18 @@ def options(graphed: bool = False, **changes) -> RunOptions:
         graph_config=GraphConfig(SCOPES) if graphed else None,
         **changes,
     )
+
+
+def on_transformer_engine(
+    given: RunOptions,
+    *,
+    linear: str = "transformer_engine",
+    experts: str = "transformer_engine",
+    fp8: str = "none",
+) -> RunOptions:
+    where = torch.device("cuda")  # which a stand-in for the library does not need
+    preset = with_kernels(given.preset, experts=experts, linear=linear, fp8=fp8, device=where)
+    return dataclasses.replace(given, preset=preset, fp8=fp8)
 
 
 def fresh_trainer(given: RunOptions) -> Trainer:

@@ -1,0 +1,41 @@
+"""Whose kernels a run computes on: checked before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from moe_graphs.integrations.transformer_engine import FP8_RECIPES, import_transformer_engine
+from moe_graphs.lm.run_presets import Preset
+
+_THEIRS = "transformer_engine"
+
+
+def with_kernels(
+    preset: Preset, *, experts: str, linear: str, fp8: str, device: torch.device
+) -> Preset:
+    """The preset with these kernels in its model's config.
+
+    Raises:
+        ValueError: a name that is unknown, or a choice that would change nothing or cannot run on
+            this device.
+        ImportError: Transformer Engine is asked for and is not there.
+    """
+    model = replace(preset.model, linear=linear)
+    if model.moe is not None:
+        model = replace(model, moe=replace(model.moe, experts=experts))
+    elif experts != "moe_graphs":
+        raise ValueError(f"experts: {experts!r}, but the model has none: drop --experts")
+    if fp8 not in ("none", *FP8_RECIPES):
+        raise ValueError(f"fp8: {fp8!r} is not one of none, {', '.join(FP8_RECIPES)}")
+    if _THEIRS in (experts, linear):
+        if device.type != "cuda":
+            raise ValueError(f"Transformer Engine needs a CUDA GPU, and this run is on {device}")
+        import_transformer_engine()
+    elif fp8 != "none":
+        raise ValueError(
+            f"fp8: {fp8!r}, but nothing would compute in it: add --linear {_THEIRS}, --experts "
+            f"{_THEIRS} or both"
+        )
+    return replace(preset, model=model)
