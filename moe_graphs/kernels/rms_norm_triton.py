@@ -3,11 +3,12 @@
     y = x * r * w,  r = 1 / sqrt(mean(x^2) + eps)
     dw = sum of dy * x * r,  dx = r * (dy * w - x * r * mean(dy * w * x * r))
 
-With ADD, x is the sum of two tensors and written as well, and what arrives at the sum is added to
-dx: each is rounded before, as by kernels apart. Else fp32 inside, rounded once. A program has whole rows in registers, several if they are short, so r is
-computed again in the backward rather than kept. If the weight's gradient is wanted, a program of
-the backward goes over tiles of rows in steps of the number of programs and adds up in registers;
-a small kernel then adds up the programs. Their number depends on the shape only: deterministic.
+With ADD, x is the sum of two tensors, written as well, and what arrives at the sum is added to dx:
+each is rounded before, as by kernels apart. Else fp32 inside, rounded once. A program has whole
+rows in registers, several if they are short, so r is computed again in the backward rather than
+kept. If the weight's gradient is wanted, a program of the backward goes over tiles of rows in steps
+of the number of programs and adds up in registers; a small kernel then adds up the programs. Their
+number depends on the shape only: deterministic.
 
 R rows, N size of the norm.
 """

@@ -64,6 +64,20 @@ class Changes:
         undo = functools.partial(restore_forwards, modules)
         self.changed(part, type(modules[0]).__name__, len(modules), note, undo)
 
+    def changed_classes(
+        self, part: str, modules: list[Any], kind: type[nn.Module], note: str
+    ) -> None:
+        """``modules`` are of one class, ``kind`` is derived from it."""
+        before = type(modules[0])
+
+        def undo() -> None:
+            for module in modules:
+                module.__class__ = before
+
+        for module in modules:
+            module.__class__ = kind
+        self.changed(part, before.__name__, len(modules), note, undo)
+
     def add(self, others: Changes) -> None:
         """All of theirs, undone together."""
         self._undo.append(others.undo)
