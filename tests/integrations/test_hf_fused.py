@@ -63,6 +63,17 @@ def test_sums_in_norms_change_no_bit_and_packed_attention_rounds(family):
     assert_close(loss_and_gradients(packed, tokens()), expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_sums_in_norms_change_no_bit_on_a_gpu(family):
+    runs = []
+    for changes in (NEITHER, dict(qkv=False)):
+        model = made(family, changes, moe_intermediate_size=64).to(torch.bfloat16).cuda()
+        runs.append(loss_and_gradients(model, tokens("cuda")))
+    assert_equal(*runs)
+
+
 @pytest.mark.parametrize(
     ("family", "sizes"), [("llama", dict(attention_bias=True)), ("qwen3_moe", {})]
 )
