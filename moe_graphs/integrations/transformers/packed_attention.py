@@ -97,7 +97,7 @@ def _why_not(modules: list[Any], theirs: Any, columns: int) -> str | None:
 def _split(attention: Any) -> tuple[Any, ...] | None:
     """What ``split_heads`` wants behind the tables, or None for a module that it does not fit."""
     projections = [getattr(attention, name) for name in _PROJECTIONS]
-    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    norms: list[Any] = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     biased = {p.bias is not None for p in projections if type(p) is nn.Linear}
     plain = all(type(p) is nn.Linear and "forward" not in vars(p) for p in projections)
     if not plain or any(map(is_hooked, projections)) or len(biased) > 1:
@@ -172,19 +172,20 @@ def _heads(
     (B, S), R = hidden_BSD.shape[:2], cos_BSR.shape[-1]
     if len(cos_BSR) > 1:  # positions of their own for each sequence
         qkv_BSM = qkv_BSM.view(1, B * S, -1)
-    tables = (x.reshape(-1, R)[:, : R // 2].contiguous() for x in (cos_BSR, sin_BSR))
-    heads = split_heads(qkv_BSM, *tables, *split)
+    cos, sin = (x.reshape(-1, R)[:, : R // 2].contiguous() for x in (cos_BSR, sin_BSR))
+    heads = split_heads(qkv_BSM, cos, sin, *split)
     return [x.view(B, S, *x.shape[2:]).transpose(1, 2) for x in heads]
 
 
 def _redrawn(attention: nn.Module) -> Any:
     """A copy on the CPU in fp32 with other weights: of about one in rows, and around one."""
-    generator, drawn = torch.Generator().manual_seed(0), {}
+    generator = torch.Generator().manual_seed(0)
+    drawn: dict[int, Any] = {}
     for parameter in attention.parameters():
         new = torch.randn(parameter.shape, generator=generator)
         new = new * new.shape[-1] ** -0.5 if new.dim() > 1 else 1 + new / 4
         drawn[id(parameter)] = nn.Parameter(new)
-    made = copy.deepcopy(attention, drawn).train()
+    made: Any = copy.deepcopy(attention, drawn).train()
     made.attention_dropout = 0.25  # is handed on, not done
     return made
 
@@ -239,12 +240,12 @@ def _run(attention: Any, forward: Callable[..., Any], cache: Any) -> dict[str, T
     """The output, and gradients for the input and the parameters, by name."""
     generator = torch.Generator().manual_seed(1)
     size, named = attention.q_proj.in_features, dict(attention.named_parameters())
-    found = {}
+    found: dict[str, Tensor] = {}
     for sequences in (1, 3):  # that have positions in the table
         x = torch.randn(3, 7, size, generator=generator).requires_grad_()
         half = torch.randn(2, sequences, 7, attention.head_dim // 2, generator=generator)
         tables = torch.cat((half, half), dim=-1)
-        output, _ = forward(attention, x, tuple(tables), None, cache, probe="given on")
+        output, _ = forward(attention, x, tuple(tables), "mask", cache, probe="given on")
         grad = torch.randn(output.shape, generator=generator)
         grads = torch.autograd.grad(output, (x, *named.values()), grad)
         values = (output, *grads)
