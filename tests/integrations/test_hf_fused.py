@@ -56,7 +56,7 @@ def test_sums_in_norms_change_no_bit_and_packed_attention_rounds(family):
     skip_unknown(family)
     expected = loss_and_gradients(made(family, NEITHER), tokens())
     fused = made(family)
-    assert lines(fused, qkv=False)["adds"].count == 2
+    assert lines(fused, qkv=False)["residual"].count == 2
     assert_equal(loss_and_gradients(fused, tokens()), expected)
     packed = made(family)
     assert lines(packed, residuals=False)["qkv"].count == 2
@@ -191,7 +191,7 @@ def test_what_computes_something_else_is_left_by_name(monkeypatch):
     monkeypatch.setattr(LlamaDecoderLayer, "forward", scaled)
     model = made()
     expected, said = gradients(model, use_cache=False), lines(model)
-    for part in ("qkv", "adds"):
+    for part in ("qkv", "residual"):
         assert not said[part].done
         assert "computes something else" in said[part].note
     assert_close(gradients(model, use_cache=False), expected)

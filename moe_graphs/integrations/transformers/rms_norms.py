@@ -87,11 +87,11 @@ def fuse_residuals(model: nn.Module, done: Changes) -> None:
         kind = type(modules[0])
         reason = _why_not(modules)
         if reason is not None:
-            done.left("adds", kind.__name__, len(modules), reason)
+            done.left("residual", kind.__name__, len(modules), reason)
             continue
         own = {"forward": _fused(kind), "__module__": kind.__module__, "__doc__": kind.__doc__}
         made = type(kind.__name__, (kind,), own)
-        done.changed_classes("adds", modules, made, "residual sums in the norms' kernels")
+        done.changed_classes("residual", modules, made, "residual sums in the norms' kernels")
 
 
 def _why_not(layers: list[Any]) -> str | None:
