@@ -197,6 +197,21 @@ def test_what_computes_something_else_is_left_by_name(monkeypatch):
     assert_close(gradients(model, use_cache=False), expected)
 
 
+def test_defaults_of_torch_do_not_matter():
+    model = made("qwen3_moe")
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("meta")
+    before = torch.get_rng_state()
+    try:
+        said = lines(model, experts=False, norms=True)
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert said["qkv"].done
+    assert said["residual"].done
+
+
 def test_undone_layers_are_transformers_own():
     model = made()
     before = [type(m) for m in model.modules()]

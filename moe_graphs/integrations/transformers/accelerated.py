@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moe_graphs.config import GraphConfig
 from moe_graphs.engine.scopes.graphs import Graphs, graph
-from moe_graphs.integrations.transformers.changes import Changes
+from moe_graphs.integrations.transformers.changes import Changes, trying
 from moe_graphs.integrations.transformers.experts_interface import NAME, register
 from moe_graphs.integrations.transformers.packed_attention import pack_attention
 from moe_graphs.integrations.transformers.rms_norms import change_norms, fuse_residuals
@@ -97,14 +97,15 @@ def accelerate_model(
     try:
         if experts:
             _change_experts(model, done)
-        if norms:
-            change_norms(model, done)
-        if residuals:
-            fuse_residuals(model, done)
-        if rotary:
-            change_rotary(model, done)
-        if qkv:
-            pack_attention(model, done)
+        with trying():
+            if norms:
+                change_norms(model, done)
+            if residuals:
+                fuse_residuals(model, done)
+            if rotary:
+                change_rotary(model, done)
+            if qkv:
+                pack_attention(model, done)
         if loss:
             _change_loss(model, done)
         if whole_steps:

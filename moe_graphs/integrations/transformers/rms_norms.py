@@ -103,8 +103,7 @@ def _why_not(layers: list[Any]) -> str | None:
     if not all(is_changed(norm) for layer in layers for norm in _norms(layer)):
         return "its norms are not on our kernels"
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            return _compare(layers[0])
+        return _compare(layers[0])
     except Exception as error:
         return f"could not be tried: {type(error).__name__}: {error}"
 
