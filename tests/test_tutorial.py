@@ -66,11 +66,12 @@ def test_the_commands_run_as_they_stand(tmp_path, monkeypatch, capsys):
 def row_of(family: str) -> str:
     """What `accelerate_model` does to it, as the table has it."""
     changes = accelerate_model(tiny(family, implementation_of(family)), graphs=False).changes
-    parts = dict.fromkeys(("moe", "experts", "norms", "rotary", "loss"), False)
+    columns = ("norms", "residual", "rotary", "qkv", "loss")
+    parts = dict.fromkeys(("moe", "experts", *columns), False)
     for change in changes:
         parts[change.part] |= change.done
     experts = "block" if parts["moe"] else "experts" if parts["experts"] else "dense"
-    others = ["yes" if parts[part] else "-" for part in ("norms", "rotary", "loss")]
+    others = ["yes" if parts[part] else "-" for part in columns]
     return f"| `{family}` | {' | '.join([experts, *others])} |"
 
 

@@ -12,7 +12,7 @@ import typed_usage
     [
         typed_usage.scopes,
         typed_usage.layers,
-        typed_usage.rotary,
+        typed_usage.kernels_with_two_results,
         typed_usage.dispatcher,
         typed_usage.own_stages,
         typed_usage.whole_step,

@@ -22,7 +22,7 @@ from peer_models.entries import ENTRIES
 from peer_models.peer import PeerRun
 
 Record = dict[str, Any]
-ERROR_LINES = 12
+ERROR_LINES = 120
 
 
 def write_record(
@@ -49,7 +49,7 @@ def write_record(
 
 
 def last_lines(text: str) -> str:
-    return "\n".join(text.strip().splitlines()[-ERROR_LINES:])[-2000:]
+    return "\n".join(text.strip().splitlines()[-ERROR_LINES:])[-12000:]
 
 
 def take_turn(gate: Path) -> Any:

@@ -12,7 +12,7 @@ from moe_graphs.kernels.gemm.gather import gather_gemm
 from moe_graphs.kernels.gemm.op import grouped_gemm
 from moe_graphs.kernels.heads import split_heads
 from moe_graphs.kernels.permute import permute, unpermute
-from moe_graphs.kernels.rms_norm import rms_norm
+from moe_graphs.kernels.rms_norm import add_rms_norm, rms_norm
 from moe_graphs.kernels.rotary import apply_rotary
 from moe_graphs.kernels.row_order import RowOrder, route_rows
 from moe_graphs.kernels.swiglu import swiglu
@@ -20,6 +20,7 @@ from moe_graphs.kernels.swiglu import swiglu
 __all__ = [
     "RoutingRule",
     "RowOrder",
+    "add_rms_norm",
     "apply_rotary",
     "cross_entropy",
     "gather_gemm",

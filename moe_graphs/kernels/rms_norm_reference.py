@@ -20,3 +20,15 @@ def plain_rms_norm(
     # are bf16 and the weights fp32. Autocast makes the result fp32 on a GPU.
     scale_N = scale_N.to(x_RN.dtype)
     return functional.rms_norm(x_RN, scale_N.shape, scale_N, eps).to(x_RN.dtype)
+
+
+def plain_add_rms_norm(
+    residual_RN: Tensor,
+    weight_N: Tensor,
+    update_RN: Tensor | None,
+    eps: float,
+    zero_centred: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """``add_rms_norm`` in torch's ops."""
+    sum_RN = residual_RN if update_RN is None else residual_RN + update_RN
+    return sum_RN, plain_rms_norm(sum_RN, weight_N, eps, zero_centred)

@@ -3,10 +3,12 @@
     y = x * r * w,  r = 1 / sqrt(mean(x^2) + eps)
     dw = sum of dy * x * r,  dx = r * (dy * w - x * r * mean(dy * w * x * r))
 
-fp32 inside, rounded once. A program has whole rows in registers, several if they are short, so r is
-computed again in the backward rather than kept. If the weight's gradient is wanted, a program of
-the backward goes over tiles of rows in steps of the number of programs and adds up in registers;
-a small kernel then adds up the programs. Their number depends on the shape only: deterministic.
+With ADD, x is the sum of two tensors, written as well, and what arrives at the sum is added to dx:
+each is rounded before, as by kernels apart. Else fp32 inside, rounded once. A program has whole
+rows in registers, several if they are short, so r is computed again in the backward rather than
+kept. If the weight's gradient is wanted, a program of the backward goes over tiles of rows in steps
+of the number of programs and adds up in registers; a small kernel then adds up the programs. Their
+number depends on the shape only: deterministic.
 
 R rows, N size of the norm.
 """
@@ -55,12 +57,16 @@ def _load_scale(weight_ptr, ZERO_CENTRED: tl.constexpr, N: tl.constexpr, COLS: t
 
 @triton.jit
 def rms_norm_forward_kernel(
-    x_ptr, weight_ptr, y_ptr, rows, stride,
+    x_ptr, update_ptr, weight_ptr, y_ptr, sum_ptr, rows, stride, update_stride,
     N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    EPS: tl.constexpr, ZERO_CENTRED: tl.constexpr,
+    EPS: tl.constexpr, ZERO_CENTRED: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     x = _load(x_ptr, tile, rows, stride, N, ROWS, COLS)
+    if ADD:
+        x += _load(update_ptr, tile, rows, update_stride, N, ROWS, COLS)
+        x = x.to(sum_ptr.dtype.element_ty).to(tl.float32)
+        _store(sum_ptr, tile, rows, x, N, ROWS, COLS)
     scale = _load_scale(weight_ptr, ZERO_CENTRED, N, COLS)
     r = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / N + EPS)
     _store(y_ptr, tile, rows, x * r * scale, N, ROWS, COLS)
@@ -68,9 +74,10 @@ def rms_norm_forward_kernel(
 
 @triton.jit
 def rms_norm_backward_kernel(
-    dy_ptr, x_ptr, weight_ptr, dx_ptr, sums_ptr, rows, dy_stride, stride,
+    dy_ptr, x_ptr, dsum_ptr, weight_ptr, dx_ptr, sums_ptr, rows, dy_stride, stride, dsum_stride,
     N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    EPS: tl.constexpr, ZERO_CENTRED: tl.constexpr, SUMS: tl.constexpr, STAGES: tl.constexpr,
+    EPS: tl.constexpr, ZERO_CENTRED: tl.constexpr, ADD: tl.constexpr,
+    SUMS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     scale = _load_scale(weight_ptr, ZERO_CENTRED, N, COLS)
     dw = tl.zeros((ROWS, COLS), tl.float32)
@@ -87,7 +94,11 @@ def rms_norm_backward_kernel(
         x *= r
         if SUMS:
             dw += dy * x
-        _store(dx_ptr, tile, rows, r * (dy * scale - x * (along * r)), N, ROWS, COLS)
+        dx = r * (dy * scale - x * (along * r))
+        if ADD:
+            dsum = _load(dsum_ptr, tile, rows, dsum_stride, N, ROWS, COLS)
+            dx = dx.to(dx_ptr.dtype.element_ty).to(tl.float32) + dsum
+        _store(dx_ptr, tile, rows, dx, N, ROWS, COLS)
     if SUMS:
         _store(sums_ptr, tl.program_id(0), programs, tl.sum(dw, 0, keep_dims=True), N, 1, COLS)
 
@@ -98,12 +109,35 @@ def rms_norm_forward(
 ) -> torch.Tensor:
     """`[..., N]`, contiguous."""
     y_RN = x_RN.new_empty(x_RN.shape)
-    if y_RN.numel():
-        rows = _rows(x_RN)
-        args = (rows, weight_N.contiguous(), y_RN, len(rows), rows.stride(0))
-        variant = _variant(weight_N, eps, zero_centred, FORWARD_PER_WARP)
-        launch(rms_norm_forward_kernel, (cdiv(len(rows), variant["ROWS"]),), args, **variant)
+    _launch_forward(x_RN, None, weight_N, y_RN, y_RN, eps, zero_centred)
     return y_RN
+
+
+@define_op(device="default")
+def add_rms_norm_forward(
+    x_RN: torch.Tensor,
+    update_RN: torch.Tensor,
+    weight_N: torch.Tensor,
+    eps: float,
+    zero_centred: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum in the dtype that torch would give it, and its norm, contiguous."""
+    sum_RN, y_RN = _empty_sum(x_RN, update_RN), _empty_sum(x_RN, update_RN)
+    _launch_forward(x_RN, update_RN, weight_N, y_RN, sum_RN, eps, zero_centred)
+    return sum_RN, y_RN
+
+
+def _launch_forward(x_RN, update_RN, weight_N, y_RN, sum_RN, eps, zero_centred) -> None:
+    """Without `update_RN`, `sum_RN` is not written."""
+    if not y_RN.numel():
+        return
+    rows = _rows(x_RN)
+    update = rows if update_RN is None else _rows(update_RN)
+    strides = rows.stride(0), update.stride(0)
+    args = (rows, update, weight_N.contiguous(), y_RN, sum_RN, len(rows), *strides)
+    variant = _variant(weight_N, eps, zero_centred, FORWARD_PER_WARP)
+    grid = (cdiv(len(rows), variant["ROWS"]),)
+    launch(rms_norm_forward_kernel, grid, args, **variant, ADD=update_RN is not None)
 
 
 @define_op(device="default")
@@ -114,8 +148,10 @@ def rms_norm_backward(
     eps: float,
     zero_centred: bool,
     wants_weight: bool,
+    dsum_RN: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """The gradient of `x_RN`, and if wanted that of the weight, in its dtype."""
+    """The gradient of `x_RN`, `dsum_RN` added to it, and if wanted that of the weight, in its
+    dtype."""
     dx_RN, *dw = made = _empty_gradients(x_RN, weight_N, wants_weight)
     variant = _variant(weight_N, eps, zero_centred, BACKWARD_PER_WARP)
     programs = cdiv(x_RN.numel() // max(len(weight_N), 1), variant["ROWS"])
@@ -125,12 +161,13 @@ def rms_norm_backward(
         sums = x_RN.new_empty((programs, len(weight_N)), dtype=torch.float32)
     if dx_RN.numel():
         dy, rows = _rows(dy_RN), _rows(x_RN)
-        strides = dy.stride(0), rows.stride(0)
-        args = (dy, rows, weight_N.contiguous(), dx_RN, sums, len(rows), *strides)
+        dsum = rows if dsum_RN is None else _rows(dsum_RN)
+        strides = dy.stride(0), rows.stride(0), dsum.stride(0)
+        args = (dy, rows, dsum, weight_N.contiguous(), dx_RN, sums, len(rows), *strides)
         # Numbers are copied ahead of time by sixteens; one by one, it takes too many registers.
         ahead = wants_weight and len(weight_N) % 16 == 0
-        kinds = {**variant, "SUMS": wants_weight, "STAGES": STAGES if ahead else 1}
-        launch(rms_norm_backward_kernel, (programs,), args, **kinds)
+        kinds = {"ADD": dsum_RN is not None, "SUMS": wants_weight, "STAGES": STAGES if ahead else 1}
+        launch(rms_norm_backward_kernel, (programs,), args, **variant, **kinds)
     if wants_weight:
         add_sums(sums, *dw)
     return made
@@ -141,9 +178,18 @@ def _(x_RN, weight_N, eps, zero_centred):
     return x_RN.new_empty(x_RN.shape)
 
 
+@torch.library.register_fake("moe_graphs::add_rms_norm_forward")
+def _(x_RN, update_RN, weight_N, eps, zero_centred):
+    return _empty_sum(x_RN, update_RN), _empty_sum(x_RN, update_RN)
+
+
 @torch.library.register_fake("moe_graphs::rms_norm_backward")
-def _(dy_RN, x_RN, weight_N, eps, zero_centred, wants_weight):
+def _(dy_RN, x_RN, weight_N, eps, zero_centred, wants_weight, dsum_RN=None):
     return _empty_gradients(x_RN, weight_N, wants_weight)
+
+
+def _empty_sum(x_RN: torch.Tensor, update_RN: torch.Tensor) -> torch.Tensor:
+    return x_RN.new_empty(x_RN.shape, dtype=torch.promote_types(x_RN.dtype, update_RN.dtype))
 
 
 def _empty_gradients(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from moe_graphs.kernels import apply_rotary
 from moe_graphs.layers.linear import build_linear
 from moe_graphs.layers.model_config import TransformerConfig
 from moe_graphs.layers.norm import RMSNorm
@@ -66,8 +67,15 @@ class LatentAttention(nn.Module):
         kv_BSH = self.kv_up(self.kv_norm(kv)).unflatten(-1, (self.num_heads, -1))
         plain_query_BSHP, rope_query_BSHR = query_BSHQ.split(self.query_sizes, dim=-1)
         plain_key_BSHP, value_BSHV = kv_BSH.split(self.kv_sizes, dim=-1)
-        rope_key_BSHR = self.rope(rope_key_BSR.unsqueeze(2)).expand(-1, -1, self.num_heads, -1)
-        query_BSHQ = torch.cat((plain_query_BSHP, self.rope(rope_query_BSHR)), dim=-1)
+        tables = self.rope.tables(hidden_BSD.shape[1])
+        turned = apply_rotary(
+            rope_query_BSHR.transpose(1, 2),
+            rope_key_BSR.unsqueeze(1),
+            *(torch.cat((table, table), dim=-1)[None] for table in tables),
+        )
+        rope_query_BSHR, rope_key_BSHR = (x.transpose(1, 2) for x in turned)
+        rope_key_BSHR = rope_key_BSHR.expand(-1, -1, self.num_heads, -1)
+        query_BSHQ = torch.cat((plain_query_BSHP, rope_query_BSHR), dim=-1)
         key_BSHQ = torch.cat((plain_key_BSHP, rope_key_BSHR), dim=-1)
         mixed_BHSV = functional.scaled_dot_product_attention(
             query_BSHQ.transpose(1, 2),

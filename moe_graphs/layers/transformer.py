@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moe_graphs.dispatch import Dispatcher
+from moe_graphs.kernels import add_rms_norm
 from moe_graphs.layers.attention import Attention
 from moe_graphs.layers.latent_attention import LatentAttention
 from moe_graphs.layers.mlp import SwiGLU
@@ -32,9 +33,10 @@ class LayerInput:
 
 @record
 class Attended:
-    """The residual stream after attention."""
+    """The residual stream before attention, and what attention adds to it: ``mlp_norm`` does so."""
 
     residual_BSD: Tensor
+    update_BSD: Tensor
 
 
 @record
@@ -59,7 +61,10 @@ class LayerOutput:
 
 
 class TransformerLayer(Staged):
-    """Pre-norm decoder layer. ``rope`` is shared by the layers of a model."""
+    """Pre-norm decoder layer. ``rope`` is shared by the layers of a model.
+
+    ``mlp_norm`` holds weights and is not called: its hooks do not fire.
+    """
 
     def __init__(
         self,
@@ -115,17 +120,18 @@ class TransformerLayer(Staged):
 
     def attend(self, entered: LayerInput) -> Attended:
         update_BSD = self.attention(self.attention_norm(entered.hidden_BSD))
-        return Attended(entered.hidden_BSD + self._dropout(update_BSD))
+        return Attended(entered.hidden_BSD, self._dropout(update_BSD))
 
     def run_mlp(self, attended: Attended) -> LayerOutput:
         assert self.mlp is not None
-        update_BSD = self.mlp(self.mlp_norm(attended.residual_BSD))
-        return LayerOutput(attended.residual_BSD + self._dropout(update_BSD), None, None)
+        residual_BSD, normed_BSD = self._add_norm(attended)
+        update_BSD = self.mlp(normed_BSD)
+        return LayerOutput(residual_BSD + self._dropout(update_BSD), None, None)
 
     def route(self, attended: Attended) -> LayerRouted:
         assert self.moe is not None
-        routed = self.moe.route(self.mlp_norm(attended.residual_BSD))
-        return LayerRouted(attended.residual_BSD, routed)
+        residual_BSD, normed_BSD = self._add_norm(attended)
+        return LayerRouted(residual_BSD, self.moe.route(normed_BSD))
 
     def preprocess(self, entered: LayerRouted) -> LayerPrepared:
         assert self.moe is not None
@@ -148,6 +154,10 @@ class TransformerLayer(Staged):
         if self.mlp is not None:
             nn.init.normal_(self.mlp.w1.weight, std=std)
             nn.init.normal_(self.mlp.w2.weight, std=out_std)
+
+    def _add_norm(self, attended: Attended) -> tuple[Tensor, Tensor]:
+        norm = self.mlp_norm
+        return add_rms_norm(attended.residual_BSD, attended.update_BSD, norm.weight, norm.eps)
 
     def _dropout(self, update_BSD: Tensor) -> Tensor:
         return functional.dropout(update_BSD, self.config.hidden_dropout, self.training)

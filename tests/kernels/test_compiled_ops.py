@@ -180,6 +180,29 @@ def test_rms_norm(compiled, size, dtype):
         assert "convert_layout" not in loop
 
 
+@pytest.mark.parametrize(
+    ("dtype", "update_dtype", "weight_dtype"),
+    [(BF16, BF16, BF16), (BF16, BF16, FP32), (FP32, BF16, FP32), (FP32, FP32, FP32)],
+)
+@pytest.mark.parametrize("size", [77, 2048, 4096, 8192])
+def test_add_rms_norm(compiled, size, dtype, update_dtype, weight_dtype):
+    x, update = torch.empty(64, size, dtype=dtype), torch.empty(64, size, dtype=update_dtype)
+    weight = torch.empty(size, dtype=weight_dtype)
+
+    def launches():
+        rms_norm_triton.add_rms_norm_forward(x, update, weight, 1e-6, False)
+        for wanted in (True, False):
+            rms_norm_triton.rms_norm_backward(x, x, weight, 1e-6, False, wanted, x)
+
+    found = forward, backward, _, _ = compiled(launches)
+    for kernel in found:
+        check(kernel, wgmma=False)
+        assert "atom" not in kernel.ptx
+    if size % 16 == 0 and dtype == BF16:
+        assert forward.ptx.count("ld.global.v4.b32") >= 2
+        assert "cp.async.cg.shared.global [ %r" in backward.ptx
+
+
 @pytest.mark.parametrize("in_memory", [False, True])
 @pytest.mark.parametrize(("dtype", "of_gradients"), [(BF16, BF16), (BF16, FP32), (FP32, FP32)])
 def test_adamw(compiled, dtype, of_gradients, in_memory):

@@ -24,7 +24,12 @@ from moe_graphs.kernels import (
     unpermute,
 )
 from moe_graphs.kernels.heads import _SplitHeads, plain_split_heads
-from moe_graphs.kernels.rms_norm import _RMSNorm, plain_rms_norm
+from moe_graphs.kernels.rms_norm import (
+    _AddRMSNorm,
+    _RMSNorm,
+    plain_add_rms_norm,
+    plain_rms_norm,
+)
 from moe_graphs.kernels.rotary import _ApplyRotary, plain_rotary
 
 POISON = 777.0
@@ -230,6 +235,35 @@ def test_rms_norm(monkeypatch, rows, size, zero_centred):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
             (alone,) = torch.autograd.grad(found, leaf, dy, retain_graph=True)
             assert torch.equal(alone, got)
+
+
+@pytest.mark.parametrize("zero_centred", [False, True])
+@pytest.mark.parametrize(("rows", "size"), [(7, 1), (100, 70), (3, 2048)])
+def test_add_rms_norm(monkeypatch, rows, size, zero_centred):
+    """With an update and without, gradients together, one by one, and of one output alone."""
+    monkeypatch.setattr(rms_norm_triton, "PROGRAMS", 2)
+    monkeypatch.setitem(add_sums_triton.TILE, "COLS", 128)
+    torch.manual_seed(0)
+    x, added = (torch.randn(size, rows).t().requires_grad_() for _ in range(2))
+    weight, grads = torch.randn(size, requires_grad=True), torch.randn(size, rows, 2).unbind(2)
+    grads = tuple(grad.t() for grad in grads)
+    for update, leaves in ((added, (x, added, weight)), (None, (x, weight))):
+        given = (x, weight, update, 0.1, zero_centred)
+        plain, found = plain_add_rms_norm(*given), _AddRMSNorm.apply(*given)
+        torch.testing.assert_close(found, plain)
+        expected = torch.autograd.grad(plain, leaves, grads, retain_graph=True)
+        together = torch.autograd.grad(found, leaves, grads, retain_graph=True)
+        torch.testing.assert_close(together, expected, rtol=1e-5, atol=1e-5)
+        for leaf, want in zip(leaves, together, strict=True):
+            (alone,) = torch.autograd.grad(found, leaf, grads, retain_graph=True)
+            assert torch.equal(alone, want)
+        for output, other, grad in zip(found, plain, grads, strict=True):
+            options = dict(retain_graph=True, allow_unused=True)
+            expected = torch.autograd.grad(other, leaves, grad, **options)
+            for got, want in zip(
+                torch.autograd.grad(output, leaves, grad, **options), expected, strict=True
+            ):
+                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_rms_norm_of_no_rows_and_frozen_weights():

@@ -83,7 +83,12 @@ def op_cases(
             for zero_centred in (False, True)
         ]
 
+    def sums(residual: Tensor, update: Tensor, weight: Tensor) -> Sequence[Tensor]:
+        both = kernels.add_rms_norm(residual, update, weight, 0.1)
+        return *both, *kernels.add_rms_norm(update, None, weight, 0.1, zero_centred=True)
+
     return {
+        "add_rms_norm": OpCase(sums, [leaf(2, 6, D), leaf(2, 6, D), leaf(D)]),
         "apply_rotary": OpCase(rotary, [leaf(2, 3, 6, 8), leaf(2, 1, 6, 8)]),
         "cross_entropy": OpCase(losses, [leaf(T, 40)]),
         "gather_gemm": OpCase(

@@ -26,6 +26,7 @@ from moe_graphs.integrations.transformers import (
 )
 from moe_graphs.kernels import (
     RowOrder,
+    add_rms_norm,
     apply_rotary,
     grouped_gemm,
     permute,
@@ -84,11 +85,13 @@ def layers() -> None:
     assert_type(mixtral_8x7b(num_layers=2), TransformerConfig)
 
 
-def rotary() -> None:
+def kernels_with_two_results() -> None:
     query_BHSQ, key_BGSQ = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16)
     table_BSR = torch.ones(1, 8, 16)
     turned = apply_rotary(query_BHSQ, key_BGSQ, table_BSR, table_BSR)
     assert_type(turned, tuple[Tensor, Tensor])
+    added = add_rms_norm(query_BHSQ, None, torch.ones(16), 1e-6)
+    assert_type(added, tuple[Tensor, Tensor])
 
 
 class OwnModel(LanguageModel):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,13 +12,14 @@ from torch import Tensor, nn
 
 from moe_graphs.config import GraphConfig
 from moe_graphs.engine.scopes.graphs import Graphs, graph
-from moe_graphs.integrations.transformers.changes import Changes, by_class
+from moe_graphs.integrations.transformers.changes import Changes, trying
 from moe_graphs.integrations.transformers.experts_interface import NAME, register
+from moe_graphs.integrations.transformers.packed_attention import pack_attention
+from moe_graphs.integrations.transformers.rms_norms import change_norms, fuse_residuals
 from moe_graphs.integrations.transformers.rotary_positions import change_rotary
 from moe_graphs.integrations.transformers.static_masks import static_attention
 from moe_graphs.integrations.transformers.swapped_layers import swap_moe_layers
 from moe_graphs.kernels import cross_entropy
-from moe_graphs.kernels.rms_norm import rms_norm
 
 
 class Accelerated(Changes):
@@ -49,7 +48,9 @@ def accelerate_model(
     *,
     experts: bool = True,
     norms: bool = True,
+    residuals: bool = True,
     rotary: bool = True,
+    qkv: bool = True,
     loss: bool = True,
     graphs: GraphConfig | bool = True,
     whole_steps: bool = False,
@@ -63,6 +64,11 @@ def accelerate_model(
             random numbers).
         rotary: positions of queries and keys turned in one kernel, where attention calls an
             ``apply_rotary_pos_emb`` that computes just that (tried on random numbers).
+        residuals: their sums in the kernels of the norms that follow, in decoder layers of the
+            usual forward. Wants ``norms``.
+        qkv: queries, keys and values by one product and one kernel, norms of heads and positions
+            included, in attention modules of the usual forward. A norm of heads among them wants
+            ``norms``.
         loss: the causal language model's cross entropy without fp32 copies of the logits.
         graphs: the decoder layers as CUDA graphs: put ``with accelerated.step():`` around the
             forwards and backwards of an update. Worth most where the host's launches take longer
@@ -91,10 +97,15 @@ def accelerate_model(
     try:
         if experts:
             _change_experts(model, done)
-        if norms:
-            _change_norms(model, done)
-        if rotary:
-            change_rotary(model, done)
+        with trying():
+            if norms:
+                change_norms(model, done)
+            if residuals:
+                fuse_residuals(model, done)
+            if rotary:
+                change_rotary(model, done)
+            if qkv:
+                pack_attention(model, done)
         if loss:
             _change_loss(model, done)
         if whole_steps:
@@ -123,46 +134,6 @@ def _change_experts(model: Any, done: Accelerated) -> None:
     note = f"{before} -> grouped GEMMs, sizes on the device"
     undo = functools.partial(model.set_experts_implementation, before)
     done.changed("experts", what, count, note, undo)
-
-
-def _change_norms(model: nn.Module, done: Accelerated) -> None:
-    norms = (m for m in model.modules() if type(m).__name__.endswith("RMSNorm"))
-    for modules in by_class(norms):
-        forward = next((each for each in _NORMS if all(_computes(m, each) for m in modules)), None)
-        if forward is None:
-            name = type(modules[0]).__name__
-            done.left("norms", name, len(modules), "computes something else")
-            continue
-        done.changed_forwards("norms", modules, forward, "one kernel forward, one backward")
-
-
-@torch.no_grad()
-def _computes(norm: Any, forward: Callable[[nn.Module, Tensor], Tensor]) -> bool:
-    weight = getattr(norm, "weight", None)
-    if weight is None or weight.dim() != 1 or not _eps(norm) or "forward" in vars(norm):
-        return False
-    generator = torch.Generator().manual_seed(0)
-    tried = copy.deepcopy(norm).to("cpu", torch.float32)
-    tried.weight.copy_(torch.rand(weight.shape, generator=generator) + 0.5)
-    x = torch.randn(3, *weight.shape, generator=generator)
-    return torch.allclose(tried(x), forward(tried, x), rtol=1e-5, atol=1e-6)
-
-
-def _plain(self: Any, hidden_states: Tensor) -> Tensor:
-    return rms_norm(hidden_states, self.weight, _eps(self))
-
-
-def _zero_centred(self: Any, hidden_states: Tensor) -> Tensor:
-    """Weights around zero, of Gemma and Qwen3-Next."""
-    return rms_norm(hidden_states, self.weight, _eps(self), zero_centred=True)
-
-
-_NORMS = (_plain, _zero_centred)
-
-
-def _eps(norm: Any) -> float:
-    """0 if it has none."""
-    return getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None) or 0.0
 
 
 def _change_loss(model: Any, done: Accelerated) -> None:

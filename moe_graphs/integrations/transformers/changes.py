@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -64,10 +66,37 @@ class Changes:
         undo = functools.partial(restore_forwards, modules)
         self.changed(part, type(modules[0]).__name__, len(modules), note, undo)
 
+    def changed_classes(
+        self, part: str, modules: list[Any], kind: type[nn.Module], note: str
+    ) -> None:
+        """``modules`` are of one class, ``kind`` is derived from it."""
+        before = type(modules[0])
+
+        def undo() -> None:
+            for module in modules:
+                module.__class__ = before
+
+        for module in modules:
+            module.__class__ = kind
+        self.changed(part, before.__name__, len(modules), note, undo)
+
     def add(self, others: Changes) -> None:
         """All of theirs, undone together."""
         self._undo.append(others.undo)
         self.changes += others.changes
+
+
+@contextlib.contextmanager
+def trying() -> Iterator[None]:
+    """For modules that are run on random numbers: made in here, tensors are fp32 on the CPU,
+    whatever is torch's default. Leaves no trace in torch's random numbers."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 def by_class(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
