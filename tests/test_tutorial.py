@@ -66,7 +66,7 @@ def test_the_commands_run_as_they_stand(tmp_path, monkeypatch, capsys):
 def row_of(family: str) -> str:
     """What `accelerate_model` does to it, as the table has it."""
     changes = accelerate_model(tiny(family, implementation_of(family)), graphs=False).changes
-    columns = ("norms", "residual", "rotary", "qkv", "loss")
+    columns = ("norms", "residual", "rotary", "loss")
     parts = dict.fromkeys(("moe", "experts", *columns), False)
     for change in changes:
         parts[change.part] |= change.done

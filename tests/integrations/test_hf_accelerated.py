@@ -19,7 +19,7 @@ from hf_families import implementation_of, loss_and_gradients, skip_unknown, tin
 FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "llama", "qwen3_next")
 
 OWN = {
-    "llama": {"rotary", "residual", "qkv"},
+    "llama": {"rotary", "residual"},
     "gpt_oss": {"experts"},
     "olmoe": {"rotary", "moe", "residual"},  # its attention may clip
     "deepseek_v3": {"rotary", "moe", "residual"},
@@ -35,7 +35,7 @@ def test_it_trains_as_before_and_is_undone(family):
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     accelerated = accelerate_model(model, graphs=False)
     parts = {change.part for change in accelerated.changes if change.done}
-    assert parts == {"loss", "norms"} | OWN.get(family, {"rotary", "moe", "residual", "qkv"})
+    assert parts == {"loss", "norms"} | OWN.get(family, {"rotary", "moe", "residual"})
     assert model.state_dict().keys() == state.keys()
     found = loss_and_gradients(model, tokens())
     for name, value in expected.items():

@@ -14,7 +14,6 @@ from moe_graphs.config import GraphConfig
 from moe_graphs.engine.scopes.graphs import Graphs, graph
 from moe_graphs.integrations.transformers.changes import Changes, trying
 from moe_graphs.integrations.transformers.experts_interface import NAME, register
-from moe_graphs.integrations.transformers.packed_attention import pack_attention
 from moe_graphs.integrations.transformers.rms_norms import change_norms, fuse_residuals
 from moe_graphs.integrations.transformers.rotary_positions import change_rotary
 from moe_graphs.integrations.transformers.static_masks import static_attention
@@ -50,7 +49,6 @@ def accelerate_model(
     norms: bool = True,
     residuals: bool = True,
     rotary: bool = True,
-    qkv: bool = True,
     loss: bool = True,
     graphs: GraphConfig | bool = True,
     whole_steps: bool = False,
@@ -66,9 +64,6 @@ def accelerate_model(
             ``apply_rotary_pos_emb`` that computes just that (tried on random numbers).
         residuals: their sums in the kernels of the norms that follow, in decoder layers of the
             usual forward. Wants ``norms``.
-        qkv: queries, keys and values by one product and one kernel, norms of heads and positions
-            included, in attention modules of the usual forward. A norm of heads among them wants
-            ``norms``.
         loss: the causal language model's cross entropy without fp32 copies of the logits.
         graphs: the decoder layers as CUDA graphs: put ``with accelerated.step():`` around the
             forwards and backwards of an update. Worth most where the host's launches take longer
@@ -104,8 +99,6 @@ def accelerate_model(
                 fuse_residuals(model, done)
             if rotary:
                 change_rotary(model, done)
-            if qkv:
-                pack_attention(model, done)
         if loss:
             _change_loss(model, done)
         if whole_steps:
