@@ -79,7 +79,6 @@ ENTRIES: dict[str, Entry] = {
     "megatron": _megatron("alltoall"),
     "megatron-attn": _megatron("alltoall", "transformer_engine", "attn"),
     "megatron-router": _megatron("alltoall", "transformer_engine", MEGATRON_SCOPES),
-    "megatron-local": _megatron("alltoall", "local", "moe_router+moe_preprocess"),
     "megatron-allgather": _megatron("allgather"),
     "megatron-allgather-router": _megatron("allgather", "transformer_engine", MEGATRON_SCOPES),
     "megablocks-grouped": Entry(

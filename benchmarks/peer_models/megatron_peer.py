@@ -44,6 +44,8 @@ SETTINGS: dict[str, Any] = dict(
 
 
 class MegatronPeer(Peer):
+    captures_first = True
+
     def __init__(self, model: nn.Module, settings: Mapping[str, Any], case: Case,
                  device: torch.device) -> None:  # fmt: skip
         super().__init__(model, settings)
@@ -57,18 +59,15 @@ class MegatronPeer(Peer):
         return losses_BS.float().mean()
 
     def capture(self, optimizer: torch.optim.Optimizer) -> None:
-        """As megatron.training does it after `cuda_graph_warmup_steps`."""
-        from megatron.core.transformer.cuda_graphs import TECudaGraphHelper, create_cudagraphs
+        """As megatron.training does it with `cuda_graph_warmup_steps=0`: behind eager steps on the
+        default stream its backward cannot be captured (torch 2.11)."""
+        from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
-        if self.model.config.cuda_graph_impl == "local":
-            # Its recording is the first step's; what was replayed so far ran eagerly.
-            create_cudagraphs()
-        else:
-            # The helper empties the gradient buffer of Megatron's DDP, which is not there.
-            self.model.zero_grad_buffer = lambda: None
-            length, batch = self.case.config.max_sequence_length, self.case.batch_size
-            helper = TECudaGraphHelper([self.model], self.model.config, length, batch, [optimizer])
-            helper.create_cudagraphs()
+        # The helper empties the gradient buffer of Megatron's DDP, which is not there.
+        self.model.zero_grad_buffer = lambda: None
+        length, batch = self.case.config.max_sequence_length, self.case.batch_size
+        helper = TECudaGraphHelper([self.model], self.model.config, length, batch, [optimizer])
+        helper.create_cudagraphs()
         optimizer.zero_grad(set_to_none=True)
 
 
@@ -100,7 +99,7 @@ def build(
     normed = config.qk_norm == "head"
     model = GPTModel(
         made,
-        _layer_spec(config.moe.num_experts, normed, graphs),
+        _layer_spec(config.moe.num_experts, normed),
         vocab_size=config.vocab_size,
         max_sequence_length=config.max_sequence_length,
         position_embedding_type="rope",
@@ -154,16 +153,10 @@ def _sizes(config: TransformerConfig) -> dict[str, Any]:
     )
 
 
-def _layer_spec(num_experts: int, normed: bool, graphs: str) -> Any:
-    spec = get_gpt_layer_with_transformer_engine_spec(
+def _layer_spec(num_experts: int, normed: bool) -> Any:
+    return get_gpt_layer_with_transformer_engine_spec(
         num_experts=num_experts, moe_grouped_gemm=True, qk_layernorm=normed
     )
-    if graphs == "local":
-        # The plain layer of GPT knows no graphs of parts of MoE: with scopes it would wrap all.
-        from megatron.core.transformer.transformer_layer import MoETransformerLayer
-
-        spec.module = MoETransformerLayer
-    return spec
 
 
 def _fill(model: nn.Module, state: Mapping[str, Tensor], config: TransformerConfig) -> None:

@@ -23,9 +23,10 @@ class Peer:
 
     Attributes:
         settings: how the library is used, as JSON values: they stand in the line.
+        captures, captures_first: whether it makes graphs, and before the first step.
     """
 
-    captures = False
+    captures = captures_first = False
 
     def __init__(self, model: nn.Module, settings: Mapping[str, Any]) -> None:
         self.model, self.settings = model, dict(settings)
@@ -39,7 +40,7 @@ class Peer:
         return contextlib.nullcontext()
 
     def capture(self, optimizer: torch.optim.Optimizer) -> None:
-        """After the first steps, with gradients at None."""
+        """With gradients at None."""
 
 
 class PeerRun(Run):
@@ -70,20 +71,25 @@ class PeerRun(Run):
 
     def warm_up(self) -> None:
         """Steps, then graphs, then two steps with them."""
+        if self.peer.captures and self.peer.captures_first:
+            self._capture()
         started = time.perf_counter()
         losses = [self.step().clone()]
         synchronize(self.device)
         self.first_step_seconds = time.perf_counter() - started
         losses += [self.step().clone() for _ in range(WARMUP_STEPS - 1)]
         synchronize(self.device)
-        if self.peer.captures:
-            started = time.perf_counter()
-            self.peer.capture(self.optimizer)
-            synchronize(self.device)
-            self.capture_seconds = time.perf_counter() - started
+        if self.peer.captures and not self.peer.captures_first:
+            self._capture()
         losses += [self.step().clone() for _ in range(2)]
         self.first_losses = [float(loss) for loss in losses]
         synchronize(self.device)
+
+    def _capture(self) -> None:
+        started = time.perf_counter()
+        self.peer.capture(self.optimizer)
+        synchronize(self.device)
+        self.capture_seconds = time.perf_counter() - started
 
 
 def version_of(package: str) -> str:

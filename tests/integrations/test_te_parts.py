@@ -260,6 +260,7 @@ def trained(
                 loss = output.logits_BSV.float().square().mean() + output.aux_loss
                 loss.backward()
                 found.append(loss.detach().clone())
+                del output, loss  # their autograd functions keep views of outputs until they go
         found += [p.grad.clone() for p in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
