@@ -263,7 +263,8 @@ def _with_fp8(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def is_bookkeeping(value: Any) -> bool:
     """Objects of Transformer Engine that its modules change as they like. What of them a graph has
     baked in is compared as ``surroundings`` and ``tensors_of``."""
-    of_its_own = type(value).__module__.partition(".")[0] == "transformer_engine"
+    module = type(value).__module__  # of some classes no string
+    of_its_own = isinstance(module, str) and module.startswith("transformer_engine.")
     return of_its_own or (value is _lengths() and isinstance(value, dict))
 
 
