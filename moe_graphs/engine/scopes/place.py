@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -181,7 +182,10 @@ class Place:
         did that once does it again (a pipeline's send that is waited for late), so from then on
         the output is handed out as a copy.
         """
-        held = [indices for loan, indices in self._indices_of_loan if not loan.call_in()]
+        held = [pair for pair in self._indices_of_loan if not pair[0].call_in()]
+        if held:
+            gc.collect()  # of autograd functions that refer to themselves, their saved views
+            held = [indices for loan, indices in held if not loan.call_in()]
         self.planned.copied_outputs.update(*held)
         return not held
 
