@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -93,15 +93,18 @@ class Processes:
         self.options, self.console, self.folder = options, console, folder
         self.started = time.perf_counter()
 
-    def run_all(self, case: str) -> list[tuple[str, Record]]:
-        """Each name with what one of its processes found, in the order in which they ran."""
-        names = self.options.names
-        order = [
-            n for r in range(self.options.rounds) for n in (names if r % 2 == 0 else names[::-1])
-        ]
+    def run_all(self, case: str, done: Callable[[str, list[Record]], None]) -> None:
+        """``done`` gets each name with what its processes have found, one after the other."""
+        names, rounds = self.options.names, self.options.rounds
+        order = [name for r in range(rounds) for name in (names if r % 2 == 0 else names[::-1])]
+        found: dict[str, list[Record]] = {name: [] for name in names}
         with ThreadPoolExecutor(self.options.parallel) as pool:
-            found = list(pool.map(lambda name: self.run(name, case), order))
-        return list(zip(order, found, strict=True))
+            running = {pool.submit(self.run, name, case): name for name in order}
+            for process in as_completed(running):
+                name = running[process]
+                found[name].append(process.result())
+                if len(found[name]) == rounds:
+                    done(name, found[name])
 
     def run(self, name: str, case: str) -> Record:
         begun = time.perf_counter()
@@ -162,15 +165,16 @@ def compare(options: argparse.Namespace, console: Console, folder: Path) -> list
     stamp = environment.stamp(options.commit)
     processes, lines = Processes(options, console, folder), []
     for name in options.cases.split(","):
-        found, case = processes.run_all(name), sized(name, options)
-        made = [
-            line(contender, case, [record for who, record in found if who == contender], stamp)
-            for contender in options.names
-        ]
-        if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            with options.out.open("a") as file:
-                file.writelines(json.dumps(each) + "\n" for each in made)
+        case, made = sized(name, options), []
+
+        def keep(contender: str, found: list[Record], case: Case = case, made: list = made) -> None:
+            made.append(line(contender, case, found, stamp))
+            if options.out:
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                with options.out.open("a") as file:
+                    file.write(json.dumps(made[-1]) + "\n")
+
+        processes.run_all(name, keep)
         console.print(table(case, made))
         lines += made
     console.print(environment.describe(stamp))
