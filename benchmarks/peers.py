@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -175,6 +175,7 @@ def compare(options: argparse.Namespace, console: Console, folder: Path) -> list
                     file.write(json.dumps(made[-1]) + "\n")
 
         processes.run_all(name, keep)
+        made.sort(key=lambda each: options.names.index(each["contender"]))
         console.print(table(case, made))
         lines += made
     console.print(environment.describe(stamp))
