@@ -27,6 +27,7 @@ from moe_graphs.engine.scopes.memory import CallMemory, nbytes
 from moe_graphs.engine.scopes.recording import has_tensors_inside
 from moe_graphs.engine.scopes.select import Call, Exit, Scope
 from moe_graphs.engine.signature import Signature, TensorSpec, tensor_leaves
+from moe_graphs.engine.static_memory import static_copy
 from moe_graphs.engine.tracing import MODIFIED_INPUT, Trace, address, differing_op
 from moe_graphs.errors import CaptureError
 
@@ -36,13 +37,15 @@ Hooks = Mapping[str, Callable[..., None]]
 
 @dataclass(frozen=True)
 class ScopeCall:
-    """A call of a scope, given flat."""
+    """A call of a scope, given flat. ``lent``: numbers of inputs that lie in static memory which
+    other recordings write."""
 
     scope: Scope
     signature: Signature
     leaves: Sequence[Any]
     arguments: Call
     hooks: Hooks
+    lent: frozenset[int] = frozenset()
 
     def run(self, leaves: Sequence[Any]) -> tuple[Any, Exit | None]:
         inputs = pytree.tree_unflatten(leaves, self.signature.structure)
@@ -57,13 +60,15 @@ class ScopeCall:
         return outputs
 
     def detached_leaves(self) -> list[Any]:
-        """New leaves of autograd on the same memory; those that were the same tensor are again."""
+        """New leaves of autograd on the same memory; those that were the same tensor are again.
+        Lent ones are copied: garbage of the run would hold them as if it were the caller's."""
         made: list[Any] = []
         for number, (first, leaf) in enumerate(zip(self.signature.first, self.leaves, strict=True)):
             if first < number:
                 made.append(made[first])
             elif isinstance(leaf, Tensor):
-                made.append(leaf.detach().requires_grad_(leaf.requires_grad))
+                own = static_copy(leaf) if number in self.lent else leaf.detach()
+                made.append(own.requires_grad_(leaf.requires_grad))
             else:
                 made.append(leaf)
         return made

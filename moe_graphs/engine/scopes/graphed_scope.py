@@ -150,7 +150,8 @@ class GraphedScope:
         recorder = self.graphs.captured.recorder
         if recorder.failure is not None:
             return Mismatch("capture_failed", str(recorder.failure))
-        call = ScopeCall(self.scope, place.planned.signature, leaves, arguments, {})
+        lent = frozenset(i for i, leaf in enumerate(leaves) if slot.output_at(leaf) is not None)
+        call = ScopeCall(self.scope, place.planned.signature, leaves, arguments, {}, lent)
         try:
             expected = recorder.record_forward(slot, place, call)
         except CaptureError as error:

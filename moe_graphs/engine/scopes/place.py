@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -182,10 +181,7 @@ class Place:
         did that once does it again (a pipeline's send that is waited for late), so from then on
         the output is handed out as a copy.
         """
-        held = [pair for pair in self._indices_of_loan if not pair[0].call_in()]
-        if held:
-            gc.collect()  # of autograd functions that refer to themselves, their saved views
-            held = [indices for loan, indices in held if not loan.call_in()]
+        held = [indices for loan, indices in self._indices_of_loan if not loan.call_in()]
         self.planned.copied_outputs.update(*held)
         return not held
 

@@ -19,6 +19,7 @@ from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.preserve import StandIns, Values
 from moe_graphs.engine.proof import Difference, first_difference
 from moe_graphs.engine.scopes.place import PendingBackward, Place
+from moe_graphs.engine.static_memory import static_copy
 from moe_graphs.errors import GraphError
 
 
@@ -45,7 +46,7 @@ def compute_anew(
 ) -> tuple[Difference | None, list[Tensor | None]]:
     """How the outputs differ from those of the replay, and the gradients per use. Synchronises."""
     place, forward = pending.place, pending.place.forward
-    inputs = [_leaf(leaf) for leaf in forward.inputs]
+    inputs = [_leaf(leaf, i in forward.linked) for i, leaf in enumerate(forward.inputs)]
     for number, first in enumerate(forward.signature.first):
         inputs[number] = inputs[first] if isinstance(inputs[number], Tensor) else inputs[number]
     module = place.planned.scope.module
@@ -74,10 +75,12 @@ def compute_anew(
     return difference, _gradients(place, stand_ins, inputs, live, incoming)
 
 
-def _leaf(leaf: object) -> object:
+def _leaf(leaf: object, is_lent: bool) -> object:
+    """A lent one is copied: what of this run is left to be collected would hold it."""
     if not isinstance(leaf, Tensor):
         return leaf
-    return leaf.detach().requires_grad_(leaf.requires_grad)
+    own = static_copy(leaf) if is_lent else leaf.detach()
+    return own.requires_grad_(leaf.requires_grad)
 
 
 def _outputs(place: Place, outputs: object) -> tuple[list[Tensor], list[Tensor]]:
