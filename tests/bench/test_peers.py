@@ -104,7 +104,8 @@ def lines(modules, tmp_path_factory):
         patch.setitem(modules.peers.ENTRIES, "megatron", there)
         options = "--smoke --device cpu --contenders ours-whole,megatron --parallel 2 --commit c"
         modules.peers.main([*options.split(), "--out", str(out)])
-    return [json.loads(text) for text in out.read_text().splitlines()]
+    found = [json.loads(text) for text in out.read_text().splitlines()]
+    return sorted(found, key=lambda line: line["contender"], reverse=True)
 
 
 def test_a_line_holds_what_was_measured(lines):
