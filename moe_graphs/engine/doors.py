@@ -38,6 +38,7 @@ _OF_PYTHON: dict[str, frozenset[str]] = {
 # Of Transformer Engine: scales follow where it ends, and whose modules came first is settled there.
 _FP8 = ("fp8_autocast_enter", "autocast_enter")
 FP8 = "Transformer Engine's autocast"
+_CHECKPOINT = "Transformer Engine's checkpoint"
 # Whoever watches operations makes dynamo leave the function uncompiled, for good, and that rounds
 # otherwise.
 _COMPILED = "torch.compile"
@@ -57,6 +58,8 @@ def refusal(door: str) -> str:
             "leave it out, or do not compile there (torch.compiler.disable; for Transformer "
             "Engine's fused functions NVTE_TORCH_COMPILE=0)"
         )
+    if door == _CHECKPOINT:
+        return f"it calls {door}, which keeps scales in Python: checkpoint around it instead"
     if door == FP8:
         return f"it enters {door}: enter it outside of the scope, around the whole step"
     return (
@@ -86,9 +89,11 @@ def of_python(frame: types.FrameType, *, of_the_user: bool) -> str | None:
     """
     if frame.f_code is torch.Tensor.__reduce_ex__.__code__:
         return "pickle.dumps"
-    if frame.f_code.co_name in _FP8 and frame.f_locals.get("enabled"):
-        return FP8
     module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+    if name in _FP8 and frame.f_locals.get("enabled"):
+        return FP8
+    if (module, name) == ("transformer_engine.pytorch.distributed", "checkpoint"):
+        return _CHECKPOINT
     if (module, name) == ("torch._dynamo.eval_frame", "compile_wrapper"):
         return _COMPILED
     if not of_the_user:

@@ -276,18 +276,31 @@ def _lengths() -> Any:
 
 def unsupported(module: nn.Module) -> str | None:
     """Why a graph cannot have some module of it, or None."""
-    for name, each in _with_fp8(module):
-        store = getattr(each, "wgrad_store", None)
-        if getattr(each, "fuse_wgrad_accumulation", False):
-            return (
-                f"{name or 'it'!r} adds to main_grad past torch's dispatcher: build it with "
-                f"fuse_wgrad_accumulation=False"
-            )
-        if store is not None and store.delay_wgrad_compute():
-            return (
-                f"{name or 'it'!r} keeps its weights' gradients for backward_dw() in Python: build "
-                f"it with delay_wgrad_compute=False"
-            )
+    for name, each in module.named_modules() if _state() is not None else ():
+        reason = _unsupported(each)
+        if reason is not None:
+            return f"{name or 'it'!r} {reason}"
+    return None
+
+
+def _unsupported(module: Any) -> str | None:
+    store = getattr(module, "wgrad_store", None)
+    if getattr(module, "fuse_wgrad_accumulation", False):
+        return (
+            "adds to main_grad past torch's dispatcher: build it with fuse_wgrad_accumulation=False"
+        )
+    if store is not None and store.delay_wgrad_compute():
+        return (
+            "keeps its weights' gradients for backward_dw() in Python: build it with "
+            "delay_wgrad_compute=False"
+        )
+    if getattr(module, "primary_weights_in_fp8", False):
+        return (
+            "has FP8 weights, which optimizers change past their autograd: build it outside of "
+            "quantized_model_init"
+        )
+    if is_enabled() and type(module).__module__.startswith("transformer_engine.pytorch.ops."):
+        return "is one of te.ops, which keep the state of FP8 elsewhere: take a module instead"
     return None
 
 

@@ -180,17 +180,61 @@ def test_an_autocast_within_a_scope_is_refused_by_name(te):
         model(torch.randn(ROWS, WIDTH)).sum().backward()
 
 
-@pytest.mark.parametrize("attribute", ["fuse_wgrad_accumulation", "wgrad_store"])
-def test_what_writes_past_the_dispatcher_is_refused_by_name(te, attribute):
-    class Store:
-        def delay_wgrad_compute(self):
-            return True
+class Store:
+    def delay_wgrad_compute(self):
+        return True
 
+
+@pytest.mark.parametrize(
+    ("attribute", "value"),
+    [("fuse_wgrad_accumulation", True), ("wgrad_store", Store()), ("primary_weights_in_fp8", True)],
+)
+@pytest.mark.parametrize("engine", ["scopes", "whole steps"])
+def test_what_writes_past_the_dispatcher_is_refused_by_name(te, attribute, value, engine):
     model = nn.Sequential(Scope(te))
-    setattr(model[0].second, attribute, True if attribute.startswith("fuse") else Store())
-    graphs = moe_graphs.graph(model, GraphConfig("0*", warmup_steps=1))
-    with pytest.raises(CaptureError, match="second.*build it with"), graphs.step():
-        model(torch.randn(ROWS, WIDTH)).sum().backward()
+    setattr(model[0].second, attribute, value)
+    check_refused(model, engine, "second.*build it")
+
+
+def check_refused(model, engine, match):
+    """By an error, behind which the model trains on."""
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    x = torch.randn(ROWS, WIDTH)
+    if engine == "scopes":
+        graphs = moe_graphs.graph(model, GraphConfig("0*", warmup_steps=1))
+        with pytest.raises(CaptureError, match=match), graphs.step():
+            step(x)
+    else:
+        graphs = FullIteration(step, model=model, warmup_steps=1)
+        expected = graphs(x)
+        with pytest.raises(CaptureError, match=match):
+            graphs(x)
+        assert torch.equal(graphs(x), expected)
+
+
+@pytest.mark.parametrize("engine", ["scopes", "whole steps"])
+def test_their_checkpoint_is_refused_by_name(te, monkeypatch, engine):
+    source = "def checkpoint(function, x):\n    return function(x)\n"
+    theirs = types.ModuleType("transformer_engine.pytorch.distributed")
+    exec(compile(source, te.__file__.replace("quantization", "distributed"), "exec"), vars(theirs))
+    monkeypatch.setitem(sys.modules, theirs.__name__, theirs)
+
+    class Checkpointed(Scope):
+        def forward(self, x):
+            return theirs.checkpoint(super().forward, x)
+
+    check_refused(nn.Sequential(Checkpointed(te)), engine, "checkpoint around it")
+
+
+def test_their_operations_are_refused_in_fp8(te):
+    kind = type("Linear", (nn.Linear,), {"__module__": "transformer_engine.pytorch.ops.basic"})
+    with te.autocast(recipe=te.Recipe("current")):
+        check_refused(nn.Sequential(kind(WIDTH, WIDTH)), "scopes", "te.ops")
 
 
 def test_another_loss_computes_its_forward_anew_with_the_scales_it_had(te):
