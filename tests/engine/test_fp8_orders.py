@@ -1,4 +1,4 @@
-"""Transformer Engine's own tests of its graphs, on our engine: interleaved pipelines, cached weights,
+"""Transformer Engine's own tests of its graphs, on our engine: interleaved orders, cached weights,
 keyword arguments. With the stand-in on the CPU, with the real one on a GPU."""
 
 from __future__ import annotations
