@@ -150,8 +150,9 @@ class GraphedScope:
         recorder = self.graphs.captured.recorder
         if recorder.failure is not None:
             return Mismatch("capture_failed", str(recorder.failure))
-        lent = frozenset(i for i, leaf in enumerate(leaves) if slot.output_at(leaf) is not None)
-        call = ScopeCall(self.scope, place.planned.signature, leaves, arguments, {}, lent)
+        signature = place.planned.signature
+        lent = frozenset(i for i in signature.tensors() if slot.output_at(leaves[i]) is not None)
+        call = ScopeCall(self.scope, signature, leaves, arguments, {}, lent)
         try:
             expected = recorder.record_forward(slot, place, call)
         except CaptureError as error:
