@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 
@@ -13,6 +14,7 @@ import torch
 def pytest_configure(config: pytest.Config) -> None:
     # Tests run side by side (pytest -n), and are small: threads only get in each other's way.
     torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that they start
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -21,7 +21,7 @@ def lines(tmp_path_factory):
     train = f"--data {text} --batch-size 2 --sequence-length 64 --warmup-steps 2"
     fp8_training.main(
         [
-            *("--preset", "tiny", "--steps", "6", "--compared-steps", "6", "--commit", "c"),
+            *("--preset", "tiny", "--steps", "2", "--compared-steps", "6", "--commit", "c"),
             *("--rows", "ours, bf16; TE, FP8 block", "--out", str(out), "--train", train),
         ]
     )
