@@ -12,24 +12,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import fp8_training
 
 
-@pytest.fixture(scope="module")
-def lines(tmp_path_factory):
-    out = tmp_path_factory.mktemp("fp8") / "lines.jsonl"
-    text = tmp_path_factory.mktemp("text")
+def lines(folder: Path, rows: str) -> list[dict]:
+    text, out = folder / "text", folder / "lines.jsonl"
+    text.mkdir()
     (text / "a.txt").write_text("Every token goes to two of four experts.\n" * 400)
     (text / "b.txt").write_text("A graph is captured once and replayed often.\n" * 400)
     train = f"--data {text} --batch-size 2 --sequence-length 64 --warmup-steps 2"
     fp8_training.main(
         [
             *("--preset", "tiny", "--steps", "2", "--compared-steps", "6", "--commit", "c"),
-            *("--rows", "ours, bf16; TE, FP8 block", "--out", str(out), "--train", train),
+            *("--rows", rows, "--out", str(out), "--train", train),
         ]
     )
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def test_a_row_is_compared_and_trained(lines):
-    ours = lines[0]
+@pytest.mark.full  # it trains twice, and writes samples: 20 seconds
+def test_a_row_is_compared_and_trained(tmp_path):
+    (ours,) = lines(tmp_path, "ours, bf16")
     assert ours["error"] is None
     assert all(ours[key] for key in fp8_training.FROM_COMPARE)
     assert ours["replayed"] > 0
@@ -37,8 +37,9 @@ def test_a_row_is_compared_and_trained(lines):
     assert ours["environment"]["commit"] == "c"
 
 
-def test_a_row_that_fails_says_why(lines):
-    assert "CUDA" in lines[1]["error"]
+def test_a_row_that_fails_says_why(tmp_path):
+    (theirs,) = lines(tmp_path, "TE, FP8 block")
+    assert "CUDA" in theirs["error"]
 
 
 def test_an_unknown_row_is_refused(capsys):
