@@ -22,7 +22,7 @@ from moe_graphs.dispatch.dispatcher import Dispatched, Dispatcher, DispatchPlan
 from moe_graphs.dispatch.expert_group import block_of_experts, rank_and_size
 from moe_graphs.kernels import RowOrder, permute, route_rows, unpermute
 
-PATIENCE = datetime.timedelta(minutes=5)  # for the other ranks to come to a new number of tokens
+PATIENCE = 300.0  # seconds, for the other ranks to come with a new number of tokens, too
 
 
 @final
@@ -161,12 +161,12 @@ def _check_tokens(group: dist.ProcessGroup, tokens: int) -> None:
         "choose dispatcher 'all_to_all', which takes any"
     )
     try:
-        store.wait(keys, PATIENCE)
-    except dist.DistStoreError:
+        store.wait(keys, datetime.timedelta(seconds=PATIENCE))
+    except RuntimeError as error:  # of every kind of store
         raise ValueError(
             f"rank {rank} has {tokens} tokens for the first time, and not all of the other ranks "
             f"of its expert-parallel group have a new number, too. {remedy}"
-        ) from None
+        ) from error
     found = [int(store.get(key)) for key in keys]
     if set(found) != {tokens}:
         raise ValueError(f"the ranks of the expert-parallel group have {found} tokens. {remedy}")
