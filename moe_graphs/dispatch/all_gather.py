@@ -40,8 +40,9 @@ class AllGatherDispatcher(Dispatcher):
     Every rank must have the same number of tokens. The first call with another number than before
     compares them through the group's store, on the host and before anything is launched: a
     ``ValueError`` on every rank, or, if the others go on with a number they know, on this rank
-    after five minutes. Later calls with a known number ask nobody. ``group`` must be a
-    ``ProcessGroup`` of torch.distributed, NCCL or gloo; without one it is one rank.
+    after five minutes. Later calls with a known number ask nobody, and replays run no Python:
+    ranks have to go from one number to another together. ``group`` must be a ``ProcessGroup`` of
+    torch.distributed, NCCL or gloo; without one it is one rank.
     """
 
     group: dist.ProcessGroup | None = None

@@ -1,10 +1,11 @@
-"""All-gather on gloo ranks against all experts in one process, on the gathered batch, in fp32.
+"""All-gather on gloo ranks against all experts in one process, on the gathered batch.
 
 Shapes: T tokens of a rank, G = W * T of all W ranks, D model, F ffn, K top-k, E experts.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -72,7 +73,8 @@ def _run(dispatcher: Dispatcher, hidden_TD, weights_TK, experts_TK, w1, w2, grad
     return [output_TD.detach(), *torch.autograd.grad(output_TD, leaves, grad_TD)]
 
 
-def _check_routing(rank: int, world_size: int, device: str, name: str) -> None:
+def _check_routing(dispatcher: Dispatcher, device: str, dtype: torch.dtype, name: str) -> None:
+    rank, world_size = dist.get_rank(dispatcher.group), dist.get_world_size(dispatcher.group)
     route, exact = ROUTINGS[name]
     torch.manual_seed(7)
     all_tokens = world_size * T
@@ -80,15 +82,14 @@ def _check_routing(rank: int, world_size: int, device: str, name: str) -> None:
     weights_GK = torch.rand(experts_GK.shape)
     hidden_GD, grad_GD = torch.randn(2, all_tokens, D)
     w1, w2 = torch.randn(E, D, 2 * F), torch.randn(E, F, D)
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16  # all that its GEMM takes
     hidden_GD, grad_GD, w1, w2 = (t.to(device, dtype) for t in (hidden_GD, grad_GD, w1, w2))
     weights_GK, experts_GK = weights_GK.to(device), experts_GK.to(device)
 
     mine = slice(rank * T, (rank + 1) * T)
     batch = (hidden_GD, weights_GK, experts_GK)
-    got = _run(AllGatherDispatcher(), *(each[mine] for each in batch), w1, w2, grad_GD[mine])
+    got = _run(dispatcher, *(each[mine] for each in batch), w1, w2, grad_GD[mine])
     want = _run(LocalDispatcher(), *batch, w1, w2, grad_GD)
-    local = AllGatherDispatcher().local_experts(E)
+    local = dispatcher.local_experts(E)
     own = [mine, mine, mine, *[slice(local.start, local.stop)] * 2]
     names = ["output", "hidden gradient", "weights gradient", "w1 gradient", "w2 gradient"]
     want = [whole[part] for whole, part in zip(want, own, strict=True)]
@@ -101,8 +102,14 @@ def _check_routing(rank: int, world_size: int, device: str, name: str) -> None:
 
 
 def _check_routings(rank: int, world_size: int, device: str) -> None:
-    for name in ROUTINGS:
-        _check_routing(rank, world_size, device, name)
+    dispatchers = [AllGatherDispatcher()]
+    if world_size == 4:  # and in groups of two
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        dispatchers.append(AllGatherDispatcher(groups[rank // 2]))
+    # The GEMM of GPUs takes bfloat16 only.
+    dtypes = [torch.float32, torch.bfloat16] if device == "cpu" else [torch.bfloat16]
+    for dispatcher, dtype, name in itertools.product(dispatchers, dtypes, ROUTINGS):
+        _check_routing(dispatcher, device, dtype, name)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
