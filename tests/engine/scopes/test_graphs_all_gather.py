@@ -41,9 +41,12 @@ def _model(device: str, layers: str) -> LanguageModel:
 
 def _reduce_shared(model: nn.Module) -> None:
     """Gradients of everything but the experts, which have seen every rank's tokens."""
-    for name, parameter in model.named_parameters():
-        if ".experts." not in name:
-            dist.all_reduce(parameter.grad)
+    shared = [p.grad for name, p in model.named_parameters() if ".experts." not in name]
+    together = torch.cat([grad.flatten() for grad in shared])
+    dist.all_reduce(together)
+    parts = together.split([grad.numel() for grad in shared])
+    for grad, part in zip(shared, parts, strict=True):
+        grad.copy_(part.view_as(grad))
 
 
 def _make_step(model: LanguageModel, optimizer: torch.optim.Optimizer) -> Callable:
