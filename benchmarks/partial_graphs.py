@@ -24,7 +24,8 @@ from phases import Row
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     made = phases.parser(__doc__.splitlines()[0], list(settings()))
-    made.add_argument("--dispatcher", default="local", help="local, padded or all_to_all")
+    choices = "local, padded, all_to_all or all_gather"
+    made.add_argument("--dispatcher", default="local", help=choices)
     return phases.parse(made, list(settings()), arguments)
 
 

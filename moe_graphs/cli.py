@@ -60,7 +60,9 @@ def train(
         bool,
         typer.Option("--optimizer-in-graph", help="With full_iteration: clipping and update, too."),
     ] = False,
-    dispatcher: Annotated[str, typer.Option(help="local, padded or all_to_all.")] = "local",
+    dispatcher: Annotated[
+        str, typer.Option(help="local, padded, all_to_all or all_gather.")
+    ] = "local",
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Sequences per optimizer step.")] = None,
     microbatches: Annotated[int | None, typer.Option(help="Parts of a step's batch.")] = None,

@@ -61,7 +61,7 @@ def test_json_is_the_only_thing_on_stdout(text, tmp_path):
     assert "step:" in result.stderr
 
 
-@pytest.mark.parametrize("dispatcher", ["local", "all_to_all"])
+@pytest.mark.parametrize("dispatcher", ["local", "all_to_all", "all_gather"])
 def test_compare_reports_both_sides(text, dispatcher):
     arguments = ["--steps", 8, "--dispatcher", dispatcher, "--compare", "--json"]
     result = invoke(*SMALL, "--data", text, *arguments)
@@ -134,7 +134,7 @@ def test_a_new_run_gets_a_directory_of_its_own(text, tmp_path, monkeypatch):
         (["--impl", "full_iteration", "--scopes", "attn"], "drop --scopes"),
         (["--optimizer-in-graph"], "use --impl full_iteration"),
         ([*WHOLE, "--dispatcher", "all_to_all"], "capture of the step failed"),
-        (["--dispatcher", "alltoall"], "choose one of local, padded, all_to_all"),
+        (["--dispatcher", "alltoall"], "choose one of local, padded, all_to_all, all_gather"),
         (["--microbatches", "3"], "does not divide"),
         (["--steps", "0"], "steps: 0 must be at least 1"),
         (["--resume", "nowhere"], "no checkpoint at nowhere"),

@@ -1,5 +1,6 @@
 """Dispatchers: how rows reach the rank that holds their expert, and come back."""
 
+from moe_graphs.dispatch.all_gather import AllGatherDispatcher
 from moe_graphs.dispatch.all_to_all import AllToAllDispatcher
 from moe_graphs.dispatch.dispatcher import Dispatched, Dispatcher, DispatchPlan
 from moe_graphs.dispatch.factory import make_dispatcher
@@ -7,6 +8,7 @@ from moe_graphs.dispatch.local import LocalDispatcher
 from moe_graphs.dispatch.padded import PaddedDispatcher
 
 __all__ = [
+    "AllGatherDispatcher",
     "AllToAllDispatcher",
     "DispatchPlan",
     "Dispatched",

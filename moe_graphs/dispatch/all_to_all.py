@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_graphs.dispatch.dispatcher import Dispatched, Dispatcher, DispatchPlan
+from moe_graphs.dispatch.expert_group import block_of_experts, rank_and_size
 from moe_graphs.kernels import RowOrder, permute, route_rows, unpermute
 from moe_graphs.staged import end_capture_here, record
 
@@ -49,14 +50,7 @@ class AllToAllDispatcher(Dispatcher):
     host_sync: ClassVar[bool] = True
 
     def local_experts(self, num_experts: int) -> range:
-        rank, world_size = self._rank_and_size()
-        if num_experts % world_size:
-            raise ValueError(
-                f"num_experts ({num_experts}) must be divisible by the ranks of the "
-                f"expert-parallel group ({world_size}): every rank holds an equal block"
-            )
-        count = num_experts // world_size
-        return range(rank * count, (rank + 1) * count)
+        return block_of_experts(num_experts, self.group)
 
     def preprocess(
         self, hidden_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
@@ -67,7 +61,7 @@ class AllToAllDispatcher(Dispatcher):
 
     def dispatch(self, plan: DispatchPlan) -> Dispatched:
         end_capture_here("all_to_all split sizes live on the host")
-        world_size = self._rank_and_size()[1]
+        world_size = rank_and_size(self.group)[1]
         sent_We = _counts(plan.order.offsets_E).view(world_size, -1)
         received_We = self._exchange_counts(sent_We)
         # The one host sync of the layer: both directions in one copy.
@@ -91,11 +85,6 @@ class AllToAllDispatcher(Dispatcher):
         received_We = torch.empty_like(sent_We)
         dist.all_to_all_single(received_We, sent_We, group=self.group)
         return received_We
-
-    def _rank_and_size(self) -> tuple[int, int]:
-        if self.group is None and not (dist.is_available() and dist.is_initialized()):
-            return 0, 1
-        return dist.get_rank(self.group), dist.get_world_size(self.group)
 
 
 class _AllToAll(torch.autograd.Function):

@@ -1,8 +1,10 @@
 """What a dispatcher is: three steps between the router and the experts, and the values they pass.
 
-``preprocess`` sorts and permutes locally and can always be captured. ``dispatch`` brings rows to
-the rank that holds their expert, ``combine`` brings the results back to their tokens. Whatever
-one step has to tell the next is in the records; a dispatcher keeps nothing that belongs to a call.
+``preprocess`` sorts and permutes and can always be captured. ``dispatch`` brings rows to the rank
+that holds their expert, ``combine`` brings the results back to their tokens. Whatever one step has
+to tell the next is in the records; a dispatcher keeps nothing that belongs to a call.
+``all_gather`` brings tokens to the ranks before it sorts them: its T are the tokens of all ranks
+and its E the local experts, in all records.
 
 Shapes: T tokens, D model, K top-k, E experts, e local experts, R rows of this rank's tokens.
 """
@@ -36,7 +38,8 @@ class DispatchPlan:
 
 @record
 class Dispatched:
-    """Rows for this rank's experts, sorted by expert. The last of ``offsets_e`` is the row count.
+    """Rows for this rank's experts, sorted by expert. The last of ``offsets_e`` is the row count,
+    or less of a dispatcher that leaves a tail.
 
     Attributes:
         offsets_e: int32 cumulative ends on the device.
@@ -54,10 +57,13 @@ class Dispatcher(abc.ABC):
     Attributes:
         name: what ``make_dispatcher`` knows it by.
         host_sync: whether ``dispatch`` reads sizes on the host, so that capture must end there.
+        leaves_tail: whether rows may follow that are no expert's: zero, and what experts make
+            of them is never looked at.
     """
 
     name: ClassVar[str]
     host_sync: ClassVar[bool]
+    leaves_tail: ClassVar[bool] = False
 
     @abc.abstractmethod
     def local_experts(self, num_experts: int) -> range:
@@ -67,7 +73,7 @@ class Dispatcher(abc.ABC):
     def preprocess(
         self, hidden_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
     ) -> DispatchPlan:
-        """Sorts and permutes this rank's tokens. Never syncs, static shapes."""
+        """Sorts and permutes tokens. Never waits for the device, static shapes."""
 
     @abc.abstractmethod
     def dispatch(self, plan: DispatchPlan) -> Dispatched:

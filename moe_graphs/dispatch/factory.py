@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from moe_graphs.dispatch.all_gather import AllGatherDispatcher
 from moe_graphs.dispatch.all_to_all import AllToAllDispatcher
 from moe_graphs.dispatch.dispatcher import Dispatcher
 from moe_graphs.dispatch.local import LocalDispatcher
@@ -12,16 +13,17 @@ from moe_graphs.dispatch.padded import PaddedDispatcher
 
 
 def make_dispatcher(name: str, **options: Any) -> Dispatcher:
-    """The dispatcher of that name: ``local``, ``padded`` or ``all_to_all``.
+    """The dispatcher of that name: ``local``, ``padded``, ``all_to_all`` or ``all_gather``.
 
     Args:
         options: fields of that dispatcher: ``capacity_factor`` for ``padded``, ``group`` for
-            ``all_to_all``.
+            ``all_to_all`` and ``all_gather``.
 
     Raises:
         ValueError: no such name, or an option that this dispatcher does not have.
     """
-    classes = {cls.name: cls for cls in (LocalDispatcher, PaddedDispatcher, AllToAllDispatcher)}
+    known = (LocalDispatcher, PaddedDispatcher, AllToAllDispatcher, AllGatherDispatcher)
+    classes = {cls.name: cls for cls in known}
     if name not in classes:
         raise ValueError(f"dispatcher {name!r} is unknown: choose one of {', '.join(classes)}")
     accepted = list(inspect.signature(classes[name]).parameters)

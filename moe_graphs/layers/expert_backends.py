@@ -24,9 +24,11 @@ class ExpertsBackend(nn.Module):
 
     Attributes:
         host_sync: why their forward cannot be captured, or None.
+        takes_tail: whether rows may follow that are no expert's, as some dispatchers leave them.
     """
 
     host_sync: str | None = None
+    takes_tail: bool = False
 
     def __init__(self, num_local_experts: int, first_expert: int, num_experts: int | None) -> None:
         super().__init__()
@@ -34,8 +36,8 @@ class ExpertsBackend(nn.Module):
         self.num_experts = num_local_experts if num_experts is None else num_experts
 
     def forward(self, rows_RD: Tensor, offsets_e: Tensor) -> Tensor:
-        """``[R, D]`` to ``[R, D]``. ``offsets_e``: int32 ends of the experts' rows; the last is R:
-        every dispatcher sees to that."""
+        """``[R, D]`` to ``[R, D]``. ``offsets_e``: int32 ends of the experts' rows; the last is R,
+        or less if they take a tail, where anything may come out."""
         raise NotImplementedError
 
     def stacked_weights(self) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,8 @@ class GroupedExperts(ExpertsBackend):
         w2: ``[e, F, D]``.
     """
 
+    takes_tail = True
+
     def __init__(
         self,
         num_local_experts: int,
@@ -56,6 +58,6 @@ class GroupedExperts(ExpertsBackend):
 
 def swiglu_experts(rows_RD: Tensor, w1_eD2F: Tensor, w2_eFD: Tensor, offsets_e: Tensor) -> Tensor:
     """Rows of each expert through its own SwiGLU. ``offsets_e``: ends of the experts' rows, the
-    last is R. Weights may be transposed views."""
+    last is at most R; behind it anything may come out. Weights may be transposed views."""
     gate_up_R2F = grouped_gemm(rows_RD, w1_eD2F, offsets_e, zero_tail=False)
     return grouped_gemm(swiglu(gate_up_R2F), w2_eFD, offsets_e, zero_tail=False)

@@ -141,6 +141,7 @@ class MoELayer(MoEStages):
         local = self.dispatcher.local_experts(config.num_experts)
         self.router = TopKRouter(config, hidden_size, **factory)
         self.experts = build_experts(config, hidden_size, local, **factory)
+        _check_tail(self.dispatcher, self.experts, config.experts)
         self.shared_expert: SwiGLU | None = None
         self.shared_gate: nn.Linear | None = None
         if config.shared_ffn_hidden_size:
@@ -153,11 +154,13 @@ class MoELayer(MoEStages):
         """Replaces the experts by those of another backend (``MoEConfig.experts``), with the same
         weights. Their parameters are other ones: before an optimizer or graphs are made."""
         before, (size,) = self.experts, self.router.weight.shape[1:]
-        self.config = replace(self.config, experts=kind)
+        config = replace(self.config, experts=kind)
         w1_eD2F, w2_eFD = before.stacked_weights()
-        self.experts = build_experts(
-            self.config, size, before.local_experts, device=w1_eD2F.device, dtype=w1_eD2F.dtype
+        after = build_experts(
+            config, size, before.local_experts, device=w1_eD2F.device, dtype=w1_eD2F.dtype
         )
+        _check_tail(self.dispatcher, after, kind)
+        self.config, self.experts = config, after
         self.experts.load_stacked_weights(w1_eD2F, w2_eFD)
 
     def stages(self) -> tuple[Stage, ...]:
@@ -194,3 +197,12 @@ class MoELayer(MoEStages):
             nn.init.normal_(self.shared_expert.w2.weight, std=out_std)
         if self.shared_gate is not None:
             nn.init.normal_(self.shared_gate.weight, std=std)
+
+
+def _check_tail(dispatcher: Dispatcher, experts: ExpertsBackend, kind: str) -> None:
+    if dispatcher.leaves_tail and not experts.takes_tail:
+        raise ValueError(
+            f"dispatcher {dispatcher.name!r} leaves rows that are no expert's, which "
+            f"experts={kind!r} cannot take: choose experts='moe_graphs', or dispatcher "
+            f"'all_to_all'"
+        )

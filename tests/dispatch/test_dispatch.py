@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moe_graphs.dispatch import (
+    AllGatherDispatcher,
     AllToAllDispatcher,
     Dispatcher,
     LocalDispatcher,
@@ -58,7 +59,9 @@ def _inputs(num_tokens: int, num_experts: int):
     ("num_tokens", "top_k", "num_experts"), [(1, 1, 2), (13, 3, 6), (32, 2, 5)]
 )
 @pytest.mark.parametrize(
-    "dispatcher", [LocalDispatcher(), PaddedDispatcher(6.0), AllToAllDispatcher()], ids=repr
+    "dispatcher",
+    [LocalDispatcher(), PaddedDispatcher(6.0), AllToAllDispatcher(), AllGatherDispatcher()],
+    ids=repr,
 )
 def test_equals_a_loop_over_tokens(dispatcher, num_tokens, top_k, num_experts, routing):
     hidden, scales_E = _inputs(num_tokens, num_experts)
@@ -154,10 +157,10 @@ class TestAllToAll:
         assert result is None
         assert boundary.reason == "all_to_all split sizes live on the host"
 
-    def test_local_does_not_end_a_capture(self):
+    def test_the_others_do_not_end_a_capture(self):
         hidden, scales_E = _inputs(4, 2)
         experts = ROUTINGS["random"](4, 1, 2)
-        for dispatcher in (LocalDispatcher(), PaddedDispatcher()):
+        for dispatcher in (LocalDispatcher(), PaddedDispatcher(), AllGatherDispatcher()):
             _, boundary = run_until(
                 Stop(capturing=True),
                 lambda dispatcher=dispatcher: _run(
@@ -173,6 +176,7 @@ class TestFactory:
         assert make_dispatcher("local") == LocalDispatcher()
         assert make_dispatcher("padded", capacity_factor=2.0) == PaddedDispatcher(2.0)
         assert make_dispatcher("all_to_all") == AllToAllDispatcher()
+        assert make_dispatcher("all_gather") == AllGatherDispatcher()
 
     def test_unknown_names_and_options_say_what_there_is(self):
         with pytest.raises(ValueError, match="'alltoall' is unknown: choose one of local, padded"):

@@ -1,11 +1,11 @@
-"""Expert parallelism on two gloo ranks against all experts on one.
+"""Expert parallelism on two gloo ranks against all experts on one, by either dispatcher.
 
 Every case runs in one pair of processes: starting them is what takes the time.
 """
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import time
 from dataclasses import replace
 
@@ -14,7 +14,12 @@ import torch
 import torch.distributed as dist
 
 from distributed import run_distributed
-from moe_graphs.dispatch import AllToAllDispatcher, LocalDispatcher
+from moe_graphs.dispatch import (
+    AllToAllDispatcher,
+    Dispatcher,
+    LocalDispatcher,
+    make_dispatcher,
+)
 from moe_graphs.layers import LanguageModel, MoEConfig, MoELayer, TransformerConfig
 from moe_graphs.staged import Stop, resuming, run_until
 
@@ -53,11 +58,13 @@ def _run_layer(layer: MoELayer, hidden):
     return output
 
 
-def _check_layer(rank: int, world_size: int, bias: list[float], tokens: tuple[int, ...]) -> None:
+def _check_layer(
+    rank: int, dispatcher: Dispatcher, bias: list[float], tokens: tuple[int, ...]
+) -> None:
     torch.manual_seed(100 + rank)
     hidden = torch.randn(tokens[rank], 8, dtype=torch.float64, requires_grad=True)
     config = replace(CONFIG, aux_loss_coef=0.0, z_loss_coef=0.0) if 0 in tokens else CONFIG
-    parallel = _layer(AllToAllDispatcher(), bias, config)
+    parallel = _layer(dispatcher, bias, config)
     whole = _layer(LocalDispatcher(), bias, config)
 
     local = parallel.dispatcher.local_experts(6)
@@ -101,12 +108,12 @@ def _check_capture_boundary() -> None:
     assert torch.equal(resumed.hidden, layer(hidden).hidden)
 
 
-def _check_model(rank: int) -> None:
+def _check_model(rank: int, dispatcher: Dispatcher) -> None:
     config = TransformerConfig(hidden_size=16, num_layers=2, num_heads=2, vocab_size=11, moe=CONFIG)
     models = []
-    for dispatcher in (AllToAllDispatcher(), LocalDispatcher()):
+    for each in (dispatcher, LocalDispatcher()):
         torch.manual_seed(3)
-        models.append(LanguageModel(config, dispatcher, dtype=torch.float64))
+        models.append(LanguageModel(config, each, dtype=torch.float64))
     parallel, whole = models
     torch.manual_seed(rank)
     tokens = torch.randint(11, (2, 5))
@@ -118,23 +125,24 @@ def _check_model(rank: int) -> None:
     assert sum(p.numel() for p in parallel.parameters()) < whole.num_parameters()
 
 
-def _check_indivisible() -> None:
-    with contextlib.suppress(ValueError):
-        MoELayer(replace(CONFIG, num_experts=5), 8, AllToAllDispatcher())
-        raise AssertionError("5 experts on 2 ranks were accepted")
+def _check_indivisible(dispatcher: Dispatcher) -> None:
+    with pytest.raises(ValueError, match="must be divisible by the ranks"):
+        MoELayer(replace(CONFIG, num_experts=5), 8, dispatcher)
 
 
 def _everything(rank: int, world_size: int) -> None:
-    for routing, bias in BIASES.items():
-        for split, tokens in TOKENS.items():
+    for name in ("all_to_all", "all_gather"):
+        dispatcher = make_dispatcher(name)
+        splits = TOKENS if name == "all_to_all" else ["even"]
+        for (routing, bias), split in itertools.product(BIASES.items(), splits):
             try:
-                _check_layer(rank, world_size, bias, tokens)
+                _check_layer(rank, dispatcher, bias, TOKENS[split])
             except AssertionError as error:
-                raise AssertionError(f"{routing}, {split}: {error}") from error
+                raise AssertionError(f"{name}, {routing}, {split}: {error}") from error
+        _check_model(rank, dispatcher)
+        _check_indivisible(dispatcher)
     _check_bias_update()
     _check_capture_boundary()
-    _check_model(rank)
-    _check_indivisible()
 
 
 def test_two_ranks_equal_one():

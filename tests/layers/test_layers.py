@@ -13,7 +13,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from moe_graphs.dispatch import AllToAllDispatcher, LocalDispatcher, PaddedDispatcher
+from moe_graphs.dispatch import (
+    AllGatherDispatcher,
+    AllToAllDispatcher,
+    LocalDispatcher,
+    PaddedDispatcher,
+)
 from moe_graphs.layers import (
     Attention,
     GroupedExperts,
@@ -90,7 +95,9 @@ def _moe_oracle(layer: MoELayer, hidden_TD: torch.Tensor) -> torch.Tensor:
 class TestMoELayer:
     @pytest.mark.parametrize("name", MOES)
     @pytest.mark.parametrize(
-        "dispatcher", [LocalDispatcher(), PaddedDispatcher(3.0), AllToAllDispatcher()], ids=repr
+        "dispatcher",
+        [LocalDispatcher(), PaddedDispatcher(3.0), AllToAllDispatcher(), AllGatherDispatcher()],
+        ids=repr,
     )
     def test_equals_a_loop_over_tokens(self, name, dispatcher):
         layer = _randomize(MoELayer(MOES[name], 8, dispatcher, dtype=torch.float64))

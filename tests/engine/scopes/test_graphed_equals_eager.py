@@ -15,13 +15,19 @@ import moe_graphs
 from grids import pairs
 from moe_graphs import GraphConfig
 from moe_graphs.config import SCOPE_STAGES
-from moe_graphs.dispatch import AllToAllDispatcher, LocalDispatcher, PaddedDispatcher
+from moe_graphs.dispatch import (
+    AllGatherDispatcher,
+    AllToAllDispatcher,
+    LocalDispatcher,
+    PaddedDispatcher,
+)
 from training_runs import DEVICES, Trace, eager_trace, tiny_model, train
 
 DISPATCHERS = {
     "local": LocalDispatcher(),
     "padded": PaddedDispatcher(1.0),
     "all_to_all": AllToAllDispatcher(),
+    "all_gather": AllGatherDispatcher(),  # over ranks: test_graphs_all_gather.py
 }
 
 
@@ -62,6 +68,7 @@ def test_the_list_of_cases_is_what_the_rules_allow():
     assert len(legal_scope_lists("moe", "local")) == 8
     assert len(legal_scope_lists("moe", "all_to_all")) == 5
     assert len(legal_scope_lists("mixed", "padded")) == 16
+    assert legal_scope_lists("mixed", "all_gather") == legal_scope_lists("mixed", "local")
     assert "attn,mlp,moe_router,moe_preprocess" in legal_scope_lists("mixed", "all_to_all")
 
 

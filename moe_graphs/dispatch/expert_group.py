@@ -1,0 +1,28 @@
+"""The ranks of an expert-parallel group, and which experts each of them holds."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+
+def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """In ``group`` (default: the world); 0 and 1 where there is no process group."""
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def block_of_experts(num_experts: int, group: dist.ProcessGroup | None) -> range:
+    """This rank's experts: every rank holds a contiguous block of equal size.
+
+    Raises:
+        ValueError: the ranks do not divide ``num_experts``.
+    """
+    rank, world_size = rank_and_size(group)
+    if num_experts % world_size:
+        raise ValueError(
+            f"num_experts ({num_experts}) must be divisible by the ranks of the "
+            f"expert-parallel group ({world_size}): every rank holds an equal block"
+        )
+    count = num_experts // world_size
+    return range(rank * count, (rank + 1) * count)
