@@ -20,8 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -99,24 +99,44 @@ class Processes:
         order = [name for r in range(rounds) for name in (names if r % 2 == 0 else names[::-1])]
         found: dict[str, list[Record]] = {name: [] for name in names}
         with ThreadPoolExecutor(self.options.parallel) as pool:
+            gate = worker.take_turn(self.folder / "gate")
             running = {pool.submit(self.run, name, case): name for name in order}
+            self._wait_for_imports(running)
+            gate.close()
             for process in as_completed(running):
                 name = running[process]
                 found[name].append(process.result())
                 if len(found[name]) == rounds:
                     done(name, found[name])
 
+    def _wait_for_imports(self, running: Collection[Future]) -> None:
+        """Of those that start at once: importing takes the host's time, which is measured."""
+        first = min(self.options.parallel, len(running))
+        deadline = time.monotonic() + self.options.time_limit
+        while time.monotonic() < deadline:
+            ended = sum(process.done() for process in running)
+            if ended + len(list(self.folder.glob(f"*/*{worker.IMPORTED}"))) >= first:
+                return
+            time.sleep(0.05)
+
     def run(self, name: str, case: str) -> Record:
         begun = time.perf_counter()
-        limit = self.options.total_limit
-        if limit is not None and begun - self.started > limit:
-            return {"error": f"not started: --total-limit of {limit:g} s had passed"}
+        if self._is_over():
+            return {"error": self._not_started}
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
             record = self._run_in(Path(folder), name, case)
         seconds = time.perf_counter() - begun
         last = (record["error"] or "ok").splitlines()[-1]
         self.console.print(f"[dim]{seconds:6.1f} s[/]  {case}: {name}: {last}", markup=True)
         return record | {"process_s": seconds}
+
+    def _is_over(self) -> bool:
+        limit = self.options.total_limit
+        return limit is not None and time.perf_counter() - self.started > limit
+
+    @property
+    def _not_started(self) -> str:
+        return f"not started: --total-limit of {self.options.total_limit} s had passed"
 
     def _run_in(self, folder: Path, name: str, case: str) -> Record:
         record, output = folder / "record.json", folder / "output.txt"
@@ -136,7 +156,10 @@ class Processes:
         said = worker.last_lines(output.read_text(errors="replace"))
         why = f"exit status {process.returncode}"
         if timed_out:
-            why = f"took more than {self.options.time_limit:g} s"
+            has_begun = worker.started_file(record).exists()
+            why = (
+                f"took more than {self.options.time_limit:g} s" if has_begun else self._not_started
+            )
         return {"error": f"{said}\n{why}"}
 
     def _command(self, name: str, case: str, record: Path) -> list[str]:
@@ -154,7 +177,7 @@ class Processes:
         while process.poll() is None:
             if not counting and started.exists():
                 deadline, counting = time.monotonic() + limit, True
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or (not counting and self._is_over()):
                 return False
             time.sleep(0.05)
         return True

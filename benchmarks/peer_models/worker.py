@@ -22,6 +22,7 @@ from peer_models.entries import ENTRIES
 from peer_models.peer import PeerRun
 
 Record = dict[str, Any]
+IMPORTED = ".imported"
 ERROR_LINES = 120
 
 
@@ -36,6 +37,7 @@ def write_record(
     found: Record = {"error": None}
     try:
         library = importlib.import_module(f"peer_models.{ENTRIES[name].module}")
+        record.with_suffix(IMPORTED).touch()
         held = take_turn(gate) if gate is not None else None
         started_file(record).touch()
         measure(library, name, case, device, found)
