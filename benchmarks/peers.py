@@ -156,10 +156,9 @@ class Processes:
         said = worker.last_lines(output.read_text(errors="replace"))
         why = f"exit status {process.returncode}"
         if timed_out:
-            has_begun = worker.started_file(record).exists()
-            why = (
-                f"took more than {self.options.time_limit:g} s" if has_begun else self._not_started
-            )
+            waited = self._is_over() and not worker.started_file(record).exists()
+            took = f"took more than {self.options.time_limit:g} s"
+            why = self._not_started if waited else took
         return {"error": f"{said}\n{why}"}
 
     def _command(self, name: str, case: str, record: Path) -> list[str]:
