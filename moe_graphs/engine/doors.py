@@ -36,7 +36,7 @@ _OF_PYTHON: dict[str, frozenset[str]] = {
     "socket": frozenset(),
 }  # fmt: skip
 # Of Transformer Engine: scales follow where it ends, and whose modules came first is settled there.
-_FP8 = ("fp8_autocast_enter", "autocast_enter")
+_ENTERS_FP8 = ("fp8_autocast_enter", "autocast_enter")
 FP8 = "Transformer Engine's autocast"
 _CHECKPOINT = "Transformer Engine's checkpoint"
 # Whoever watches operations makes dynamo leave the function uncompiled, for good, and that rounds
@@ -90,7 +90,7 @@ def of_python(frame: types.FrameType, *, of_the_user: bool) -> str | None:
     if frame.f_code is torch.Tensor.__reduce_ex__.__code__:
         return "pickle.dumps"
     module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
-    if name in _FP8 and frame.f_locals.get("enabled"):
+    if name in _ENTERS_FP8 and frame.f_locals.get("enabled"):
         return FP8
     if (module, name) == ("transformer_engine.pytorch.distributed", "checkpoint"):
         return _CHECKPOINT

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_graphs.engine.signature import is_call
 from moe_graphs.errors import CaptureError
 
 _NOT_ASKED = 0
@@ -311,10 +312,8 @@ def with_flag_on_device(inputs: Any) -> Any:
     """The inputs of a scope. Where they have ``is_first_microbatch``, which says whether modules
     cast their weights again, one graph serves both: the flag is put on the device, and something
     in its place that stands for either."""
-    if not is_enabled() or _state() is None or not _is_call(inputs):
-        return inputs
-    is_first = inputs[1].get(_FLAG)
-    if type(is_first) is not bool:
+    is_first = inputs[1].get(_FLAG) if is_call(inputs) else None
+    if type(is_first) is not bool or not is_enabled() or _state() is None:
         return inputs
     _skipping().fill_(not is_first)
     return inputs[0], {**inputs[1], _FLAG: _IS_FIRST_MICROBATCH}
@@ -341,10 +340,6 @@ _IS_FIRST_MICROBATCH = _IsFirstMicrobatch()
 def _skipping() -> Tensor:
     """Whether casts of weights are left as they are."""
     return torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _is_call(inputs: Any) -> bool:
-    return isinstance(inputs, tuple) and len(inputs) == 2 and isinstance(inputs[1], dict)
 
 
 def claim_first() -> bool:

@@ -25,16 +25,14 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-class HiddenState:
-    """What operations change beside the tensors that they are given: the numbers that torch will
-    draw next (of the CPU, the device, and other generators), and Transformer Engine's scales."""
+class RandomState:
+    """The numbers that torch will draw next: of the CPU, the device, and other generators."""
 
     def __init__(self, device: torch.device, generators: Iterable[torch.Generator] = ()) -> None:
         self._device = device
         self._others = [(generator, generator.get_state()) for generator in generators]
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self._fp8 = Fp8State()
 
     def put_back(self) -> None:
         torch.set_rng_state(self._cpu)
@@ -42,24 +40,35 @@ class HiddenState:
             torch.cuda.set_rng_state(self._cuda, self._device)
         for generator, state in self._others:
             generator.set_state(state)
-        self._fp8.put_back()
-
-    def scales(self) -> dict[str, Tensor]:
-        """By the names that messages use."""
-        return self._fp8.named_values()
 
     def digest(self) -> tuple[bytes, ...]:
-        """A value that is the same for the same random state."""
+        """A value that is the same for the same state."""
         return tuple(bytes(state.numpy()) for state in (self._cpu, *self._states()))
 
     def is_current(self) -> bool:
         """Whether nothing has been drawn since."""
-        now = HiddenState(self._device, [generator for generator, _ in self._others])
+        now = RandomState(self._device, [generator for generator, _ in self._others])
         pairs = [(self._cpu, now._cpu), *zip(self._states(), now._states(), strict=True)]
         return all(torch.equal(before, after) for before, after in pairs)
 
     def _states(self) -> list[Tensor]:
         return [state for _, state in self._others] + ([] if self._cuda is None else [self._cuda])
+
+
+class HiddenState:
+    """What operations change beside the tensors that they are given: random numbers, and the
+    scales of Transformer Engine."""
+
+    def __init__(self, device: torch.device, generators: Iterable[torch.Generator] = ()) -> None:
+        self.random, self._fp8 = RandomState(device, generators), Fp8State()
+
+    def put_back(self) -> None:
+        self.random.put_back()
+        self._fp8.put_back()
+
+    def scales(self) -> dict[str, Tensor]:
+        """By the names that messages use."""
+        return self._fp8.named_values()
 
 
 @contextlib.contextmanager

@@ -162,7 +162,7 @@ class Signature:
 def flatten(inputs: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """As ``pytree.tree_flatten``; arguments that are all tensors by position take a tenth of the
     time."""
-    if _is_call(inputs) and not inputs[1]:
+    if is_call(inputs) and not inputs[1]:
         leaves = inputs[0]
         if all(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return list(leaves), _of_tensors(len(leaves))
@@ -180,7 +180,8 @@ def unflattening(structure: pytree.TreeSpec) -> Callable[[list[Any]], Any]:
     return lambda leaves: node.unflatten_fn(leaves, structure.context)
 
 
-def _is_call(inputs: Any) -> bool:
+def is_call(inputs: Any) -> bool:
+    """Whether they are positional arguments and those by keyword."""
     return (
         type(inputs) is tuple
         and len(inputs) == 2

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from moe_graphs.engine import fp8
 from moe_graphs.kernels import swiglu
-from moe_graphs.layers.expert_backends import ExpertsBackend
+from moe_graphs.layers.expert_backends import ExpertsBackend, left_as_it_is
 
 # By the names that `moe-graphs train --fp8` has.
 FP8_RECIPES = {
@@ -63,20 +64,16 @@ class TEExperts(ExpertsBackend):
 
     host_sync = "the experts of Transformer Engine take their numbers of rows from the host"
 
-    def __init__(
+    def make_weights(
         self,
-        num_local_experts: int,
         hidden_size: int,
         ffn_hidden_size: int,
-        *,
-        first_expert: int = 0,
-        num_experts: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
     ) -> None:
-        super().__init__(num_local_experts, first_expert, num_experts)
+        num_local_experts = len(self.local_experts)
         engine = import_transformer_engine()
-        options = {**_options(device, dtype), "init_method": _leave}
+        options = {**_options(device, dtype), "init_method": left_as_it_is}
         self.w1 = engine.GroupedLinear(
             num_local_experts, hidden_size, 2 * ffn_hidden_size, **options
         )
@@ -85,14 +82,13 @@ class TEExperts(ExpertsBackend):
         self.unpadding = engine.Fp8Unpadding(num_local_experts)
         for module in (self.w1, self.w2):
             _without_empty_state(module)
-        self.init_weights()
 
     def forward(self, rows_RD: Tensor, offsets_e: Tensor) -> Tensor:
         if not len(rows_RD):
             return self._no_rows(rows_RD)
         ends = offsets_e.tolist()
         counts = [end - start for start, end in zip((0, *ends), ends, strict=False)]
-        if not fp8_is_on():
+        if not fp8.is_enabled():
             return self.w2(swiglu(self.w1(rows_RD, counts)), counts)
         rows_PD, padded = self.padding(rows_RD, counts)
         return self.unpadding(self.w2(swiglu(self.w1(rows_PD, padded)), padded), counts)
@@ -171,15 +167,6 @@ def check_fp8_sizes(model: nn.Module, rows: int) -> None:
             )
 
 
-def fp8_is_on() -> bool:
-    """Whether TE's modules would compute in FP8 just now."""
-    try:
-        module = importlib.import_module("transformer_engine.pytorch.quantization")
-    except ModuleNotFoundError:  # an older one
-        module = importlib.import_module("transformer_engine.pytorch.fp8")
-    return module.FP8GlobalStateManager.is_fp8_enabled()
-
-
 @torch.no_grad()
 def back_to_fp8(
     model: nn.Module, autocast: Callable[[], contextlib.AbstractContextManager[Any]]
@@ -255,10 +242,6 @@ def _options(device: torch.device | str | None, dtype: torch.dtype | None) -> di
     # A string: TE compares it with "meta".
     where = str(torch.get_default_device() if device is None else device)
     return {"bias": False, "params_dtype": dtype, "device": where}
-
-
-def _leave(weight: Tensor) -> None:
-    """For TE to call: the weights are drawn afterwards."""
 
 
 def _as_torch_draws(weight: Tensor) -> None:

@@ -21,6 +21,7 @@ class ExpertsBackend(nn.Module):
     """What ``MoELayer`` asks of its experts.
 
     They are experts ``first_expert`` and following of ``num_experts`` (default: all of them).
+    Subclasses make their weights in ``make_weights``; values are drawn afterwards.
 
     Attributes:
         host_sync: why their forward cannot be captured, or None.
@@ -30,10 +31,32 @@ class ExpertsBackend(nn.Module):
     host_sync: str | None = None
     takes_tail: bool = False
 
-    def __init__(self, num_local_experts: int, first_expert: int, num_experts: int | None) -> None:
+    def __init__(
+        self,
+        num_local_experts: int,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        *,
+        first_expert: int = 0,
+        num_experts: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.local_experts = range(first_expert, first_expert + num_local_experts)
         self.num_experts = num_local_experts if num_experts is None else num_experts
+        self.make_weights(hidden_size, ffn_hidden_size, device, dtype)
+        self.init_weights()
+
+    def make_weights(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """Sets the parameters, or modules that have them, of ``local_experts``; any values."""
+        raise NotImplementedError
 
     def forward(self, rows_RD: Tensor, offsets_e: Tensor) -> Tensor:
         """``[R, D]`` to ``[R, D]``. ``offsets_e``: int32 ends of the experts' rows; the last is R,
@@ -71,6 +94,10 @@ class ExpertsBackend(nn.Module):
             scratch_XY.normal_(std=std)
             if expert in self.local_experts:
                 weight_eXY[expert - self.local_experts.start].copy_(scratch_XY)
+
+
+def left_as_it_is(weight: Tensor) -> None:
+    """In the place of another library's initialisation."""
 
 
 _WHERE = {

@@ -22,23 +22,18 @@ class GroupedExperts(ExpertsBackend):
 
     takes_tail = True
 
-    def __init__(
+    def make_weights(
         self,
-        num_local_experts: int,
         hidden_size: int,
         ffn_hidden_size: int,
-        *,
-        first_expert: int = 0,
-        num_experts: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
     ) -> None:
-        super().__init__(num_local_experts, first_expert, num_experts)
+        num_local_experts = len(self.local_experts)
         shape1 = (num_local_experts, hidden_size, 2 * ffn_hidden_size)
         shape2 = (num_local_experts, ffn_hidden_size, hidden_size)
         self.w1 = nn.Parameter(torch.empty(shape1, device=device, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(shape2, device=device, dtype=dtype))
-        self.init_weights()
 
     def init_weights(self, std: float = 0.02, out_std: float = 0.02) -> None:
         self.draw_experts(self.w1, std)

@@ -31,7 +31,7 @@ class NoTrace:
             guards.check_followable()
         self._hooks = KeptHooks(model.parameters(), model, ())
         self._gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-        self._random = HiddenState(backend.device, backend.generators)
+        self._hidden = HiddenState(backend.device, backend.generators)
         self._python_random = PythonRandomState()
         return self
 
@@ -50,7 +50,7 @@ class NoTrace:
     def __exit__(self, kind: type | None, *exception: object) -> None:
         if kind is None:
             return
-        for each in (*self._before, self._hooks, self._random, self._python_random):
+        for each in (*self._before, self._hooks, self._hidden, self._python_random):
             each.put_back()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient

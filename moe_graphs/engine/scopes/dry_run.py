@@ -234,7 +234,7 @@ class DryRun:
             _check_outputs(flat, inputs)
             after = [(tensor, tensor.detach().clone()) for tensor in trace.written()]
             now = HiddenState(device, generators)
-            draws = not before.is_current()
+            draws = not before.random.is_current()
             detached = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in flat]
             dry = DryForward(detached, structure, trace, reads, after, now, draws, uses.fp8)
             yield dry, (outputs, leaves)

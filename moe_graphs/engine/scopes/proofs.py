@@ -89,10 +89,10 @@ class Proofs:
 
     def agrees(self, place: Place, eager: Mapping[int, Tensor | None]) -> bool:
         """Replays the backward, and compares it with an eager one on the same gradients."""
-        random = HiddenState(self._backend.device, self._backend.generators)
+        hidden = HiddenState(self._backend.device, self._backend.generators)
         place.backward.graph.replay()
-        if not random.is_current():
-            random.put_back()
+        if not hidden.random.is_current():
+            hidden.put_back()
             return False
         names = self._names_of(place, place.backward.uses)
         expected = [eager[use] for use in place.backward.uses]

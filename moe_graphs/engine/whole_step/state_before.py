@@ -46,7 +46,7 @@ class StateBefore:
         unique = {id(tensor): tensor for tensor in tensors}
         self._values = Values(unique.values(), on_host=True)
         self._python_random = PythonRandomState()
-        self._random = HiddenState(definition.backend.device, definition.backend.generators)
+        self._hidden = HiddenState(definition.backend.device, definition.backend.generators)
         self._hooks = KeptHooks(unique.values(), definition.model, definition.optimizers())
         check_hooks(definition.model)
         forget_accumulators(definition.model)  # those of the caller's stream
@@ -59,12 +59,12 @@ class StateBefore:
     def put_back_values(self) -> None:
         """For another run from the same state. Gradients stay as they are set."""
         self._values.put_back()
-        self._random.put_back()
+        self._hidden.put_back()
         self.first_step_state.zero()
 
     def __exit__(self, *exception: object) -> None:
         self._values.put_back()
-        self._random.put_back()
+        self._hidden.put_back()
         self.first_step_state.take_away()
         if exception[0] is not None:
             self._guards.put_back()

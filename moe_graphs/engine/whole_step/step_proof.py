@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_graphs.engine import fp8
-from moe_graphs.engine.preserve import HiddenState
+from moe_graphs.engine.preserve import RandomState
 from moe_graphs.engine.proof import Difference, fingerprints, first_difference
 from moe_graphs.engine.signature import tensor_leaves
 from moe_graphs.engine.static_memory import owned_leaves
@@ -162,7 +162,7 @@ class Proof:
         present = {key: tensor for key, tensor in named.items() if tensor is not None}
         found = dict(zip(present, fingerprints(list(present.values())), strict=True))
         backend = self._definition.backend
-        random = HiddenState(backend.device, backend.generators)
+        random = RandomState(backend.device, backend.generators)
         return {**dict.fromkeys(named), **found, "the random numbers drawn": random.digest()}
 
     def _named(self, outputs: list[Tensor]) -> Iterator[tuple[str, Tensor | None]]:

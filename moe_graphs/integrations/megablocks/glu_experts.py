@@ -22,7 +22,7 @@ from moe_graphs.integrations.megablocks.block_layout import (
 from moe_graphs.integrations.megablocks.glu_weights import load_stacked, stacked
 from moe_graphs.integrations.megablocks.library import import_megablocks, swiglu_arguments
 from moe_graphs.kernels import permute
-from moe_graphs.layers.expert_backends import ExpertsBackend
+from moe_graphs.layers.expert_backends import ExpertsBackend, left_as_it_is
 from moe_graphs.staged import end_capture_here
 
 
@@ -31,30 +31,25 @@ class _MegaBlocksGLU(ExpertsBackend):
 
     mlp: Any
 
-    def __init__(
+    def make_weights(
         self,
-        num_local_experts: int,
         hidden_size: int,
         ffn_hidden_size: int,
-        *,
-        first_expert: int = 0,
-        num_experts: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
     ) -> None:
-        super().__init__(num_local_experts, first_expert, num_experts)
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        self._check(num_local_experts, hidden_size, ffn_hidden_size, dtype)
+        experts = len(self.local_experts)
+        self._check(experts, hidden_size, ffn_hidden_size, dtype)
         self.mlp = self._build(
-            moe_num_experts=num_local_experts,
+            moe_num_experts=experts,
             hidden_size=hidden_size,
             ffn_hidden_size=ffn_hidden_size,
             device=torch.get_default_device() if device is None else torch.device(device),
             dtype=dtype,
-            init_method=_left_as_it_is,
-            output_layer_init_method=_left_as_it_is,
+            init_method=left_as_it_is,
+            output_layer_init_method=left_as_it_is,
         )
-        self.init_weights()
 
     def _check(self, experts: int, hidden_size: int, ffn_hidden_size: int, dtype: Any) -> None:
         raise NotImplementedError
@@ -171,7 +166,3 @@ def _check_index(what: str, elements: int) -> None:
             f"experts='megablocks_sparse' count elements in 32 bits, and {what} are {elements}: "
             f"choose experts='megablocks' or 'moe_graphs'"
         )
-
-
-def _left_as_it_is(weight: Tensor) -> None:
-    """MegaBlocks' initialisation, for weights that are set in another way."""
