@@ -53,16 +53,19 @@ def first_difference(
     return None
 
 
-def varies(another_run: Callable[[], Difference | None]) -> bool:
+def varies(
+    another_run: Callable[[], Difference | None], anywhere: Callable[[bool], bool] = bool
+) -> bool:
     """Whether runs of the same thing differ from one another: a kernel in there adds in any order
     it likes (atomics, as in the backward of flash attention), in some runs in ten or a hundred.
 
-    another_run: runs it again; how the result differs from that of the first run.
+    another_run: runs it again; how the result differs from that of the first run. anywhere:
+    whether something is so on any of the ranks that run it together.
     """
     for _ in range(_RUNS):
         found = another_run()
-        if found is not None:
-            return found.only_order_of_sums
+        if anywhere(found is not None):
+            return found is not None and found.only_order_of_sums
     return False
 
 

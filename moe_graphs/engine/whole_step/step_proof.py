@@ -37,9 +37,7 @@ class Proof:
         not_reproducible: whether eager runs differ from one another, too.
     """
 
-    def __init__(
-        self, definition: StepDefinition, before: StateBefore, ranks: Ranks
-    ) -> None:
+    def __init__(self, definition: StepDefinition, before: StateBefore, ranks: Ranks) -> None:
         self._definition, self._before, self._anywhere = definition, before, ranks.any
         self._parameters = list(definition.parameters().values())
         self.difference: Difference | None = None
