@@ -155,7 +155,8 @@ class GraphedScope:
         lent = frozenset(i for i in signature.tensors() if slot.output_at(leaves[i]) is not None)
         call = ScopeCall(self.scope, signature, leaves, arguments, {}, lent)
         try:
-            expected = recorder.record_forward(slot, place, call)
+            with recorder.together(place):
+                expected = recorder.record_forward(slot, place, call)
         except CaptureError as error:
             recorder.failure = error
             return Mismatch("capture_failed", str(error))

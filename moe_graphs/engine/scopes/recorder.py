@@ -80,6 +80,10 @@ class Recorder:
             mismatch = Mismatch("capture_failed", str(self.failure))
         return self.ranks.agree(mismatch) if place.planned.communicates else mismatch
 
+    def together(self, place: Place) -> contextlib.AbstractContextManager[None]:
+        """Around a piece of work that succeeds on all ranks that capture the place, or on none."""
+        return self.ranks.together() if place.planned.communicates else contextlib.nullcontext()
+
     def record_forward(self, slot: Slot, place: Place, call: ScopeCall) -> Expected:
         """Captures the call into the place; nothing but the place is changed.
 
@@ -269,7 +273,12 @@ class Recorder:
         surroundings: Surroundings,
         effects: Effects,
     ) -> None:
-        place = pending.place
+        place, run = pending.place, pending.place.run
+        with self.together(place):
+            self._record_backward(slot, place, surroundings)
+        self.proofs.backward(pending, run.given, place.backward, eager, again, effects)
+
+    def _record_backward(self, slot: Slot, place: Place, surroundings: Surroundings) -> None:
         run = place.run
         static = self._static_incoming(run.incoming)
         targets = tuple(map(target_of, static))
@@ -294,7 +303,6 @@ class Recorder:
             *self._by_use(place, run.first_uses, gradients),
         )
         slot.backward_recorded(place)
-        self.proofs.backward(pending, run.given, place.backward, eager, again, effects)
 
     def _record_weights(
         self, slot: Slot, pending: PendingBackward, eager: Sequence[Tensor | None], effects: Effects
