@@ -62,6 +62,7 @@ def record_step(
         failing.callback(backend.release)
         data_parallel.check_settings(definition.model)
         gc.collect()  # none while a capture runs
+        backend.make_room()  # what eager steps have left there serves no other stream
         with StateBefore(definition, reads) as before, backend.on_stream():
             with ranks.together():
                 prepared = _prepare(definition, batch, rehearsals, before)
