@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from markdown_cells import geometric_mean, gibibytes, idle, milliseconds, span, table, times
-from peers_table import fp8_training, peers
+from peers_table import peers
 from result_lines import Line, Select, fastest_eager, link, load, sources
 
 README = Path(__file__).resolve().parents[1] / "README.md"
