@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moe_graphs.engine.preserve import HiddenState
-from moe_graphs.engine.proof import Difference, first_difference, varies
+from moe_graphs.engine.proof import Difference, first_difference, is_noise, varies
 from moe_graphs.engine.ranks import Ranks
 from moe_graphs.engine.scopes.dry_run import DryRun, ScopeCall
 from moe_graphs.engine.scopes.effects import Effects
@@ -41,10 +41,15 @@ class Proofs:
         again = self._dry_run.forward(call)
         eager_varies = expected.difference(again.outputs, again.written, again.hidden) is not None
         may_vary = found is not None and found.only_order_of_sums and not eager_varies
+        wrong = None
         if anywhere(may_vary):
             eager_varies |= _replays_vary(place, expected, anywhere)
-        if anywhere(found is not None and not eager_varies):
-            return found or _ELSEWHERE
+        elif eager_varies:
+            wrong = expected.unexplained(again.outputs, outputs)
+        if found is not None and not eager_varies:
+            wrong = found
+        if anywhere(wrong is not None):
+            return wrong or _ELSEWHERE
         place.planned.not_reproducible = True
         expected.undo()
         place.forward.graph.replay()
@@ -74,11 +79,9 @@ class Proofs:
         if again is None or recorded.graph is None:
             return
         names = self._names_of(pending.place, recorded.uses)
-        both = list(zip(names, eager, again, strict=True))
-        stable = [first_difference([name], [a], [b]) is None for name, a, b in both]
-        eager_varies = not all(stable)
-        rows = zip(names, eager, recorded.gradients, stable, strict=True)
-        compared = [row[:3] for row in rows if row[3]]
+        eager_varies = first_difference(names, eager, again) is not None
+        rows = zip(names, eager, again, recorded.gradients, strict=True)
+        compared = [(name, a, c) for name, a, b, c in rows if not is_noise(a, b, c)]
         found = first_difference(*zip(*compared, strict=True)) if compared else None
         if found is None and not eager_varies:
             found = effects.difference()
