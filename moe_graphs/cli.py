@@ -70,6 +70,9 @@ def train(
     sequence_length: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     warmup_steps: Annotated[int | None, typer.Option(help="Steps to the peak.")] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help="adamw (ours) or torch_adamw.  [default: adamw]")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of weights, dropout and the order of the text.")] = 0,
     device: Annotated[str | None, typer.Option(help="By default cuda if there is one.")] = None,
     dtype: Annotated[str, typer.Option(help="Of the parameters: float32, bfloat16.")] = "float32",
@@ -136,6 +139,9 @@ def profile(
     batch_size: Annotated[int | None, typer.Option(help="Sequences per optimizer step.")] = None,
     microbatches: Annotated[int | None, typer.Option(help="Parts of a step's batch.")] = None,
     sequence_length: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help="adamw (ours) or torch_adamw.  [default: adamw]")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of weights, dropout and the order of the text.")] = 0,
     device: Annotated[str | None, typer.Option(help="By default cuda if there is one.")] = None,
     dtype: Annotated[str, typer.Option(help="Of the parameters: float32, bfloat16.")] = "float32",

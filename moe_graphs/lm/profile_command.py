@@ -49,7 +49,7 @@ def profile(
     out: Path | None,
     json_: bool,
     default_scopes: str,
-    **settings: float | None,
+    **settings: float | str | None,
 ) -> None:
     """The options of the command line, under the names they have there.
 
@@ -206,5 +206,5 @@ def _sizes(options: training_run.RunOptions) -> str:
     return (
         f"{settings['batch_size']} sequences of {settings['sequence_length']} tokens in "
         f"{settings['microbatches']} microbatch(es), parameters in {options.dtype}, dispatcher "
-        f"{options.dispatcher}"
+        f"{options.dispatcher}, optimizer {settings['optimizer']}"
     )
