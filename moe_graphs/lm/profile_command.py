@@ -72,7 +72,9 @@ def profile(
         )
         ways = parse_ways(impl, optimizer_in_graph, default_scopes)
         _check_files(trace, out)
-        console.print(f"step of preset {name} on {where}: {_sizes(options)}", markup=False)
+        machine = torch.cuda.get_device_name(where) if where.type == "cuda" else "the CPU"
+        title = f"preset {name} on {machine}, torch {torch.__version__}: {_sizes(options)}"
+        console.print(f"step of {title}", markup=False)
         text = corpus_at(data) if data else standard_library()
         keep_profiler_ready()
         with training_run.deterministic(deterministic and where.type == "cuda"):
@@ -89,10 +91,10 @@ def profile(
                 "swiglu, rotary and permute are among elementwise, copies and indexing there"
             )
         if out is not None:
-            missing = draw_profiles(out, profiles, title=f"{name}: {_sizes(options)}, {where}")
+            missing = draw_profiles(out, profiles, title=title)
             console.print(missing or f"picture: {out}", markup=False)
         if json_:
-            print_json({"profiles": [each.to_dict() for each in profiles]})
+            print_json({"setting": title, "profiles": [each.to_dict() for each in profiles]})
 
 
 def parse_ways(impl: str, optimizer_in_graph: bool, default_scopes: str) -> dict[str, Config]:

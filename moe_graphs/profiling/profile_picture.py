@@ -48,7 +48,10 @@ def draw_profiles(path: Path, profiles: Sequence[StepProfile], *, title: str) ->
             axes.barh(row, 0, color=strong if group.floor_ms else pale, hatch=hatch, label=label)
             drawn.add(name)
             left += group.share_ms
-        axes.barh(row, small, left=left, color="0.75", label=None if row else "small groups")
+        axes.barh(
+            row, small, left=left, color="0.92", edgecolor="0.6",
+            label=None if row else "small groups",
+        )  # fmt: skip
         idle = max(0.0, profile.step_ms - left - small)
         axes.barh(
             row, idle, left=left + small, color="white", edgecolor="0.5", linestyle=":",

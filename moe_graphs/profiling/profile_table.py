@@ -76,6 +76,14 @@ def _totals(profiles: Sequence[StepProfile]) -> list[Row]:
     rows.append(("longest gap", [each.longest_gap_ms for each in traced], none))
     rows.append(("step, without a profiler", [profile.step_ms for profile in profiles], none))
     rows.append(("idle (step less busy)", [profile.idle_ms for profile in profiles], none))
+    inside = [
+        None
+        if p.timeline is None or p.timeline.graph_span_ms is None
+        else p.timeline.graph_span_ms - (p.timeline.graph_busy_ms or 0.0)
+        for p in profiles
+    ]
+    if any(value is not None for value in inside):
+        rows.append(("idle inside graphs", inside, none))
     launches = [
         None if p.timeline is None else p.timeline.kernel_launches + p.timeline.graph_launches
         for p in profiles

@@ -14,6 +14,7 @@ import moe_graphs
 from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
 from moe_graphs.lm.settings import TrainSettings
 from moe_graphs.lm.step_floors import step_floors
+from moe_graphs.profiling import profiler
 from moe_graphs.profiling.floors import Floor, Rates, counted_floors, measure_rates
 from moe_graphs.profiling.profile_picture import draw_profiles
 from moe_graphs.profiling.profile_table import profile_table
@@ -106,15 +107,16 @@ def test_graphs_are_profiled_beside_eager(tmp_path):
     for _ in range(3):
         step()
     replayed = graphs.report().replayed
-    pair = graphs.profile(step, rates=RATES, floors={"grouped GEMM": Floor(flops=1e6)})
+    pair = graphs.profile(step, rates=RATES)
     assert [each.name for each in pair] == ["eager", "graphed"]
     report = graphs.report()
     assert report.replayed > replayed
     assert report.eager_calls["paused"] > 0
     for each in pair:
         groups = {group.name: group for group in each.traced.groups}
-        assert groups["grouped GEMM"].floor_ms == pytest.approx(1e-3)
+        assert groups["grouped GEMM"].floor_ms == pytest.approx(1e-9 * 6 * 3 * 64 * 48 * 128)
         assert groups["attention"].busy_ms > 0
+        assert groups["attention"].floor_ms is None
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(profile_table(pair))
     text = console.export_text()
@@ -123,6 +125,51 @@ def test_graphs_are_profiled_beside_eager(tmp_path):
     assert draw_profiles(tmp_path / "picture.png", pair, title="two") is None
     assert (tmp_path / "picture.png").stat().st_size > 10_000
     graphs.release()
+
+
+def test_the_path_of_a_gpu_on_a_trace_that_was_written_down(tmp_path, monkeypatch):
+    """All but the measuring itself, of two steps of a graph and a collective beside it."""
+
+    def event(category: str, name: str, start: float, end: float, **arguments: int) -> dict:
+        times = {"ts": start, "dur": end - start}
+        return {"ph": "X", "cat": category, "name": name, "args": arguments, **times}
+
+    events = [
+        event("cuda_runtime", "cudaGraphLaunch", 0, 5, correlation=1),
+        event("kernel", "rows_gluon_kernel", 10, 50, correlation=1, stream=7),
+        event("kernel", "nvjet_tst_128x256", 60, 80, correlation=1, stream=7),
+        event("cuda_runtime", "cudaLaunchKernelExC", 6, 7, correlation=2),
+        event("kernel", "ncclDevKernel_ReduceScatter", 70, 110, correlation=2, stream=9),
+    ]
+    traced = []
+    monkeypatch.setattr(
+        profiler,
+        "traced_events",
+        lambda _, __, steps, *more: traced.append((steps, more)) or events,
+    )
+    monkeypatch.setattr(profiler, "_timed", lambda *_: (0.06, 0.02))
+    floors, trace = {"grouped GEMM": Floor(flops=1e7)}, tmp_path / "trace.json"
+    found = profile_step(
+        lambda: None, device="cuda", steps=2, floors=floors, rates=RATES, trace=trace
+    )
+    assert [steps for steps, _ in traced] == [1, 2, 1]
+    assert traced[-1][1][1] == trace
+    assert found.idle_ms == pytest.approx(0.06 - 0.09 / 2)
+    assert found.traced.communication_exposed_ms == pytest.approx(0.03 / 2)
+    assert found.timeline.graph_launches == 0.5
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(profile_table([found]))
+    rows = {}
+    for line in console.export_text().splitlines():
+        if line.startswith("│"):
+            label, *cells = (cell.strip() for cell in line.strip("│").split("│"))
+            rows[label] = cells
+    assert rows["grouped GEMM"] == ["0.010", "0.020", "50%", "0"]
+    assert rows["communication exposed"][1] == "0.015"
+    assert rows["communication hidden"][1] == "0.005"
+    assert rows["idle inside graphs"][1] == "0.005"
+    assert rows["host, launches"][1:] == ["0.020", "", "1"]
+    assert draw_profiles(tmp_path / "picture.png", [found], title="one") is None
 
 
 def test_rates_are_those_of_this_machine():

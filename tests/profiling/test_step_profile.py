@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
+import moe_graphs
 from moe_graphs.profiling.floors import Floor, Rates
-from moe_graphs.profiling.kernel_groups import group_of_kernel, group_of_operator
+from moe_graphs.profiling.kernel_groups import OTHER, group_of_kernel, group_of_operator
 from moe_graphs.profiling.step_profile import shared_time, summarize
 from moe_graphs.profiling.traced_work import Work, device_work, operator_work
 
@@ -57,6 +61,15 @@ def _event(category: str, name: str, start: float, end: float, **arguments: int)
 )  # fmt: skip
 def test_group_of_a_kernel(name, group):
     assert group_of_kernel(name) == group
+
+
+def test_every_kernel_of_ours_is_in_a_group():
+    folder, names = Path(moe_graphs.__file__).parent, []
+    for file in folder.rglob("*.py"):
+        text = file.read_text()
+        names += re.findall(r"^@(?:triton|gluon)\.jit.*\ndef (\w+_kernel)\(", text, re.MULTILINE)
+    assert len(names) > 30
+    assert {group_of_kernel(name) for name in names} & {OTHER, "elementwise", "dense GEMM"} == set()
 
 
 def test_what_an_operator_calls_belongs_to_it():
