@@ -29,7 +29,8 @@ ALLOWED = {
     "layers": {"layers", "checkpoints", "dispatch", "kernels", "staged"},
     "checkpoints": {"checkpoints", "layers.model_config", "layers.rope_scaling"},
     "pipelines": {"pipelines", "errors"},
-    "engine": {"engine", "pipelines", "staged", "config", "errors"},
+    "profiling": {"profiling"},
+    "engine": {"engine", "pipelines", "profiling", "staged", "config", "errors"},
 }
 
 

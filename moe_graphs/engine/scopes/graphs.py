@@ -21,6 +21,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,6 +50,8 @@ from moe_graphs.engine.scopes.slots import Slot
 from moe_graphs.engine.scopes.without_trace import without_trace
 from moe_graphs.engine.signature import Mismatch
 from moe_graphs.errors import CaptureError, GraphError
+from moe_graphs.profiling.profiler import profile_step
+from moe_graphs.profiling.step_profile import StepProfile
 
 
 def graph(
@@ -352,6 +355,26 @@ class Graphs:
             yield
         finally:
             self._paused = before
+
+    def profile(
+        self, step: Callable[[], object], **options: Any
+    ) -> tuple[StepProfile, StepProfile]:
+        """Where the time of a training step goes, run eagerly and with its graphs.
+
+        Args:
+            step: a whole one, with ``graphs.step()`` around its forwards and backwards.
+            options: of ``profile_step``, but ``name`` and ``device``.
+
+        Raises:
+            GraphError: before the graphs are captured.
+        """
+        if self.state != "captured":
+            raise GraphError(f"profile: the graphs are {self.state}: run steps until they replay")
+        device = next(self.model.parameters()).device
+        with self.paused():
+            eager = profile_step(step, name="eager", device=device, **options)
+        graphed = profile_step(step, name="graphed", device=device, **options)
+        return eager, graphed
 
     def release(self) -> None:
         """Makes the model eager for good and gives the graphs' memory back. Idempotent."""
