@@ -22,8 +22,9 @@ PUSHING, PULLING = 132, 528  # programs
 
 @triton.jit
 def _at(addresses_ptr, index, dtype: tl.constexpr):
-    """What lies at one of the addresses; all are aligned to 16 bytes."""
-    return tl.multiple_of(tl.load(addresses_ptr + index), 16).to(tl.pointer_type(dtype))
+    """What lies at one of the addresses; all are aligned to 16 bytes. Said of the number, before it
+    is a pointer, Triton 3.6 forgets it, and moves two bytes at a time."""
+    return tl.multiple_of(tl.load(addresses_ptr + index).to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
@@ -35,20 +36,21 @@ def push_kernel(
     D = width * 8
     slot = tl.arange(0, K_LANES)
     for token in range(tl.program_id(0), tokens, PROGRAMS):
-        expert = tl.load(experts_ptr + token * K + slot, mask=slot < K, other=0)
-        holder = tl.where(slot < K, (expert // local).to(tl.int32), -1)
-        row = (rank * tokens + token).to(tl.int64)
+        here = tl.core.to_tensor(token).to(tl.int64)  # the interpreter's is Python's
+        row = here + rank * tokens
+        expert = tl.load(experts_ptr + here * K + slot, mask=slot < K, other=0)
+        holder = tl.where(slot < K, expert.to(tl.int32) // local, -1)
         for base in range(0, D, BLOCK_D):
             column = base + tl.arange(0, BLOCK_D)
             live = column < D
-            value = tl.load(source_ptr + token.to(tl.int64) * D + column, mask=live)
+            value = tl.load(source_ptr + here * D + column, mask=live)
             for i in tl.static_range(W):
                 peer = (rank + i + 1) % W
                 wanted = tl.max((holder == peer).to(tl.int32), 0) > 0
                 rows_ptr = _at(addresses_ptr, peer, source_ptr.dtype.element_ty)
                 tl.store(rows_ptr + row * D + column, value, mask=live & wanted)
         if ROUTED:
-            weight = tl.load(weights_ptr + token * K + slot, mask=slot < K)
+            weight = tl.load(weights_ptr + here * K + slot, mask=slot < K)
             for i in tl.static_range(W):
                 to_experts = _at(addresses_ptr, W + i, tl.int64)
                 to_weights = _at(addresses_ptr, 2 * W + i, tl.float32)
@@ -65,9 +67,10 @@ def pull_kernel(
     D = width * 8
     slot = tl.arange(0, K_LANES)
     for token in range(tl.program_id(0), tokens, PROGRAMS):
-        expert = tl.load(experts_ptr + token * K + slot, mask=slot < K, other=0)
-        holder = tl.where(slot < K, (expert // local).to(tl.int32), -1)
-        row = (rank * tokens + token).to(tl.int64)
+        here = tl.core.to_tensor(token).to(tl.int64)  # the interpreter's is Python's
+        row = here + rank * tokens
+        expert = tl.load(experts_ptr + here * K + slot, mask=slot < K, other=0)
+        holder = tl.where(slot < K, expert.to(tl.int32) // local, -1)
         for base in range(0, D, BLOCK_D):
             column = base + tl.arange(0, BLOCK_D)
             live = column < D
@@ -77,14 +80,14 @@ def pull_kernel(
                 rows_ptr = _at(addresses_ptr, peer, out_ptr.dtype.element_ty)
                 at = rows_ptr + row * D + column
                 total += tl.load(at, mask=live & wanted, other=0.0).to(tl.float32)
-            out = out_ptr + token.to(tl.int64) * D + column
+            out = out_ptr + here * D + column
             tl.store(out, total.to(out_ptr.dtype.element_ty), mask=live)
         if WEIGHTS:
             found = tl.zeros((K_LANES,), dtype=tl.float32)
             for peer in tl.static_range(W):
                 weights_ptr = _at(addresses_ptr, 2 * W + peer, tl.float32)
                 found += tl.load(weights_ptr + row * K + slot, mask=holder == peer, other=0.0)
-            tl.store(out_weights_ptr + token * K + slot, found, mask=slot < K)
+            tl.store(out_weights_ptr + here * K + slot, found, mask=slot < K)
 
 
 def push_rows(
