@@ -170,11 +170,13 @@ def _mapped(group: dist.ProcessGroup, length: int) -> Tensor:
     """The same memory on all ranks: rank 0's, which others open by its number in /proc."""
     file, path = None, ""
     if dist.get_rank(group) == 0:
-        with contextlib.suppress(OSError):  # nobody can open "", which says so on all ranks
+        with contextlib.suppress(OSError):  # all ranks are told by a path that is none
             file = os.memfd_create("moe_graphs")
             os.ftruncate(file, length)
             path = f"/proc/{os.getpid()}/fd/{file}"
     path = _exchange(group, path)[0]
+    if not path:
+        raise OSError("rank 0 could not make a file in memory")
     try:
         return torch.from_file(path, shared=True, size=length, dtype=torch.uint8)
     finally:
