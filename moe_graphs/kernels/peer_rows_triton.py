@@ -3,7 +3,7 @@
 A program takes every PROGRAMS-th token: the number of tokens, where they go and how many of them do
 stay on the device. A push reads a token once and stores it at every rank that wants it, the next
 rank first, so that not all ranks store to the same one at once; a pull loads from all ranks at once
-and adds in their order in fp32. Of a rank that holds no expert of a token nothing is read or written.
+and adds in their order in fp32. A rank that holds no expert of a token is left alone.
 
 T tokens of a rank, W ranks, D model (`width` eighths of it), K top-k. Addresses: of rows, experts
 and weights on every rank, `[3, W]`.

@@ -6,6 +6,7 @@ Shapes: T tokens of a rank, G = W * T of all W ranks, D model, F ffn, K top-k, E
 from __future__ import annotations
 
 import itertools
+
 import pytest
 import torch
 import torch.distributed as dist

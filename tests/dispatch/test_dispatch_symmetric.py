@@ -126,18 +126,17 @@ def _refusals(rank: int, world_size: int) -> list[str]:
 
     def refused(tokens: int, size: int = 8) -> None:
         hidden_TD, weights_TK = torch.ones(tokens, size), torch.ones(tokens, 1)
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match="symmetric") as error:
             SymmetricDispatcher().preprocess(hidden_TD, weights_TK, weights_TK.long(), E)
         said.append(str(error.value))
 
     with (
-        mock.patch.object(peer_memory, "_host", lambda: f"boot {rank}"[-1]),
-        mock.patch.object(socket, "gethostname", lambda: f"node{rank}"),
+        mock.patch.object(peer_memory, "_host", return_value=str(rank)),
+        mock.patch.object(socket, "gethostname", return_value=f"node{rank}"),
     ):
         refused(1)
-    with mock.patch.object(
-        peer_memory, "_missing", lambda device: "this torch has none" if rank else ""
-    ):
+    lacks = "this torch has none" if rank else ""
+    with mock.patch.object(peer_memory, "_missing", return_value=lacks):
         refused(2)
     if rank == 0:
         with mock.patch.object(os, "memfd_create", side_effect=OSError("full")):

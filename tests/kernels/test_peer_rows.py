@@ -70,7 +70,8 @@ def _check(W: int, T: int, D: int, K: int, dtype: torch.dtype, routing: str, dev
         peer_rows_reference.pull_rows(
             *outs[2:], experts_WTK[rank], plain.rows, plain.weights, rank, 4
         )
-        assert torch.equal(outs[0], outs[2]) and torch.equal(outs[1], outs[3])
+        assert torch.equal(outs[0], outs[2])
+        assert torch.equal(outs[1], outs[3])
         assert torch.equal(outs[3], weights_WTK[rank])  # back where they came from
         alone = outs[0].clone().fill_(torch.nan)
         empty = torch.empty(0, 0, device=device)
