@@ -142,7 +142,12 @@ def _on_gpus(
     for width, kind in ((D, dtype), (K, torch.int64), (K, torch.float32)):
         own = symmetric_memory.empty(max(G, 1), width, dtype=kind, device=device)
         handle = symmetric_memory.rendezvous(own, group.group_name)
-        buffers = [handle.get_buffer(peer, own.shape, kind) for peer in range(world_size)]
+        # A tensor lies somewhere in its allocation, on each rank where its allocator put it.
+        offset = own.data_ptr() - handle.buffer_ptrs[rank]
+        offsets = [int(said) // kind.itemsize for said in _exchange(group, str(offset)).values()]
+        buffers = [
+            handle.get_buffer(peer, own.shape, kind, offsets[peer]) for peer in range(world_size)
+        ]
         parts.append(tuple(buffer[:G] for buffer in buffers))
         owned += [own, handle, buffers]
     handle = owned[1]

@@ -71,6 +71,10 @@ class PeerMemory:
 _numbered: list[PeerMemory] = []
 
 
+def memory_of(number: int) -> PeerMemory:
+    return _numbered[number]
+
+
 def number_of(memory: PeerMemory) -> int:
     """What the ops below call this memory by, from now on."""
     _numbered.append(memory)
@@ -86,9 +90,9 @@ def push_tokens(
 
     local: how many experts a rank holds.
     """
-    peers = _numbered[memory]
+    peers = memory_of(memory)
     peers.barrier()
-    _push(hidden_TD, experts_TK, weights_TK, local, peers)
+    push_rows(hidden_TD, experts_TK, weights_TK, local, peers)
     peers.barrier()
     own = peers.rank
     return peers.rows[own], peers.experts[own], peers.weights[own].clone()
@@ -97,9 +101,9 @@ def push_tokens(
 @define_op(device="default")
 def push_gradients(grad_TD: Tensor, experts_TK: Tensor, local: int, memory: int) -> Tensor:
     """``rows_GD``, a view of the memory: as tokens travel, without their routing."""
-    peers = _numbered[memory]
+    peers = memory_of(memory)
     peers.barrier()
-    _push(grad_TD, experts_TK, None, local, peers)
+    push_rows(grad_TD, experts_TK, None, local, peers)
     peers.barrier()
     return peers.rows[peers.rank]
 
@@ -115,11 +119,11 @@ def pull_sums(
 ) -> Tensor:
     """``out_TD``: each token's rows, weighted, summed where they are and rounded, then over the
     ranks, in their order and in fp32, and rounded once more."""
-    peers = _numbered[memory]
+    peers = memory_of(memory)
     peers.barrier()
     collect_rows_into(peers.rows[peers.rank], rows_RD, inverse_GK, weights_GK)
     peers.barrier()
-    return _pull(experts_TK, local, peers, False)[0]
+    return pull_rows(experts_TK, local, peers, False)[0]
 
 
 @define_op(device="default")
@@ -133,25 +137,28 @@ def pull_gradients(
 ) -> tuple[Tensor, Tensor]:
     """``grad_TD`` as sums are pulled, without weights, and the weights' own gradients ``[T, K]``
     from the ranks of their experts."""
-    peers = _numbered[memory]
+    peers = memory_of(memory)
     peers.barrier()
     collect_rows_into(peers.rows[peers.rank], grad_RD, inverse_GK, None)
     peers.weights[peers.rank].copy_(grad_weights_GK)
     peers.barrier()
-    return _pull(experts_TK, local, peers, True)
+    return pull_rows(experts_TK, local, peers, True)
 
 
-def _push(
+def push_rows(
     source_TD: Tensor,
     experts_TK: Tensor,
     weights_TK: Tensor | None,
     local: int,
     peers: PeerMemory,
 ) -> None:
+    """Writes into all ranks' memory; between barriers of the caller's."""
     if has_kernel(source_TD):
-        from moe_graphs.kernels.peer_rows_triton import push_rows
+        from moe_graphs.kernels import peer_rows_triton
 
-        push_rows(source_TD, experts_TK, weights_TK, peers.addresses_3W, peers.rank, local)
+        peer_rows_triton.push_rows(
+            source_TD, experts_TK, weights_TK, peers.addresses_3W, peers.rank, local
+        )
     else:
         peer_rows_reference.push_rows(
             source_TD, experts_TK, weights_TK, peers.rows, peers.experts, peers.weights,
@@ -159,17 +166,20 @@ def _push(
         )  # fmt: skip
 
 
-def _pull(
+def pull_rows(
     experts_TK: Tensor, local: int, peers: PeerMemory, with_weights: bool
 ) -> tuple[Tensor, Tensor]:
+    """Reads from all ranks' memory; likewise. Without weights the second one is empty."""
     own = peers.rows[peers.rank]
     tokens, top_k = experts_TK.shape
     out_TD = own.new_empty((tokens, own.shape[1]))
     out_TK = peers.weights[peers.rank].new_empty((tokens, top_k) if with_weights else (0, 0))
     if has_kernel(own):
-        from moe_graphs.kernels.peer_rows_triton import pull_rows
+        from moe_graphs.kernels import peer_rows_triton
 
-        pull_rows(out_TD, out_TK, experts_TK, peers.addresses_3W, peers.rank, local)
+        peer_rows_triton.pull_rows(
+            out_TD, out_TK, experts_TK, peers.addresses_3W, peers.rank, local
+        )
     else:
         peer_rows_reference.pull_rows(
             out_TD, out_TK, experts_TK, peers.rows, peers.weights, peers.rank, local

@@ -179,7 +179,8 @@ class LanguageModel(nn.Module):
         self.rope.reset_tables()
         for layer in self._moe_layers():
             layer.router.tokens_per_expert.zero_()
-            layer.most_rows.zero_()
+            if layer.most_rows is not None:
+                layer.most_rows.zero_()
 
     def update_expert_bias(
         self, group: dist.ProcessGroup | None = None, *, skipped: Tensor | None = None

@@ -148,14 +148,26 @@ def test_whole_layers_and_steps_are_bitwise_eager(backend, device, ranks, dispat
     run_distributed(_train_what_holds_all, ranks, backend, arguments=(device, dispatcher))
 
 
-@DISPATCHERS
-def test_scope_lists_are_bitwise_eager(dispatcher):
-    assert run_distributed(_train_lists, 2, arguments=("cpu", dispatcher, FEW)) == [FEW] * 2
-
-
-@DISPATCHERS
 @pytest.mark.parametrize(
-    ("backend", "device", "ranks"), [pytest.param(*GLOO[0], marks=pytest.mark.full), NCCL]
+    ("backend", "device", "dispatcher"),
+    [
+        ("gloo", "cpu", "all_gather"),
+        ("gloo", "cpu", "symmetric"),
+        pytest.param("nccl", "cuda", "symmetric", marks=pytest.mark.multigpu),
+    ],
+)
+def test_scope_lists_are_bitwise_eager(backend, device, dispatcher):
+    found = run_distributed(_train_lists, RANKS, backend, arguments=(device, dispatcher, FEW))
+    assert found == [FEW] * RANKS
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "ranks", "dispatcher"),
+    [
+        pytest.param(*GLOO[0], "all_gather", marks=pytest.mark.full),
+        pytest.param(*GLOO[0], "symmetric", marks=pytest.mark.full),
+        pytest.param("nccl", "cuda", RANKS, "all_gather", marks=pytest.mark.multigpu),
+    ],
 )
 def test_every_scope_list_is_bitwise_eager(backend, device, ranks, dispatcher):
     """Of a model that has dense layers, too: what is legal without them is among these."""
