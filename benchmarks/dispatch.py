@@ -4,11 +4,11 @@
 
 Per case a line of layers (preprocess, dispatch and combine, without experts between them: forward,
 and forward with backward) and one of kernels alone, in GB/s that leave a rank: the push and the
-pull of the symmetric dispatcher, a plain copy of as many rows to the next rank's memory, and NCCL's
-all-to-all of as many. All but `all_to_all`, which reads sizes on the host, are CUDA graphs of
-several calls. Contenders take turns in random order, behind a barrier; medians of the rounds, of
-the slowest rank. Gate: what `symmetric` returns is bitwise what `all_gather` does, gradients
-included.
+pull of the symmetric dispatcher by several numbers of programs, a plain copy of as many rows to
+the next rank's memory, and NCCL's all-to-all of as many. All but `all_to_all`, which reads sizes on
+the host, are CUDA graphs of several calls. Contenders take turns in random order, behind a
+barrier; medians of the rounds, of the slowest rank. Gate: what `symmetric` returns is bitwise what
+`all_gather` does, gradients included.
 
 `--seconds` ends it before a case that starts later than that. `--smoke` is small, on gloo and the
 CPU, where nothing is captured: a test of this file.
@@ -39,7 +39,7 @@ from moe_graphs.dispatch import Dispatcher, make_dispatcher
 from moe_graphs.dispatch.peer_memory import peer_memory
 from moe_graphs.kernels import peer_rows
 
-EXPERTS, FACTOR = 64, 1.25
+EXPERTS, FACTOR, PROGRAMS = 64, 1.25, (132, 264, 528, 1056)
 Call = Callable[[], object]
 
 
@@ -110,13 +110,34 @@ def kernels(case: Case, inputs: Inputs) -> tuple[dict[str, Call], int]:
     target = torch.empty_like(source)
     target_of_next = peers.rows[(rank + 1) % world_size][: min(rows, len(source))]
     calls: dict[str, Call] = {
-        "push": lambda: peer_rows.push_rows(hidden_TD, experts_TK, None, local, peers),
-        "pull": lambda: peer_rows.pull_rows(experts_TK, local, peers, False),
+        f"{name} by {programs}": lambda call=call, programs=programs: with_programs(programs, call)
+        for name, call in {
+            "push": lambda: peer_rows.push_rows(hidden_TD, experts_TK, None, local, peers),
+            "pull": lambda: peer_rows.pull_rows(experts_TK, local, peers, False),
+        }.items()
+        for programs in PROGRAMS
+    }
+    calls |= {
         "peer copy": lambda: target_of_next.copy_(source[: len(target_of_next)]),
         "nccl all_to_all": lambda: dist.all_to_all_single(target, source, splits, splits),
         "two barriers": lambda: (peers.barrier(), peers.barrier()),
     }
     return calls, rows * case.hidden_size * hidden_TD.element_size()
+
+
+def with_programs(programs: int, call: Call) -> None:
+    """Pushed or pulled by so many programs; on the CPU there are none."""
+    if not torch.cuda.is_available():
+        call()
+        return
+    from moe_graphs.kernels import peer_rows_triton
+
+    kept = peer_rows_triton.PUSHING, peer_rows_triton.PULLING
+    peer_rows_triton.PUSHING = peer_rows_triton.PULLING = programs
+    try:
+        call()
+    finally:
+        peer_rows_triton.PUSHING, peer_rows_triton.PULLING = kept
 
 
 def captured(call: Call, calls: int, pool: Any) -> Call:

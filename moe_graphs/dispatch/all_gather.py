@@ -62,10 +62,11 @@ class AllGatherDispatcher(Dispatcher):
         self, hidden_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
     ) -> DispatchPlan:
         world_size, local = rank_and_size(self.group)[1], self.local_experts(num_experts)
-        room = room_for_rows(*experts_TK.shape, local, world_size, self.rows_factor)
+        tokens, top_k = experts_TK.shape
+        room = room_for_rows(tokens, top_k, local, world_size, self.rows_factor)
         if world_size > 1:
             group = dist.group.WORLD if self.group is None else self.group
-            check_equal_tokens(group, hidden_TD.shape[0], self.name)
+            check_equal_tokens(group, tokens, self.name)
             hidden_TD = _AllGather.apply(hidden_TD, group)
             weights_TK = _AllGather.apply(weights_TK, group)
             experts_TK = _all_gather(experts_TK, group)

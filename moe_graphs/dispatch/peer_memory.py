@@ -76,7 +76,7 @@ def _check_reach(group: dist.ProcessGroup, device: torch.device) -> None:
     number = device.index if device.index is not None else 0
     said = _exchange(group, f"{_host()} {socket.gethostname()} {number}").values()
     hosts = {each.split()[0]: each.split()[1] for each in said}
-    problem = _missing(device)
+    problem = _missing(group, device)
     if len(hosts) > 1:
         problem = f"{len(said)} ranks are on hosts {', '.join(sorted(hosts.values()))}"
     elif not problem and device.type == "cuda":
@@ -84,11 +84,15 @@ def _check_reach(group: dist.ProcessGroup, device: torch.device) -> None:
     _refuse_if_any(group, problem)
 
 
-def _missing(device: torch.device) -> str:
+def _missing(group: dist.ProcessGroup, device: torch.device) -> str:
     """What this process lacks, if anything."""
     if device.type == "cuda":
         found = importlib.util.find_spec("torch.distributed._symmetric_memory")
         return "" if found else "this torch has no torch.distributed._symmetric_memory"
+    try:
+        group._get_backend(device)
+    except RuntimeError:
+        return "the process group has no backend for the CPU, such as gloo"
     return "" if hasattr(os, "memfd_create") else f"{sys.platform} has no memfd_create"
 
 
@@ -152,7 +156,7 @@ def _on_gpus(
         owned += [own, handle, buffers]
     handle = owned[1]
     barrier = functools.partial(handle.barrier, channel=0, timeout_ms=BARRIER_TIMEOUT)
-    return PeerMemory.of(rank, *parts, barrier, owned)
+    return PeerMemory.of(rank, parts, barrier, owned)
 
 
 def _on_the_cpu(
@@ -168,7 +172,7 @@ def _on_the_cpu(
         tuple(bytes_[: G * width * kind.itemsize].view(kind).view(G, width) for bytes_ in part)
         for part, (width, kind) in zip(mapped, sizes, strict=True)
     ]
-    return PeerMemory.of(rank, *parts, _barrier_on_the_cpu(group))
+    return PeerMemory.of(rank, parts, _barrier_on_the_cpu(group))
 
 
 def _mapped(group: dist.ProcessGroup, length: int) -> Tensor:

@@ -59,7 +59,8 @@ class SymmetricDispatcher(Dispatcher):
         self, hidden_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
     ) -> DispatchPlan:
         world_size, local = rank_and_size(self.group)[1], self.local_experts(num_experts)
-        room = room_for_rows(*experts_TK.shape, local, world_size, self.rows_factor)
+        tokens, top_k = experts_TK.shape
+        room = room_for_rows(tokens, top_k, local, world_size, self.rows_factor)
         if world_size == 1:
             rows = local_rows(experts_TK, local, num_experts, room)
             needed = None if self.rows_factor is None else rows.needed
@@ -123,7 +124,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RD: Tensor, grad_weights_GK: Tensor, *_: Any) -> tuple:
+    def backward(ctx: Any, grad_RD: Tensor, grad_weights_GK: Tensor, *_: Any) -> tuple[Any, ...]:
         experts_TK, inverse_GK = ctx.saved_tensors
         grad_TD, grad_TK = pull_gradients(
             grad_RD, inverse_GK, grad_weights_GK, experts_TK, ctx.local, ctx.memory
@@ -152,7 +153,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple:
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Any, ...]:
         rows_RD, weights_GK, experts_TK, order_R, inverse_R = ctx.saved_tensors
         inverse_GK = inverse_R.view_as(weights_GK)
         # All ranks have to come here, whatever they need of it.

@@ -17,7 +17,7 @@ Shapes: T tokens of a rank, W ranks, G = W * T, D model, K top-k, R rows of loca
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,14 +55,13 @@ class PeerMemory:
     def of(
         cls,
         rank: int,
-        rows: tuple[Tensor, ...],
-        experts: tuple[Tensor, ...],
-        weights: tuple[Tensor, ...],
+        parts: Sequence[tuple[Tensor, ...]],
         barrier: Callable[[], None],
         owned: Any = None,
     ) -> PeerMemory:
-        """With the addresses of these tensors."""
-        addresses = [[each.data_ptr() for each in part] for part in (rows, experts, weights)]
+        """parts: rows, experts and weights; with the addresses of these tensors."""
+        rows, experts, weights = parts
+        addresses = [[each.data_ptr() for each in part] for part in parts]
         table = torch.tensor(addresses, dtype=torch.int64, device=rows[rank].device)
         return cls(rank, rows, experts, weights, table, barrier, owned)
 

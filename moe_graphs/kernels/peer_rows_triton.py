@@ -1,9 +1,9 @@
 """Rows between ranks by kernels that write into peers' memory, and read it.
 
-A program takes every PROGRAMS-th token: the number of tokens, where they go and how many of them do
-stay on the device. A push reads a token once and stores it at every rank that wants it, the next
-rank first, so that not all ranks store to the same one at once; a pull loads from all ranks at once
-and adds in their order in fp32. A rank that holds no expert of a token is left alone.
+A fixed number of programs takes all tokens in turn: where they go, and how many of them do, stays
+on the device. A push reads a token once and stores it at every rank that wants it, the next rank
+first, so that not all ranks store to the same one at once; a pull loads from all ranks at once and
+adds in their order in fp32. A rank that holds no expert of a token is left alone.
 
 T tokens of a rank, W ranks, D model (`width` eighths of it), K top-k. Addresses: of rows, experts
 and weights on every rank, `[3, W]`.
@@ -16,8 +16,8 @@ import triton.language as tl
 from moe_graphs.kernels.launching import launch, next_power_of_2
 
 WIDEST = 2048  # numbers of a row that a program of four warps has in flight
-# Stores are not waited for, loads of other ranks' memory take microseconds.
-PUSHING, PULLING = 132, 528  # programs
+# Programs. Stores are not waited for, loads of other ranks' memory take microseconds.
+PUSHING, PULLING = 264, 528
 
 
 @triton.jit
@@ -31,11 +31,11 @@ def _at(addresses_ptr, index, dtype: tl.constexpr):
 def push_kernel(
     source_ptr, experts_ptr, weights_ptr, addresses_ptr, tokens, width, rank, local,
     W: tl.constexpr, K: tl.constexpr, K_LANES: tl.constexpr, BLOCK_D: tl.constexpr,
-    PROGRAMS: tl.constexpr, ROUTED: tl.constexpr,
+    ROUTED: tl.constexpr,
 ):  # fmt: skip
     D = width * 8
     slot = tl.arange(0, K_LANES)
-    for token in range(tl.program_id(0), tokens, PROGRAMS):
+    for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
         here = tl.core.to_tensor(token).to(tl.int64)  # the interpreter's is Python's
         row = here + rank * tokens
         expert = tl.load(experts_ptr + here * K + slot, mask=slot < K, other=0)
@@ -62,11 +62,11 @@ def push_kernel(
 def pull_kernel(
     out_ptr, out_weights_ptr, experts_ptr, addresses_ptr, tokens, width, rank, local,
     W: tl.constexpr, K: tl.constexpr, K_LANES: tl.constexpr, BLOCK_D: tl.constexpr,
-    PROGRAMS: tl.constexpr, WEIGHTS: tl.constexpr,
+    WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     D = width * 8
     slot = tl.arange(0, K_LANES)
-    for token in range(tl.program_id(0), tokens, PROGRAMS):
+    for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
         here = tl.core.to_tensor(token).to(tl.int64)  # the interpreter's is Python's
         row = here + rank * tokens
         expert = tl.load(experts_ptr + here * K + slot, mask=slot < K, other=0)
@@ -105,7 +105,7 @@ def push_rows(
         source_TD.contiguous(), experts_TK.contiguous(), weights, addresses_3W,
         tokens, _eighths(D), rank, local,
     )  # fmt: skip
-    tile = _tile(addresses_3W, experts_TK, D, PUSHING)
+    tile = _tile(addresses_3W, experts_TK, D)
     launch(push_kernel, (PUSHING,), args, ROUTED=weights_TK is not None, **tile)
 
 
@@ -123,7 +123,7 @@ def pull_rows(
     args = (
         out_TD, out_TK, experts_TK.contiguous(), addresses_3W, tokens, _eighths(D), rank, local,
     )  # fmt: skip
-    tile = _tile(addresses_3W, experts_TK, D, PULLING)
+    tile = _tile(addresses_3W, experts_TK, D)
     launch(pull_kernel, (PULLING,), args, WEIGHTS=out_TK.numel() > 0, **tile)
 
 
@@ -132,11 +132,9 @@ def _eighths(D: int) -> int:
     return D // 8
 
 
-def _tile(
-    addresses_3W: torch.Tensor, experts_TK: torch.Tensor, D: int, programs: int
-) -> dict[str, int]:
+def _tile(addresses_3W: torch.Tensor, experts_TK: torch.Tensor, D: int) -> dict[str, int]:
     block, top_k = min(WIDEST, next_power_of_2(max(D, 1))), experts_TK.shape[1]
     return {
         "W": addresses_3W.shape[1], "K": top_k, "K_LANES": next_power_of_2(top_k),
-        "BLOCK_D": block, "PROGRAMS": programs, "num_warps": 4 if block > WIDEST // 4 else 2,
+        "BLOCK_D": block, "num_warps": 4 if block > WIDEST // 4 else 2,
     }  # fmt: skip

@@ -96,11 +96,14 @@ class GradScaler:
         Args:
             unless: 0-dim; where it is above 0, nothing changes, as if the step had not been taken.
         """
+        if unless is None:
+            self._update(found_inf)
+            return
         trackers = (self.scale_factor, self.growth_tracker, self.hysteresis_tracker)
-        kept = [] if unless is None else [tracker.clone() for tracker in trackers]
+        before = [tracker.clone() for tracker in trackers]
         self._update(found_inf)
-        for tracker, value in zip(trackers, kept, strict=False):
-            tracker.copy_(torch.where(unless > 0, value, tracker))  # type: ignore[operator]
+        for tracker, value in zip(trackers, before, strict=True):
+            tracker.copy_(torch.where(unless > 0, value, tracker))
 
     def _update(self, found_inf: Tensor) -> None:
         found = found_inf > 0

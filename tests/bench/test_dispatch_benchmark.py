@@ -35,6 +35,7 @@ def test_a_line_of_layers_and_one_of_kernels(tmp_path):
     assert (layers["kind"], layers["ranks"], layers["bitwise"]) == ("layer", 2, True)
     assert set(layers["forward_ms"]) == set(layers["both_ms"]) == names
     assert min(*layers["forward_ms"].values(), *layers["both_ms"].values()) > 0
-    assert set(kernels["gb_per_s"]) == {"push", "pull", "peer copy", "nccl all_to_all"}
+    rates = {f"{name} by {n}" for name in ("push", "pull") for n in dispatch.PROGRAMS}
+    assert set(kernels["gb_per_s"]) == {*rates, "peer copy", "nccl all_to_all"}
     assert 0 < kernels["bytes"] <= 8 * 16 * 2
     assert kernels["environment"]["commit"] == "c"

@@ -163,6 +163,20 @@ def test_by_name():
     assert not SymmetricDispatcher.host_sync
 
 
+def _one_dies(rank: int, world_size: int) -> None:
+    assert _call(6, "cpu") is None
+    if rank:
+        os._exit(1)
+    _call(6, "cpu")
+
+
+def test_a_rank_that_dies_ends_the_others():
+    with pytest.raises(
+        RuntimeError, match=r"(?s)rank 0:.*Connection.*rank 1:.*died without a word"
+    ):
+        run_distributed(_one_dies, 2)
+
+
 def _mapped_files(rank: int, world_size: int) -> tuple[int, int]:
     before = len(os.listdir("/proc/self/fd"))
     assert _call(6, "cpu") is None

@@ -27,7 +27,7 @@ def _memories(W: int, T: int, D: int, K: int, dtype: torch.dtype, device: str) -
     experts = tuple(torch.full((G, K), -(10**9), device=device) for _ in range(W))
     weights = tuple(torch.full((G, K), torch.nan, device=device) for _ in range(W))
     parts = (rows, experts, weights)
-    return [PeerMemory.of(rank, *parts, lambda: None) for rank in range(W)]
+    return [PeerMemory.of(rank, parts, lambda: None) for rank in range(W)]
 
 
 def _routing(W: int, T: int, K: int, E: int, name: str) -> Tensor:
