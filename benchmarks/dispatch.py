@@ -140,9 +140,8 @@ def with_programs(programs: int, call: Call) -> None:
         peer_rows_triton.PUSHING, peer_rows_triton.PULLING = kept
 
 
-def captured(call: Call, calls: int, pool: Any) -> Call:
+def captured(call: Call, calls: int, stream: torch.cuda.Stream, pool: Any) -> Call:
     """As one graph of several calls; NCCL's own thread goes on meanwhile."""
-    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         call()
@@ -177,11 +176,12 @@ def timed(call: Call, on_gpu: bool) -> float:
 
 def medians(contenders: dict[str, Call], calls: int, rounds: int, on_gpu: bool) -> dict[str, float]:
     """Milliseconds per call, by contender."""
-    pool = torch.cuda.graph_pool_handle() if on_gpu else None
+    # Graphs of one stream and one pool work in the same memory, one after the other.
+    where = (torch.cuda.Stream(), torch.cuda.graph_pool_handle()) if on_gpu else ()
     runs = {}
     for name, call in contenders.items():
         if on_gpu and not name.startswith("all_to_all"):
-            runs[name] = captured(call, calls, pool)
+            runs[name] = captured(call, calls, *where)
         else:
             runs[name] = lambda call=call: [call() for _ in range(calls)]
     times: dict[str, list[float]] = {name: [] for name in runs}

@@ -184,26 +184,3 @@ def pull_rows(
             out_TD, out_TK, experts_TK, peers.rows, peers.weights, peers.rank, local
         )
     return out_TD, out_TK
-
-
-@torch.library.register_fake("moe_graphs::push_tokens")
-def _(hidden_TD, experts_TK, weights_TK, local, memory):
-    rows = len(_numbered[memory].rows) * hidden_TD.shape[0]
-    made = (hidden_TD, experts_TK, weights_TK)
-    return tuple(each.new_empty((rows, each.shape[1])) for each in made)
-
-
-@torch.library.register_fake("moe_graphs::push_gradients")
-def _(grad_TD, experts_TK, local, memory):
-    return grad_TD.new_empty((len(_numbered[memory].rows) * grad_TD.shape[0], grad_TD.shape[1]))
-
-
-@torch.library.register_fake("moe_graphs::pull_sums")
-def _(rows_RD, inverse_GK, weights_GK, experts_TK, local, memory):
-    return rows_RD.new_empty((experts_TK.shape[0], rows_RD.shape[1]))
-
-
-@torch.library.register_fake("moe_graphs::pull_gradients")
-def _(grad_RD, inverse_GK, grad_weights_GK, experts_TK, local, memory):
-    out_TD = grad_RD.new_empty((experts_TK.shape[0], grad_RD.shape[1]))
-    return out_TD, grad_weights_GK.new_empty(experts_TK.shape)

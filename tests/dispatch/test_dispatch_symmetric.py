@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import socket
+import time
 from unittest import mock
 
 import pytest
@@ -42,7 +44,9 @@ def _poison(group: dist.ProcessGroup | None) -> None:
     dist.barrier()  # and nobody writes yet
 
 
-def _equals_all_gather(name: str, group, device: str, dtype: torch.dtype) -> None:
+def _equals_all_gather(
+    name: str, group, device: str, dtype: torch.dtype, factor: float | None
+) -> None:
     """Output and gradients of tokens, weights and experts; twice, in poisoned memory."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     torch.manual_seed(3)
@@ -55,12 +59,31 @@ def _equals_all_gather(name: str, group, device: str, dtype: torch.dtype) -> Non
     batch = (hidden_GD.to(dtype), weights_GK, experts_GK)
     given = [each[mine].to(device) for each in batch]
     given += [each.to(device, dtype) for each in (w1, w2, grad_GD[mine])]
-    want = run_layer(AllGatherDispatcher(group), *given)
+    want = run_layer(AllGatherDispatcher(group, factor), *given)
     for _ in range(2):
         _poison(group)
-        found = run_layer(SymmetricDispatcher(group), *given)
+        found = run_layer(SymmetricDispatcher(group, factor), *given)
         for number, (got, expected) in enumerate(zip(found, want, strict=True)):
             assert torch.equal(got, expected), f"{name}: {number}"
+    _check_counts(group, factor, *given[:3])
+
+
+def _check_counts(group, factor: float | None, hidden_TD, weights_TK, experts_TK) -> None:
+    """Rows that are there, asked for and without room, as counted on the host."""
+    dispatcher, rank, world_size = (
+        SymmetricDispatcher(group, factor), dist.get_rank(group), dist.get_world_size(group),
+    )  # fmt: skip
+    plan = dispatcher.preprocess(hidden_TD, weights_TK, experts_TK, E)
+    everywhere = [torch.empty_like(experts_TK) for _ in range(world_size)]
+    dist.all_gather(everywhere, experts_TK, group=group)
+    needed = sum(int((each * world_size // E == rank).sum()) for each in everywhere)
+    rows, top_k = plan.rows_RD.shape[0], experts_TK.shape[1]
+    if factor is not None:
+        worst = world_size * T * min(top_k, E // world_size)
+        assert rows == min(factor * T * top_k, worst)
+        assert plan.rows_needed.item() == needed
+    assert plan.dropped.item() == max(needed - rows, 0)
+    assert plan.order.offsets_E[-1].item() == min(needed, rows)
 
 
 def _check_all(rank: int, world_size: int, device: str) -> None:
@@ -70,7 +93,9 @@ def _check_all(rank: int, world_size: int, device: str) -> None:
     dtypes = [torch.float32, torch.bfloat16] if device == "cpu" else [torch.bfloat16]
     for group, dtype, name in itertools.product(groups, dtypes, ROUTINGS):
         check_routing(SymmetricDispatcher(group), device, dtype, name)
-        _equals_all_gather(name, group, device, dtype)
+        factors = {torch.float32: [None], torch.bfloat16: [1.0]}[dtype]
+        for factor in factors if device == "cpu" else (None, 1.0):
+            _equals_all_gather(name, group, device, dtype, factor)
     assert len(peer_rows._numbered) <= 16  # one for each shape, dtype and group
 
 
@@ -161,6 +186,41 @@ def test_what_cannot_share_memory_is_refused_on_every_rank():
 def test_by_name():
     assert make_dispatcher("symmetric", rows_factor=1.5) == SymmetricDispatcher(rows_factor=1.5)
     assert not SymmetricDispatcher.host_sync
+
+
+def _out_of_step(rank: int, world_size: int, device: str) -> None:
+    """Ranks that dawdle at other times, and calls in any order: tokens sent twice before anything
+    comes back, two microbatches open at once, sums that come back twice."""
+    torch.manual_seed(rank)
+    dispatcher, calls = SymmetricDispatcher(), random.Random(5)  # the same on all ranks
+    dawdle = random.Random(rank)
+    opened: list[tuple] = []
+    for number in range(80):
+        time.sleep(dawdle.choice([0.0, 0.0, 0.002]))
+        if calls.random() < 0.55 or not opened:
+            hidden_TD = torch.randn(T, D, device=device).requires_grad_()
+            experts_TK = torch.rand(T, E, device=device).topk(3).indices
+            weights_TK = torch.rand(T, 3, device=device)
+            plan = dispatcher.preprocess(hidden_TD, weights_TK, experts_TK, E)
+            opened.append((hidden_TD, weights_TK, plan))
+            continue
+        hidden_TD, weights_TK, plan = opened.pop(calls.randrange(len(opened)))
+        dispatched = dispatcher.dispatch(plan)
+        for _ in range(calls.choice([1, 2])):
+            output_TD = dispatcher.combine(dispatched.rows_RD, dispatched, plan)
+        want_TD = hidden_TD * weights_TK.sum(1, keepdim=True)
+        torch.testing.assert_close(output_TD, want_TD, msg=f"call {number}")
+        if calls.random() < 0.5:
+            grad_TD = torch.randn_like(hidden_TD)
+            (found_TD,) = torch.autograd.grad(output_TD, hidden_TD, grad_TD)
+            want_TD = grad_TD * weights_TK.sum(1, keepdim=True)
+            torch.testing.assert_close(found_TD, want_TD, msg=f"gradient of call {number}")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_out_of_step_and_calls_in_any_order(backend):
+    device = "cuda" if backend == "nccl" else "cpu"
+    run_distributed(_out_of_step, RANKS, backend, arguments=(device,))
 
 
 def _one_dies(rank: int, world_size: int) -> None:

@@ -114,13 +114,21 @@ def compiled(monkeypatch) -> Callable:
     return launch_compiler(monkeypatch)
 
 
-@pytest.mark.parametrize("W", [2, 4, 8])
-@pytest.mark.parametrize(("D", "dtype"), [(2048, BF16), (2880, BF16), (1032, FP16), (4096, FP32)])
-def test_compiled(compiled, W, D, dtype):
+@pytest.mark.parametrize(
+    ("W", "D", "K", "dtype"),
+    [
+        (2, 2048, 8, BF16),
+        (4, 2880, 4, BF16),
+        (8, 1032, 6, FP16),
+        (2, 256, 1, FP32),
+        (8, 4096, 8, FP32),
+    ],
+)
+def test_compiled(compiled, W, D, K, dtype):
     """Rows move in pieces of 16 bytes, addresses from a table or not."""
     memory = _memories(W, 1, 8, 1, dtype, "cpu")[0]
-    source, weights = torch.empty(100, D, dtype=dtype), torch.empty(100, 8)
-    experts = torch.zeros(100, 8, dtype=torch.int64)
+    source, weights = torch.empty(100, D, dtype=dtype), torch.empty(100, K)
+    experts = torch.zeros(100, K, dtype=torch.int64)
 
     def launches() -> None:
         where = memory.addresses_3W
