@@ -46,6 +46,7 @@ from moe_graphs.layers import (
     mixtral_8x7b,
 )
 from moe_graphs.pipelines.builders import one_f_one_b
+from moe_graphs.training.overflow import other_rows_factor
 from moe_graphs.training.static_loader import StaticBatches
 
 MOE = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=16)
@@ -86,6 +87,9 @@ def layers() -> None:
     assert_type(moe(hidden_BSD), MoEOutput)
     assert_type(moe(hidden_BSD).aux_loss, Tensor)
     assert_type(moe.dispatcher, Dispatcher)
+    bounded = LanguageModel(CONFIG, make_dispatcher("symmetric", rows_factor=1.5))
+    with other_rows_factor(bounded, None):
+        assert_type(bounded(torch.randint(32, (2, 8))).dropped_tokens, Tensor)
     assert_type(moe.router(hidden_BSD[0]), Routing)
     layer = TransformerLayer(CONFIG, 0)
     assert_type(layer(hidden_BSD=hidden_BSD), LayerOutput)
