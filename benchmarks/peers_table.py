@@ -1,4 +1,4 @@
-"""The README's table of peers, from the lines of `peers.py`: `peers` for `readme_tables.TABLES`."""
+"""The README's table of peers, from the lines of `peers.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from result_lines import H200, Line, Select, sources
 CASES: Mapping[str, str] = {
     "launch_bound": "12 small layers, 2,048 tokens",
     "qwen3_30b_4k": "3 layers of Qwen3-30B-A3B, 4,096 tokens",
-    "qwen3_30b_16k": "the same, 16,384 tokens",
+    "qwen3_30b_16k": "3 layers of Qwen3-30B-A3B, 16,384 tokens",
     "mixtral": "2 layers of Mixtral 8x7B, 8,192 tokens",
 }
 Newest = dict[str, Line]  # by contender
@@ -37,7 +37,8 @@ def peers(lines: Sequence[Line], gpu: str = H200) -> str:
         for name, title in sorted(timed.items(), key=lambda item: _order(first.get(item[0])))
     ]
     parts = [_ahead(case, run) for case, run in found.items()]
-    parts += [table(header, rows), *_failures(used), sources(used)]
+    note = "Medians; bf16 parameters, torch's fused AdamW but where it says ours; hosts differ."
+    parts += [table(header, rows), *_failures(used), f"{note} {sources(used)}"]
     return "\n\n".join(parts)
 
 
@@ -48,7 +49,14 @@ def _ahead(case: str, run: Newest) -> str:
         return f"{CASES[case]}: none of ours ran."
     best = _order(ours[0])
     ahead = [f"{x['title']} ({times(best / _order(x))})" for x in timed if _order(x) < best]
-    return f"{CASES[case]}: ahead of {ours[0]['title']}: {', '.join(ahead) or 'nobody'}."
+    least = min(timed, key=lambda line: line["reserved_bytes"])
+    name = ours[0]["title"]
+    capture = ours[0].get("capture_s")
+    waited = f" and took {capture:.0f} s to capture" if capture else ""
+    return (
+        f"{CASES[case]}: ahead of {name}: {', '.join(ahead) or 'nobody'}. It reserves "
+        f"{gibibytes(ours[0])}{waited}; least memory: {least['title']}, {gibibytes(least)}."
+    )
 
 
 def _failures(used: Sequence[Line]) -> list[str]:

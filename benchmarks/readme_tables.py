@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from markdown_cells import geometric_mean, gibibytes, idle, milliseconds, span, table, times
+from peers_table import peers
 from result_lines import Line, Select, fastest_eager, link, load, sources
 
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -303,6 +304,7 @@ TABLES: Mapping[str, Callable[[list[Line]], str]] = {
         whole_steps,
         huggingface,
         partial_graphs,
+        peers,
         grouped_gemm,
         moe_layer,
         layer_kernels,

@@ -11,11 +11,13 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_graphs.engine.preserve import Values
+from moe_graphs.engine.ranks import groups_in
 from moe_graphs.engine.reads import unwatched
 from moe_graphs.engine.signature import tensor_leaves
 from moe_graphs.errors import CaptureError
@@ -69,11 +71,17 @@ class DispatchMode(TorchDispatchMode):
 
 
 class Operations(DispatchMode):
-    """A context that notes what operations run inside. ``ops``: each with shapes and constants."""
+    """A context that notes what operations run inside.
+
+    Attributes:
+        ops: each with shapes and constants.
+        groups: of processes, over which they communicate.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.ops: list[tuple] = []
+        self.groups: set[dist.ProcessGroup] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self._note(func, args, kwargs or {})
@@ -82,6 +90,7 @@ class Operations(DispatchMode):
     def _note(self, func: Any, args: tuple, kwargs: dict) -> None:
         if func not in _OF_AUTOGRAD:
             self.ops.append(_described(func, args, kwargs))
+            self.groups.update(groups_in(func, args, kwargs))
 
 
 class Trace(Operations):

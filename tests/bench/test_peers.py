@@ -209,8 +209,9 @@ def test_the_table_of_the_readme(modules):
         "| transformers, grouped_mm | - | 20.0 ms, 1.0 GiB |",
     ]
     assert "Did not run: Megatron-core, alltoall, eager: `It died`." in text
+    assert "It reserves 1.0 GiB; least memory: Transformer Engine, bf16, 1.0 GiB." in text
     with pytest.raises(LookupError, match=r"no line of peers.py"):
-        peers(lines)
+        peers([])
 
 
 @pytest.mark.parametrize(

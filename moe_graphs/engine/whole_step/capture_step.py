@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine.context import Context
 from moe_graphs.engine.explained import explained
 from moe_graphs.engine.fp8 import Entry
+from moe_graphs.engine.ranks import Ranks
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.tracing import Operations
 from moe_graphs.engine.whole_step import data_parallel
@@ -45,9 +45,9 @@ def record_step(
     *,
     rehearsals: int,
     verify: bool,
-    group: dist.ProcessGroup | None,
+    ranks: Ranks,
 ) -> tuple[RecordedStep, Proof | None]:
-    """Captures the step as called now, on all ranks of the group. Nothing it touches is changed.
+    """Captures the step as called now, on all ranks. Nothing it touches is changed.
 
     reads: the Python that a real call has run, if there was one.
 
@@ -63,10 +63,12 @@ def record_step(
         data_parallel.check_settings(definition.model)
         gc.collect()  # none while a capture runs
         with StateBefore(definition, reads) as before, backend.on_stream():
-            with data_parallel.together(group, backend.device):
+            with ranks.together():
                 prepared = _prepare(definition, batch, rehearsals, before)
-            proof = Proof(definition, before, group) if verify else None
-            with data_parallel.together(group, backend.device):
+            ranks.join(prepared.seen.groups)
+            proof = Proof(definition, before, ranks) if verify else None
+            with ranks.together():
+                data_parallel.check_memory(ranks.group)
                 if proof is not None:
                     proof.expect(prepared.batch, prepared.found)
                 operations = Operations()

@@ -35,6 +35,7 @@ from moe_graphs.config import ON_MISMATCH
 from moe_graphs.engine import context
 from moe_graphs.engine.backends import backend_for
 from moe_graphs.engine.proof import warn
+from moe_graphs.engine.ranks import Ranks
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.resources import Resources
 from moe_graphs.engine.signature import Mismatch
@@ -86,8 +87,9 @@ class FullIteration(Generic[BatchT, ResultT]):
     ``zero_grad()`` in any form, inside or outside the step, is right. If the step was captured
     without ``.grad``, a call that finds one is a mismatch, since the graph would not add to it.
 
-    Under data parallelism all ranks must make the same calls; a capture succeeds on all or on none,
-    and with another ``on_mismatch`` than "eager" ranks agree before each call that it matches.
+    Ranks that communicate in the step (DDP, FSDP2, dispatchers, collectives of its own) must make
+    the same calls; a capture succeeds on all or on none, and with another ``on_mismatch`` than
+    "eager" ranks agree before each call that it matches.
 
     Args:
         step: takes one pytree (tensors on the model's device, constants) and returns one: forward
@@ -129,8 +131,7 @@ class FullIteration(Generic[BatchT, ResultT]):
         backend = backend_for((*model.parameters(), *model.buffers()), generators, stream)
         self._definition = StepDefinition(step, model, optimizer, tuple(state), backend)
         self._has_stream = stream is not None
-        self._group = data_parallel.process_group_of(model)
-        self._agreement = data_parallel.Agreement(self._group if on_mismatch != "eager" else None)
+        self._ranks = Ranks(model)
         self._warmup_steps, self._on_mismatch = warmup_steps, on_mismatch
         self._verify = verify
         self._reads: Reads | None = None
@@ -161,7 +162,9 @@ class FullIteration(Generic[BatchT, ResultT]):
         if self.state != "captured":
             return self._eager(batch, self.state)
         leaves, structure = pytree.tree_flatten(batch)
-        mismatch = self._agreement.on(self._recorded.mismatch(batch, leaves, structure))
+        mismatch = self._recorded.mismatch(batch, leaves, structure)
+        if self._on_mismatch != "eager":
+            mismatch = self._ranks.agree(mismatch)
         if mismatch is not None:
             if self._on_mismatch != "recapture":
                 return self._mismatched(mismatch, batch)
@@ -258,7 +261,7 @@ class FullIteration(Generic[BatchT, ResultT]):
         started = time.perf_counter()
         self.state = "capture_failed"
         self._resources.release()
-        if self._group is not None:
+        if data_parallel.wrappers(self._definition.model):
             eager_forwards = sum(self._eager_calls.values())
             rehearsals = max(rehearsals, data_parallel.EAGER_FORWARDS - eager_forwards)
         recorded, proof = record_step(
@@ -267,7 +270,7 @@ class FullIteration(Generic[BatchT, ResultT]):
             self._reads,
             rehearsals=rehearsals,
             verify=self._verify,
-            group=self._group,
+            ranks=self._ranks,
         )
         self._captures += 1
         self._capture_seconds += time.perf_counter() - started

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -31,12 +32,14 @@ class Rehearsal:
         reads: which Python ran; read: addresses of the memory that was read.
         dropped: per parameter, whether the step forgets the ``.grad`` it finds.
         stale: names of parameters whose gradients are accumulated on another stream.
+        groups: of processes, over which it communicates.
     """
 
     reads: Reads
     read: set[int] = field(default_factory=set)
     dropped: list[bool] = field(default_factory=list)
     stale: list[str] = field(default_factory=list)
+    groups: set[dist.ProcessGroup] = field(default_factory=set)
     touches_gradients: bool = False
     optimizer_steps: bool = False
 
@@ -105,6 +108,7 @@ def _run(definition: StepDefinition, batch: StaticBatch, seen: Rehearsal) -> Tra
         )
     seen.reads = Reads.together(seen.reads, reads)
     seen.read |= trace.read
+    seen.groups |= trace.groups
     return trace
 
 

@@ -7,17 +7,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moe_graphs.engine import fp8
 from moe_graphs.engine.preserve import RandomState
 from moe_graphs.engine.proof import Difference, fingerprints, first_difference
+from moe_graphs.engine.ranks import Ranks
 from moe_graphs.engine.signature import tensor_leaves
 from moe_graphs.engine.static_memory import owned_leaves
 from moe_graphs.engine.tracing import Operations, differing_op
 from moe_graphs.engine.whole_step.batch import StaticBatch
-from moe_graphs.engine.whole_step.data_parallel import on_any_rank
 from moe_graphs.engine.whole_step.grad_fields import Gradients, gradients_of, set_gradients
 from moe_graphs.engine.whole_step.recorded_step import RecordedStep
 from moe_graphs.engine.whole_step.state_before import StateBefore
@@ -39,9 +38,9 @@ class Proof:
     """
 
     def __init__(
-        self, definition: StepDefinition, before: StateBefore, group: dist.ProcessGroup | None
+        self, definition: StepDefinition, before: StateBefore, ranks: Ranks
     ) -> None:
-        self._definition, self._before, self._group = definition, before, group
+        self._definition, self._before, self._anywhere = definition, before, ranks.any
         self._parameters = list(definition.parameters().values())
         self.difference: Difference | None = None
         self.not_reproducible = False
@@ -101,9 +100,6 @@ class Proof:
             if not self._anywhere(bool(stable)):
                 break
         return stable, self._anywhere(varies)
-
-    def _anywhere(self, here: bool) -> bool:
-        return on_any_rank(here, self._group, self._definition.backend.device)
 
     def _difference(
         self, name: str, recorded: RecordedStep, found: Gradients, *, is_here: bool

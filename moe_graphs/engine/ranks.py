@@ -1,0 +1,123 @@
+"""Ranks that take every decision together: one that replays would wait for ever for one that does
+something else."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from moe_graphs.engine.signature import Mismatch
+from moe_graphs.errors import CaptureError
+
+ANOTHER_RANK = "another_rank"
+"""The reason of what is right on this rank and is not on another one."""
+
+_NAMES = ("process_group", "group_name")  # of arguments of ops that communicate
+
+
+class Ranks:
+    """Those that communicate in what a model computes, and so have to call it alike.
+
+    Which they are, its modules tell (``groups_of``) and the operations that were seen. If they are
+    of several groups that do not lie in one another, it is the world.
+
+    Answers travel between hosts (gloo), without waiting for a device. A rank that has died is an
+    error on the others.
+
+    Attributes:
+        group: None where there is nobody to agree with.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.group: dist.ProcessGroup | None = None
+        self._on_hosts: dist.ProcessGroup | None = None
+        self.join(groups_of(model))
+
+    def join(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        """Ranks of these belong to it, too. On all of them alike."""
+        before = self.group
+        for group in groups:
+            self.group = _wider(self.group, group)
+        if self.group is not before:
+            self._on_hosts = None
+
+    def any(self, here: bool) -> bool:
+        """Whether it is so on this rank or on another one. All of them have to ask."""
+        if self.group is None:
+            return here
+        if self._on_hosts is None:
+            ranks = dist.get_process_group_ranks(self.group)
+            # Ranks of other groups need not be here.
+            self._on_hosts = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        flag = torch.tensor(int(here), device="cpu")
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._on_hosts)
+        return bool(flag)
+
+    def agree(self, mismatch: Mismatch | None) -> Mismatch | None:
+        """The mismatch of this rank, or of another one."""
+        if self.any(mismatch is not None) and mismatch is None:
+            message = "the call of another rank differs from the captured one"
+            return Mismatch(ANOTHER_RANK, message)
+        return mismatch
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """A piece of work that succeeds on all ranks or raises on all of them."""
+        try:
+            yield
+        except Exception:
+            self.any(True)
+            raise
+        if self.any(False):
+            raise CaptureError("it failed on another rank")
+
+
+def groups_of(model: nn.Module) -> Iterator[dist.ProcessGroup]:
+    """Those that modules, or what they hold (a dispatcher), have as ``process_group``, and those
+    of parameters that are sharded (DTensor, so FSDP2)."""
+    for module in model.modules():
+        for holder in (module, *vars(module).values()):
+            group = getattr(holder, "process_group", None)
+            if isinstance(group, dist.ProcessGroup):
+                yield group
+    meshes = {id(p.device_mesh): p.device_mesh for p in model.parameters() if _is_sharded(p)}
+    for mesh in meshes.values():
+        yield from mesh.get_all_groups()
+
+
+def groups_in(func: Any, args: tuple, kwargs: dict) -> Iterator[dist.ProcessGroup]:
+    """Those over which an operation communicates."""
+    for number, name in _groups_among_arguments(func):
+        value = args[number] if number < len(args) else kwargs.get(name)
+        if isinstance(value, str):
+            value = dist.distributed_c10d._resolve_process_group(value)
+        elif isinstance(value, torch.ScriptObject):
+            value = dist.ProcessGroup.unbox(value)
+        if isinstance(value, dist.ProcessGroup):
+            yield value
+
+
+@functools.cache
+def _groups_among_arguments(func: Any) -> list[tuple[int, str]]:
+    named = enumerate(argument.name for argument in func._schema.arguments)
+    return [(number, name) for number, name in named if name in _NAMES]
+
+
+def _wider(known: dist.ProcessGroup | None, group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    ranks = set(dist.get_process_group_ranks(group))
+    if len(ranks) == 1:
+        return known
+    before = set() if known is None else set(dist.get_process_group_ranks(known))
+    if ranks <= before:
+        return known
+    return group if before <= ranks else dist.group.WORLD
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "device_mesh")
