@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -103,4 +105,4 @@ def _evaluated(model, batch) -> float:
 def test_evaluations_between_replays_see_the_new_parameters():
     for eager, graphed in run_distributed(evaluate_in_between, 2):
         assert graphed == eager
-        assert all(a != b for a, b in zip(eager, eager[1:], strict=False))
+        assert all(a != b for a, b in itertools.pairwise(eager))

@@ -21,11 +21,17 @@ Step = Callable[[dict[str, Any]], tuple[list[torch.Tensor], torch.Tensor]]
 
 
 def laid_out(
-    device: str, config: ParallelConfig, *, dropout: float = 0.1, count: int = 1
+    device: str,
+    config: ParallelConfig,
+    *,
+    layers: str = "moe",
+    dropout: float = 0.1,
+    count: int = 1,
+    dtype: torch.dtype | None = None,
 ) -> tuple[LanguageModel, Any]:
     """The tiny model in that layout, experts exchanged in static shapes; and its data mesh."""
     mesh = make_mesh(config, device)
-    model = tiny_model(device, "moe", dropout=dropout, count=count)
+    model = tiny_model(device, layers, dropout=dropout, count=count, dtype=dtype)
     if not dropout:
         without_noise(model)
     options = {"dispatcher": "all_gather"} if config.ep > 1 else {}
