@@ -57,7 +57,7 @@ def train(
     compare_: bool,
     json_: bool,
     default_scopes: str,
-    **settings: float | None,
+    **settings: float | str | None,
 ) -> None:
     """The options of the command line, under the names they have there.
 
@@ -206,7 +206,7 @@ def _describe(console: Console, options: training_run.RunOptions, text: Text, na
         f"to {settings.final_fraction:g} of it; parameters in {options.dtype}",
         f"graphs: {options.graph_config or 'none, eager'}; dispatcher {options.dispatcher}",
         f"kernels: experts {'none' if model.moe is None else model.moe.experts}, linear "
-        f"{model.linear}, fp8 {options.fp8}",
+        f"{model.linear}, fp8 {options.fp8}; optimizer {settings.optimizer}",
     )
     for line in lines:
         console.print(line, markup=False)
