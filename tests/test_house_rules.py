@@ -28,6 +28,7 @@ ALLOWED = {
     "dispatch": {"dispatch", "kernels", "staged"},
     "layers": {"layers", "checkpoints", "dispatch", "kernels", "staged"},
     "checkpoints": {"checkpoints", "layers.model_config", "layers.rope_scaling"},
+    "parallel": {"parallel", "layers", "dispatch"},
     "pipelines": {"pipelines", "errors"},
     "profiling": {"profiling"},
     "engine": {"engine", "pipelines", "profiling", "staged", "config", "errors"},

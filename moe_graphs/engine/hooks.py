@@ -24,6 +24,13 @@ def hooks_of_updates(optimizers: Iterable[Optimizer]) -> list[dict]:
     return own + [getattr(optim_globals, kind) for kind in OF_ALL_OPTIMIZERS]
 
 
+def are_of_fsdp(hooks: dict) -> bool:
+    """Those by which ``fully_shard`` gathers parameters: what they do on the device is recorded
+    with the step, what they keep in Python ``whole_step/fsdp.py`` looks after."""
+    homes = (str(getattr(hook, "__module__", "")) for hook in hooks.values())
+    return all(home.startswith("torch.distributed.fsdp") for home in homes)
+
+
 class KeptHooks:
     """Hooks of tensors, modules and optimizers, to be put back as they were."""
 

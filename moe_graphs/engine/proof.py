@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from moe_graphs.engine.stand_for import local
 from moe_graphs.errors import GraphWarning
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -53,7 +54,7 @@ def first_difference(
         if a.shape != b.shape or a.dtype != b.dtype:
             return Difference(name, None, (a.dtype, a.shape), (b.dtype, b.shape), 1)
         if not same_bits(a, b):
-            return _describe(name, a.detach(), b.detach())
+            return _describe(name, local(a).detach(), local(b).detach())
     return None
 
 
@@ -78,7 +79,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
+    tensor = local(tensor).detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if not tensor.is_contiguous():
@@ -148,6 +149,7 @@ class Fingerprint:
 @torch.no_grad()
 def fingerprints(tensors: Sequence[Tensor]) -> list[Fingerprint]:
     """Made on the device, without a copy of the tensor. Synchronises."""
+    tensors = list(map(local, tensors))
     sums = torch.stack([_sums_over_bits(t) for t in tensors]).tolist() if tensors else []
     sketches = torch.stack([_sketch(t) for t in tensors]).tolist() if tensors else []
     found = []

@@ -171,6 +171,15 @@ class MoELayer(MoEStages):
         self.config, self.experts = config, after
         self.experts.load_stacked_weights(w1_eD2F, w2_eFD)
 
+    def use_dispatcher(self, dispatcher: Dispatcher, experts: ExpertsBackend) -> None:
+        """Replaces the dispatcher, and the experts by those that are local to it.
+
+        Raises:
+            ValueError: these experts cannot take the rows of this dispatcher.
+        """
+        _check_tail(dispatcher, experts, self.config.experts)
+        self.dispatcher, self.experts = dispatcher, experts
+
     def stages(self) -> tuple[Stage, ...]:
         return (
             Stage("moe_router", lambda entered: self.route(entered.hidden)),

@@ -22,9 +22,11 @@ from moe_graphs.engine.whole_step.accumulators import (
     check_streams,
 )
 from moe_graphs.engine.whole_step.batch import StaticBatch
+from moe_graphs.engine.whole_step.fsdp import Sharding
 from moe_graphs.engine.whole_step.grad_fields import (
     Gradients,
     StaticGradients,
+    check_left,
     gradients_of,
     gradients_to_find,
     set_gradients,
@@ -61,6 +63,7 @@ def record_step(
     ):
         failing.callback(backend.release)
         data_parallel.check_settings(definition.model)
+        definition.sharding.rest()
         gc.collect()  # none while a capture runs
         backend.make_room()  # what eager steps have left there serves no other stream
         with StateBefore(definition, reads) as before, backend.on_stream():
@@ -137,7 +140,7 @@ def _record(
     # What eager runs left in the allocator's cache would lie beside the graph's own pool.
     definition.backend.release()
     with definition.backend.record(prepared.pool) as graphs, operations:
-        outputs = definition.step(batch.tree())
+        outputs = definition.run(batch.tree())
     both = zip(tensors, versions, strict=True)
     written = [tensor for tensor, version in both if tensor._version != version]
     leaves, structure = pytree.tree_flatten(outputs)
@@ -145,6 +148,7 @@ def _record(
     left = gradients_of(parameters)
     gradients = None
     if seen.touches_gradients:
+        check_left(list(named), prepared.found, left)
         gradients = StaticGradients(list(named), parameters, seen.dropped, prepared.found, left)
     return RecordedStep(
         graph=graphs[0],
@@ -159,4 +163,5 @@ def _record(
         grad_enabled=torch.is_grad_enabled(),
         written=written,
         entry=prepared.entry,
+        sharding=Sharding(definition.model),
     )

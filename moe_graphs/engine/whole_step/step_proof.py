@@ -127,7 +127,7 @@ class Proof:
     ) -> Looks:
         self._put_back(found)
         with operations or contextlib.nullcontext():
-            outputs = self._definition.step(self._batch.tree())
+            outputs = self._definition.run(self._batch.tree())
         return self._look(tensor_leaves(outputs), kept, name)
 
     def _replay(

@@ -1,0 +1,39 @@
+"""Expert parallelism of one layer: another dispatcher, and the experts that it leaves here.
+
+Shapes: D model, F ffn, e experts of this rank.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from moe_graphs.dispatch import Dispatcher
+from moe_graphs.layers import MoELayer
+from moe_graphs.layers.expert_backends import build_experts
+
+
+@torch.no_grad()
+def shard_experts(layer: MoELayer, dispatcher: Dispatcher) -> MoELayer:
+    """Gives ``layer`` the dispatcher, and keeps those of its experts that are local to it.
+
+    In place, before FSDP, an optimizer or graphs are made. The layer has all experts, with the same
+    weights on every rank (drawn from one seed), or is on the meta device. Their gradients are
+    sums over the ranks of the dispatcher's group: divide them as you do other gradients.
+
+    Raises:
+        ValueError: the layer has only some of the experts, or cannot have this dispatcher.
+    """
+    config, before = layer.config, layer.experts
+    if len(before.local_experts) != config.num_experts:
+        raise ValueError(
+            f"the layer has experts {before.local_experts} of {config.num_experts}: build it with "
+            f"all of them (dispatcher LocalDispatcher), on every rank from the same seed"
+        )
+    local = dispatcher.local_experts(config.num_experts)
+    w1_eD2F, w2_eFD = (weight[local.start : local.stop] for weight in before.stacked_weights())
+    (size,) = layer.router.weight.shape[1:]
+    after = build_experts(config, size, local, device=w1_eD2F.device, dtype=w1_eD2F.dtype)
+    layer.use_dispatcher(dispatcher, after)
+    if not w1_eD2F.is_meta:
+        after.load_stacked_weights(w1_eD2F, w2_eFD)
+    return layer

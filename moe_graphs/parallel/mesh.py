@@ -1,0 +1,47 @@
+"""The device mesh of a layout, and views of it."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from moe_graphs.parallel.layout import ParallelConfig
+
+DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+def make_mesh(config: ParallelConfig, device_type: str) -> DeviceMesh:
+    """The mesh of all ranks, outermost ``pp``, innermost ``tp``, with torchtitan's names.
+
+    On the initialised process group; all ranks have to call it.
+
+    Raises:
+        ValueError: the process group has another number of ranks than the layout.
+    """
+    ranks = dist.get_world_size() if dist.is_initialized() else None
+    if ranks != config.world_size:
+        found = "there is no process group" if ranks is None else f"there are {ranks} ranks"
+        raise ValueError(
+            f"the layout {config} needs {config.world_size} ranks and {found}: dp_replicate * "
+            f"dp_shard * tp * cp * pp must be the number of ranks (torchrun --nproc-per-node)"
+        )
+    shape = tuple(getattr(config, name) for name in DIMS)
+    return init_device_mesh(device_type, shape, mesh_dim_names=DIMS)
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks with batches of their own, in one dimension: ``dp_replicate`` x ``dp_shard``.
+
+    ``get_local_rank()`` of it says which part of the data is this rank's, ``get_group()`` whom
+    to sum over.
+    """
+    return mesh["dp_replicate", "dp_shard"]._flatten("dp")
+
+
+def expert_mesh(config: ParallelConfig, mesh: DeviceMesh) -> DeviceMesh:
+    """``mesh`` with ``dp_shard`` split in ``efsdp`` and, inside, ``ep``.
+
+    Makes process groups: once per model, on all ranks.
+    """
+    sizes = (config.dp_shard // config.ep, config.ep)
+    return mesh._unflatten("dp_shard", sizes, ("efsdp", "ep"))
