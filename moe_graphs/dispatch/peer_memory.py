@@ -16,7 +16,6 @@ import pathlib
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -140,22 +139,26 @@ def _on_gpus(
 ) -> PeerMemory:
     from torch.distributed import _symmetric_memory as symmetric_memory
 
-    rank, world_size = rank_and_size(group)
-    parts: list[tuple[Tensor, ...]] = []
-    owned: list[Any] = []
-    for width, kind in ((D, dtype), (K, torch.int64), (K, torch.float32)):
-        own = symmetric_memory.empty(max(G, 1), width, dtype=kind, device=device)
-        handle = symmetric_memory.rendezvous(own, group.group_name)
-        # A tensor lies somewhere in its allocation, on each rank where its allocator put it.
-        offset = own.data_ptr() - handle.buffer_ptrs[rank]
-        offsets = [int(said) // kind.itemsize for said in _exchange(group, str(offset)).values()]
-        buffers = [
-            handle.get_buffer(peer, own.shape, kind, offsets[peer]) for peer in range(world_size)
-        ]
-        parts.append(tuple(buffer[:G] for buffer in buffers))
-        owned += [own, handle, buffers]
-    handle = owned[1]
-    barrier = functools.partial(handle.barrier, channel=0, timeout_ms=BARRIER_TIMEOUT)
+    rank, owned, lies_at = dist.get_rank(group), [], ""
+    try:
+        for width, kind in ((D, dtype), (K, torch.int64), (K, torch.float32)):
+            own = symmetric_memory.empty(max(G, 1), width, dtype=kind, device=device)
+            handle = symmetric_memory.rendezvous(own, group.group_name)
+            owned.append((own, handle))
+            # Somewhere in its allocation, on each rank where its allocator has put it.
+            lies_at += f"{own.data_ptr() - handle.buffer_ptrs[rank]} "
+    finally:
+        offsets = [said.split() for said in _exchange(group, lies_at).values()]
+    if not all(len(each) == len(owned) for each in offsets):
+        raise RuntimeError("another rank could not")
+    parts = [
+        tuple(
+            handle.get_buffer(peer, own.shape, own.dtype, int(each[part]) // own.itemsize)[:G]
+            for peer, each in enumerate(offsets)
+        )
+        for part, (own, handle) in enumerate(owned)
+    ]
+    barrier = functools.partial(owned[0][1].barrier, channel=0, timeout_ms=BARRIER_TIMEOUT)
     return PeerMemory.of(rank, parts, barrier, owned)
 
 

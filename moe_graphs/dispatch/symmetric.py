@@ -33,11 +33,12 @@ class SymmetricDispatcher(Dispatcher):
     """Dropless expert parallelism over ``group`` (default: the world, or this process alone), for
     ranks that reach each other's memory: GPUs of one host, or processes of one on the CPU.
 
-    The same numbers of rows, the same ``rows_factor``, the same refusal of unequal numbers of
-    tokens and the same bits as ``AllGatherDispatcher``, for up to four ranks; torch adds up more
-    than that in another order. Memory for W * T rows is shared by all layers: ``kernels.peer_rows``
-    says why one is enough. It is made in the first call with a number of tokens, together by
-    all ranks and before any capture, and kept.
+    The same rows, the same ``rows_factor``, the same refusal of unequal numbers of tokens and the
+    same bits as ``AllGatherDispatcher``, for up to four ranks; torch adds up more than that in
+    another order. Memory for W * T rows is shared by all layers: ``kernels.peer_rows`` says why one
+    is enough. It is made in the first call with a number of tokens, together by all ranks and
+    before any capture, and kept. On GPUs a rank that waits ten minutes for another one ends with a
+    CUDA error.
 
     Raises (in the first call):
         ValueError: on every rank, where memory cannot be shared, with what to take instead.

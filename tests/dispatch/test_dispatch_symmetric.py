@@ -183,6 +183,66 @@ def test_what_cannot_share_memory_is_refused_on_every_rank():
         assert "hidden sizes divisible by 8, got 12: take 'all_gather'" in size
 
 
+class _Handle:
+    """Of torch's symmetric memory: every rank's tensor lies elsewhere in its allocation."""
+
+    def __init__(self, allocation: torch.Tensor, world_size: int) -> None:
+        self.allocation, self.asked = allocation, []
+        self.buffer_ptrs = [allocation.data_ptr()] * world_size
+
+    def get_buffer(self, peer: int, shape: torch.Size, dtype: torch.dtype, offset: int):
+        self.asked.append((peer, tuple(shape), offset))
+        return self.allocation.view(dtype)[offset : offset + shape.numel()].view(shape)
+
+    def barrier(self, channel: int, timeout_ms: int) -> None:
+        assert (channel, timeout_ms) == (0, 600_000)
+
+
+def _torchs_memory(rank: int, world_size: int) -> list:
+    """What is asked of it, without a GPU; on rank 1 it fails the second time."""
+    from torch.distributed import _symmetric_memory
+
+    handles, fails = [], False
+
+    def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if fails and rank:
+            raise RuntimeError("no handle")
+        allocation = torch.zeros(4096, dtype=torch.uint8)
+        handles.append(_Handle(allocation, world_size))
+        at = 16 * (1 + rank) // dtype.itemsize
+        numel = shape[0] * shape[1]
+        return allocation.view(dtype)[at : at + numel].view(shape)
+
+    def rendezvous(own: torch.Tensor, name: str) -> _Handle:
+        assert name == dist.group.WORLD.group_name
+        return handles[-1]
+
+    with (
+        mock.patch.object(_symmetric_memory, "empty", empty),
+        mock.patch.object(_symmetric_memory, "rendezvous", rendezvous),
+        mock.patch.object(peer_memory, "_on_the_cpu", peer_memory._on_gpus),
+    ):
+        given = (dist.group.WORLD, 3, 8, 2, torch.bfloat16, torch.device("cpu"))
+        memory = peer_rows.memory_of(peer_memory.peer_memory(*given))
+        fails = True
+        with pytest.raises(ValueError, match="symmetric needs peer access: cannot") as error:
+            peer_memory.peer_memory(*given[:1], 4, *given[2:])
+    memory.barrier()
+    own = [part[rank].data_ptr() for part in (memory.rows, memory.experts, memory.weights)]
+    assert memory.addresses_3W[:, rank].tolist() == own
+    return [[handle.asked for handle in handles[:3]], str(error.value)]
+
+
+def test_tensors_of_torchs_memory_are_found_where_they_lie():
+    for asked, said in run_distributed(_torchs_memory, 2):
+        assert asked == [
+            [(0, (6, 8), 8), (1, (6, 8), 16)],
+            [(0, (6, 2), 2), (1, (6, 2), 4)],
+            [(0, (6, 2), 4), (1, (6, 2), 8)],
+        ]
+        assert "cannot share memory (another rank could not) (rank 0): take 'all_gather'" in said
+
+
 def test_by_name():
     assert make_dispatcher("symmetric", rows_factor=1.5) == SymmetricDispatcher(rows_factor=1.5)
     assert not SymmetricDispatcher.host_sync
