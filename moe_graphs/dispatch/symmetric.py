@@ -92,12 +92,14 @@ class SymmetricDispatcher(Dispatcher):
             expert_rows, plan.weights_TK, experts_TK, order.order_R, order.inverse_R, local, memory
         )
 
-    def _memory(self, rows: Tensor, experts_TK: Tensor) -> int:
-        """Rows of another dtype than the tokens' have another memory."""
+    def _memory(self, rows: Tensor, experts_TK: Tensor) -> tuple[int, str]:
+        """Its number, and the name of the group. Rows of another dtype than the tokens' have
+        another memory."""
         group, (tokens, top_k) = self.process_group, experts_TK.shape
         assert group is not None
         check_equal_tokens(group, tokens, self.name)
-        return peer_memory(group, tokens, rows.shape[1], top_k, rows.dtype, rows.device)
+        number = peer_memory(group, tokens, rows.shape[1], top_k, rows.dtype, rows.device)
+        return number, group.group_name
 
 
 class _Dispatch(torch.autograd.Function):
@@ -112,11 +114,11 @@ class _Dispatch(torch.autograd.Function):
         local: range,
         num_experts: int,
         room: int,
-        memory: int,
+        memory: tuple[int, str],
     ) -> tuple[Tensor, ...]:
         ctx.local, ctx.memory = len(local), memory
         rows_GD, experts_GK, weights_GK = push_tokens(
-            hidden_TD, experts_TK, weights_TK, len(local), memory
+            hidden_TD, experts_TK, weights_TK, len(local), *memory
         )
         rows = local_rows(experts_GK, local, num_experts, room)
         order = rows.order
@@ -132,7 +134,7 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, grad_RD: Tensor, grad_weights_GK: Tensor, *_: Any) -> tuple[Any, ...]:
         experts_TK, inverse_GK = ctx.saved_tensors
         grad_TD, grad_TK = pull_gradients(
-            grad_RD, inverse_GK, grad_weights_GK, experts_TK, ctx.local, ctx.memory
+            grad_RD, inverse_GK, grad_weights_GK, experts_TK, ctx.local, *ctx.memory
         )
         return grad_TD, grad_TK, None, None, None, None, None
 
@@ -149,12 +151,12 @@ class _Combine(torch.autograd.Function):
         order_R: Tensor,
         inverse_R: Tensor,
         local: int,
-        memory: int,
+        memory: tuple[int, str],
     ) -> Tensor:
         ctx.local, ctx.memory = local, memory
         ctx.save_for_backward(rows_RD, weights_GK, experts_TK, order_R, inverse_R)
         inverse_GK = inverse_R.view_as(weights_GK)
-        return pull_sums(rows_RD, inverse_GK, weights_GK, experts_TK, local, memory)
+        return pull_sums(rows_RD, inverse_GK, weights_GK, experts_TK, local, *memory)
 
     @staticmethod
     @once_differentiable
@@ -162,7 +164,7 @@ class _Combine(torch.autograd.Function):
         rows_RD, weights_GK, experts_TK, order_R, inverse_R = ctx.saved_tensors
         inverse_GK = inverse_R.view_as(weights_GK)
         # All ranks have to come here, whatever they need of it.
-        grad_GD = push_gradients(grad_TD, experts_TK, ctx.local, ctx.memory)
+        grad_GD = push_gradients(grad_TD, experts_TK, ctx.local, *ctx.memory)
         grad_rows = grad_weights = None
         if ctx.needs_input_grad[0]:
             grad_rows = spread_rows(grad_GD, order_R, inverse_GK, weights_GK, True)

@@ -82,12 +82,18 @@ def number_of(memory: PeerMemory) -> int:
 
 @define_op(device="default")
 def push_tokens(
-    hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, local: int, memory: int
+    hidden_TD: Tensor,
+    experts_TK: Tensor,
+    weights_TK: Tensor,
+    local: int,
+    memory: int,
+    group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``rows_GD``, ``experts_GK`` (views of the memory) and ``weights_GK`` (a copy): tokens of all
     ranks that have an expert here, in other rows anything; routing of all tokens.
 
-    local: how many experts a rank holds.
+    local: how many experts a rank holds. group_name: of the ranks, whose memory that is: an op
+    that communicates says with whom.
     """
     peers = memory_of(memory)
     peers.barrier()
@@ -98,7 +104,9 @@ def push_tokens(
 
 
 @define_op(device="default")
-def push_gradients(grad_TD: Tensor, experts_TK: Tensor, local: int, memory: int) -> Tensor:
+def push_gradients(
+    grad_TD: Tensor, experts_TK: Tensor, local: int, memory: int, group_name: str
+) -> Tensor:
     """``rows_GD``, a view of the memory: as tokens travel, without their routing."""
     peers = memory_of(memory)
     peers.barrier()
@@ -115,6 +123,7 @@ def pull_sums(
     experts_TK: Tensor,
     local: int,
     memory: int,
+    group_name: str,
 ) -> Tensor:
     """``out_TD``: each token's rows, weighted, summed where they are and rounded, then over the
     ranks, in their order and in fp32, and rounded once more."""
@@ -133,6 +142,7 @@ def pull_gradients(
     experts_TK: Tensor,
     local: int,
     memory: int,
+    group_name: str,
 ) -> tuple[Tensor, Tensor]:
     """``grad_TD`` as sums are pulled, without weights, and the weights' own gradients ``[T, K]``
     from the ranks of their experts."""
