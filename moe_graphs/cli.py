@@ -62,7 +62,7 @@ def train(
         typer.Option("--optimizer-in-graph", help="With full_iteration: clipping and update, too."),
     ] = False,
     dispatcher: Annotated[
-        str, typer.Option(help="local, padded, all_to_all or all_gather.")
+        str, typer.Option(help="local, padded, all_to_all, all_gather or symmetric.")
     ] = "local",
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Sequences per optimizer step.")] = None,

@@ -48,6 +48,7 @@ from moe_graphs.layers import (
 from moe_graphs.parallel import ParallelConfig, data_mesh, make_mesh, parallelize
 from moe_graphs.pipelines.builders import one_f_one_b
 from moe_graphs.training.grad_norm import clip_grad_norm
+from moe_graphs.training.overflow import other_rows_factor
 from moe_graphs.training.static_loader import StaticBatches
 
 MOE = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=16)
@@ -88,6 +89,9 @@ def layers() -> None:
     assert_type(moe(hidden_BSD), MoEOutput)
     assert_type(moe(hidden_BSD).aux_loss, Tensor)
     assert_type(moe.dispatcher, Dispatcher)
+    bounded = LanguageModel(CONFIG, make_dispatcher("symmetric", rows_factor=1.5))
+    with other_rows_factor(bounded, None):
+        assert_type(bounded(torch.randint(32, (2, 8))).dropped_tokens, Tensor)
     assert_type(moe.router(hidden_BSD[0]), Routing)
     layer = TransformerLayer(CONFIG, 0)
     assert_type(layer(hidden_BSD=hidden_BSD), LayerOutput)
