@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -30,10 +30,10 @@ from moe_graphs.integrations.transformer_engine import (
 )
 from moe_graphs.layers import LanguageModel
 from moe_graphs.lm.checkpoint import (
-    load_checkpoint,
+    find_checkpoint,
     open_log,
     prepare_run_directory,
-    save_checkpoint,
+    settings_of,
 )
 from moe_graphs.lm.continued import checkpoint_identity, save_for_others
 from moe_graphs.lm.data import HeldOut, Text, TrainingBatches
@@ -41,7 +41,10 @@ from moe_graphs.lm.metrics import compressed_bits_per_byte
 from moe_graphs.lm.picture import draw_losses
 from moe_graphs.lm.run_presets import Preset
 from moe_graphs.lm.sample import Sample, sample_text
+from moe_graphs.lm.sharded_checkpoint import checkpoints_of, model_of, resume
 from moe_graphs.lm.trainer import LogLine, Trainer, TrainingDiverged
+from moe_graphs.lm.workers import Workers, is_first, on_first
+from moe_graphs.parallel import parallelize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,7 @@ class RunOptions:
             its tokenizer; both None for a model from the seed.
         dtype: of the parameters.
         fp8: the recipe by which Transformer Engine's parts compute, or "none".
+        workers: the ranks that run it together, each with these options; None for one process.
     """
 
     preset: Preset
@@ -71,6 +75,7 @@ class RunOptions:
     tokenizer: Path | None = None
     dtype: torch.dtype = torch.float32
     fp8: str = "none"
+    workers: Workers | None = None
 
     def __post_init__(self) -> None:
         if self.checkpoint_every < 0:
@@ -145,7 +150,10 @@ def build_trainer(options: RunOptions, batches: TrainingBatches) -> Trainer:
     """A fresh model from the seed or from ``init``, not yet with graphs."""
     settings, config = options.preset.training, options.preset.model
     torch.manual_seed(settings.seed)
-    dispatcher = make_dispatcher(options.dispatcher)
+    workers = options.workers
+    shares_experts = workers is not None and workers.layout.ep > 1
+    # Laid out, the model gets a dispatcher over the ranks that share its experts.
+    dispatcher = make_dispatcher("local" if shares_experts else options.dispatcher)
     factory = {"device": options.device, "dtype": options.dtype}
     if options.init is not None:
         experts = "moe_graphs" if config.moe is None else config.moe.experts
@@ -158,6 +166,10 @@ def build_trainer(options: RunOptions, batches: TrainingBatches) -> Trainer:
         model = LanguageModel(config, dispatcher, **factory)
         # GPT-2's 0.02 at 768, as wide for narrower models in proportion.
         model.init_weights(0.02 * math.sqrt(768 / config.hidden_size))
+    if workers is not None:
+        of_experts = {"dispatcher": options.dispatcher} if shares_experts else {}
+        parallelize(model, workers.layout, workers.mesh, **of_experts)
+        workers.seed(settings.seed)
     return Trainer(
         model,
         batches,
@@ -165,6 +177,7 @@ def build_trainer(options: RunOptions, batches: TrainingBatches) -> Trainer:
         drops_tokens=options.dispatcher == "padded",
         surroundings=_surroundings(options, batches),
         fp8_autocast=_fp8_autocast(options, model),
+        workers=workers,
     )
 
 
@@ -183,9 +196,11 @@ def _surroundings(options: RunOptions, batches: TrainingBatches) -> dict[str, An
     """What the bits of a run depend on beside its settings. Graphs are not among it."""
     on_cpu = options.device.type == "cpu"
     init = {} if options.init is None else {"init": checkpoint_identity(options.init)}
+    layout = {} if options.workers is None else {"layout": options.workers.to_dict()}
     return {
         **batches.documents.identity,
         **init,
+        **layout,
         "dispatcher": options.dispatcher,
         "fp8": options.fp8,
         "device": options.device.type,
@@ -238,10 +253,12 @@ def run(options: RunOptions, text: Text, progress: Progress) -> Summary:
         TrainingDiverged: if the loss is not finite any more, in training or on held-out text.
     """
     trainer = build_trainer(options, build_batches(options, text))
+    if options.workers is not None:
+        _agree(options.workers, trainer)
     held_out = _held_out(options, text)
     before = _loss_before(options, trainer, held_out, progress)
-    differences = [] if options.resume is None else load_checkpoint(options.resume, trainer)
-    prepare_run_directory(options.out, options.resume)
+    differences = [] if options.resume is None else resume(options.resume, trainer)
+    on_first(options.workers, lambda: prepare_run_directory(options.out, options.resume))
     for difference in differences:
         progress.note(f"resumed with another setting: {difference}")
     curve = [] if before is None else [(0, held_out.bits_per_byte(before))]
@@ -258,7 +275,8 @@ def run(options: RunOptions, text: Text, progress: Progress) -> Summary:
             f"lower the learning rate"
         )
     compressors = compressed_bits_per_byte(text.held_out_content)
-    _draw(options, text, trainer, [*curve, (trainer.step, bits)], compressors, progress)
+    if is_first(options.workers):
+        _draw(options, text, trainer, [*curve, (trainer.step, bits)], compressors, progress)
     length = options.preset.model.max_sequence_length
     summary = Summary(
         held_out_bits_per_byte=bits,
@@ -273,12 +291,26 @@ def run(options: RunOptions, text: Text, progress: Progress) -> Summary:
         samples=sample_text(trainer.model, text, length=length, seed=trainer.settings.seed),
         **_what_it_came_to(trainer),
     )
+    on_first(options.workers, lambda: _leave(options, trainer, summary, progress))
+    return summary
+
+
+def _agree(workers: Workers, trainer: Trainer) -> None:
+    """On what checkpoints call the settings, the text among them, and on the run's name."""
+    trainer.run_id = workers.gather(trainer.run_id)[0]
+    workers.check_equal(settings_of(trainer), "give all ranks the same text and the same torch")
+
+
+def _leave(options: RunOptions, trainer: Trainer, summary: Summary, progress: Progress) -> None:
+    """What lies in the run's directory when it has ended."""
     if options.save and options.init is not None:
-        path = save_for_others(trainer.model, options.tokenizer, options.out)
+        model = trainer.model
+        if options.workers is not None:
+            model = model_of(find_checkpoint(options.out), model.config, model.hf_values)
+        path = save_for_others(model, options.tokenizer, options.out)
         progress.note(f"model: {path}")
     content = json.dumps(summary.to_dict(), indent=1, allow_nan=False)
     (options.out / "summary.json").write_text(content + "\n")
-    return summary
 
 
 def _held_out(options: RunOptions, text: Text) -> HeldOut:
@@ -312,7 +344,7 @@ def _train(
     preset, steps = options.preset, options.preset.training.steps
     sample = held_out.sample(options.sample_tokens // preset.training.sequence_length)
     curve: list[tuple[int, float]] = []
-    with open_log(options.out) as log:
+    with _log(options) as log, checkpoints_of(options.out, trainer) as save:
         if options.resume:
             resumed = {"resumed_from": str(options.resume), "differences": differences}
             log.write(json.dumps({"step": trainer.step, **resumed}) + "\n")
@@ -329,8 +361,12 @@ def _train(
                 progress.note(f"held out: {curve[-1][1]:.4f} bits per byte (sample)")
             every = options.checkpoint_every
             if options.save and (last or (every and trainer.step % every == 0)):
-                progress.note(f"checkpoint: {save_checkpoint(options.out, trainer)}")
+                progress.note(f"checkpoint: {save()}")
     return curve
+
+
+def _log(options: RunOptions) -> contextlib.AbstractContextManager[TextIO]:
+    return open_log(options.out) if is_first(options.workers) else open(os.devnull, "w")
 
 
 def _draw(
