@@ -16,10 +16,12 @@ from torch._C._dynamo import guards as of_dynamo
 
 from moe_graphs.engine.containers import GONE
 from moe_graphs.engine.fp8 import is_bookkeeping
-from moe_graphs.engine.hooks import hooks_of
+from moe_graphs.engine.hooks import are_of_fsdp, hooks_of
 from moe_graphs.engine.reachable import Reachable, Walk
 from moe_graphs.engine.reads import Reads, functions_of
 from moe_graphs.engine.signature import Mismatch
+from moe_graphs.engine.stand_for import local, stands_for_another
+from moe_graphs.engine.tracing import address
 from moe_graphs.engine.untouched import Untouched
 from moe_graphs.engine.values import same_value
 from moe_graphs.errors import CaptureError
@@ -41,6 +43,7 @@ class Guards:
         roots, reads, read_addresses, everything, tensor_names: as of ``Walk``.
         tensors: path -> more tensors whose address matters.
         outside: modules whose own hooks run outside of the block.
+        sharded: the hooks of ``fully_shard`` may run inside.
     """
 
     def __init__(
@@ -53,8 +56,9 @@ class Guards:
         tensors: Mapping[str, Tensor] = _NOTHING,
         tensor_names: Mapping[int, str] = _NOTHING,
         outside: Iterable[nn.Module] = (),
+        sharded: bool = False,
     ) -> None:
-        self._outside = {id(module) for module in outside}
+        self._outside, self._sharded = {id(module) for module in outside}, sharded
         self._arguments = (dict(roots), reads, frozenset(read_addresses), dict(everything))
         self._tensor_names, self._more = dict(tensor_names), dict(tensors)
         self._noisy: set[int] = set()
@@ -88,7 +92,7 @@ class Guards:
             difference = self._look_again()
             if difference is not None:
                 return difference
-        if any(self._hooks):
+        if any(self._hooks) or self._hooks_of_fsdp != [list(hooks) for hooks in self._with_fsdp]:
             return Mismatch("hooks", "a submodule has hooks now, which a replay does not run")
         return None if self._where.is_same() else self._where.mismatch(list(self._places))
 
@@ -144,7 +148,8 @@ class Guards:
         """
         self.check_followable()
         for name, module in self._found.modules:
-            if any(hooks_of(module)) and id(module) not in self._outside:
+            foreign = [hooks for hooks in hooks_of(module) if not self._are_known(hooks)]
+            if any(foreign) and id(module) not in self._outside:
                 raise CaptureError(
                     f"module {name or 'model'!r} has hooks, which a replay does not run: remove "
                     f"them, or choose a scope that ends before it"
@@ -175,9 +180,11 @@ class Guards:
         matter = {id(leaf) for leaf in found.leaves.values() if is_bookkeeping(leaf)}
         matter.update(map(id, found.tensors.values()))
         self._untouched = Untouched(self._contents, self._noisy, matter)
-        self._hooks = [
-            hooks for _, m in found.modules if id(m) not in self._outside for hooks in hooks_of(m)
-        ]
+        inside = (module for _, module in found.modules if id(module) not in self._outside)
+        hooks = [each for module in inside for each in hooks_of(module)]
+        self._with_fsdp = [each for each in hooks if each and self._are_known(each)]
+        self._hooks = [each for each in hooks if not (each and self._are_known(each))]
+        self._hooks_of_fsdp = list(map(list, self._with_fsdp))
         self._typed = [*(module for _, module in found.modules), *found.kinds]
         self._types = list(map(type, self._typed))
         self._functions = found.functions
@@ -191,6 +198,9 @@ class Guards:
         self._quick = [is_true for compared, is_true in quick if compared]
         self._is_empty = not (self._quick or self._places)
         self._draws = [(name, rng, _state_of(rng)) for name, rng in found.draws]
+
+    def _are_known(self, hooks: dict) -> bool:
+        return self._sharded and are_of_fsdp(hooks)
 
     def _is_untouched(self) -> bool:
         """The quick answer: every place has the very same value."""
@@ -229,13 +239,18 @@ class Where:
     """Where tensors lie, how, and whether they require a gradient."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = list(tensors)
-        self._addresses = list(map(Tensor.data_ptr, tensors))
-        self._kinds = list(map(_kind_of, tensors))
+        self._given, self._tensors = list(tensors), list(map(local, tensors))
+        self._wrappers = [tensor for tensor in tensors if stands_for_another(tensor)]
+        self._stood_for = list(map(_stood_for, self._wrappers))
+        self._addresses = list(map(Tensor.data_ptr, self._tensors))
+        self._kinds = list(map(_kind_of, self._tensors))
+        self._require_grad = [tensor.requires_grad for tensor in tensors]
         self._indices = list(range(len(tensors)))
         self._same_kinds: Callable[..., bool] | None = None
 
     def is_same(self) -> bool:
+        if self._wrappers and list(map(_stood_for, self._wrappers)) != self._stood_for:
+            return False
         if self._same_kinds is None or not self._same_kinds(*self._tensors):
             if list(map(_kind_of, self._tensors)) != self._kinds:
                 return False
@@ -246,16 +261,18 @@ class Where:
 
     def mismatch(self, names: Sequence[str]) -> Mismatch:
         """What is not the same, by the names of the tensors."""
-        for name, tensor, (requires_grad, *_) in zip(
-            names, self._tensors, self._kinds, strict=True
-        ):
+        for name, tensor, requires_grad in zip(names, self._given, self._require_grad, strict=True):
             if tensor.requires_grad is not requires_grad:
                 message = f"{name!r}: captured with requires_grad={requires_grad}: set it back"
                 return Mismatch("requires_grad", message)
-        rows = zip(names, self._tensors, self._addresses, self._kinds, strict=True)
+        rows = zip(names, map(local, self._given), self._addresses, self._kinds, strict=True)
         moved = (n for n, t, a, k in rows if t.data_ptr() != a or _kind_of(t) != k)
         how = "lies at another address or is laid out in another way"
         return _moved(next(moved, "a tensor"), how)
+
+
+def _stood_for(wrapper: Tensor) -> tuple[int, bool]:
+    return id(local(wrapper)), wrapper.requires_grad
 
 
 def _kind_of(tensor: Tensor) -> tuple:
@@ -297,7 +314,7 @@ def tensors_of_others(
     return {
         name: tensor
         for name, tensor in named
-        if id(tensor) not in seen and tensor.untyped_storage().data_ptr() in wanted
+        if id(tensor) not in seen and address(tensor) in wanted
     }
 
 

@@ -24,6 +24,12 @@ def hooks_of_updates(optimizers: Iterable[Optimizer]) -> list[dict]:
     return own + [getattr(optim_globals, kind) for kind in OF_ALL_OPTIMIZERS]
 
 
+def are_of_fsdp(hooks: dict) -> bool:
+    """Those by which ``fully_shard`` gathers parameters: what they do on the device is recorded
+    with the step, what they keep in Python ``whole_step/fsdp.py`` looks after."""
+    return all(hook.__module__.startswith("torch.distributed.fsdp") for hook in hooks.values())
+
+
 class KeptHooks:
     """Hooks of tensors, modules and optimizers, to be put back as they were."""
 

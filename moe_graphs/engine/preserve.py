@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_graphs.engine.fp8 import Fp8State
+from moe_graphs.engine.stand_for import local
 
 
 @contextlib.contextmanager
@@ -91,24 +92,29 @@ class Values:
 
     def __init__(self, tensors: Iterable[Tensor], *, on_host: bool = False) -> None:
         self._kept = [
-            (t, t.detach().to("cpu", copy=True) if on_host else t.detach().clone(), t._version)
+            (t, _copy_of(local(t).detach(), on_host), t._version, local(t)._version)
             for t in tensors
         ]
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [tensor for tensor, _, _ in self._kept]
+        return [tensor for tensor, *_ in self._kept]
 
     @property
     def values(self) -> list[Tensor]:
-        return [value for _, value, _ in self._kept]
+        return [value for _, value, *_ in self._kept]
 
     @torch.no_grad()
     def put_back(self) -> None:
-        for tensor, value, version in self._kept:
-            tensor.detach().copy_(value)
+        for tensor, value, *versions in self._kept:
+            both = (tensor, local(tensor))
+            both[1].detach().copy_(value)
             # Somebody's autograd graph may have saved the tensor: for it nothing has happened.
-            torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+            torch._C._autograd._unsafe_set_version_counter(both, tuple(versions))
+
+
+def _copy_of(tensor: Tensor, on_host: bool) -> Tensor:
+    return tensor.to("cpu", copy=True) if on_host else tensor.clone()
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_graphs.engine.stand_for import local
 from moe_graphs.errors import GraphWarning
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -49,7 +50,7 @@ def first_difference(
         if a.shape != b.shape or a.dtype != b.dtype:
             return Difference(name, None, (a.dtype, a.shape), (b.dtype, b.shape), 1)
         if not same_bits(a, b):
-            return _describe(name, a.detach(), b.detach())
+            return _describe(name, local(a).detach(), local(b).detach())
     return None
 
 
@@ -71,7 +72,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
+    tensor = local(tensor).detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if not tensor.is_contiguous():

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine.signature import tensor_leaves
+from moe_graphs.engine.stand_for import local
 
 
 def static_copy(tensor: Tensor) -> Tensor:
@@ -50,8 +51,8 @@ def owned_leaves(leaves: Sequence[Any]) -> list[Any]:
     for leaf in leaves:
         if isinstance(leaf, Tensor) and id(leaf) not in copies:
             copies[id(leaf)] = torch.empty_like(leaf, requires_grad=False)
-    sources = {id(leaf): leaf.detach() for leaf in tensor_leaves(leaves)}
-    copy_all([copies[key] for key in sources], list(sources.values()))
+    sources = {id(leaf): local(leaf).detach() for leaf in tensor_leaves(leaves)}
+    copy_all([local(copies[key]) for key in sources], list(sources.values()))
     return [copies.get(id(leaf), leaf) for leaf in leaves]
 
 

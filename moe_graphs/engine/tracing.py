@@ -16,10 +16,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_graphs.engine.communication import communicates, finished
 from moe_graphs.engine.preserve import Values
 from moe_graphs.engine.ranks import groups_in
 from moe_graphs.engine.reads import unwatched
+from moe_graphs.engine.resizing import noting_resizes
 from moe_graphs.engine.signature import tensor_leaves
+from moe_graphs.engine.stand_for import has_no_values, is_wrapper, local
 from moe_graphs.errors import CaptureError
 
 # Reads of tensor values that never reach the dispatcher on the CPU.
@@ -63,11 +66,25 @@ def source_line(summary: traceback.StackSummary) -> str:
 
 class DispatchMode(TorchDispatchMode):
     """Without the wrapper that keeps dynamo out: nothing is compiled where these are in force, and
-    it takes longer than most operations."""
+    it takes longer than most operations. Of a tensor that stands for another one (DTensor)
+    subclasses see what is done to that one, in ``see``."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if any(map(is_wrapper, types)):
+            return NotImplemented
+        if has_no_values(types, kwargs):
+            return func(*args, **kwargs)
+        out = self.see(func, args, kwargs)
+        return finished(func, args, out) if communicates(func) else out
+
+    def see(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Runs one operation."""
+        raise NotImplementedError
 
 
 class Operations(DispatchMode):
@@ -83,9 +100,9 @@ class Operations(DispatchMode):
         self.ops: list[tuple] = []
         self.groups: set[dist.ProcessGroup] = set()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self._note(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+    def see(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        self._note(func, args, kwargs)
+        return func(*args, **kwargs)
 
     def _note(self, func: Any, args: tuple, kwargs: dict) -> None:
         if func not in _OF_AUTOGRAD:
@@ -133,25 +150,31 @@ class Trace(Operations):
         self._before: dict[tuple, Values] = {}
         self._host_reads = _RefuseHostReads(self._from_python)
         self.read: set[int] = set()
+        self._resizes = noting_resizes(self._allocated)
 
     def __enter__(self) -> Trace:
         if self._refuse:
             self._host_reads.__enter__()
+        self._resizes.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
+        self._resizes.__exit__(None, None, None)
         if self._refuse:
             self._host_reads.__exit__(*exception)
+
+    def _allocated(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        if nbytes:
+            self._made.add(storage.data_ptr())
 
     def goes_on_from(self, other: Trace) -> Trace:
         """For a backward: what the forward made is not outside of it."""
         self._made = other._made
         return self
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+    def see(self, func: Any, args: tuple, kwargs: dict) -> Any:
         with unwatched():
             found = tensor_leaves((args, kwargs))
             tensors = [tensor for tensor in found if tensor.device.type == self._device.type]
@@ -250,6 +273,7 @@ def differing_op(first: Operations, second: Operations) -> str | None:
 
 def address(tensor: Tensor) -> int:
     """Of the storage; 0 for what has none (sparse tensors)."""
+    tensor = local(tensor)
     if tensor.layout is not torch.strided:
         return 0
     return tensor.untyped_storage().data_ptr()

@@ -17,7 +17,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine.backends.backend import Backend, Graph, MemoryMeter
+from moe_graphs.engine.communication import communicates, wait
 from moe_graphs.engine.reads import unwatched
+from moe_graphs.engine.resizing import noting_resizes
 from moe_graphs.engine.signature import tensor_leaves
 from moe_graphs.engine.tracing import DispatchMode
 from moe_graphs.errors import CaptureError
@@ -28,6 +30,7 @@ class Tape(Graph):
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, tuple, dict, list[torch.Tensor]]] = []
+        self._grown: set[int] = set()
 
     @property
     def kernels(self) -> int:
@@ -39,23 +42,34 @@ class Tape(Graph):
         with torch.autocast("cpu", enabled=False):
             for func, args, kwargs, outputs in self.calls:
                 results = func(*args, **kwargs)
-                if func.namespace == "c10d":
-                    _wait(results)
+                if communicates(func):
+                    wait(results)
                 for output, result in zip(outputs, tensor_leaves(results), strict=True):
                     if output.data_ptr() != result.data_ptr():
                         output.copy_(result)
 
+    def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """A replay does so, too: the tensors of its calls are on this storage."""
+        self.calls.append((_resize, (storage, nbytes), {}, []))
+        if nbytes:
+            self._grown.add(storage._cdata)
+
     def check_memory(self) -> None:
         """
         Raises:
-            CaptureError: if memory was freed that a replay writes to.
+            CaptureError: if memory was freed that a replay writes to without allocating it.
         """
-        written = (output for *_, outputs in self.calls for output in outputs)
-        if any(output.numel() and not output.untyped_storage().nbytes() for output in written):
+        written = (output for *_, outputs in self.calls for output in outputs if output.numel())
+        storages = (output.untyped_storage() for output in written)
+        if any(not each.nbytes() and each._cdata not in self._grown for each in storages):
             raise CaptureError("it frees the storage of a tensor (resize_(0)): drop the tensor")
 
     def release(self) -> None:
         self.calls.clear()
+
+
+def _resize(storage: torch.UntypedStorage, nbytes: int) -> None:
+    storage.resize_(nbytes)
 
 
 class _Recorder(DispatchMode):
@@ -63,8 +77,7 @@ class _Recorder(DispatchMode):
         super().__init__()
         self.tape = tape
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+    def see(self, func: Any, args: tuple, kwargs: dict) -> Any:
         out = func(*args, **kwargs)
         if _is_view(func) or func.namespace == "profiler":
             return out  # static memory seen through other metadata: nothing to do on replay
@@ -81,13 +94,6 @@ def _is_view(func: Any) -> bool:
     )
 
 
-def _wait(results: Any) -> None:
-    """For the communication that has just been started: the next call may read what it writes."""
-    for leaf in pytree.tree_leaves(results):
-        if isinstance(leaf, torch.ScriptObject):
-            torch._C._distributed_c10d.Work.unbox(leaf).wait()
-
-
 class StorageMeter(MemoryMeter, DispatchMode):
     """Follows the storages of what ops return. What an op allocates inside is not seen."""
 
@@ -102,10 +108,10 @@ class StorageMeter(MemoryMeter, DispatchMode):
     def __exit__(self, *exception: object) -> None:
         DispatchMode.__exit__(self, *exception)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
+    def see(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        out = func(*args, **kwargs)
         with unwatched():
-            self._note((args, kwargs or {}), out)
+            self._note((args, kwargs), out)
         return out
 
     def _note(self, given: Any, out: Any) -> None:
@@ -154,7 +160,7 @@ class CpuRecorder(Backend):
     def record(self, pool: None) -> Iterator[list[Graph]]:
         tape = Tape()
         graphs: list[Graph] = []
-        with _Recorder(tape):
+        with noting_resizes(tape.resized), _Recorder(tape):
             yield graphs
         tape.check_memory()
         graphs.append(tape)

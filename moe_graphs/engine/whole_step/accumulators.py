@@ -8,11 +8,13 @@ the default one (``cudaErrorStreamCaptureImplicit``). Data-parallel wrappers hol
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from moe_graphs.errors import CaptureError
@@ -20,20 +22,29 @@ from moe_graphs.errors import CaptureError
 _HOLDERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 
 
-def forget_accumulators(model: nn.Module) -> None:
+def forget_accumulators(model: nn.Module, more: Iterable[Tensor] = ()) -> None:
     """Lets the next forward make new nodes; a loss that is held keeps its own.
+
+    more: that gradients are accumulated for besides the parameters of the model.
 
     Assigning data of another dtype is what makes autograd forget them. Nothing else changes. Does
     nothing within a wrapper whose hooks hang on these nodes.
     """
     if _holder(model) is not None:
         return
-    for parameter in model.parameters():
+    for parameter in chain(model.parameters(), more):
         if parameter.requires_grad:
             data = parameter.data
             other = torch.float32 if data.dtype is torch.float64 else torch.float64
-            parameter.data = torch.empty(0, dtype=other, device=data.device)
+            parameter.data = _empty_like(data, other)
             parameter.data = data
+
+
+def _empty_like(data: Tensor, dtype: torch.dtype) -> Tensor:
+    if isinstance(data, DTensor):
+        part = torch.empty(0, *data.shape[1:], dtype=dtype, device=data.device)
+        return DTensor.from_local(part, data.device_mesh, data.placements, run_check=False)
+    return torch.empty(0, dtype=dtype, device=data.device)
 
 
 class Accumulators:

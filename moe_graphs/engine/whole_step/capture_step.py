@@ -22,6 +22,7 @@ from moe_graphs.engine.whole_step.accumulators import (
     check_streams,
 )
 from moe_graphs.engine.whole_step.batch import StaticBatch
+from moe_graphs.engine.whole_step.fsdp import Sharding
 from moe_graphs.engine.whole_step.grad_fields import (
     Gradients,
     StaticGradients,
@@ -61,6 +62,7 @@ def record_step(
     ):
         failing.callback(backend.release)
         data_parallel.check_settings(definition.model)
+        definition.sharding.rest()
         gc.collect()  # none while a capture runs
         with StateBefore(definition, reads) as before, backend.on_stream():
             with ranks.together():
@@ -136,7 +138,7 @@ def _record(
     # What eager runs left in the allocator's cache would lie beside the graph's own pool.
     definition.backend.release()
     with definition.backend.record(prepared.pool) as graphs, operations:
-        outputs = definition.step(batch.tree())
+        outputs = definition.run(batch.tree())
     both = zip(tensors, versions, strict=True)
     written = [tensor for tensor, version in both if tensor._version != version]
     leaves, structure = pytree.tree_flatten(outputs)
@@ -158,4 +160,5 @@ def _record(
         grad_enabled=torch.is_grad_enabled(),
         written=written,
         entry=prepared.entry,
+        sharding=Sharding(definition.model),
     )

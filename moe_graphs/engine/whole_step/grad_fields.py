@@ -11,7 +11,9 @@ import torch
 from moe_graphs.engine.backends.backend import Graph
 from moe_graphs.engine.scopes.loans import references
 from moe_graphs.engine.signature import Mismatch
+from moe_graphs.engine.stand_for import local
 from moe_graphs.engine.static_memory import copy_all
+from moe_graphs.engine.tracing import address
 from moe_graphs.errors import CaptureError
 
 Gradients = list[torch.Tensor | None]
@@ -75,10 +77,10 @@ class StaticGradients:
         for parameter, found in zip(self.parameters, self.found, strict=True):
             if found is not None and parameter.grad is None:
                 zeros.append(found)
-            elif found is not None and parameter.grad.data_ptr() != found.data_ptr():
-                others.append((parameter.grad, found))
+            elif found is not None and address(parameter.grad) != address(found):
+                others.append((local(parameter.grad), local(found)))
         if zeros:
-            torch._foreach_zero_(zeros)
+            torch._foreach_zero_(list(map(local, zeros)))
         copy_all([found for _, found in others], [other for other, _ in others])
         graph.replay()
         copy_all([other for other, _ in others], [found for _, found in others])
@@ -146,4 +148,5 @@ def gradients_to_find(
 
 def is_part(gradient: torch.Tensor) -> bool:
     """Whether it is a part of a larger buffer."""
+    gradient = local(gradient)
     return gradient.untyped_storage().nbytes() > gradient.nbytes

@@ -17,6 +17,7 @@ from moe_graphs.engine.guards import Guards
 from moe_graphs.engine.signature import Mismatch, tensor_leaves
 from moe_graphs.engine.static_memory import owned_leaves
 from moe_graphs.engine.whole_step.batch import StaticBatch
+from moe_graphs.engine.whole_step.fsdp import Sharding
 from moe_graphs.engine.whole_step.grad_fields import StaticGradients
 from moe_graphs.engine.whole_step.optimizers import FirstStepState
 from moe_graphs.engine.whole_step.step_hooks import StepHooks
@@ -25,8 +26,8 @@ from moe_graphs.engine.whole_step.step_hooks import StepHooks
 @dataclass(frozen=True)
 class RecordedStep:
     """``written``: parameters and buffers that a replay changes; ``context``, ``grad_enabled``:
-    the state of torch that it was captured under; ``entry``: what it finds in FP8; ``hooks``:
-    known from the end of the capture on."""
+    the state of torch that it was captured under; ``entry``: what it finds in FP8; ``sharding``:
+    the settings of FSDP2; ``hooks``: known from the end of the capture on."""
 
     graph: Graph
     pool: Any
@@ -40,11 +41,13 @@ class RecordedStep:
     grad_enabled: bool
     written: list[Tensor]
     entry: fp8.Entry | None
+    sharding: Sharding
     hooks: StepHooks | None = None
 
     def mismatch(self, batch: Any, leaves: Sequence[Any], structure: Any) -> Mismatch | None:
         """Why this call cannot be replayed, or None. Does not synchronise."""
         self.first_step_state.put_in()
+        self.sharding.rest()
         if torch.is_grad_enabled() != self.grad_enabled:
             message = "grad mode is not that of the capture: keep no_grad and its kin in the step"
             return Mismatch("grad_mode", message)
@@ -55,6 +58,7 @@ class RecordedStep:
             self.batch.mismatch(batch, leaves, structure)
             or self.context.mismatch()
             or self._mismatch_in_fp8()
+            or self.sharding.mismatch()
             or self.guards.mismatch()
             or (self.hooks.mismatch() if self.hooks is not None else None)
             or (self.gradients.mismatch() if self.gradients is not None else None)

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moe_graphs.engine import doors, fp8
 from moe_graphs.engine.reads import Reads
+from moe_graphs.engine.stand_for import stands_for_another
 from moe_graphs.engine.tracing import Trace, address
 from moe_graphs.engine.whole_step import data_parallel
 from moe_graphs.engine.whole_step.batch import StaticBatch
@@ -80,7 +81,9 @@ def rehearse(definition: StepDefinition, batch: StaticBatch, reads: Reads, runs:
         raise CaptureError("backward(create_graph=True) leaves gradients that require grad")
     seen.dropped = [_is_dropped(*pair, trace) for pair in zip(before, after, strict=True)]
     here = _current_stream(definition.backend.device)
-    seen.stale = [name for name, stream in streams.items() if stream != here]
+    # FSDP2 runs these hooks itself, on its own stream, which it orders with the caller's.
+    plain = (item for item in streams.items() if not stands_for_another(named[item[0]]))
+    seen.stale = [name for name, stream in plain if stream != here]
     updated = versions != [parameter._version for parameter in parameters]
     found = [gradient for gradient in before if gradient is not None]
     touched = any(address(gradient) in trace.read for gradient in found)
@@ -96,7 +99,7 @@ def _run(definition: StepDefinition, batch: StaticBatch, seen: Rehearsal) -> Tra
     autocast = fp8.Autocast()
     # On this thread, where ``reads`` can see backwards and hooks.
     with torch.autograd.set_multithreading_enabled(False), reads, trace:
-        definition.step(batch.tree())
+        definition.run(batch.tree())
     autocast.put_back()
     reads.check_random()
     reads.check_doors(asked=doors.OF_VERSIONS)

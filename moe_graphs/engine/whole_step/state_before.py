@@ -49,7 +49,7 @@ class StateBefore:
         self._hidden = HiddenState(definition.backend.device, definition.backend.generators)
         self._hooks = KeptHooks(unique.values(), definition.model, definition.optimizers())
         check_hooks(definition.model)
-        forget_accumulators(definition.model)  # those of the caller's stream
+        self._forget_accumulators()  # those of the caller's stream
         return self
 
     def tensors(self) -> list[Tensor]:
@@ -71,4 +71,8 @@ class StateBefore:
             self._python_random.put_back()
             self._hooks.put_back()
         set_gradients(self._parameters, self.gradients)
-        forget_accumulators(self._definition.model)  # those that an exception's traceback holds
+        self._forget_accumulators()  # those that an exception's traceback holds
+
+    def _forget_accumulators(self) -> None:
+        gathered = self._definition.sharding.unsharded_parameters()
+        forget_accumulators(self._definition.model, gathered)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from moe_graphs.engine import fp8
 from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.guards import Guards, reads_before_running
 from moe_graphs.engine.reads import Reads
+from moe_graphs.engine.whole_step.fsdp import Sharding
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,16 @@ class StepDefinition:
     optimizer: Optimizer | None
     state: tuple[Any, ...]
     backend: Backend
+
+    def run(self, batch: Any) -> Any:
+        """The step; afterwards no parameter is gathered that FSDP2 has sharded."""
+        result = self.step(batch)
+        self.sharding.rest()
+        return result
+
+    @functools.cached_property
+    def sharding(self) -> Sharding:
+        return Sharding(self.model)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Those that have a gradient, or may get one. A frozen one may have one left."""
@@ -68,4 +80,5 @@ class StepDefinition:
             everything=everything,
             tensors=fp8.tensors_of(self.model),
             tensor_names={id(p): name for name, p in self.model.named_parameters()},
+            sharded=True,
         )

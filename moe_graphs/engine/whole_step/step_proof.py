@@ -37,9 +37,7 @@ class Proof:
         not_reproducible: whether eager runs differ from one another, too.
     """
 
-    def __init__(
-        self, definition: StepDefinition, before: StateBefore, ranks: Ranks
-    ) -> None:
+    def __init__(self, definition: StepDefinition, before: StateBefore, ranks: Ranks) -> None:
         self._definition, self._before, self._anywhere = definition, before, ranks.any
         self._parameters = list(definition.parameters().values())
         self.difference: Difference | None = None
@@ -123,7 +121,7 @@ class Proof:
     ) -> dict[str, Any]:
         self._put_back(found)
         with operations or contextlib.nullcontext():
-            outputs = self._definition.step(self._batch.tree())
+            outputs = self._definition.run(self._batch.tree())
         result = self._look(tensor_leaves(outputs), kept, name)
         del outputs
         self._put_back(found)

@@ -1,0 +1,42 @@
+"""Operations that communicate: they give back work to wait for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from moe_graphs.engine.signature import tensor_leaves
+
+_BETWEEN_TWO = ("send", "recv_", "recv_any_source_")
+
+
+def communicates(func: Any) -> bool:
+    return getattr(func, "namespace", None) == "c10d"
+
+
+def wait(results: Any) -> None:
+    """For the communication that has just been started: the next call may read what it writes."""
+    for leaf in pytree.tree_leaves(results):
+        if isinstance(leaf, torch.ScriptObject):
+            torch._C._distributed_c10d.Work.unbox(leaf).wait()
+
+
+def finished(func: Any, args: tuple, results: Any) -> Any:
+    """On the CPU: the results, arrived, with work that is done.
+
+    gloo puts some results into place where they are waited for, by operations of their own: they
+    are a part of this one. Of two ranks that send to each other none may wait.
+    """
+    on_cpu = any(tensor.is_cpu for tensor in tensor_leaves(args))
+    if not on_cpu or func.overloadpacket.__name__ in _BETWEEN_TWO:
+        return results
+    wait(results)
+    leaves, structure = pytree.tree_flatten(results)
+    done = [_done() if isinstance(leaf, torch.ScriptObject) else leaf for leaf in leaves]
+    return pytree.tree_unflatten(done, structure)
+
+
+def _done() -> torch.ScriptObject:
+    return torch._C._distributed_c10d.FakeWork().boxed()

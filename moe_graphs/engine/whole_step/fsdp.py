@@ -1,0 +1,85 @@
+"""FSDP2 (``fully_shard``) around a step: what it keeps in Python between steps.
+
+A captured step holds FSDP2's communication as it holds everything else. What a replay does not do
+is run FSDP2's Python, so that has to be where it was: parameters sharded, nothing left over from
+an open accumulation, the same settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from moe_graphs.engine.signature import Mismatch
+
+# Of a group of parameters, of its state, of what all states share: each asked for by name, since
+# versions of torch differ in which they have.
+_OF_GROUPS = (
+    "reduce_grads", "all_reduce_grads", "reshard_after_backward", "_reshard_after_forward",
+    "gradient_divide_factor", "force_sum_reduction_for_comms", "unshard_async_op",
+    "unshard_in_backward", "reduce_scatter_unused_params", "mp_policy", "_partial_reduce_output",
+)  # fmt: skip
+
+
+def sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+class Sharding:
+    """The modules of a model that ``fully_shard`` has sharded, and their settings as they are."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = sharded_modules(model)
+        states = {id(state): state for state in (m._get_fsdp_state() for m in modules)}
+        self._groups = [group for state in states.values() for group in _groups_of(state)]
+        self._contexts = {id(c): c for s in states.values() if (c := _context_of(s)) is not None}
+        self._states = list(states.values())
+        self._before = self._settings()
+
+    def rest(self) -> None:
+        """Frees parameters that are gathered, as the end of a backward does: a forward without
+        one leaves them."""
+        for group in self._groups:
+            if not group.is_sharded:
+                group.reshard()
+
+    def unsharded_parameters(self) -> Iterator[Tensor]:
+        """What gradients are accumulated in, where there have been steps. They may be freed."""
+        for group in self._groups:
+            for parameter in group.fsdp_params:
+                if hasattr(parameter, "_unsharded_param"):
+                    yield parameter._unsharded_param
+
+    def mismatch(self) -> Mismatch | None:
+        if not self._groups or self._settings() == self._before:
+            return None
+        message = (
+            "settings of fully_shard (set_requires_gradient_sync and its kin, prefetching) are not "
+            "those of the capture, or gradients wait to be reduced: set them within the step"
+        )
+        return Mismatch("sharding", message)
+
+    def _settings(self) -> list[Any]:
+        found: list[Any] = [context.is_last_backward for context in self._contexts.values()]
+        for state in self._states:
+            for name in ("_states_to_forward_prefetch", "_states_to_backward_prefetch"):
+                found.append(list(map(id, getattr(state, name, ()))))
+        for group in self._groups:
+            found.append([getattr(group, name, None) for name in _OF_GROUPS])
+            found.append(any(p.unsharded_accumulated_grad is not None for p in group.fsdp_params))
+        return found
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """torch 2.11 has one of each state."""
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is None:
+        several = [state._fsdp_param_group]
+    return [group for group in several if group is not None]
+
+
+def _context_of(state: Any) -> Any:
+    return getattr(state, "_state_ctx", None)
