@@ -39,11 +39,12 @@ from moe_graphs.lm.continued import checkpoint_identity, save_for_others
 from moe_graphs.lm.data import HeldOut, Text, TrainingBatches
 from moe_graphs.lm.metrics import compressed_bits_per_byte
 from moe_graphs.lm.picture import draw_losses
+from moe_graphs.lm.restarts import mark_launch
 from moe_graphs.lm.run_presets import Preset
 from moe_graphs.lm.sample import Sample, sample_text
 from moe_graphs.lm.sharded_checkpoint import checkpoints_of, model_of, resume
 from moe_graphs.lm.trainer import LogLine, Trainer, TrainingDiverged
-from moe_graphs.lm.workers import Workers, is_first, on_first
+from moe_graphs.lm.workers import Workers, agent, check_equal, is_first, on_first
 from moe_graphs.parallel import parallelize
 
 
@@ -258,7 +259,7 @@ def run(options: RunOptions, text: Text, progress: Progress) -> Summary:
     held_out = _held_out(options, text)
     before = _loss_before(options, trainer, held_out, progress)
     differences = [] if options.resume is None else resume(options.resume, trainer)
-    on_first(options.workers, lambda: prepare_run_directory(options.out, options.resume))
+    on_first(options.workers, lambda: _prepare(options))
     for difference in differences:
         progress.note(f"resumed with another setting: {difference}")
     curve = [] if before is None else [(0, held_out.bits_per_byte(before))]
@@ -295,10 +296,15 @@ def run(options: RunOptions, text: Text, progress: Progress) -> Summary:
     return summary
 
 
+def _prepare(options: RunOptions) -> None:
+    prepare_run_directory(options.out, options.resume)
+    mark_launch(options.out, [agent()] if options.workers is None else options.workers.agents)
+
+
 def _agree(workers: Workers, trainer: Trainer) -> None:
     """On what checkpoints call the settings, the text among them, and on the run's name."""
     trainer.run_id = workers.gather(trainer.run_id)[0]
-    workers.check_equal(settings_of(trainer), "give all ranks the same text and the same torch")
+    check_equal(settings_of(trainer), "give all ranks the same text and the same torch")
 
 
 def _leave(options: RunOptions, trainer: Trainer, summary: Summary, progress: Progress) -> None:

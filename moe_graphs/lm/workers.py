@@ -9,11 +9,13 @@ import contextlib
 import datetime
 import os
 import random
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,23 +52,36 @@ class Place:
             raise ValueError(f"{', '.join(names)} must be whole numbers: {error}") from error
 
 
+def agent() -> str:
+    """Other words for another launch of torchrun on this host: its name and its process."""
+    parent = os.getppid()
+    stat = Path(f"/proc/{parent}/stat")
+    began = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else ""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return f"{name} {socket.gethostname()} {parent} {began}"
+
+
 @dataclass(frozen=True)
 class Workers:
     """All ranks of a run, laid out on a mesh. What has collectives in it is called by all ranks.
 
     Attributes:
         on_hosts: a gloo group of all ranks, for what travels between hosts.
+        agents: what has started each of the ranks.
     """
 
     layout: ParallelConfig
     mesh: DeviceMesh
+    device: torch.device
     on_hosts: dist.ProcessGroup
+    agents: tuple[str, ...] = ()
 
     @classmethod
-    def on(cls, layout: ParallelConfig, device_type: str) -> Workers:
+    def on(cls, layout: ParallelConfig, device: torch.device) -> Workers:
         """On the initialised process group."""
-        mesh = make_mesh(layout, device_type)
-        return cls(layout, mesh, dist.new_group(backend="gloo"))
+        mesh = make_mesh(layout, device.type)
+        workers = cls(layout, mesh, device, dist.new_group(backend="gloo"))
+        return replace(workers, agents=tuple(workers.gather(agent())))
 
     @property
     def rank(self) -> int:
@@ -132,33 +147,40 @@ class Workers:
             raise error
         return value
 
-    def check_equal(self, values: Mapping[str, Any], remedy: str) -> None:
-        """Returns if all ranks have the same.
-
-        Raises:
-            ValueError: on every rank, with the first differences of the first rank that has others.
-        """
-        here = {name: str(value) for name, value in values.items()}
-        every = self.gather(here)
-        for rank, there in enumerate(every):
-            if there != every[0]:
-                names = [name for name in {**every[0], **there} if there.get(name)
-                         != every[0].get(name)]  # fmt: skip
-                what = "; ".join(
-                    f"{name} is {every[0].get(name)} on rank 0 and {there.get(name)} on rank {rank}"
-                    for name in names[:5]
-                )
-                raise ValueError(f"the ranks do not agree: {what}: {remedy}")
-
     def seed(self, seed: int, step: int = 0) -> None:
         """Starts this rank's random numbers, which no other rank or step shares."""
         # A string seeds by its hash.
         drawn = random.Random(f"{seed} {self.data.get_local_rank()} {step}").getrandbits(63)
         torch.manual_seed(drawn)
 
+    def described(self) -> str:
+        degrees = (f"{name} {n}" for name, n in asdict(self.layout).items())
+        return f"{', '.join(degrees)} on {self.count} ranks"
+
     def to_dict(self) -> dict[str, Any]:
         """Of the layout."""
         return {**asdict(self.layout), "ranks": self.count}
+
+
+def check_equal(values: Mapping[str, Any], remedy: str) -> None:
+    """Returns if all ranks of the process group have the same. All of them call it.
+
+    Raises:
+        ValueError: on every rank, with the first differences of the first rank that has others.
+    """
+    here = {name: str(value) for name, value in values.items()}
+    every: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(every, here)
+    first, nothing = every[0], "not given"
+    for rank, there in enumerate(every):
+        names = [name for name in {**first, **there} if first.get(name) != there.get(name)]
+        if names:
+            what = "; ".join(
+                f"{name} is {first.get(name, nothing)} on rank 0 and {there.get(name, nothing)} on "
+                f"rank {rank}"
+                for name in names[:5]
+            )
+            raise ValueError(f"the ranks do not agree: {what}: {remedy}")
 
 
 def is_first(workers: Workers | None) -> bool:
@@ -201,7 +223,7 @@ def _are(world_size: int) -> str:
 
 
 @contextlib.contextmanager
-def meeting(place: Place, device_type: str, seconds: float, *expected: type[Exception]) -> Iterator:
+def meeting(place: Place, on_gpu: bool, seconds: float, *expected: type[Exception]) -> Iterator:
     """The process group of torchrun's workers, for the duration.
 
     A rank that fails ends at once, and its error is the only one that is printed, in a line if it
@@ -213,11 +235,9 @@ def meeting(place: Place, device_type: str, seconds: float, *expected: type[Exce
     """
     patience = datetime.timedelta(seconds=seconds)
     store, rank, size = next(iter(dist.rendezvous("env://", timeout=patience)))
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     try:
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=size, timeout=patience
-        )
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
         yield
         dist.destroy_process_group()
     except BaseException as error:
