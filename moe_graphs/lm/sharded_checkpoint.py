@@ -23,7 +23,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from moe_graphs.layers import LanguageModel, TransformerConfig
 from moe_graphs.lm.checkpoint import (
@@ -45,7 +44,17 @@ from moe_graphs.lm.checkpoint import (
     save_checkpoint,
     settings_of,
 )
-from moe_graphs.lm.sharded_state import MODEL, OPTIMIZER, GlobalView, set_random_state
+from moe_graphs.lm.sharded_state import (
+    HISTORY,
+    MODEL,
+    OPTIMIZER,
+    history_state,
+    model_state,
+    optimizer_state,
+    random_state,
+    set_random_state,
+    share,
+)
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.lm.workers import Workers
 
@@ -81,8 +90,12 @@ class ShardedCheckpoints:
         trainer.settle()
         run_id, step = trainer.run_id, trainer.step
         partial = self._workers.on_first(lambda: make_partial(self._directory, run_id))
-        view = GlobalView(trainer)
-        state = {**view.model(), **view.optimizer(), **view.history(step), **view.random()}
+        state = {
+            **model_state(trainer),
+            **optimizer_state(trainer),
+            **history_state(trainer, step),
+            **random_state(trainer),
+        }
         writer = dcp.FileSystemWriter(partial)
         settings = settings_of(trainer)
         written = dcp.async_save(state, storage_writer=writer, process_group=self._group)
@@ -228,14 +241,13 @@ def _load_sharded(path: Path, trainer: Trainer) -> list[str]:
     check_step(path, step, trainer)
     reader = dcp.FileSystemReader(path)
     kept = described_by(reader.read_metadata())
-    view = GlobalView(trainer)
-    model = view.model()
+    model = model_state(trainer)
     check_same_model(path, _of(kept, MODEL), _of(described(model), MODEL))
-    state = {**model, **view.optimizer(), **view.history(step)}
+    state = {**model, **optimizer_state(trainer), **history_state(trainer, step)}
     if missing := sorted(state.keys() - kept.keys()):
         raise ValueError(f"resume: {path} has no {missing[0]!r}: take another checkpoint")
     same = manifest["ranks"] == (1 if trainer.workers is None else trainer.workers.count)
-    random = {key: value for key, value in view.random().items() if same and key in kept}
+    random = {key: value for key, value in random_state(trainer).items() if same and key in kept}
     # Alone, also where there is a process group that others are not asked to enter.
     dcp.load({**state, **random}, storage_reader=reader, no_dist=trainer.workers is None)
     _set_random(trainer, random, step)
@@ -247,8 +259,7 @@ def _share(path: Path, trainer: Trainer) -> list[str]:
     whole = read_whole(path)
     step = whole.state["step"]
     check_step(path, step, trainer)
-    view = GlobalView(trainer)
-    model = view.model()
+    model = model_state(trainer)
     check_same_model(path, described(whole.tensors), _of(described(model), MODEL))
     source = {f"{MODEL}.{name}": value for name, value in whole.tensors.items()}
     states = whole.state["optimizer"]["state"]
@@ -259,28 +270,19 @@ def _share(path: Path, trainer: Trainer) -> list[str]:
     for number, name in enumerate(names):
         for kind, value in states.get(number, {}).items():
             source[f"{OPTIMIZER}.{name}.{kind}"] = value
-    history = {f"history.{name}": value for name, value in whole.state["history"].items()}
-    state = {**model, **view.optimizer(), **view.history(step)}
-    with torch.no_grad():
-        for key, target in state.items():
-            _fill(target, {**source, **history}[key])
+    history = {f"{HISTORY}.{name}": value for name, value in whole.state["history"].items()}
+    state = {**model, **optimizer_state(trainer), **history_state(trainer, step)}
+    for key, target in state.items():
+        where, part = share(target.detach())
+        part.copy_({**source, **history}[key][where])
     _set_random(trainer, {}, step)
     return _goes_on(trainer, step, whole.settings, 1)
-
-
-def _fill(target: Tensor, whole: Tensor) -> None:
-    if isinstance(target, DTensor):
-        whole = whole.to(target.device, target.dtype)
-        share = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
-        target.to_local().copy_(share.to_local())
-    else:
-        target.copy_(whole)
 
 
 def _set_random(trainer: Trainer, state: Mapping[str, Tensor], step: int) -> None:
     """To ``state``, or where it is of another number of ranks to what no rank has had."""
     if state:
-        set_random_state({key.rpartition(".")[2]: v for key, v in state.items()}, trainer.device)
+        set_random_state(state, trainer.device)
     elif trainer.workers is not None:
         trainer.workers.seed(trainer.settings.seed, step)
     else:
