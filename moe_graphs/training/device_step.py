@@ -12,14 +12,12 @@ Every piece can be captured in a graph, alone or with the forward and backward b
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from moe_graphs.training.capturable import check_capturable_optimizer
@@ -49,8 +47,8 @@ class DeviceStep:
             parameters, state and step counter alone by a flag on the device.
         clip_norm: the largest global gradient norm; ``math.inf`` measures without clipping.
         process_group: all of its ranks skip if one of them found inf or NaN.
-        shard_group: ranks that hold parts of the parameters, so that the norm is theirs together.
-            Parts are disjoint; those of DTensors may also have copies, on all other ranks alike.
+        shard_group: ranks that hold disjoint parts of the parameters, so that the norm is theirs
+            together. Not for parameters that some of its ranks share.
         set_to_none: drops gradients instead of zeroing them. Right if the backward is in the
             same graph as this step or nothing is captured; a graph of this step alone reads
             gradients at the addresses it was captured with, so that they have to stay.
@@ -94,12 +92,7 @@ class DeviceStep:
             self.scaler.update(found_inf)
         if self.clip_norm is not None:
             norm = total_norm(gradients, self.shard_group)
-            if self.shard_group is None:
-                nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
-            else:
-                # DTensors of several meshes cannot be multiplied by one call.
-                factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-                torch._foreach_mul_([local_part(g)[0] for g in gradients], factor)
+            nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
         self._decay_weights(found_inf)
         with _skipped_if(self.optimizer, found_inf):
             self.optimizer.step()
@@ -124,39 +117,18 @@ def total_norm(gradients: Sequence[Tensor], shard_group: dist.ProcessGroup | Non
     """The 2-norm of all gradients as one vector: fp32 whatever their dtype, 0-dim.
 
     ``torch.nn.utils.get_total_norm`` rounds every tensor's norm to the tensor's dtype.
-
-    Args:
-        shard_group: as of ``DeviceStep``.
     """
-    if shard_group is None:
-        norms = _norms(gradients)
-        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-    by_copies: dict[int, list[Tensor]] = {}
-    for gradient in gradients:
-        part, copies = local_part(gradient)
-        by_copies.setdefault(copies, []).append(part)
-    squares = [
-        torch.stack(_norms(parts)).square().sum() / copies for copies, parts in by_copies.items()
-    ]
-    squared = torch.stack(squares).sum()
-    dist.all_reduce(squared, group=shard_group)
-    return squared.sqrt()
-
-
-def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
-    return [
+    norms = [
         norm
         for same in by_dtype(gradients)
         for norm in torch._foreach_norm(same, 2.0, dtype=torch.float32)
     ]
-
-
-def local_part(tensor: Tensor) -> tuple[Tensor, int]:
-    """What this rank has of it, and how many ranks have the same part."""
-    if not isinstance(tensor, DTensor):
-        return tensor, 1
-    pairs = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-    return tensor.to_local(), math.prod(size for each, size in pairs if each.is_replicate())
+    total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    if shard_group is None:
+        return total
+    squared = total.square()
+    dist.all_reduce(squared, group=shard_group)
+    return squared.sqrt()
 
 
 @contextlib.contextmanager
