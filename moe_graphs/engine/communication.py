@@ -9,8 +9,6 @@ from torch.utils import _pytree as pytree
 
 from moe_graphs.engine.signature import tensor_leaves
 
-_BETWEEN_TWO = ("send", "recv_", "recv_any_source_")
-
 
 def communicates(func: Any) -> bool:
     return getattr(func, "namespace", None) == "c10d"
@@ -24,13 +22,13 @@ def wait(results: Any) -> None:
 
 
 def finished(func: Any, args: tuple, results: Any) -> Any:
-    """On the CPU: the results, arrived, with work that is done.
+    """The results; of a reduce-scatter on the CPU, arrived, with work that is done.
 
-    gloo puts some results into place where they are waited for, by operations of their own: they
-    are a part of this one. Of two ranks that send to each other none may wait.
+    gloo copies its results into place where they are waited for, by operations that would be
+    seen: they are a part of this one.
     """
     on_cpu = any(tensor.is_cpu for tensor in tensor_leaves(args))
-    if not on_cpu or func.overloadpacket.__name__ in _BETWEEN_TWO:
+    if not on_cpu or "reduce_scatter" not in func.overloadpacket.__name__:
         return results
     wait(results)
     leaves, structure = pytree.tree_flatten(results)

@@ -40,7 +40,7 @@ class GroupedExperts(ExpertsBackend):
         self.draw_experts(self.w2, out_std)
 
     def forward(self, rows_RD: Tensor, offsets_e: Tensor) -> Tensor:
-        return swiglu_experts(rows_RD, self.w1, self.w2, offsets_e)
+        return swiglu_experts(rows_RD, _local(self.w1), _local(self.w2), offsets_e)
 
     def stacked_weights(self) -> tuple[Tensor, Tensor]:
         return self.w1.detach(), self.w2.detach()
@@ -49,6 +49,12 @@ class GroupedExperts(ExpertsBackend):
     def load_stacked_weights(self, w1_eD2F: Tensor, w2_eFD: Tensor) -> None:
         self.w1.copy_(w1_eD2F)
         self.w2.copy_(w2_eFD)
+
+
+def _local(weight: Tensor) -> Tensor:
+    """This rank's experts of a weight that is sharded over an expert-parallel group (DTensor)."""
+    to_local = getattr(weight, "to_local", None)
+    return weight if to_local is None else to_local()
 
 
 def swiglu_experts(rows_RD: Tensor, w1_eD2F: Tensor, w2_eFD: Tensor, offsets_e: Tensor) -> Tensor:

@@ -193,9 +193,13 @@ class LanguageModel(nn.Module):
         """
         total = sum(parameter.numel() for parameter in self.parameters())
         for moe in self._moe_layers():
-            local = sum(parameter.numel() for parameter in moe.experts.parameters())
+            held = list(moe.experts.parameters())
+            local = sum(parameter.numel() for parameter in held)
+            # A DTensor has the shape of all of them.
+            is_whole = any(hasattr(parameter, "to_local") for parameter in held)
+            experts = moe.config.num_experts if is_whole else len(moe.experts.local_experts)
             count = moe.config.top_k if active else moe.config.num_experts
-            total += local // len(moe.experts.local_experts) * count - local
+            total += local // experts * count - local
         return total
 
     def flops_per_token(self, sequence_length: int) -> int:

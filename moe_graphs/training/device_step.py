@@ -12,17 +12,18 @@ Every piece can be captured in a graph, alone or with the forward and backward b
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributed as dist
 from torch.optim import Optimizer
 
 from moe_graphs.training.capturable import check_capturable_optimizer
 from moe_graphs.training.ema import ExponentialMovingAverage
-from moe_graphs.training.grad_scaler import GradScaler, by_dtype
+from moe_graphs.training.grad_norm import clip_by, local_part, total_norm
+from moe_graphs.training.grad_scaler import GradScaler
 
 
 class StepResult(NamedTuple):
@@ -48,7 +49,7 @@ class DeviceStep:
         clip_norm: the largest global gradient norm; ``math.inf`` measures without clipping.
         process_group: all of its ranks skip if one of them found inf or NaN.
         shard_group: ranks that hold disjoint parts of the parameters, so that the norm is theirs
-            together. Not for parameters that some of its ranks share.
+            together. Not for parameters that some of its ranks share, nor for DTensors, which know.
         set_to_none: drops gradients instead of zeroing them. Right if the backward is in the
             same graph as this step or nothing is captured; a graph of this step alone reads
             gradients at the addresses it was captured with, so that they have to stay.
@@ -88,11 +89,11 @@ class DeviceStep:
         found_inf = scale = norm = None
         if self.scaler is not None:
             scale = self.scaler.scale_factor.clone()
-            found_inf = self.scaler.unscale_(gradients, self.process_group)
+            found_inf = self.scaler.unscale_(list(map(local_part, gradients)), self.process_group)
             self.scaler.update(found_inf)
         if self.clip_norm is not None:
             norm = total_norm(gradients, self.shard_group)
-            nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
+            clip_by(gradients, self.clip_norm, norm)
         self._decay_weights(found_inf)
         with _skipped_if(self.optimizer, found_inf):
             self.optimizer.step()
@@ -109,26 +110,7 @@ class DeviceStep:
             if decay is not None and decayed:
                 step = group["lr"] * decay
                 step = step if found_inf is None else step * (1 - found_inf)
-                torch._foreach_mul_(decayed, 1 - step)
-
-
-@torch.no_grad()
-def total_norm(gradients: Sequence[Tensor], shard_group: dist.ProcessGroup | None = None) -> Tensor:
-    """The 2-norm of all gradients as one vector: fp32 whatever their dtype, 0-dim.
-
-    ``torch.nn.utils.get_total_norm`` rounds every tensor's norm to the tensor's dtype.
-    """
-    norms = [
-        norm
-        for same in by_dtype(gradients)
-        for norm in torch._foreach_norm(same, 2.0, dtype=torch.float32)
-    ]
-    total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-    if shard_group is None:
-        return total
-    squared = total.square()
-    dist.all_reduce(squared, group=shard_group)
-    return squared.sqrt()
+                torch._foreach_mul_(list(map(local_part, decayed)), 1 - step)
 
 
 @contextlib.contextmanager

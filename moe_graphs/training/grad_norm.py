@@ -1,0 +1,91 @@
+"""The norm of all gradients of a model, however its parameters are sharded, and clipping by it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moe_graphs.training.grad_scaler import by_dtype
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor; another tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def total_norm(gradients: Sequence[Tensor], shard_group: dist.ProcessGroup | None = None) -> Tensor:
+    """The 2-norm of all gradients as one vector: fp32 whatever their dtype, 0-dim.
+
+    Of sharded gradients (DTensor: FSDP2, tensor and expert parallelism) it is that of the whole
+    tensors, the same on all of their ranks; what ranks have copies of counts once.
+    ``torch.nn.utils.get_total_norm`` rounds every tensor's norm to the tensor's dtype, and takes
+    DTensors of one mesh only.
+
+    Args:
+        shard_group: ranks that hold disjoint parts of what is not a DTensor.
+
+    Raises:
+        ValueError: a DTensor whose values have yet to be summed (Partial).
+    """
+    alike: dict[tuple[dist.ProcessGroup | None, ...], list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        alike[_holders(gradient, shard_group)].append(local_part(gradient))
+    norms = [_over_ranks(_norm_of(each), groups) for groups, each in alike.items()]
+    return _norm_of(norms) if len(norms) > 1 else (norms or [torch.zeros(())])[0]
+
+
+@torch.no_grad()
+def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """As ``torch.nn.utils.clip_grad_norm_``, by ``total_norm``, for parameters on several meshes.
+
+    Returns:
+        The norm before clipping: fp32, 0-dim, no DTensor.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = total_norm(gradients)
+    clip_by(gradients, max_norm, norm)
+    return norm
+
+
+def clip_by(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scales gradients, of the norm that is given, to at most ``max_norm``."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for same in by_dtype([local_part(gradient) for gradient in gradients]):
+        torch._foreach_mul_(same, factor.to(same[0].device))
+
+
+def _norm_of(tensors: Sequence[Tensor]) -> Tensor:
+    norms = [
+        norm
+        for same in by_dtype(tensors)
+        for norm in torch._foreach_norm(same, 2.0, dtype=torch.float32)
+    ]
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _over_ranks(norm: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    if not groups:
+        return norm
+    squared = norm.square()
+    for group in groups:
+        dist.all_reduce(squared, group=group)
+    return squared.sqrt()
+
+
+def _holders(
+    gradient: Tensor, shard_group: dist.ProcessGroup | None
+) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of ranks that together hold the gradient."""
+    if not isinstance(gradient, DTensor):
+        return () if shard_group is None else (shard_group,)
+    mesh, placements = gradient.device_mesh, gradient.placements
+    if any(placement.is_partial() for placement in placements):
+        raise ValueError(f"a gradient is {placements}, not yet summed over its ranks: reduce it")
+    sharded = (dim for dim, placement in enumerate(placements) if not placement.is_replicate())
+    return tuple(mesh.get_group(dim) for dim in sharded if mesh.size(dim) > 1)
