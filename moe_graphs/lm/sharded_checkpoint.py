@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import shutil
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -248,10 +249,16 @@ def _load_sharded(path: Path, trainer: Trainer) -> list[str]:
         raise ValueError(f"resume: {path} has no {missing[0]!r}: take another checkpoint")
     same = manifest["ranks"] == (1 if trainer.workers is None else trainer.workers.count)
     random = {key: value for key, value in random_state(trainer).items() if same and key in kept}
-    # Alone, also where there is a process group that others are not asked to enter.
-    dcp.load({**state, **random}, storage_reader=reader, no_dist=trainer.workers is None)
+    _read({**state, **random}, reader, alone=trainer.workers is None)
     _set_random(trainer, random, step)
     return _goes_on(trainer, step, saved, manifest["ranks"])
+
+
+def _read(state: dict[str, Tensor], reader: dcp.FileSystemReader, *, alone: bool) -> None:
+    """In place. ``alone``: the other ranks, if there are any, read nothing at this moment."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load(state, storage_reader=reader, no_dist=alone)
 
 
 def _share(path: Path, trainer: Trainer) -> list[str]:
@@ -325,7 +332,7 @@ def read_model(path: Path) -> dict[str, Tensor]:
         for key, kept in reader.read_metadata().state_dict_metadata.items()
         if key.startswith(f"{MODEL}.") and isinstance(kept, TensorStorageMetadata)
     }
-    dcp.load(state, storage_reader=reader, no_dist=True)
+    _read(state, reader, alone=True)
     return {key.removeprefix(f"{MODEL}."): value for key, value in state.items()}
 
 

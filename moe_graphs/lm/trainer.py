@@ -126,10 +126,7 @@ class Trainer:
         self.device = next(model.parameters()).device
         self.optimizer = build_optimizer(model, settings)
         self.device_step = DeviceStep(
-            self.optimizer,
-            clip_norm=settings.clip_norm,
-            shard_group=None if workers is None else workers.group,
-            set_to_none=True,
+            self.optimizer, clip_norm=settings.clip_norm, set_to_none=True
         )
         self.full_iteration: FullIteration | None = None
         self.optimizer_in_graph = False

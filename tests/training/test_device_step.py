@@ -20,8 +20,8 @@ from moe_graphs.engine.tracing import Trace
 from moe_graphs.engine.whole_step.full_iteration import FullIteration
 from moe_graphs.training.capturable import load_optimizer_state, tensor_hyperparameters
 from moe_graphs.training.device_step import DeviceStep, StepResult
-from moe_graphs.training.grad_norm import total_norm
 from moe_graphs.training.ema import ExponentialMovingAverage
+from moe_graphs.training.grad_norm import total_norm
 from moe_graphs.training.grad_scaler import GradScaler
 from training_runs import DEVICES, device_backend
 
