@@ -47,13 +47,13 @@ def mark_launch(out: Path, agents: Sequence[str]) -> None:
 
 
 def _is_restarted(out: Path, agents: Sequence[str]) -> bool:
-    """By an agent that was there before: on the second start of a run that was refused at its
-    first, ``out`` is another run's."""
+    """Whether an agent that was there before has started these workers.
+
+    torchrun's count of restarts does not say so: when a run was refused, ``out`` is still another
+    run's at the second start; and it does not count those after a host has come or gone.
+    """
     mark = out / _LAUNCH
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return (
-        bool(again) and mark.exists() and not set(agents).isdisjoint(mark.read_text().split("\n"))
-    )
+    return mark.exists() and not set(agents).isdisjoint(mark.read_text().split("\n"))
 
 
 def _allowed_restarts() -> int:

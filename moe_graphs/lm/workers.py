@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe_graphs.lm.fresh_store import fresh_store
 from moe_graphs.parallel import ParallelConfig, data_mesh, make_mesh
 
 _FAILURES = "moe_graphs: how many ranks have failed"  # the key in the store
@@ -34,18 +35,16 @@ class Place:
 
     Attributes:
         local_rank: on this host.
-        restarts: how often torchrun has started the workers anew.
     """
 
     rank: int
     local_rank: int
     world_size: int
-    restarts: int
 
     @classmethod
     def of_environment(cls) -> Place:
         """A process alone if torchrun did not start it."""
-        names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "TORCHELASTIC_RESTART_COUNT": 0}
+        names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
         try:
             return cls(*(int(os.environ.get(name, default)) for name, default in names.items()))
         except ValueError as error:
@@ -234,7 +233,8 @@ def meeting(place: Place, on_gpu: bool, seconds: float, *expected: type[Exceptio
         seconds: after which a rank gives up to wait for the others.
     """
     patience = datetime.timedelta(seconds=seconds)
-    store, rank, size = next(iter(dist.rendezvous("env://", timeout=patience)))
+    found, rank, size = next(iter(dist.rendezvous("env://", timeout=patience)))
+    store = fresh_store(found, rank, size, patience)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)

@@ -1,6 +1,7 @@
 """Runs on several ranks: the batch of one process, and checkpoints for any layout.
 
-Everything that needs ranks is in one spawn of two; the test functions look at what came back.
+Everything that needs ranks is in one spawn; the test functions look at what came back. RANKS=4 has
+experts that FSDP2 shards further.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distributed import run_distributed
+from distributed import RANKS, run_distributed
 from lm_runs import advance, fresh_trainer, options, small_corpus
 from moe_graphs.lm.checkpoint import find_checkpoint, save_checkpoint
 from moe_graphs.lm.data import HeldOut
@@ -29,11 +30,15 @@ from moe_graphs.lm.workers import Workers, check_equal, layout_of
 from moe_graphs.parallel import ParallelConfig
 
 LAYOUTS = {
-    "shard": ParallelConfig(dp_shard=2),
-    "replicate": ParallelConfig(dp_replicate=2),
-    "experts": ParallelConfig(dp_shard=2, ep=2),
+    "shard": ParallelConfig(dp_shard=RANKS),
+    "replicate": ParallelConfig(dp_replicate=RANKS),
+    "experts": ParallelConfig(dp_shard=RANKS, ep=RANKS),
 }
-RANKS = 2
+if RANKS == 4:
+    LAYOUTS |= {
+        "experts twice": ParallelConfig(dp_shard=4, ep=2),
+        "experts replicated": ParallelConfig(dp_replicate=2, dp_shard=2, ep=2),
+    }
 STEPS, SAVED = 6, 3
 CPU = torch.device("cpu")
 
@@ -43,7 +48,9 @@ def without_chance(**changes) -> RunOptions:
     given = options(steps=STEPS, microbatches=2, **changes)
     moe = dataclasses.replace(given.preset.model.moe, input_jitter=0.0, aux_loss_coef=0.0)
     model = dataclasses.replace(given.preset.model, hidden_dropout=0.0, moe=moe)
-    return dataclasses.replace(given, preset=dataclasses.replace(given.preset, model=model))
+    training = dataclasses.replace(given.preset.training, batch_size=8)
+    preset = dataclasses.replace(given.preset, model=model, training=training)
+    return dataclasses.replace(given, preset=preset)
 
 
 def held_out() -> HeldOut:
@@ -81,7 +88,6 @@ def whole_state(trainer: Trainer) -> dict[str, torch.Tensor]:
 def work(rank: int, world_size: int, folder: Path, one_process: Path) -> None:
     """On each layout: trains, saves in the middle; then resumes what others have saved."""
     found: dict = {}
-    T=__import__('time').time; t0=T()
     all_workers = {name: Workers.on(layout, CPU) for name, layout in LAYOUTS.items()}
     for name, workers in all_workers.items():
         trainer = trainer_on(workers)
@@ -99,7 +105,6 @@ def work(rank: int, world_size: int, folder: Path, one_process: Path) -> None:
             "state": whole_state(trainer),
             "line": str(line),
         }
-    print('trained', T()-t0, flush=True)
     sources = {**{name: folder / name for name in LAYOUTS}, "one process": one_process}
     for source, where in sources.items():
         for name, workers in all_workers.items():
@@ -109,9 +114,7 @@ def work(rank: int, world_size: int, folder: Path, one_process: Path) -> None:
             advance(trainer, STEPS)
             trainer.settle()
             found[source, name] = resumed, trainer.history.loss.clone(), said
-    print("resumed", T()-t0, flush=True)
     found["damaged"] = damaged(folder / "shard", all_workers["shard"])
-    print('damaged', T()-t0, flush=True)
     torch.save(found, folder / f"{rank}.pt")  # tensors do not outlive their process in a pipe
 
 
