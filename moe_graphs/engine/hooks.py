@@ -27,7 +27,8 @@ def hooks_of_updates(optimizers: Iterable[Optimizer]) -> list[dict]:
 def are_of_fsdp(hooks: dict) -> bool:
     """Those by which ``fully_shard`` gathers parameters: what they do on the device is recorded
     with the step, what they keep in Python ``whole_step/fsdp.py`` looks after."""
-    return all(hook.__module__.startswith("torch.distributed.fsdp") for hook in hooks.values())
+    homes = (str(getattr(hook, "__module__", "")) for hook in hooks.values())
+    return all(home.startswith("torch.distributed.fsdp") for home in homes)
 
 
 class KeptHooks:

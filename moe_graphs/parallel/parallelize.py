@@ -74,7 +74,7 @@ def _check(
         raise ValueError(f"the mesh is {found or mesh} and the layout {config}: use make_mesh")
     if config.ep == 1 and options:
         raise ValueError(f"{', '.join(options)}: options of a dispatcher, which ep=1 does not use")
-    if config.ep > 1 and model.config.moe is None:
+    if config.ep > 1 and not list(_moe_layers(model)):
         raise ValueError(f"ep={config.ep}: the model has no experts: pass ep=1")
     for layer in _moe_layers(model):
         if config.ep > 1 and not isinstance(layer.experts, GroupedExperts):

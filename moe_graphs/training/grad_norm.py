@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from moe_graphs.training.grad_scaler import by_dtype
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a DTensor; another tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    to_local = getattr(tensor, "to_local", None)  # to import its class takes a second
+    return tensor if to_local is None else to_local()
 
 
 @torch.no_grad()
@@ -82,9 +83,10 @@ def _holders(
     gradient: Tensor, shard_group: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup, ...]:
     """The groups of ranks that together hold the gradient."""
-    if not isinstance(gradient, DTensor):
+    mesh = getattr(gradient, "device_mesh", None)
+    if mesh is None:
         return () if shard_group is None else (shard_group,)
-    mesh, placements = gradient.device_mesh, gradient.placements
+    placements: Any = getattr(gradient, "placements", ())
     if any(placement.is_partial() for placement in placements):
         raise ValueError(f"a gradient is {placements}, not yet summed over its ranks: reduce it")
     sharded = (dim for dim, placement in enumerate(placements) if not placement.is_replicate())

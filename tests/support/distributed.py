@@ -25,6 +25,7 @@ PRELOADED = [
     "torch",
     "torch._dynamo",
     "torch.distributed.pipelining",
+    "torch.distributed.fsdp",
     "moe_graphs.layers",
     "pytest",
 ]

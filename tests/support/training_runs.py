@@ -33,9 +33,10 @@ def tiny_model(
     dispatcher: Dispatcher | None = None,
     dropout: float = 0.1,
     count: int = 2,
+    dtype: torch.dtype | None = None,
 ) -> LanguageModel:
     """A few layers with every feature that could differ between a graph and eager: dropout, jitter,
-    aux losses, expert bias. fp32 on the CPU, bf16 on a GPU."""
+    aux losses, expert bias. By default fp32 on the CPU, bf16 on a GPU."""
     torch.manual_seed(0)
     moe = MoEConfig(
         num_experts=4,
@@ -62,7 +63,7 @@ def tiny_model(
         moe=moe,
         moe_layers=LAYERS[layers],
     )
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
     return LanguageModel(config, dispatcher, device=device, dtype=dtype)
 
 

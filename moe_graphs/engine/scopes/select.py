@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from moe_graphs.config import Choice, GraphConfig, check, is_pattern
+from moe_graphs.engine.stand_for import is_sharded_by_fsdp
 from moe_graphs.staged import Boundary, Frame, Staged, Stop, resuming, run_until
 
 
@@ -110,13 +111,23 @@ class Scope:
         return f"argument {position}{below}"
 
 
+def _check_not_sharded(model: nn.Module) -> None:
+    if any(map(is_sharded_by_fsdp, model.modules())):
+        raise ValueError(
+            "fully_shard (FSDP2) gathers parameters into other memory in every step, with "
+            "reshard_after_forward=False, too, and graphs of scopes read them where they lay: "
+            "capture whole steps with FullIteration, which holds the gathering itself"
+        )
+
+
 def find_scopes(model: nn.Module, config: GraphConfig) -> list[Scope]:
     """The scopes that ``config`` selects, in the order of the model's modules.
 
     Raises:
         ValueError: if a name or pattern selects nothing, or a rule of ``config.py`` is broken, or
-            two scopes overlap.
+            two scopes overlap, or FSDP2 has sharded the model.
     """
+    _check_not_sharded(model)
     scopes: list[Scope] = []
     if not all(map(is_pattern, config.scopes)):
         layers = _outermost_staged(model)

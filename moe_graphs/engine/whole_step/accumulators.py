@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from moe_graphs.engine.stand_for import stands_for_another
 from moe_graphs.errors import CaptureError
 
 _HOLDERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
@@ -41,9 +41,10 @@ def forget_accumulators(model: nn.Module, more: Iterable[Tensor] = ()) -> None:
 
 
 def _empty_like(data: Tensor, dtype: torch.dtype) -> Tensor:
-    if isinstance(data, DTensor):
+    if stands_for_another(data):  # a DTensor
         part = torch.empty(0, *data.shape[1:], dtype=dtype, device=data.device)
-        return DTensor.from_local(part, data.device_mesh, data.placements, run_check=False)
+        kind: Any = type(data)
+        return kind.from_local(part, data.device_mesh, data.placements, run_check=False)
     return torch.empty(0, dtype=dtype, device=data.device)
 
 

@@ -26,6 +26,7 @@ from moe_graphs.engine.whole_step.fsdp import Sharding
 from moe_graphs.engine.whole_step.grad_fields import (
     Gradients,
     StaticGradients,
+    check_left,
     gradients_of,
     gradients_to_find,
     set_gradients,
@@ -146,6 +147,7 @@ def _record(
     left = gradients_of(parameters)
     gradients = None
     if seen.touches_gradients:
+        check_left(list(named), prepared.found, left)
         gradients = StaticGradients(list(named), parameters, seen.dropped, prepared.found, left)
     return RecordedStep(
         graph=graphs[0],

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from moe_graphs.engine.signature import Mismatch
+from moe_graphs.engine.stand_for import is_sharded_by_fsdp
 
 # Of a group of parameters, of its state, of what all states share: each asked for by name, since
 # versions of torch differ in which they have.
@@ -24,16 +24,12 @@ _OF_GROUPS = (
 )  # fmt: skip
 
 
-def sharded_modules(model: nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
 class Sharding:
     """The modules of a model that ``fully_shard`` has sharded, and their settings as they are."""
 
     def __init__(self, model: nn.Module) -> None:
-        modules = sharded_modules(model)
-        states = {id(state): state for state in (m._get_fsdp_state() for m in modules)}
+        sharded: list[Any] = [module for module in model.modules() if is_sharded_by_fsdp(module)]
+        states = {id(state): state for state in (each._get_fsdp_state() for each in sharded)}
         self._groups = [group for state in states.values() for group in _groups_of(state)]
         self._contexts = {id(c): c for s in states.values() if (c := _context_of(s)) is not None}
         self._states = list(states.values())

@@ -11,7 +11,7 @@ import torch
 from moe_graphs.engine.backends.backend import Graph
 from moe_graphs.engine.scopes.loans import references
 from moe_graphs.engine.signature import Mismatch
-from moe_graphs.engine.stand_for import local
+from moe_graphs.engine.stand_for import local, stands_for_another
 from moe_graphs.engine.static_memory import copy_all
 from moe_graphs.engine.tracing import address
 from moe_graphs.errors import CaptureError
@@ -119,6 +119,20 @@ class _Lent:
             self.handed.data = self.handed.detach().clone()
             self.handed = self._static.detach()
         return references(self._storage) <= self._known
+
+
+def check_left(names: Sequence[str], found: Gradients, left: Gradients) -> None:
+    """
+    Raises:
+        CaptureError: if a step leaves gradients of sharded parameters that it has made.
+    """
+    for name, before, after in zip(names, found, left, strict=True):
+        if after is not None and after is not before and stands_for_another(after):
+            raise CaptureError(
+                f"the step leaves {name}.grad, a {type(after).__name__} in memory that the next "
+                f"replay writes again: let it drop gradients (optimizer.step() and zero_grad() in "
+                f"the step), or keep theirs between steps (zero_grad(set_to_none=False))"
+            )
 
 
 def gradients_of(parameters: Sequence[torch.Tensor]) -> Gradients:

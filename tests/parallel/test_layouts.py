@@ -1,0 +1,152 @@
+"""Layouts over ranks: what they refuse, and that sharded training is that of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from distributed import run_distributed
+from full_iterations import batches
+from moe_graphs.dispatch import AllGatherDispatcher, LocalDispatcher
+from moe_graphs.parallel import ParallelConfig, data_mesh, make_mesh, parallelize, shard_experts
+from moe_graphs.training.grad_norm import clip_grad_norm, total_norm
+from parallel_runs import laid_out, without_noise
+from training_runs import loss_of, tiny_model
+
+STEPS = 4
+
+
+@pytest.mark.parametrize(
+    ("degrees", "message"),
+    [
+        ({"dp_shard": 0}, "dp_shard: got 0, must be a whole number from 1 on"),
+        ({"dp_replicate": 1.5}, "dp_replicate: got 1.5"),
+        ({"dp_shard": 4, "ep": 3}, r"ep \(3\) must divide dp_shard \(4\)"),
+        ({"tp": 2}, "tp: tensor parallelism is not built yet"),
+        ({"cp": 2}, "cp: context parallelism is not built yet"),
+        ({"pp": 2}, "pp: pipeline parallelism is not built yet"),
+    ],
+)
+def test_degrees_that_do_not_fit_are_refused(degrees, message):
+    with pytest.raises(ValueError, match=message):
+        ParallelConfig(**degrees)
+
+
+def test_the_world_does_not_count_ep():
+    config = ParallelConfig(dp_replicate=2, dp_shard=8, ep=4)
+    assert (config.world_size, config.data_parallel) == (16, 16)
+    with pytest.raises(ValueError, match="needs 16 ranks and there is no process group"):
+        make_mesh(config, "cpu")
+
+
+def test_a_layer_that_has_only_some_experts_is_not_sharded_again():
+    layer = tiny_model("cpu", "moe", count=1).layers[0].moe
+    before = [weight.clone() for weight in layer.experts.stacked_weights()]
+    assert shard_experts(layer, LocalDispatcher()) is layer
+    for old, new in zip(before, layer.experts.stacked_weights(), strict=True):
+        assert torch.equal(old, new)
+    layer.experts.local_experts = range(2)
+    with pytest.raises(ValueError, match="build it with all of them"):
+        shard_experts(layer, LocalDispatcher())
+
+
+def train(
+    rank: int, world_size: int, layout: dict | None, device: str = "cpu"
+) -> tuple[list[float], dict]:
+    """SGD, since it answers to a small difference with a small one; every rank's batches in a
+    single process, or each rank's own."""
+    if layout is None:
+        model = tiny_model(device, "mixed", dropout=0.0, count=2, dtype=torch.float32)
+        without_noise(model)
+    else:
+        options = {"dropout": 0.0, "count": 2, "layers": "mixed", "dtype": torch.float32}
+        model, _ = laid_out(device, ParallelConfig(**layout), **options)
+    ranks = range(world_size) if layout is None else [rank]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    norms = []
+    for every in zip(*(batches(device, STEPS, 2, seed=10 + each) for each in ranks), strict=True):
+        for batch in every:
+            for tokens in batch["tokens"]:
+                (loss_of(model, tokens)[0] * batch["scale"] / len(ranks)).backward()
+        norms.append(clip_grad_norm(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    named = model.named_parameters()
+    return norms, {n: p.full_tensor() if layout else p.detach() for n, p in named}
+
+
+def compare_with_one_process(
+    rank: int, world_size: int, layouts: list[dict], device: str = "cpu"
+) -> list[tuple]:
+    expected_norms, expected = train(rank, world_size, None, device)
+    found = []
+    for layout in layouts:
+        norms, parameters = train(rank, world_size, layout, device)
+        assert parameters.keys() == expected.keys()
+        furthest = max((parameters[n] - expected[n]).abs().max().item() for n in expected)
+        differences = zip(norms, expected_norms, strict=True)
+        found.append((max(abs(a - b) for a, b in differences), furthest))
+    return found
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [{"dp_shard": 2}, {"dp_replicate": 2}, {"dp_shard": 2, "ep": 2}],
+        [{"dp_shard": 4, "ep": 2}, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}],
+    ],
+    ids=["two ranks", "four ranks"],
+)
+def test_training_is_that_of_one_process_on_the_whole_batch(layouts):
+    """Gradients, those of experts included, are those of the mean over all ranks; aux losses are
+    means of the ranks' own, as one process has of its microbatches."""
+    ranks = ParallelConfig(**layouts[0]).world_size
+    for found in run_distributed(compare_with_one_process, ranks, arguments=(layouts,)):
+        for norm, parameter in found:
+            assert norm < 1e-5
+            assert parameter < 1e-5
+
+
+def misuse(rank: int, world_size: int) -> dict[str, str]:
+    def told(call) -> str:
+        try:
+            call()
+        except ValueError as error:
+            return str(error)
+        return "nothing"
+
+    two = ParallelConfig(dp_shard=2)
+    mesh = make_mesh(two, "cpu")
+    model = tiny_model("cpu", "moe", count=1)
+    whole_model = tiny_model("cpu", "moe", count=1)
+    dense = tiny_model("cpu", "dense", count=1)
+    of_experts = ParallelConfig(dp_shard=2, ep=2)
+    found = {
+        "ranks": told(lambda: make_mesh(ParallelConfig(dp_shard=4), "cpu")),
+        "mesh": told(lambda: parallelize(model, ParallelConfig(dp_replicate=2), mesh)),
+        "options": told(lambda: parallelize(model, two, mesh, capacity_factor=1.0)),
+        "experts": told(lambda: parallelize(dense, of_experts, mesh)),
+        "data": str((data_mesh(mesh).get_local_rank(), data_mesh(mesh).size())),
+    }
+    layer = shard_experts(model.layers[0].moe, AllGatherDispatcher())
+    found["local"] = str((layer.experts.local_experts, layer.experts.w1.shape[0]))
+    found["parameters"] = str(model.num_parameters() - whole_model.num_parameters())
+    sharded, _ = laid_out("cpu", of_experts)
+    found["sharded parameters"] = str(sharded.num_parameters() - model.num_parameters())
+    loss_of(sharded, next(batches("cpu", 1))["tokens"][0])[0].backward()
+    gradients = [p.grad for p in sharded.parameters()]
+    whole = torch.cat([gradient.full_tensor().flatten() for gradient in gradients])
+    found["norm"] = str(abs(total_norm(gradients) - whole.norm()).item() < 1e-6)
+    return found
+
+
+def test_misuse_is_told_on_every_rank():
+    for rank, found in enumerate(run_distributed(misuse, 2)):
+        assert "needs 4 ranks and there are 2 ranks" in found["ranks"]
+        assert "use make_mesh" in found["mesh"]
+        assert found["options"].startswith("capacity_factor: options of a dispatcher")
+        assert "the model has no experts" in found["experts"]
+        assert found["data"] == f"({rank}, 2)"
+        assert found["local"] == f"(range({2 * rank}, {2 * rank + 2}), 2)"
+        assert (found["parameters"], found["sharded parameters"]) == ("0", "0")
+        assert found["norm"] == "True"
