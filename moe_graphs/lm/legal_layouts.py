@@ -35,6 +35,11 @@ def check_options(options: RunOptions) -> None:
             "step, and a graph of a scope reads those it was captured with: use --impl "
             "full_iteration, or none"
         )
+    if options.graph_config is not None and not options.graph_config.optimizer_in_graph:
+        raise ValueError(
+            "impl: full_iteration on several ranks: FSDP2 makes its gradients anew in every step, "
+            "so a graph has to use them itself: add --optimizer-in-graph"
+        )
     theirs = {"fp8": options.fp8 != "none", "linear": model.linear != "torch"}
     experts = 0
     if model.moe is not None:

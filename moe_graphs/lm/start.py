@@ -3,6 +3,7 @@ workers that it starts as torchrun does."""
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
 from typing import Any
@@ -14,7 +15,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from moe_graphs.lm import train_command
 from moe_graphs.lm.workers import Place, Workers, check_equal, layout_of, meeting
-from moe_graphs.terminal import errors_in_a_line
+from moe_graphs.terminal import errors_in_a_line, make_console
 
 _SAME = "start all of them with the same command"
 
@@ -74,9 +75,15 @@ def _launch(nproc: int, degrees: dict[str, int | None], timeout: float, options:
         max_restarts=0,
         monitor_interval=0.1,
     )
+    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # tracebacks of processes that ended
     try:
         elastic_launch(config, _work)(degrees, timeout, options)
     except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:  # it could not say so itself
+            console = make_console(stderr=True)
+            console.print(f"error: rank {rank} was ended by {failure.signal_name()}", style="red")
         raise typer.Exit(1) from error
 
 

@@ -43,12 +43,22 @@ class Place:
 
     @classmethod
     def of_environment(cls) -> Place:
-        """A process alone if torchrun did not start it."""
-        names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
-        try:
-            return cls(*(int(os.environ.get(name, default)) for name, default in names.items()))
-        except ValueError as error:
-            raise ValueError(f"{', '.join(names)} must be whole numbers: {error}") from error
+        """A process alone if torchrun did not start it.
+
+        Raises:
+            ValueError: there are several, and this is not torchrun's doing.
+        """
+        size = os.environ.get("WORLD_SIZE", "1")
+        if size == "1":
+            return cls(0, 0, 1)
+        names = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in names if name not in os.environ]
+        if missing:
+            raise ValueError(
+                f"WORLD_SIZE is {size} and {', '.join(missing)} not set: start several ranks by "
+                f"torchrun -m moe_graphs train, or by moe-graphs train --nproc"
+            )
+        return cls(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(size))
 
 
 def agent() -> str:
@@ -233,10 +243,10 @@ def meeting(place: Place, on_gpu: bool, seconds: float, *expected: type[Exceptio
         seconds: after which a rank gives up to wait for the others.
     """
     patience = datetime.timedelta(seconds=seconds)
-    found, rank, size = next(iter(dist.rendezvous("env://", timeout=patience)))
-    store = fresh_store(found, rank, size, patience)
+    store, rank, size = next(iter(dist.rendezvous("env://", timeout=patience)))
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     try:
+        store = fresh_store(store, rank, size, patience)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
         yield
         dist.destroy_process_group()
