@@ -23,6 +23,7 @@ def build_app() -> typer.Typer:
         """MoE training on PyTorch with partial CUDA graphs."""
 
     app.command()(train)
+    app.command()(export)
     app.add_typer(bench_app(), name="bench")
     return app
 
@@ -132,6 +133,17 @@ def train(
     from moe_graphs.lm.start import start
 
     start(**options, default_scopes=DEFAULT_SCOPES)
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="A run's directory, or one of its checkpoints.")],
+    out: Annotated[Path, typer.Option(help="The file to write, new.")],
+) -> None:
+    """Writes the model of a checkpoint to one safetensors file, on however many ranks it was
+    trained, with the names of one process."""
+    from moe_graphs.lm.exporting import export_model
+
+    export_model(run, out)
 
 
 if __name__ == "__main__":

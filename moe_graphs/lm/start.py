@@ -47,7 +47,8 @@ def start(
     if nproc is not None and nproc > 1:
         _launch(nproc, degrees, timeout, options)
     elif nproc == 1 or place.world_size == 1:
-        train_command.train(**options)
+        with errors_in_a_line(*train_command.EXPECTED):
+            train_command.train(None, **options)
     else:
         _work(degrees, timeout, options)
 
@@ -96,7 +97,7 @@ def _work(degrees: dict[str, int | None], timeout: float, options: dict[str, Any
         check_equal({**options, **degrees, **versions}, _SAME)
         layout = layout_of(place.world_size, **degrees)
         device = _device(options["device"], place)
-        train_command.train_as(Workers.on(layout, device), **options)
+        train_command.train(Workers.on(layout, device), **options)
 
 
 def _device(name: str | None, place: Place) -> torch.device:

@@ -32,7 +32,7 @@ from moe_graphs.lm.tokenized import load_tokenizer, tokenize
 from moe_graphs.lm.trainer import LogLine, TrainingDiverged
 from moe_graphs.lm.workers import Workers, agent, is_first, on_first
 from moe_graphs.tables import capture_table, comparison_table, full_iteration_table
-from moe_graphs.terminal import errors_in_a_line, make_console, print_json
+from moe_graphs.terminal import make_console, print_json
 
 _DENSE_SCOPES = "attn,mlp"
 
@@ -41,13 +41,7 @@ EXPECTED = (ValueError, OSError, MemoryError, GraphError, TrainingDiverged, Impo
 """What ends a run with a line that says what to do, instead of a traceback."""
 
 
-def train(**options: Any) -> None:
-    """On this process alone. ``options``: as of ``train_as``."""
-    with errors_in_a_line(*EXPECTED):
-        train_as(None, **options)
-
-
-def train_as(
+def train(
     workers: Workers | None,
     *,
     preset: str | None,

@@ -187,13 +187,12 @@ class Trainer:
         tokens = self.settings.tokens_per_step * len(times)
         rate = tokens / (sum(times) / 1e3)
         flops = rate * self.model.flops_per_token(self.settings.sequence_length)
-        peak, memory = peak_flops(self.device), memory_in_use(self.device)
+        peak = peak_flops(self.device)
         self._check_finite(since)
         line: type[LogLine] = LogLine
         of_ranks: dict[str, Any] = {}
         if self.workers is not None:
             ranks = self.workers.count
-            memory = max(self.workers.gather(memory), key=lambda found: found.bytes)
             peak = None if peak is None else peak * ranks
             line, of_ranks = RanksLine, {"ranks": ranks, "tokens_per_second_per_rank": rate / ranks}
         return line(
@@ -201,13 +200,19 @@ class Trainer:
             loss=self.history.loss[self.step - 1].item(),
             grad_norm=self.history.grad_norm[self.step - 1].item(),
             learning_rate=self.settings.learning_rate_at(self.step - 1),
-            memory=memory,
+            memory=self.memory(),
             tokens_per_second=rate,
             tflops=flops / 1e12,
             mfu=None if peak is None else flops / peak,
             dropped=int(self.history.dropped[since].sum()) if self.drops_tokens else None,
             **of_ranks,
         )
+
+    def memory(self) -> Memory:
+        """In use; of several ranks that of the one with most."""
+        here = memory_in_use(self.device)
+        every = [here] if self.workers is None else self.workers.gather(here)
+        return max(every, key=lambda memory: memory.bytes)
 
     def settle(self) -> None:
         """Makes of the steps since the last time what all ranks together have: until then the

@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from moe_graphs.cli import build_app
 from moe_graphs.lm.sharded_checkpoint import read_model
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +71,12 @@ def test_a_run_with_a_killed_worker_ends_as_one_that_was_not_interrupted(text, t
     assert summaries[1]["resumed_from"].endswith("step_000002")
     models = [read_model(run / "checkpoints" / "step_000006") for run in (whole, killed)]
     assert all(torch.equal(value, models[1][name]) for name, value in models[0].items())
+    exported = tmp_path / "model.safetensors"
+    command = ["export", str(killed), "--out", str(exported)]
+    assert CliRunner().invoke(build_app(), command).exit_code == 0
+    file = load_file(exported)
+    assert file.keys() == models[0].keys()
+    assert all(torch.equal(value, file[name]) for name, value in models[0].items())
     for run in (whole, killed):
         names = sorted(path.name for path in (run / "checkpoints").iterdir())
         assert names == ["step_000004", "step_000006"]
