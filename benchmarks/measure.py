@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import signal
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity
 
 from contenders import EAGER, WARMUP_STEPS, Contender, Run, Setting, free_memory, synchronize
 from moe_graphs import FullIterationReport
 from moe_graphs.lm.run import deterministic
-from timeline import Timeline, read_timeline
+from moe_graphs.profiling.profiler import traced_events
+from moe_graphs.profiling.timeline import Timeline, read_timeline
 
 GATE_STEPS = WARMUP_STEPS + 5
 TRACED_STEPS = 3
@@ -297,15 +295,7 @@ def trace(run: Run) -> Timeline | None:
     if run.device.type != "cuda":
         return None
     for steps in (1, TRACED_STEPS):  # the first trace pays for starting the profiler
-        synchronize(run.device)
-        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
-            for _ in range(steps):
-                run.step()
-            synchronize(run.device)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text(errors="replace"))["traceEvents"]
+        events = traced_events(run.step, run.device, steps, [ProfilerActivity.CUDA])
     return read_timeline(events, TRACED_STEPS)
 
 

@@ -1,9 +1,10 @@
-"""The README's table of peers, from the lines of `peers.py`."""
+"""The README's tables of peers and of FP8, from the lines of `peers.py` and `fp8_training.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from fp8_training import FROM_COMPARE
 from markdown_cells import gibibytes, milliseconds, table, times
 from result_lines import H200, Line, Select, sources
 
@@ -16,16 +17,16 @@ CASES: Mapping[str, str] = {
 Newest = dict[str, Line]  # by contender
 
 
-def newest(lines: Sequence[Line], case: str, gpu: str = H200) -> Newest:
+def newest(lines: Sequence[Line], benchmark: str, model: str, gpu: str = H200) -> Newest:
     """Of each contender the last line, a failure as well as a time: a table that left out who
     failed the last time would show what no longer is so."""
-    found = Select("peers", {"model": case}, gpu=gpu).lines(lines)
+    found = Select(benchmark, {"model": model}, gpu=gpu).lines(lines)
     return {line["contender"]: line for line in sorted(found, key=lambda line: line.run)}
 
 
 def peers(lines: Sequence[Line], gpu: str = H200) -> str:
     """Who is ahead of us first; then a row per contender, the first case's fastest on top."""
-    found = {case: run for case in CASES if (run := newest(lines, case, gpu))}
+    found = {case: run for case in CASES if (run := newest(lines, "peers", case, gpu))}
     if not found:
         raise LookupError("no line of peers.py: run it with --out below benchmarks/results")
     used = [line for run in found.values() for line in run.values()]
@@ -40,6 +41,30 @@ def peers(lines: Sequence[Line], gpu: str = H200) -> str:
     note = "Medians; bf16 parameters, torch's fused AdamW but where it says ours; hosts differ."
     parts += [table(header, rows), *_failures(used), f"{note} {sources(used)}"]
     return "\n\n".join(parts)
+
+
+def fp8_training(lines: Sequence[Line], gpu: str = H200) -> str:
+    """A row per kind of linears and experts; what is not bitwise eager says so."""
+    found = newest(lines, "fp8_training", "small", gpu)
+    ran = [line for line in found.values() if not line.failed]
+    if not ran:
+        raise LookupError("no line of fp8_training.py: run it with --out below benchmarks/results")
+    rows = [
+        [
+            line["contender"],
+            "yes" if all(line[key] for key in FROM_COMPARE) else "no",
+            f"{line['held_out_bits_per_byte']:.3f}",
+            *(f"{line[f'{side}_step_ms']:.1f} ms" for side in ("eager", "graphed")),
+            f"{line['tokens_per_second'] / 1e3:,.0f} k",
+        ]
+        for line in ran
+    ]
+    steps = ", ".join(sorted({str(line["steps"]) for line in ran}))
+    header = (
+        f"`small`, {steps} steps | graphed bitwise eager | held out, bits per byte | "
+        f"eager step | graphed step | tokens/s, graphed"
+    )
+    return "\n\n".join([table(header, rows), *_failures(list(found.values())), sources(ran)])
 
 
 def _ahead(case: str, run: Newest) -> str:
@@ -60,7 +85,11 @@ def _ahead(case: str, run: Newest) -> str:
 
 
 def _failures(used: Sequence[Line]) -> list[str]:
-    why = {x["title"]: x["error"].strip().splitlines()[-1] for x in used if x.failed}
+    why = {
+        x.get("title") or x["contender"]: x["error"].strip().splitlines()[-1]
+        for x in used
+        if x.failed
+    }
     texts = [f"{title}: `{error[:120]}`" for title, error in why.items()]
     return [f"Did not run: {'; '.join(texts)}."] if texts else []
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -17,6 +16,7 @@ from rich.console import Console
 import environment
 import measure
 from contenders import Contender, Run, Setting, free_memory
+from moe_graphs.profiling.profiler import keep_profiler_ready
 
 Row = dict[str, Any]
 
@@ -56,10 +56,7 @@ def parse(
 
 def console_for(options: argparse.Namespace) -> Console:
     """Also sets what the profiler reads when a trace starts."""
-    # The profiler must not tear CUPTI down between traces: graphs crash on its second start.
-    # torch/profiler/profiler.py does the same for its own graphs.
-    os.environ.setdefault("TEARDOWN_CUPTI", "0")
-    os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
+    keep_profiler_ready()
     console = Console(stderr=options.json, highlight=False, soft_wrap=False)
     if not console.is_terminal:
         console.width = 200

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from moe_graphs.engine.whole_step.full_iteration import FullIteration, FullIterationReport
     from moe_graphs.errors import CaptureError, GraphError, GraphWarning
     from moe_graphs.pipelines.schedule import Action, Schedule, Span
+    from moe_graphs.profiling.floors import Floor, Rates, measure_rates
+    from moe_graphs.profiling.profiler import profile_step
+    from moe_graphs.profiling.step_profile import GroupTimes, StepProfile, TracedStep
+    from moe_graphs.profiling.timeline import Timeline
     from moe_graphs.staged import Stage, Staged, end_capture_here, record
     from moe_graphs.training.capturable import load_optimizer_state, tensor_hyperparameters
     from moe_graphs.training.device_step import DeviceStep, StepResult
@@ -34,6 +38,7 @@ __all__ = [
     "ChunkMemory",
     "DeviceStep",
     "ExponentialMovingAverage",
+    "Floor",
     "FullIteration",
     "FullIterationReport",
     "GradScaler",
@@ -42,7 +47,9 @@ __all__ = [
     "GraphWarning",
     "GraphedForwardBackward",
     "Graphs",
+    "GroupTimes",
     "MemoryPlan",
+    "Rates",
     "Report",
     "Schedule",
     "ScopeReport",
@@ -51,11 +58,16 @@ __all__ = [
     "Staged",
     "StaticBatches",
     "StaticLoader",
+    "StepProfile",
     "StepResult",
+    "Timeline",
+    "TracedStep",
     "end_capture_here",
     "graph",
     "load_optimizer_state",
     "make_graphed_callables",
+    "measure_rates",
+    "profile_step",
     "record",
     "tensor_hyperparameters",
 ]
@@ -71,6 +83,10 @@ _HOMES = {
     "engine.whole_step.full_iteration": ("FullIteration", "FullIterationReport"),
     "errors": ("CaptureError", "GraphError", "GraphWarning"),
     "pipelines.schedule": ("Action", "Schedule", "Span"),
+    "profiling.floors": ("Floor", "Rates", "measure_rates"),
+    "profiling.profiler": ("profile_step",),
+    "profiling.step_profile": ("GroupTimes", "StepProfile", "TracedStep"),
+    "profiling.timeline": ("Timeline",),
     "staged": ("Stage", "Staged", "end_capture_here", "record"),
     "training.capturable": ("load_optimizer_state", "tensor_hyperparameters"),
     "training.device_step": ("DeviceStep", "StepResult"),

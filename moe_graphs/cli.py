@@ -24,6 +24,7 @@ def build_app() -> typer.Typer:
 
     app.command()(train)
     app.command()(export)
+    app.command()(profile)
     app.add_typer(bench_app(), name="bench")
     return app
 
@@ -73,6 +74,9 @@ def train(
     sequence_length: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     warmup_steps: Annotated[int | None, typer.Option(help="Steps to the peak.")] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help="adamw (ours) or torch_adamw.  [default: adamw]")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of weights, dropout and the order of the text.")] = 0,
     device: Annotated[str | None, typer.Option(help="By default cuda if there is one.")] = None,
     dtype: Annotated[str, typer.Option(help="Of the parameters: float32, bfloat16.")] = "float32",
@@ -144,6 +148,60 @@ def export(
     from moe_graphs.lm.exporting import export_model
 
     export_model(run, out)
+
+
+def profile(
+    impl: Annotated[
+        str,
+        typer.Option(
+            help="Ways to run the step, comma-separated: none, local, full_iteration, or scopes "
+            "joined by +, such as attn+moe."
+        ),
+    ] = "none,attn+moe,full_iteration",
+    preset: Annotated[
+        str | None, typer.Option(help="tiny (CPU) or small (one GPU); by default, by the device.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Text as for train; by default Python's own library.")
+    ] = None,
+    optimizer_in_graph: Annotated[
+        bool,
+        typer.Option("--optimizer-in-graph", help="With full_iteration: clipping and update, too."),
+    ] = False,
+    dispatcher: Annotated[
+        str, typer.Option(help="local, padded, all_to_all or all_gather.")
+    ] = "local",
+    batch_size: Annotated[int | None, typer.Option(help="Sequences per optimizer step.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Parts of a step's batch.")] = None,
+    sequence_length: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help="adamw (ours) or torch_adamw.  [default: adamw]")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of weights, dropout and the order of the text.")] = 0,
+    device: Annotated[str | None, typer.Option(help="By default cuda if there is one.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of the parameters: float32, bfloat16.")] = "float32",
+    experts: Annotated[str, typer.Option(help="Kernels of the experts, as for train.")] = (
+        "moe_graphs"
+    ),
+    linear: Annotated[str, typer.Option(help="Kernels of the projections, as for train.")] = (
+        "torch"
+    ),
+    fp8: Annotated[str, typer.Option(help="none, delayed, current, block.")] = "none",
+    deterministic: Annotated[bool, typer.Option(help="Deterministic kernels on the GPU.")] = True,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="A Chrome trace for Perfetto, .json or .json.gz; one for each impl."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="A picture (.png, .svg).")] = None,
+    json_: Annotated[
+        bool, typer.Option("--json", help="One JSON document on stdout, all else on stderr.")
+    ] = False,
+) -> None:
+    """Where the time of a training step goes: kernels by group, gaps and floors, side by side."""
+    options = dict(locals())
+    from moe_graphs.lm import profile_command
+
+    profile_command.profile(**options, default_scopes=DEFAULT_SCOPES)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ ALLOWED = {
     "checkpoints": {"checkpoints", "layers.model_config", "layers.rope_scaling"},
     "parallel": {"parallel", "layers", "dispatch"},
     "pipelines": {"pipelines", "errors"},
-    "engine": {"engine", "pipelines", "staged", "config", "errors"},
+    "profiling": {"profiling"},
+    "engine": {"engine", "pipelines", "profiling", "staged", "config", "errors"},
 }
 
 

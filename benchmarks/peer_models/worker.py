@@ -17,6 +17,7 @@ import torch
 
 from contenders import free_memory, synchronize
 from measure import Turns, counters, trace
+from moe_graphs.profiling.profiler import keep_profiler_ready
 from peer_models.cases import Case, initial_state
 from peer_models.entries import ENTRIES
 from peer_models.peer import PeerRun
@@ -122,9 +123,8 @@ def memory(device: torch.device) -> Record:
 
 def prepare() -> None:
     """What a process needs before it imports a library: this folder's `grouped_gemm.py` behind
-    the library of that name, and for the profiler what `phases.console_for` says."""
+    the library of that name, and what the profiler wants."""
     folder = str(Path(__file__).resolve().parents[1])
     sys.path = [*(path for path in sys.path if path != folder), folder]
-    os.environ.setdefault("TEARDOWN_CUPTI", "0")
-    os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
+    keep_profiler_ready()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # several compile side by side

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_graphs.dispatch.dispatcher import Dispatched, Dispatcher, DispatchPlan
-from moe_graphs.dispatch.expert_group import block_of_experts, rank_and_size
+from moe_graphs.dispatch.expert_group import block_of_experts, rank_and_size, several_ranks
 from moe_graphs.kernels import RowOrder, permute, route_rows, unpermute
 
 PATIENCE = 300.0  # seconds, for the other ranks to come with a new number of tokens, too
@@ -50,15 +50,18 @@ class AllGatherDispatcher(Dispatcher):
     host_sync: ClassVar[bool] = False
     leaves_tail: ClassVar[bool] = True
 
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        return several_ranks(self.group)
+
     def local_experts(self, num_experts: int) -> range:
         return block_of_experts(num_experts, self.group)
 
     def preprocess(
         self, hidden_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
     ) -> DispatchPlan:
-        world_size = rank_and_size(self.group)[1]
-        if world_size > 1:
-            group = dist.group.WORLD if self.group is None else self.group
+        group = self.process_group
+        if group is not None:
             _check_tokens(group, hidden_TD.shape[0])
             hidden_TD = _AllGather.apply(hidden_TD, group)
             weights_TK = _AllGather.apply(weights_TK, group)
@@ -72,9 +75,9 @@ class AllGatherDispatcher(Dispatcher):
 
     def combine(self, expert_rows: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
         partial_GD = unpermute(expert_rows, plan.order, plan.weights_TK)
-        if rank_and_size(self.group)[1] == 1:
+        if self.process_group is None:
             return partial_GD
-        return _ReduceScatter.apply(partial_GD, self.group)
+        return _ReduceScatter.apply(partial_GD, self.process_group)
 
 
 def _local_order(experts_GK: Tensor, local: range, num_experts: int) -> RowOrder:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_graphs.dispatch.dispatcher import Dispatched, Dispatcher, DispatchPlan
-from moe_graphs.dispatch.expert_group import block_of_experts, rank_and_size
+from moe_graphs.dispatch.expert_group import block_of_experts, rank_and_size, several_ranks
 from moe_graphs.kernels import RowOrder, permute, route_rows, unpermute
 from moe_graphs.staged import end_capture_here, record
 
@@ -48,6 +48,10 @@ class AllToAllDispatcher(Dispatcher):
     group: dist.ProcessGroup | None = None
     name: ClassVar[str] = "all_to_all"
     host_sync: ClassVar[bool] = True
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        return several_ranks(self.group)
 
     def local_experts(self, num_experts: int) -> range:
         return block_of_experts(num_experts, self.group)

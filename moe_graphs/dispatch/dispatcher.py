@@ -14,6 +14,7 @@ from __future__ import annotations
 import abc
 from typing import Any, ClassVar
 
+import torch.distributed as dist
 from torch import Tensor
 
 from moe_graphs.kernels import RowOrder
@@ -64,6 +65,11 @@ class Dispatcher(abc.ABC):
     name: ClassVar[str]
     host_sync: ClassVar[bool]
     leaves_tail: ClassVar[bool] = False
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that have to make every call together, None if it is one."""
+        return None
 
     @abc.abstractmethod
     def local_experts(self, num_experts: int) -> range:

@@ -12,6 +12,13 @@ def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
     return dist.get_rank(group), dist.get_world_size(group)
 
 
+def several_ranks(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """``group`` (default: the world), None if that is this process alone."""
+    if rank_and_size(group)[1] == 1:
+        return None
+    return dist.group.WORLD if group is None else group
+
+
 def block_of_experts(num_experts: int, group: dist.ProcessGroup | None) -> range:
     """This rank's experts: every rank holds a contiguous block of equal size.
 

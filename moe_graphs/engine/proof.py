@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,6 +17,8 @@ from moe_graphs.errors import GraphWarning
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _RUNS = 64  # to see whether they vary; only where a difference looks like it
 _CHUNK = 1 << 24  # elements whose bits are widened at once
+_NOISE = 64  # times what eager runs differ by, of which two are a small sample
+_PROJECTIONS, _SIDE = 8, 4096  # _SIDE squared is _CHUNK
 
 
 @dataclass(frozen=True)
@@ -54,16 +58,19 @@ def first_difference(
     return None
 
 
-def varies(another_run: Callable[[], Difference | None]) -> bool:
+def varies(
+    another_run: Callable[[], Difference | None], anywhere: Callable[[bool], bool] = bool
+) -> bool:
     """Whether runs of the same thing differ from one another: a kernel in there adds in any order
     it likes (atomics, as in the backward of flash attention), in some runs in ten or a hundred.
 
-    another_run: runs it again; how the result differs from that of the first run.
+    another_run: runs it again; how the result differs from that of the first run. anywhere:
+    whether something is so on any of the ranks that run it together.
     """
     for _ in range(_RUNS):
         found = another_run()
-        if found is not None:
-            return found.only_order_of_sums
+        if anywhere(found is not None):
+            return found is not None and found.only_order_of_sums
     return False
 
 
@@ -94,6 +101,19 @@ def _describe(name: str, a: Tensor, b: Tensor) -> Difference:
     return Difference(name, index, *values, int(differing.sum()), _is_rounding(a, b))
 
 
+def is_noise(eager: Tensor | None, again: Tensor | None, replayed: Tensor | None) -> bool:
+    """Whether two eager runs differ, and a replay is about as near to one of them as the other one
+    is. Of whole numbers that vary nothing is known. Synchronises."""
+    if eager is None or again is None or replayed is None or same_bits(eager, again):
+        return False
+    if not eager.is_floating_point() or _is_rounding(eager, replayed):
+        return True
+    if not eager.isfinite().all():
+        return not replayed.isfinite().all()
+    noise, distance = ((eager.double() - t.double()).abs().max() for t in (again, replayed))
+    return bool(distance <= _NOISE * noise)
+
+
 def _is_rounding(a: Tensor, b: Tensor) -> bool:
     if not a.is_floating_point() or not (a.isfinite().all() and b.isfinite().all()):
         return False
@@ -102,15 +122,66 @@ def _is_rounding(a: Tensor, b: Tensor) -> bool:
     return bool(distance <= 16 * torch.finfo(a.dtype).eps * largest)
 
 
-@torch.no_grad()
-def fingerprints(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
-    """Two sums over the bits of each tensor, one of them weighted by position, and its layout.
+@dataclass(frozen=True)
+class Fingerprint:
+    """What is kept of a tensor. Equal ones have the same bits.
 
-    Made on the device, without a copy of the tensor. Synchronises.
+    Attributes:
+        bits: two sums over them, one weighted by position, and the shape.
+        sketch: sums with random signs, whose distance is about that of the tensors; empty where
+            they are no floating point numbers.
+        rounding: of the largest value.
     """
-    sums = [_sums_over_bits(tensor) for tensor in tensors]
-    numbers = torch.stack(sums).tolist() if sums else []
-    return [(*pair, *tensor.shape) for pair, tensor in zip(numbers, tensors, strict=True)]
+
+    bits: tuple[int, ...]
+    sketch: tuple[float, ...] = field(compare=False)
+    rounding: float = field(compare=False)
+
+    def is_noise(self, again: Fingerprint, replayed: Fingerprint) -> bool:
+        """As ``is_noise`` of the tensors: of random directions, by the norm."""
+        if not all(map(math.isfinite, self.sketch)):
+            return not all(map(math.isfinite, replayed.sketch))
+        noise, distance = (math.dist(self.sketch, each.sketch) for each in (again, replayed))
+        rounding = self.rounding * math.sqrt(math.prod(self.bits[2:]) * _PROJECTIONS)
+        return distance <= max(_NOISE * noise, rounding)
+
+
+@torch.no_grad()
+def fingerprints(tensors: Sequence[Tensor]) -> list[Fingerprint]:
+    """Made on the device, without a copy of the tensor. Synchronises."""
+    tensors = list(map(local, tensors))
+    sums = torch.stack([_sums_over_bits(t) for t in tensors]).tolist() if tensors else []
+    sketches = torch.stack([_sketch(t) for t in tensors]).tolist() if tensors else []
+    found = []
+    for tensor, pair, (rounding, *sketch) in zip(tensors, sums, sketches, strict=True):
+        kept = tuple(sketch) if tensor.is_floating_point() else ()
+        found.append(Fingerprint((*pair, *tensor.shape), kept, rounding))
+    return found
+
+
+def _sketch(tensor: Tensor) -> Tensor:
+    """``rounding`` and ``sketch`` of a fingerprint."""
+    sums = torch.zeros(1 + _PROJECTIONS, dtype=torch.float64, device=tensor.device)
+    if not tensor.is_floating_point():
+        return sums
+    signs = _signs(tensor.device)
+    flat = tensor.detach().reshape(-1)
+    for start in range(0, flat.numel(), _CHUNK):
+        part = flat[start : start + _CHUNK].double()
+        sums[0] = torch.maximum(sums[0], part.abs().max())
+        whole = part.numel() // _SIDE
+        rows = part[: whole * _SIDE].view(whole, _SIDE) @ signs
+        sums[1:] += (rows * signs[:whole]).sum(0)
+        rest = part[whole * _SIDE :]
+        sums[1:] -= rest @ signs[: rest.numel()]
+    sums[0] *= 16 * torch.finfo(tensor.dtype).eps
+    return sums
+
+
+@functools.cache
+def _signs(device: torch.device) -> Tensor:
+    made = torch.randint(2, (_SIDE, _PROJECTIONS), generator=torch.Generator().manual_seed(0))
+    return (made * 2 - 1).double().to(device)
 
 
 def _sums_over_bits(tensor: Tensor) -> Tensor:

@@ -67,11 +67,10 @@ class LatentAttention(nn.Module):
         kv_BSH = self.kv_up(self.kv_norm(kv)).unflatten(-1, (self.num_heads, -1))
         plain_query_BSHP, rope_query_BSHR = query_BSHQ.split(self.query_sizes, dim=-1)
         plain_key_BSHP, value_BSHV = kv_BSH.split(self.kv_sizes, dim=-1)
-        tables = self.rope.tables(hidden_BSD.shape[1])
         turned = apply_rotary(
             rope_query_BSHR.transpose(1, 2),
             rope_key_BSR.unsqueeze(1),
-            *(torch.cat((table, table), dim=-1)[None] for table in tables),
+            *self.rope.doubled_tables(hidden_BSD.shape[1]),
         )
         rope_query_BSHR, rope_key_BSHR = (x.transpose(1, 2) for x in turned)
         rope_key_BSHR = rope_key_BSHR.expand(-1, -1, self.num_heads, -1)

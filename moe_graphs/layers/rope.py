@@ -18,6 +18,9 @@ class RotaryEmbedding(nn.Module):
 
     The tables are buffers computed once, so a captured layer reads fixed addresses. They are not
     saved with the model.
+
+    Args:
+        doubled: the columns of the tables come twice, as ``doubled_tables`` hands them out.
     """
 
     cos_SQ: Tensor
@@ -30,13 +33,15 @@ class RotaryEmbedding(nn.Module):
         theta: float = 10_000.0,
         *,
         scaling: YarnScaling | Llama3Scaling | None = None,
+        doubled: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.head_dim, self.max_sequence_length, self.theta = head_dim, max_sequence_length, theta
-        self.scaling = scaling
+        self.scaling, self.doubled = scaling, doubled
+        columns = head_dim if doubled else head_dim // 2
         for name in ("cos_SQ", "sin_SQ"):
-            empty = torch.empty(max_sequence_length, head_dim // 2, device=device)
+            empty = torch.empty(max_sequence_length, columns, device=device)
             self.register_buffer(name, empty, persistent=False)
         self.reset_tables()
 
@@ -46,7 +51,15 @@ class RotaryEmbedding(nn.Module):
     ) -> RotaryEmbedding:
         """The tables of a model."""
         length, theta = config.max_sequence_length, config.rope_theta
-        return cls(config.rope_size, length, theta, scaling=config.rope_scaling, device=device)
+        latent = config.latent is not None
+        return cls(
+            config.rope_size,
+            length,
+            theta,
+            scaling=config.rope_scaling,
+            doubled=latent,
+            device=device,
+        )
 
     @torch.no_grad()
     def reset_tables(self) -> None:
@@ -60,6 +73,8 @@ class RotaryEmbedding(nn.Module):
             factor = self.scaling.table_factor
         position_S = torch.arange(self.max_sequence_length, dtype=torch.float64, device=device)
         angle_SQ = torch.outer(position_S, frequency_Q)
+        if self.doubled:
+            angle_SQ = torch.cat((angle_SQ, angle_SQ), dim=-1)
         self.cos_SQ.copy_(angle_SQ.cos() * factor)
         self.sin_SQ.copy_(angle_SQ.sin() * factor)
 
@@ -69,12 +84,30 @@ class RotaryEmbedding(nn.Module):
         Raises:
             ValueError: the sequence is longer than the tables.
         """
+        self._check_length(length)
+        cos_SQ, sin_SQ = self.cos_SQ[:length], self.sin_SQ[:length]
+        if self.doubled:
+            half = self.head_dim // 2
+            return cos_SQ[:, :half], sin_SQ[:, :half]
+        return cos_SQ, sin_SQ
+
+    def doubled_tables(self, length: int) -> tuple[Tensor, Tensor]:
+        """``[1, length, Q]`` with every column twice, as ``kernels.apply_rotary`` reads them.
+
+        Raises:
+            ValueError: the sequence is longer than the tables, or they were built without.
+        """
+        self._check_length(length)
+        if not self.doubled:
+            raise ValueError("these rotary tables are not doubled: build them with doubled=True")
+        return self.cos_SQ[None, :length], self.sin_SQ[None, :length]
+
+    def _check_length(self, length: int) -> None:
         if length > self.max_sequence_length:
             raise ValueError(
                 f"sequence length {length} is above max_sequence_length "
                 f"({self.max_sequence_length}): raise it in the configuration"
             )
-        return self.cos_SQ[:length], self.sin_SQ[:length]
 
     def forward(self, x_BSHQ: Tensor) -> Tensor:
         """Rotates ``[B, S, H, Q]`` from position 0 on, in fp32, back in the input's dtype."""

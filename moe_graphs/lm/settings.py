@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from moe_graphs.optim import AdamW
 from moe_graphs.training.capturable import tensor_hyperparameters
+
+OPTIMIZERS = {"adamw": AdamW, "torch_adamw": torch.optim.AdamW}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +21,8 @@ class TrainSettings:
         batch_size: sequences in one optimizer step, all microbatches together.
         learning_rate: the peak, reached after ``warmup_steps`` and followed by a cosine down to
             a tenth of it (``final_fraction``) at step ``steps``.
+        optimizer: whose update of AdamW, ours or torch's fused one: the same one on the CPU, and
+            the same state anywhere.
     """
 
     steps: int
@@ -32,6 +37,7 @@ class TrainSettings:
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     seed: int = 0
+    optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "sequence_length", "microbatches"):
@@ -41,6 +47,8 @@ class TrainSettings:
             raise ValueError(f"warmup_steps: {self.warmup_steps} must not be negative")
         if not -(2**63) <= self.seed < 2**64:
             raise ValueError(f"seed: {self.seed} must be from -2**63 to 2**64 - 1, as torch's are")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer: {self.optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
         if self.batch_size % self.microbatches:
             raise ValueError(
                 f"microbatches: {self.microbatches} does not divide the batch of "
@@ -75,7 +83,7 @@ def build_optimizer(model: torch.nn.Module, settings: TrainSettings) -> torch.op
                 group = {"params": [], "weight_decay": decay}
                 mesh = getattr(p, "device_mesh", None)
                 groups.setdefault((decayed, mesh), group)["params"].append(p)
-    optimizer = torch.optim.AdamW(
+    optimizer = OPTIMIZERS[settings.optimizer](
         list(groups.values()),
         lr=settings.learning_rate,
         betas=(settings.beta1, settings.beta2),

@@ -30,7 +30,7 @@ from moe_graphs.lm.restarts import directories
 from moe_graphs.lm.run_presets import Preset, presets
 from moe_graphs.lm.tokenized import load_tokenizer, tokenize
 from moe_graphs.lm.trainer import LogLine, TrainingDiverged
-from moe_graphs.lm.workers import Workers, agent, is_first, on_first
+from moe_graphs.lm.workers import Place, Workers, agent, is_first, on_first
 from moe_graphs.tables import capture_table, comparison_table, full_iteration_table
 from moe_graphs.terminal import make_console, print_json
 
@@ -65,7 +65,7 @@ def train(
     compare_: bool,
     json_: bool,
     default_scopes: str,
-    **settings: float | None,
+    **settings: float | str | None,
 ) -> None:
     """The options of the command line, under the names they have there.
 
@@ -230,7 +230,7 @@ def _describe(console: Console, options: training_run.RunOptions, text: Text, na
         f"to {settings.final_fraction:g} of it; parameters in {options.dtype}",
         f"graphs: {options.graph_config or 'none, eager'}; dispatcher {options.dispatcher}",
         f"kernels: experts {'none' if model.moe is None else model.moe.experts}, linear "
-        f"{model.linear}, fp8 {options.fp8}",
+        f"{model.linear}, fp8 {options.fp8}; optimizer {settings.optimizer}",
     )
     for line in lines:
         console.print(line, markup=False)
@@ -248,6 +248,9 @@ def _report_table(report: Report | FullIterationReport) -> Table:
 
 
 def _device(name: str | None) -> torch.device:
+    """Of a process alone."""
+    if Place.of_environment().world_size > 1:
+        raise ValueError("this command runs on one process: start it without torchrun")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     name = name if name is not None else "cuda" if count else "cpu"
     if name == "cpu":

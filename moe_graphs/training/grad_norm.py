@@ -34,7 +34,7 @@ def total_norm(gradients: Sequence[Tensor], shard_group: dist.ProcessGroup | Non
     Raises:
         ValueError: a DTensor whose values have yet to be summed (Partial).
     """
-    alike: dict[tuple[dist.ProcessGroup | None, ...], list[Tensor]] = defaultdict(list)
+    alike: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         alike[_holders(gradient, shard_group)].append(local_part(gradient))
     norms = [_over_ranks(_norm_of(each), groups) for groups, each in alike.items()]

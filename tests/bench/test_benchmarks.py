@@ -1,4 +1,4 @@
-"""The benchmark's logic: its gate, its lines, its failures, and how it reads a trace."""
+"""The benchmark's logic: its gate, its lines and its failures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 @pytest.fixture(scope="module")
 def modules():
     """The benchmark's files as they import each other when run as a script."""
-    names = ("environment", "timeline", "contenders", "measure", "phases", "partial_graphs",
+    names = ("environment", "contenders", "measure", "phases", "partial_graphs",
         "denoiser", "unet", "full_iteration", "layer_kernels", "optimizers",
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
@@ -275,62 +275,3 @@ def test_whole_steps_on_a_gpu(modules, tmp_path):
         if row["contender"] == "full iteration, optimizer":
             assert row["timeline"]["graph_launches"] == 1
             assert row["timeline"]["kernel_launches"] < 10  # copies in and out
-
-
-# ---- reading a trace
-
-
-def _event(category: str, name: str, start: float, end: float, correlation: int) -> dict:
-    arguments = {"correlation": correlation}
-    return {
-        "ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start,
-        "args": arguments,
-    }  # fmt: skip
-
-
-TRACE = [
-    # Two kernels launched one by one, one of them through the driver (Triton), and a copy.
-    _event("cuda_runtime", "cudaLaunchKernelExC", 0, 4, 1),
-    _event("cuda_driver", "cuLaunchKernelEx", 4, 8, 2),
-    _event("cuda_runtime", "cudaMemcpyAsync", 8, 9, 3),
-    _event("kernel", "gemm", 1000, 2000, 1),
-    _event("kernel", "triton", 1500, 2500, 2),
-    _event("gpu_memcpy", "copy", 3000, 3500, 3),
-    # A graph of three kernels, two of which overlap, with gaps of 100 and 150.
-    _event("cuda_runtime", "cudaGraphLaunch_v10000", 10, 20, 4),
-    _event("kernel", "a", 4000, 4400, 4),
-    _event("kernel", "b", 4500, 4700, 4),
-    _event("kernel", "c", 4600, 4750, 4),
-    _event("gpu_memset", "zero", 4900, 5000, 4),
-    # A launch by way of another call, whose own correlation no kernel has; and what is ignored.
-    _event("cuda_driver", "cuLaunchKernel", 1, 3, 99),
-    _event("cuda_runtime", "cudaStreamSynchronize", 20, 5000, 5),
-    _event("cpu_op", "aten::mm", 0, 5, 1),
-    {"ph": "M", "name": "process_name", "args": {"name": "python"}},
-    {"ph": "s", "cat": "ac2g", "id": 1, "ts": 0},
-]
-
-
-def test_timeline_of_a_trace(modules):
-    line = modules.timeline.read_timeline(TRACE, steps=2)
-    assert line.span_ms == pytest.approx(4.0 / 2)
-    # 1000 to 2500, 3000 to 3500, and 750 in the graph.
-    assert line.busy_ms == pytest.approx(2.75 / 2)
-    assert line.idle_share == pytest.approx(1 - 2.75 / 4)
-    assert line.graph_span_ms == pytest.approx(1.0 / 2)
-    assert line.graph_idle_share == pytest.approx(0.25)
-    assert (line.kernel_launches, line.graph_launches) == (1, 0.5)
-    assert (line.kernels, line.graph_kernels) == (2.5, 1.5)
-
-
-def test_timeline_without_graphs_or_device(modules):
-    eager = [event for event in TRACE if event.get("args", {}).get("correlation") != 4]
-    line = modules.timeline.read_timeline(eager, steps=1)
-    assert (line.graph_launches, line.graph_idle_share) == (0, None)
-    assert modules.timeline.read_timeline(TRACE[-3:], steps=1) is None
-
-
-def test_union_of_intervals(modules):
-    assert modules.timeline.union([(0, 4), (2, 5), (7, 8)]) == 6
-    assert modules.timeline.union([(7, 8), (0, 10), (2, 5)]) == 10
-    assert modules.timeline.union([]) == 0

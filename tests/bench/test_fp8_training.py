@@ -46,3 +46,23 @@ def test_an_unknown_row_is_refused(capsys):
     with pytest.raises(SystemExit):
         fp8_training.main(["--rows", "ours, bf17"])
     assert "bf17" in capsys.readouterr().err
+
+
+def test_the_table_of_the_readme():
+    from peers_table import fp8_training as table
+    from result_lines import Line
+
+    def stored(contender, bits, equal=True, error=None):
+        stamp = {"gpu": "a GPU", "commit": "abc", "date": "1", "torch": "2"}
+        values = dict(benchmark="fp8_training", model="small", contender=contender, error=error)
+        if error is None:
+            values |= dict.fromkeys(fp8_training.FROM_COMPARE, True) | {"steps": 150}
+            values |= {fp8_training.FROM_COMPARE[-1]: equal, "held_out_bits_per_byte": bits}
+            values |= {"eager_step_ms": 9.0, "graphed_step_ms": 4.5, "tokens_per_second": 5e5}
+        return Line(values | {"environment": stamp}, "lines.jsonl")
+
+    lines = [stored("ours", 1.8), stored("TE", 1.9, equal=False), stored("FP8", 0, error="no CUDA")]
+    text = table(lines, gpu="a GPU")
+    assert "| ours | yes | 1.800 | 9.0 ms | 4.5 ms | 500 k |" in text
+    assert "| TE | no | 1.900 | 9.0 ms | 4.5 ms | 500 k |" in text
+    assert "Did not run: FP8: `no CUDA`." in text

@@ -11,6 +11,7 @@ from torch import nn
 import moe_graphs
 from moe_graphs import FullIteration, GraphConfig, make_graphed_callables
 from moe_graphs.engine.backends.cpu import Tape
+from moe_graphs.engine.proof import fingerprints
 from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
 
 PERIOD = 5
@@ -122,6 +123,58 @@ def replays(monkeypatch):
 def test_what_replays_always_compute_otherwise_differs(engine):
     report = report_of(engine, replayed)
     assert report.eager_calls["differs_from_eager"] > 0
+
+
+@torch.library.custom_op("moe_graphs_tests::wrong_replay", mutates_args=())
+def wrong_replay(x: torch.Tensor) -> torch.Tensor:
+    """x, in every second call rounded otherwise, and in replays one more."""
+    CALLS.add_(1)
+    varied = rounded_otherwise(x) if CALLS.item() % 2 == 0 else x.clone()
+    return varied + IN_REPLAY
+
+
+wrong_replay.register_autograd(lambda ctx, gradient: gradient)
+
+
+class WrongInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return wrong_replay(gradient)
+
+
+@pytest.mark.filterwarnings("ignore::moe_graphs.GraphWarning")
+@pytest.mark.usefixtures("replays")
+@pytest.mark.parametrize("op", [wrong_replay, WrongInBackward.apply])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_varies_eagerly_is_compared_all_the_same(engine, op):
+    """A replay has to be about as near to eager runs as these are to one another."""
+    CALLS.zero_()
+    report = report_of(engine, op)
+    assert report.eager_calls["differs_from_eager"] > 0
+
+
+def test_fingerprints_tell_noise_from_errors():
+    generator = torch.Generator().manual_seed(0)
+    eager = torch.randn(300, 5000, generator=generator)
+
+    def noisy(scale):
+        return eager + scale * torch.randn(eager.shape, generator=generator)
+
+    swapped = eager.clone()
+    swapped[[0, 1]] = eager[[1, 0]]
+    first, again, near, far, rows, nan = fingerprints(
+        [eager, noisy(1e-4), noisy(1e-4), noisy(0.1), swapped, eager.log()]
+    )
+    assert first != again
+    assert first.is_noise(again, near)
+    assert not first.is_noise(again, far)
+    assert not first.is_noise(again, rows)
+    assert not first.is_noise(again, nan)
+    assert first == fingerprints([eager.clone()])[0]
 
 
 class RoundedInBackward(torch.autograd.Function):

@@ -98,6 +98,21 @@ def test_yarn_by_hand():
             assert got == pytest.approx(want, abs=1e-6)
 
 
+def test_doubled_tables_are_the_tables_twice():
+    """Made once, and of all of their positions: bit for bit what a forward would put together."""
+    doubled = RotaryEmbedding.of(SMALL)
+    plain = RotaryEmbedding(8, SEQUENCE, SMALL.rope_theta, scaling=YARN)
+    for length in (1, SEQUENCE):
+        pairs = zip(plain.tables(length), doubled.tables(length), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+        for half, table in zip(plain.tables(length), doubled.doubled_tables(length), strict=True):
+            assert torch.equal(torch.cat((half, half), dim=-1)[None], table)
+    with pytest.raises(ValueError, match="doubled=True"):
+        plain.doubled_tables(1)
+    with pytest.raises(ValueError, match="raise it in the configuration"):
+        doubled.doubled_tables(SEQUENCE + 1)
+
+
 def test_llama3_by_hand():
     scaling = Llama3Scaling(
         factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_sequence_length=100

@@ -58,11 +58,19 @@ def scopes() -> None:
     model = LanguageModel(CONFIG, make_dispatcher("local"))
     graphs = moe_graphs.graph(model, moe_graphs.GraphConfig(scopes="attn,moe", warmup_steps=1))
     assert_type(graphs, moe_graphs.Graphs)
-    for _ in range(3):
+
+    def step() -> None:
         with graphs.step():
             output = model(torch.randint(32, (2, 8)))
             assert_type(output, ModelOutput)
             (output.logits_BSV.float().logsumexp(-1).mean() + output.aux_loss).backward()
+
+    for _ in range(3):
+        step()
+    eager, _ = graphs.profile(step)
+    assert_type(eager, moe_graphs.StepProfile)
+    assert_type(eager.traced.groups[0].reached, float | None)
+    assert_type(moe_graphs.profile_step(step, steps=1, rates=eager.rates), moe_graphs.StepProfile)
     report = graphs.report()
     assert_type(report, moe_graphs.Report)
     assert_type(report.scopes[0].eager_calls, dict[str, int])

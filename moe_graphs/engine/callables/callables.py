@@ -26,9 +26,10 @@ from moe_graphs.engine.callables.arguments import (
     order_of,
     plan_of,
 )
-from moe_graphs.engine.callables.capture_slot import capture_slot
+from moe_graphs.engine.callables.capture_slot import capture_slot, check_unused
 from moe_graphs.engine.callables.no_trace import NoTrace
 from moe_graphs.engine.explained import explained_call
+from moe_graphs.engine.ranks import Ranks
 from moe_graphs.engine.report import Report
 from moe_graphs.engine.resources import Resources
 from moe_graphs.engine.scopes.captured import Captured, Chunk
@@ -270,13 +271,19 @@ class CallableGraphs:
     def _capture(
         self, plan: Plan, calls: Sequence[ScopeCall], options: CaptureOptions, no_trace: NoTrace
     ) -> None:
-        memory = memory_plan(plan, self._rehearse(calls, options), options.split)
+        ranks = Ranks(self.model)
+        measured, communicating = self._rehearse(calls, options, ranks)
+        memory = memory_plan(plan, measured, options.split)
         no_trace.rehearsed()
-        recorder = Recorder(self.model, self.backend, split=options.split, verify=options.verify)
+        recorder = Recorder(
+            self.model, self.backend, ranks, split=options.split, verify=options.verify
+        )
         chunks = [
             Chunk([
-                Slot([PlannedCall(calls[n].scope, calls[n].signature) for n in chunk.calls],
-                     self.backend, options.pool)
+                Slot([
+                    PlannedCall(calls[n].scope, calls[n].signature, communicates=n in communicating)
+                    for n in chunk.calls
+                ], self.backend, options.pool)
                 for _ in range(chunk.slots)
             ])
             for chunk in plan.chunks
@@ -287,16 +294,18 @@ class CallableGraphs:
             for planned, chunk in zip(plan.chunks, chunks, strict=True):
                 for slot in chunk.slots:
                     capture_slot(slot, [calls[number] for number in planned.calls], recorder)
-                    _check_unused(slot, options.allow_unused_input)
+                    check_unused(slot, options.allow_unused_input)
             no_trace.check()
         except BaseException:
             self._resources.release()
             raise
 
     def _rehearse(
-        self, calls: Sequence[ScopeCall], options: CaptureOptions
-    ) -> dict[int, CallMemory]:
+        self, calls: Sequence[ScopeCall], options: CaptureOptions, ranks: Ranks
+    ) -> tuple[dict[int, CallMemory], set[int]]:
+        """Also which of them communicate."""
         measured: dict[int, CallMemory] = {}
+        communicating = set()
         dry_run = DryRun(self.model, self.backend)
         if options.before_rehearsals is not None:
             options.before_rehearsals()
@@ -305,10 +314,13 @@ class CallableGraphs:
                 with explained_call(call.scope.name, "forward", self.backend):
                     if fp8.is_enabled():
                         dry_run.make_ready(call)
-                    measured[number] = dry_run.examine(call, runs=options.rehearsals)
+                    measured[number], groups = dry_run.examine(call, runs=options.rehearsals)
+                if groups:
+                    ranks.join(groups)
+                    communicating.add(number)
         if options.after_rehearsals is not None:
             options.after_rehearsals()
-        return measured
+        return measured, communicating
 
     def install(self) -> None:
         for graphed in self.graphed:
@@ -386,13 +398,3 @@ def _sample_call(scope: Scope, call: Call, hooks: Hooks) -> ScopeCall:
     return ScopeCall(
         scope, Signature.of(inputs, scope.name_input), pytree.tree_leaves(inputs), call, hooks
     )
-
-
-def _check_unused(slot: Slot, allowed: bool) -> None:
-    for place in slot.places:
-        unused = place.unused_inputs()
-        if unused and not allowed:
-            raise GraphError(
-                f"{place.name}: input {unused[0]!r} requires a gradient and gets none: pass "
-                f"allow_unused_input=True, or a sample that requires none"
-            )

@@ -13,6 +13,7 @@ from moe_graphs.engine.scopes.dry_run import ScopeCall
 from moe_graphs.engine.scopes.place import PendingBackward, Place
 from moe_graphs.engine.scopes.recorder import Recorder
 from moe_graphs.engine.scopes.slots import Slot
+from moe_graphs.errors import GraphError
 
 
 def capture_slot(slot: Slot, calls: Sequence[ScopeCall], recorder: Recorder) -> None:
@@ -78,3 +79,17 @@ def _gradient(output: Tensor, generator: torch.Generator) -> Tensor:
 def _raise(recorder: Recorder) -> None:
     if recorder.failure is not None:
         raise recorder.failure
+
+
+def check_unused(slot: Slot, allowed: bool) -> None:
+    """
+    Raises:
+        GraphError: for an input that requires a gradient and gets none, unless that is allowed.
+    """
+    for place in slot.places:
+        unused = place.unused_inputs()
+        if unused and not allowed:
+            raise GraphError(
+                f"{place.name}: input {unused[0]!r} requires a gradient and gets none: pass "
+                f"allow_unused_input=True, or a sample that requires none"
+            )

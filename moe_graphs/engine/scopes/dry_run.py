@@ -13,6 +13,7 @@ from operator import is_
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -153,8 +154,9 @@ class DryRun:
         reads: Reads | None = None,
         linked: Sequence[int] = (),
         runs: int = 2,
-    ) -> CallMemory:
-        """Forward and backward, several times: every run has to do what the first one did.
+    ) -> tuple[CallMemory, set[dist.ProcessGroup]]:
+        """Forward and backward, several times: every run has to do what the first one did. Tells
+        also over which groups of processes they communicate.
 
         reads: what a real run of the call has read, if there was one; linked: inputs that are
         outputs of others.
@@ -187,7 +189,7 @@ class DryRun:
                 each.put_back()
         _check_alike(forwards)
         _check_alike(backwards)
-        return memory
+        return memory, set().union(*(trace.groups for trace in (*forwards, *backwards)))
 
     def guards(self, call: ScopeCall, reads: Reads, addresses: Sequence[int]) -> Guards:
         module = call.scope.module

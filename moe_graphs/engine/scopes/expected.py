@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_graphs.engine import fp8
 from moe_graphs.engine.preserve import HiddenState, Values
-from moe_graphs.engine.proof import Difference, first_difference
+from moe_graphs.engine.proof import Difference, first_difference, is_noise
 from moe_graphs.engine.scopes.dry_run import DryForward
 from moe_graphs.engine.signature import tensor_leaves
 
@@ -46,6 +46,15 @@ class Expected:
             expected.append(value)
             found.append(scales[name])
         return first_difference(names, expected, found)
+
+    def unexplained(self, again: Sequence[Any], outputs: Sequence[Any]) -> Difference | None:
+        """An output that differs by more than what another eager run differs by."""
+        three = map(tensor_leaves, (self.dry.outputs, again, outputs))
+        for number, (eager, other, replayed) in enumerate(zip(*three, strict=True)):
+            found = first_difference([f"output {number}"], [eager], [replayed])
+            if found is not None and not is_noise(eager, other, replayed):
+                return found
+        return None
 
     def undo(self) -> None:
         self.hidden.put_back()

@@ -130,13 +130,16 @@ class GraphedScope:
             return self._mismatched(found, inputs, call)
         slot, place = found
         leaves, structure = flatten(planned)
+        recorder = self.graphs.captured.recorder
         mismatch = slot.mismatch(place, structure, leaves)
+        if slot.is_to_record(place):
+            mismatch = recorder.mismatch(place, mismatch)
         if mismatch is None and place.forward is None:
             produced = self._first_replay(slot, place, leaves, call)
             mismatch = produced if isinstance(produced, Mismatch) else None
         elif mismatch is None:
             pending = slot.begin_replay(place, leaves)
-            produced = replay(slot, pending, self.graphs.captured.recorder, self.delayed, leaves)
+            produced = replay(slot, pending, recorder, self.delayed, leaves)
         if mismatch is not None:
             slot.pass_by(place)
             return self._mismatched(mismatch, inputs, call)
@@ -148,13 +151,12 @@ class GraphedScope:
     ) -> list[Any] | Mismatch:
         """Captures the call, replays it, and compares that with eager."""
         recorder = self.graphs.captured.recorder
-        if recorder.failure is not None:
-            return Mismatch("capture_failed", str(recorder.failure))
         signature = place.planned.signature
         lent = frozenset(i for i in signature.tensors() if slot.output_at(leaves[i]) is not None)
         call = ScopeCall(self.scope, signature, leaves, arguments, {}, lent)
         try:
-            expected = recorder.record_forward(slot, place, call)
+            with recorder.together(place):
+                expected = recorder.record_forward(slot, place, call)
         except CaptureError as error:
             recorder.failure = error
             return Mismatch("capture_failed", str(error))

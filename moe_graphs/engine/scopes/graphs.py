@@ -21,6 +21,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,6 +30,7 @@ from moe_graphs.config import GraphConfig
 from moe_graphs.engine import context
 from moe_graphs.engine.backends import backend_for
 from moe_graphs.engine.explained import explained_call
+from moe_graphs.engine.ranks import Ranks
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.report import Report
 from moe_graphs.engine.resources import Resources
@@ -48,6 +50,8 @@ from moe_graphs.engine.scopes.slots import Slot
 from moe_graphs.engine.scopes.without_trace import without_trace
 from moe_graphs.engine.signature import Mismatch
 from moe_graphs.errors import CaptureError, GraphError
+from moe_graphs.profiling.profiler import profile_step
+from moe_graphs.profiling.step_profile import StepProfile
 
 
 def graph(
@@ -90,6 +94,7 @@ class Graphs:
         self._dry_run = DryRun(model, self.backend)
         self._in_step = self._paused = False
         self._capture_seconds = 0.0
+        self._ranks = Ranks(model)
         self._begin_warmup()
         self.state = "warmup" if config.impl == "local" else "off"
         self.scopes = self._install() if config.impl == "local" else []
@@ -100,6 +105,7 @@ class Graphs:
         self.observation = Observation()
         self._measured: dict[int, CallMemory] = {}
         self._examined: dict[int, Examined] = {}
+        self._communicating: set[int] = set()
         self._failure: CaptureError | None = None
         self._memory: MemoryPlan | None = None
         self._wants_recapture = False
@@ -137,7 +143,8 @@ class Graphs:
             self.delayed.clear()
             if self.captured is not None:
                 self.captured.end_step()
-        if self._wants_recapture:
+        may_recapture = self.config.on_mismatch == "recapture" and self.captured is not None
+        if may_recapture and self._ranks.any(self._wants_recapture):
             self.recapture()
         elif self.state == "warmup":
             self._warmup_step_ended()
@@ -157,8 +164,7 @@ class Graphs:
 
     def _warmup_step_ended(self) -> None:
         self.observation.end_step()
-        if self._failure is not None:
-            self._fail(self._failure)
+        self._fail_together(self._failure)
         if self.observation.steps:
             planned = plan(self.observation.steps)
             self._memory = self._predicted(planned)
@@ -170,12 +176,15 @@ class Graphs:
     def _capturing_step_ended(self) -> None:
         captured = self.captured
         assert captured is not None
-        if captured.recorder.failure is not None:
-            self._fail(captured.recorder.failure)
+        self._fail_together(captured.recorder.failure)
         if captured.is_complete:
             self.state = "captured"
             for place in captured.places:
                 place.planned.examined = None
+
+    def _fail_together(self, error: CaptureError | None) -> None:
+        if self._ranks.any(error is not None):
+            self._fail(error or CaptureError("another rank has failed to capture"))
 
     def _fail(self, error: CaptureError) -> None:
         self.state = "capture_failed"
@@ -194,8 +203,11 @@ class Graphs:
         """What cannot be captured is found in the first warm-up step, and told at its end."""
         try:
             with explained_call(call.scope.name, "forward", self.backend):
-                self._measured[alike] = self._dry_run.examine(call, reads, linked)
+                self._measured[alike], groups = self._dry_run.examine(call, reads, linked)
                 self._examined[alike] = Examined(self._dry_run, call, reads)
+            if groups:
+                self._ranks.join(groups)
+                self._communicating.add(alike)
         except CaptureError as error:
             self._failure = error
 
@@ -217,7 +229,11 @@ class Graphs:
             chunks.append(Chunk([Slot(calls, self.backend) for _ in range(chunk.slots)]))
         self.observation.tell_of_weights_apart(split=config.split_backward)
         recorder = Recorder(
-            self.model, self.backend, split=config.split_backward, verify=config.verify
+            self.model,
+            self.backend,
+            self._ranks,
+            split=config.split_backward,
+            verify=config.verify,
         )
         return Captured(chunks, recorder, memory)
 
@@ -227,6 +243,7 @@ class Graphs:
             observed.scope,
             observed.signature,
             examined=self._examined.get(alike),
+            communicates=alike in self._communicating,
             refused=self.observation.refusal(observed.scope, split=self.config.split_backward),
         )
 
@@ -338,6 +355,26 @@ class Graphs:
             yield
         finally:
             self._paused = before
+
+    def profile(
+        self, step: Callable[[], object], **options: Any
+    ) -> tuple[StepProfile, StepProfile]:
+        """Where the time of a training step goes, run eagerly and with its graphs.
+
+        Args:
+            step: a whole one, with ``graphs.step()`` around its forwards and backwards.
+            options: of ``profile_step``, but ``name`` and ``device``.
+
+        Raises:
+            GraphError: before the graphs are captured.
+        """
+        if self.state != "captured":
+            raise GraphError(f"profile: the graphs are {self.state}: run steps until they replay")
+        device = next(self.model.parameters()).device
+        with self.paused():
+            eager = profile_step(step, name="eager", device=device, **options)
+        graphed = profile_step(step, name="graphed", device=device, **options)
+        return eager, graphed
 
     def release(self) -> None:
         """Makes the model eager for good and gives the graphs' memory back. Idempotent."""

@@ -32,6 +32,7 @@ class PlannedCall:
     """What is known of a call, whatever the slot.
 
     examined: in the warm-up, until everything is captured.
+    communicates: with other ranks, which have to capture and compare it when this one does.
     copied_outputs: handed out as copies, since somebody keeps views of them beyond the next replay.
     refused: why it is not replayed (any more).
     not_reproducible: whether eager runs themselves differ from one another, in their last bits.
@@ -42,6 +43,7 @@ class PlannedCall:
     scope: Scope
     signature: Signature
     examined: Examined | None = None
+    communicates: bool = False
     copied_outputs: set[int] = field(default_factory=set)
     refused: Mismatch | None = None
     not_reproducible: bool = False

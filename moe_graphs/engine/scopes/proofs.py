@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from moe_graphs.engine.preserve import HiddenState
-from moe_graphs.engine.proof import Difference, first_difference, varies
+from moe_graphs.engine.proof import Difference, first_difference, is_noise, varies
+from moe_graphs.engine.ranks import Ranks
 from moe_graphs.engine.scopes.dry_run import DryRun, ScopeCall
 from moe_graphs.engine.scopes.effects import Effects
 from moe_graphs.engine.scopes.expected import Expected
@@ -16,33 +17,47 @@ from moe_graphs.engine.scopes.place import PendingBackward, Place
 from moe_graphs.engine.scopes.recompute import compute_anew
 from moe_graphs.engine.scopes.recording import RecordedBackward
 
+_ELSEWHERE = Difference("what another rank computes", None, "one value", "another", 1)
+
 
 class Proofs:
     """Of the recordings of one model. ``verify``: whether forwards are compared at all; of
     backwards, those with a second eager run are."""
 
-    def __init__(self, model: nn.Module, dry_run: DryRun, *, verify: bool) -> None:
+    def __init__(self, model: nn.Module, dry_run: DryRun, ranks: Ranks, *, verify: bool) -> None:
         self._model, self._dry_run, self._backend = model, dry_run, dry_run.backend
-        self._verify = verify
+        self._ranks, self._verify = ranks, verify
 
     def difference_of_forward(
         self, place: Place, call: ScopeCall, expected: Expected, outputs: Sequence[Any]
     ) -> Difference | None:
         """How the first replay differs from eager, after which everything is as before the call;
         None if it does not, or if eager itself differs from one run to the next."""
+        anywhere = self._anywhere(place)
         found = expected.difference(outputs) if self._verify else None
-        if found is None:
+        if not anywhere(found is not None):
             return None
         expected.undo()
         again = self._dry_run.forward(call)
-        if expected.difference(again.outputs, again.written, again.hidden) is None and not (
-            found.only_order_of_sums and _replays_vary(place, expected)
-        ):
-            return found
+        eager_varies = expected.difference(again.outputs, again.written, again.hidden) is not None
+        may_vary = found is not None and found.only_order_of_sums and not eager_varies
+        wrong = None
+        if anywhere(may_vary):
+            eager_varies |= _replays_vary(place, expected, anywhere)
+        elif eager_varies:
+            wrong = expected.unexplained(again.outputs, outputs)
+        if found is not None and not eager_varies:
+            wrong = found
+        if anywhere(wrong is not None):
+            return wrong or _ELSEWHERE
         place.planned.not_reproducible = True
         expected.undo()
         place.forward.graph.replay()
         return None
+
+    def _anywhere(self, place: Place) -> Callable[[bool], bool]:
+        """Whether something is so on any of the ranks that run this call together."""
+        return self._ranks.any if place.planned.communicates else bool
 
     def backward(
         self,
@@ -64,15 +79,15 @@ class Proofs:
         if again is None or recorded.graph is None:
             return
         names = self._names_of(pending.place, recorded.uses)
-        both = list(zip(names, eager, again, strict=True))
-        stable = [first_difference([name], [a], [b]) is None for name, a, b in both]
-        eager_varies = not all(stable)
-        rows = zip(names, eager, recorded.gradients, stable, strict=True)
-        compared = [row[:3] for row in rows if row[3]]
+        eager_varies = first_difference(names, eager, again) is not None
+        rows = zip(names, eager, again, recorded.gradients, strict=True)
+        compared = [(name, a, c) for name, a, b, c in rows if not is_noise(a, b, c)]
         found = first_difference(*zip(*compared, strict=True)) if compared else None
         if found is None and not eager_varies:
             found = effects.difference()
-        if found is not None and found.only_order_of_sums and not eager_varies:
+        anywhere = self._anywhere(pending.place)
+        may_vary = found is not None and found.only_order_of_sums and not eager_varies
+        if anywhere(may_vary):
 
             def another() -> Difference | None:
                 effects.again()
@@ -81,11 +96,11 @@ class Proofs:
                 anew = [gradients[use] for use in recorded.uses]
                 return difference or first_difference(names, eager, anew)
 
-            eager_varies = varies(another)
+            eager_varies |= varies(another, anywhere)
         planned = pending.place.planned
         planned.not_reproducible |= eager_varies
-        if found is not None and not (eager_varies and found.only_order_of_sums):
-            planned.differs(found)
+        if anywhere(found is not None and not (eager_varies and found.only_order_of_sums)):
+            planned.differs(found or _ELSEWHERE)
 
     def agrees(self, place: Place, eager: Mapping[int, Tensor | None]) -> bool:
         """Replays the backward, and compares it with an eager one on the same gradients."""
@@ -96,7 +111,8 @@ class Proofs:
             return False
         names = self._names_of(place, place.backward.uses)
         expected = [eager[use] for use in place.backward.uses]
-        return first_difference(names, expected, place.backward.gradients) is None
+        difference = first_difference(names, expected, place.backward.gradients)
+        return not self._anywhere(place)(difference is not None)
 
     def _names_of(self, place: Place, uses: Sequence[int]) -> list[str]:
         of_parameters = {id(p): name for name, p in self._model.named_parameters()}
@@ -110,7 +126,7 @@ class Proofs:
         ]
 
 
-def _replays_vary(place: Place, expected: Expected) -> bool:
+def _replays_vary(place: Place, expected: Expected, anywhere: Callable[[bool], bool]) -> bool:
     outputs = place.forward.outputs
     names = [f"output {number}" for number in range(len(outputs))]
     before = [output.clone() for output in outputs]
@@ -120,4 +136,4 @@ def _replays_vary(place: Place, expected: Expected) -> bool:
         place.forward.graph.replay()
         return first_difference(names, before, outputs)
 
-    return varies(another)
+    return varies(another, anywhere)

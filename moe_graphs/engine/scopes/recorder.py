@@ -21,6 +21,7 @@ from moe_graphs.engine.context import Context
 from moe_graphs.engine.explained import explained_call
 from moe_graphs.engine.guards import Guards
 from moe_graphs.engine.preserve import HiddenState, Values
+from moe_graphs.engine.ranks import Ranks
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.scopes.captured_forward import CapturedForward, Saved
 from moe_graphs.engine.scopes.dry_run import DryRun, ScopeCall, check_capturable
@@ -34,7 +35,7 @@ from moe_graphs.engine.scopes.proofs import Proofs
 from moe_graphs.engine.scopes.recompute import recompute
 from moe_graphs.engine.scopes.recording import RecordedBackward, Surroundings
 from moe_graphs.engine.scopes.slots import Slot
-from moe_graphs.engine.signature import TensorSpec
+from moe_graphs.engine.signature import Mismatch, TensorSpec
 from moe_graphs.engine.static_memory import copy_to, static_copy, static_like, target_of
 from moe_graphs.engine.tracing import Operations, address, differing_op
 from moe_graphs.errors import CaptureError
@@ -44,6 +45,7 @@ class Recorder:
     """Captures the calls of one model.
 
     Args:
+        ranks: those that capture together.
         split: the gradients of the weights apart from those of the inputs.
         verify: compare the first replays with eager.
 
@@ -54,15 +56,33 @@ class Recorder:
     """
 
     def __init__(
-        self, model: nn.Module, backend: Backend, *, split: bool = False, verify: bool = True
+        self,
+        model: nn.Module,
+        backend: Backend,
+        ranks: Ranks,
+        *,
+        split: bool = False,
+        verify: bool = True,
     ) -> None:
         self.model, self.backend, self.split, self.verify = model, backend, split, verify
+        self.ranks = ranks
         self.dry_run = DryRun(model, backend)
-        self.proofs = Proofs(model, self.dry_run, verify=verify)
+        self.proofs = Proofs(model, self.dry_run, ranks, verify=verify)
         self.failure: CaptureError | None = None
         self.shared: dict[Any, Tensor] = {}
 
     # ---- forward
+
+    def mismatch(self, place: Place, mismatch: Mismatch | None) -> Mismatch | None:
+        """Why a call is not captured now. A capture runs it beside the real one, and so it has to
+        on all ranks with which it communicates."""
+        if mismatch is None and self.failure is not None:
+            mismatch = Mismatch("capture_failed", str(self.failure))
+        return self.ranks.agree(mismatch) if place.planned.communicates else mismatch
+
+    def together(self, place: Place) -> contextlib.AbstractContextManager[None]:
+        """Around a piece of work that succeeds on all ranks that capture the place, or on none."""
+        return self.ranks.together() if place.planned.communicates else contextlib.nullcontext()
 
     def record_forward(self, slot: Slot, place: Place, call: ScopeCall) -> Expected:
         """Captures the call into the place; nothing but the place is changed.
@@ -183,7 +203,7 @@ class Recorder:
         effects = Effects(self.backend)
         with self.backend.on_stream(), Reads() as reads, effects.seen():
             eager = eagerly()
-        if place.backward is None and self._may_record(slot):
+        if place.backward is None and self._may_record(slot, place):
             with self._failing(slot, place), explained_call(place.name, "backward", self.backend):
                 guards = Guards(reads.of_contexts, reads)
                 state = Context(self.backend.device.type, of_backward=True)
@@ -223,14 +243,16 @@ class Recorder:
         effects = Effects(self.backend)
         with self.backend.on_stream(), effects.seen():
             eager = place.run.second_part()
-        if place.backward is not None and place.weights is None and self._may_record(slot):
+        wanted = place.backward is not None and place.weights is None
+        if wanted and self._may_record(slot, place):
             with self._failing(slot, place), explained_call(place.name, "backward", self.backend):
                 with effects.once():
                     self._record_weights(slot, pending, eager, effects)
         return eager
 
-    def _may_record(self, slot: Slot) -> bool:
-        return self.failure is None and slot.may_record_backward()
+    def _may_record(self, slot: Slot, place: Place) -> bool:
+        may_not = self.failure is not None or not slot.may_record_backward()
+        return not (self.ranks.any(may_not) if place.planned.communicates else may_not)
 
     @contextlib.contextmanager
     def _failing(self, slot: Slot, place: Place) -> Iterator[None]:
@@ -251,7 +273,12 @@ class Recorder:
         surroundings: Surroundings,
         effects: Effects,
     ) -> None:
-        place = pending.place
+        place, run = pending.place, pending.place.run
+        with self.together(place):
+            self._record_backward(slot, place, surroundings)
+        self.proofs.backward(pending, run.given, place.backward, eager, again, effects)
+
+    def _record_backward(self, slot: Slot, place: Place, surroundings: Surroundings) -> None:
         run = place.run
         static = self._static_incoming(run.incoming)
         targets = tuple(map(target_of, static))
@@ -276,7 +303,6 @@ class Recorder:
             *self._by_use(place, run.first_uses, gradients),
         )
         slot.backward_recorded(place)
-        self.proofs.backward(pending, run.given, place.backward, eager, again, effects)
 
     def _record_weights(
         self, slot: Slot, pending: PendingBackward, eager: Sequence[Tensor | None], effects: Effects

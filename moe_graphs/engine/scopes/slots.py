@@ -11,6 +11,7 @@ Every slot is captured by the first microbatch that takes it.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -107,6 +108,10 @@ class Slot:
         """A call runs eagerly in place of its recording, which is not replayed any more."""
         self._clock = place.position
 
+    def is_to_record(self, place: Place) -> bool:
+        """Whether its next call may be the one that is captured."""
+        return place.forward is None and not self.is_closed and not place.planned.refused
+
     def mismatch(self, place: Place, structure: Any, leaves: Sequence[Any]) -> Mismatch | None:
         """Why this call cannot be replayed now, or None. Makes room for its outputs."""
         difference = place.planned.refused or place.planned.signature.mismatch(structure, leaves)
@@ -138,10 +143,14 @@ class Slot:
         """Gradients in the pool's memory that autograd holds just now."""
         self._lent = loans
 
-    def call_in_gradients(self) -> bool:
+    def call_in_gradients(self, *, collecting: bool = False) -> bool:
+        """``collecting``: what only garbage holds comes back, too."""
         lent, self._lent = self._lent, []
-        called_in = [loan.call_in() for loan in lent]
-        return all(called_in)
+        held = [loan for loan in lent if not loan.call_in()]
+        if held and collecting:
+            gc.collect()
+            held = [loan for loan in held if not loan.call_in()]
+        return not held
 
     def in_flight(self) -> list[PendingBackward]:
         """Replayed forwards whose backward may still come."""
@@ -193,7 +202,9 @@ class Slot:
         mismatch = place.backward.surroundings.mismatch()
         if mismatch is not None:
             return mismatch.reason
-        return None if self.call_in_gradients() else "gradient_held"
+        # When garbage goes is not the same on all ranks, and what they run has to be.
+        free = self.call_in_gradients(collecting=place.planned.communicates)
+        return None if free else "gradient_held"
 
     def backward_done(self, pending: PendingBackward, *, replayed: bool) -> None:
         """Its backward has run, or is about to be replayed."""

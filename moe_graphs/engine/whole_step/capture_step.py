@@ -65,6 +65,7 @@ def record_step(
         data_parallel.check_settings(definition.model)
         definition.sharding.rest()
         gc.collect()  # none while a capture runs
+        backend.make_room()  # what eager steps have left there serves no other stream
         with StateBefore(definition, reads) as before, backend.on_stream():
             with ranks.together():
                 prepared = _prepare(definition, batch, rehearsals, before)

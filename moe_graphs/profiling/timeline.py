@@ -55,17 +55,17 @@ class Timeline:
 def read_timeline(events: Iterable[Mapping[str, Any]], steps: int) -> Timeline | None:
     """The timeline of a trace's ``traceEvents``; None if nothing in them ran on a device."""
     complete = [event for event in events if event.get("ph") == "X"]
-    device = [e for e in complete if _category(e) in DEVICE_CATEGORIES]
+    device = [e for e in complete if category(e) in DEVICE_CATEGORIES]
     if not device:
         return None
-    host = [e for e in complete if _category(e) in HOST_CATEGORIES]
-    kernels = [e for e in device if _category(e) == "kernel"]
+    host = [e for e in complete if category(e) in HOST_CATEGORIES]
+    kernels = [e for e in device if category(e) == "kernel"]
     graphs = {_correlation(e) for e in host if e["name"].startswith(GRAPH_LAUNCHES)}
     # Only calls that a kernel answers to: a call that goes through another one counts once.
     launched = {_correlation(e) for e in kernels}
     single = {_correlation(e) for e in host if e["name"].startswith(KERNEL_LAUNCHES)}
-    intervals = [_interval(e) for e in device]
-    span, busy = _span(intervals), union(intervals)
+    intervals = [interval(e) for e in device]
+    span, busy = span_of(intervals), union(intervals)
     graph_span, graph_busy = _inside_graphs(device, graphs)
     return Timeline(
         steps=steps,
@@ -94,17 +94,18 @@ def union(intervals: Sequence[Interval]) -> float:
     return covered
 
 
-def _inside_graphs(device: Sequence[Mapping], graphs: set[int]) -> tuple[float, float]:
+def _inside_graphs(device: Sequence[Mapping[str, Any]], graphs: set[int]) -> tuple[float, float]:
     """Sums over the graph launches: their spans, and how much of them the device was busy."""
     launches: dict[int, list[Interval]] = defaultdict(list)
     for event in device:
         if _correlation(event) in graphs:
-            launches[_correlation(event)].append(_interval(event))
-    spans = sum(_span(intervals) for intervals in launches.values())
+            launches[_correlation(event)].append(interval(event))
+    spans = sum(span_of(intervals) for intervals in launches.values())
     return spans, sum(union(intervals) for intervals in launches.values())
 
 
-def _category(event: Mapping[str, Any]) -> str:
+def category(event: Mapping[str, Any]) -> str:
+    """In small letters, as older torches write it otherwise."""
     return str(event.get("cat", "")).lower()
 
 
@@ -112,12 +113,14 @@ def _correlation(event: Mapping[str, Any]) -> int:
     return int(event.get("args", {}).get("correlation", -1))
 
 
-def _interval(event: Mapping[str, Any]) -> Interval:
+def interval(event: Mapping[str, Any]) -> Interval:
+    """When it began and ended."""
     start = float(event["ts"])
     return start, start + float(event["dur"])
 
 
-def _span(intervals: Sequence[Interval]) -> float:
+def span_of(intervals: Sequence[Interval]) -> float:
+    """From the first beginning to the last end."""
     return max(end for _, end in intervals) - min(start for start, _ in intervals)
 
 

@@ -1,0 +1,96 @@
+"""What a step of our language model needs at least, by group: from its sizes alone.
+
+T tokens of a step, D model, K top-k, F ffn.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from moe_graphs.layers import LanguageModel
+from moe_graphs.layers.mlp import SwiGLU
+from moe_graphs.layers.moe import MoELayer
+from moe_graphs.layers.norm import RMSNorm
+from moe_graphs.lm.settings import TrainSettings
+from moe_graphs.profiling.floors import Floor, bytes_of
+
+# A training step reads parameter, gradient and two states of AdamW, writes all but the gradient,
+# and reads that once more before for the norm to clip by.
+_ADAMW_PASSES = 8
+
+
+def step_floors(
+    model: LanguageModel, settings: TrainSettings, *, compute_dtype: torch.dtype, local: bool
+) -> dict[str, Floor]:
+    """By group of ``kernel_groups``; those whose least is not known are left out.
+
+    A matrix product is counted once forward and twice backward, attention as half of the square and
+    without computing anything again; bytes are those of a kernel that reads its inputs and
+    writes its results once, weights once per microbatch.
+
+    Args:
+        compute_dtype: of matrix products and of what they hand on; parameters keep theirs, and so
+            does the residual stream.
+        local: all rows stay on this rank, so that also the work of permuting them is known.
+    """
+    T, config = settings.tokens_per_step, model.config
+    own, computed = model.head.weight.element_size(), compute_dtype.itemsize
+    # A weight is read twice and its gradient written.
+    per_weight = settings.microbatches * (2 * computed + own)
+    experts = [module for module in model.modules() if isinstance(module, MoELayer)]
+    of_experts = {id(p) for moe in experts for p in moe.experts.parameters()}
+    dense = sum(
+        p.numel()
+        for p in model.parameters()
+        if p.ndim >= 2 and id(p) not in of_experts and p is not model.embedding.weight
+    )
+    square = config.num_layers * config.num_heads * (config.head_size + config.value_head_size)
+    floors = {
+        "dense GEMM": Floor(6.0 * dense * T, dense * per_weight),
+        "attention": Floor(3.0 * square * settings.sequence_length * T),
+        "optimizer": Floor(
+            bytes=_ADAMW_PASSES * bytes_of(p for p in model.parameters() if p.requires_grad)
+        ),
+        "norms": Floor(bytes=_norm_bytes(model, T, own, computed)),
+        "swiglu": Floor(bytes=8.0 * computed * _swiglu_columns(model, T)),
+        # Logits are read forward, read again backward, and their gradient is written.
+        "cross entropy": Floor(bytes=3.0 * T * config.vocab_size * computed),
+    }
+    if experts:
+        floors["grouped GEMM"] = _grouped(experts, T, per_weight)
+    if experts and local:
+        # Tokens to rows and rows to tokens, forward and backward; rows once more for the gradient
+        # of their weights.
+        rows = 4 * T + 5 * T * experts[0].config.top_k
+        floors["permute"] = Floor(bytes=len(experts) * computed * config.hidden_size * rows)
+    return floors
+
+
+def _grouped(experts: list[MoELayer], tokens: int, per_weight: int) -> Floor:
+    flops = moved = 0.0
+    for moe in experts:
+        weights = sum(p.numel() for p in moe.experts.parameters())
+        flops += 6.0 * weights / len(moe.experts.local_experts) * tokens * moe.config.top_k
+        moved += weights * per_weight
+    return Floor(flops, moved)
+
+
+def _swiglu_columns(model: nn.Module, tokens: int) -> float:
+    """Results of all SwiGLUs: each reads two numbers and writes one, and backward three and two."""
+    total = 0.0
+    for module in model.modules():
+        if isinstance(module, SwiGLU):
+            total += tokens * module.w2.weight.shape[1]
+        elif isinstance(module, MoELayer):
+            total += tokens * module.config.top_k * module.config.ffn_hidden_size
+    return total
+
+
+def _norm_bytes(model: LanguageModel, tokens: int, own: int, computed: int) -> float:
+    """Of the norms of the residual stream, half of the layers' with the sum before them."""
+    alone = 3 * own + 2 * computed  # read x, write y; read dy and x, write dx
+    summed = 5 * own + 3 * computed  # also the sum, what is added, and the sum's gradient
+    layers = model.config.num_layers
+    assert isinstance(model.norm, RMSNorm)
+    return float(tokens * model.config.hidden_size * ((layers + 1) * alone + layers * summed))

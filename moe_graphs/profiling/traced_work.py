@@ -1,0 +1,102 @@
+"""Pieces of work in a profiler's trace: what ran on a GPU, or the operators of the CPU.
+
+A trace is torch.profiler's Chrome trace, as in ``timeline.py``. Times are in microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_graphs.profiling.kernel_groups import (
+    COPIES,
+    MEMSETS,
+    OTHER,
+    group_of_kernel,
+    group_of_operator,
+)
+from moe_graphs.profiling.timeline import DEVICE_CATEGORIES, category, interval
+
+# An optimizer's step is a range with a name, and no operator.
+_CPU_CATEGORIES = ("cpu_op", "user_annotation")
+_RANGE = "Optimizer.step"
+
+
+@dataclass(frozen=True)
+class Work:
+    """Something that ran without a break.
+
+    Attributes:
+        calls: 1, and 0 for what an operator goes on with after others that it has called.
+        stream: of the GPU, or the thread of the CPU.
+    """
+
+    name: str
+    group: str
+    start: float
+    end: float
+    stream: int = 0
+    calls: int = 1
+
+
+def device_work(events: Iterable[Mapping[str, Any]]) -> list[Work]:
+    """Kernels, copies and memsets, in the order of the trace."""
+    found = []
+    for event in events:
+        kind = category(event)
+        if event.get("ph") != "X" or kind not in DEVICE_CATEGORIES:
+            continue
+        name = str(event["name"])
+        by_kind = {"gpu_memcpy": COPIES, "gpu_memset": MEMSETS}
+        group = by_kind.get(kind) or group_of_kernel(name)
+        stream = int(event.get("args", {}).get("stream", 0))
+        found.append(Work(name, group, *interval(event), stream))
+    return found
+
+
+def operator_work(events: Iterable[Mapping[str, Any]]) -> list[Work]:
+    """Operators of the CPU by the time that they spend themselves, outside of others they call."""
+    threads: dict[int, list[tuple[float, float, str]]] = {}
+    for event in events:
+        if event.get("ph") != "X" or category(event) not in _CPU_CATEGORIES:
+            continue
+        name = str(event["name"])
+        if category(event) == "cpu_op" or name.startswith(_RANGE):
+            threads.setdefault(int(event["tid"]), []).append((*interval(event), name))
+    return [work for thread, calls in threads.items() for work in _own_time(thread, calls)]
+
+
+def _own_time(thread: int, calls: list[tuple[float, float, str]]) -> list[Work]:
+    """Operators nest: of those that began before a moment and have not ended, the last one runs."""
+    found: list[Work] = []
+    open_: list[tuple[float, str, str]] = []  # the end, the name and the group
+    fresh: list[int] = []  # 1 until the operator has a piece
+    reached = float("-inf")
+
+    def run_until(moment: float) -> None:
+        nonlocal reached
+        end, name, group = open_[-1]
+        moment = min(moment, end)
+        # The range of an optimizer's step is Python around operators: a gap, and no work.
+        if moment > reached and not name.startswith(_RANGE):
+            found.append(Work(name, group, reached, moment, thread, fresh[-1]))
+            fresh[-1] = 0
+        reached = max(reached, moment)
+
+    for start, end, name in sorted(calls, key=lambda call: (call[0], -call[1])):
+        while open_ and open_[-1][0] <= start:
+            run_until(open_[-1][0])
+            open_.pop()
+            fresh.pop()
+        if open_:
+            run_until(start)
+        inside_of = open_[-1][2] if open_ else OTHER
+        open_.append((end, name, group_of_operator(name, inside_of)))
+        fresh.append(1)
+        reached = max(reached, start)
+    while open_:
+        run_until(open_[-1][0])
+        open_.pop()
+        fresh.pop()
+    return found

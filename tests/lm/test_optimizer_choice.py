@@ -1,0 +1,107 @@
+"""``--optimizer``: ours or torch's AdamW; one state, and on the CPU one update, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from lm_runs import advance, fresh_trainer, options
+from moe_graphs.config import FullIterationConfig
+from moe_graphs.lm.checkpoint import load_checkpoint, save_checkpoint
+from moe_graphs.lm.run import RunOptions, with_graphs
+from moe_graphs.lm.settings import TrainSettings
+from moe_graphs.lm.trainer import Trainer
+from moe_graphs.optim import AdamW
+
+WHOLE = FullIterationConfig(optimizer_in_graph=True, warmup_steps=2)
+
+
+def choosing(optimizer: str, device: str = "cpu", **changes) -> RunOptions:
+    given = options(**changes)
+    training = dataclasses.replace(given.preset.training, optimizer=optimizer)
+    preset = dataclasses.replace(given.preset, training=training)
+    return dataclasses.replace(given, preset=preset, device=torch.device(device))
+
+
+def everything(trainer: Trainer) -> list[torch.Tensor]:
+    held = list(trainer.model.parameters())
+    states = [trainer.optimizer.state[p] for p in held]
+    return [*held, *(value for state in states for _, value in sorted(state.items()))]
+
+
+def assert_same(one: Trainer, other: Trainer) -> None:
+    for a, b in zip(everything(one), everything(other), strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(one.history.loss[: one.step], other.history.loss[: one.step])
+
+
+def trained(given: RunOptions, steps: int) -> Trainer:
+    trainer = fresh_trainer(given)
+    with with_graphs(trainer, given.graph_config):
+        advance(trainer, steps)
+    return trainer
+
+
+def test_on_the_cpu_both_are_torchs_update():
+    torchs, ours = (trained(choosing(name), 4) for name in ("torch_adamw", "adamw"))
+    in_graph = trained(dataclasses.replace(choosing("adamw"), graph_config=WHOLE), 4)
+    assert type(torchs.optimizer) is torch.optim.AdamW
+    assert type(ours.optimizer) is AdamW
+    assert_same(torchs, ours)
+    assert_same(torchs, in_graph)
+
+
+@pytest.mark.parametrize(("first", "second"), [("torch_adamw", "adamw"), ("adamw", "torch_adamw")])
+def test_either_goes_on_from_the_others_checkpoint(tmp_path, first, second):
+    path = save_checkpoint(tmp_path, trained(choosing(first), 3))
+    settings = json.loads((path / "settings.json").read_text())
+    assert settings["optimizer"] == first
+    resumed = fresh_trainer(choosing(second))
+    assert load_checkpoint(path, resumed) == [f"optimizer: {first} in the checkpoint, {second} now"]
+    state = torch.load(path / "training.pt")["optimizer"]
+    assert resumed.optimizer.state_dict()["param_groups"] == state["param_groups"]
+    advance(resumed, 6)
+    assert_same(resumed, trained(choosing(first), 6))
+
+
+def test_a_checkpoint_from_before_there_was_a_choice_says_so(tmp_path):
+    path = save_checkpoint(tmp_path, trained(choosing("torch_adamw"), 2))
+    settings = json.loads((path / "settings.json").read_text())
+    del settings["optimizer"]
+    (path / "settings.json").write_text(json.dumps(settings))
+    (difference,) = load_checkpoint(path, fresh_trainer(choosing("adamw")))
+    assert difference == "optimizer: nothing known in the checkpoint, adamw now"
+
+
+def test_another_is_refused():
+    with pytest.raises(ValueError, match="'sgd' is not one of adamw, torch_adamw"):
+        TrainSettings(steps=1, batch_size=1, sequence_length=1, learning_rate=1.0, optimizer="sgd")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_checkpoints_go_both_ways_and_graphs_are_eager_bit_by_bit(
+    tmp_path, monkeypatch, deterministic
+):
+    from moe_graphs.optim import adamw
+
+    monkeypatch.setattr(adamw, "LARGE", 256)  # the model is small
+    cuda = {name: choosing(name, "cuda") for name in ("adamw", "torch_adamw")}
+    eager = trained(cuda["adamw"], 8)
+    assert_same(eager, trained(dataclasses.replace(cuda["adamw"], graph_config=WHOLE), 8))
+    torchs = trained(cuda["torch_adamw"], 8)
+    pairs = zip(everything(eager), everything(torchs), strict=True)
+    assert any(not torch.equal(a, b) for a, b in pairs)  # our kernel was in use
+    torch.testing.assert_close(eager.history.loss, torchs.history.loss, rtol=2e-2, atol=0)
+    for first, second in (("adamw", "torch_adamw"), ("torch_adamw", "adamw")):
+        path = save_checkpoint(tmp_path / first, trained(cuda[first], 3))
+        resumed = fresh_trainer(cuda[second])
+        load_checkpoint(path, resumed)
+        advance(resumed, 8)
+        assert resumed.history.loss[7].isfinite()
+        same = fresh_trainer(cuda[first])
+        assert load_checkpoint(path, same) == []
+        advance(same, 8)
+        assert_same(same, trained(cuda[first], 8))
