@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_graphs.lm.fresh_store import fresh_store
 from moe_graphs.parallel import ParallelConfig, data_mesh, make_mesh
 
+_A_MOMENT = datetime.timedelta(seconds=5)
 _FAILURES = "moe_graphs: how many ranks have failed"  # the key in the store
 
 
@@ -263,6 +264,7 @@ def _report(
 ) -> None:
     """On standard error, if this rank is the first that failed."""
     try:
+        store.set_timeout(_A_MOMENT)
         if store.add(_FAILURES, 1) > 1:
             return
     except RuntimeError:  # the host of the store is gone, and has said why

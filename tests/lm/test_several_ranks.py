@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from lm_runs import advance, fresh_trainer, options, small_corpus
 from moe_graphs.lm.checkpoint import find_checkpoint, save_checkpoint
 from moe_graphs.lm.data import HeldOut
 from moe_graphs.lm.run import RunOptions
-from moe_graphs.lm.sharded_checkpoint import ShardedCheckpoints, read_model, resume
+from moe_graphs.lm.sharded_checkpoint import ShardedCheckpoints, model_of, read_model, resume
 from moe_graphs.lm.sharded_state import (
     history_state,
     model_state,
@@ -114,8 +115,45 @@ def work(rank: int, world_size: int, folder: Path, one_process: Path) -> None:
             advance(trainer, STEPS)
             trainer.settle()
             found[source, name] = resumed, trainer.history.loss.clone(), said
+    found["by chance"] = by_chance(folder / "chance", all_workers["shard"])
+    found["disk full"] = disk_full(folder / "shard", all_workers["shard"])
     found["damaged"] = damaged(folder / "shard", all_workers["shard"])
     torch.save(found, folder / f"{rank}.pt")  # tensors do not outlive their process in a pipe
+
+
+def by_chance(folder: Path, workers: Workers) -> list[torch.Tensor]:
+    """The losses of a run with dropout and jitter, on this rank; and of one that goes on from its
+    checkpoint."""
+    given = options(steps=STEPS, workers=workers)
+    whole, again = fresh_trainer(given), fresh_trainer(given)
+    whole.run_id = workers.gather(whole.run_id)[0]
+    checkpoints = ShardedCheckpoints(folder, whole)
+    advance(whole, SAVED)
+    checkpoints.save()
+    advance(whole, STEPS)
+    checkpoints.finish()
+    torch.rand(7)
+    resume(find_checkpoint(folder), again)
+    advance(again, STEPS)
+    return [whole.history.loss[SAVED:].clone(), again.history.loss[SAVED:].clone()]
+
+
+def disk_full(folder: Path, workers: Workers) -> str:
+    """A file that may not grow fails like one on a full disk. On one rank."""
+    trainer = trainer_on(workers)
+    resume(find_checkpoint(folder), trainer)
+    advance(trainer, SAVED + 1)
+    checkpoints = ShardedCheckpoints(folder, trainer)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if workers.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    checkpoints.save()
+    with pytest.raises(OSError, match="step_000004 could not be written") as error:
+        checkpoints.finish()
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    workers.gather(None)
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_000003"]
+    return str(error.value)
 
 
 def damaged(where: Path, workers: Workers) -> list[str]:
@@ -214,9 +252,27 @@ def test_one_process_goes_on_from_a_checkpoint_of_several(one_process, several, 
     torch.testing.assert_close(
         trainer.history.loss, one_process[1].history.loss, rtol=1e-5, atol=1e-5
     )
+    rebuilt = model_of(path, trainer.model.config, None)
+    tokens = torch.arange(64).view(2, 32)
+    fresh = trainer_on(None)
+    resume(path, fresh)
+    with torch.no_grad():
+        logits = [each.eval()(tokens).logits_BSV for each in (rebuilt, fresh.model)]
+    assert torch.equal(*logits)
     model = read_model(path)
     assert model.keys() == trainer.model.state_dict().keys()
     assert all(torch.equal(model[name], wanted[f"model.{name}"]) for name in model)
+
+
+def test_random_numbers_of_every_rank_go_on(several):
+    of_ranks = [torch.load(several[0] / f"{rank}.pt")["by chance"] for rank in range(RANKS)]
+    for whole, again in of_ranks:
+        assert torch.equal(whole, again)
+    assert not torch.equal(of_ranks[0][0], of_ranks[1][0])
+
+
+def test_a_disk_that_is_full_on_one_rank_is_said_on_all(several):
+    assert "could not be written" in several[1]["disk full"]
 
 
 def test_missing_and_damaged_shards_are_refused_before_anything_is_loaded(several):
