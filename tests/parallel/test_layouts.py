@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed import checkpoint
 
 from distributed import run_distributed
 from full_iterations import batches
 from moe_graphs.dispatch import AllGatherDispatcher, LocalDispatcher
+from moe_graphs.layers import LanguageModel
 from moe_graphs.parallel import ParallelConfig, data_mesh, make_mesh, parallelize, shard_experts
 from moe_graphs.training.grad_norm import clip_grad_norm, total_norm
 from parallel_runs import laid_out, without_noise
@@ -150,3 +152,31 @@ def test_misuse_is_told_on_every_rank():
         assert found["local"] == f"(range({2 * rank}, {2 * rank + 2}), 2)"
         assert (found["parameters"], found["sharded parameters"]) == ("0", "0")
         assert found["norm"] == "True"
+
+
+def save_and_load(rank: int, world_size: int, folder: str) -> tuple[bool, bool, float]:
+    """Weights of one layout, loaded on another one that was built on the meta device."""
+    split = ParallelConfig(dp_shard=2, ep=2)
+    model, _ = laid_out("cpu", split, layers="mixed", count=2)
+    torch.manual_seed(rank)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().normal_()
+    model.layers[1].moe.router.expert_bias.fill_(3.0)
+    checkpoint.save(model.state_dict(), checkpoint_id=folder)
+    whole = ParallelConfig(dp_shard=2)
+    other = LanguageModel(model.config, device="meta")
+    same_keys = list(other.state_dict()) == list(model.state_dict())
+    parallelize(other, whole, make_mesh(whole, "cpu")).to_empty(device="cpu")
+    other.reset_buffers()
+    state = other.state_dict()
+    checkpoint.load(state, checkpoint_id=folder)
+    other.load_state_dict(state)
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    same = all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs)
+    return same_keys, same, other.layers[1].moe.router.expert_bias.mean().item()
+
+
+def test_checkpoints_are_those_of_the_whole_model(tmp_path):
+    found = run_distributed(save_and_load, 2, arguments=(str(tmp_path / "step"),))
+    assert found == [(True, True, 3.0)] * 2

@@ -21,7 +21,7 @@ OF_TWO = [
     {"dp_shard": 2, "reshard_after_forward": True},
     {"dp_shard": 2, "reshard_after_forward": False},
     {"dp_replicate": 2},
-    {"dp_shard": 2, "ep": 2},
+    {"dp_shard": 2, "ep": 2, "mixed": True},
 ]
 OF_FOUR = [
     {"dp_shard": 4, "ep": 2},

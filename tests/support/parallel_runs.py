@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from full_iterations import batches, optimizer_of
 from moe_graphs.engine.whole_step.full_iteration import FullIteration
@@ -28,13 +29,16 @@ def laid_out(
     dropout: float = 0.1,
     count: int = 1,
     dtype: torch.dtype | None = None,
+    mixed: bool = False,
 ) -> tuple[LanguageModel, Any]:
     """The tiny model in that layout, experts exchanged in static shapes; and its data mesh."""
     mesh = make_mesh(config, device)
     model = tiny_model(device, layers, dropout=dropout, count=count, dtype=dtype)
     if not dropout:
         without_noise(model)
-    options = {"dispatcher": "all_gather"} if config.ep > 1 else {}
+    options: dict[str, Any] = {"dispatcher": "all_gather"} if config.ep > 1 else {}
+    if mixed:
+        options["mixed_precision"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     return parallelize(model, config, mesh, **options), data_mesh(mesh)
 
 
@@ -60,9 +64,11 @@ def step_of(model: LanguageModel, update: DeviceStep, group: Any = None) -> Step
     return step
 
 
-def train(rank: int, device: str, config: ParallelConfig, graphed: bool, steps: int) -> Trace:
+def train(
+    rank: int, device: str, config: ParallelConfig, graphed: bool, steps: int, **options: Any
+) -> Trace:
     """With clipping, dropout, a scaler, expert bias; two microbatches."""
-    model, data = laid_out(device, config)
+    model, data = laid_out(device, config, **options)
     group = data.get_group()
     optimizer = optimizer_of(model, device)
     scaler = GradScaler(device, init_scale=4.0, growth_interval=6)
@@ -97,11 +103,14 @@ def local_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def compare(rank: int, world_size: int, device: str, layouts: list[dict], steps: int) -> list:
-    """Graphed against eager, for each layout in turn; the norms of each."""
+    """Graphed against eager, for each layout in turn; the norms of each. "mixed" in a layout:
+    weights in fp32, computed with in bf16."""
     norms = []
-    for layout in layouts:
+    for given in layouts:
+        layout = dict(given)
+        options = {"mixed": True, "dtype": torch.float32} if layout.pop("mixed", False) else {}
         config = ParallelConfig(**layout)
-        expected = train(rank, device, config, False, steps)
-        train(rank, device, config, True, steps).assert_equal(expected)
+        expected = train(rank, device, config, False, steps, **options)
+        train(rank, device, config, True, steps, **options).assert_equal(expected)
         norms.append([v.item() for name, v in expected.values if "norm " in name][:steps])
     return norms

@@ -13,7 +13,6 @@ from moe_graphs.engine.scopes.loans import references
 from moe_graphs.engine.signature import Mismatch
 from moe_graphs.engine.stand_for import local, stands_for_another
 from moe_graphs.engine.static_memory import copy_all
-from moe_graphs.engine.tracing import address
 from moe_graphs.errors import CaptureError
 
 Gradients = list[torch.Tensor | None]
@@ -77,7 +76,7 @@ class StaticGradients:
         for parameter, found in zip(self.parameters, self.found, strict=True):
             if found is not None and parameter.grad is None:
                 zeros.append(found)
-            elif found is not None and address(parameter.grad) != address(found):
+            elif found is not None and not _lies_at(parameter.grad, found):
                 others.append((local(parameter.grad), local(found)))
         if zeros:
             torch._foreach_zero_(list(map(local, zeros)))
@@ -158,6 +157,10 @@ def gradients_to_find(
         static = torch.empty_like(parameter, requires_grad=False)
         found.append(gradient.detach() if is_part(gradient) else static.copy_(gradient))
     return found
+
+
+def _lies_at(gradient: torch.Tensor, found: torch.Tensor) -> bool:
+    return local(gradient).data_ptr() == local(found).data_ptr()
 
 
 def is_part(gradient: torch.Tensor) -> bool:
