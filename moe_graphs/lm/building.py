@@ -115,7 +115,7 @@ def _surroundings(options: RunOptions, batches: TrainingBatches) -> dict[str, An
     """What the bits of a run depend on beside its settings. Graphs are not among it."""
     on_cpu = options.device.type == "cpu"
     init = {} if options.init is None else {"init": checkpoint_identity(options.init)}
-    layout = {} if options.workers is None else {"layout": options.workers.to_dict()}
+    layout = {} if options.workers is None else {"layout": options.workers.described()}
     return {
         **batches.documents.identity,
         **init,

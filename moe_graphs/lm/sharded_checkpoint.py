@@ -115,10 +115,12 @@ class ShardedCheckpoints:
         (step, job), self._pending = self._pending, None
         try:
             return job.result()
-        except (CheckpointException, OSError, RuntimeError) as error:
+        except (CheckpointException, OSError) as error:
             if self._workers.rank == 0:
                 shutil.rmtree(self._directory / "checkpoints" / "partial", ignore_errors=True)
-            raise not_written(self._directory, step, error) from error
+            of_ranks = getattr(error, "failures", {})  # with what each has raised
+            first = next((raised for raised, _ in of_ranks.values()), error)
+            raise not_written(self._directory, step, first) from error
 
     def _publish(
         self, written: Future[Metadata], partial: Path, step: int, settings: Mapping[str, Any]

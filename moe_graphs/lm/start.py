@@ -97,7 +97,7 @@ def _work(degrees: dict[str, int | None], timeout: float, options: dict[str, Any
         check_equal({**options, **degrees, **versions}, _SAME)
         layout = layout_of(place.world_size, **degrees)
         device = _device(options["device"], place)
-        train_command.train(Workers.on(layout, device), **options)
+        train_command.train(Workers.on(layout, device, timeout), **options)
 
 
 def _device(name: str | None, place: Place) -> torch.device:

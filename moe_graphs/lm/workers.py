@@ -87,10 +87,11 @@ class Workers:
     agents: tuple[str, ...] = ()
 
     @classmethod
-    def on(cls, layout: ParallelConfig, device: torch.device) -> Workers:
-        """On the initialised process group."""
+    def on(cls, layout: ParallelConfig, device: torch.device, seconds: float = 600.0) -> Workers:
+        """On the initialised process group. ``seconds``: as of ``meeting``."""
         mesh = make_mesh(layout, device.type)
-        workers = cls(layout, mesh, device, dist.new_group(backend="gloo"))
+        on_hosts = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=seconds))
+        workers = cls(layout, mesh, device, on_hosts)
         return replace(workers, agents=tuple(workers.gather(agent())))
 
     @property
@@ -164,12 +165,10 @@ class Workers:
         torch.manual_seed(drawn)
 
     def described(self) -> str:
-        degrees = (f"{name} {n}" for name, n in asdict(self.layout).items())
-        return f"{', '.join(degrees)} on {self.count} ranks"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Of the layout."""
-        return {**asdict(self.layout), "ranks": self.count}
+        """The degrees above 1, and how many ranks."""
+        found = {k: v for k, v in asdict(self.layout).items() if v is not True and v != 1}
+        degrees = ", ".join(f"{name} {degree}" for name, degree in found.items())
+        return f"{degrees} on {self.count} ranks"
 
 
 def check_equal(values: Mapping[str, Any], remedy: str) -> None:
@@ -263,6 +262,8 @@ def _report(
     error: BaseException, store: dist.Store, place: Place, expected: tuple[type[Exception], ...]
 ) -> None:
     """On standard error, if this rank is the first that failed."""
+    if isinstance(error, KeyboardInterrupt):
+        return
     try:
         store.set_timeout(_A_MOMENT)
         if store.add(_FAILURES, 1) > 1:
