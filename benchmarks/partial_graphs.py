@@ -24,7 +24,7 @@ from phases import Row
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     made = phases.parser(__doc__.splitlines()[0], list(settings()))
-    choices = "local, padded, all_to_all or all_gather"
+    choices = "local, padded, all_to_all, all_gather or symmetric"
     made.add_argument("--dispatcher", default="local", help=choices)
     return phases.parse(made, list(settings()), arguments)
 

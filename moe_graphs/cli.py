@@ -65,7 +65,8 @@ def train(
     dispatcher: Annotated[
         str | None,
         typer.Option(
-            help="local, padded, all_to_all or all_gather.  [default: local, with --ep: all_to_all]"
+            help="local, padded, all_to_all, all_gather or symmetric.  [default: local, with --ep: "
+            "all_to_all]"
         ),
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,

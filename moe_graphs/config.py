@@ -118,7 +118,8 @@ def _stage_can_be_captured(choice: Choice) -> str | None:
             return (
                 f"scopes {choice.scopes} contain stage {stage!r}, which synchronises with the "
                 f"host ({reason}): use 'moe_router,moe_preprocess' instead, or a dispatcher "
-                f"('local', 'padded', 'all_gather') and experts ('moe_graphs') without host sync"
+                f"('local', 'padded', 'all_gather', 'symmetric') and experts ('moe_graphs') "
+                f"without host sync"
             )
     return None
 

@@ -20,7 +20,7 @@ PUBLIC = [getattr(moe_graphs, name) for name in moe_graphs.__all__]
 WITH_NAMES = (
     *("moe_graphs", "moe_graphs.dispatch", "moe_graphs.kernels", "moe_graphs.layers"),
     *("moe_graphs.integrations.lightning", "moe_graphs.integrations.transformers"),
-    "moe_graphs.integrations.megablocks",
+    *("moe_graphs.integrations.megablocks", "moe_graphs.parallel"),
 )
 OF_MODULES = ("moe_graphs.pipelines", "moe_graphs.training")
 

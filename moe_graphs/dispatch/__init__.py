@@ -6,6 +6,7 @@ from moe_graphs.dispatch.dispatcher import Dispatched, Dispatcher, DispatchPlan
 from moe_graphs.dispatch.factory import make_dispatcher
 from moe_graphs.dispatch.local import LocalDispatcher
 from moe_graphs.dispatch.padded import PaddedDispatcher
+from moe_graphs.dispatch.symmetric import SymmetricDispatcher
 
 __all__ = [
     "AllGatherDispatcher",
@@ -15,5 +16,6 @@ __all__ = [
     "Dispatcher",
     "LocalDispatcher",
     "PaddedDispatcher",
+    "SymmetricDispatcher",
     "make_dispatcher",
 ]

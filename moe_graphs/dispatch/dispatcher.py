@@ -3,8 +3,8 @@
 ``preprocess`` sorts and permutes and can always be captured. ``dispatch`` brings rows to the rank
 that holds their expert, ``combine`` brings the results back to their tokens. Whatever one step has
 to tell the next is in the records; a dispatcher keeps nothing that belongs to a call.
-``all_gather`` brings tokens to the ranks before it sorts them: its T are the tokens of all ranks
-and its E the local experts, in all records.
+``all_gather`` and ``symmetric`` bring tokens to the ranks before they sort them: their T are the
+tokens of all ranks and their E the local experts, in all records.
 
 Shapes: T tokens, D model, K top-k, E experts, e local experts, R rows of this rank's tokens.
 """
@@ -29,12 +29,17 @@ class DispatchPlan:
         rows_RD: the rows, in the order of ``order``.
         weights_TK: routing weights, fp32.
         dropped: 0-dim int64 on the device: (token, expert) pairs that no expert will see.
+        rows_needed: 0-dim int64 on the device: rows that the routing asked for here, where the
+            room for them is bounded by choice; else None.
+        handle: what the same dispatcher needs later, if anything.
     """
 
     rows_RD: Tensor
     weights_TK: Tensor
     order: RowOrder
     dropped: Tensor
+    rows_needed: Tensor | None = None
+    handle: Any = None
 
 
 @record

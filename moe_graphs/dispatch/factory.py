@@ -10,19 +10,27 @@ from moe_graphs.dispatch.all_to_all import AllToAllDispatcher
 from moe_graphs.dispatch.dispatcher import Dispatcher
 from moe_graphs.dispatch.local import LocalDispatcher
 from moe_graphs.dispatch.padded import PaddedDispatcher
+from moe_graphs.dispatch.symmetric import SymmetricDispatcher
 
 
 def make_dispatcher(name: str, **options: Any) -> Dispatcher:
-    """The dispatcher of that name: ``local``, ``padded``, ``all_to_all`` or ``all_gather``.
+    """The dispatcher of that name: ``local``, ``padded``, ``all_to_all``, ``all_gather`` or
+    ``symmetric``.
 
     Args:
         options: fields of that dispatcher: ``capacity_factor`` for ``padded``, ``group`` for
-            ``all_to_all`` and ``all_gather``.
+            the last three, ``rows_factor`` for the last two.
 
     Raises:
         ValueError: no such name, or an option that this dispatcher does not have.
     """
-    known = (LocalDispatcher, PaddedDispatcher, AllToAllDispatcher, AllGatherDispatcher)
+    known = (
+        LocalDispatcher,
+        PaddedDispatcher,
+        AllToAllDispatcher,
+        AllGatherDispatcher,
+        SymmetricDispatcher,
+    )
     classes = {cls.name: cls for cls in known}
     if name not in classes:
         raise ValueError(f"dispatcher {name!r} is unknown: choose one of {', '.join(classes)}")

@@ -48,7 +48,7 @@ def sum_rows(rows_RD: Tensor, inverse_TK: Tensor) -> Tensor:
 
 def gather_rows(hidden_TD: Tensor, order_R: Tensor, inverse_TK: Tensor) -> Tensor:
     """Each token in its K rows, without gaps; not differentiable."""
-    return _spread(hidden_TD, order_R, inverse_TK, None, False)
+    return spread_rows(hidden_TD, order_R, inverse_TK, None, False)
 
 
 class _Permute(torch.autograd.Function):
@@ -57,7 +57,7 @@ class _Permute(torch.autograd.Function):
         ctx.save_for_backward(inverse_R)
         ctx.num_tokens, ctx.has_gaps = hidden_TD.shape[0], has_gaps
         top_k = pairs_per_token(inverse_R.numel(), hidden_TD.shape[0])
-        return _spread(hidden_TD, order_R, inverse_R.view(-1, top_k), None, has_gaps)
+        return spread_rows(hidden_TD, order_R, inverse_R.view(-1, top_k), None, has_gaps)
 
     @staticmethod
     def backward(ctx, grad_RD):
@@ -80,20 +80,20 @@ class _Unpermute(torch.autograd.Function):
         inverse_TK = inverse_R.view_as(weights_TK)
         grad_rows = grad_weights = None
         if ctx.needs_input_grad[0]:
-            grad_rows = _spread(grad_TD, order_R, inverse_TK, weights_TK, ctx.has_gaps)
+            grad_rows = spread_rows(grad_TD, order_R, inverse_TK, weights_TK, ctx.has_gaps)
         if ctx.needs_input_grad[1]:
-            grad_weights = _dot(rows_RD, inverse_TK, grad_TD, ctx.has_gaps).to(weights_TK.dtype)
+            grad_weights = dot_rows(rows_RD, inverse_TK, grad_TD, ctx.has_gaps).to(weights_TK.dtype)
         return grad_rows, grad_weights, None, None, None
 
 
-def _spread(
+def spread_rows(
     source_TD: Tensor,
     order_R: Tensor,
     inverse_TK: Tensor,
     weights_TK: Tensor | None,
     has_gaps: bool,
 ) -> Tensor:
-    """Every token's vector, times its weights, in its K rows."""
+    """Every token's vector, times its weights, in its K rows; not differentiable."""
     if has_kernel(source_TD):
         from moe_graphs.kernels import permute_triton
 
@@ -101,6 +101,18 @@ def _spread(
         return permute_triton.spread_rows(source_TD, inverse_TK, weights_TK, rows, has_gaps)
     top_k = inverse_TK.shape[1]
     return permute_reference.spread_rows(source_TD, order_R, top_k, weights_TK, has_gaps)
+
+
+def collect_rows_into(
+    out_TD: Tensor, rows_RD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None
+) -> None:
+    """The weighted sum of every token's K rows, with gaps, into memory that there is already."""
+    if has_kernel(rows_RD):
+        from moe_graphs.kernels import permute_triton
+
+        permute_triton.collect_rows_into(out_TD, rows_RD, inverse_TK, weights_TK)
+    else:
+        out_TD.copy_(permute_reference.collect_rows(rows_RD, inverse_TK, weights_TK, True))
 
 
 def _collect(
@@ -114,8 +126,8 @@ def _collect(
     return permute_reference.collect_rows(rows_RD, inverse_TK, weights_TK, has_gaps)
 
 
-def _dot(rows_RD: Tensor, inverse_TK: Tensor, other_TD: Tensor, has_gaps: bool) -> Tensor:
-    """The inner products of every token's K rows with its vector, in fp32."""
+def dot_rows(rows_RD: Tensor, inverse_TK: Tensor, other_TD: Tensor, has_gaps: bool) -> Tensor:
+    """The inner products of every token's K rows with its vector, in fp32; not differentiable."""
     if has_kernel(rows_RD):
         from moe_graphs.kernels import permute_triton
 

@@ -107,14 +107,24 @@ def collect_rows(
     rows_RD: torch.Tensor, inverse_TK: torch.Tensor, weights_TK: torch.Tensor | None
 ) -> torch.Tensor:
     """`out_TD`: the weighted sum of every token's K rows, in the dtype of the rows."""
-    tokens, D = inverse_TK.shape[0], rows_RD.shape[1]
-    out_TD = rows_RD.new_empty((tokens, D))
+    out_TD = rows_RD.new_empty((inverse_TK.shape[0], rows_RD.shape[1]))
+    collect_rows_into(out_TD, rows_RD, inverse_TK, weights_TK)
+    return out_TD
+
+
+def collect_rows_into(
+    out_TD: torch.Tensor,
+    rows_RD: torch.Tensor,
+    inverse_TK: torch.Tensor,
+    weights_TK: torch.Tensor | None,
+) -> None:
+    """`collect_rows` into contiguous memory that there is already."""
+    tokens, D = out_TD.shape
     if tokens and D:
         rows_RD, inverse_TK = rows_RD.contiguous(), inverse_TK.contiguous()
         args = (rows_RD, inverse_TK, _or(weights_TK, rows_RD), out_TD, D)
         tile = _tile(inverse_TK, D)
         launch(collect_kernel, (tokens,), args, WEIGHTED=weights_TK is not None, **tile)
-    return out_TD
 
 
 @define_op(device="default")

@@ -175,15 +175,19 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def reset_buffers(self) -> None:
-        """Computes the rotary tables and zeroes the routers' counters."""
+        """Computes the rotary tables and zeroes the counters of routers and rows."""
         self.rope.reset_tables()
         for layer in self._moe_layers():
             layer.router.tokens_per_expert.zero_()
+            if layer.most_rows is not None:
+                layer.most_rows.zero_()
 
-    def update_expert_bias(self, group: dist.ProcessGroup | None = None) -> None:
+    def update_expert_bias(
+        self, group: dist.ProcessGroup | None = None, *, skipped: Tensor | None = None
+    ) -> None:
         """Between steps: ``TopKRouter.update_expert_bias`` of every MoE layer."""
         for moe in self._moe_layers():
-            moe.router.update_expert_bias(group)
+            moe.router.update_expert_bias(group, skipped=skipped)
 
     def num_parameters(self, *, active: bool = False) -> int:
         """Parameters of the whole model, experts on other ranks included.

@@ -120,9 +120,14 @@ class MoELayer(MoEStages):
     """Router, dispatch, experts, combine, and optionally an expert that sees every token.
 
     ``linear``: of the shared expert, as in ``TransformerConfig``.
+
+    Attributes:
+        most_rows: 0-dim int64 buffer, not saved: the most rows that a call has asked of this rank's
+            experts; whoever reads it zeroes it. None where the dispatcher has no ``rows_factor``.
     """
 
     experts: ExpertsBackend
+    most_rows: Tensor | None
 
     def __init__(
         self,
@@ -142,6 +147,9 @@ class MoELayer(MoEStages):
         self.router = TopKRouter(config, hidden_size, **factory)
         self.experts = build_experts(config, hidden_size, local, **factory)
         _check_tail(self.dispatcher, self.experts, config.experts)
+        bounded = getattr(self.dispatcher, "rows_factor", None) is not None
+        most_rows = torch.zeros((), dtype=torch.int64, device=device) if bounded else None
+        self.register_buffer("most_rows", most_rows, persistent=False)
         self.shared_expert: SwiGLU | None = None
         self.shared_gate: nn.Linear | None = None
         if config.shared_ffn_hidden_size:
@@ -189,6 +197,12 @@ class MoELayer(MoEStages):
     def choose(self, hidden_TD: Tensor) -> Routing:
         return self.router(hidden_TD)
 
+    def preprocess(self, routed: Routed) -> Prepared:
+        prepared = super().preprocess(routed)
+        if self.most_rows is not None and prepared.plan.rows_needed is not None:
+            self.most_rows.clamp_(min=prepared.plan.rows_needed)
+        return prepared
+
     def run_shared(self, hidden_TD: Tensor) -> Tensor | None:
         if self.shared_expert is None:
             return None
@@ -200,6 +214,8 @@ class MoELayer(MoEStages):
     def init_weights(self, std: float = 0.02, out_std: float = 0.02) -> None:
         """Normal weights; ``out_std`` for projections back into the residual stream."""
         self.router.init_weights(std)
+        if self.most_rows is not None:
+            self.most_rows.zero_()
         self.experts.init_weights(std, out_std)
         if self.shared_expert is not None:
             nn.init.normal_(self.shared_expert.w1.weight, std=std)

@@ -88,12 +88,18 @@ class TopKRouter(nn.Module):
         return Routing(weights_TK, experts_TK, aux_loss, counts_E)
 
     @torch.no_grad()
-    def update_expert_bias(self, group: dist.ProcessGroup | None = None) -> None:
+    def update_expert_bias(
+        self, group: dist.ProcessGroup | None = None, *, skipped: Tensor | None = None
+    ) -> None:
         """Between steps: zeroes the counter, and moves a configured bias towards balance.
 
         ``bias += rate * sign(mean(counts) - counts)``, in place and without a host sync. Under
         data or expert parallelism every rank must pass the same ``group``: counts are summed
         over it, so that all ranks keep the same bias.
+
+        Args:
+            skipped: 0-dim, 1.0 or 0.0 on the device, the same on all ranks
+                (``StepResult.overflowed``): if it is 1.0, only the counter is zeroed.
 
         Raises:
             ValueError: the bias is no longer fp32, in which its steps would round to nothing.
@@ -109,7 +115,9 @@ class TopKRouter(nn.Module):
                 dist.all_reduce(counts_E, group=group)
             # mean - counts, times E to stay in whole numbers: the sign is exact.
             excess_E = counts_E.sum() - counts_E * counts_E.numel()
-            self.expert_bias.add_(excess_E.sign().float(), alpha=self.config.bias_update_rate)
+            step_E = excess_E.sign().float()
+            step_E = step_E if skipped is None else step_E * (1 - skipped)
+            self.expert_bias.add_(step_E, alpha=self.config.bias_update_rate)
         self.tokens_per_expert.zero_()
 
 

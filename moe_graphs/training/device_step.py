@@ -31,23 +31,32 @@ class StepResult(NamedTuple):
 
     Attributes:
         grad_norm: of all gradients together, unscaled, before clipping; None without ``clip_norm``.
-        found_inf: 1.0 if the step was skipped, else 0.0; None without a scaler.
+        found_inf: 1.0 if a gradient was not finite and the step skipped, else 0.0; None without a
+            scaler.
         scale: the one this step's loss was multiplied by; None without a scaler.
+        overflowed: 1.0 if the step was skipped because a rank had rows without room, else 0.0;
+            None where no ``overflow`` was given.
     """
 
     grad_norm: Tensor | None
     found_inf: Tensor | None
     scale: Tensor | None
+    overflowed: Tensor | None = None
 
 
 class DeviceStep:
     """One optimizer step. If the scaler finds inf or NaN, nothing moves but the scaler itself.
 
+    Called with ``overflow`` (``ModelOutput.dropped_tokens``; of several microbatches their sum), it
+    leaves everything alone, the scaler as well, if that is above 0 on any rank: the gradients are
+    those of tokens whose experts had no room (``rows_factor``), and the step has to be run again
+    (``training.overflow``).
+
     Args:
-        optimizer: a capturable one; with a scaler a fused one, since only those can leave
-            parameters, state and step counter alone by a flag on the device.
+        optimizer: a capturable one; with a scaler or ``overflow`` a fused one, since only those
+            can leave parameters, state and step counter alone by a flag on the device.
         clip_norm: the largest global gradient norm; ``math.inf`` measures without clipping.
-        process_group: all of its ranks skip if one of them found inf or NaN.
+        process_group: all of its ranks skip if one of them found inf or NaN, or overflowed.
         shard_group: ranks that hold disjoint parts of the parameters, so that the norm is theirs
             together. Not for parameters that some of its ranks share, nor for DTensors, which know.
         set_to_none: drops gradients instead of zeroing them. Right if the backward is in the
@@ -83,45 +92,66 @@ class DeviceStep:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     @torch.no_grad()
-    def __call__(self) -> StepResult:
+    def __call__(self, *, overflow: Tensor | None = None) -> StepResult:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         gradients = [p.grad for p in parameters if p.grad is not None]
         found_inf = scale = norm = None
+        overflowed = None if overflow is None else self._overflowed(overflow)
         if self.scaler is not None:
             scale = self.scaler.scale_factor.clone()
             found_inf = self.scaler.unscale_(list(map(local_part, gradients)), self.process_group)
-            self.scaler.update(found_inf)
+            self.scaler.update(found_inf, unless=overflowed)
+        skipped = _either(found_inf, overflowed)
         if self.clip_norm is not None:
             norm = total_norm(gradients, self.shard_group)
             clip_by(gradients, self.clip_norm, norm)
-        self._decay_weights(found_inf)
-        with _skipped_if(self.optimizer, found_inf):
+        self._decay_weights(skipped)
+        with _skipped_if(self.optimizer, skipped):
             self.optimizer.step()
         if self.ema is not None:
-            self.ema.update(found_inf)
+            self.ema.update(skipped)
         self.optimizer.zero_grad(set_to_none=self.set_to_none)
-        return StepResult(norm, found_inf, scale)
+        return StepResult(norm, found_inf, scale, overflowed)
 
-    def _decay_weights(self, found_inf: Tensor | None) -> None:
+    def _overflowed(self, overflow: Tensor) -> Tensor:
+        """1.0 or 0.0, the same on all ranks."""
+        if overflow.ndim or overflow.is_floating_point():
+            raise ValueError(
+                f"overflow: a tensor {tuple(overflow.shape)} of {overflow.dtype}: pass the 0-dim "
+                f"count that the model returns (dropped_tokens)"
+            )
+        _check_skippable(self.optimizer)
+        overflowed = (overflow > 0).float()
+        if self.process_group is not None:
+            dist.all_reduce(overflowed, op=dist.ReduceOp.MAX, group=self.process_group)
+        return overflowed
+
+    def _decay_weights(self, skipped: Tensor | None) -> None:
         """AdamW's decay by a tensor, before the update as AdamW does it."""
         for group in self.optimizer.param_groups:
             decay = group.get("tensor_weight_decay")
             decayed = [p for p in group["params"] if p.grad is not None]
             if decay is not None and decayed:
                 step = group["lr"] * decay
-                step = step if found_inf is None else step * (1 - found_inf)
+                step = step if skipped is None else step * (1 - skipped)
                 torch._foreach_mul_(list(map(local_part, decayed)), 1 - step)
 
 
+def _either(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return torch.maximum(first, second)
+
+
 @contextlib.contextmanager
-def _skipped_if(optimizer: Optimizer, found_inf: Tensor | None) -> Iterator[None]:
+def _skipped_if(optimizer: Optimizer, skipped: Tensor | None) -> Iterator[None]:
     """Torch's fused optimizers look for this attribute, as ``torch.amp.GradScaler`` sets it."""
-    if found_inf is None:
+    if skipped is None:
         yield
         return
     _make_momentum(optimizer)
     flagged: Any = optimizer  # torch declares neither
-    flagged.found_inf, flagged.grad_scale = found_inf, None
+    flagged.found_inf, flagged.grad_scale = skipped, None
     try:
         yield
     finally:
@@ -147,8 +177,8 @@ def _check_skippable(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     if not all(group.get("fused") for group in optimizer.param_groups):
         raise ValueError(
-            f"optimizer: {name} would move its momentum and step counter also in a step that the "
-            f"scaler skips: pass fused=True (Adam, AdamW, SGD, Adagrad)"
+            f"optimizer: {name} would move its momentum and step counter also in a step that is "
+            f"skipped (by a scaler, or by overflow): pass fused=True (Adam, AdamW, SGD, Adagrad)"
         )
     if any(group.get("dampening") for group in optimizer.param_groups):
         raise ValueError(

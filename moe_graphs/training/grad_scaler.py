@@ -90,8 +90,22 @@ class GradScaler:
         return found_inf
 
     @torch.no_grad()
-    def update(self, found_inf: Tensor) -> None:
-        """Sets the scale of the next step by what ``unscale_`` returned for this one."""
+    def update(self, found_inf: Tensor, unless: Tensor | None = None) -> None:
+        """Sets the scale of the next step by what ``unscale_`` returned for this one.
+
+        Args:
+            unless: 0-dim; where it is above 0, nothing changes, as if the step had not been taken.
+        """
+        if unless is None:
+            self._update(found_inf)
+            return
+        trackers = (self.scale_factor, self.growth_tracker, self.hysteresis_tracker)
+        before = [tracker.clone() for tracker in trackers]
+        self._update(found_inf)
+        for tracker, value in zip(trackers, before, strict=True):
+            tracker.copy_(torch.where(unless > 0, value, tracker))
+
+    def _update(self, found_inf: Tensor) -> None:
         found = found_inf > 0
         before = self.scale_factor.clone()
         torch._amp_update_scale_(

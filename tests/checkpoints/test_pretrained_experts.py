@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distributed import run_distributed
-from moe_graphs.dispatch import AllToAllDispatcher, LocalDispatcher
+from moe_graphs.dispatch import AllToAllDispatcher, LocalDispatcher, SymmetricDispatcher
 from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
 
 MOE = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=6)
@@ -20,6 +20,10 @@ TOKENS = torch.arange(12).view(2, 6)
 def _read(rank: int, world_size: int, directory: Path) -> tuple[np.ndarray, ...]:
     model = LanguageModel.from_pretrained(directory, dispatcher=AllToAllDispatcher())
     experts = model.layers[1].moe.experts
+    bounded = SymmetricDispatcher(rows_factor=2.0)  # has a counter that no file holds
+    other = LanguageModel.from_pretrained(directory, dispatcher=bounded)
+    assert torch.equal(other.layers[1].moe.experts.w1, experts.w1)
+    assert not other.layers[1].moe.most_rows
     with pytest.raises(ValueError, match="holds 4 of 8 experts, the others are on other ranks"):
         model.save_pretrained(directory / "ours")
     return tuple(x.detach().numpy() for x in (experts.w1, experts.w2, model(TOKENS).logits_BSV))

@@ -131,7 +131,7 @@ def _check_indivisible(dispatcher: Dispatcher) -> None:
 
 
 def _everything(rank: int, world_size: int) -> None:
-    for name in ("all_to_all", "all_gather"):
+    for name in ("all_to_all", "all_gather", "symmetric"):
         dispatcher = make_dispatcher(name)
         splits = TOKENS if name == "all_to_all" else ["even"]
         for (routing, bias), split in itertools.product(BIASES.items(), splits):

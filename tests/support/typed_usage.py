@@ -45,7 +45,10 @@ from moe_graphs.layers import (
     TransformerLayer,
     mixtral_8x7b,
 )
+from moe_graphs.parallel import ParallelConfig, data_mesh, make_mesh, parallelize
 from moe_graphs.pipelines.builders import one_f_one_b
+from moe_graphs.training.grad_norm import clip_grad_norm
+from moe_graphs.training.overflow import other_rows_factor
 from moe_graphs.training.static_loader import StaticBatches
 
 MOE = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=16)
@@ -86,6 +89,9 @@ def layers() -> None:
     assert_type(moe(hidden_BSD), MoEOutput)
     assert_type(moe(hidden_BSD).aux_loss, Tensor)
     assert_type(moe.dispatcher, Dispatcher)
+    bounded = LanguageModel(CONFIG, make_dispatcher("symmetric", rows_factor=1.5))
+    with other_rows_factor(bounded, None):
+        assert_type(bounded(torch.randint(32, (2, 8))).dropped_tokens, Tensor)
     assert_type(moe.router(hidden_BSD[0]), Routing)
     layer = TransformerLayer(CONFIG, 0)
     assert_type(layer(hidden_BSD=hidden_BSD), LayerOutput)
@@ -100,6 +106,16 @@ def kernels_with_two_results() -> None:
     assert_type(turned, tuple[Tensor, Tensor])
     added = add_rms_norm(query_BHSQ, None, torch.ones(16), 1e-6)
     assert_type(added, tuple[Tensor, Tensor])
+
+
+def sharded() -> None:
+    config = ParallelConfig(dp_shard=4, ep=2)
+    assert_type(config.world_size, int)
+    mesh = make_mesh(config, "cuda")
+    assert_type(data_mesh(mesh).get_local_rank(), int)
+    model = parallelize(LanguageModel(CONFIG), config, mesh, dispatcher="all_gather")
+    assert_type(model, LanguageModel)
+    assert_type(clip_grad_norm(model.parameters(), 1.0), Tensor)
 
 
 class OwnModel(LanguageModel):

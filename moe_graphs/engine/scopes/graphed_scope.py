@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -178,3 +179,20 @@ class GraphedScope:
         self.eager_calls[mismatch.reason] += 1
         outputs, exit = self.scope.run(inputs, call, capturing=False)
         return self.scope.leave(outputs, exit, call)
+
+
+def install_all(
+    graphs: Owner, scopes: Sequence[Scope], on_mismatch: str, delayed: DelayedWeights
+) -> list[GraphedScope]:
+    """All of them, or none."""
+    graphed: list[GraphedScope] = []
+    try:
+        for scope in scopes:
+            each = GraphedScope(graphs, scope, on_mismatch, delayed)
+            each.install()
+            graphed.append(each)
+    except BaseException:
+        for each in graphed:
+            each.uninstall()
+        raise
+    return graphed

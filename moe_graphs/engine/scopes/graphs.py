@@ -38,7 +38,7 @@ from moe_graphs.engine.scopes.captured import Captured, Chunk
 from moe_graphs.engine.scopes.delayed_weights import DelayedWeights
 from moe_graphs.engine.scopes.dry_run import DryRun, ScopeCall
 from moe_graphs.engine.scopes.examined import Examined
-from moe_graphs.engine.scopes.graphed_scope import GraphedScope
+from moe_graphs.engine.scopes.graphed_scope import install_all
 from moe_graphs.engine.scopes.memory import CallMemory, MemoryPlan, memory_plan
 from moe_graphs.engine.scopes.observation import Observation
 from moe_graphs.engine.scopes.place import PlannedCall
@@ -97,7 +97,8 @@ class Graphs:
         self._ranks = Ranks(model)
         self._begin_warmup()
         self.state = "warmup" if config.impl == "local" else "off"
-        self.scopes = self._install() if config.impl == "local" else []
+        scopes = find_scopes(model, config) if config.impl == "local" else []
+        self.scopes = install_all(self, scopes, config.on_mismatch, self.delayed)
         self._resources = Resources[Captured](self.backend)
         self._finalizer = weakref.finalize(self, self._resources.release)
 
@@ -370,11 +371,10 @@ class Graphs:
         """
         if self.state != "captured":
             raise GraphError(f"profile: the graphs are {self.state}: run steps until they replay")
-        device = next(self.model.parameters()).device
+        options["device"] = self.backend.device
         with self.paused():
-            eager = profile_step(step, name="eager", device=device, **options)
-        graphed = profile_step(step, name="graphed", device=device, **options)
-        return eager, graphed
+            eager = profile_step(step, name="eager", **options)
+        return eager, profile_step(step, name="graphed", **options)
 
     def release(self) -> None:
         """Makes the model eager for good and gives the graphs' memory back. Idempotent."""
@@ -390,20 +390,6 @@ class Graphs:
         return report_of(
             self.backend, self.state, self.scopes, self.captured, self._capture_seconds
         )
-
-    def _install(self) -> list[GraphedScope]:
-        scopes, on_mismatch = find_scopes(self.model, self.config), self.config.on_mismatch
-        graphed: list[GraphedScope] = []
-        try:
-            for scope in scopes:
-                each = GraphedScope(self, scope, on_mismatch, self.delayed)
-                each.install()
-                graphed.append(each)
-        except BaseException:
-            for each in graphed:
-                each.uninstall()
-            raise
-        return graphed
 
 
 _STEPS_TO_CAPTURE = 3

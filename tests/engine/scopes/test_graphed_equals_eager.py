@@ -27,7 +27,7 @@ DISPATCHERS = {
     "local": LocalDispatcher(),
     "padded": PaddedDispatcher(1.0),
     "all_to_all": AllToAllDispatcher(),
-    "all_gather": AllGatherDispatcher(),  # over ranks: test_graphs_all_gather.py
+    "all_gather": AllGatherDispatcher(),  # over ranks: test_graphs_expert_parallel.py
 }
 
 

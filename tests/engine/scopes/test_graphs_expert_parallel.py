@@ -1,4 +1,5 @@
-"""Expert parallelism inside graphs: scopes and whole steps by all-gather, bitwise as eagerly.
+"""Expert parallelism inside graphs: scopes and whole steps by all-gather and through peers' memory,
+bitwise as eagerly, and as each other.
 
 Each rank has its own data. A step has two microbatches in flight, reduces what ranks share, clips,
 updates, and moves the expert bias; dropout, jitter and aux loss are in the model.
@@ -19,7 +20,7 @@ from distributed import RANKS, run_distributed
 from full_iterations import optimizer_of
 from moe_graphs import GraphConfig
 from moe_graphs.config import SCOPE_STAGES
-from moe_graphs.dispatch import AllGatherDispatcher
+from moe_graphs.dispatch import make_dispatcher
 from moe_graphs.engine.whole_step.full_iteration import FullIteration
 from moe_graphs.layers import LanguageModel
 from training_runs import Trace, loss_of, microbatches, tiny_model
@@ -34,9 +35,9 @@ LISTS = [
 ]
 
 
-def _model(device: str, layers: str) -> LanguageModel:
+def _model(device: str, layers: str, dispatcher: str) -> LanguageModel:
     count = 1 if layers == "moe" else 2
-    return tiny_model(device, layers, dispatcher=AllGatherDispatcher(), count=count)
+    return tiny_model(device, layers, dispatcher=make_dispatcher(dispatcher), count=count)
 
 
 def _reduce_shared(model: nn.Module) -> None:
@@ -65,9 +66,9 @@ def _make_step(model: LanguageModel, optimizer: torch.optim.Optimizer) -> Callab
     return step
 
 
-def _train(device: str, layers: str, scopes: str | None, steps: int = STEPS) -> tuple:
+def _train(device: str, layers: str, dispatcher: str, scopes: str | None, steps: int) -> tuple:
     """``scopes``: a list of them, "whole step", or None for eager training."""
-    model = _model(device, layers)
+    model = _model(device, layers, dispatcher)
     optimizer = optimizer_of(model, device)
     step = _make_step(model, optimizer)
     config = GraphConfig(impl="none")
@@ -96,16 +97,17 @@ def _train(device: str, layers: str, scopes: str | None, steps: int = STEPS) -> 
 
 def _is_legal(device: str, scopes: str) -> bool:
     try:
-        moe_graphs.graph(_model(device, "mixed"), GraphConfig(scopes)).release()
+        model = _model(device, "mixed", "all_gather")
+        moe_graphs.graph(model, GraphConfig(scopes)).release()
     except ValueError:
         return False
     return True
 
 
-def _compare(device: str, layers: str, lists: list[str], steps: int) -> None:
-    expected, _ = _train(device, layers, None, steps)
-    for scopes in lists:
-        trace, report = _train(device, layers, scopes, steps)
+def _compare(device: str, layers: str, dispatcher: str, lists: list[str], steps: int) -> None:
+    expected, _ = _train(device, layers, "all_gather", None, steps)
+    for scopes in lists:  # in the first of them peers' memory is made
+        trace, report = _train(device, layers, dispatcher, scopes, steps)
         try:
             trace.assert_equal(expected)
         except AssertionError as error:
@@ -118,38 +120,58 @@ def _compare(device: str, layers: str, lists: list[str], steps: int) -> None:
         assert report.captured == 2 * count, (scopes, report)  # each for two slots
         assert report.replayed == 2 * (steps - 2) * count, (scopes, report)
         assert report.eager_calls == {"warmup": 2 * 2 * count}, (scopes, report)
+    if dispatcher != "all_gather":
+        _train(device, layers, dispatcher, None, steps)[0].assert_equal(expected)
 
 
-def _train_what_holds_all(rank: int, world_size: int, device: str) -> None:
+def _train_what_holds_all(rank: int, world_size: int, device: str, dispatcher: str) -> None:
     steps = 8 if device == "cpu" and world_size > 2 else STEPS
-    _compare(device, "moe", ["full", "whole step"], steps)
+    _compare(device, "moe", dispatcher, ["full", "whole step"], steps)
 
 
-def _train_lists(rank: int, world_size: int, device: str, lists: list[str]) -> list[str]:
+def _train_lists(
+    rank: int, world_size: int, device: str, dispatcher: str, lists: list[str]
+) -> list[str]:
     legal = [scopes for scopes in lists if _is_legal(device, scopes)]
-    _compare(device, "mixed", legal, 5)
+    _compare(device, "mixed", dispatcher, legal, 5)
     return legal
 
 
 GLOO = [("gloo", "cpu", 2), ("gloo", "cpu", 4)]
 NCCL = pytest.param("nccl", "cuda", RANKS, marks=pytest.mark.multigpu)
+DISPATCHERS = pytest.mark.parametrize("dispatcher", ["all_gather", "symmetric"])
 
 
+@DISPATCHERS
 @pytest.mark.parametrize(("backend", "device", "ranks"), [*GLOO, NCCL])
-def test_whole_layers_and_steps_are_bitwise_eager(backend, device, ranks):
-    run_distributed(_train_what_holds_all, ranks, backend, arguments=(device,))
-
-
-def test_scope_lists_are_bitwise_eager():
-    assert run_distributed(_train_lists, 2, arguments=("cpu", FEW)) == [FEW] * 2
+def test_whole_layers_and_steps_are_bitwise_eager(backend, device, ranks, dispatcher):
+    run_distributed(_train_what_holds_all, ranks, backend, arguments=(device, dispatcher))
 
 
 @pytest.mark.parametrize(
-    ("backend", "device", "ranks"), [pytest.param(*GLOO[0], marks=pytest.mark.full), NCCL]
+    ("backend", "device", "dispatcher"),
+    [
+        ("gloo", "cpu", "all_gather"),
+        ("gloo", "cpu", "symmetric"),
+        pytest.param("nccl", "cuda", "symmetric", marks=pytest.mark.multigpu),
+    ],
 )
-def test_every_scope_list_is_bitwise_eager(backend, device, ranks):
+def test_scope_lists_are_bitwise_eager(backend, device, dispatcher):
+    found = run_distributed(_train_lists, RANKS, backend, arguments=(device, dispatcher, FEW))
+    assert found == [FEW] * RANKS
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "ranks", "dispatcher"),
+    [
+        pytest.param(*GLOO[0], "all_gather", marks=pytest.mark.full),
+        pytest.param(*GLOO[0], "symmetric", marks=pytest.mark.full),
+        pytest.param("nccl", "cuda", RANKS, "all_gather", marks=pytest.mark.multigpu),
+    ],
+)
+def test_every_scope_list_is_bitwise_eager(backend, device, ranks, dispatcher):
     """Of a model that has dense layers, too: what is legal without them is among these."""
-    legal = run_distributed(_train_lists, ranks, backend, arguments=(device, LISTS))
+    legal = run_distributed(_train_lists, ranks, backend, arguments=(device, dispatcher, LISTS))
     assert legal == [legal[0]] * ranks
     assert {"moe", "full", *FEW} <= set(legal[0])
     assert len(legal[0]) == 16

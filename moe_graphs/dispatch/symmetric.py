@@ -1,0 +1,171 @@
+"""Expert parallelism in static shapes through peers' memory: only tokens that are needed travel.
+
+What ``all_gather`` computes, to the bit, with each token sent once to every rank that holds any of
+its experts. Sizes and destinations stay on the device, so all of it can be captured.
+
+Shapes: T tokens of a rank, G = W * T of all W ranks, D model, K top-k, E experts, e local
+experts, R rows that there is room for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_graphs.dispatch.dispatcher import Dispatched, Dispatcher, DispatchPlan
+from moe_graphs.dispatch.equal_tokens import check_equal_tokens
+from moe_graphs.dispatch.expert_group import block_of_experts, rank_and_size, several_ranks
+from moe_graphs.dispatch.local_rows import check_rows_factor, local_rows, room_for_rows
+from moe_graphs.dispatch.peer_memory import peer_memory
+from moe_graphs.kernels import RowOrder, permute, unpermute
+from moe_graphs.kernels.peer_rows import pull_gradients, pull_sums, push_gradients, push_tokens
+from moe_graphs.kernels.permute import dot_rows, spread_rows
+
+
+@final
+@dataclass(frozen=True)
+class SymmetricDispatcher(Dispatcher):
+    """Dropless expert parallelism over ``group`` (default: the world, or this process alone), for
+    ranks that reach each other's memory: GPUs of one host, or processes of one on the CPU.
+
+    The same rows, the same ``rows_factor``, the same refusal of unequal numbers of tokens and the
+    same bits as ``AllGatherDispatcher``, for up to four ranks; torch adds up more than that in
+    another order. Memory for W * T rows is shared by all layers: ``kernels.peer_rows`` says why one
+    is enough. It is made in the first call with a number of tokens, together by all ranks and
+    before any capture, and kept. On GPUs a rank that waits ten minutes for another one ends with a
+    CUDA error.
+
+    Raises (in the first call):
+        ValueError: on every rank, where memory cannot be shared, with what to take instead.
+    """
+
+    group: dist.ProcessGroup | None = None
+    rows_factor: float | None = None
+    name: ClassVar[str] = "symmetric"
+    host_sync: ClassVar[bool] = False
+    leaves_tail: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_rows_factor(self.rows_factor)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        return several_ranks(self.group)
+
+    def local_experts(self, num_experts: int) -> range:
+        return block_of_experts(num_experts, self.group)
+
+    def preprocess(
+        self, hidden_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
+    ) -> DispatchPlan:
+        world_size, local = rank_and_size(self.group)[1], self.local_experts(num_experts)
+        tokens, top_k = experts_TK.shape
+        room = room_for_rows(tokens, top_k, local, world_size, self.rows_factor)
+        if world_size == 1:
+            rows = local_rows(experts_TK, local, num_experts, room)
+            needed = None if self.rows_factor is None else rows.needed
+            rows_RD = permute(hidden_TD, rows.order)
+            return DispatchPlan(rows_RD, weights_TK, rows.order, rows.dropped, needed)
+        memory = self._memory(hidden_TD, experts_TK)
+        rows_RD, weights_GK, order_R, inverse_R, offsets_e, dropped, needed = _Dispatch.apply(
+            hidden_TD, weights_TK.float(), experts_TK, local, num_experts, room, memory
+        )
+        order = RowOrder(order_R, inverse_R, offsets_e, has_gaps=True)
+        needed = None if self.rows_factor is None else needed
+        return DispatchPlan(rows_RD, weights_GK, order, dropped, needed, handle=experts_TK)
+
+    def dispatch(self, plan: DispatchPlan) -> Dispatched:
+        return Dispatched(plan.rows_RD, plan.order.offsets_E)
+
+    def combine(self, expert_rows: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
+        if plan.handle is None:
+            return unpermute(expert_rows, plan.order, plan.weights_TK)
+        order, experts_TK = plan.order, plan.handle
+        local = order.offsets_E.numel()
+        memory = self._memory(expert_rows, experts_TK)
+        return _Combine.apply(
+            expert_rows, plan.weights_TK, experts_TK, order.order_R, order.inverse_R, local, memory
+        )
+
+    def _memory(self, rows: Tensor, experts_TK: Tensor) -> int:
+        """Rows of another dtype than the tokens' have another memory."""
+        group, (tokens, top_k) = self.process_group, experts_TK.shape
+        assert group is not None
+        check_equal_tokens(group, tokens, self.name)
+        return peer_memory(group, tokens, rows.shape[1], top_k, rows.dtype, rows.device)
+
+
+class _Dispatch(torch.autograd.Function):
+    """Tokens to the ranks of their experts, in the rows of these; gradients are pulled back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TD: Tensor,
+        weights_TK: Tensor,
+        experts_TK: Tensor,
+        local: range,
+        num_experts: int,
+        room: int,
+        memory: int,
+    ) -> tuple[Tensor, ...]:
+        ctx.local, ctx.memory = len(local), memory
+        rows_GD, experts_GK, weights_GK = push_tokens(
+            hidden_TD, experts_TK, weights_TK, len(local), memory
+        )
+        rows = local_rows(experts_GK, local, num_experts, room)
+        order = rows.order
+        inverse_GK = order.inverse_R.view_as(experts_GK)
+        rows_RD = spread_rows(rows_GD, order.order_R, inverse_GK, None, True)
+        ctx.save_for_backward(experts_TK, inverse_GK)
+        plain = (order.order_R, order.inverse_R, order.offsets_E, rows.dropped, rows.needed)
+        ctx.mark_non_differentiable(*plain)
+        return rows_RD, weights_GK, *plain
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor, grad_weights_GK: Tensor, *_: Any) -> tuple[Any, ...]:
+        experts_TK, inverse_GK = ctx.saved_tensors
+        grad_TD, grad_TK = pull_gradients(
+            grad_RD, inverse_GK, grad_weights_GK, experts_TK, ctx.local, ctx.memory
+        )
+        return grad_TD, grad_TK, None, None, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Sums of the experts' rows to the ranks of their tokens; gradients are pushed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_RD: Tensor,
+        weights_GK: Tensor,
+        experts_TK: Tensor,
+        order_R: Tensor,
+        inverse_R: Tensor,
+        local: int,
+        memory: int,
+    ) -> Tensor:
+        ctx.local, ctx.memory = local, memory
+        ctx.save_for_backward(rows_RD, weights_GK, experts_TK, order_R, inverse_R)
+        inverse_GK = inverse_R.view_as(weights_GK)
+        return pull_sums(rows_RD, inverse_GK, weights_GK, experts_TK, local, memory)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Any, ...]:
+        rows_RD, weights_GK, experts_TK, order_R, inverse_R = ctx.saved_tensors
+        inverse_GK = inverse_R.view_as(weights_GK)
+        # All ranks have to come here, whatever they need of it.
+        grad_GD = push_gradients(grad_TD, experts_TK, ctx.local, ctx.memory)
+        grad_rows = grad_weights = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = spread_rows(grad_GD, order_R, inverse_GK, weights_GK, True)
+        if ctx.needs_input_grad[1]:
+            grad_weights = dot_rows(rows_RD, inverse_GK, grad_GD, True)
+        return grad_rows, grad_weights, None, None, None, None, None

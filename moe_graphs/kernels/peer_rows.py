@@ -1,0 +1,186 @@
+"""Rows between ranks, through memory into which every rank of a host can write and read.
+
+A token travels once to every rank that holds any of its experts, however many of them; a token's
+partial sums come back once from each. Nothing is compacted: token t of rank s has row ``s * T + t``
+in every rank's memory, so its place needs no counting and there is always room for it.
+
+A call is a barrier, writing, a barrier, reading. The first one says that all ranks have read what
+the call before has left, whichever it was: on each rank calls run one after the other in one order,
+so a rank that has come to it has no reads left to do. The second one says that everything
+has been written. So one memory serves all layers and microbatches, no call needs to know which one
+came before it, and a graph may replay them in any order that all ranks share.
+
+What a push returns is a view of the memory: good until the next call.
+
+Shapes: T tokens of a rank, W ranks, G = W * T, D model, K top-k, R rows of local experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_graphs.kernels import peer_rows_reference
+from moe_graphs.kernels.availability import has_kernel
+from moe_graphs.kernels.ops import define_op
+from moe_graphs.kernels.permute import collect_rows_into
+
+
+@dataclass(frozen=True, eq=False)
+class PeerMemory:
+    """What all ranks hold at fixed addresses, as this rank sees it.
+
+    Attributes:
+        rows: per rank ``[G, D]``: tokens or gradients that were pushed to it, or partial sums that
+            it has for others.
+        experts, weights: per rank ``[G, K]``, int64 and fp32; gradients of weights likewise.
+        addresses_3W: int64 on the device, of those three on every rank.
+        barrier: enqueued between kernels, or waits on the CPU.
+        owned: what keeps the memory alive.
+    """
+
+    rank: int
+    rows: tuple[Tensor, ...]
+    experts: tuple[Tensor, ...]
+    weights: tuple[Tensor, ...]
+    addresses_3W: Tensor
+    barrier: Callable[[], None]
+    owned: Any = None
+
+    @classmethod
+    def of(
+        cls,
+        rank: int,
+        parts: Sequence[tuple[Tensor, ...]],
+        barrier: Callable[[], None],
+        owned: Any = None,
+    ) -> PeerMemory:
+        """parts: rows, experts and weights; with the addresses of these tensors."""
+        rows, experts, weights = parts
+        addresses = [[each.data_ptr() for each in part] for part in parts]
+        table = torch.tensor(addresses, dtype=torch.int64, device=rows[rank].device)
+        return cls(rank, rows, experts, weights, table, barrier, owned)
+
+
+# An op takes numbers, and its memory stays where it is as long as a graph may know the number.
+_numbered: list[PeerMemory] = []
+
+
+def memory_of(number: int) -> PeerMemory:
+    return _numbered[number]
+
+
+def number_of(memory: PeerMemory) -> int:
+    """What the ops below call this memory by, from now on."""
+    _numbered.append(memory)
+    return len(_numbered) - 1
+
+
+@define_op(device="default")
+def push_tokens(
+    hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, local: int, memory: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``rows_GD``, ``experts_GK`` (views of the memory) and ``weights_GK`` (a copy): tokens of all
+    ranks that have an expert here, in other rows anything; routing of all tokens.
+
+    local: how many experts a rank holds.
+    """
+    peers = memory_of(memory)
+    peers.barrier()
+    push_rows(hidden_TD, experts_TK, weights_TK, local, peers)
+    peers.barrier()
+    own = peers.rank
+    return peers.rows[own], peers.experts[own], peers.weights[own].clone()
+
+
+@define_op(device="default")
+def push_gradients(grad_TD: Tensor, experts_TK: Tensor, local: int, memory: int) -> Tensor:
+    """``rows_GD``, a view of the memory: as tokens travel, without their routing."""
+    peers = memory_of(memory)
+    peers.barrier()
+    push_rows(grad_TD, experts_TK, None, local, peers)
+    peers.barrier()
+    return peers.rows[peers.rank]
+
+
+@define_op(device="default")
+def pull_sums(
+    rows_RD: Tensor,
+    inverse_GK: Tensor,
+    weights_GK: Tensor | None,
+    experts_TK: Tensor,
+    local: int,
+    memory: int,
+) -> Tensor:
+    """``out_TD``: each token's rows, weighted, summed where they are and rounded, then over the
+    ranks, in their order and in fp32, and rounded once more."""
+    peers = memory_of(memory)
+    peers.barrier()
+    collect_rows_into(peers.rows[peers.rank], rows_RD, inverse_GK, weights_GK)
+    peers.barrier()
+    return pull_rows(experts_TK, local, peers, False)[0]
+
+
+@define_op(device="default")
+def pull_gradients(
+    grad_RD: Tensor,
+    inverse_GK: Tensor,
+    grad_weights_GK: Tensor,
+    experts_TK: Tensor,
+    local: int,
+    memory: int,
+) -> tuple[Tensor, Tensor]:
+    """``grad_TD`` as sums are pulled, without weights, and the weights' own gradients ``[T, K]``
+    from the ranks of their experts."""
+    peers = memory_of(memory)
+    peers.barrier()
+    collect_rows_into(peers.rows[peers.rank], grad_RD, inverse_GK, None)
+    peers.weights[peers.rank].copy_(grad_weights_GK)
+    peers.barrier()
+    return pull_rows(experts_TK, local, peers, True)
+
+
+def push_rows(
+    source_TD: Tensor,
+    experts_TK: Tensor,
+    weights_TK: Tensor | None,
+    local: int,
+    peers: PeerMemory,
+) -> None:
+    """Writes into all ranks' memory; between barriers of the caller's."""
+    if has_kernel(source_TD):
+        from moe_graphs.kernels import peer_rows_triton
+
+        peer_rows_triton.push_rows(
+            source_TD, experts_TK, weights_TK, peers.addresses_3W, peers.rank, local
+        )
+    else:
+        peer_rows_reference.push_rows(
+            source_TD, experts_TK, weights_TK, peers.rows, peers.experts, peers.weights,
+            peers.rank, local,
+        )  # fmt: skip
+
+
+def pull_rows(
+    experts_TK: Tensor, local: int, peers: PeerMemory, with_weights: bool
+) -> tuple[Tensor, Tensor]:
+    """Reads from all ranks' memory; likewise. Without weights the second one is empty."""
+    own = peers.rows[peers.rank]
+    tokens, top_k = experts_TK.shape
+    out_TD = own.new_empty((tokens, own.shape[1]))
+    out_TK = peers.weights[peers.rank].new_empty((tokens, top_k) if with_weights else (0, 0))
+    if has_kernel(own):
+        from moe_graphs.kernels import peer_rows_triton
+
+        peer_rows_triton.pull_rows(
+            out_TD, out_TK, experts_TK, peers.addresses_3W, peers.rank, local
+        )
+    else:
+        peer_rows_reference.pull_rows(
+            out_TD, out_TK, experts_TK, peers.rows, peers.weights, peers.rank, local
+        )
+    return out_TD, out_TK
