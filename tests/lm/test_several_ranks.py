@@ -16,9 +16,10 @@ import torch
 
 from distributed import RANKS, run_distributed
 from lm_runs import advance, fresh_trainer, options, small_corpus
+from moe_graphs.config import FullIterationConfig
 from moe_graphs.lm.checkpoint import find_checkpoint, save_checkpoint
 from moe_graphs.lm.data import HeldOut
-from moe_graphs.lm.run import RunOptions
+from moe_graphs.lm.run import RunOptions, with_graphs
 from moe_graphs.lm.sharded_checkpoint import ShardedCheckpoints, model_of, read_model, resume
 from moe_graphs.lm.sharded_state import (
     history_state,
@@ -127,6 +128,8 @@ def work(rank: int, world_size: int, folder: Path, one_process: Path) -> None:
             advance(trainer, STEPS)
             trainer.settle()
             found[source, name] = resumed, trainer.history.loss.clone(), said
+    graphs = FullIterationConfig(optimizer_in_graph=True)
+    found["evaluated"] = [evaluated(all_workers["shard"], each) for each in (None, graphs)]
     found["by chance"] = by_chance(folder / "chance", all_workers["shard"])
     found["disk full"] = disk_full(folder / "shard", all_workers["shard"])
     found["damaged"] = damaged(folder / "shard", all_workers["shard"])
@@ -148,6 +151,16 @@ def by_chance(folder: Path, workers: Workers) -> list[torch.Tensor]:
     resume(find_checkpoint(folder), again)
     advance(again, STEPS)
     return [whole.history.loss[SAVED:].clone(), again.history.loss[SAVED:].clone()]
+
+
+def evaluated(workers: Workers, config: FullIterationConfig | None) -> list[float]:
+    """Held-out losses between steps: graphed ones run none of FSDP2's Python."""
+    trainer, nats = trainer_on(workers), []
+    with with_graphs(trainer, config):
+        for step in (1, 4, 5, STEPS):
+            advance(trainer, step)
+            nats.append(trainer.nats_per_token(held_out()))
+    return nats
 
 
 def disk_full(folder: Path, workers: Workers) -> str:
@@ -275,6 +288,12 @@ def test_one_process_goes_on_from_a_checkpoint_of_several(one_process, several, 
     model = read_model(path)
     assert model.keys() == trainer.model.state_dict().keys()
     assert all(torch.equal(model[name], wanted[f"model.{name}"]) for name in model)
+
+
+def test_evaluation_between_replays_is_that_between_eager_steps(several):
+    eager, graphed = several[1]["evaluated"]
+    assert graphed == eager
+    assert len(set(eager)) == len(eager)
 
 
 def test_random_numbers_of_every_rank_go_on(several):
