@@ -232,7 +232,9 @@ def _are(world_size: int) -> str:
 
 
 @contextlib.contextmanager
-def meeting(place: Place, on_gpu: bool, seconds: float, *expected: type[Exception]) -> Iterator:
+def meeting(
+    place: Place, on_gpu: bool, seconds: float, *expected: type[Exception]
+) -> Iterator[None]:
     """The process group of torchrun's workers, for the duration.
 
     A rank that fails ends at once, and its error is the only one that is printed, in a line if it
