@@ -23,6 +23,7 @@ def build_app() -> typer.Typer:
         """MoE training on PyTorch with partial CUDA graphs."""
 
     app.command()(train)
+    app.command()(export)
     app.command()(profile)
     app.add_typer(bench_app(), name="bench")
     return app
@@ -47,12 +48,12 @@ def train(
         typer.Option(help="Text or .jsonl files, or one; by default Python's own library."),
     ] = None,
     impl: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="local captures scopes (as Megatron's transformer_engine does), full_iteration "
-            "whole steps, none trains eagerly."
+            "whole steps, none trains eagerly.  [default: local, on several ranks: none]"
         ),
-    ] = "local",
+    ] = None,
     scopes: Annotated[
         str | None,
         typer.Option(help=f"What to capture.  [default: {DEFAULT_SCOPES}, dense: attn,mlp]"),
@@ -62,8 +63,12 @@ def train(
         typer.Option("--optimizer-in-graph", help="With full_iteration: clipping and update, too."),
     ] = False,
     dispatcher: Annotated[
-        str, typer.Option(help="local, padded, all_to_all, all_gather or symmetric.")
-    ] = "local",
+        str | None,
+        typer.Option(
+            help="local, padded, all_to_all, all_gather or symmetric.  [default: local, with --ep: "
+            "all_to_all]"
+        ),
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Sequences per optimizer step.")] = None,
     microbatches: Annotated[int | None, typer.Option(help="Parts of a step's batch.")] = None,
@@ -107,12 +112,43 @@ def train(
     json_: Annotated[
         bool, typer.Option("--json", help="One JSON document on stdout, all else on stderr.")
     ] = False,
+    nproc: Annotated[
+        int | None, typer.Option(help="Ranks on this host, started as torchrun does.")
+    ] = None,
+    dp_replicate: Annotated[
+        int | None, typer.Option(help="Copies of the sharded model (HSDP).")
+    ] = None,
+    dp_shard: Annotated[
+        int | None,
+        typer.Option(help="Ranks that FSDP2 shards over; by default all that are left."),
+    ] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.")] = None,
+    cp: Annotated[int | None, typer.Option(help="Context-parallel ranks.")] = None,
+    ep: Annotated[
+        int | None, typer.Option(help="Ranks that share the experts, out of dp-shard.")
+    ] = None,
+    pp: Annotated[int | None, typer.Option(help="Pipeline-parallel ranks.")] = None,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds after which a rank gives up to wait for the others.")
+    ] = 600.0,
 ) -> None:
-    """Trains a byte-level MoE language model, or a Hugging Face checkpoint, on text."""
+    """Trains a byte-level MoE language model, or a Hugging Face checkpoint, on text: on one
+    process, on torchrun's workers, or with --nproc on workers that it starts itself."""
     options = dict(locals())
-    from moe_graphs.lm import train_command
+    from moe_graphs.lm.start import start
 
-    train_command.train(**options, default_scopes=DEFAULT_SCOPES)
+    start(**options, default_scopes=DEFAULT_SCOPES)
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="A run's directory, or one of its checkpoints.")],
+    out: Annotated[Path, typer.Option(help="The file to write, new.")],
+) -> None:
+    """Writes the model of a checkpoint to one safetensors file, on however many ranks it was
+    trained, with the names of one process."""
+    from moe_graphs.lm.exporting import export_model
+
+    export_model(run, out)
 
 
 def profile(

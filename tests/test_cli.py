@@ -146,6 +146,11 @@ def test_a_new_run_gets_a_directory_of_its_own(text, tmp_path, monkeypatch):
         (["--scopes", ""], "empty scope list captures nothing"),
         (["--seed", 2**64], "seed: 18446744073709551616 must be from -2**63 to 2**64 - 1"),
         (["--seed", -(10**30)], "seed: -1000000"),
+        (["--ep", "2"], "ep (2) must divide dp_shard (1)"),
+        (["--dp-shard", "2"], "dp_shard (2) = 2, and there is 1 rank"),
+        (["--nproc", "2", "--dp-shard", "4"], "dp_shard (4) = 4, and there are 2 ranks"),
+        (["--nproc", "0"], "nproc: 0 must be at least 1"),
+        (["--timeout", "0"], "timeout: 0.0 seconds must be above 0"),
         (["--checkpoint-every", "-1"], "checkpoint_every: -1 must not be negative"),
         (["--learning-rate", "nan"], "learning_rate: nan must be at least 0 and finite"),
         (["--learning-rate", "inf"], "learning_rate: inf must be"),
@@ -292,8 +297,8 @@ def test_the_commands_in_the_readme_are_commands():
         group.commands[name].make_context(name, arguments)
 
 
-def test_the_command_runs_on_one_process(text, monkeypatch):
+def test_several_ranks_are_started_by_torchrun(text, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     result = invoke(*SMALL, "--data", text)
     assert result.exit_code == 1
-    assert "without torchrun" in result.stderr
+    assert "RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set: start several" in result.stderr

@@ -14,7 +14,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 from safetensors import SafetensorError
@@ -27,6 +27,7 @@ from moe_graphs.training.capturable import load_optimizer_state
 
 MODEL, STATE, SETTINGS = PARTS = "model.safetensors", "training.pt", "settings.json"
 LOG = "log.jsonl"
+MANIFEST = "manifest.json"  # of a sharded checkpoint, which has its settings beside it
 RUN = "run"  # the key in the settings that says which run wrote them
 _NAME = re.compile(r"step_(\d+)")
 
@@ -86,27 +87,51 @@ def save_checkpoint(run_directory: Path, trainer: Trainer, *, keep: int = 2) -> 
         ValueError: if checkpoints of another run are there. Nothing is written or deleted then.
         OSError: if it could not be written.
     """
-    folder = run_directory / "checkpoints"
-    for other in _checkpoints(run_directory):
-        if _run_id(other) not in (trainer.run_id, None):
-            raise ValueError(f"checkpoint: {other} is of another run: save in another directory")
-    path, partial = folder / f"step_{trainer.step:06d}", folder / "partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial = make_partial(run_directory, trainer.run_id)
     try:
-        save_file(_tensors(trainer.model), partial / MODEL)
+        save_file(model_tensors(trainer.model), partial / MODEL)
         torch.save(_training_state(trainer), partial / STATE)
-        (partial / SETTINGS).write_text(json.dumps(_settings(trainer), indent=1) + "\n")
+        (partial / SETTINGS).write_text(json.dumps(settings_of(trainer), indent=1) + "\n")
     except (OSError, RuntimeError, SafetensorError) as error:  # of both libraries: a full disk
         shutil.rmtree(partial, ignore_errors=True)
-        reason = getattr(error, "strerror", None) or f"is the disk full? {error}"
-        raise OSError(f"checkpoint: {path} could not be written: {reason}") from error
+        raise not_written(run_directory, trainer.step, error) from error
+    return publish(partial, trainer.run_id, trainer.step, keep)
+
+
+def make_partial(run_directory: Path, run_id: str) -> Path:
+    """An empty directory for a checkpoint that is being written.
+
+    Raises:
+        ValueError: if checkpoints of another run are there. Nothing is written or deleted then.
+    """
+    for other in _checkpoints(run_directory):
+        if _run_id(other) not in (run_id, None):
+            raise ValueError(f"checkpoint: {other} is of another run: save in another directory")
+    partial = run_directory / "checkpoints" / "partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def publish(partial: Path, run_id: str, step: int, keep: int) -> Path:
+    """Gives ``partial``, which is complete, the name of its step; deletes all but the last few."""
+    path = partial.with_name(name_of(step))
     shutil.rmtree(path, ignore_errors=True)
     partial.rename(path)
-    own = [c for c in _checkpoints(run_directory) if _run_id(c) == trainer.run_id]
-    for old in [c for c in own if _step(c) <= trainer.step][:-keep]:
+    own = [c for c in _checkpoints(partial.parents[1]) if _run_id(c) == run_id]
+    for old in [c for c in own if _step(c) <= step][:-keep]:
         shutil.rmtree(old)
     return path
+
+
+def name_of(step: int) -> str:
+    return f"step_{step:06d}"
+
+
+def not_written(run_directory: Path, step: int, error: BaseException) -> OSError:
+    reason = getattr(error, "strerror", None) or f"is the disk full? {error}"
+    path = run_directory / "checkpoints" / name_of(step)
+    return OSError(f"checkpoint: {path} could not be written: {reason}")
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -115,7 +140,7 @@ def find_checkpoint(path: Path) -> Path:
     Raises:
         ValueError: if there is none, or those of several runs.
     """
-    if any((path / part).exists() for part in PARTS):
+    if any((path / part).exists() for part in (*PARTS, MANIFEST)):
         return path
     found = _checkpoints(path)
     if not found:
@@ -140,15 +165,9 @@ def load_checkpoint(path: Path, trainer: Trainer) -> list[str]:
         ValueError: if the checkpoint is of another model, beyond this run's last step, or
             not to be read. The trainer is as it was then.
     """
-    tensors = _read(path / MODEL, load_file)
-    state = _read(path / STATE, _load_state)
-    saved = _read(path / SETTINGS, _load_settings)
-    _check_same_model(path, tensors, trainer.model)
-    if state["step"] > trainer.settings.steps:
-        raise ValueError(
-            f"resume: {path} is at step {state['step']}, beyond the {trainer.settings.steps} "
-            f"steps asked for: raise --steps"
-        )
+    tensors, state, saved = read_whole(path)
+    check_same_model(path, described(tensors), described(model_tensors(trainer.model)))
+    check_step(path, state["step"], trainer)
     load_optimizer_state(trainer.optimizer, state["optimizer"])
     trainer.model.load_state_dict(tensors)
     load_fp8_state(trainer.model, state.get("fp8", {}), trainer.fp8_autocast)
@@ -159,7 +178,36 @@ def load_checkpoint(path: Path, trainer: Trainer) -> list[str]:
     torch.set_rng_state(state["rng"]["cpu"])
     if trainer.device.type == "cuda" and "cuda" in state["rng"]:
         torch.cuda.set_rng_state(state["rng"]["cuda"], trainer.device)
-    return _differences(saved, _settings(trainer))
+    return differences_of(saved, settings_of(trainer))
+
+
+class WholeCheckpoint(NamedTuple):
+    """What is in the three files."""
+
+    tensors: dict[str, torch.Tensor]
+    state: dict[str, Any]
+    settings: dict[str, Any]
+
+
+def read_whole(path: Path) -> WholeCheckpoint:
+    """On the CPU.
+
+    Raises:
+        ValueError: a file is missing or not to be read.
+    """
+    return WholeCheckpoint(
+        read_part(path / MODEL, load_file),
+        read_part(path / STATE, load_state),
+        read_part(path / SETTINGS, load_settings),
+    )
+
+
+def check_step(path: Path, step: int, trainer: Trainer) -> None:
+    if step > trainer.settings.steps:
+        raise ValueError(
+            f"resume: {path} is at step {step}, beyond the {trainer.settings.steps} steps asked "
+            f"for: raise --steps"
+        )
 
 
 def _checkpoints(run_directory: Path) -> list[Path]:
@@ -177,12 +225,12 @@ def _step(checkpoint: Path) -> int:
 def _run_id(checkpoint: Path) -> str | None:
     """Of the run that wrote it: None if not to be read, "" if from before there were ids."""
     try:
-        return _load_settings(checkpoint / SETTINGS).get(RUN, "")
+        return load_settings(checkpoint / SETTINGS).get(RUN, "")
     except (OSError, ValueError):
         return None
 
 
-def _read(part: Path, reader: Callable[[Path], Any]) -> Any:
+def read_part(part: Path, reader: Callable[[Path], Any]) -> Any:
     """Both libraries have many errors for a file that is not whole."""
     try:
         return reader(part)
@@ -196,7 +244,7 @@ def _read(part: Path, reader: Callable[[Path], Any]) -> Any:
         ) from error
 
 
-def _load_state(path: Path) -> dict[str, Any]:
+def load_state(path: Path) -> dict[str, Any]:
     state = torch.load(path, map_location="cpu", weights_only=True)
     missing = {"step", "optimizer", "rng", "history"} - state.keys()
     if missing:
@@ -204,14 +252,14 @@ def _load_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def _load_settings(path: Path) -> dict[str, Any]:
+def load_settings(path: Path) -> dict[str, Any]:
     found = json.loads(path.read_text())
     if not isinstance(found, dict):
         raise ValueError("no JSON object")
     return found
 
 
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Without what Transformer Engine pickles: it is among the training state, as tensors."""
     return {
         name: value.detach().contiguous()
@@ -237,11 +285,12 @@ def _training_state(trainer: Trainer) -> dict:
     }
 
 
-def _check_same_model(path: Path, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
-    saved, wanted = (
-        {name: f"{list(value.shape)} {value.dtype}" for name, value in each.items()}
-        for each in (tensors, _tensors(model))
-    )
+def described(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """As ``check_same_model`` compares them."""
+    return {name: f"{list(value.shape)} {value.dtype}" for name, value in tensors.items()}
+
+
+def check_same_model(path: Path, saved: Mapping[str, str], wanted: Mapping[str, str]) -> None:
     names = sorted(saved.keys() | wanted.keys())
     wrong = [name for name in names if saved.get(name) != wanted.get(name)]
     if wrong:
@@ -253,7 +302,7 @@ def _check_same_model(path: Path, tensors: dict[str, torch.Tensor], model: nn.Mo
         )
 
 
-def _settings(trainer: Trainer) -> dict[str, Any]:
+def settings_of(trainer: Trainer) -> dict[str, Any]:
     """As it is in the file. What is nested has names with dots."""
     found: dict[str, Any] = {RUN: trainer.run_id}
     stack = [("", {**dataclasses.asdict(trainer.settings), **trainer.surroundings})]
@@ -267,7 +316,7 @@ def _settings(trainer: Trainer) -> dict[str, Any]:
     return json.loads(json.dumps(found))
 
 
-def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def differences_of(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     names = [name for name in (*now, *(saved.keys() - now.keys())) if name != RUN]
     unknown = "nothing known"
     return [

@@ -12,7 +12,6 @@ from moe_graphs.config import FullIterationConfig, GraphConfig
 from moe_graphs.engine.report import Report
 from moe_graphs.engine.whole_step.full_iteration import FullIterationReport
 from moe_graphs.lm.data import Text
-from moe_graphs.lm.metrics import memory_in_use
 from moe_graphs.lm.run import (
     Progress,
     RunOptions,
@@ -21,6 +20,7 @@ from moe_graphs.lm.run import (
     free_memory,
     with_graphs,
 )
+from moe_graphs.training.grad_norm import local_part
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,14 @@ def compare(options: RunOptions, text: Text, progress: Progress) -> Comparison:
     graphed, graphed_weights, report = _one_side(options, text, config, skipped, progress)
     pairs = zip(eager.losses, graphed.losses, strict=True)
     differing = [step for step, (left, right) in enumerate(pairs, 1) if left != right]
+    same, workers = all(map(torch.equal, eager_weights, graphed_weights)), options.workers
     return Comparison(
         eager=eager,
         graphed=graphed,
         losses_bitwise_equal=not differing,
         grad_norms_bitwise_equal=eager.grad_norms == graphed.grad_norms,
         first_difference=differing[0] if differing else None,
-        parameters_bitwise_equal=all(map(torch.equal, eager_weights, graphed_weights)),
+        parameters_bitwise_equal=same if workers is None else all(workers.gather(same)),
         report=report,
     )
 
@@ -118,7 +119,7 @@ def _one_side(
             trainer.train_step()
             if trainer.step % options.preset.log_every == 0 or trainer.step == steps:
                 progress.line(trainer.log_line())
-        memory = memory_in_use(options.device)
+        memory = trainer.memory()
         report = trainer.report()
     times = sorted(trainer.clock.milliseconds[skipped:])
     side = Side(
@@ -132,4 +133,4 @@ def _one_side(
         losses=tuple(trainer.history.loss.tolist()),
         grad_norms=tuple(trainer.history.grad_norm.tolist()),
     )
-    return side, [p.detach().cpu() for p in trainer.model.parameters()], report
+    return side, [local_part(p.detach()).cpu() for p in trainer.model.parameters()], report

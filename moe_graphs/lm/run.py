@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import json
 import math
@@ -14,67 +13,28 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
-from moe_graphs.config import FullIterationConfig, GraphConfig
-from moe_graphs.dispatch import make_dispatcher
 from moe_graphs.engine.report import Report
-from moe_graphs.engine.scopes.graphs import graph
 from moe_graphs.engine.whole_step.full_iteration import FullIterationReport
-from moe_graphs.integrations.transformer_engine import (
-    check_fp8_sizes,
-    fp8_autocast,
-    fp8_recipe,
-)
-from moe_graphs.layers import LanguageModel
+from moe_graphs.lm.building import RunOptions, build_batches, build_trainer, with_graphs
 from moe_graphs.lm.checkpoint import (
-    load_checkpoint,
+    find_checkpoint,
     open_log,
     prepare_run_directory,
-    save_checkpoint,
+    settings_of,
 )
-from moe_graphs.lm.continued import checkpoint_identity, save_for_others
-from moe_graphs.lm.data import HeldOut, Text, TrainingBatches
+from moe_graphs.lm.continued import save_for_others
+from moe_graphs.lm.data import HeldOut, Text
 from moe_graphs.lm.metrics import compressed_bits_per_byte
 from moe_graphs.lm.picture import draw_losses
-from moe_graphs.lm.run_presets import Preset
+from moe_graphs.lm.restarts import mark_launch
 from moe_graphs.lm.sample import Sample, sample_text
+from moe_graphs.lm.sharded_checkpoint import checkpoints_of, model_of, resume
 from moe_graphs.lm.trainer import LogLine, Trainer, TrainingDiverged
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """What to run. ``graph_config`` None trains eagerly.
-
-    Attributes:
-        save: whether checkpoints are written (every ``checkpoint_every`` steps, 0 for only at the
-            end).
-        sample_tokens: how much of the held-out text is used while training; the end uses all.
-        init, tokenizer: the Hugging Face checkpoint that the model comes from, and the directory of
-            its tokenizer; both None for a model from the seed.
-        dtype: of the parameters.
-        fp8: the recipe by which Transformer Engine's parts compute, or "none".
-    """
-
-    preset: Preset
-    device: torch.device
-    graph_config: GraphConfig | FullIterationConfig | None
-    dispatcher: str = "local"
-    out: Path = Path("runs/run")
-    resume: Path | None = None
-    checkpoint_every: int = 0
-    save: bool = True
-    sample_tokens: int = 1 << 17
-    init: Path | None = None
-    tokenizer: Path | None = None
-    dtype: torch.dtype = torch.float32
-    fp8: str = "none"
-
-    def __post_init__(self) -> None:
-        if self.checkpoint_every < 0:
-            raise ValueError(f"checkpoint_every: {self.checkpoint_every} must not be negative")
+from moe_graphs.lm.workers import Workers, agent, check_equal, is_first, on_first
 
 
 @dataclass(frozen=True)
@@ -141,94 +101,6 @@ def deterministic(enabled: bool) -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
-def build_trainer(options: RunOptions, batches: TrainingBatches) -> Trainer:
-    """A fresh model from the seed or from ``init``, not yet with graphs."""
-    settings, config = options.preset.training, options.preset.model
-    torch.manual_seed(settings.seed)
-    dispatcher = make_dispatcher(options.dispatcher)
-    factory = {"device": options.device, "dtype": options.dtype}
-    if options.init is not None:
-        experts = "moe_graphs" if config.moe is None else config.moe.experts
-        kernels = {"linear": config.linear, "experts": experts}
-        model = LanguageModel.from_pretrained(
-            options.init, dispatcher=dispatcher, **kernels, **factory
-        )
-        torch.manual_seed(settings.seed)
-    else:
-        model = LanguageModel(config, dispatcher, **factory)
-        # GPT-2's 0.02 at 768, as wide for narrower models in proportion.
-        model.init_weights(0.02 * math.sqrt(768 / config.hidden_size))
-    return Trainer(
-        model,
-        batches,
-        settings,
-        drops_tokens=options.dispatcher == "padded",
-        surroundings=_surroundings(options, batches),
-        fp8_autocast=_fp8_autocast(options, model),
-    )
-
-
-def _fp8_autocast(
-    options: RunOptions, model: LanguageModel
-) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Of a recipe that is made once: Transformer Engine tells recipes apart."""
-    if options.fp8 == "none":
-        return contextlib.nullcontext
-    settings = options.preset.training
-    check_fp8_sizes(model, settings.tokens_per_step // settings.microbatches)
-    return functools.partial(fp8_autocast, fp8_recipe(options.fp8))
-
-
-def _surroundings(options: RunOptions, batches: TrainingBatches) -> dict[str, Any]:
-    """What the bits of a run depend on beside its settings. Graphs are not among it."""
-    on_cpu = options.device.type == "cpu"
-    init = {} if options.init is None else {"init": checkpoint_identity(options.init)}
-    return {
-        **batches.documents.identity,
-        **init,
-        "dispatcher": options.dispatcher,
-        "fp8": options.fp8,
-        "device": options.device.type,
-        "threads": torch.get_num_threads() if on_cpu else None,
-        "deterministic": on_cpu or torch.are_deterministic_algorithms_enabled(),
-        "torch": str(torch.__version__),
-        "model": dataclasses.asdict(options.preset.model),
-    }
-
-
-def build_batches(options: RunOptions, text: Text) -> TrainingBatches:
-    settings = options.preset.training
-    return TrainingBatches(
-        text.train_documents,
-        sequence_length=settings.sequence_length,
-        batch_size=settings.batch_size,
-        seed=settings.seed,
-    )
-
-
-@contextlib.contextmanager
-def with_graphs(
-    trainer: Trainer, config: GraphConfig | FullIterationConfig | None
-) -> Iterator[None]:
-    """Installs graphs on the trainer's model, or of its steps, for the duration."""
-    if isinstance(config, FullIterationConfig):
-        with trainer.capture_full_iteration(config):
-            try:
-                yield
-            finally:
-                trainer.full_iteration, trainer.optimizer_in_graph = None, False
-        return
-    if config is None or config.impl == "none":
-        yield
-        return
-    trainer.graphs = graph(trainer.model, config)
-    try:
-        yield
-    finally:
-        trainer.graphs.release()
-        trainer.graphs = None
-
-
 def run(options: RunOptions, text: Text, progress: Progress) -> Summary:
     """Trains to the last step, and leaves log, checkpoints, picture and summary in ``out``; of a
     model that comes from ``init`` also ``out/model``, for transformers.
@@ -238,10 +110,12 @@ def run(options: RunOptions, text: Text, progress: Progress) -> Summary:
         TrainingDiverged: if the loss is not finite any more, in training or on held-out text.
     """
     trainer = build_trainer(options, build_batches(options, text))
+    if options.workers is not None:
+        _agree(options.workers, trainer)
     held_out = _held_out(options, text)
     before = _loss_before(options, trainer, held_out, progress)
-    differences = [] if options.resume is None else load_checkpoint(options.resume, trainer)
-    prepare_run_directory(options.out, options.resume)
+    differences = [] if options.resume is None else resume(options.resume, trainer)
+    on_first(options.workers, lambda: _prepare(options))
     for difference in differences:
         progress.note(f"resumed with another setting: {difference}")
     curve = [] if before is None else [(0, held_out.bits_per_byte(before))]
@@ -258,7 +132,8 @@ def run(options: RunOptions, text: Text, progress: Progress) -> Summary:
             f"lower the learning rate"
         )
     compressors = compressed_bits_per_byte(text.held_out_content)
-    _draw(options, text, trainer, [*curve, (trainer.step, bits)], compressors, progress)
+    if is_first(options.workers):
+        _draw(options, text, trainer, [*curve, (trainer.step, bits)], compressors, progress)
     length = options.preset.model.max_sequence_length
     summary = Summary(
         held_out_bits_per_byte=bits,
@@ -273,12 +148,31 @@ def run(options: RunOptions, text: Text, progress: Progress) -> Summary:
         samples=sample_text(trainer.model, text, length=length, seed=trainer.settings.seed),
         **_what_it_came_to(trainer),
     )
+    on_first(options.workers, lambda: _leave(options, trainer, summary, progress))
+    return summary
+
+
+def _prepare(options: RunOptions) -> None:
+    prepare_run_directory(options.out, options.resume)
+    mark_launch(options.out, [agent()] if options.workers is None else options.workers.agents)
+
+
+def _agree(workers: Workers, trainer: Trainer) -> None:
+    """On what checkpoints call the settings, the text among them, and on the run's name."""
+    trainer.run_id = workers.gather(trainer.run_id)[0]
+    check_equal(settings_of(trainer), "give all ranks the same text and the same torch")
+
+
+def _leave(options: RunOptions, trainer: Trainer, summary: Summary, progress: Progress) -> None:
+    """What lies in the run's directory when it has ended."""
     if options.save and options.init is not None:
-        path = save_for_others(trainer.model, options.tokenizer, options.out)
+        model = trainer.model
+        if options.workers is not None:
+            model = model_of(find_checkpoint(options.out), model.config, model.hf_values)
+        path = save_for_others(model, options.tokenizer, options.out)
         progress.note(f"model: {path}")
     content = json.dumps(summary.to_dict(), indent=1, allow_nan=False)
     (options.out / "summary.json").write_text(content + "\n")
-    return summary
 
 
 def _held_out(options: RunOptions, text: Text) -> HeldOut:
@@ -312,7 +206,7 @@ def _train(
     preset, steps = options.preset, options.preset.training.steps
     sample = held_out.sample(options.sample_tokens // preset.training.sequence_length)
     curve: list[tuple[int, float]] = []
-    with open_log(options.out) as log:
+    with _log(options) as log, checkpoints_of(options.out, trainer) as save:
         if options.resume:
             resumed = {"resumed_from": str(options.resume), "differences": differences}
             log.write(json.dumps({"step": trainer.step, **resumed}) + "\n")
@@ -329,8 +223,12 @@ def _train(
                 progress.note(f"held out: {curve[-1][1]:.4f} bits per byte (sample)")
             every = options.checkpoint_every
             if options.save and (last or (every and trainer.step % every == 0)):
-                progress.note(f"checkpoint: {save_checkpoint(options.out, trainer)}")
+                progress.note(f"checkpoint: {save()}")
     return curve
+
+
+def _log(options: RunOptions) -> contextlib.AbstractContextManager[TextIO]:
+    return open_log(options.out) if is_first(options.workers) else open(os.devnull, "w")
 
 
 def _draw(

@@ -74,13 +74,17 @@ def build_optimizer(model: torch.nn.Module, settings: TrainSettings) -> torch.op
     Also for eager runs, so that they are, bit by bit, those that have the update in a graph: as a
     tensor the rate is rounded to fp32.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    # Sharded parameters are updated together only if they lie on the same mesh.
+    groups: dict[tuple, dict] = {}
+    for decayed in (True, False):
+        for p in model.parameters():
+            if p.requires_grad and (p.ndim >= 2) == decayed:
+                decay = settings.weight_decay if decayed else 0.0
+                group = {"params": [], "weight_decay": decay}
+                mesh = getattr(p, "device_mesh", None)
+                groups.setdefault((decayed, mesh), group)["params"].append(p)
     optimizer = OPTIMIZERS[settings.optimizer](
-        [group for group in groups if group["params"]],
+        list(groups.values()),
         lr=settings.learning_rate,
         betas=(settings.beta1, settings.beta2),
         fused=True,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,31 +18,40 @@ from rich.table import Table
 from moe_graphs.config import IMPLS, FullIterationConfig, GraphConfig
 from moe_graphs.engine.report import Report
 from moe_graphs.engine.whole_step.full_iteration import FullIterationReport
+from moe_graphs.errors import GraphError
 from moe_graphs.lm import run as training_run
-from moe_graphs.lm.checkpoint import find_checkpoint, prepare_run_directory
+from moe_graphs.lm.checkpoint import prepare_run_directory
 from moe_graphs.lm.chosen_kernels import with_kernels
 from moe_graphs.lm.compare import compare
 from moe_graphs.lm.continued import continued_preset
 from moe_graphs.lm.data import Documents, Text, corpus_at, standard_library
+from moe_graphs.lm.legal_layouts import check_options, default_dispatcher
+from moe_graphs.lm.restarts import directories
 from moe_graphs.lm.run_presets import Preset, presets
 from moe_graphs.lm.tokenized import load_tokenizer, tokenize
 from moe_graphs.lm.trainer import LogLine, TrainingDiverged
+from moe_graphs.lm.workers import Place, Workers, agent, is_first, on_first
 from moe_graphs.tables import capture_table, comparison_table, full_iteration_table
-from moe_graphs.terminal import errors_in_a_line, make_console, print_json
+from moe_graphs.terminal import make_console, print_json
 
 _DENSE_SCOPES = "attn,mlp"
 
 
+EXPECTED = (ValueError, OSError, MemoryError, GraphError, TrainingDiverged, ImportError)
+"""What ends a run with a line that says what to do, instead of a traceback."""
+
+
 def train(
+    workers: Workers | None,
     *,
     preset: str | None,
     init: Path | None,
     tokenizer: Path | None,
     data: Path | None,
-    impl: str,
+    impl: str | None,
     scopes: str | None,
     optimizer_in_graph: bool,
-    dispatcher: str,
+    dispatcher: str | None,
     resume: Path | None,
     device: str | None,
     dtype: str,
@@ -62,35 +70,43 @@ def train(
     """The options of the command line, under the names they have there.
 
     Args:
+        workers: the ranks that this process is one of, each called with these options.
         default_scopes: for ``impl`` local, where the model has experts.
         settings: of ``TrainSettings``; None for the preset's, or for those that suit ``init``.
     """
-    console = make_console(stderr=json_)
-    with errors_in_a_line(TrainingDiverged, ImportError), _memory_errors():
-        where = _device(device)
+    console = make_console(stderr=json_) if is_first(workers) else Console(quiet=True)
+    with _memory_errors():
+        where = _device(device) if workers is None else workers.device
         name, chosen = _chosen(preset, init, tokenizer, where, settings)
         chosen = with_kernels(chosen, experts=experts, linear=linear, fp8=fp8, device=where)
+        # Scopes are not legal under FSDP2: see ``check_options``.
+        impl = impl or ("local" if workers is None else "none")
         if scopes is None and impl not in ("none", "full_iteration"):
             scopes = _DENSE_SCOPES if chosen.model.moe is None else default_scopes
+        agents = [agent()] if workers is None else workers.agents
+        asked = out, resume
+        out, resume = on_first(workers, lambda: directories(*asked, name, agents))
         options = training_run.RunOptions(
             preset=_with_settings(chosen, settings),
             device=where,
             graph_config=_graph_config(impl, scopes, optimizer_in_graph),
-            dispatcher=dispatcher,
-            out=out or _free_directory(Path("runs"), name),
-            resume=find_checkpoint(resume) if resume else None,
+            dispatcher=dispatcher or default_dispatcher(workers),
+            out=out,
+            resume=resume,
             checkpoint_every=checkpoint_every,
             save=save,
             init=init,
             tokenizer=tokenizer or init,
             dtype=_dtype(dtype),
             fp8=fp8,
+            workers=workers,
         )
+        check_options(options)
         text = _text(options, data, console, keep=not compare_)
         _describe(console, options, text, name)
         with training_run.deterministic(deterministic and where.type == "cuda"):
             document = (_compare if compare_ else _run)(options, text, console)
-        if json_:
+        if json_ and is_first(workers):
             print_json(document)
 
 
@@ -169,10 +185,11 @@ def _text(
     if tokenizer is None:
         return corpus
     if keep:
-        prepare_run_directory(options.out, options.resume)
+        on_first(options.workers, lambda: prepare_run_directory(options.out, options.resume))
     began = time.perf_counter()
-    with console.status("tokenising"):
-        text, path = tokenize(
+
+    def tokenized() -> tuple[Text, Path | None]:
+        return tokenize(
             corpus,
             tokenizer,
             vocab_size=options.preset.model.vocab_size,
@@ -180,6 +197,11 @@ def _text(
             write=options.out if keep else None,
             read=[options.out, *([options.resume.resolve().parents[1]] if options.resume else [])],
         )
+
+    with console.status("tokenising"):
+        if keep and options.workers is not None:
+            on_first(options.workers, lambda: tokenized() and None)
+        text, path = tokenized()
     console.print(
         f"tokens: {path or f'made in {time.perf_counter() - began:.1f} s'}, of the tokenizer at "
         f"{options.tokenizer}; {tokenizer.separator_token!r} between documents",
@@ -194,7 +216,9 @@ def _describe(console: Console, options: training_run.RunOptions, text: Text, na
     model = options.preset.model
     batches = training_run.build_batches(options, text)
     source = "checkpoint" if options.init else "preset"
+    ranks = [] if options.workers is None else [f"layout: {options.workers.described()}"]
     lines = (
+        *ranks,
         f"text: {text.source}: {_amount(text.train_documents)} to train on; "
         f"{_amount(text.held_out_documents)} held out; left out: {skipped}",
         f"{source} {name} on {options.device}, torch {torch.__version__}, "
@@ -224,8 +248,9 @@ def _report_table(report: Report | FullIterationReport) -> Table:
 
 
 def _device(name: str | None) -> torch.device:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("moe-graphs train runs on one process: start it without torchrun")
+    """Of a process alone."""
+    if Place.of_environment().world_size > 1:
+        raise ValueError("this command runs on one process: start it without torchrun")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     name = name if name is not None else "cuda" if count else "cpu"
     if name == "cpu":
@@ -306,9 +331,3 @@ def _graph_config(
         )
     config = GraphConfig(scopes, impl)
     return None if config.impl == "none" else config
-
-
-def _free_directory(parent: Path, name: str) -> Path:
-    """``parent/name``, or ``name-2`` and so on: a run never writes over another."""
-    candidates = (name if n == 1 else f"{name}-{n}" for n in range(1, 10_000))
-    return next(parent / c for c in candidates if not (parent / c).exists())

@@ -24,6 +24,7 @@ from moe_graphs.integrations.transformer_engine import back_to_fp8
 from moe_graphs.lm.data import HeldOut, TrainingBatches
 from moe_graphs.lm.metrics import Memory, StepClock, memory_in_use, peak_flops
 from moe_graphs.lm.settings import TrainSettings, build_optimizer
+from moe_graphs.lm.workers import Workers
 from moe_graphs.training.device_step import DeviceStep
 
 
@@ -73,6 +74,17 @@ class History:
         return cls(unknown, unknown.clone(), torch.zeros(steps, dtype=torch.int64, device=device))
 
 
+@dataclass(frozen=True)
+class RanksLine(LogLine):
+    """Of several ranks together. Memory is that of the rank with most, times are of rank 0."""
+
+    ranks: int
+    tokens_per_second_per_rank: float
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}  tps_per_rank: {self.tokens_per_second_per_rank:,.0f}"
+
+
 class TrainingDiverged(RuntimeError):
     """The loss or the gradient norm is not finite any more."""
 
@@ -88,6 +100,7 @@ class Trainer:
         fp8_autocast: makes Transformer Engine's context, which stands around the whole step; by
             default none. Evaluation is outside of it, in bf16: so it leaves the scales of FP8 as
             they are, and takes sequences of any length.
+        workers: the ranks that train together, of which ``parallelize`` has sharded the model.
 
     Attributes:
         run_id: of the run that its checkpoints belong to; a trainer that is resumed takes it over.
@@ -104,10 +117,11 @@ class Trainer:
         drops_tokens: bool = False,
         surroundings: Mapping[str, Any] = MappingProxyType({}),
         fp8_autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        workers: Workers | None = None,
     ) -> None:
         self.model, self.batches, self.settings, self.graphs = model, batches, settings, graphs
         self.drops_tokens, self.surroundings = drops_tokens, surroundings
-        self.fp8_autocast = fp8_autocast
+        self.fp8_autocast, self.workers = fp8_autocast, workers
         self.run_id = uuid.uuid4().hex
         self.device = next(model.parameters()).device
         self.optimizer = build_optimizer(model, settings)
@@ -120,6 +134,7 @@ class Trainer:
         self.clock = StepClock(self.device)
         self.step = 0
         self.first_unlogged_step = 0
+        self.settled_step = 0
 
     def train_step(self) -> None:
         """One optimizer step. Enqueues work and returns: nothing is read back from the device."""
@@ -128,7 +143,10 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"].fill_(settings.learning_rate_at(index))
         self.clock.start()
-        tokens = self._to_device(self.batches.batch(index))
+        windows = self.batches.batch(index)
+        if self.workers is not None:
+            windows = self.workers.part_of(windows, settings.microbatches)
+        tokens = self._to_device(windows)
         with self.fp8_autocast():
             results = (self.full_iteration or self.forward_backward)(tokens)
         loss, dropped, norm = results if self.optimizer_in_graph else (*results, self.update())
@@ -163,6 +181,7 @@ class Trainer:
             TrainingDiverged: a loss or gradient norm since the last line is not finite.
         """
         times = self.clock.read()
+        self.settle()
         since = slice(self.first_unlogged_step, self.step)
         self.first_unlogged_step = self.step
         tokens = self.settings.tokens_per_step * len(times)
@@ -170,17 +189,39 @@ class Trainer:
         flops = rate * self.model.flops_per_token(self.settings.sequence_length)
         peak = peak_flops(self.device)
         self._check_finite(since)
-        return LogLine(
+        line: type[LogLine] = LogLine
+        of_ranks: dict[str, Any] = {}
+        if self.workers is not None:
+            ranks = self.workers.count
+            peak = None if peak is None else peak * ranks
+            line, of_ranks = RanksLine, {"ranks": ranks, "tokens_per_second_per_rank": rate / ranks}
+        return line(
             step=self.step,
             loss=self.history.loss[self.step - 1].item(),
             grad_norm=self.history.grad_norm[self.step - 1].item(),
             learning_rate=self.settings.learning_rate_at(self.step - 1),
-            memory=memory_in_use(self.device),
+            memory=self.memory(),
             tokens_per_second=rate,
             tflops=flops / 1e12,
             mfu=None if peak is None else flops / peak,
             dropped=int(self.history.dropped[since].sum()) if self.drops_tokens else None,
+            **of_ranks,
         )
+
+    def memory(self) -> Memory:
+        """In use; of several ranks that of the one with most."""
+        here = memory_in_use(self.device)
+        every = [here] if self.workers is None else self.workers.gather(here)
+        return max(every, key=lambda memory: memory.bytes)
+
+    def settle(self) -> None:
+        """Makes of the steps since the last time what all ranks together have: until then the
+        history has this rank's mean loss and dropped rows. All ranks call it."""
+        since = slice(self.settled_step, self.step)
+        self.settled_step = self.step
+        if self.workers is not None:
+            self.history.loss[since] = self.workers.mean(self.history.loss[since])
+            self.history.dropped[since] = self.workers.sum(self.history.dropped[since])
 
     def total_dropped(self) -> int | None:
         """Routed rows dropped so far, None if the dispatcher never drops. Waits for the device."""
@@ -197,15 +238,21 @@ class Trainer:
         self.model.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         rows = max(1, self.settings.batch_size // self.settings.microbatches)
+        inputs_NS, targets_NS = held_out.inputs_NS, held_out.targets_NS
+        if self.workers is not None:
+            rows = max(1, rows // self.workers.data.size())
+            inputs_NS, targets_NS = self.workers.held_out_part(inputs_NS, targets_NS, rows)
         with paused, torch.no_grad():
-            for start in range(0, len(held_out.inputs_NS), rows):
-                inputs_BS = held_out.inputs_NS[start : start + rows].to(self.device)
-                targets_BS = held_out.targets_NS[start : start + rows].to(self.device)
+            for start in range(0, len(inputs_NS), rows):
+                inputs_BS = inputs_NS[start : start + rows].to(self.device)
+                targets_BS = targets_NS[start : start + rows].to(self.device)
                 with autocast(self.device):
                     output = self.model(inputs_BS)
                 total += cross_entropy(output.logits_BSV, targets_BS, reduction="sum")
         self.model.train(was_training)
         back_to_fp8(self.model, self.fp8_autocast)
+        if self.workers is not None:
+            total = self.workers.sum(total)
         return total.item() / int((held_out.targets_NS >= 0).sum())
 
     def forward_backward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -227,7 +274,7 @@ class Trainer:
         """Clips, steps and drops the gradients. Returns their norm before that."""
         norm = self.device_step().grad_norm
         # Does nothing unless the config asks for the aux-loss-free balancing of DeepSeek-V3.
-        self.model.update_expert_bias()
+        self.model.update_expert_bias(None if self.workers is None else self.workers.group)
         return norm
 
     def forward_backward_update(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,163 @@
+"""A run before its first step: what was asked for, and the trainer that does it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_graphs.config import FullIterationConfig, GraphConfig
+from moe_graphs.dispatch import make_dispatcher
+from moe_graphs.engine.scopes.graphs import graph
+from moe_graphs.integrations.transformer_engine import (
+    check_fp8_sizes,
+    fp8_autocast,
+    fp8_recipe,
+)
+from moe_graphs.layers import LanguageModel
+from moe_graphs.lm.continued import checkpoint_identity
+from moe_graphs.lm.data import Text, TrainingBatches
+from moe_graphs.lm.run_presets import Preset
+from moe_graphs.lm.trainer import Trainer
+from moe_graphs.lm.workers import Workers
+from moe_graphs.parallel import parallelize
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What to run. ``graph_config`` None trains eagerly.
+
+    Attributes:
+        save: whether checkpoints are written (every ``checkpoint_every`` steps, 0 for only at the
+            end).
+        sample_tokens: how much of the held-out text is used while training; the end uses all.
+        init, tokenizer: the Hugging Face checkpoint that the model comes from, and the directory of
+            its tokenizer; both None for a model from the seed.
+        dtype: of the parameters.
+        fp8: the recipe by which Transformer Engine's parts compute, or "none".
+        workers: the ranks that run it together, each with these options; None for one process.
+    """
+
+    preset: Preset
+    device: torch.device
+    graph_config: GraphConfig | FullIterationConfig | None
+    dispatcher: str = "local"
+    out: Path = Path("runs/run")
+    resume: Path | None = None
+    checkpoint_every: int = 0
+    save: bool = True
+    sample_tokens: int = 1 << 17
+    init: Path | None = None
+    tokenizer: Path | None = None
+    dtype: torch.dtype = torch.float32
+    fp8: str = "none"
+    workers: Workers | None = None
+
+    def __post_init__(self) -> None:
+        if self.checkpoint_every < 0:
+            raise ValueError(f"checkpoint_every: {self.checkpoint_every} must not be negative")
+
+
+def build_trainer(options: RunOptions, batches: TrainingBatches) -> Trainer:
+    """A fresh model from the seed or from ``init``, not yet with graphs."""
+    settings, config = options.preset.training, options.preset.model
+    torch.manual_seed(settings.seed)
+    workers = options.workers
+    shares_experts = workers is not None and workers.layout.ep > 1
+    # Laid out, the model gets a dispatcher over the ranks that share its experts.
+    dispatcher = make_dispatcher("local" if shares_experts else options.dispatcher)
+    factory = {"device": options.device, "dtype": options.dtype}
+    if options.init is not None:
+        experts = "moe_graphs" if config.moe is None else config.moe.experts
+        kernels = {"linear": config.linear, "experts": experts}
+        model = LanguageModel.from_pretrained(
+            options.init, dispatcher=dispatcher, **kernels, **factory
+        )
+        torch.manual_seed(settings.seed)
+    else:
+        model = LanguageModel(config, dispatcher, **factory)
+        # GPT-2's 0.02 at 768, as wide for narrower models in proportion.
+        model.init_weights(0.02 * math.sqrt(768 / config.hidden_size))
+    if workers is not None:
+        of_experts = {"dispatcher": options.dispatcher} if shares_experts else {}
+        parallelize(model, workers.layout, workers.mesh, **of_experts)
+        workers.seed(settings.seed)
+    return Trainer(
+        model,
+        batches,
+        settings,
+        drops_tokens=options.dispatcher == "padded",
+        surroundings=_surroundings(options, batches),
+        fp8_autocast=_fp8_autocast(options, model),
+        workers=workers,
+    )
+
+
+def _fp8_autocast(
+    options: RunOptions, model: LanguageModel
+) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Of a recipe that is made once: Transformer Engine tells recipes apart."""
+    if options.fp8 == "none":
+        return contextlib.nullcontext
+    settings = options.preset.training
+    check_fp8_sizes(model, settings.tokens_per_step // settings.microbatches)
+    return functools.partial(fp8_autocast, fp8_recipe(options.fp8))
+
+
+def _surroundings(options: RunOptions, batches: TrainingBatches) -> dict[str, Any]:
+    """What the bits of a run depend on beside its settings. Graphs are not among it."""
+    on_cpu = options.device.type == "cpu"
+    init = {} if options.init is None else {"init": checkpoint_identity(options.init)}
+    layout = {} if options.workers is None else {"layout": options.workers.described()}
+    return {
+        **batches.documents.identity,
+        **init,
+        **layout,
+        "dispatcher": options.dispatcher,
+        "fp8": options.fp8,
+        "device": options.device.type,
+        "threads": torch.get_num_threads() if on_cpu else None,
+        "deterministic": on_cpu or torch.are_deterministic_algorithms_enabled(),
+        "torch": str(torch.__version__),
+        "model": dataclasses.asdict(options.preset.model),
+    }
+
+
+def build_batches(options: RunOptions, text: Text) -> TrainingBatches:
+    settings = options.preset.training
+    return TrainingBatches(
+        text.train_documents,
+        sequence_length=settings.sequence_length,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+    )
+
+
+@contextlib.contextmanager
+def with_graphs(
+    trainer: Trainer, config: GraphConfig | FullIterationConfig | None
+) -> Iterator[None]:
+    """Installs graphs on the trainer's model, or of its steps, for the duration."""
+    if isinstance(config, FullIterationConfig):
+        with trainer.capture_full_iteration(config):
+            try:
+                yield
+            finally:
+                trainer.full_iteration, trainer.optimizer_in_graph = None, False
+        return
+    if config is None or config.impl == "none":
+        yield
+        return
+    trainer.graphs = graph(trainer.model, config)
+    try:
+        yield
+    finally:
+        trainer.graphs.release()
+        trainer.graphs = None

@@ -1,0 +1,53 @@
+"""A store for one start of torchrun's workers.
+
+torchrun (torch 2.13) gives workers that it starts anew the store of those before, with their keys:
+gloo finds addresses of processes that are gone. Its count of restarts does not tell the starts
+apart, since an agent does not count those after another host's worker has died.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from datetime import timedelta
+
+import torch.distributed as dist
+
+_PAUSE = 0.02  # seconds between looks
+
+
+def fresh_store(store: dist.Store, rank: int, size: int, patience: timedelta) -> dist.Store:
+    """``store`` under a prefix that no start before had, the same on all ranks.
+
+    Rank 0 chooses it, and tells it to everyone who asks by a name of their own, until all have it:
+    the question of a process that is gone may still be there.
+
+    Raises:
+        TimeoutError: a rank has not come in time.
+    """
+    until = time.monotonic() + patience.total_seconds()
+    if rank == 0:
+        prefix = uuid.uuid4().hex
+        missing, answered = set(range(1, size)), set()
+        while missing:
+            for other in sorted(missing):
+                asked = f"ask {other}"
+                if store.check([asked]) and (name := store.get(asked).decode()) not in answered:
+                    store.set(f"answer {name}", prefix)
+                    answered.add(name)
+            missing = {other for other in missing if not store.check([f"{prefix} {other}"])}
+            _pause(until, f"ranks {sorted(missing)}")
+    else:
+        name = uuid.uuid4().hex
+        store.set(f"ask {rank}", name)
+        while not store.check([f"answer {name}"]):
+            _pause(until, "rank 0")
+        prefix = store.get(f"answer {name}").decode()
+        store.set(f"{prefix} {rank}", "here")
+    return dist.PrefixStore(prefix, store)
+
+
+def _pause(until: float, who: str) -> None:
+    if time.monotonic() > until:
+        raise TimeoutError(f"{who} did not come in time")
+    time.sleep(_PAUSE)

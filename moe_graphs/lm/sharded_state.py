@@ -1,0 +1,80 @@
+"""All that a run goes on from, as tensors by name, on the run's own memory.
+
+The names are those on one GPU, whatever the layout. What is sharded is a DTensor with the shape
+that it has on one GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from moe_graphs.lm.checkpoint import model_tensors
+from moe_graphs.lm.trainer import Trainer
+
+MODEL, OPTIMIZER, HISTORY, RNG = "model", "optimizer", "history", "rng"
+
+
+def model_state(trainer: Trainer) -> dict[str, Tensor]:
+    """Parameters and buffers."""
+    tensors = model_tensors(trainer.model)
+    return {f"{MODEL}.{name}": value for name, value in tensors.items()}
+
+
+def optimizer_state(trainer: Trainer) -> dict[str, Tensor]:
+    """By the names of parameters. States that no step has made yet are made, of zeros."""
+    _make_optimizer_state(trainer.optimizer)
+    return {
+        f"{OPTIMIZER}.{name}.{kind}": value
+        for name, parameter in trainer.model.named_parameters()
+        for kind, value in trainer.optimizer.state.get(parameter, {}).items()
+    }
+
+
+def history_state(trainer: Trainer, steps: int) -> dict[str, Tensor]:
+    names = [field.name for field in dataclasses.fields(trainer.history)]
+    return {f"{HISTORY}.{name}": getattr(trainer.history, name)[:steps] for name in names}
+
+
+def random_state(trainer: Trainer) -> dict[str, Tensor]:
+    """Of this rank: copies, uint8 on the CPU."""
+    rank = 0 if trainer.workers is None else trainer.workers.rank
+    state = {f"{RNG}.{rank}.cpu": torch.get_rng_state()}
+    if trainer.device.type == "cuda":
+        state[f"{RNG}.{rank}.cuda"] = torch.cuda.get_rng_state(trainer.device)
+    return state
+
+
+def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
+    """As ``random_state`` has given it."""
+    for key, value in state.items():
+        if key.endswith(".cpu"):
+            torch.set_rng_state(value)
+        elif device.type == "cuda":
+            torch.cuda.set_rng_state(value, device)
+
+
+def share(tensor: Tensor) -> tuple[tuple[slice, ...], Tensor]:
+    """Where this rank's part of a tensor lies in it, and the part: of a plain one all of it."""
+    if not isinstance(tensor, DTensor):
+        return (), tensor
+    (place,) = tensor.__create_chunk_list__()
+    pairs = zip(place.offsets, place.sizes, strict=True)
+    return tuple(slice(start, start + size) for start, size in pairs), tensor.to_local()
+
+
+@torch.no_grad()
+def _make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """AdamW's, of parameters that have none yet."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }

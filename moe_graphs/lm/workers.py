@@ -1,0 +1,286 @@
+"""The processes of a run that torchrun has started: how they meet, share a batch, and part.
+
+B sequences, S sequence length, N windows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import random
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from moe_graphs.lm.fresh_store import fresh_store
+from moe_graphs.parallel import ParallelConfig, data_mesh, make_mesh
+
+_A_MOMENT = datetime.timedelta(seconds=5)
+_FAILURES = "moe_graphs: how many ranks have failed"  # the key in the store
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which worker this process is, by torchrun's environment variables.
+
+    Attributes:
+        local_rank: on this host.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+    @classmethod
+    def of_environment(cls) -> Place:
+        """A process alone if torchrun did not start it.
+
+        Raises:
+            ValueError: there are several, and this is not torchrun's doing.
+        """
+        size = os.environ.get("WORLD_SIZE", "1")
+        if size == "1":
+            return cls(0, 0, 1)
+        names = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in names if name not in os.environ]
+        if missing:
+            raise ValueError(
+                f"WORLD_SIZE is {size} and {', '.join(missing)} not set: start several ranks by "
+                f"torchrun -m moe_graphs train, or by moe-graphs train --nproc"
+            )
+        return cls(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(size))
+
+
+def agent() -> str:
+    """Other words for another launch of torchrun on this host: its name and its process."""
+    parent = os.getppid()
+    stat = Path(f"/proc/{parent}/stat")
+    began = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else ""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return f"{name} {socket.gethostname()} {parent} {began}"
+
+
+@dataclass(frozen=True)
+class Workers:
+    """All ranks of a run, laid out on a mesh. What has collectives in it is called by all ranks.
+
+    Attributes:
+        on_hosts: a gloo group of all ranks, for what travels between hosts.
+        agents: what has started each of the ranks.
+    """
+
+    layout: ParallelConfig
+    mesh: DeviceMesh
+    device: torch.device
+    on_hosts: dist.ProcessGroup
+    agents: tuple[str, ...] = ()
+
+    @classmethod
+    def on(cls, layout: ParallelConfig, device: torch.device, seconds: float = 600.0) -> Workers:
+        """On the initialised process group. ``seconds``: as of ``meeting``."""
+        mesh = make_mesh(layout, device.type)
+        on_hosts = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=seconds))
+        workers = cls(layout, mesh, device, on_hosts)
+        return replace(workers, agents=tuple(workers.gather(agent())))
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def count(self) -> int:
+        return dist.get_world_size()
+
+    @cached_property
+    def data(self) -> DeviceMesh:
+        """The ranks with batches of their own."""
+        return data_mesh(self.mesh)
+
+    def part_of(self, windows_BS: Tensor, microbatches: int) -> Tensor:
+        """This rank's rows: of every microbatch of one process its share, so that all ranks
+        together see the batch of one process, in its order."""
+        ranks, rank = self.data.size(), self.data.get_local_rank()
+        shares = [part.chunk(ranks)[rank] for part in windows_BS.chunk(microbatches)]
+        return torch.cat(shares)
+
+    def held_out_part(
+        self, inputs_NS: Tensor, targets_NS: Tensor, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        """This rank's windows, as many on every rank and whole batches of ``rows``: filled up with
+        windows that do not count."""
+        ranks, rank = self.data.size(), self.data.get_local_rank()
+        missing = -len(inputs_NS) % (ranks * rows)
+        inputs_NS = torch.nn.functional.pad(inputs_NS, (0, 0, 0, missing))
+        targets_NS = torch.nn.functional.pad(targets_NS, (0, 0, 0, missing), value=-100)
+        return inputs_NS[rank::ranks], targets_NS[rank::ranks]
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks with batches of their own, to sum over."""
+        return self.data.get_group()
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Over the ranks that have batches of their own."""
+        values = values.clone()
+        dist.all_reduce(values, group=self.group)
+        return values
+
+    def mean(self, values: Tensor) -> Tensor:
+        return self.sum(values) / self.data.size()
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank has given, in order. Anything that can be pickled."""
+        found: list[Any] = [None] * self.count
+        dist.all_gather_object(found, value, group=self.on_hosts)
+        return found
+
+    def on_first(self, function: Callable[[], Any]) -> Any:
+        """Calls it on rank 0; all ranks return what it returned, or raise what it raised."""
+        value = error = None
+        if self.rank == 0:
+            try:
+                value = function()
+            except Exception as raised:
+                error = raised
+        value, error = self.gather((value, error))[0]
+        if error is not None:
+            raise error
+        return value
+
+    def seed(self, seed: int, step: int = 0) -> None:
+        """Starts this rank's random numbers, which no other rank or step shares."""
+        # A string seeds by its hash.
+        drawn = random.Random(f"{seed} {self.data.get_local_rank()} {step}").getrandbits(63)
+        torch.manual_seed(drawn)
+
+    def described(self) -> str:
+        """The degrees above 1, and how many ranks."""
+        found = {k: v for k, v in asdict(self.layout).items() if v is not True and v != 1}
+        degrees = ", ".join(f"{name} {degree}" for name, degree in found.items())
+        return f"{degrees} on {self.count} ranks"
+
+
+def check_equal(values: Mapping[str, Any], remedy: str) -> None:
+    """Returns if all ranks of the process group have the same. All of them call it.
+
+    Raises:
+        ValueError: on every rank, with the first differences of the first rank that has others.
+    """
+    here = {name: str(value) for name, value in values.items()}
+    every: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(every, here)
+    first, nothing = every[0], "not given"
+    for rank, there in enumerate(every):
+        names = [name for name in {**first, **there} if first.get(name) != there.get(name)]
+        if names:
+            what = "; ".join(
+                f"{name} is {first.get(name, nothing)} on rank 0 and {there.get(name, nothing)} on "
+                f"rank {rank}"
+                for name in names[:5]
+            )
+            raise ValueError(f"the ranks do not agree: {what}: {remedy}")
+
+
+def is_first(workers: Workers | None) -> bool:
+    """Whether this process speaks for all."""
+    return workers is None or workers.rank == 0
+
+
+def on_first(workers: Workers | None, function: Callable[[], Any]) -> Any:
+    """``Workers.on_first``, which a process alone is."""
+    return function() if workers is None else workers.on_first(function)
+
+
+def layout_of(world_size: int, **degrees: int | None) -> ParallelConfig:
+    """The layout of these degrees, None for the default: what is left goes to ``dp_shard``.
+
+    Raises:
+        ValueError: degrees that are not the number of ranks together, or that do not fit.
+    """
+    given = {name: degree for name, degree in degrees.items() if degree is not None}
+    if "dp_shard" not in given:
+        others = 1
+        for name, degree in given.items():
+            others *= 1 if name == "ep" else max(degree, 1)
+        given["dp_shard"] = max(1, world_size // others)
+    # Named first: a layout of its own may say that a degree is not built.
+    product = 1
+    for name, degree in given.items():
+        product *= 1 if name == "ep" else degree
+    if product != world_size:
+        found = " * ".join(f"{name} ({n})" for name, n in sorted(given.items()) if name != "ep")
+        raise ValueError(
+            f"{found} = {product}, and there {_are(world_size)}: their product must be the number "
+            f"of ranks (torchrun --nproc-per-node, or --nproc); ep is taken out of dp_shard"
+        )
+    return ParallelConfig(**given)
+
+
+def _are(world_size: int) -> str:
+    return "is 1 rank" if world_size == 1 else f"are {world_size} ranks"
+
+
+@contextlib.contextmanager
+def meeting(
+    place: Place, on_gpu: bool, seconds: float, *expected: type[Exception]
+) -> Iterator[None]:
+    """The process group of torchrun's workers, for the duration.
+
+    A rank that fails ends at once, and its error is the only one that is printed, in a line if it
+    is ``expected``: what the others find then (closed connections) is a consequence. So nothing
+    waits for a group that is broken.
+
+    Args:
+        seconds: after which a rank gives up to wait for the others.
+    """
+    patience = datetime.timedelta(seconds=seconds)
+    store, rank, size = next(iter(dist.rendezvous("env://", timeout=patience)))
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    try:
+        store = fresh_store(store, rank, size, patience)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+        yield
+        dist.destroy_process_group()
+    except BaseException as error:
+        _report(error, store, place, expected)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Threads that write a checkpoint and communicators would wait for ranks that are gone.
+        os._exit(1)
+
+
+def _report(
+    error: BaseException, store: dist.Store, place: Place, expected: tuple[type[Exception], ...]
+) -> None:
+    """On standard error, if this rank is the first that failed."""
+    if isinstance(error, KeyboardInterrupt):
+        return
+    try:
+        store.set_timeout(_A_MOMENT)
+        if store.add(_FAILURES, 1) > 1:
+            return
+    except RuntimeError:  # the host of the store is gone, and has said why
+        return
+    if isinstance(error, expected):
+        line = " ".join(str(error).split())
+        print(f"error: rank {place.rank}: {line}", file=sys.stderr)
+    elif isinstance(error, dist.DistError) or "onnection" in str(error):
+        line = " ".join(str(error).split())
+        print(
+            f"error: rank {place.rank}: another rank is gone, or did not come in time: {line}",
+            file=sys.stderr,
+        )
+    else:
+        print(f"error: rank {place.rank}:\n{''.join(traceback.format_exception(error))}",
+              file=sys.stderr)  # fmt: skip

@@ -1,0 +1,110 @@
+"""Workers of torchrun as users start them, and what becomes of a run when one is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from moe_graphs.cli import build_app
+from moe_graphs.lm.sharded_checkpoint import read_model
+
+ROOT = Path(__file__).parents[2]
+KILLED = ROOT / "tests" / "support" / "killed_worker.py"
+COMMON = [
+    *("train", "--device", "cpu", "--preset", "tiny", "--batch-size", 2, "--sequence-length", 32),
+    *("--steps", 6, "--checkpoint-every", 2, "--timeout", 60),
+]
+
+
+def start(*arguments: object) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-m", *map(str, arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=environment, cwd=ROOT, **pipes)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(90):
+        (folder / f"{number}.py").write_text(f"def f_{number}(x):\n    return x * {number}\n" * 3)
+    return folder
+
+
+def log_of(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+def test_a_run_with_a_killed_worker_ends_as_one_that_was_not_interrupted(text, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    hosts = ["--nnodes", 2, "--nproc-per-node", 1, "--max-restarts", 1, "--monitor-interval", 0.1]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"]
+    options = [*COMMON, "--data", text, "--ep", 2]
+    launchers = [
+        start("torch.distributed.run", *hosts, *meeting, "--rdzv-id", "killed", KILLED, *options,
+              "--out", killed)
+        for _ in range(2)
+    ]  # fmt: skip
+    alone = start("moe_graphs", *options, "--nproc", 2, "--out", whole, "--json")
+    said = [process.communicate(timeout=150)[0] for process in (alone, *launchers)]
+    assert [process.returncode for process in (alone, *launchers)] == [0, 0, 0], "\n".join(said)
+    summaries = [json.loads((run / "summary.json").read_text()) for run in (whole, killed)]
+    for name in ("steps", "train_loss", "held_out_bits_per_byte", "samples"):
+        assert summaries[0][name] == summaries[1][name], name
+    assert summaries[0]["resumed_from"] is None
+    assert summaries[1]["resumed_from"].endswith("step_000002")
+    models = [read_model(run / "checkpoints" / "step_000006") for run in (whole, killed)]
+    assert all(torch.equal(value, models[1][name]) for name, value in models[0].items())
+    exported = tmp_path / "model.safetensors"
+    command = ["export", str(killed), "--out", str(exported)]
+    assert CliRunner().invoke(build_app(), command).exit_code == 0
+    file = load_file(exported)
+    assert file.keys() == models[0].keys()
+    assert all(torch.equal(value, file[name]) for name, value in models[0].items())
+    for run in (whole, killed):
+        names = sorted(path.name for path in (run / "checkpoints").iterdir())
+        assert names == ["step_000004", "step_000006"]
+    (resumed,) = [line for line in log_of(killed) if "resumed_from" in line]
+    assert resumed["step"] == 2
+    assert resumed["differences"] == []
+    last = log_of(whole)[-1]
+    assert last["ranks"] == 2
+    assert last["tokens_per_second"] == pytest.approx(2 * last["tokens_per_second_per_rank"])
+    assert json.loads(said[0].splitlines()[-1])["steps"] == 6
+    both = "".join(said[1:])
+    assert len(re.findall("error: rank", both)) <= 1, both
+    assert 'Traceback (most recent call last):\n  File "/work' not in both
+
+
+def test_an_error_of_one_rank_is_said_once(text, tmp_path):
+    """Each of two hosts has been given another number of steps."""
+    port = free_port()
+    hosts = ["--nnodes", 2, "--nproc-per-node", 1, "--monitor-interval", 0.1]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
+    launchers = [
+        start("torch.distributed.run", *hosts, *meeting, "-m", "moe_graphs", *COMMON, "--data",
+              text, "--out", tmp_path / "run", "--steps", steps)
+        for steps in (6, 8)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=100)[0] for process in launchers]
+    assert all(process.returncode != 0 for process in launchers)
+    errors = [line for each in said for line in each.splitlines() if "error: rank" in line]
+    (error,) = errors
+    assert re.search(r"steps is [68] on rank 0 and [68] on rank 1: start all of them", error)
+    assert not (tmp_path / "run").exists()
