@@ -17,7 +17,7 @@ from moe_graphs.kernels.launching import launch, next_power_of_2
 
 WIDEST = 2048  # numbers of a row that a program of four warps has in flight
 # Programs. Stores are not waited for, loads of other ranks' memory take microseconds.
-PUSHING, PULLING = 264, 528
+PUSHING, PULLING = 528, 1056
 
 
 @triton.jit

@@ -44,4 +44,5 @@ def expert_mesh(config: ParallelConfig, mesh: DeviceMesh) -> DeviceMesh:
     Makes process groups: once per model, on all ranks.
     """
     sizes = (config.dp_shard // config.ep, config.ep)
-    return mesh._unflatten("dp_shard", sizes, ("efsdp", "ep"))
+    # By its number: torch 2.11 refuses the names that there are.
+    return mesh._unflatten(DIMS.index("dp_shard"), sizes, ("efsdp", "ep"))

@@ -174,6 +174,9 @@ def _unscale(gradients: list[Tensor], found_inf: Tensor, inverse: Tensor) -> Non
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)
         return
     # That kernel has no bfloat16 on CUDA (torch 2.11). A norm that is not finite tells as much.
+    gradients = [gradient for gradient in gradients if gradient.numel()]  # a rank may hold nothing
+    if not gradients:
+        return
     largest = torch.stack(torch._foreach_norm(gradients, math.inf))
     found_inf.copy_(torch.maximum(found_inf, (~largest.isfinite()).any().float()))
     torch._foreach_mul_(gradients, inverse)

@@ -69,7 +69,9 @@ def train(
     for every in zip(*(batches(device, STEPS, 2, seed=10 + each) for each in ranks), strict=True):
         for batch in every:
             for tokens in batch["tokens"]:
-                (loss_of(model, tokens)[0] * batch["scale"] / len(ranks)).backward()
+                with torch.autocast(device, enabled=device == "cuda", cache_enabled=False):
+                    loss = loss_of(model, tokens)[0]
+                (loss * batch["scale"] / len(ranks)).backward()
         norms.append(clip_grad_norm(model.parameters(), 0.5).item())
         optimizer.step()
         optimizer.zero_grad()

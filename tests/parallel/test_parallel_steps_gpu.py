@@ -87,10 +87,10 @@ def test_losses_kept_and_evaluations_between_replays():
 
 
 def test_training_is_that_of_one_process_on_the_whole_batch():
-    """In fp32; products may be in TF32, and sums come in another order."""
+    """Weights in fp32, products in bf16, sums in another order."""
     layouts = [{"dp_shard": 2}, {"dp_shard": 2, "ep": 2}]
     arguments = (layouts, "cuda")
     for found in run_distributed(compare_with_one_process, 2, "nccl", arguments=arguments):
         for norm, parameter in found:
-            assert norm < 1e-3
-            assert parameter < 1e-3
+            assert norm < 2e-2
+            assert parameter < 2e-2
