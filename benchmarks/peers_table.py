@@ -15,6 +15,7 @@ CASES: Mapping[str, str] = {
     "mixtral": "2 layers of Mixtral 8x7B, 8,192 tokens",
 }
 Newest = dict[str, Line]  # by contender
+NOT_RUN = "-"
 
 
 def newest(lines: Sequence[Line], benchmark: str, model: str, gpu: str = H200) -> Newest:
@@ -33,12 +34,17 @@ def peers(lines: Sequence[Line], gpu: str = H200) -> str:
     header = " | ".join(["a training step, reserved memory", *(CASES[case] for case in found)])
     timed = {line["contender"]: line["title"] for line in used if line.get("step_ms")}
     first = next(iter(found.values()))
+    cells = {name: [_cell(run.get(name)) for run in found.values()] for name in timed}
+    shown = [n for n, row in cells.items() if len(row) == 1 or len(row) - row.count(NOT_RUN) > 1]
     rows = [
-        [title, *(_cell(run.get(name)) for run in found.values())]
-        for name, title in sorted(timed.items(), key=lambda item: _order(first.get(item[0])))
+        [timed[name], *cells[name]]
+        for name in sorted(shown, key=lambda name: _order(first.get(name)))
     ]
     parts = [_ahead(case, run) for case, run in found.items()]
     note = "Medians; bf16 parameters, torch's fused AdamW but where it says ours; hosts differ."
+    more = len(timed) - len(shown)
+    if more:
+        note += f" {more} more settings were measured on one of the models only: in the file."
     parts += [table(header, rows), *_failures(used), f"{note} {sources(used)}"]
     return "\n\n".join(parts)
 
@@ -88,15 +94,20 @@ def _failures(used: Sequence[Line]) -> list[str]:
     why = {
         x.get("title") or x["contender"]: x["error"].strip().splitlines()[-1]
         for x in used
-        if x.failed
+        if x.failed and not _was_not_started(x)
     }
     texts = [f"{title}: `{error[:120]}`" for title, error in why.items()]
     return [f"Did not run: {'; '.join(texts)}."] if texts else []
 
 
+def _was_not_started(line: Line) -> bool:
+    """The time of the benchmark was over: nothing is known of it."""
+    return line["error"].strip().splitlines()[-1].startswith("not started")
+
+
 def _cell(line: Line | None) -> str:
     if line is None or not line.get("step_ms"):
-        return "-"
+        return NOT_RUN
     return f"{milliseconds(line)}, {gibibytes(line)}"
 
 

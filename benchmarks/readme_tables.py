@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from markdown_cells import geometric_mean, gibibytes, idle, milliseconds, span, table, times
-from peers_table import peers
+from peers_table import fp8_training, peers
 from result_lines import Line, Select, fastest_eager, link, load, sources
 
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -305,6 +305,7 @@ TABLES: Mapping[str, Callable[[list[Line]], str]] = {
         huggingface,
         partial_graphs,
         peers,
+        fp8_training,
         grouped_gemm,
         moe_layer,
         layer_kernels,
