@@ -17,7 +17,8 @@ from moe_graphs.errors import GraphWarning
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _RUNS = 64  # to see whether they vary; only where a difference looks like it
 _CHUNK = 1 << 24  # elements whose bits are widened at once
-_NOISE = 64  # times what eager runs differ by, of which two are a small sample
+_NOISE = 16  # times what eager runs differ by, of which two are a small sample
+_ROUNDINGS = 2  # of the dtype, by which a whole tensor may be off
 _PROJECTIONS, _SIDE = 8, 4096  # _SIDE squared is _CHUNK
 
 
@@ -138,9 +139,9 @@ class Fingerprint:
 
     Attributes:
         bits: two sums over them, one weighted by position, and the shape.
-        sketch: sums with random signs, whose distance is about that of the tensors; empty where
-            they are no floating point numbers.
-        rounding: of the largest value.
+        sketch: sums with random signs, which are as far apart as the tensors are, for their size;
+            empty where they are no floating point numbers.
+        rounding: what sums in another order may differ by, of the size.
     """
 
     bits: tuple[int, ...]
@@ -148,12 +149,14 @@ class Fingerprint:
     rounding: float = field(compare=False)
 
     def is_noise(self, again: Fingerprint, replayed: Fingerprint) -> bool:
-        """As ``is_noise`` of the tensors: of random directions, by the norm."""
+        """Where runs vary: whether a replay is about as near to this one as another run, or as
+        sums in another order. Of whole numbers that vary nothing is known."""
+        if not self.sketch:
+            return again != self
         if not all(map(math.isfinite, self.sketch)):
             return not all(map(math.isfinite, replayed.sketch))
         noise, distance = (math.dist(self.sketch, each.sketch) for each in (again, replayed))
-        rounding = self.rounding * math.sqrt(math.prod(self.bits[2:]) * _PROJECTIONS)
-        return distance <= max(_NOISE * noise, rounding)
+        return distance <= max(_NOISE * noise, self.rounding * math.hypot(*self.sketch))
 
 
 @torch.no_grad()
@@ -163,28 +166,29 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[Fingerprint]:
     sums = torch.stack([_sums_over_bits(t) for t in tensors]).tolist() if tensors else []
     sketches = torch.stack([_sketch(t) for t in tensors]).tolist() if tensors else []
     found = []
-    for tensor, pair, (rounding, *sketch) in zip(tensors, sums, sketches, strict=True):
-        kept = tuple(sketch) if tensor.is_floating_point() else ()
-        found.append(Fingerprint((*pair, *tensor.shape), kept, rounding))
+    for tensor, pair, sketch in zip(tensors, sums, sketches, strict=True):
+        bits = (*pair, *tensor.shape)
+        if tensor.is_floating_point():
+            rounding = _ROUNDINGS * torch.finfo(tensor.dtype).eps
+            found.append(Fingerprint(bits, tuple(sketch), rounding))
+        else:
+            found.append(Fingerprint(bits, (), 0.0))
     return found
 
 
 def _sketch(tensor: Tensor) -> Tensor:
-    """``rounding`` and ``sketch`` of a fingerprint."""
-    sums = torch.zeros(1 + _PROJECTIONS, dtype=torch.float64, device=tensor.device)
+    sums = torch.zeros(_PROJECTIONS, dtype=torch.float64, device=tensor.device)
     if not tensor.is_floating_point():
         return sums
     signs = _signs(tensor.device)
     flat = tensor.detach().reshape(-1)
     for start in range(0, flat.numel(), _CHUNK):
         part = flat[start : start + _CHUNK].double()
-        sums[0] = torch.maximum(sums[0], part.abs().max())
         whole = part.numel() // _SIDE
         rows = part[: whole * _SIDE].view(whole, _SIDE) @ signs
-        sums[1:] += (rows * signs[:whole]).sum(0)
+        sums += (rows * signs[:whole]).sum(0)
         rest = part[whole * _SIDE :]
-        sums[1:] -= rest @ signs[: rest.numel()]
-    sums[0] *= 16 * torch.finfo(tensor.dtype).eps
+        sums -= rest @ signs[: rest.numel()]
     return sums
 
 

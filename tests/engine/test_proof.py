@@ -174,7 +174,16 @@ def test_fingerprints_tell_noise_from_errors():
     assert not first.is_noise(again, far)
     assert not first.is_noise(again, rows)
     assert not first.is_noise(again, nan)
+    assert first.is_noise(first, fingerprints([eager * (1 + 1e-7)])[0])
     assert first == fingerprints([eager.clone()])[0]
+
+
+def test_fingerprints_of_counts():
+    """Where something else varies, they have to be the same all the same."""
+    first, other, third = fingerprints([torch.arange(9), torch.arange(9) + 1, torch.zeros(9).int()])
+    assert first != other
+    assert not first.is_noise(first, other)
+    assert first.is_noise(third, other)
 
 
 class RoundedInBackward(torch.autograd.Function):
