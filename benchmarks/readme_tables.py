@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from markdown_cells import geometric_mean, gibibytes, idle, milliseconds, span, table, times
+from parallel_tables import dispatch, parallel_steps
 from peers_table import fp8_training, peers
 from result_lines import Line, Select, fastest_eager, link, load, sources
 
@@ -306,6 +307,8 @@ TABLES: Mapping[str, Callable[[list[Line]], str]] = {
         partial_graphs,
         peers,
         fp8_training,
+        dispatch,
+        parallel_steps,
         grouped_gemm,
         moe_layer,
         layer_kernels,
