@@ -16,16 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_graphs.dispatch.dispatcher import Dispatched, Dispatcher, DispatchPlan
+from moe_graphs.dispatch.dispatcher import Dispatched, DispatchPlan
 from moe_graphs.dispatch.equal_tokens import check_equal_tokens
-from moe_graphs.dispatch.expert_group import block_of_experts, rank_and_size, several_ranks
+from moe_graphs.dispatch.expert_group import ExpertParallel, rank_and_size
 from moe_graphs.dispatch.local_rows import check_rows_factor, local_rows, room_for_rows
 from moe_graphs.kernels import permute, unpermute
 
 
 @final
 @dataclass(frozen=True)
-class AllGatherDispatcher(Dispatcher):
+class AllGatherDispatcher(ExpertParallel):
     """Dropless expert parallelism over ``group`` (default: the world, or this process alone).
 
     Tokens, weights and expert numbers are gathered, and each rank has room for the worst routing:
@@ -46,7 +46,6 @@ class AllGatherDispatcher(Dispatcher):
     torch.distributed, NCCL or gloo; without one it is one rank.
     """
 
-    group: dist.ProcessGroup | None = None
     rows_factor: float | None = None
     name: ClassVar[str] = "all_gather"
     host_sync: ClassVar[bool] = False
@@ -54,13 +53,6 @@ class AllGatherDispatcher(Dispatcher):
 
     def __post_init__(self) -> None:
         check_rows_factor(self.rows_factor)
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        return several_ranks(self.group)
-
-    def local_experts(self, num_experts: int) -> range:
-        return block_of_experts(num_experts, self.group)
 
     def preprocess(
         self, hidden_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_graphs.dispatch.dispatcher import Dispatched, Dispatcher, DispatchPlan
-from moe_graphs.dispatch.expert_group import block_of_experts, rank_and_size, several_ranks
+from moe_graphs.dispatch.dispatcher import Dispatched, DispatchPlan
+from moe_graphs.dispatch.expert_group import ExpertParallel, rank_and_size
 from moe_graphs.kernels import RowOrder, permute, route_rows, unpermute
 from moe_graphs.staged import end_capture_here, record
 
@@ -38,23 +38,15 @@ class Exchange:
 
 @final
 @dataclass(frozen=True)
-class AllToAllDispatcher(Dispatcher):
+class AllToAllDispatcher(ExpertParallel):
     """Dropless expert parallelism over ``group`` (default: the world, or this process alone).
 
     ``dispatch`` reads the split sizes on the host, once, so a capture ends there. Ranks may have
     different numbers of tokens. Works with NCCL and gloo; without a process group it is one rank.
     """
 
-    group: dist.ProcessGroup | None = None
     name: ClassVar[str] = "all_to_all"
     host_sync: ClassVar[bool] = True
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        return several_ranks(self.group)
-
-    def local_experts(self, num_experts: int) -> range:
-        return block_of_experts(num_experts, self.group)
 
     def preprocess(
         self, hidden_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch.distributed as dist
+
+from moe_graphs.dispatch.dispatcher import Dispatcher
 
 
 def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -10,13 +14,6 @@ def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return dist.get_rank(group), dist.get_world_size(group)
-
-
-def several_ranks(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """``group`` (default: the world), None if that is this process alone."""
-    if rank_and_size(group)[1] == 1:
-        return None
-    return dist.group.WORLD if group is None else group
 
 
 def block_of_experts(num_experts: int, group: dist.ProcessGroup | None) -> range:
@@ -33,3 +30,19 @@ def block_of_experts(num_experts: int, group: dist.ProcessGroup | None) -> range
         )
     count = num_experts // world_size
     return range(rank * count, (rank + 1) * count)
+
+
+@dataclass(frozen=True)
+class ExpertParallel(Dispatcher):
+    """Abstract: over the ranks of ``group`` (default: the world, or this process alone)."""
+
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        if rank_and_size(self.group)[1] == 1:
+            return None
+        return dist.group.WORLD if self.group is None else self.group
+
+    def local_experts(self, num_experts: int) -> range:
+        return block_of_experts(num_experts, self.group)

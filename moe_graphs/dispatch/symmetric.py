@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_graphs.dispatch.dispatcher import Dispatched, Dispatcher, DispatchPlan
+from moe_graphs.dispatch.dispatcher import Dispatched, DispatchPlan
 from moe_graphs.dispatch.equal_tokens import check_equal_tokens
-from moe_graphs.dispatch.expert_group import block_of_experts, rank_and_size, several_ranks
+from moe_graphs.dispatch.expert_group import ExpertParallel, rank_and_size
 from moe_graphs.dispatch.local_rows import check_rows_factor, local_rows, room_for_rows
 from moe_graphs.dispatch.peer_memory import peer_memory
 from moe_graphs.kernels import RowOrder, permute, unpermute
@@ -29,7 +28,7 @@ from moe_graphs.kernels.permute import dot_rows, spread_rows
 
 @final
 @dataclass(frozen=True)
-class SymmetricDispatcher(Dispatcher):
+class SymmetricDispatcher(ExpertParallel):
     """Dropless expert parallelism over ``group`` (default: the world, or this process alone), for
     ranks that reach each other's memory: GPUs of one host, or processes of one on the CPU.
 
@@ -44,7 +43,6 @@ class SymmetricDispatcher(Dispatcher):
         ValueError: on every rank, where memory cannot be shared, with what to take instead.
     """
 
-    group: dist.ProcessGroup | None = None
     rows_factor: float | None = None
     name: ClassVar[str] = "symmetric"
     host_sync: ClassVar[bool] = False
@@ -52,13 +50,6 @@ class SymmetricDispatcher(Dispatcher):
 
     def __post_init__(self) -> None:
         check_rows_factor(self.rows_factor)
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        return several_ranks(self.group)
-
-    def local_experts(self, num_experts: int) -> range:
-        return block_of_experts(num_experts, self.group)
 
     def preprocess(
         self, hidden_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
