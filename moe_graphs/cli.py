@@ -249,8 +249,9 @@ def plan(
         bool, typer.Option(help="Whether FSDP2 frees gathered weights until the backward.")
     ] = True,
     dispatcher: Annotated[
-        str, typer.Option(help="With --ep: all_to_all, all_gather or symmetric.")
-    ] = "all_to_all",
+        str | None,
+        typer.Option(help="With --ep: all_to_all, all_gather or symmetric.  [default: all_to_all]"),
+    ] = None,
     rows_factor: Annotated[
         float | None,
         typer.Option(

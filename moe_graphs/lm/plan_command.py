@@ -39,7 +39,7 @@ def plan(
     dtype: str,
     mixed_precision: bool,
     reshard_after_forward: bool,
-    dispatcher: str,
+    dispatcher: str | None,
     rows_factor: float | None,
     json_: bool,
     **degrees: int | None,
@@ -53,6 +53,8 @@ def plan(
     with errors_in_a_line():
         config, defaults = named_model(model)
         layout = replace(layout_of(gpus, **degrees), reshard_after_forward=reshard_after_forward)
+        if layout.ep == 1 and (dispatcher is not None or rows_factor is not None):
+            raise ValueError("dispatcher, rows_factor: between ranks, which ep=1 does not use")
         parts = microbatches or defaults.get("microbatches", 1)
         ranks = layout.data_parallel * parts
         batch = batch_size or defaults.get("batch_size", ranks)
@@ -70,7 +72,7 @@ def plan(
             microbatches=parts,
             dtype=train_command._dtype(dtype),
             mixed_precision=mixed_precision,
-            dispatcher=dispatcher,
+            dispatcher=dispatcher or "all_to_all",
             rows_factor=rows_factor,
         )
         console.print(

@@ -28,6 +28,7 @@ from moe_graphs.planning.microbatch_memory import (
     without_memory,
 )
 from moe_graphs.planning.stand_in_dispatcher import StandInDispatcher
+from moe_graphs.planning.weights_around import WeightsAround, fsdp_parts, most_around
 from moe_graphs.planning.wire_bytes import (
     ShardedWeights,
     dispatch_bytes,
@@ -89,6 +90,12 @@ class PlannedStep:
             return MixedPrecisionPolicy()
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
+    @property
+    def on_the_wire(self) -> tuple[int, int]:
+        """Bytes of a number of a weight, and of its gradient."""
+        gathered = self.policy.param_dtype or self.dtype
+        return gathered.itemsize, (self.policy.reduce_dtype or gathered).itemsize
+
 
 @dataclass(frozen=True)
 class LayoutPlan:
@@ -99,9 +106,11 @@ class LayoutPlan:
         padding: share of the rank's parameters that an equal division would not give it: FSDP2
             divides by the first dimension, of experts by their number.
         exact: what is there between two steps, and gradients.
-        estimated: what comes and goes within a microbatch.
+        estimated: what comes and goes within a microbatch, each at its most.
         wire: received from other ranks in a step.
-        within_graph: of all, what a graph of a whole step has in its pool.
+        within_graph: the most at once of gradients and ``estimated``, in a graph's pool if whole
+            steps are graphs.
+        memory: the most at once of all.
         expert_rows: rows of a layer that the experts of this rank have room for.
     """
 
@@ -111,14 +120,11 @@ class LayoutPlan:
     estimated: dict[str, int] = field(hash=False)
     wire: dict[str, int] = field(hash=False)
     within_graph: int
+    memory: int
     expert_rows: int
 
-    @property
-    def memory(self) -> int:
-        return sum(self.exact.values()) + sum(self.estimated.values())
-
     def to_dict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "memory": self.memory}
+        return dataclasses.asdict(self)
 
 
 def plan_layout(config: TransformerConfig, layout: ParallelConfig, step: PlannedStep) -> LayoutPlan:
@@ -137,7 +143,6 @@ def plan_layout(config: TransformerConfig, layout: ParallelConfig, step: Planned
         )
     model = LanguageModel(config, device="meta", dtype=step.dtype)
     parameters = model.num_parameters()
-    held = _of_a_microbatch(config, layout, step)
     weights: dict[str, ShardedWeights] = {}
     if layout.world_size > 1:
         with _as_rank_0(layout.world_size):
@@ -146,16 +151,12 @@ def plan_layout(config: TransformerConfig, layout: ParallelConfig, step: Planned
             parallelize(model, layout, mesh, mixed_precision=step.policy, **options)
             weights = _sharded(model, layout)
     exact = held_between_steps(model)
-    estimated = {**_of_fsdp(weights, step), **_named(held)}
-    moe, rows = config.moe, 0
-    if moe is not None:
-        rows = step.tokens * moe.top_k
-        if layout.ep > 1:
-            rows = _expert_rows(config, layout, step)
-            if step.dispatcher == "symmetric":
-                estimated["memory shared with peers"] = peer_memory_bytes(
-                    moe, config.hidden_size, step.tokens, layout.ep, step.compute_dtype.itemsize
-                )
+    parts = fsdp_parts(model, weights, *step.on_the_wire)
+    held = _of_a_microbatch(config, layout, step, WeightsAround(parts, step.microbatches))
+    estimated = {**most_around(parts), **_named(held)}
+    shared = _shared_with_peers(config, layout, step)
+    if shared:
+        estimated["memory shared with peers"] = shared
     even = parameters * step.dtype.itemsize / (layout.dp_shard if weights else 1)
     return LayoutPlan(
         parameters,
@@ -163,8 +164,9 @@ def plan_layout(config: TransformerConfig, layout: ParallelConfig, step: Planned
         exact,
         estimated,
         _wire(config, layout, step, weights),
-        sum(estimated.values()) + exact["gradients"],
-        rows,
+        held.peak,
+        sum(exact.values()) - exact["gradients"] + held.peak + shared,
+        _expert_rows(config, layout, step),
     )
 
 
@@ -217,28 +219,6 @@ def _sharded(model: LanguageModel, layout: ParallelConfig) -> dict[str, ShardedW
     return found
 
 
-def _of_fsdp(weights: dict[str, ShardedWeights], step: PlannedStep) -> dict[str, int]:
-    """Gathered weights and gradients that are not yet reduced, when most is there."""
-    parts: dict[str, int] = {}
-    freed: dict[str, int] = {}
-    for name, each in weights.items():
-        first, *rest = name.split(".")
-        part = f"layers.{rest[0]}" if first == "layers" else first.replace("norm", "head")
-        parts[part] = parts.get(part, 0) + each.numbers * each.ranks
-        freed[part] = parts[part] if each.regathered else 0
-    staying = sum(parts.values()) - sum(freed.values())
-    gathered, reduced = _on_the_wire(step)
-    return {
-        "gathered weights": (staying + _largest_together(list(freed.values()))) * gathered,
-        "gradients before their reduction": _largest_together(list(parts.values())) * reduced,
-    }
-
-
-def _largest_together(sizes: list[int]) -> int:
-    """FSDP2 gathers a part while the one before computes, and reduces one while the next does."""
-    return max((sum(sizes[start : start + 2]) for start in range(len(sizes))), default=0)
-
-
 def _named(held: MicrobatchMemory) -> dict[str, int]:
     return {
         "activations": held.activations - held.logits,
@@ -249,7 +229,7 @@ def _named(held: MicrobatchMemory) -> dict[str, int]:
 
 
 def _of_a_microbatch(
-    config: TransformerConfig, layout: ParallelConfig, step: PlannedStep
+    config: TransformerConfig, layout: ParallelConfig, step: PlannedStep, around: WeightsAround
 ) -> MicrobatchMemory:
     dtype = torch.bfloat16 if step.mixed_precision else step.dtype
     model = LanguageModel(config, device="meta", dtype=dtype)
@@ -265,21 +245,24 @@ def _of_a_microbatch(
             stack.enter_context(as_on_gpus())
         without_memory(model, "cpu")
         tokens_BS = torch.empty(step.sequences, step.sequence_length, dtype=torch.int64)
-        return microbatch_memory(model, tokens_BS, torch.bfloat16 if step.on_gpus else None)
+        cast_to = torch.bfloat16 if step.on_gpus else None
+        return microbatch_memory(model, tokens_BS, cast_to, around)
 
 
 def _expert_rows(config: TransformerConfig, layout: ParallelConfig, step: PlannedStep) -> int:
-    assert config.moe is not None
-    if step.dispatcher == "all_to_all":
+    if config.moe is None:
+        return 0
+    if layout.ep == 1 or step.dispatcher == "all_to_all":
         return step.tokens * config.moe.top_k
     local = range(config.moe.num_experts // layout.ep)
     return room_for_rows(step.tokens, config.moe.top_k, local, layout.ep, step.rows_factor)
 
 
-def _on_the_wire(step: PlannedStep) -> tuple[int, int]:
-    policy = step.policy
-    gathered = policy.param_dtype or step.dtype
-    return gathered.itemsize, (policy.reduce_dtype or gathered).itemsize
+def _shared_with_peers(config: TransformerConfig, layout: ParallelConfig, step: PlannedStep) -> int:
+    if config.moe is None or layout.ep == 1 or step.dispatcher != "symmetric":
+        return 0
+    itemsize = step.compute_dtype.itemsize
+    return peer_memory_bytes(config.moe, config.hidden_size, step.tokens, layout.ep, itemsize)
 
 
 def _wire(
@@ -288,7 +271,7 @@ def _wire(
     step: PlannedStep,
     weights: dict[str, ShardedWeights],
 ) -> dict[str, int]:
-    found = fsdp_bytes(weights.values(), *_on_the_wire(step), step.microbatches)
+    found = fsdp_bytes(weights.values(), *step.on_the_wire, step.microbatches)
     if config.moe is not None and layout.ep > 1:
         layers = sum(config.is_moe_layer(index) for index in range(config.num_layers))
         parts = dispatch_bytes(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,30 +32,41 @@ class MicrobatchMemory:
         weight_copies: kept as well: weights cast by autocast, as many as there are uses.
         temporaries: what there is beside both when most is in use.
         logits: of ``activations``, and as much of ``temporaries`` is their gradient.
+        peak: the most at once, with what is ``around``.
     """
 
     activations: int
     weight_copies: int
     temporaries: int
     logits: int
+    peak: int
+
+
+def nothing_around(name: str, backward: bool) -> int:
+    return 0
 
 
 def microbatch_memory(
-    model: LanguageModel, tokens_BS: Tensor, autocast: torch.dtype | None = None
+    model: LanguageModel,
+    tokens_BS: Tensor,
+    autocast: torch.dtype | None = None,
+    around: Callable[[str, bool], int] = nothing_around,
 ) -> MicrobatchMemory:
-    """Runs two forwards and a backward; gradients of parameters go as soon as they are there,
-    as FSDP2's go into its reduce-scatters.
+    """Runs forwards and backwards; gradients of parameters go as soon as they are there, as FSDP2's
+    go into its reduce-scatters.
 
     Args:
         tokens_BS: a microbatch, fake if the model is; also what is to be predicted.
         autocast: the dtype to compute in, or None for that of the parameters.
+        around: bytes that no operation of the model makes, while the parameter of a name is in use
+            forward, or (True) has got its gradient.
     """
     with _cast(tokens_BS.device.type, autocast):
         owned = {_key(tensor) for tensor in (*model.parameters(), *model.buffers(), tokens_BS)}
         kept, copies, logits = _kept(model, tokens_BS, owned)
-        peak = _peak(model, tokens_BS)
-    held = kept + copies
-    return MicrobatchMemory(kept, copies, max(0, peak - held), logits)
+        alone = _peak(model, tokens_BS, nothing_around)
+        peak = alone if around is nothing_around else _peak(model, tokens_BS, around)
+    return MicrobatchMemory(kept, copies, max(0, alone - kept - copies), logits, peak)
 
 
 def _loss(model: LanguageModel, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,17 +94,26 @@ def _kept(model: LanguageModel, tokens_BS: Tensor, owned: set[int]) -> tuple[int
     return total - copies, copies, logits.untyped_storage().nbytes()
 
 
-def _peak(model: LanguageModel, tokens_BS: Tensor) -> int:
-    def drop(parameter: Tensor) -> None:
-        parameter.grad = None
+def _peak(model: LanguageModel, tokens_BS: Tensor, around: Callable[[str, bool], int]) -> int:
+    live = _LiveStorages()
 
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(drop)
-        for parameter in model.parameters()
-        if parameter.requires_grad
-    ]
+    def drop(name: str, parameter: Tensor) -> None:
+        parameter.grad = None
+        live.put_beside(around(name, True))
+
+    def enter(name: str, *_: Any) -> None:
+        live.put_beside(around(name, False))
+
+    hooks: list[Any] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            dropped = functools.partial(drop, name)
+            hooks.append(parameter.register_post_accumulate_grad_hook(dropped))
+    layers = [(f"layers.{index}", layer) for index, layer in enumerate(model.layers)]
+    for name, part in [("embedding", model.embedding), *layers, ("norm", model.norm)]:
+        hooks.append(part.register_forward_pre_hook(functools.partial(enter, name)))
     try:
-        with _LiveStorages() as live:
+        with live:
             # The logits are not held here while the backward runs.
             _loss(model, tokens_BS)[0].backward()
     finally:
@@ -114,7 +134,7 @@ class _LiveStorages(TorchDispatchMode):
         super().__init__()
         self.weights = frozenset(weights)
         self.casts: set[int] = set()
-        self.bytes, self.peak = 0, 0
+        self.bytes, self.beside, self.peak = 0, 0, 0
         self._known: dict[int, weakref.ref] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -127,6 +147,11 @@ class _LiveStorages(TorchDispatchMode):
                     self.casts.add(_key(leaf))
         return result
 
+    def put_beside(self, count: int) -> None:
+        """Bytes that no operation of the model has made, from now on."""
+        self.beside = count
+        self.peak = max(self.peak, self.bytes + count)
+
     def _note(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key in self._known:
@@ -134,7 +159,7 @@ class _LiveStorages(TorchDispatchMode):
         size = storage.nbytes()
         self._known[key] = weakref.ref(storage, functools.partial(self._gone, key, size))
         self.bytes += size
-        self.peak = max(self.peak, self.bytes)
+        self.peak = max(self.peak, self.bytes + self.beside)
 
     def _gone(self, key: int, size: int, _: Any) -> None:
         del self._known[key]

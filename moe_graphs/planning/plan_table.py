@@ -14,14 +14,14 @@ def plan_table(plan: LayoutPlan) -> Table:
     table.add_column("")
     table.add_column("bytes", justify="right")
     table.add_column("")
-    for values, kind in ((plan.exact, "exact"), (plan.estimated, "within a microbatch")):
+    for values, kind in ((plan.exact, "exact"), (plan.estimated, "in a microbatch, at its most")):
         for name, size in values.items():
             if size:
                 table.add_row(name, format_bytes(size), kind)
         table.add_section()
-    table.add_row("memory", format_bytes(plan.memory), "at most, without fragments and NCCL's own")
+    table.add_row("most at once", format_bytes(plan.memory), "without fragments and NCCL's own")
     table.add_row(
-        "of it in the graph of a whole step",
+        "of it in a graph's pool",
         format_bytes(plan.within_graph),
         "--impl full_iteration",
     )
