@@ -23,6 +23,7 @@ from moe_graphs.kernels.availability import as_on_gpus
 from moe_graphs.layers import LanguageModel, MoELayer, TransformerConfig
 from moe_graphs.parallel import ParallelConfig, make_mesh, parallelize, shard_experts
 from moe_graphs.planning.microbatch_memory import (
+    DropoutOfGPUs,
     MicrobatchMemory,
     microbatch_memory,
     without_memory,
@@ -243,6 +244,7 @@ def _of_a_microbatch(
         stack.enter_context(FakeTensorMode())
         if step.on_gpus:
             stack.enter_context(as_on_gpus())
+            stack.enter_context(DropoutOfGPUs())
         without_memory(model, "cpu")
         tokens_BS = torch.empty(step.sequences, step.sequence_length, dtype=torch.int64)
         cast_to = torch.bfloat16 if step.on_gpus else None

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -179,6 +181,20 @@ def _cast(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
     # As the trainer's: every use of a weight is cast anew.
     with torch.autocast(device_type, dtype, cache_enabled=False):
         yield
+
+
+class DropoutOfGPUs(TorchFunctionMode):
+    """Keeps a byte for a number, as CUDA's does; the CPU's keeps a number."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.dropout:
+            return self._dropout(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _dropout(
+        self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
 
 
 def without_memory(model: nn.Module, device: torch.device | str) -> None:

@@ -122,6 +122,15 @@ def test_activations_grow_with_what_is_sent_to_a_rank():
     assert shared.estimated["memory shared with peers"] == 4 * 64 * (32 * 2 + 2 * 12)
 
 
+def test_dropout_of_a_gpu_keeps_a_byte():
+    step, dropping = replace(ON_CPU, on_gpus=True), replace(MOE, hidden_dropout=0.1)
+    without, masks = (
+        plan_layout(config, ParallelConfig(), step).estimated["activations"]
+        for config in (MOE, dropping)
+    )
+    assert masks - without == 3 * 2 * 64 * 32  # layers, dropouts in each, tokens, width
+
+
 def test_bytes_on_the_wire():
     total = LanguageModel(MOE, device="meta").num_parameters() * 4
     head = (96 * 32 + 32) * 4  # stays gathered, with its norm
