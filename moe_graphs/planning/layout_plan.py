@@ -216,7 +216,7 @@ def _sharded(model: LanguageModel, layout: ParallelConfig) -> dict[str, ShardedW
             elif dim in _SHARD_DIMS:
                 ranks *= size
         regathered = layout.reshard_after_forward and id(parameter) not in stay
-        found[name] = ShardedWeights(local.nbytes, local.numel(), ranks, replicas, regathered)
+        found[name] = ShardedWeights(local.numel(), ranks, replicas, regathered)
     return found
 
 

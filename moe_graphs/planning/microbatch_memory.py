@@ -137,7 +137,7 @@ class _LiveStorages(TorchDispatchMode):
         self.weights = frozenset(weights)
         self.casts: set[int] = set()
         self.bytes, self.beside, self.peak = 0, 0, 0
-        self._known: dict[int, weakref.ref] = {}
+        self._known: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = {_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}

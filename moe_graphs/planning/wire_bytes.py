@@ -18,13 +18,11 @@ class ShardedWeights:
     """Parameters that FSDP2 treats alike.
 
     Attributes:
-        shard: bytes of a rank's share, in the dtype of the parameters, padded as it travels.
-        numbers: of that share.
+        numbers: of a rank's share, padded as it travels.
         ranks, replicas: over which they are sharded, and copies of that (HSDP).
         regathered: freed between forward and backward, so gathered twice in a microbatch.
     """
 
-    shard: int
     numbers: int
     ranks: int
     replicas: int
