@@ -25,6 +25,7 @@ def build_app() -> typer.Typer:
     app.command()(train)
     app.command()(export)
     app.command()(profile)
+    app.command()(plan)
     app.add_typer(bench_app(), name="bench")
     return app
 
@@ -203,6 +204,69 @@ def profile(
     from moe_graphs.lm import profile_command
 
     profile_command.profile(**options, default_scopes=DEFAULT_SCOPES)
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A published architecture (qwen3-235b-a22b, llama3.1-405b, ...), a preset of "
+            "train, or a directory with a Hugging Face config.json."
+        ),
+    ],
+    gpus: Annotated[int, typer.Option(help="Ranks.")],
+    dp_replicate: Annotated[
+        int | None, typer.Option(help="Copies of the sharded model (HSDP).")
+    ] = None,
+    dp_shard: Annotated[
+        int | None,
+        typer.Option(help="Ranks that FSDP2 shards over; by default all that are left."),
+    ] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.")] = None,
+    cp: Annotated[int | None, typer.Option(help="Context-parallel ranks.")] = None,
+    ep: Annotated[
+        int | None, typer.Option(help="Ranks that share the experts, out of dp-shard.")
+    ] = None,
+    pp: Annotated[int | None, typer.Option(help="Pipeline-parallel ranks.")] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(help="Sequences per step of all ranks.  [default: one a microbatch and rank]"),
+    ] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Parts of a step's batch.")] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(help="Tokens of a sequence.  [default: 4096, or the preset's]")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of the parameters: float32, bfloat16.")] = "float32",
+    mixed_precision: Annotated[
+        bool,
+        typer.Option(
+            "--mixed-precision",
+            help="FSDP2 gathers bf16 and reduces fp32 (parallelize(mixed_precision=...)); "
+            "otherwise autocast, as train does.",
+        ),
+    ] = False,
+    reshard_after_forward: Annotated[
+        bool, typer.Option(help="Whether FSDP2 frees gathered weights until the backward.")
+    ] = True,
+    dispatcher: Annotated[
+        str | None,
+        typer.Option(help="With --ep: all_to_all, all_gather or symmetric.  [default: all_to_all]"),
+    ] = None,
+    rows_factor: Annotated[
+        float | None,
+        typer.Option(
+            help="Room for rows of experts, in those of a balanced routing.  [default: the worst]"
+        ),
+    ] = None,
+    json_: Annotated[
+        bool, typer.Option("--json", help="One JSON document on stdout, all else on stderr.")
+    ] = False,
+) -> None:
+    """A layout's memory of a rank and bytes on the wire, computed on the CPU without any of it."""
+    options = dict(locals())
+    from moe_graphs.lm import plan_command
+
+    plan_command.plan(**options)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ WITH_NAMES = (
     *("moe_graphs", "moe_graphs.dispatch", "moe_graphs.kernels", "moe_graphs.layers"),
     *("moe_graphs.integrations.lightning", "moe_graphs.integrations.transformers"),
     *("moe_graphs.integrations.megablocks", "moe_graphs.parallel"),
+    "moe_graphs.planning",
 )
 OF_MODULES = ("moe_graphs.pipelines", "moe_graphs.training")
 

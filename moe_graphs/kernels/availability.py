@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import warnings
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 # At import and not when it is asked for: torch.compile does not trace a search for a package.
 _INSTALLED = importlib.util.find_spec("triton") is not None
+_as_on_gpus = False
 
 
 def has_kernel(x: Tensor) -> bool:
     """Whether a Triton kernel that computes in fp32 serves this tensor (real or fake)."""
     narrow = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return x.is_cuda and narrow and has_triton()
+    return (x.is_cuda or _as_on_gpus) and narrow and has_triton()
+
+
+@contextlib.contextmanager
+def as_on_gpus() -> Iterator[None]:
+    """Fake tensors of the CPU are served as those of a GPU are: what the kernels keep for their
+    backward can be seen without one. For this process as a whole."""
+    global _as_on_gpus
+    before, _as_on_gpus = _as_on_gpus, True
+    try:
+        yield
+    finally:
+        _as_on_gpus = before
 
 
 def has_triton() -> bool:

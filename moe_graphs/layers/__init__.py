@@ -3,10 +3,12 @@
 from moe_graphs.layers.architectures import (
     deepseek_v3,
     deepseek_v3_moe,
+    llama3_1_405b,
     llama3_8b,
     mixtral_8x7b,
     olmoe_1b_7b,
     qwen3_30b_a3b,
+    qwen3_235b_a22b,
 )
 from moe_graphs.layers.attention import Attention
 from moe_graphs.layers.experts import GroupedExperts
@@ -43,8 +45,10 @@ __all__ = [
     "YarnScaling",
     "deepseek_v3",
     "deepseek_v3_moe",
+    "llama3_1_405b",
     "llama3_8b",
     "mixtral_8x7b",
     "olmoe_1b_7b",
     "qwen3_30b_a3b",
+    "qwen3_235b_a22b",
 ]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from moe_graphs.layers.model_config import LatentAttentionConfig, MoEConfig, TransformerConfig
-from moe_graphs.layers.rope_scaling import YarnScaling
+from moe_graphs.layers.rope_scaling import Llama3Scaling, YarnScaling
 
 
 def mixtral_8x7b(**overrides: Any) -> TransformerConfig:
@@ -42,6 +42,24 @@ def qwen3_30b_a3b(**overrides: Any) -> TransformerConfig:
         norm_eps=1e-6,
         qk_norm="head",
         moe=MoEConfig(num_experts=128, top_k=8, ffn_hidden_size=768, aux_loss_coef=1e-3),
+    )
+    return replace(config, **overrides)
+
+
+def qwen3_235b_a22b(**overrides: Any) -> TransformerConfig:
+    """Qwen3-235B-A22B (arXiv 2505.09388, and its config.json): 235 B parameters, 22 B active."""
+    config = TransformerConfig(
+        hidden_size=4096,
+        num_layers=94,
+        num_heads=64,
+        num_kv_heads=4,
+        head_dim=128,
+        vocab_size=151_936,
+        max_sequence_length=40_960,
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        qk_norm="head",
+        moe=MoEConfig(num_experts=128, top_k=8, ffn_hidden_size=1536, aux_loss_coef=1e-3),
     )
     return replace(config, **overrides)
 
@@ -125,6 +143,28 @@ def llama3_8b(**overrides: Any) -> TransformerConfig:
         vocab_size=128_256,
         max_sequence_length=8192,
         rope_theta=500_000.0,
+        norm_eps=1e-5,
+    )
+    return replace(config, **overrides)
+
+
+def llama3_1_405b(**overrides: Any) -> TransformerConfig:
+    """Llama 3.1 405B (arXiv 2407.21783, and its config.json), dense: 405.9 B parameters."""
+    config = TransformerConfig(
+        hidden_size=16_384,
+        num_layers=126,
+        num_heads=128,
+        num_kv_heads=8,
+        ffn_hidden_size=53_248,
+        vocab_size=128_256,
+        max_sequence_length=131_072,
+        rope_theta=500_000.0,
+        rope_scaling=Llama3Scaling(
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_sequence_length=8192,
+        ),
         norm_eps=1e-5,
     )
     return replace(config, **overrides)

@@ -1,0 +1,107 @@
+"""What ``moe-graphs plan`` does: memory and communication of a layout that need not be there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from moe_graphs.checkpoints.hf_config import transformer_config
+from moe_graphs.checkpoints.shards import CONFIG, read_json
+from moe_graphs.layers import TransformerConfig, architectures
+from moe_graphs.lm import train_command
+from moe_graphs.lm.run_presets import presets
+from moe_graphs.lm.workers import layout_of
+from moe_graphs.planning.layout_plan import PlannedStep, plan_layout
+from moe_graphs.planning.plan_table import plan_table
+from moe_graphs.terminal import errors_in_a_line, make_console, print_json
+
+ARCHITECTURES: dict[str, Callable[[], TransformerConfig]] = {
+    "mixtral-8x7b": architectures.mixtral_8x7b,
+    "qwen3-30b-a3b": architectures.qwen3_30b_a3b,
+    "qwen3-235b-a22b": architectures.qwen3_235b_a22b,
+    "olmoe-1b-7b": architectures.olmoe_1b_7b,
+    "deepseek-v3": architectures.deepseek_v3,
+    "llama3-8b": architectures.llama3_8b,
+    "llama3.1-405b": architectures.llama3_1_405b,
+}
+_SEQUENCE_LENGTH = 4096
+
+
+def plan(
+    *,
+    model: str,
+    gpus: int,
+    batch_size: int | None,
+    microbatches: int | None,
+    sequence_length: int | None,
+    dtype: str,
+    mixed_precision: bool,
+    reshard_after_forward: bool,
+    dispatcher: str | None,
+    rows_factor: float | None,
+    json_: bool,
+    **degrees: int | None,
+) -> None:
+    """The options of the command line, under the names they have there.
+
+    Args:
+        degrees: of ``ParallelConfig``, None for the default.
+    """
+    console = make_console(stderr=json_)
+    with errors_in_a_line():
+        config, defaults = named_model(model)
+        layout = replace(layout_of(gpus, **degrees), reshard_after_forward=reshard_after_forward)
+        if layout.ep == 1 and (dispatcher is not None or rows_factor is not None):
+            raise ValueError("dispatcher, rows_factor: between ranks, which ep=1 does not use")
+        parts = microbatches or defaults.get("microbatches", 1)
+        ranks = layout.data_parallel * parts
+        batch = batch_size or defaults.get("batch_size", ranks)
+        if batch % ranks:
+            raise ValueError(
+                f"batch_size: {batch} sequences in {parts} microbatch(es) cannot be shared equally "
+                f"by {layout.data_parallel} ranks: choose a multiple of {ranks}"
+            )
+        length = sequence_length or defaults.get(
+            "sequence_length", min(_SEQUENCE_LENGTH, config.max_sequence_length)
+        )
+        step = PlannedStep(
+            sequences=batch // ranks,
+            sequence_length=length,
+            microbatches=parts,
+            dtype=train_command._dtype(dtype),
+            mixed_precision=mixed_precision,
+            dispatcher=dispatcher or "all_to_all",
+            rows_factor=rows_factor,
+        )
+        console.print(
+            f"{model} on {gpus} GPU(s), {layout}: {batch} sequences of {length} tokens in {parts} "
+            f"microbatch(es)",
+            markup=False,
+        )
+        found = plan_layout(config, layout, step)
+    console.print(plan_table(found))
+    if json_:
+        print_json({"model": model, "gpus": gpus, "tokens": batch * length, **found.to_dict()})
+
+
+def named_model(name: str) -> tuple[TransformerConfig, dict[str, Any]]:
+    """The model of that name or directory, and how its preset trains it, if it is one.
+
+    Raises:
+        ValueError: no architecture, preset or directory has this name, or its config.json
+            describes a model that our layers do not compute.
+    """
+    if name in ARCHITECTURES:
+        return ARCHITECTURES[name](), {}
+    if name in presets():
+        preset = presets()[name]()
+        settings = preset.training
+        names = ("batch_size", "microbatches", "sequence_length")
+        return preset.model, {each: getattr(settings, each) for each in names}
+    if Path(name).is_dir():
+        return transformer_config(read_json(Path(name) / CONFIG)), {}
+    raise ValueError(
+        f"model: {name!r} is no directory and not one of {', '.join([*ARCHITECTURES, *presets()])}"
+    )

@@ -1,0 +1,86 @@
+"""Dispatchers between ranks in their shapes alone, for one process and a balanced routing.
+
+The real ones ask the other ranks, or read sizes on the host. What is sorted, permuted and kept
+is done by the same functions.
+
+Shapes: T tokens of a rank, G = W * T of all W ranks, D model, K top-k, E experts, e local
+experts, R rows of this rank's experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor
+
+from moe_graphs.dispatch import Dispatched, Dispatcher, DispatchPlan
+from moe_graphs.dispatch.local_rows import local_rows, room_for_rows
+from moe_graphs.kernels import RowOrder, permute, route_rows, unpermute
+
+
+@final
+@dataclass(frozen=True)
+class StandInDispatcher(Dispatcher):
+    """Rank 0 of ``ranks``. With ``gathers`` it is ``all_gather`` (and ``symmetric``, which keeps
+    the same), else ``all_to_all`` with as many rows received as sent."""
+
+    ranks: int
+    gathers: bool
+    rows_factor: float | None = None
+    name: ClassVar[str] = "stand_in"
+    host_sync: ClassVar[bool] = False
+    leaves_tail: ClassVar[bool] = True
+
+    def local_experts(self, num_experts: int) -> range:
+        return range(num_experts // self.ranks)
+
+    def preprocess(
+        self, hidden_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
+    ) -> DispatchPlan:
+        none = torch.zeros((), dtype=torch.int64, device=hidden_TD.device)
+        if not self.gathers:
+            order = route_rows(experts_TK, num_experts)
+            return DispatchPlan(permute(hidden_TD, order), weights_TK, order, none)
+        tokens, top_k = experts_TK.shape
+        everyone = self.ranks * tokens
+        local = self.local_experts(num_experts)
+        room = room_for_rows(tokens, top_k, local, self.ranks, self.rows_factor)
+        hidden_GD = _Travel.apply(hidden_TD, everyone)
+        weights_GK = _Travel.apply(weights_TK, everyone)
+        experts_GK = experts_TK.new_zeros(everyone, top_k)
+        rows = local_rows(experts_GK, local, num_experts, room)
+        rows_RD = permute(hidden_GD, rows.order)
+        return DispatchPlan(rows_RD, weights_GK, rows.order, rows.dropped)
+
+    def dispatch(self, plan: DispatchPlan) -> Dispatched:
+        if self.gathers:
+            return Dispatched(plan.rows_RD, plan.order.offsets_E)
+        rows_RD = _Travel.apply(plan.rows_RD, plan.rows_RD.shape[0])
+        local = plan.order.offsets_E.numel() // self.ranks
+        arrival = route_rows(plan.order.order_R.new_zeros(rows_RD.shape[0], 1), local)
+        return Dispatched(permute(rows_RD, arrival), arrival.offsets_E, arrival)
+
+    def combine(self, expert_rows: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
+        if self.gathers:
+            sums_GD = unpermute(expert_rows, plan.order, plan.weights_TK)
+            return _Travel.apply(sums_GD, sums_GD.shape[0] // self.ranks)
+        arrival = dispatched.handle
+        back = RowOrder(arrival.inverse_R, arrival.order_R, arrival.offsets_E)
+        rows_RD = permute(expert_rows, back)
+        rows_RD = _Travel.apply(rows_RD, rows_RD.shape[0])
+        return unpermute(rows_RD, plan.order, plan.weights_TK)
+
+
+class _Travel(torch.autograd.Function):
+    """So many rows arrive; as many as were sent come back as gradients. Nothing is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, arriving: int) -> Tensor:
+        ctx.sent = rows.shape[0]
+        return rows.new_zeros(arriving, *rows.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.new_zeros(ctx.sent, *grad.shape[1:]), None
