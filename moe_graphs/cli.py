@@ -14,6 +14,37 @@ from moe_graphs.bench.command import bench_app
 
 DEFAULT_SCOPES = "attn,moe_router,moe_preprocess"
 
+# Options of several commands.
+Preset = Annotated[
+    str | None, typer.Option(help="tiny (CPU) or small (one GPU); by default, by the device.")
+]
+OptimizerInGraph = Annotated[
+    bool,
+    typer.Option("--optimizer-in-graph", help="With full_iteration: clipping and update, too."),
+]
+BatchSize = Annotated[int | None, typer.Option(help="Sequences per optimizer step.")]
+Microbatches = Annotated[int | None, typer.Option(help="Parts of a step's batch.")]
+SequenceLength = Annotated[int | None, typer.Option(help="Tokens of a sequence.")]
+Optimizer = Annotated[
+    str | None, typer.Option(help="adamw (ours) or torch_adamw.  [default: adamw]")
+]
+Seed = Annotated[int, typer.Option(help="Of weights, dropout and the order of the text.")]
+Device = Annotated[str | None, typer.Option(help="By default cuda if there is one.")]
+Dtype = Annotated[str, typer.Option(help="Of the parameters: float32, bfloat16.")]
+Deterministic = Annotated[bool, typer.Option(help="Deterministic kernels on the GPU.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="One JSON document on stdout, all else on stderr.")
+]
+DpReplicate = Annotated[int | None, typer.Option(help="Copies of the sharded model (HSDP).")]
+DpShard = Annotated[
+    int | None,
+    typer.Option(help="Ranks that FSDP2 shards over; by default all that are left."),
+]
+Tp = Annotated[int | None, typer.Option(help="Tensor-parallel ranks.")]
+Cp = Annotated[int | None, typer.Option(help="Context-parallel ranks.")]
+Ep = Annotated[int | None, typer.Option(help="Ranks that share the experts, out of dp-shard.")]
+Pp = Annotated[int | None, typer.Option(help="Pipeline-parallel ranks.")]
+
 
 def build_app() -> typer.Typer:
     app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -35,9 +66,7 @@ def main() -> None:
 
 
 def train(
-    preset: Annotated[
-        str | None, typer.Option(help="tiny (CPU) or small (one GPU); by default, by the device.")
-    ] = None,
+    preset: Preset = None,
     init: Annotated[
         Path | None, typer.Option(help="Goes on with the Hugging Face checkpoint in a directory.")
     ] = None,
@@ -59,10 +88,7 @@ def train(
         str | None,
         typer.Option(help=f"What to capture.  [default: {DEFAULT_SCOPES}, dense: attn,mlp]"),
     ] = None,
-    optimizer_in_graph: Annotated[
-        bool,
-        typer.Option("--optimizer-in-graph", help="With full_iteration: clipping and update, too."),
-    ] = False,
+    optimizer_in_graph: OptimizerInGraph = False,
     dispatcher: Annotated[
         str | None,
         typer.Option(
@@ -71,17 +97,15 @@ def train(
         ),
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Sequences per optimizer step.")] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Parts of a step's batch.")] = None,
-    sequence_length: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
+    batch_size: BatchSize = None,
+    microbatches: Microbatches = None,
+    sequence_length: SequenceLength = None,
     learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     warmup_steps: Annotated[int | None, typer.Option(help="Steps to the peak.")] = None,
-    optimizer: Annotated[
-        str | None, typer.Option(help="adamw (ours) or torch_adamw.  [default: adamw]")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of weights, dropout and the order of the text.")] = 0,
-    device: Annotated[str | None, typer.Option(help="By default cuda if there is one.")] = None,
-    dtype: Annotated[str, typer.Option(help="Of the parameters: float32, bfloat16.")] = "float32",
+    optimizer: Optimizer = None,
+    seed: Seed = 0,
+    device: Device = None,
+    dtype: Dtype = "float32",
     experts: Annotated[
         str,
         typer.Option(
@@ -106,29 +130,20 @@ def train(
         int, typer.Option(help="Steps between checkpoints; 0 for one at the end.")
     ] = 0,
     save: Annotated[bool, typer.Option(help="Whether to write checkpoints.")] = True,
-    deterministic: Annotated[bool, typer.Option(help="Deterministic kernels on the GPU.")] = True,
+    deterministic: Deterministic = True,
     compare_: Annotated[
         bool, typer.Option("--compare", help="Run eager and graphed, and compare.")
     ] = False,
-    json_: Annotated[
-        bool, typer.Option("--json", help="One JSON document on stdout, all else on stderr.")
-    ] = False,
+    json_: AsJson = False,
     nproc: Annotated[
         int | None, typer.Option(help="Ranks on this host, started as torchrun does.")
     ] = None,
-    dp_replicate: Annotated[
-        int | None, typer.Option(help="Copies of the sharded model (HSDP).")
-    ] = None,
-    dp_shard: Annotated[
-        int | None,
-        typer.Option(help="Ranks that FSDP2 shards over; by default all that are left."),
-    ] = None,
-    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.")] = None,
-    cp: Annotated[int | None, typer.Option(help="Context-parallel ranks.")] = None,
-    ep: Annotated[
-        int | None, typer.Option(help="Ranks that share the experts, out of dp-shard.")
-    ] = None,
-    pp: Annotated[int | None, typer.Option(help="Pipeline-parallel ranks.")] = None,
+    dp_replicate: DpReplicate = None,
+    dp_shard: DpShard = None,
+    tp: Tp = None,
+    cp: Cp = None,
+    ep: Ep = None,
+    pp: Pp = None,
     timeout: Annotated[
         float, typer.Option(help="Seconds after which a rank gives up to wait for the others.")
     ] = 600.0,
@@ -160,28 +175,21 @@ def profile(
             "joined by +, such as attn+moe."
         ),
     ] = "none,attn+moe,full_iteration",
-    preset: Annotated[
-        str | None, typer.Option(help="tiny (CPU) or small (one GPU); by default, by the device.")
-    ] = None,
+    preset: Preset = None,
     data: Annotated[
         Path | None, typer.Option(help="Text as for train; by default Python's own library.")
     ] = None,
-    optimizer_in_graph: Annotated[
-        bool,
-        typer.Option("--optimizer-in-graph", help="With full_iteration: clipping and update, too."),
-    ] = False,
+    optimizer_in_graph: OptimizerInGraph = False,
     dispatcher: Annotated[
         str, typer.Option(help="local, padded, all_to_all or all_gather.")
     ] = "local",
-    batch_size: Annotated[int | None, typer.Option(help="Sequences per optimizer step.")] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Parts of a step's batch.")] = None,
-    sequence_length: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
-    optimizer: Annotated[
-        str | None, typer.Option(help="adamw (ours) or torch_adamw.  [default: adamw]")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of weights, dropout and the order of the text.")] = 0,
-    device: Annotated[str | None, typer.Option(help="By default cuda if there is one.")] = None,
-    dtype: Annotated[str, typer.Option(help="Of the parameters: float32, bfloat16.")] = "float32",
+    batch_size: BatchSize = None,
+    microbatches: Microbatches = None,
+    sequence_length: SequenceLength = None,
+    optimizer: Optimizer = None,
+    seed: Seed = 0,
+    device: Device = None,
+    dtype: Dtype = "float32",
     experts: Annotated[str, typer.Option(help="Kernels of the experts, as for train.")] = (
         "moe_graphs"
     ),
@@ -189,15 +197,13 @@ def profile(
         "torch"
     ),
     fp8: Annotated[str, typer.Option(help="none, delayed, current, block.")] = "none",
-    deterministic: Annotated[bool, typer.Option(help="Deterministic kernels on the GPU.")] = True,
+    deterministic: Deterministic = True,
     trace: Annotated[
         Path | None,
         typer.Option(help="A Chrome trace for Perfetto, .json or .json.gz; one for each impl."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="A picture (.png, .svg).")] = None,
-    json_: Annotated[
-        bool, typer.Option("--json", help="One JSON document on stdout, all else on stderr.")
-    ] = False,
+    json_: AsJson = False,
 ) -> None:
     """Where the time of a training step goes: kernels by group, gaps and floors, side by side."""
     options = dict(locals())
@@ -215,28 +221,21 @@ def plan(
         ),
     ],
     gpus: Annotated[int, typer.Option(help="Ranks.")],
-    dp_replicate: Annotated[
-        int | None, typer.Option(help="Copies of the sharded model (HSDP).")
-    ] = None,
-    dp_shard: Annotated[
-        int | None,
-        typer.Option(help="Ranks that FSDP2 shards over; by default all that are left."),
-    ] = None,
-    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.")] = None,
-    cp: Annotated[int | None, typer.Option(help="Context-parallel ranks.")] = None,
-    ep: Annotated[
-        int | None, typer.Option(help="Ranks that share the experts, out of dp-shard.")
-    ] = None,
-    pp: Annotated[int | None, typer.Option(help="Pipeline-parallel ranks.")] = None,
+    dp_replicate: DpReplicate = None,
+    dp_shard: DpShard = None,
+    tp: Tp = None,
+    cp: Cp = None,
+    ep: Ep = None,
+    pp: Pp = None,
     batch_size: Annotated[
         int | None,
         typer.Option(help="Sequences per step of all ranks.  [default: one a microbatch and rank]"),
     ] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Parts of a step's batch.")] = None,
+    microbatches: Microbatches = None,
     sequence_length: Annotated[
         int | None, typer.Option(help="Tokens of a sequence.  [default: 4096, or the preset's]")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of the parameters: float32, bfloat16.")] = "float32",
+    dtype: Dtype = "float32",
     mixed_precision: Annotated[
         bool,
         typer.Option(
@@ -258,9 +257,7 @@ def plan(
             help="Room for rows of experts, in those of a balanced routing.  [default: the worst]"
         ),
     ] = None,
-    json_: Annotated[
-        bool, typer.Option("--json", help="One JSON document on stdout, all else on stderr.")
-    ] = False,
+    json_: AsJson = False,
 ) -> None:
     """A layout's memory of a rank and bytes on the wire, computed on the CPU without any of it."""
     options = dict(locals())

@@ -10,7 +10,7 @@ from typing import Any
 from moe_graphs.checkpoints.hf_config import transformer_config
 from moe_graphs.checkpoints.shards import CONFIG, read_json
 from moe_graphs.layers import TransformerConfig, architectures
-from moe_graphs.lm import train_command
+from moe_graphs.lm.option_values import dtype_of
 from moe_graphs.lm.run_presets import presets
 from moe_graphs.lm.workers import layout_of
 from moe_graphs.planning.layout_plan import PlannedStep, plan_layout
@@ -70,7 +70,7 @@ def plan(
             sequences=batch // ranks,
             sequence_length=length,
             microbatches=parts,
-            dtype=train_command._dtype(dtype),
+            dtype=dtype_of(dtype),
             mixed_precision=mixed_precision,
             dispatcher=dispatcher or "all_to_all",
             rows_factor=rows_factor,

@@ -13,9 +13,9 @@ from moe_graphs.config import FullIterationConfig, GraphConfig
 from moe_graphs.engine.whole_step.full_iteration import FullIterationReport
 from moe_graphs.errors import GraphError
 from moe_graphs.lm import run as training_run
-from moe_graphs.lm import train_command
 from moe_graphs.lm.chosen_kernels import with_kernels
 from moe_graphs.lm.data import Text, corpus_at, standard_library
+from moe_graphs.lm.option_values import device_of, dtype_of, memory_errors, preset_of, with_settings
 from moe_graphs.lm.step_floors import step_floors
 from moe_graphs.lm.trainer import Trainer, autocast
 from moe_graphs.profiling.floors import Floor, Rates, measure_rates
@@ -57,16 +57,16 @@ def profile(
         settings: of ``TrainSettings``; None for the preset's.
     """
     console = make_console(stderr=json_)
-    with errors_in_a_line(ImportError), train_command._memory_errors():
-        where = train_command._device(device)
-        name, chosen = train_command._preset(preset, where)
+    with errors_in_a_line(ImportError), memory_errors():
+        where = device_of(device)
+        name, chosen = preset_of(preset, where)
         chosen = with_kernels(chosen, experts=experts, linear=linear, fp8=fp8, device=where)
         options = training_run.RunOptions(
-            preset=train_command._with_settings(chosen, {**settings, "steps": _STEPS}),
+            preset=with_settings(chosen, {**settings, "steps": _STEPS}),
             device=where,
             graph_config=None,
             dispatcher=dispatcher,
-            dtype=train_command._dtype(dtype),
+            dtype=dtype_of(dtype),
             fp8=fp8,
             save=False,
         )

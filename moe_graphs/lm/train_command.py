@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,11 +24,18 @@ from moe_graphs.lm.compare import compare
 from moe_graphs.lm.continued import continued_preset
 from moe_graphs.lm.data import Documents, Text, corpus_at, standard_library
 from moe_graphs.lm.legal_layouts import check_options, default_dispatcher
+from moe_graphs.lm.option_values import (
+    device_of,
+    dtype_of,
+    memory_errors,
+    preset_of,
+    with_settings,
+)
 from moe_graphs.lm.restarts import directories
-from moe_graphs.lm.run_presets import Preset, presets
+from moe_graphs.lm.run_presets import Preset
 from moe_graphs.lm.tokenized import load_tokenizer, tokenize
 from moe_graphs.lm.trainer import LogLine, TrainingDiverged
-from moe_graphs.lm.workers import Place, Workers, agent, is_first, on_first
+from moe_graphs.lm.workers import Workers, agent, is_first, on_first
 from moe_graphs.tables import capture_table, comparison_table, full_iteration_table
 from moe_graphs.terminal import make_console, print_json
 
@@ -75,8 +80,8 @@ def train(
         settings: of ``TrainSettings``; None for the preset's, or for those that suit ``init``.
     """
     console = make_console(stderr=json_) if is_first(workers) else Console(quiet=True)
-    with _memory_errors():
-        where = _device(device) if workers is None else workers.device
+    with memory_errors():
+        where = device_of(device) if workers is None else workers.device
         name, chosen = _chosen(preset, init, tokenizer, where, settings)
         chosen = with_kernels(chosen, experts=experts, linear=linear, fp8=fp8, device=where)
         # Scopes are not legal under FSDP2: see ``check_options``.
@@ -87,7 +92,7 @@ def train(
         asked = out, resume
         out, resume = on_first(workers, lambda: directories(*asked, name, agents))
         options = training_run.RunOptions(
-            preset=_with_settings(chosen, settings),
+            preset=with_settings(chosen, settings),
             device=where,
             graph_config=_graph_config(impl, scopes, optimizer_in_graph),
             dispatcher=dispatcher or default_dispatcher(workers),
@@ -97,7 +102,7 @@ def train(
             save=save,
             init=init,
             tokenizer=tokenizer or init,
-            dtype=_dtype(dtype),
+            dtype=dtype_of(dtype),
             fp8=fp8,
             workers=workers,
         )
@@ -108,17 +113,6 @@ def train(
             document = (_compare if compare_ else _run)(options, text, console)
         if json_ and is_first(workers):
             print_json(document)
-
-
-@contextlib.contextmanager
-def _memory_errors() -> Iterator[None]:
-    """torch has no memory: ``OutOfMemoryError`` on a GPU, any ``RuntimeError`` on the CPU."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-            raise MemoryError(f"out of memory: {error}") from error
-        raise
 
 
 def _run(options: training_run.RunOptions, text: Text, console: Console) -> dict[str, Any]:
@@ -247,33 +241,6 @@ def _report_table(report: Report | FullIterationReport) -> Table:
     return full_iteration_table(report) if whole else capture_table(report)
 
 
-def _device(name: str | None) -> torch.device:
-    """Of a process alone."""
-    if Place.of_environment().world_size > 1:
-        raise ValueError("this command runs on one process: start it without torchrun")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    name = name if name is not None else "cuda" if count else "cpu"
-    if name == "cpu":
-        return torch.device("cpu")
-    kind, _, index = name.partition(":")
-    if kind != "cuda" or (index and not index.isdecimal()):
-        raise ValueError(f"device: {name!r} is none of cpu, cuda, and cuda:0 and so on")
-    if not count:
-        raise ValueError("device: no CUDA device is available here: use --device cpu")
-    if index:
-        if int(index) >= count:
-            raise ValueError(f"device: {name!r} is not here, the last one is cuda:{count - 1}")
-        torch.cuda.set_device(int(index))  # Triton's kernels are launched on the current one
-    return torch.device(name)
-
-
-def _dtype(name: str) -> torch.dtype:
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    if name not in known:
-        raise ValueError(f"dtype: {name!r} is not one of {', '.join(known)}")
-    return known[name]
-
-
 def _chosen(
     preset: str | None,
     init: Path | None,
@@ -288,28 +255,13 @@ def _chosen(
                 f"tokenizer: {tokenizer} without --init: models from the seed are trained on "
                 f"bytes: drop it, or name a checkpoint"
             )
-        return _preset(preset, device)
+        return preset_of(preset, device)
     if preset is not None:
         raise ValueError(f"preset: {preset!r} with --init, which has sizes of its own: drop one")
     steps = settings.get("steps")
     return init.resolve().name, continued_preset(
         init, **({} if steps is None else {"steps": steps})
     )
-
-
-def _preset(name: str | None, device: torch.device) -> tuple[str, Preset]:
-    known = presets()
-    name = name if name is not None else "small" if device.type == "cuda" else "tiny"
-    if name not in known:
-        raise ValueError(f"preset: {name!r} is not one of {', '.join(known)}")
-    return name, known[name]()
-
-
-def _with_settings(preset: Preset, changes: dict[str, Any]) -> Preset:
-    given = {name: value for name, value in changes.items() if value is not None}
-    if not 0 <= given.get("learning_rate", 0) < math.inf:
-        raise ValueError(f"learning_rate: {given['learning_rate']} must be at least 0 and finite")
-    return dataclasses.replace(preset, training=dataclasses.replace(preset.training, **given))
 
 
 def _graph_config(

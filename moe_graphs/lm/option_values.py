@@ -1,0 +1,67 @@
+"""Values of options that several commands have: what they mean here, or what is wrong with them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from moe_graphs.lm.run_presets import Preset, presets
+from moe_graphs.lm.workers import Place
+
+
+@contextlib.contextmanager
+def memory_errors() -> Iterator[None]:
+    """torch has no memory: ``OutOfMemoryError`` on a GPU, any ``RuntimeError`` on the CPU."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise MemoryError(f"out of memory: {error}") from error
+        raise
+
+
+def device_of(name: str | None) -> torch.device:
+    """Of a process alone."""
+    if Place.of_environment().world_size > 1:
+        raise ValueError("this command runs on one process: start it without torchrun")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    name = name if name is not None else "cuda" if count else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    kind, _, index = name.partition(":")
+    if kind != "cuda" or (index and not index.isdecimal()):
+        raise ValueError(f"device: {name!r} is none of cpu, cuda, and cuda:0 and so on")
+    if not count:
+        raise ValueError("device: no CUDA device is available here: use --device cpu")
+    if index:
+        if int(index) >= count:
+            raise ValueError(f"device: {name!r} is not here, the last one is cuda:{count - 1}")
+        torch.cuda.set_device(int(index))  # Triton's kernels are launched on the current one
+    return torch.device(name)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if name not in known:
+        raise ValueError(f"dtype: {name!r} is not one of {', '.join(known)}")
+    return known[name]
+
+
+def preset_of(name: str | None, device: torch.device) -> tuple[str, Preset]:
+    known = presets()
+    name = name if name is not None else "small" if device.type == "cuda" else "tiny"
+    if name not in known:
+        raise ValueError(f"preset: {name!r} is not one of {', '.join(known)}")
+    return name, known[name]()
+
+
+def with_settings(preset: Preset, changes: dict[str, Any]) -> Preset:
+    given = {name: value for name, value in changes.items() if value is not None}
+    if not 0 <= given.get("learning_rate", 0) < math.inf:
+        raise ValueError(f"learning_rate: {given['learning_rate']} must be at least 0 and finite")
+    return dataclasses.replace(preset, training=dataclasses.replace(preset.training, **given))
