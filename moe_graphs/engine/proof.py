@@ -43,6 +43,10 @@ class Difference:
         return text
 
 
+ELSEWHERE = Difference("what another rank computes", None, "one value", "another", 1)
+"""Where this rank has none, and another one has."""
+
+
 def first_difference(
     names: Sequence[str], eager: Sequence[Tensor | None], replayed: Sequence[Tensor | None]
 ) -> Difference | None:

@@ -15,9 +15,6 @@ from torch import nn
 from moe_graphs.engine.signature import Mismatch
 from moe_graphs.errors import CaptureError
 
-ANOTHER_RANK = "another_rank"
-"""The reason of what is right on this rank and is not on another one."""
-
 _NAMES = ("process_group", "group_name")  # of arguments of ops that communicate
 
 
@@ -34,10 +31,12 @@ class Ranks:
         group: None where there is nobody to agree with.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module | None = None) -> None:
+        """Without a model it is this rank alone."""
         self.group: dist.ProcessGroup | None = None
         self._on_hosts: dist.ProcessGroup | None = None
-        self.join(groups_of(model))
+        if model is not None:
+            self.join(groups_of(model))
 
     def join(self, groups: Iterable[dist.ProcessGroup]) -> None:
         """Ranks of these belong to it, too. On all of them alike."""
@@ -63,7 +62,7 @@ class Ranks:
         """The mismatch of this rank, or of another one."""
         if self.any(mismatch is not None) and mismatch is None:
             message = "the call of another rank differs from the captured one"
-            return Mismatch(ANOTHER_RANK, message)
+            return Mismatch("another_rank", message)
         return mismatch
 
     @contextlib.contextmanager
@@ -76,6 +75,10 @@ class Ranks:
             raise
         if self.any(False):
             raise CaptureError("it failed on another rank")
+
+
+ALONE = Ranks()
+"""Of what does not communicate."""
 
 
 def groups_of(model: nn.Module) -> Iterator[dist.ProcessGroup]:

@@ -29,7 +29,7 @@ from moe_graphs.engine.callables.arguments import (
 from moe_graphs.engine.callables.capture_slot import capture_slot, check_unused
 from moe_graphs.engine.callables.no_trace import NoTrace
 from moe_graphs.engine.explained import explained_call
-from moe_graphs.engine.ranks import Ranks
+from moe_graphs.engine.ranks import ALONE, Ranks
 from moe_graphs.engine.report import Report
 from moe_graphs.engine.resources import Resources
 from moe_graphs.engine.scopes.captured import Captured, Chunk
@@ -273,15 +273,14 @@ class CallableGraphs:
     ) -> None:
         ranks = Ranks(self.model)
         measured, communicating = self._rehearse(calls, options, ranks)
+        ranks_of = dict.fromkeys(communicating, ranks)
         memory = memory_plan(plan, measured, options.split)
         no_trace.rehearsed()
-        recorder = Recorder(
-            self.model, self.backend, ranks, split=options.split, verify=options.verify
-        )
+        recorder = Recorder(self.model, self.backend, split=options.split, verify=options.verify)
         chunks = [
             Chunk([
                 Slot([
-                    PlannedCall(calls[n].scope, calls[n].signature, communicates=n in communicating)
+                    PlannedCall(calls[n].scope, calls[n].signature, ranks=ranks_of.get(n, ALONE))
                     for n in chunk.calls
                 ], self.backend, options.pool)
                 for _ in range(chunk.slots)

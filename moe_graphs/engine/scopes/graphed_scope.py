@@ -156,7 +156,7 @@ class GraphedScope:
         lent = frozenset(i for i in signature.tensors() if slot.output_at(leaves[i]) is not None)
         call = ScopeCall(self.scope, signature, leaves, arguments, {}, lent)
         try:
-            with recorder.together(place):
+            with place.planned.ranks.together():
                 expected = recorder.record_forward(slot, place, call)
         except CaptureError as error:
             recorder.failure = error

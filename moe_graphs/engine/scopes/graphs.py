@@ -30,7 +30,7 @@ from moe_graphs.config import GraphConfig
 from moe_graphs.engine import context
 from moe_graphs.engine.backends import backend_for
 from moe_graphs.engine.explained import explained_call
-from moe_graphs.engine.ranks import Ranks
+from moe_graphs.engine.ranks import ALONE, Ranks
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.report import Report
 from moe_graphs.engine.resources import Resources
@@ -232,7 +232,6 @@ class Graphs:
         recorder = Recorder(
             self.model,
             self.backend,
-            self._ranks,
             split=config.split_backward,
             verify=config.verify,
         )
@@ -244,7 +243,7 @@ class Graphs:
             observed.scope,
             observed.signature,
             examined=self._examined.get(alike),
-            communicates=alike in self._communicating,
+            ranks=self._ranks if alike in self._communicating else ALONE,
             refused=self.observation.refusal(observed.scope, split=self.config.split_backward),
         )
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_graphs.engine.backends.backend import Graph
 from moe_graphs.engine.proof import Difference, warn
+from moe_graphs.engine.ranks import ALONE, Ranks
 from moe_graphs.engine.scopes.examined import Examined
 from moe_graphs.engine.scopes.loans import Loan
 from moe_graphs.engine.scopes.open_call import BackwardRun, OpenCall
@@ -32,7 +33,7 @@ class PlannedCall:
     """What is known of a call, whatever the slot.
 
     examined: in the warm-up, until everything is captured.
-    communicates: with other ranks, which have to capture and compare it when this one does.
+    ranks: those that it communicates with: they capture and compare it when this one does.
     copied_outputs: handed out as copies, since somebody keeps views of them beyond the next replay.
     refused: why it is not replayed (any more).
     not_reproducible: whether eager runs themselves differ from one another, in their last bits.
@@ -43,7 +44,7 @@ class PlannedCall:
     scope: Scope
     signature: Signature
     examined: Examined | None = None
-    communicates: bool = False
+    ranks: Ranks = ALONE
     copied_outputs: set[int] = field(default_factory=set)
     refused: Mismatch | None = None
     not_reproducible: bool = False

@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moe_graphs.engine.preserve import HiddenState
-from moe_graphs.engine.proof import Difference, first_difference, is_noise, varies
-from moe_graphs.engine.ranks import Ranks
+from moe_graphs.engine.proof import ELSEWHERE, Difference, first_difference, is_noise, varies
 from moe_graphs.engine.scopes.dry_run import DryRun, ScopeCall
 from moe_graphs.engine.scopes.effects import Effects
 from moe_graphs.engine.scopes.expected import Expected
@@ -17,23 +16,21 @@ from moe_graphs.engine.scopes.place import PendingBackward, Place
 from moe_graphs.engine.scopes.recompute import compute_anew
 from moe_graphs.engine.scopes.recording import RecordedBackward
 
-_ELSEWHERE = Difference("what another rank computes", None, "one value", "another", 1)
-
 
 class Proofs:
     """Of the recordings of one model. ``verify``: whether forwards are compared at all; of
     backwards, those with a second eager run are."""
 
-    def __init__(self, model: nn.Module, dry_run: DryRun, ranks: Ranks, *, verify: bool) -> None:
+    def __init__(self, model: nn.Module, dry_run: DryRun, *, verify: bool) -> None:
         self._model, self._dry_run, self._backend = model, dry_run, dry_run.backend
-        self._ranks, self._verify = ranks, verify
+        self._verify = verify
 
     def difference_of_forward(
         self, place: Place, call: ScopeCall, expected: Expected, outputs: Sequence[Any]
     ) -> Difference | None:
         """How the first replay differs from eager, after which everything is as before the call;
         None if it does not, or if eager itself differs from one run to the next."""
-        anywhere = self._anywhere(place)
+        anywhere = place.planned.ranks.any
         found = expected.difference(outputs) if self._verify else None
         if not anywhere(found is not None):
             return None
@@ -49,15 +46,11 @@ class Proofs:
         if found is not None and not eager_varies:
             wrong = found
         if anywhere(wrong is not None):
-            return wrong or _ELSEWHERE
+            return wrong or ELSEWHERE
         place.planned.not_reproducible = True
         expected.undo()
         place.forward.graph.replay()
         return None
-
-    def _anywhere(self, place: Place) -> Callable[[bool], bool]:
-        """Whether something is so on any of the ranks that run this call together."""
-        return self._ranks.any if place.planned.communicates else bool
 
     def backward(
         self,
@@ -85,7 +78,7 @@ class Proofs:
         found = first_difference(*zip(*compared, strict=True)) if compared else None
         if found is None and not eager_varies:
             found = effects.difference()
-        anywhere = self._anywhere(pending.place)
+        anywhere = pending.place.planned.ranks.any
         may_vary = found is not None and found.only_order_of_sums and not eager_varies
         if anywhere(may_vary):
 
@@ -100,7 +93,7 @@ class Proofs:
         planned = pending.place.planned
         planned.not_reproducible |= eager_varies
         if anywhere(found is not None and not (eager_varies and found.only_order_of_sums)):
-            planned.differs(found or _ELSEWHERE)
+            planned.differs(found or ELSEWHERE)
 
     def agrees(self, place: Place, eager: Mapping[int, Tensor | None]) -> bool:
         """Replays the backward, and compares it with an eager one on the same gradients."""
@@ -112,7 +105,7 @@ class Proofs:
         names = self._names_of(place, place.backward.uses)
         expected = [eager[use] for use in place.backward.uses]
         difference = first_difference(names, expected, place.backward.gradients)
-        return not self._anywhere(place)(difference is not None)
+        return not place.planned.ranks.any(difference is not None)
 
     def _names_of(self, place: Place, uses: Sequence[int]) -> list[str]:
         of_parameters = {id(p): name for name, p in self._model.named_parameters()}

@@ -21,7 +21,6 @@ from moe_graphs.engine.context import Context
 from moe_graphs.engine.explained import explained_call
 from moe_graphs.engine.guards import Guards
 from moe_graphs.engine.preserve import HiddenState, Values
-from moe_graphs.engine.ranks import Ranks
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.scopes.captured_forward import CapturedForward, Saved
 from moe_graphs.engine.scopes.dry_run import DryRun, ScopeCall, check_capturable
@@ -45,7 +44,6 @@ class Recorder:
     """Captures the calls of one model.
 
     Args:
-        ranks: those that capture together.
         split: the gradients of the weights apart from those of the inputs.
         verify: compare the first replays with eager.
 
@@ -56,18 +54,11 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        backend: Backend,
-        ranks: Ranks,
-        *,
-        split: bool = False,
-        verify: bool = True,
+        self, model: nn.Module, backend: Backend, *, split: bool = False, verify: bool = True
     ) -> None:
         self.model, self.backend, self.split, self.verify = model, backend, split, verify
-        self.ranks = ranks
         self.dry_run = DryRun(model, backend)
-        self.proofs = Proofs(model, self.dry_run, ranks, verify=verify)
+        self.proofs = Proofs(model, self.dry_run, verify=verify)
         self.failure: CaptureError | None = None
         self.shared: dict[Any, Tensor] = {}
 
@@ -78,11 +69,7 @@ class Recorder:
         on all ranks with which it communicates."""
         if mismatch is None and self.failure is not None:
             mismatch = Mismatch("capture_failed", str(self.failure))
-        return self.ranks.agree(mismatch) if place.planned.communicates else mismatch
-
-    def together(self, place: Place) -> contextlib.AbstractContextManager[None]:
-        """Around a piece of work that succeeds on all ranks that capture the place, or on none."""
-        return self.ranks.together() if place.planned.communicates else contextlib.nullcontext()
+        return place.planned.ranks.agree(mismatch)
 
     def record_forward(self, slot: Slot, place: Place, call: ScopeCall) -> Expected:
         """Captures the call into the place; nothing but the place is changed.
@@ -252,7 +239,7 @@ class Recorder:
 
     def _may_record(self, slot: Slot, place: Place) -> bool:
         may_not = self.failure is not None or not slot.may_record_backward()
-        return not (self.ranks.any(may_not) if place.planned.communicates else may_not)
+        return not place.planned.ranks.any(may_not)
 
     @contextlib.contextmanager
     def _failing(self, slot: Slot, place: Place) -> Iterator[None]:
@@ -274,7 +261,7 @@ class Recorder:
         effects: Effects,
     ) -> None:
         place, run = pending.place, pending.place.run
-        with self.together(place):
+        with place.planned.ranks.together():
             self._record_backward(slot, place, surroundings)
         self.proofs.backward(pending, run.given, place.backward, eager, again, effects)
 

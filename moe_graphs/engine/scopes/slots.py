@@ -203,7 +203,7 @@ class Slot:
         if mismatch is not None:
             return mismatch.reason
         # When garbage goes is not the same on all ranks, and what they run has to be.
-        free = self.call_in_gradients(collecting=place.planned.communicates)
+        free = self.call_in_gradients(collecting=place.planned.ranks.group is not None)
         return None if free else "gradient_held"
 
     def backward_done(self, pending: PendingBackward, *, replayed: bool) -> None:

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from moe_graphs.engine import fp8
 from moe_graphs.engine.preserve import RandomState
-from moe_graphs.engine.proof import Difference, Fingerprint, fingerprints, first_difference
+from moe_graphs.engine.proof import (
+    ELSEWHERE,
+    Difference,
+    Fingerprint,
+    fingerprints,
+    first_difference,
+)
 from moe_graphs.engine.ranks import Ranks
 from moe_graphs.engine.signature import tensor_leaves
 from moe_graphs.engine.static_memory import owned_leaves
@@ -117,7 +123,7 @@ class Proof:
         self._run_eagerly(found, kept, name)
         self._replay(recorded, found, kept, name)
         if not is_here:
-            return Difference("what another rank computes", None, "one value", "another", 1)
+            return ELSEWHERE
         eager, replayed = (each.get(name) for each in kept)
         return first_difference([name], [eager], [replayed]) or Difference(
             name, None, "one value", "another", 1
