@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -14,6 +15,24 @@ def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return dist.get_rank(group), dist.get_world_size(group)
+
+
+def exchange(
+    group: dist.ProcessGroup, topic: str, value: str, patience: float | None = None
+) -> dict[int, str]:
+    """What every rank says, by rank, through the group's store: the n-th of this one with the n-th
+    of the others.
+
+    Raises:
+        RuntimeError: some rank has said nothing after ``patience`` seconds (default: the store's).
+    """
+    rank, world_size = rank_and_size(group)
+    store = dist.distributed_c10d._get_process_group_store(group)
+    nth = store.add(f"{topic} said by rank {rank}", 1)
+    keys = [f"{topic} {nth} of rank {each}" for each in range(world_size)]
+    store.set(keys[rank], value)
+    store.wait(keys, *([] if patience is None else [datetime.timedelta(seconds=patience)]))
+    return {each: store.get(key).decode() for each, key in enumerate(keys)}
 
 
 def block_of_experts(num_experts: int, group: dist.ProcessGroup | None) -> range:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from moe_graphs.dispatch.expert_group import rank_and_size
+from moe_graphs.dispatch.expert_group import exchange, rank_and_size
 from moe_graphs.kernels.peer_rows import PeerMemory, number_of
 
 # Milliseconds that a kernel waits for the other ranks, then it ends the process: as long as NCCL.
@@ -73,7 +73,7 @@ def peer_memory(
 def _check_reach(group: dist.ProcessGroup, device: torch.device) -> None:
     """Compares hosts and devices through the group's store, before anything is allocated."""
     number = device.index if device.index is not None else 0
-    said = _exchange(group, f"{_host()} {socket.gethostname()} {number}").values()
+    said = exchange(group, "symmetric", f"{_host()} {socket.gethostname()} {number}").values()
     hosts = {each.split()[0]: each.split()[1] for each in said}
     problem = _missing(group, device)
     if len(hosts) > 1:
@@ -111,21 +111,10 @@ def _refuse_if_any(group: dist.ProcessGroup, problem: str) -> None:
     Raises:
         ValueError: on all ranks, if one of them has a problem.
     """
-    problems = {rank: said for rank, said in _exchange(group, problem).items() if said}
+    problems = {rank: said for rank, said in exchange(group, "symmetric", problem).items() if said}
     if problems:
         rank, said = next(iter(problems.items()))
         raise ValueError(f"symmetric needs peer access: {said} (rank {rank}): take 'all_gather'")
-
-
-def _exchange(group: dist.ProcessGroup, value: str) -> dict[int, str]:
-    """What every rank says, by rank, through the group's store."""
-    rank, world_size = rank_and_size(group)
-    store = dist.distributed_c10d._get_process_group_store(group)
-    nth = store.add(f"symmetric said by rank {rank}", 1)
-    keys = [f"symmetric {nth} of rank {each}" for each in range(world_size)]
-    store.set(keys[rank], value)
-    store.wait(keys)
-    return {each: store.get(key).decode() for each, key in enumerate(keys)}
 
 
 def _host() -> str:
@@ -148,7 +137,7 @@ def _on_gpus(
             # Somewhere in its allocation, on each rank where its allocator has put it.
             lies_at += f"{own.data_ptr() - handle.buffer_ptrs[rank]} "
     finally:
-        offsets = [said.split() for said in _exchange(group, lies_at).values()]
+        offsets = [said.split() for said in exchange(group, "symmetric", lies_at).values()]
     if not all(len(each) == len(owned) for each in offsets):
         raise RuntimeError("another rank could not")
     parts = [
@@ -186,13 +175,13 @@ def _mapped(group: dist.ProcessGroup, length: int) -> Tensor:
             file = os.memfd_create("moe_graphs")
             os.ftruncate(file, length)
             path = f"/proc/{os.getpid()}/fd/{file}"
-    path = _exchange(group, path)[0]
+    path = exchange(group, "symmetric", path)[0]
     if not path:
         raise OSError("rank 0 could not make a file in memory")
     try:
         return torch.from_file(path, shared=True, size=length, dtype=torch.uint8)
     finally:
-        _exchange(group, "mapped, or not")
+        exchange(group, "symmetric", "mapped, or not")
         if file is not None:
             os.close(file)
 
