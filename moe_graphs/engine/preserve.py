@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_graphs.engine.fp8 import Fp8State
+from moe_graphs.engine.host_memory import copies_on_host
 from moe_graphs.engine.stand_for import local
 
 
@@ -91,9 +92,12 @@ class Values:
     """
 
     def __init__(self, tensors: Iterable[Tensor], *, on_host: bool = False) -> None:
+        tensors = list(tensors)
+        found = [local(tensor).detach() for tensor in tensors]
+        copies = copies_on_host(found, self) if on_host else [each.clone() for each in found]
         self._kept = [
-            (t, _copy_of(local(t).detach(), on_host), t._version, local(t)._version)
-            for t in tensors
+            (tensor, copy, tensor._version, local(tensor)._version)
+            for tensor, copy in zip(tensors, copies, strict=True)
         ]
 
     @property
@@ -111,10 +115,6 @@ class Values:
             both[1].detach().copy_(value)
             # Somebody's autograd graph may have saved the tensor: for it nothing has happened.
             torch._C._autograd._unsafe_set_version_counter(both, tuple(versions))
-
-
-def _copy_of(tensor: Tensor, on_host: bool) -> Tensor:
-    return tensor.to("cpu", copy=True) if on_host else tensor.clone()
 
 
 @contextlib.contextmanager

@@ -121,6 +121,7 @@ class Trace(Operations):
         inputs: what the block must not modify, by name.
         generators: the random number generators that a graph knows, besides the default ones.
         refuse: otherwise what is written is noted, and that is all.
+        keep: copies what is written outside of the block, so that it can be put back.
 
     Attributes:
         read: addresses of the known memory that was read, or written.
@@ -138,9 +139,10 @@ class Trace(Operations):
         inputs: Mapping[str, Tensor] = MappingProxyType({}),
         generators: Sequence[torch.Generator] = (),
         refuse: bool = True,
+        keep: bool = True,
     ) -> None:
         super().__init__()
-        self._device, self._strict, self._refuse = device, strict, refuse
+        self._device, self._strict, self._refuse, self._keep = device, strict, refuse, keep
         self._known = {address(tensor) for tensor in known}
         self._inputs = {address(t): name for name, t in inputs.items() if t.numel()}
         defaults = (torch.default_generator, *torch.cuda.default_generators)
@@ -257,7 +259,7 @@ class Trace(Operations):
                     f"{func.overloadpacket}, {MODIFIED_INPUT}"
                 )
             key = (where, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-            if key not in self._before:
+            if self._keep and key not in self._before:
                 self._before[key] = Values([tensor.detach()])
 
 

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine.backends.backend import Backend, Graph, MemoryMeter
-from moe_graphs.engine.communication import communicates, wait
+from moe_graphs.engine.communication import communicates, sends, wait
 from moe_graphs.engine.reads import unwatched
 from moe_graphs.engine.resizing import noting_resizes
 from moe_graphs.engine.signature import tensor_leaves
@@ -39,10 +39,15 @@ class Tape(Graph):
     @torch.no_grad()
     def replay(self) -> None:
         # The casts are on the tape: the caller's autocast must not cast again.
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast("cpu", enabled=False), contextlib.ExitStack() as at_the_end:
             for func, args, kwargs, outputs in self.calls:
+                if sends(func):
+                    # What is on its way is not written to before it has arrived.
+                    args = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, args)
                 results = func(*args, **kwargs)
-                if communicates(func):
+                if sends(func):
+                    at_the_end.callback(_wait_with, results, args)
+                elif communicates(func):
                     wait(results)
                 for output, result in zip(outputs, tensor_leaves(results), strict=True):
                     if output.data_ptr() != result.data_ptr():
@@ -66,6 +71,10 @@ class Tape(Graph):
 
     def release(self) -> None:
         self.calls.clear()
+
+
+def _wait_with(results: Any, _sent: Any) -> None:
+    wait(results)
 
 
 def _resize(storage: torch.UntypedStorage, nbytes: int) -> None:

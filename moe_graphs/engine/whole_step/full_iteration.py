@@ -23,7 +23,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -37,6 +37,7 @@ from moe_graphs.engine.backends import backend_for
 from moe_graphs.engine.proof import warn
 from moe_graphs.engine.ranks import Ranks
 from moe_graphs.engine.reads import Reads
+from moe_graphs.engine.report import occupation_of
 from moe_graphs.engine.resources import Resources
 from moe_graphs.engine.signature import Mismatch
 from moe_graphs.engine.static_memory import owned
@@ -62,6 +63,7 @@ class FullIterationReport:
     refused: why it is not replayed, though it was captured, or None.
     not_reproducible: whether eager steps differ from one another, so that replays cannot be equal.
     not_guarded: what the step's Python can have read and nobody compares.
+    occupation: as ``engine.report.occupation_of`` the model: rows that were asked for, and there.
     """
 
     backend: str
@@ -76,6 +78,7 @@ class FullIterationReport:
     refused: str | None = None
     not_reproducible: bool = False
     not_guarded: tuple[str, ...] = ()
+    occupation: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 class FullIteration(Generic[BatchT, ResultT]):
@@ -212,7 +215,7 @@ class FullIteration(Generic[BatchT, ResultT]):
         self.release()
 
     def report(self) -> FullIterationReport:
-        """What happened so far. Does not synchronise."""
+        """What happened so far. Waits for the device where it counts."""
         recorded, backend = self._resources.captured, self._definition.backend
         return FullIterationReport(
             backend=backend.name,
@@ -227,6 +230,7 @@ class FullIteration(Generic[BatchT, ResultT]):
             refused=self._refused,
             not_reproducible=self._not_reproducible,
             not_guarded=tuple(recorded.guards.not_followed) if recorded else (),
+            occupation=occupation_of(self._definition.model),
         )
 
     @property

@@ -127,6 +127,7 @@ def _trace(definition: StepDefinition, batch: StaticBatch) -> Trace:
         strict=not data_parallel.wrappers(model),  # DDP reads its buckets, which nobody else knows
         inputs=batch.named_tensors(),
         generators=definition.backend.generators,
+        keep=False,  # ``StateBefore`` has everything, on the host
     )
 
 
