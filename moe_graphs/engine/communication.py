@@ -14,6 +14,11 @@ def communicates(func: Any) -> bool:
     return getattr(func, "namespace", None) == "c10d"
 
 
+def sends(func: Any) -> bool:
+    """To one rank, which may receive much later: waiting for that at once may be for ever."""
+    return communicates(func) and func.overloadpacket.__name__ == "send"
+
+
 def wait(results: Any) -> None:
     """For the communication that has just been started: the next call may read what it writes."""
     for leaf in pytree.tree_leaves(results):

@@ -56,10 +56,11 @@ def first_difference(
             continue
         if a is None or b is None:
             return Difference(name, None, _shown(a), _shown(b), 1)
+        a, b = local(a), local(b)
         if a.shape != b.shape or a.dtype != b.dtype:
             return Difference(name, None, (a.dtype, a.shape), (b.dtype, b.shape), 1)
         if not same_bits(a, b):
-            return _describe(name, local(a).detach(), local(b).detach())
+            return _describe(name, a.detach(), b.detach())
     return None
 
 
@@ -70,12 +71,12 @@ def varies(
     it likes (atomics, as in the backward of flash attention), in some runs in ten or a hundred.
 
     another_run: runs it again; how the result differs from that of the first run. anywhere:
-    whether something is so on any of the ranks that run it together.
+    whether something is so on any of the ranks that run it together, the answer for all of them.
     """
     for _ in range(_RUNS):
         found = another_run()
         if anywhere(found is not None):
-            return found is not None and found.only_order_of_sums
+            return not anywhere(found is not None and not found.only_order_of_sums)
     return False
 
 
@@ -111,6 +112,7 @@ def is_noise(eager: Tensor | None, again: Tensor | None, replayed: Tensor | None
     is. Of whole numbers that vary nothing is known. Synchronises."""
     if eager is None or again is None or replayed is None or same_bits(eager, again):
         return False
+    eager, again, replayed = local(eager), local(again), local(replayed)
     if not eager.is_floating_point() or _is_rounding(eager, replayed):
         return True
     if not _largest(eager).isfinite():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,11 @@ class ScopeReport:
     refused: why it is not replayed, though it was captured or planned, or None.
     not_reproducible: whether eager runs differ from one another, so that replays cannot be equal.
     not_guarded: what its Python can have read and nobody compares.
+    gradients_in_place: how many gradients of weights its graphs leave where ``.grad`` finds them.
+    copied_gradients: reason -> how many others are copied, once each ("accumulated",
+        "several_slots", "split", "used_again", "shared_memory", "other_layout"), and how often
+        one of the former was: "hooks", "asked_for" (``autograd.grad``), "still_held" (moved away
+        before the memory was written again), "view_held" (from then on it is always copied).
     """
 
     name: str
@@ -35,6 +42,8 @@ class ScopeReport:
     refused: str | None = None
     not_reproducible: bool = False
     not_guarded: tuple[str, ...] = ()
+    gradients_in_place: int = 0
+    copied_gradients: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,7 @@ class Report:
     pool_bytes: device memory held by the graphs' pools (0 on the CPU, which has none), next to what
         ``graphs.plan()`` predicted, without fragmentation.
     abandoned: forwards that were replayed and whose backward never came.
+    occupation: as ``occupation_of`` the model.
     """
 
     backend: str
@@ -61,7 +71,21 @@ class Report:
     pool_bytes: int
     abandoned: int
     capture_seconds: float
+    occupation: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
+
+
+def occupation_of(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """By the names of modules that have a bounded room (an MoE layer's rows, an activation
+    stack's): how much of it was asked for at most, and how much there is. If the first is above the
+    second, it overflowed. Modules tell by a method ``occupation``, which waits for the device.
+    """
+    told = {
+        name: module.occupation()
+        for name, module in model.named_modules()
+        if callable(getattr(module, "occupation", None))
+    }
+    return {name: found for name, found in told.items() if found is not None}

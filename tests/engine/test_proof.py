@@ -11,7 +11,7 @@ from torch import nn
 import moe_graphs
 from moe_graphs import FullIteration, GraphConfig, make_graphed_callables
 from moe_graphs.engine.backends.cpu import Tape
-from moe_graphs.engine.proof import fingerprints
+from moe_graphs.engine.proof import Difference, fingerprints, varies
 from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
 
 PERIOD = 5
@@ -202,6 +202,39 @@ def test_a_backward_is_replayed_once_for_its_forward(replays):
     report = report_of("scopes", RoundedInBackward.apply)
     assert report.eager_calls["differs_from_eager"] > 0
     assert set(replays.values()) == {1}  # all that follow are eager
+
+
+ROUNDED = Difference("a", (0,), 1.0, 1.5, 1, only_order_of_sums=True)
+WORSE = Difference("a", (0,), 1.0, 7.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("here", "elsewhere", "expected"),
+    [
+        ([None, ROUNDED], [None, None], True),
+        ([None, None], [None, ROUNDED], True),  # the same kernel, seen by another rank first
+        ([None, WORSE], [None, ROUNDED], False),
+        ([None, ROUNDED], [None, WORSE], False),
+        ([], [], False),
+    ],
+)
+def test_ranks_agree_on_what_varies(here, elsewhere, expected):
+    def rank(own, others):
+        """Asks, after each run, whether either differs, and whether either is worse."""
+        answers = [
+            flag
+            for found in others
+            for flag in (found is not None, found is WORSE)[: 1 if found is None else 2]
+        ]
+        runs = iter(own)
+
+        def anywhere(mine: bool) -> bool:
+            return bool(mine) | (answers.pop(0) if answers else False)
+
+        return varies(lambda: next(runs, None), anywhere)
+
+    assert rank(here, elsewhere) is expected
+    assert rank(elsewhere, here) is expected
 
 
 @pytest.mark.gpu

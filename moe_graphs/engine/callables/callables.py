@@ -329,9 +329,10 @@ class CallableGraphs:
                                 backward_dw=backward)  # fmt: skip
 
     def report(self) -> Report:
-        """What was captured and what happened since. Does not synchronise."""
+        """What was captured and what happened since. Waits for the device where it counts."""
         state = "captured" if self.captured is not None else "released"
-        return report_of(self.backend, state, self.graphed, self.captured, self.capture_seconds)
+        modules, took = nn.ModuleList(g.scope.module for g in self.graphed), self.capture_seconds
+        return report_of(self.backend, modules, state, self.graphed, self.captured, took)
 
     def release(self) -> None:
         """Gives modules their own forward back, and the graphs' memory. Idempotent."""

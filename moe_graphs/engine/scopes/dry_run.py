@@ -262,6 +262,7 @@ class DryRun:
                 forward=forward,
                 backward=meter.peak(),
                 gradients=nbytes([o for o in produced if o.requires_grad]),
+                weights=nbytes(p for p in leaves_behind(produced) if id(p) not in inputs),
             )
         return (dry.trace, backward), (dry.reads, reads), memory
 

@@ -180,6 +180,7 @@ class Graphs:
         self._fail_together(captured.recorder.failure)
         if captured.is_complete:
             self.state = "captured"
+            self.backend.make_room()  # what the eager runs of the proofs have left
             for place in captured.places:
                 place.planned.examined = None
 
@@ -213,7 +214,8 @@ class Graphs:
             self._failure = error
 
     def _predicted(self, planned: Plan) -> MemoryPlan:
-        memory = memory_plan(planned, self._measured, self.config.split_backward)
+        accumulated = self.observation.with_gradients
+        memory = memory_plan(planned, self._measured, self.config.split_backward, accumulated)
         limit = self.config.memory_limit
         if limit is not None and memory.total_bytes > limit:
             self._fail(CaptureError(
@@ -226,25 +228,23 @@ class Graphs:
         config = self.config
         chunks = []
         for chunk in planned.chunks:
-            calls = [self._planned_call(number) for number in chunk.calls]
+            calls = [self._planned_call(number, chunk.slots) for number in chunk.calls]
             chunks.append(Chunk([Slot(calls, self.backend) for _ in range(chunk.slots)]))
         self.observation.tell_of_weights_apart(split=config.split_backward)
         recorder = Recorder(
-            self.model,
-            self.backend,
-            split=config.split_backward,
-            verify=config.verify,
+            self.model, self.backend, split=config.split_backward, verify=config.verify
         )
         return Captured(chunks, recorder, memory)
 
-    def _planned_call(self, alike: int) -> PlannedCall:
-        observed = self.observation.alike[alike]
+    def _planned_call(self, alike: int, slots: int) -> PlannedCall:
+        observed, split = self.observation.alike[alike], self.config.split_backward
         return PlannedCall(
             observed.scope,
             observed.signature,
             examined=self._examined.get(alike),
             ranks=self._ranks if alike in self._communicating else ALONE,
-            refused=self.observation.refusal(observed.scope, split=self.config.split_backward),
+            refused=self.observation.refusal(observed.scope, split=split),
+            copies_gradients=self.observation.copies_gradients(observed.scope, slots, split),
         )
 
     # ---- ahead of time
@@ -385,10 +385,9 @@ class Graphs:
         self._finalizer()
 
     def report(self) -> Report:
-        """What was captured and what happened since. Does not synchronise."""
-        return report_of(
-            self.backend, self.state, self.scopes, self.captured, self._capture_seconds
-        )
+        """What was captured and what happened since. Waits for the device where it counts."""
+        seconds = self._capture_seconds
+        return report_of(self.backend, self.model, self.state, self.scopes, self.captured, seconds)
 
 
 _STEPS_TO_CAPTURE = 3

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ class CallMemory:
     outputs: of the graph; kept: outputs and what is saved for the backward.
     forward, backward: the most that is allocated at once while it runs, kept included in forward.
     gradients: incoming gradients, for which calls share buffers.
+    weights: gradients of the weights that stay in place, as ``.grad``; included in backward, too.
     """
 
     scope: str
@@ -29,6 +30,7 @@ class CallMemory:
     forward: int
     backward: int
     gradients: int
+    weights: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class ChunkMemory:
         for call in reversed(self.calls):
             peak = max(peak, kept + call.backward)
             if not self.split:
-                kept -= call.kept - call.outputs
+                kept -= call.kept - call.outputs - call.weights
         return peak
 
     def inputs(self) -> int:
@@ -113,12 +115,25 @@ class MemoryPlan:
         return "\n".join(lines)
 
 
-def memory_plan(plan: Plan, measured: Mapping[int, CallMemory], split: bool) -> MemoryPlan:
-    """``measured``: by the number of the calls alike."""
-    chunks = [
-        ChunkMemory(tuple(measured[n] for n in chunk.calls if n in measured), chunk.slots, split)
-        for chunk in plan.chunks
-    ]
+def memory_plan(
+    plan: Plan,
+    measured: Mapping[int, CallMemory],
+    split: bool,
+    accumulated: Collection[str] | None = None,
+) -> MemoryPlan:
+    """
+    Args:
+        measured: by the number of the calls alike.
+        accumulated: names of scopes whose weights' gradients are copied; None: those of all.
+    """
+    chunks = []
+    for chunk in plan.chunks:
+        calls = [measured[n] for n in chunk.calls if n in measured]
+        copied = {call.scope for call in calls}
+        if accumulated is not None and chunk.slots == 1 and not split:
+            copied &= set(accumulated)
+        calls = [replace(call, weights=0) if call.scope in copied else call for call in calls]
+        chunks.append(ChunkMemory(tuple(calls), chunk.slots, split))
     gradients = [call.gradients for chunk in chunks for call in chunk.calls]
     own = sum(chunk.slots * call.gradients for chunk in chunks for call in chunk.calls)
     return MemoryPlan(tuple(chunks), own if split else max(gradients, default=0))

@@ -35,6 +35,7 @@ class Observation:
         steps: the events of each step.
         with_double_backward: names of scopes whose gradients were differentiated again.
         with_weights_apart: names of scopes whose weights had a backward of their own.
+        with_gradients: names of scopes that were called while a weight had a ``.grad``.
     """
 
     def __init__(self) -> None:
@@ -42,6 +43,7 @@ class Observation:
         self.steps: list[list[Event]] = []
         self.with_double_backward: set[str] = set()
         self.with_weights_apart: set[str] = set()
+        self.with_gradients: set[str] = set()
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -60,6 +62,8 @@ class Observation:
         alike, is_new = self._alike(scope, inputs)
         number = self._calls
         self._calls += 1
+        if any(parameter.grad is not None for parameter in scope.module.parameters()):
+            self.with_gradients.add(scope.name)
         self.events.append(Event("F", scope.name, number, alike=alike))
         return number, alike, is_new
 
@@ -100,6 +104,13 @@ class Observation:
         if scope.name in self.with_double_backward:
             return _DOUBLE_BACKWARD
         return _WEIGHTS_APART if scope.name in self.with_weights_apart and not split else None
+
+    def copies_gradients(self, scope: Scope, slots: int, split: bool) -> str | None:
+        """Why no gradient of its weights becomes ``.grad`` without a copy, None if they may: where
+        they are added up, the memory of the first one would soon be needed again."""
+        if split or slots > 1:
+            return "split" if split else "several_slots"
+        return "accumulated" if scope.name in self.with_gradients else None
 
     def tell_of_weights_apart(self, *, split: bool) -> None:
         apart = sorted(self.with_weights_apart - self.with_double_backward)

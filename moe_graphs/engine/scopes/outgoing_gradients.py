@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from itertools import repeat
-from operator import attrgetter, is_not
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from moe_graphs.engine.autograd import accumulates
+from moe_graphs.engine.scopes.gradient_loans import GradientLoan
 from moe_graphs.engine.scopes.recording import RecordedBackward
 from moe_graphs.engine.scopes.slots import Slot
-
-_grad_of = attrgetter("grad")
+from moe_graphs.engine.stand_for import local
 
 
 def outgoing(
@@ -23,53 +20,58 @@ def outgoing(
 ) -> dict[int, Tensor | None]:
     """By use, the gradients as tensors that autograd may take.
 
-    A parameter that has a ``.grad`` already (a later microbatch) is added to by autograd in place:
-    it gets the static memory itself, lent until the next replay in the slot. In every other case
-    (first microbatch, hooks, ``autograd.grad``, inputs) it is a copy, laid out like the parameter
+    A parameter without a ``.grad`` gets the static memory itself, if nothing else ever writes
+    there: autograd makes it ``.grad``. One that has a ``.grad`` already (a later microbatch) is
+    added to by autograd in place: it gets static memory lent until the next replay in the slot. In
+    every other case (hooks, ``autograd.grad``, inputs) it is a copy, laid out like the parameter
     so that it can become ``.grad`` without another one.
 
     nodes: per use, where its gradient goes.
     """
-    lent: dict[int, Tensor] = {}
+    results: dict[int, Tensor | None] = {}
     launches = recorded.launches
-    if any(map(is_not, map(_grad_of, recorded.parameters), repeat(None))):
-        lent = _lent(slot, recorded, nodes)
-        launches = [launch.without(lent) for launch in launches]
-    results: dict[int, Tensor | None] = {**lent}
+    if recorded.has_some_in_place or any(map(_has_grad, recorded.parameters)):
+        results |= lent(slot, recorded, nodes)
+        launches = recorded.launches_without(tuple(results))
     for launch in launches:
         copies = list(map(torch.empty_like, launch.likes))
+        targets = list(map(local, copies))
         if len(copies) == 1:
-            copies[0].copy_(launch.gradients[0])
+            targets[0].copy_(launch.gradients[0])
         elif copies:
-            torch._foreach_copy_(copies, launch.gradients)
+            torch._foreach_copy_(targets, launch.gradients)
         results.update(zip(launch.uses, copies, strict=True))
     return results
 
 
-def _lent(
-    slot: Slot, recorded: RecordedBackward, nodes: Callable[[], Sequence[Node | None]]
+def lent(
+    slot: Slot,
+    recorded: RecordedBackward,
+    nodes: Callable[[], Sequence[Node | None]],
+    *,
+    in_place_only: bool = False,
 ) -> dict[int, Tensor]:
-    found, loans = {}, []
-    for use, parameter, gradient, loan in recorded.of_parameters:
-        if _has_plain_grad(parameter) and accumulates(nodes()[use]):
-            found[use] = gradient.detach()
-            loan.hand([weakref.ref(found[use])])
+    """The part of it that is static memory."""
+    found: dict[int, Tensor] = {}
+    added: list[GradientLoan] = []
+    in_place: list[GradientLoan] = []
+    for use, parameter, loan in recorded.of_parameters:
+        there = parameter.grad
+        if there is None:
+            loans = in_place if loan.is_in_place else None
+        else:
+            is_plain = loan.is_plain and there.layout is torch.strided
+            loans = added if is_plain and not in_place_only else None
+        if loans is None:
+            continue
+        if not parameter._backward_hooks and accumulates(nodes()[use]):
+            found[use] = loan.lend()
             loans.append(loan)
-    slot.lend(loans)
+        elif there is None:
+            loan.copied["hooks" if parameter._backward_hooks else "asked_for"] += 1
+    slot.lend(added=added, in_place=in_place)
     return found
 
 
-def add_to_grad(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """What autograd would do with the weights' part of a backward that was delayed."""
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        if parameter.grad is None:
-            parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
-        else:
-            parameter.grad.add_(gradient)
-
-
-def _has_plain_grad(parameter: Tensor) -> bool:
-    gradient = parameter.grad
-    if gradient is None or parameter._backward_hooks:
-        return False
-    return gradient.layout is torch.strided
+def _has_grad(parameter: Tensor) -> bool:
+    return parameter.grad is not None

@@ -14,6 +14,7 @@ from moe_graphs.engine.backends.backend import Graph
 from moe_graphs.engine.proof import Difference, warn
 from moe_graphs.engine.ranks import ALONE, Ranks
 from moe_graphs.engine.scopes.examined import Examined
+from moe_graphs.engine.scopes.gradient_loans import GradientLoan
 from moe_graphs.engine.scopes.loans import Loan
 from moe_graphs.engine.scopes.open_call import BackwardRun, OpenCall
 from moe_graphs.engine.scopes.recording import (
@@ -39,6 +40,7 @@ class PlannedCall:
     not_reproducible: whether eager runs themselves differ from one another, in their last bits.
     backward_runs_once: autograd's graph of its forward is used up by one backward.
     eager_backwards: reason -> backwards of replayed forwards that ran eagerly.
+    copies_gradients: why no weight's gradient may become ``.grad`` as it is, None if they may.
     """
 
     scope: Scope
@@ -50,6 +52,7 @@ class PlannedCall:
     not_reproducible: bool = False
     backward_runs_once: bool = False
     eager_backwards: Counter[str] = field(default_factory=Counter)
+    copies_gradients: str | None = "not_observed"
 
     def differs(self, difference: Difference) -> None:
         """Replays do not compute what eager does: it runs eagerly from now on."""
@@ -113,6 +116,11 @@ class Place:
             for i in self.forward.loaded
             if self.forward.inputs[i].requires_grad and i not in got
         ]
+
+    def gradient_loans(self) -> list[GradientLoan]:
+        """Of the weights' gradients."""
+        recorded = (self.backward, self.weights)
+        return [row[-1] for each in recorded if each is not None for row in each.of_parameters]
 
     def graphs(self) -> list[Graph]:
         recorded = (self.forward, self.backward, self.weights)

@@ -65,14 +65,16 @@ def compute_anew(
         ):
             tree = pytree.tree_unflatten(inputs, forward.signature.structure)
             outputs, _ = place.planned.scope.run(tree, forward.arguments, capturing=True)
+        if forward.draws:
+            backend.return_to(now)
+        live, found = _outputs(place, outputs)
+        names = [f"output {number}" for number in range(len(found))]
+        difference = first_difference(names, forward.outputs, found)
+        return difference, _gradients(place, stand_ins, inputs, live, incoming)
     finally:
         if forward.draws:
             backend.return_to(now)
-        written.put_back()
-    live, found = _outputs(place, outputs)
-    names = [f"output {number}" for number in range(len(found))]
-    difference = first_difference(names, forward.outputs, found)
-    return difference, _gradients(place, stand_ins, inputs, live, incoming)
+        written.put_back()  # behind the backward, which may look for what its forward has written
 
 
 def _leaf(leaf: object, is_lent: bool) -> object:

@@ -27,6 +27,7 @@ from moe_graphs.engine.scopes.dry_run import DryRun, ScopeCall, check_capturable
 from moe_graphs.engine.scopes.effects import Effects
 from moe_graphs.engine.scopes.examined import unchanged
 from moe_graphs.engine.scopes.expected import Expected
+from moe_graphs.engine.scopes.gradient_loans import Allocations, GradientLoan, reason_to_copy
 from moe_graphs.engine.scopes.loans import Loan
 from moe_graphs.engine.scopes.open_call import BackwardRun
 from moe_graphs.engine.scopes.place import PendingBackward, Place
@@ -35,6 +36,7 @@ from moe_graphs.engine.scopes.recompute import recompute
 from moe_graphs.engine.scopes.recording import RecordedBackward, Surroundings
 from moe_graphs.engine.scopes.slots import Slot
 from moe_graphs.engine.signature import Mismatch, TensorSpec
+from moe_graphs.engine.stand_for import local
 from moe_graphs.engine.static_memory import copy_to, static_copy, static_like, target_of
 from moe_graphs.engine.tracing import Operations, address, differing_op
 from moe_graphs.errors import CaptureError
@@ -271,10 +273,10 @@ class Recorder:
         targets = tuple(map(target_of, static))
         for target, gradient in zip(targets, run.incoming, strict=True):
             copy_to(target, gradient)
-        graph = None
+        graph, made = None, Allocations()
         with Loan.of_our_own(slot.loans()):
             if run.first_uses:
-                with self.backend.record(slot.pool) as graphs:
+                with self.backend.record(slot.pool) as graphs, made:
                     gradients = run.first_part(static, last=not self.split)
                 (graph,) = graphs
             else:
@@ -287,7 +289,7 @@ class Recorder:
             surroundings,
             run.layouts,
             targets,
-            *self._by_use(place, run.first_uses, gradients),
+            *self._by_use(slot, place, run.first_uses, gradients, made),
         )
         slot.backward_recorded(place)
 
@@ -311,7 +313,7 @@ class Recorder:
             first.surroundings,
             first.layouts,
             (),
-            *self._by_use(place, run.second_uses, gradients),
+            *self._by_use(slot, place, run.second_uses, gradients, Allocations()),
         )
         self.proofs.backward(pending, run.given, place.weights, eager, again, effects)
 
@@ -330,10 +332,26 @@ class Recorder:
         return chosen
 
     def _by_use(
-        self, place: Place, uses: tuple[int, ...], gradients: Sequence[Tensor | None]
+        self,
+        slot: Slot,
+        place: Place,
+        uses: tuple[int, ...],
+        gradients: Sequence[Tensor | None],
+        made: Allocations,
     ) -> tuple[tuple, ...]:
         """``uses``, ``listed``, ``gradients`` and ``loans`` of a ``RecordedBackward``."""
         listed = tuple(place.forward.listed[use] for use in uses)
-        borrowed = [None if g is None else self.backend.borrow(g.detach()) for g in gradients]
-        loans = [None if g is None else Loan(g.untyped_storage()) for g in borrowed]
-        return uses, listed, tuple(borrowed), tuple(loans)
+        static: list[Tensor | None] = []
+        loans: list[GradientLoan | None] = []
+        for each, gradient in zip(listed, gradients, strict=True):
+            reason: str | None = "of_an_input"
+            if isinstance(each, Tensor) and gradient is not None:
+                reason = place.planned.copies_gradients or slot.uses_again(each)
+                reason = reason or reason_to_copy(each, gradient, gradients, made)
+            kept = None if gradient is None else local(gradient.detach())
+            if kept is not None and reason is not None:
+                kept = self.backend.borrow(kept)
+            static.append(kept)
+            is_lent = isinstance(each, Tensor) and kept is not None
+            loans.append(GradientLoan(each, kept, reason) if is_lent else None)
+        return uses, listed, tuple(static), tuple(loans)

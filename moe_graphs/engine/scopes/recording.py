@@ -20,9 +20,10 @@ from moe_graphs.engine.backends.backend import Graph
 from moe_graphs.engine.context import Context
 from moe_graphs.engine.fp8 import Scales
 from moe_graphs.engine.guards import Guards
-from moe_graphs.engine.scopes.loans import Loan
+from moe_graphs.engine.scopes.gradient_loans import GradientLoan
 from moe_graphs.engine.scopes.select import Call, Exit
 from moe_graphs.engine.signature import Mismatch, Signature, unflattening
+from moe_graphs.engine.stand_for import local
 
 Layouts = tuple[tuple[int, ...] | None, ...]
 versions_of = attrgetter("_version")
@@ -141,8 +142,10 @@ class RecordedBackward:
         targets: where the gradients that do come in are copied to.
         uses: the numbers of the uses (``RecordedForward.listed``) whose gradients it computes;
             listed: what these are, a number of an input or the parameter.
-        gradients: of these; memory that is only borrowed: later captures of the slot use it again.
-        loans: of that memory, for when it is handed out.
+        gradients: of these (of a DTensor its local part). Those that may become ``.grad`` have
+            their memory for themselves, of the others it is only borrowed: later captures of the
+            slot use it again.
+        loans: of the weights' gradients, for when they are handed out.
     """
 
     graph: Graph | None
@@ -152,17 +155,22 @@ class RecordedBackward:
     uses: tuple[int, ...]
     listed: tuple[int | Tensor, ...]
     gradients: tuple[Tensor | None, ...]
-    loans: tuple[Loan | None, ...]
+    loans: tuple[GradientLoan | None, ...]
 
     @cached_property
-    def of_parameters(self) -> list[tuple[int, Tensor, Tensor, Loan]]:
-        """Uses, parameters, gradients and their loans."""
-        rows = zip(self.uses, self.listed, self.gradients, self.loans, strict=True)
-        return [row for row in rows if isinstance(row[1], Tensor) and row[2] is not None]
+    def of_parameters(self) -> list[tuple[int, Tensor, GradientLoan]]:
+        """Uses, parameters and the loans of their gradients."""
+        rows = zip(self.uses, self.listed, self.loans, strict=True)
+        return [row for row in rows if row[2] is not None]
 
     @cached_property
     def parameters(self) -> list[Tensor]:
-        return [parameter for _, parameter, _, _ in self.of_parameters]
+        return [parameter for _, parameter, _ in self.of_parameters]
+
+    @cached_property
+    def has_some_in_place(self) -> bool:
+        """Whether it was captured with gradients that may become ``.grad``."""
+        return any(loan.is_in_place for _, _, loan in self.of_parameters)
 
     @cached_property
     def launches(self) -> list[Launch]:
@@ -173,13 +181,24 @@ class RecordedBackward:
         for use, each, gradient in zip(self.uses, self.listed, self.gradients, strict=True):
             if gradient is not None:
                 like = each if isinstance(each, Tensor) else gradient
-                dense = gradient.is_contiguous() and like.stride() == gradient.stride()
+                dense = gradient.is_contiguous() and local(like).stride() == gradient.stride()
                 alone = gradient.numel() >= _LARGE or not dense or like.dtype != gradient.dtype
                 launch = together.setdefault(use if alone else gradient.dtype, Launch([], [], []))
                 launch.uses.append(use)
                 launch.likes.append(like)
                 launch.gradients.append(gradient)
         return list(together.values())
+
+    def launches_without(self, uses: tuple[int, ...]) -> list[Launch]:
+        """What copies all gradients but some."""
+        if uses not in self._launches_without:
+            rest = [launch.without(uses) for launch in self.launches]
+            self._launches_without[uses] = [launch for launch in rest if launch.uses]
+        return self._launches_without[uses]
+
+    @cached_property
+    def _launches_without(self) -> dict[tuple[int, ...], list[Launch]]:
+        return {}
 
     def other(self, layouts: Layouts) -> str:
         """Why a backward with other incoming gradients cannot be replayed."""

@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 from moe_graphs.engine import fp8
 from moe_graphs.engine.autograd import is_wanted
 from moe_graphs.engine.scopes.delayed_weights import DelayedWeights, WeightsPart
-from moe_graphs.engine.scopes.outgoing_gradients import outgoing
+from moe_graphs.engine.scopes.outgoing_gradients import lent, outgoing
 from moe_graphs.engine.scopes.place import PendingBackward, Place
 from moe_graphs.engine.scopes.recompute import recompute
 from moe_graphs.engine.scopes.recorder import Recorder
@@ -171,10 +171,13 @@ def _first_part(
     if place.open is not None:
         results = recorder.backward(slot, pending, incoming)
         slot.backward_done(pending, replayed=place.backward is not None)
+        failed = place.planned.refused or recorder.failure
+        if place.backward is not None and not failed:  # its replay has left the same in place
+            results |= lent(slot, place.backward, nodes, in_place_only=True)
         return results
     place.planned.eager_backwards[reason] += 1
     gradients = dict(enumerate(recompute(recorder.backend, pending, incoming)))
-    if reason == "other_layout" and _fits(place, incoming):
+    if reason == "other_layout" and _fits(place, incoming) and slot.call_in_gradients():
         slot.backward_done(pending, replayed=True)
         _copy_in(place, incoming)
         if recorder.proofs.agrees(place, gradients):

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from torch import nn
+
 from moe_graphs.engine.backends.backend import Backend
-from moe_graphs.engine.report import Report, ScopeReport
+from moe_graphs.engine.report import Report, ScopeReport, occupation_of
 from moe_graphs.engine.scopes.captured import Captured
 from moe_graphs.engine.scopes.graphed_scope import GraphedScope
 from moe_graphs.engine.scopes.place import Place
@@ -14,6 +16,7 @@ from moe_graphs.engine.scopes.place import Place
 
 def report_of(
     backend: Backend,
+    model: nn.Module,
     state: str,
     scopes: Sequence[GraphedScope],
     captured: Captured | None,
@@ -37,6 +40,7 @@ def report_of(
         pool_bytes=sum(map(backend.pool_bytes, captured.pools)) if captured else 0,
         abandoned=captured.abandoned if captured else 0,
         capture_seconds=capture_seconds,
+        occupation=occupation_of(model),
     )
 
 
@@ -49,6 +53,7 @@ def _report_scope(graphed: GraphedScope, places: Sequence[Place]) -> ScopeReport
     backwards: Counter[str] = Counter()
     for call in planned:
         backwards.update({f"backward: {r}": n for r, n in call.eager_backwards.items()})
+    loans = [loan for place in own for loan in place.gradient_loans()]
     statics = [tensor for place in own for tensor in place.forward.static_tensors()]
     not_guarded = {n for place in own for n in place.forward.surroundings.guards.not_followed}
     return ScopeReport(
@@ -65,4 +70,6 @@ def _report_scope(graphed: GraphedScope, places: Sequence[Place]) -> ScopeReport
         refused=next((call.refused.message for call in planned if call.refused), None),
         not_reproducible=any(call.not_reproducible for call in planned),
         not_guarded=tuple(sorted(not_guarded)),
+        gradients_in_place=sum(loan.is_in_place for loan in loans),
+        copied_gradients=dict(sum((loan.copied for loan in loans), Counter())),
     )

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_graphs.engine.backends.backend import Backend
+from moe_graphs.engine.scopes.gradient_loans import GradientLoan
 from moe_graphs.engine.scopes.loans import Loan
 from moe_graphs.engine.scopes.place import PendingBackward, Place, PlannedCall
 from moe_graphs.engine.scopes.recording import Layouts
@@ -48,7 +49,8 @@ class Slot:
         # Weights' gradients come in any order: what is captured after one of them must not get
         # the memory that it works in.
         self.pool_of_weights = self._backend.new_pool()
-        self._lent: list[Loan] = []
+        self._lent: list[GradientLoan] = []
+        self._in_place: list[GradientLoan] = []
         self._clock, self._backwards = -1, 0
         self._stream: Any = None
         # By position: a recording waits for one backward at most.
@@ -90,6 +92,12 @@ class Slot:
     def loans(self) -> list[Loan]:
         found = {id(loan): loan for place in self.places for loan in place.loans.values()}
         return list(found.values())
+
+    def uses_again(self, parameter: Tensor) -> str | None:
+        """Why no gradient of a parameter becomes ``.grad``: autograd adds up several of them."""
+        forwards = (place.forward for place in self.places if place.forward is not None)
+        uses = sum(each is parameter for forward in forwards for each in forward.listed)
+        return "used_again" if uses > 1 else None
 
     # ---- replays
 
@@ -134,23 +142,29 @@ class Slot:
                     return Mismatch("input_moved", f"{message}, got another tensor")
                 writes.append(source)
         called_in = [each.call_in() for each in writes]  # all of them, come what may
-        if all(called_in) and self.call_in_gradients():
-            return None
-        message = "a view of an output of its last replay is still in use: clone() what you keep"
-        return Mismatch("output_held", message)
+        held, kind = "output", "an output"
+        if all(called_in):
+            # Forwards may write where the gradients of the last microbatch are.
+            self._in_place = [loan for loan in self._in_place if not loan.call_in()]
+            if self.call_in_gradients() and not self._in_place:
+                return None
+            held, kind = "gradient", "a weight's gradient"
+        message = f"a view of {kind} of its last replay is still in use: clone() what you keep"
+        return Mismatch(f"{held}_held", message)
 
-    def lend(self, loans: list[Loan]) -> None:
-        """Gradients in the pool's memory that autograd holds just now."""
-        self._lent = loans
+    def lend(self, *, added: list[GradientLoan], in_place: list[GradientLoan]) -> None:
+        """Gradients in the pool's memory: autograd holds those that it adds just now; the others
+        become ``.grad``, until the next microbatch comes."""
+        self._lent += added
+        self._in_place += in_place
 
     def call_in_gradients(self, *, collecting: bool = False) -> bool:
-        """``collecting``: what only garbage holds comes back, too."""
-        lent, self._lent = self._lent, []
-        held = [loan for loan in lent if not loan.call_in()]
-        if held and collecting:
+        """Those that were added. ``collecting``: what only garbage holds comes back, too."""
+        self._lent = [loan for loan in self._lent if not loan.call_in()]
+        if self._lent and collecting:
             gc.collect()
-            held = [loan for loan in held if not loan.call_in()]
-        return not held
+            self._lent = [loan for loan in self._lent if not loan.call_in()]
+        return not self._lent
 
     def in_flight(self) -> list[PendingBackward]:
         """Replayed forwards whose backward may still come."""
@@ -235,6 +249,8 @@ class Slot:
             self.abandoned += 1
         self._pending.clear()
         self._clock = -1
+        for loan in self._in_place:
+            loan.note_holder()
         begun = any(place.forward is not None for place in self.places)
         if not self.is_closed and (begun or all(place.planned.refused for place in self.places)):
             self._close_or_begin_anew()

@@ -9,7 +9,8 @@ from torch import nn
 import moe_graphs
 from moe_graphs import CaptureError, GraphConfig, GraphError
 from moe_graphs.engine.backends import backend_for
-from moe_graphs.engine.scopes.memory import CallMemory, ChunkMemory, MemoryPlan
+from moe_graphs.engine.scopes.memory import CallMemory, ChunkMemory, MemoryPlan, memory_plan
+from moe_graphs.engine.scopes.plan import Plan, PlannedChunk
 from training_runs import DEVICES, loss_of, microbatches, tiny_model
 
 KIB = 1024
@@ -27,6 +28,20 @@ def test_a_pool_holds_what_is_kept_and_the_largest_temporaries():
     assert ChunkMemory((first, second), 1, split=False).pool() == 42
     # With weights later nothing is freed between backwards.
     assert ChunkMemory((first, second), 1, split=True).pool() == 60
+
+
+def test_weights_gradients_in_place_stay_in_the_pool():
+    first = call("a", outputs=1, kept=10, forward=12, backward=30, weights=7)
+    second = call("b", outputs=2, kept=20, forward=21, backward=25, weights=20)
+    # Backwards: 30 + 25, then 30 - 18 + 20 + 30.
+    assert ChunkMemory((first, second), 1, split=False).pool() == 62
+    plan = Plan((PlannedChunk((0, 1), slots=1),))
+    measured = {0: first, 1: second}
+    assert memory_plan(plan, measured, False, accumulated=()).pool_bytes == 62
+    assert memory_plan(plan, measured, False, accumulated=("b",)).pool_bytes == 55
+    assert memory_plan(plan, measured, False).pool_bytes == 55
+    two_slots = Plan((PlannedChunk((0, 1), slots=2),))
+    assert memory_plan(two_slots, measured, False, accumulated=()).pool_bytes == 2 * 55
 
 
 def test_totals_and_table():

@@ -1,0 +1,303 @@
+"""Gradients that autograd takes where a graph has left them: no copy, and still the user's own."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import moe_graphs
+from moe_graphs import GraphConfig
+from moe_graphs.engine.scopes.loans import all_references
+from poisoned_gradients import in_place, poison
+from training_runs import DEVICES
+from two_scopes import WIDTH, both, build, data, scopes, train_step, update, warm
+
+on_devices = pytest.mark.parametrize("device", DEVICES)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch, request):
+    """CUDA's graphs do so by themselves; and there a gradient may lie where its own backward still
+    reads something else."""
+    if "cuda" not in request.node.name:
+        poison(monkeypatch)
+
+
+def static_gradients(graphs: moe_graphs.Graphs) -> set[int]:
+    return {loan._gradient.data_ptr() for loan in in_place(graphs.captured.places)}
+
+
+def copied(report: moe_graphs.Report) -> Counter[str]:
+    return sum((Counter(scope.copied_gradients) for scope in report.scopes), Counter())
+
+
+def backward_alone(model, graphs, x) -> Tensor:
+    """Forward and backward, with the backward on this thread."""
+    with graphs.step():
+        output = model(x)
+        output.square().mean().backward()
+    return output
+
+
+# ---- without a copy
+
+
+@on_devices
+def test_the_plain_loop_copies_no_gradient(device, monkeypatch):
+    """Memory for a copy is made by one function; what autograd copied would lie elsewhere."""
+    model = build(device)
+    made, empty_like = Counter(), torch.empty_like
+
+    def counted(tensor, **options):
+        made[tensor.numel()] += 1
+        return empty_like(tensor, **options)
+
+    monkeypatch.setattr(torch, "empty_like", counted)
+    graphs = warm(model, device, on_mismatch="error")
+    addresses = [p.grad.data_ptr() for p in model.parameters()]
+    assert set(addresses) == static_gradients(graphs)  # the very step that captured them
+    for _ in range(3):
+        model.zero_grad()
+        made.clear()
+        backward_alone(model, graphs, data(device))
+        assert made == {4 * WIDTH: 1}  # the gradient of the second scope's input
+        assert [p.grad.data_ptr() for p in model.parameters()] == addresses
+        update(model)
+    report = graphs.report()
+    assert [scope.gradients_in_place for scope in report.scopes] == [2, 2]
+    assert not copied(report)
+
+
+@on_devices
+def test_only_the_engine_holds_what_is_not_out(device):
+    """Were anything else counted as its own, a user's reference would go unseen."""
+    model = build(device)
+    graphs = warm(model, device)
+    model.zero_grad()
+    for loan in in_place(graphs.captured.places):
+        known = all_references(loan._storage)
+        assert loan._known == known
+        kept = loan._gradient.data
+        assert loan.is_out
+        del kept
+        storage = loan._gradient.untyped_storage()
+        assert loan.is_out
+        del storage
+        assert not loan.is_out
+        if device == "cuda":  # no recorder that holds what it runs again
+            assert torch._C._storage_Use_Count(loan._storage._cdata) == 2
+
+
+@on_devices
+def test_zero_grad_in_place_and_none(device):
+    def scenario(model, graphs):
+        found = []
+        for set_to_none in (True, False, False, True, True):
+            model.zero_grad(set_to_none=set_to_none)
+            backward_alone(model, graphs, data(device))
+            found += [p.grad.clone() for p in model.parameters()]
+            update(model)
+        return found
+
+    report = both(device, scenario, on_mismatch="error")
+    assert copied(report) == {"still_held": 4}  # moved once, and then it is added to
+
+
+@on_devices
+def test_zero_grad_between_forward_and_backward(device):
+    def scenario(model, graphs):
+        for _ in range(3):
+            with graphs.step():
+                loss = model(data(device)).square().mean()
+                model.zero_grad()
+                loss.backward()
+            update(model)
+        return []
+
+    assert copied(both(device, scenario, on_mismatch="error")) == {"still_held": 3 * 4}
+
+
+@on_devices
+def test_accumulated_only_after_the_capture(device):
+    def scenario(model, graphs):
+        found = []
+        for microbatches in (1, 3, 1, 2):
+            model.zero_grad()
+            with graphs.step():
+                for _ in range(microbatches):
+                    model(data(device)).square().mean().backward()
+            found += [p.grad.clone() for p in model.parameters()]
+            update(model)
+        return found
+
+    assert copied(both(device, scenario, on_mismatch="error")) == {"still_held": 2 * 4}
+
+
+@on_devices
+def test_accumulated_in_the_warm_up_nothing_is_kept(device):
+    model = build(device)
+    graphs = moe_graphs.graph(model, scopes(warmup_steps=1))
+    for _ in range(3):
+        model.zero_grad()
+        with graphs.step():
+            for _ in range(2):
+                model(data(device)).square().mean().backward()
+    report = graphs.report()
+    assert copied(report) == {"accumulated": 4}
+    assert not any(scope.gradients_in_place for scope in report.scopes)
+
+
+# ---- references that outlive the step
+
+
+@on_devices
+def test_gradients_that_are_kept_do_not_change(device):
+    """Every ``.grad`` of every step, as the same objects."""
+
+    def scenario(model, graphs):
+        kept, values = [], []
+        for _ in range(4):
+            model.zero_grad()
+            backward_alone(model, graphs, data(device))
+            own = [p.grad for p in model.parameters()]
+            kept += own
+            values += [gradient.clone() for gradient in own]
+            update(model)
+        assert all(map(torch.equal, kept, values))
+        return kept
+
+    assert copied(both(device, scenario, on_mismatch="error")) == {"still_held": 3 * 4}
+
+
+@on_devices
+@pytest.mark.parametrize("view", [Tensor.detach, Tensor.untyped_storage], ids=lambda f: f.__name__)
+def test_views_of_gradients_do_not_change(device, view):
+    def scenario(model, graphs):
+        views, values = [], []
+        for _ in range(2):
+            model.zero_grad()
+            backward_alone(model, graphs, data(device))
+            views.append(view(model.first.linear.weight.grad))
+            values.append(model.first.linear.weight.grad.clone())
+            update(model)
+        if isinstance(views[0], torch.UntypedStorage):
+            views = [torch.empty(0, device=device).set_(v, 0, (WIDTH, WIDTH)) for v in views]
+        values += views
+        assert torch.equal(torch.stack(values[:2]), torch.stack(values[2:]))
+        found = [value.clone() for value in values]
+        values.clear(), views.clear()
+        for _ in range(2):
+            train_step(model, graphs, data(device))
+        return found
+
+    report = both(device, scenario)
+    assert report.eager_calls["gradient_held"] == 2  # both scopes, in the second step
+    assert copied(report) == {"view_held": 1}
+    assert [scope.gradients_in_place for scope in report.scopes] == [1, 2]
+
+
+@on_devices
+def test_what_is_added_to_a_gradient_is_seen_in_its_views(device):
+    def scenario(model, graphs):
+        model.zero_grad()
+        backward_alone(model, graphs, data(device))
+        flat = [p.grad.view(-1) for p in model.parameters()]
+        backward_alone(model, graphs, data(device))
+        return [each.clone() for each in flat]
+
+    assert both(device, scenario).eager_calls["gradient_held"] == 2
+
+
+@on_devices
+def test_a_gradient_that_autograd_has_saved(device):
+    """Its version is its own: that of the next one says nothing about it."""
+
+    def scenario(model, graphs):
+        scale = torch.ones((), device=device, requires_grad=True)
+        model.zero_grad()
+        backward_alone(model, graphs, data(device))
+        of_first = (model.first.linear.weight.grad * scale).sum()
+        train_step(model, graphs, data(device))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        train_step(model, graphs, data(device))
+        of_first.backward()
+        return [scale.grad]
+
+    both(device, scenario, on_mismatch="error")
+
+
+@on_devices
+def test_gradients_outlive_their_graphs(device):
+    model = build(device)
+    graphs = warm(model, device)
+    model.zero_grad()
+    backward_alone(model, graphs, data(device))
+    gradients = [p.grad for p in model.parameters()]
+    values = [gradient.clone() for gradient in gradients]
+    graphs.recapture()
+    for _ in range(3):
+        train_step(model, graphs, data(device))
+    graphs.release()
+    made = [torch.full((WIDTH, WIDTH), float("nan"), device=device) for _ in range(64)]
+    assert len(made) == 64
+    assert all(map(torch.equal, gradients, values))
+
+
+@on_devices
+def test_other_layouts_and_memory_of_others_are_copied(device):
+    """A gradient of another layout, and one that is the very gradient that came in."""
+
+    class Transposed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+            self.shift = nn.Parameter(torch.randn(4, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight.t().contiguous() + self.shift
+
+    found = []
+    for config in (GraphConfig(impl="none"), GraphConfig(["[01]"], warmup_steps=1)):
+        torch.manual_seed(0)
+        model = nn.Sequential(Transposed(), Transposed()).to(device)
+        graphs = moe_graphs.graph(model, config)
+        for _ in range(4):
+            train_step(model, graphs, data(device))
+        found.append([p.grad.clone() for p in model.parameters()])
+    assert all(map(torch.equal, *found))
+    reasons = copied(graphs.report())
+    assert sum(reasons.values()) > 0, reasons
+    assert set(reasons) <= {"shared_memory", "other_layout"}
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+def test_ddp_with_and_without_views_of_its_buckets(as_view):
+    """Its buckets on one rank: ``.grad`` is read by its hooks, or replaced by them."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = []
+        for config in (GraphConfig(impl="none"), scopes(warmup_steps=2, on_mismatch="error")):
+            model = build("cpu")
+            parallel = DistributedDataParallel(model, gradient_as_bucket_view=as_view)
+            graphs = moe_graphs.graph(model, config)
+            values = []
+            for number in range(7):
+                parallel.zero_grad(set_to_none=number != 5)
+                with graphs.step():
+                    if number == 4:
+                        with parallel.no_sync():
+                            parallel(data("cpu")).square().mean().backward()
+                    parallel(data("cpu")).square().mean().backward()
+                values += [p.grad.clone() for p in model.parameters()]
+                update(model)
+            found.append(values)
+            del parallel
+            graphs.release()
+    finally:
+        dist.destroy_process_group()
+    assert all(map(torch.equal, *found))

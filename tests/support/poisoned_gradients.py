@@ -1,0 +1,50 @@
+"""Writes to the memory of weights' gradients as later graphs of a slot may: NaN, before them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+from moe_graphs.engine.scopes import replay
+from moe_graphs.engine.scopes.gradient_loans import GradientLoan
+from moe_graphs.engine.scopes.place import Place
+from moe_graphs.engine.scopes.slots import Slot
+
+_NEVER_IN_PLACE = {
+    "not_observed", "split", "several_slots", "accumulated", "used_again", "other_type",
+    "shared_memory", "other_layout",
+}  # fmt: skip
+
+
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward may overwrite the gradients of all backwards, a backward its own and those of the
+    backwards captured after it. The CPU's recorder reuses no memory by itself."""
+    begin, replayed = Slot.begin_replay, replay._replayed
+
+    def begin_replay(slot, place, leaves):
+        _overwrite(slot.places)
+        return begin(slot, place, leaves)
+
+    def backward(slot, place, incoming, nodes):
+        later = [e for e in slot.places if e.backward_position >= place.backward_position]
+        _overwrite(later)
+        return replayed(slot, place, incoming, nodes)
+
+    monkeypatch.setattr(Slot, "begin_replay", begin_replay)
+    monkeypatch.setattr(replay, "_replayed", backward)
+
+
+def in_place(places: Sequence[Place]) -> Iterator[GradientLoan]:
+    """Those that may be, or were until somebody kept a view."""
+    for place in places:
+        for loan in place.gradient_loans():
+            if not _NEVER_IN_PLACE & set(loan.copied):
+                yield loan
+
+
+@torch.no_grad()
+def _overwrite(places: Sequence[Place]) -> None:
+    for loan in in_place(places):
+        loan._gradient.data.fill_(float("nan"))
