@@ -21,7 +21,8 @@ import triton.language as tl
 from moe_graphs.kernels.launching import cdiv, launch
 from moe_graphs.kernels.ops import define_op
 
-C = 8  # lr * decay, lr / (1 - beta1^t), sqrt(1 - beta2^t), 1 - beta1, 1 - beta2, eps, scale, live
+# lr * decay, lr / (1 - beta1^t), sqrt(1 - beta2^t), 1 - beta1, 1 - beta2, eps, scale, live, factor
+C = 9
 BLOCK, WARPS = 1024, 4  # 16 bytes of bf16 for a thread: the fastest of those tried on an H200
 
 
@@ -37,7 +38,7 @@ def _value(x):
 @triton.jit
 def adamw_coefficients_kernel(
     step_ptr, out_ptr, N, lr, share1, share2, log_beta1, log_beta2, eps, weight_decay,
-    grad_scale, found_inf, BLOCK: tl.constexpr, C: tl.constexpr,
+    grad_scale, found_inf, grad_factor, BLOCK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = i < N
@@ -54,6 +55,7 @@ def adamw_coefficients_kernel(
     tl.store(out + 5, eps, mask=live)
     tl.store(out + 6, _value(grad_scale).to(tl.float32), mask=live)
     tl.store(out + 7, tl.where(_value(found_inf) == 1, 0.0, 1.0), mask=live)
+    tl.store(out + 8, _value(grad_factor).to(tl.float32), mask=live)
 
 
 @triton.jit
@@ -67,7 +69,7 @@ def _lerp(old, new, share):
 @triton.jit
 def adamw_kernel(
     p_ptr, g_ptr, m_ptr, v_ptr, c_ptr, n,
-    MAXIMIZE: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+    MAXIMIZE: tl.constexpr, SCALED: tl.constexpr, MULTIPLIED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < n
@@ -81,6 +83,8 @@ def adamw_kernel(
     if SCALED:
         g /= tl.load(c_ptr + 6)
         tl.store(g_ptr + i, g.to(g_ptr.dtype.element_ty), mask=written)
+    if MULTIPLIED:
+        g *= tl.load(c_ptr + 8)
     if MAXIMIZE:
         g = -g
     p = tl.fma(-decay, p, p)
@@ -108,21 +112,29 @@ def adamw_update(
     maximize: bool,
     grad_scale: torch.Tensor | None,
     found_inf: torch.Tensor | None,
+    grad_factor: torch.Tensor | None = None,
 ) -> None:
     """One update, `steps` counting it already: 0-dim, fp32.
 
     The four tensors of a parameter are dense, have the same strides and any dtypes of fp16, bf16
     and fp32. `lr_tensor`, if given, is read instead of `lr`. With `grad_scale` gradients are
-    divided by it first, in place. If `found_inf` is 1, nothing changes.
+    divided by it first, in place. `grad_factor` multiplies them on their way, which leaves them as
+    they are. If `found_inf` is 1, nothing changes.
     """
     coefficients_NC = torch.empty(len(params), C, dtype=torch.float32, device=params[0].device)
     rate = lr if lr_tensor is None else lr_tensor
     numbers = (1 - beta1, 1 - beta2, *map(_log, (beta1, beta2)), eps, weight_decay)
     scale = 1.0 if grad_scale is None else grad_scale
     found = 0.0 if found_inf is None else found_inf
-    args = (torch.stack(steps), coefficients_NC, len(params), rate, *numbers, scale, found)
+    factor = 1.0 if grad_factor is None else grad_factor
+    args = (torch.stack(steps), coefficients_NC, len(params), rate, *numbers, scale, found, factor)
     launch(adamw_coefficients_kernel, (cdiv(len(params), 32),), args, BLOCK=32, C=C, num_warps=1)
-    constants = {"MAXIMIZE": maximize, "SCALED": grad_scale is not None, "BLOCK": BLOCK}
+    constants = {
+        "MAXIMIZE": maximize,
+        "SCALED": grad_scale is not None,
+        "MULTIPLIED": grad_factor is not None,
+        "BLOCK": BLOCK,
+    }
     for tensors in zip(params, grads, exp_avgs, exp_avg_sqs, coefficients_NC.unbind(), strict=True):
         if n := tensors[0].numel():
             launch(adamw_kernel, (cdiv(n, BLOCK),), (*tensors, n), **constants, num_warps=WARPS)

@@ -11,6 +11,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from moe_graphs.kernels.availability import has_kernel
+from moe_graphs.optim.gradient_factor import multiply
 
 LARGE = 1 << 16  # numbers of a parameter that are worth a launch
 _UNSUPPORTED = {"amsgrad": False, "differentiable": False, "foreach": None}
@@ -32,13 +33,15 @@ class AdamW(torch.optim.AdamW):
 
     No host sync; for graphs, ``torch.amp.GradScaler`` and ``DeviceStep`` as torch's fused one is.
     The state is torch's (``step``, ``exp_avg``, ``exp_avg_sq``): either loads what the other has
-    saved. A tensor learning rate is read on the device at every step; everything else of a group
-    is a number that a graph freezes.
+    saved. ``grad_factor``, an attribute like those of ``torch.amp.GradScaler``, multiplies
+    gradients on their way (clipping). A tensor learning rate is read on the device at every step;
+    everything else of a group is a number that a graph freezes.
 
     A parameter of bf16, fp16 or fp32 with at least 65,536 numbers is one launch of a Triton kernel
     that computes in fp32 and rounds once. Its state has its dtype, its gradient may have another.
-    Torch's own fused kernel serves all others, together: small ones, fp64, subclasses of tensors
-    (DTensor, so FSDP2), and everything on the CPU and on other devices, or without Triton.
+    Torch's own fused kernel serves all others, together: small ones, fp64, subclasses of tensors,
+    and everything on the CPU and on other devices, or without Triton. Of DTensors (FSDP2, tensor
+    parallelism) each rank updates what it has.
 
     Args:
         params: as torch's.
@@ -54,6 +57,7 @@ class AdamW(torch.optim.AdamW):
     """
 
     starts_from_zeros = True  # for FullIteration: a first step from zero state is a first step
+    takes_grad_factor = True  # for DeviceStep
     _step_supports_amp_scaling = True  # which copies of torch's fused optimizers lose
 
     def __init__(
@@ -119,13 +123,14 @@ class AdamW(torch.optim.AdamW):
         columns: list[list[Tensor]] = [[] for _ in _Row._fields]
         parameters, gradients, exp_avgs, exp_avg_sqs, steps = columns
         self._init_group(group, parameters, gradients, exp_avgs, exp_avg_sqs, [], steps)
-        rows = list(map(_Row, *columns))
+        rows = [_local(_Row(*each)) for each in zip(*columns, strict=True)]
         for row in rows:
             _check_memory(row)
         return rows
 
     def _update(self, group: dict[str, Any], rows: Sequence[_Row]) -> None:
-        found_inf, grad_scale = (getattr(self, n, None) for n in ("found_inf", "grad_scale"))
+        flags = ("found_inf", "grad_scale", "grad_factor")
+        found_inf, grad_scale, grad_factor = (getattr(self, name, None) for name in flags)
         by_kernel: dict[torch.device, list[_Row]] = {}
         by_torch: list[_Row] = []
         for row in rows:
@@ -133,10 +138,12 @@ class AdamW(torch.optim.AdamW):
             where.append(row)
         for device, of_device in by_kernel.items():
             with torch.cuda.device_of(of_device[0].parameter):
-                scale, found = _moved(grad_scale, device), _moved(found_inf, device)
-                _update_by_kernel(of_device, group, scale, found)
+                given = [_moved(flag, device) for flag in (grad_scale, found_inf, grad_factor)]
+                _update_by_kernel(of_device, group, *given)
         if by_torch:
             parameters, gradients, exp_avgs, exp_avg_sqs, steps = _columns(by_torch)
+            if grad_factor is not None:
+                multiply(gradients, grad_factor)
             beta1, beta2 = group["betas"]
             options: dict[str, Any] = {
                 name: group[name] for name in ("lr", "weight_decay", "eps", "maximize")
@@ -148,6 +155,17 @@ class AdamW(torch.optim.AdamW):
 
 def _columns(rows: Sequence[_Row]) -> tuple[list[Tensor], ...]:
     return tuple(map(list, zip(*rows, strict=True)))
+
+
+def _local(row: _Row) -> _Row:
+    """What this rank has of DTensors that are sharded alike: an update is element by element."""
+    shared: list[Any] = list(row[:4])
+    if not all(hasattr(tensor, "to_local") for tensor in shared):
+        return row
+    if len({(tensor.device_mesh, tensor.placements) for tensor in shared}) > 1:
+        return row
+    parameter, gradient, exp_avg, exp_avg_sq = (tensor.to_local() for tensor in shared)
+    return _Row(parameter, gradient, exp_avg, exp_avg_sq, row.step)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -200,6 +218,7 @@ def _update_by_kernel(
     group: dict[str, Any],
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
+    grad_factor: Tensor | None,
 ) -> None:
     """Steps count as in torch: up, and down again where the update is left out."""
     from moe_graphs.kernels.adamw_triton import adamw_update
@@ -212,7 +231,7 @@ def _update_by_kernel(
         parameters, gradients, exp_avgs, exp_avg_sqs, steps,
         0.0 if on_device else float(lr), _moved(lr, steps[0].device) if on_device else None,
         beta1, beta2, group["eps"], group["weight_decay"], group["maximize"],
-        grad_scale, found_inf,
+        grad_scale, found_inf, grad_factor,
     )  # fmt: skip
     if found_inf is not None:
         torch._foreach_sub_(steps, [found_inf] * len(steps))

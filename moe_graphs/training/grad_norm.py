@@ -10,17 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_graphs.training.grad_scaler import by_dtype
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a DTensor; another tensor itself."""
-    to_local = getattr(tensor, "to_local", None)  # to import its class takes a second
-    return tensor if to_local is None else to_local()
+from moe_graphs.optim.gradient_factor import by_dtype, local_part, multiply
 
 
 @torch.no_grad()
-def total_norm(gradients: Sequence[Tensor], shard_group: dist.ProcessGroup | None = None) -> Tensor:
+def total_norm(
+    gradients: Sequence[Tensor],
+    shard_group: dist.ProcessGroup | None = None,
+    stage_group: dist.ProcessGroup | None = None,
+) -> Tensor:
     """The 2-norm of all gradients as one vector: fp32 whatever their dtype, 0-dim.
 
     Of sharded gradients (DTensor: FSDP2, tensor and expert parallelism) it is that of the whole
@@ -30,6 +28,8 @@ def total_norm(gradients: Sequence[Tensor], shard_group: dist.ProcessGroup | Non
 
     Args:
         shard_group: ranks that hold disjoint parts of what is not a DTensor.
+        stage_group: ranks of a pipeline, each with gradients of other parameters. All of them
+            call it.
 
     Raises:
         ValueError: a DTensor whose values have yet to be summed (Partial).
@@ -38,27 +38,33 @@ def total_norm(gradients: Sequence[Tensor], shard_group: dist.ProcessGroup | Non
     for gradient in gradients:
         alike[_holders(gradient, shard_group)].append(local_part(gradient))
     norms = [_over_ranks(_norm_of(each), groups) for groups, each in alike.items()]
-    return _norm_of(norms) if len(norms) > 1 else (norms or [torch.zeros(())])[0]
+    norm = _norm_of(norms) if len(norms) > 1 else (norms or [torch.zeros(())])[0]
+    return _over_ranks(norm, () if stage_group is None else (stage_group,))
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+def clip_grad_norm(
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    stage_group: dist.ProcessGroup | None = None,
+) -> Tensor:
     """As ``torch.nn.utils.clip_grad_norm_``, by ``total_norm``, for parameters on several meshes.
+
+    Args:
+        stage_group: as of ``total_norm``.
 
     Returns:
         The norm before clipping: fp32, 0-dim, no DTensor.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = total_norm(gradients)
-    clip_by(gradients, max_norm, norm)
+    norm = total_norm(gradients, stage_group=stage_group)
+    multiply(gradients, clip_factor(max_norm, norm))
     return norm
 
 
-def clip_by(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scales gradients, of the norm that is given, to at most ``max_norm``."""
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for same in by_dtype([local_part(gradient) for gradient in gradients]):
-        torch._foreach_mul_(same, factor.to(same[0].device))
+def clip_factor(max_norm: float, norm: Tensor) -> Tensor:
+    """What gradients of that norm are multiplied by, so that theirs is at most ``max_norm``."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def _norm_of(tensors: Sequence[Tensor]) -> Tensor:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from moe_graphs.optim.gradient_factor import by_dtype
+
 HYSTERESIS_RULES = ("apex", "megatron")
 _CONSTANTS = ("growth_factor", "backoff_factor", "growth_interval", "hysteresis")
 # In a state only where they differ from this, which is torch's behaviour: torch's has no such keys.
@@ -180,14 +182,6 @@ def _unscale(gradients: list[Tensor], found_inf: Tensor, inverse: Tensor) -> Non
     largest = torch.stack(torch._foreach_norm(gradients, math.inf))
     found_inf.copy_(torch.maximum(found_inf, (~largest.isfinite()).any().float()))
     torch._foreach_mul_(gradients, inverse)
-
-
-def by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Torch's multi-tensor kernels take one dtype at a time."""
-    groups: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(tensor.dtype, []).append(tensor)
-    return list(groups.values())
 
 
 def _check_factors(init_scale: float, growth: float, backoff: float, min_scale: float) -> None:

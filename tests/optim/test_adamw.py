@@ -203,6 +203,21 @@ def test_tensors_at_steps_of_their_own(kernel):
         torch.testing.assert_close(x, torch.full_like(x, 0.95 - update))
 
 
+def test_clipping_is_done_on_the_way(kernel):
+    """The kernel multiplies for the first and the last; the one that is too small is torch's."""
+    held, exact = parameters(), parameters(torch.float64)
+    step = DeviceStep(AdamW(held, lr=1e-2), clip_norm=0.5)
+    torchs = torch.optim.AdamW(exact, lr=1e-2)
+    for number, factor in enumerate((1.0, 1.0, 0.01, 1.0)):  # one is not clipped
+        set_gradients(held, number, factor)
+        set_gradients(exact, number, factor)
+        norm = torch.nn.utils.clip_grad_norm_(exact, 0.5)
+        torch.testing.assert_close(step().grad_norm, norm.float())
+        torchs.step()
+    assert kernel == [2] * 4
+    assert max(errors(held, exact)) < 1e-6
+
+
 def test_what_another_writes_backward_may_not_use(kernel):
     weight = nn.Parameter(torch.ones(20))
     loss = weight.square().sum()

@@ -81,6 +81,32 @@ def test_as_right_as_torchs_and_the_same_every_time(options, dtype):
         assert found <= 2 * theirs + 2e-7
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_clipping_is_as_right_as_torchs(dtype):
+    """Whose gradients are rounded once more."""
+
+    def clipped(make, **options) -> list[Tensor]:
+        held = parameters(dtype)
+        step = DeviceStep(make(held, lr=1e-2, **options), clip_norm=0.37)
+        for number in range(10):
+            set_gradients(held, number)
+            step()
+        return everything(step.optimizer)
+
+    ours, again = (clipped(AdamW) for _ in range(2))
+    assert same(ours, again)
+    torchs = clipped(torch.optim.AdamW, **FUSED)
+    held = parameters(torch.float64)
+    optimizer = torch.optim.AdamW(held, lr=1e-2)
+    for number in range(10):
+        set_gradients(held, number)
+        torch.nn.utils.clip_grad_norm_(held, 0.37)
+        optimizer.step()
+    for a, b, x in zip(ours, torchs, everything(optimizer), strict=True):
+        found, theirs = ((y.double() - x).norm() / x.norm().clamp_min(1e-30) for y in (a, b))
+        assert found <= 2 * theirs + 2e-7
+
+
 def test_a_thousand_steps_are_as_right_as_torchs():
     """fp32: what rounding leaves, and nothing that adds up."""
     ours, torchs = (
