@@ -10,7 +10,8 @@ from moe_graphs.kernels.choose_experts_reference import RoutingRule
 from moe_graphs.kernels.cross_entropy import cross_entropy
 from moe_graphs.kernels.gemm.gather import gather_gemm
 from moe_graphs.kernels.gemm.op import grouped_gemm
-from moe_graphs.kernels.heads import split_heads
+from moe_graphs.kernels.gemm.swiglu_gemm import swiglu_gemms
+from moe_graphs.kernels.heads import split_heads, split_heads_by_rank
 from moe_graphs.kernels.permute import permute, unpermute
 from moe_graphs.kernels.rms_norm import add_rms_norm, rms_norm
 from moe_graphs.kernels.rotary import apply_rotary
@@ -30,6 +31,8 @@ __all__ = [
     "route",
     "route_rows",
     "split_heads",
+    "split_heads_by_rank",
     "swiglu",
+    "swiglu_gemms",
     "unpermute",
 ]

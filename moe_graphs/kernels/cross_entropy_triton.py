@@ -7,14 +7,14 @@ A program of the forward walks along one row. Each of its lanes keeps the maximu
 what it has seen, `WIDTH` neighbours at a time, and the lanes meet only at the end. Rows with the
 target `IGNORED` are not read. A target outside the vocabulary makes its row NaN.
 
-N rows, V vocabulary.
+N rows, V vocabulary, or the part of it that is here.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2
+from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2, wait_for_previous
 from moe_graphs.kernels.ops import define_op
 
 TILE = 2048  # logits a program of four warps has in flight
@@ -26,8 +26,9 @@ LOWEST = tl.constexpr(-3.0e38)  # below any logit but -inf, from which it may be
 @triton.jit
 def cross_entropy_forward_kernel(
     logits_ptr, targets_ptr, losses_ptr, logsumexp_ptr, V, row_stride,
-    IGNORED: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
+    IGNORED: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
+    wait_for_previous(PDL)
     row = tl.program_id(0)
     target = tl.load(targets_ptr + row)
     counts = target != IGNORED
@@ -54,8 +55,9 @@ def cross_entropy_forward_kernel(
 @triton.jit
 def cross_entropy_mean_kernel(
     losses_ptr, targets_ptr, mean_ptr, count_ptr, N,
-    IGNORED: tl.constexpr, BLOCK: tl.constexpr,
+    IGNORED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
+    wait_for_previous(PDL)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     count = tl.zeros((BLOCK,), dtype=tl.int32)
     for start in range(0, N, BLOCK):
@@ -71,8 +73,10 @@ def cross_entropy_mean_kernel(
 def cross_entropy_backward_kernel(
     logits_ptr, targets_ptr, logsumexp_ptr, grad_ptr, count_ptr, out_ptr,
     V, row_stride, grad_stride, chunks,
-    IGNORED: tl.constexpr, BLOCK: tl.constexpr, MEAN: tl.constexpr,
+    IGNORED: tl.constexpr, BLOCK: tl.constexpr, MEAN: tl.constexpr, PART: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
+    wait_for_previous(PDL)
     row = tl.program_id(0) // chunks
     column = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)
     wide = row.to(tl.int64)
@@ -81,7 +85,8 @@ def cross_entropy_backward_kernel(
     grad = tl.load(grad_ptr + wide * grad_stride)
     if MEAN:
         grad /= tl.load(count_ptr)
-    grad = tl.where((target >= 0) & (target < V), grad, float("nan"))
+    if not PART:
+        grad = tl.where((target >= 0) & (target < V), grad, float("nan"))
     at = logits_ptr + wide * row_stride + column
     x = tl.load(at, mask=(column < V) & counts, other=0.0).to(tl.float32)
     probability = tl.exp(x - tl.load(logsumexp_ptr + row))
@@ -132,8 +137,10 @@ def cross_entropy_backward(
     grad: torch.Tensor,
     count: torch.Tensor | None,
     ignore_index: int,
+    part: bool = False,
 ) -> torch.Tensor:
-    """The gradient of the logits, for that of the losses or of their sum or, with a count, mean."""
+    """The gradient of the logits, for that of the losses or of their sum or, with a count, mean.
+    ``part``: the logits are some columns of a vocabulary, and targets may be others."""
     logits_NV, targets_N = _rows(logits_NV), targets_N.contiguous()
     N, V = logits_NV.shape
     grad_NV = logits_NV.new_empty((N, V))
@@ -144,7 +151,8 @@ def cross_entropy_backward(
         strides = (logits_NV.stride(0), grad.stride(0) if grad.dim() else 0)
         args = (*tensors, grad_NV, V, *strides, chunks)
         tile = {"BLOCK": block, "MEAN": count is not None, "num_warps": _warps(block)}
-        launch(cross_entropy_backward_kernel, (N * chunks,), args, IGNORED=ignore_index, **tile)
+        tile |= {"IGNORED": ignore_index, "PART": part}
+        launch(cross_entropy_backward_kernel, (N * chunks,), args, **tile)
     return grad_NV
 
 
@@ -160,7 +168,7 @@ def _(losses_N, targets_N, ignore_index):
 
 
 @torch.library.register_fake("moe_graphs::cross_entropy_backward")
-def _(logits_NV, targets_N, logsumexp_N, grad, count, ignore_index):
+def _(logits_NV, targets_N, logsumexp_N, grad, count, ignore_index, part=False):
     return logits_NV.new_empty(logits_NV.shape)
 
 

@@ -1,7 +1,7 @@
 """From the projection to the heads of attention: split, normalise, rotate, in one pass over memory.
 
 Shapes: B batch, S sequence, H query heads, G kv heads, Q head dim, M = (H + 2G) * Q, N size of a
-norm's weight.
+norm's weight, W ranks that exchange heads, L numbers of a token for one of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_graphs.kernels.availability import has_kernel
-from moe_graphs.kernels.heads_reference import Heads, plain_split_heads
+from moe_graphs.kernels.heads_reference import Heads, plain_heads_by_rank, plain_split_heads
 from moe_graphs.kernels.ops import wants_gradient
 
 
@@ -43,6 +43,37 @@ def split_heads(
     return split(qkv_BSM, cos_SQ, sin_SQ, query_weight_N, key_weight_N, heads, kv_heads, eps)
 
 
+def split_heads_by_rank(
+    qkv_BSM: Tensor,
+    cos_SQ: Tensor,
+    sin_SQ: Tensor,
+    heads: int,
+    kv_heads: int,
+    ranks: int,
+    query_weight_N: Tensor | None = None,
+    key_weight_N: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``split_heads``, laid out to be exchanged: ``[W, B, S, L]``, for every rank its part of the
+    queries', keys' and values' heads, side by side (``heads_reference.plain_heads_by_rank``).
+
+    The kernel does it in the same pass over memory if the ranks divide ``kv_heads``; otherwise
+    there is a second one.
+
+    Raises:
+        ValueError: sizes that do not fit together, ``heads`` and ``ranks`` among them.
+    """
+    _check(qkv_BSM, cos_SQ, sin_SQ, heads, kv_heads, query_weight_N, key_weight_N, eps)
+    if ranks < 1 or heads % ranks:
+        raise ValueError(f"split_heads_by_rank: {ranks} ranks cannot share {heads} heads")
+    weights = (query_weight_N, key_weight_N)
+    if has_kernel(qkv_BSM) and kv_heads % ranks == 0:
+        given = (qkv_BSM, cos_SQ, sin_SQ, *weights, heads, kv_heads, ranks, eps)
+        return _SplitHeadsByRank.apply(*given)
+    split = split_heads(qkv_BSM, cos_SQ, sin_SQ, heads, kv_heads, *weights, eps)
+    return plain_heads_by_rank(split, ranks)
+
+
 class _SplitHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv_BSM, cos_SQ, sin_SQ, query_weight_N, key_weight_N, heads, kv_heads, eps):
@@ -69,6 +100,32 @@ class _SplitHeads(torch.autograd.Function):
             *gradients, *ctx.saved_tensors, ctx.eps, wants_weights
         )
         return grad_qkv, None, None, *(grad_weights or (None, None)), None, None, None
+
+
+class _SplitHeadsByRank(torch.autograd.Function):
+    """Keeps its input only for norms."""
+
+    @staticmethod
+    def forward(
+        ctx, qkv_BSM, cos_SQ, sin_SQ, query_weight_N, key_weight_N, heads, kv_heads, ranks, eps
+    ):
+        from moe_graphs.kernels import heads_triton
+
+        tensors = (qkv_BSM, cos_SQ, sin_SQ, query_weight_N, key_weight_N)
+        ctx.save_for_backward(None if query_weight_N is None else qkv_BSM, *tensors[1:])
+        ctx.rest = (heads, kv_heads, eps)
+        return heads_triton.heads_by_rank_forward(*tensors, heads, kv_heads, ranks, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_WBSL):
+        from moe_graphs.kernels import heads_triton
+
+        wants_weights = wants_gradient(ctx, 3) or wants_gradient(ctx, 4)
+        grad_qkv, *grad_weights = heads_triton.heads_by_rank_backward(
+            grad_WBSL, *ctx.saved_tensors, *ctx.rest, wants_weights
+        )
+        return grad_qkv, None, None, *(grad_weights or (None, None)), None, None, None, None
 
 
 def _check(

@@ -1,10 +1,13 @@
 """From the projection to the heads in plain torch: what the kernels are held against.
 
 Shapes: B batch, S sequence, H query heads, G kv heads, Q head dim, M = (H + 2G) * Q, N size of a
-norm's weight.
+norm's weight, W ranks that exchange heads, L numbers of a token for one of them.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 from einops import rearrange
@@ -34,6 +37,18 @@ def plain_split_heads(
         rearrange(x, "b s (h q) -> b s h q", q=size) for x in (query, key, value)
     )
     return rotate(query_BSHQ, cos_SQ, sin_SQ), rotate(key_BSGQ, cos_SQ, sin_SQ), value_BSGQ
+
+
+def plain_heads_by_rank(heads_BSHQ: Sequence[Tensor], ranks: int) -> Tensor:
+    """``[B, S, H, Q]`` each, of other H and Q, as ``[W, B, S, L]``: for every rank its part of each
+    one's heads, side by side. Heads that the ranks do not divide are sent to as many as have
+    query heads that use them."""
+    parts = []
+    for x_BSHQ in heads_BSHQ:
+        copies = ranks // math.gcd(ranks, x_BSHQ.shape[2])
+        every_BSHQ = x_BSHQ if copies == 1 else x_BSHQ.repeat_interleave(copies, dim=2)
+        parts.append(rearrange(every_BSHQ, "b s (w h) q -> w b s (h q)", w=ranks))
+    return torch.cat(parts, dim=3)
 
 
 def rotate(x_BSHQ: Tensor, cos_SQ: Tensor, sin_SQ: Tensor) -> Tensor:

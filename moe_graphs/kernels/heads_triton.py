@@ -10,7 +10,11 @@ angles are read once. If weights' gradients are wanted, a program of the backwar
 tokens in steps of the number of programs and adds up in registers; a small kernel then adds up the
 programs. Their number depends on the number of tokens only: deterministic, the same on every GPU.
 
-B batch, S sequence, H query heads, G kv heads, Q head dim, M = (H + 2G) * Q, N size of a weight.
+For ranks that exchange heads the same kernels write what is to be sent, and read gradients as they
+arrive: for every rank its part of the queries', keys' and values' heads, side by side.
+
+B batch, S sequence, H query heads, G kv heads, Q head dim, M = (H + 2G) * Q, N size of a weight,
+W ranks, L = M / W.
 """
 
 import torch
@@ -18,7 +22,7 @@ import triton
 import triton.language as tl
 
 from moe_graphs.kernels.add_sums_triton import PROGRAMS, add_sums
-from moe_graphs.kernels.launching import launch, next_power_of_2
+from moe_graphs.kernels.launching import launch, next_power_of_2, wait_for_previous
 from moe_graphs.kernels.ops import define_op
 
 TILE = 4096  # numbers of a tile at most, unless all of them are normalised together
@@ -37,18 +41,39 @@ def _place(stride, heads, LANES: tl.constexpr, Q: tl.constexpr):
 
 
 @triton.jit
-def _load_halves(ptr, stride, heads, LANES: tl.constexpr, Q: tl.constexpr):
-    at, live = _place(stride, heads, LANES, Q)
-    first = tl.load(ptr + at, mask=live, other=0.0)
-    second = tl.load(ptr + at + Q // 2, mask=live, other=0.0)
+def _place_by_rank(
+    rank_stride, done,
+    HEADS: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, Q: tl.constexpr,
+):  # fmt: skip
+    """Likewise from head `done` on, of which as many as a rank has lie side by side."""
+    each: tl.constexpr = HEADS // RANKS
+    head = done + tl.arange(0, LANES)[:, None]
+    column = tl.arange(0, triton.next_power_of_2(Q // 2))[None, :]
+    at = (head // each).to(tl.int64) * rank_stride + head % each * Q
+    return at + column, (head < HEADS) & (column < Q // 2)
+
+
+@triton.jit
+def _load_at(ptr, place, Q: tl.constexpr):
+    first = tl.load(ptr + place[0], mask=place[1], other=0.0)
+    second = tl.load(ptr + place[0] + Q // 2, mask=place[1], other=0.0)
     return first.to(tl.float32), second.to(tl.float32)
 
 
 @triton.jit
+def _load_halves(ptr, stride, heads, LANES: tl.constexpr, Q: tl.constexpr):
+    return _load_at(ptr, _place(stride, heads, LANES, Q), Q)
+
+
+@triton.jit
+def _store_at(ptr, place, halves, Q: tl.constexpr):
+    tl.store(ptr + place[0], halves[0].to(ptr.dtype.element_ty), mask=place[1])
+    tl.store(ptr + place[0] + Q // 2, halves[1].to(ptr.dtype.element_ty), mask=place[1])
+
+
+@triton.jit
 def _store_halves(ptr, halves, heads, LANES: tl.constexpr, Q: tl.constexpr):
-    at, live = _place(Q, heads, LANES, Q)
-    tl.store(ptr + at, halves[0].to(ptr.dtype.element_ty), mask=live)
-    tl.store(ptr + at + Q // 2, halves[1].to(ptr.dtype.element_ty), mask=live)
+    _store_at(ptr, _place(Q, heads, LANES, Q), halves, Q)
 
 
 @triton.jit
@@ -80,7 +105,7 @@ def _mean(x, HEADS: tl.constexpr, Q: tl.constexpr, FULL: tl.constexpr):
 def _forward_heads(
     x_ptr, weight_ptr, y_ptr, cos, sin,
     HEADS: tl.constexpr, LANES: tl.constexpr, Q: tl.constexpr,
-    NORM: tl.constexpr, EPS: tl.constexpr,
+    NORM: tl.constexpr, EPS: tl.constexpr, rank_stride=0, RANKS: tl.constexpr = 1,
 ):  # fmt: skip
     for done in range(0, HEADS, LANES):
         first, second = _load_halves(x_ptr + done * Q, Q, HEADS - done, LANES, Q)
@@ -90,7 +115,11 @@ def _forward_heads(
             weight = _load_weight(weight_ptr, HEADS, LANES, Q, NORM == "full")
             first, second = first * scale * weight[0], second * scale * weight[1]
         turned = first * cos - second * sin, second * cos + first * sin
-        _store_halves(y_ptr + done * Q, turned, HEADS - done, LANES, Q)
+        if RANKS == 1:
+            _store_halves(y_ptr + done * Q, turned, HEADS - done, LANES, Q)
+        else:
+            place = _place_by_rank(rank_stride, done, HEADS, RANKS, LANES, Q)
+            _store_at(y_ptr, place, turned, Q)
 
 
 @triton.jit
@@ -98,7 +127,9 @@ def heads_forward_kernel(
     qkv_ptr, cos_ptr, sin_ptr, query_weight_ptr, key_weight_ptr, query_ptr, key_ptr, S,
     H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr,
     QUERY_LANES: tl.constexpr, KEY_LANES: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
+    wait_for_previous(PDL)
     angles = tl.program_id(0) % S * (Q // 2)
     cos, sin = _load_angles(cos_ptr + angles, sin_ptr + angles, Q)
     token = tl.program_id(0).to(tl.int64)
@@ -109,15 +140,53 @@ def heads_forward_kernel(
 
 
 @triton.jit
+def heads_by_rank_forward_kernel(
+    qkv_ptr, cos_ptr, sin_ptr, query_weight_ptr, key_weight_ptr, sent_ptr, S, rank_stride,
+    H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr,
+    QUERY_LANES: tl.constexpr, KEY_LANES: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
+    RANKS: tl.constexpr,
+):  # fmt: skip
+    angles = tl.program_id(0) % S * (Q // 2)
+    cos, sin = _load_angles(cos_ptr + angles, sin_ptr + angles, Q)
+    token = tl.program_id(0).to(tl.int64)
+    x_ptr, y_ptr = qkv_ptr + token * (H + 2 * G) * Q, sent_ptr + token * ((H + 2 * G) // RANKS * Q)
+    _forward_heads(
+        x_ptr, query_weight_ptr, y_ptr, cos, sin, H, QUERY_LANES, Q, NORM, EPS, rank_stride, RANKS
+    )
+    x_ptr, y_ptr = x_ptr + H * Q, y_ptr + H // RANKS * Q
+    _forward_heads(
+        x_ptr, key_weight_ptr, y_ptr, cos, sin, G, KEY_LANES, Q, NORM, EPS, rank_stride, RANKS
+    )
+    x_ptr, y_ptr = x_ptr + G * Q, y_ptr + G // RANKS * Q
+    for done in range(0, G, KEY_LANES):
+        value = _load_halves(x_ptr + done * Q, Q, G - done, KEY_LANES, Q)
+        _store_at(y_ptr, _place_by_rank(rank_stride, done, G, RANKS, KEY_LANES, Q), value, Q)
+
+
+@triton.jit
+def _load_gradients(
+    ptr, stride, rank_stride, done,
+    HEADS: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, Q: tl.constexpr,
+):  # fmt: skip
+    if RANKS == 1:
+        place = _place(stride, HEADS - done, LANES, Q)
+        ptr += done * stride
+    else:
+        place = _place_by_rank(rank_stride, done, HEADS, RANKS, LANES, Q)
+    return _load_at(ptr, place, Q)
+
+
+@triton.jit
 def _backward_heads(
-    dy_ptr, dy_stride, x_ptr, weight_ptr, dx_ptr, cos, sin, dw_first, dw_second,
+    dy_ptr, dy_stride, rank_stride, x_ptr, weight_ptr, dx_ptr, cos, sin, dw_first, dw_second,
     HEADS: tl.constexpr, LANES: tl.constexpr, Q: tl.constexpr,
-    NORM: tl.constexpr, EPS: tl.constexpr,
+    NORM: tl.constexpr, EPS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """Writes dx of a token, and returns dw with what it adds, in a sum for each lane."""
     for done in range(0, HEADS, LANES):
-        dy_at, heads = dy_ptr + done * dy_stride, HEADS - done
-        dy_first, dy_second = _load_halves(dy_at, dy_stride, heads, LANES, Q)
+        heads = HEADS - done
+        dy = _load_gradients(dy_ptr, dy_stride, rank_stride, done, HEADS, RANKS, LANES, Q)
+        dy_first, dy_second = dy
         first, second = dy_first * cos + dy_second * sin, dy_second * cos - dy_first * sin
         if NORM != "none":
             x_first, x_second = _load_halves(x_ptr + done * Q, Q, heads, LANES, Q)
@@ -149,10 +218,12 @@ def heads_backward_kernel(
     dquery_ptr, dkey_ptr, dvalue_ptr, qkv_ptr, cos_ptr, sin_ptr, query_weight_ptr, key_weight_ptr,
     dqkv_ptr, sums_ptr, tokens, S,
     dquery_b, dquery_s, dquery_h, dkey_b, dkey_s, dkey_h, dvalue_b, dvalue_s, dvalue_h,
+    rank_stride,
     H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr,
     QUERY_LANES: tl.constexpr, KEY_LANES: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
-    SUMS: tl.constexpr, STAGES: tl.constexpr,
+    RANKS: tl.constexpr, SUMS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
+    wait_for_previous(PDL)
     half: tl.constexpr = triton.next_power_of_2(Q // 2)
     query_first = tl.zeros((QUERY_LANES, half), tl.float32)
     key_first = tl.zeros((KEY_LANES, half), tl.float32)
@@ -163,20 +234,22 @@ def heads_backward_kernel(
         b, s = tl.cast(token // S, tl.int64), tl.cast(token % S, tl.int64)
         at = tl.cast(token, tl.int64) * (H + 2 * G) * Q
         query = _backward_heads(
-            dquery_ptr + b * dquery_b + s * dquery_s, dquery_h, qkv_ptr + at, query_weight_ptr,
-            dqkv_ptr + at, cos, sin, query_first, query_second, H, QUERY_LANES, Q, NORM, EPS,
+            dquery_ptr + b * dquery_b + s * dquery_s, dquery_h, rank_stride,
+            qkv_ptr + at, query_weight_ptr, dqkv_ptr + at, cos, sin, query_first, query_second,
+            H, QUERY_LANES, Q, NORM, EPS, RANKS,
         )  # fmt: skip
         at += H * Q
         key = _backward_heads(
-            dkey_ptr + b * dkey_b + s * dkey_s, dkey_h, qkv_ptr + at, key_weight_ptr,
-            dqkv_ptr + at, cos, sin, key_first, key_second, G, KEY_LANES, Q, NORM, EPS,
+            dkey_ptr + b * dkey_b + s * dkey_s, dkey_h, rank_stride,
+            qkv_ptr + at, key_weight_ptr, dqkv_ptr + at, cos, sin, key_first, key_second,
+            G, KEY_LANES, Q, NORM, EPS, RANKS,
         )  # fmt: skip
         if SUMS:
             query_first, query_second = query
             key_first, key_second = key
         dvalue_at = dvalue_ptr + b * dvalue_b + s * dvalue_s
         for done in range(0, G, KEY_LANES):
-            value = _load_halves(dvalue_at + done * dvalue_h, dvalue_h, G - done, KEY_LANES, Q)
+            value = _load_gradients(dvalue_at, dvalue_h, rank_stride, done, G, RANKS, KEY_LANES, Q)
             _store_halves(dqkv_ptr + at + (G + done) * Q, value, G - done, KEY_LANES, Q)
     if SUMS:
         query_size: tl.constexpr = H * Q if NORM == "full" else Q
@@ -223,27 +296,68 @@ def heads_backward(
     wants_weights: bool,
 ) -> list[torch.Tensor]:
     """The gradient of `qkv_BSM`, and if wanted those of the weights, in their dtypes."""
-    (B, S, H, Q), G = dquery_BSHQ.shape, dkey_BSGQ.shape[2]
-    programs = min(B * S, PROGRAMS) if wants_weights else B * S
-    dqkv = qkv_BSM.new_empty(qkv_BSM.shape)
-    made = _empty_gradients(dqkv, query_weight_N, key_weight_N, wants_weights)
-    sums = dqkv  # not written
-    if wants_weights:
-        width = query_weight_N.numel() + key_weight_N.numel()
-        sums = qkv_BSM.new_empty((programs, width), dtype=torch.float32)
-    if dqkv.numel():
-        gradients = [dy if dy.stride(3) == 1 else dy.contiguous()
-                     for dy in (dquery_BSHQ, dkey_BSGQ, dvalue_BSGQ)]  # fmt: skip
+    weights = (query_weight_N, key_weight_N)
+    made = _empty_gradients(qkv_BSM.new_empty(qkv_BSM.shape), *weights, wants_weights)
+    gradients = [dy if dy.stride(3) == 1 else dy.contiguous()
+                 for dy in (dquery_BSHQ, dkey_BSGQ, dvalue_BSGQ)]  # fmt: skip
+    strides = [stride for dy in gradients for stride in dy.stride()[:3]]
+    (H, Q), G = dquery_BSHQ.shape[2:], dkey_BSGQ.shape[2]
+    kinds = {"RANKS": 1, **_variant(H, G, Q, *weights, eps)}
+    inputs = (qkv_BSM.contiguous(), cos_SQ.contiguous(), sin_SQ.contiguous())
+    _launch_backward(gradients, [*strides, 0], inputs, weights, made, kinds)
+    return made
+
+
+@define_op(device="default")
+def heads_by_rank_forward(
+    qkv_BSM: torch.Tensor,
+    cos_SQ: torch.Tensor,
+    sin_SQ: torch.Tensor,
+    query_weight_N: torch.Tensor | None,
+    key_weight_N: torch.Tensor | None,
+    heads: int,
+    kv_heads: int,
+    ranks: int,
+    eps: float,
+) -> torch.Tensor:
+    """`[W, B, S, L]`, contiguous."""
+    B, S, M = qkv_BSM.shape
+    sent = qkv_BSM.new_empty((ranks, B, S, M // ranks))
+    if sent.numel():
         qkv_BSM, weights = qkv_BSM.contiguous(), _weights(query_weight_N, key_weight_N, qkv_BSM)
-        tensors = (qkv_BSM, cos_SQ.contiguous(), sin_SQ.contiguous(), *weights, dqkv, sums)
-        strides = [stride for dy in gradients for stride in dy.stride()[:3]]
-        args = (*gradients, *tensors, B * S, S, *strides)
-        variant = _variant(H, G, Q, query_weight_N, key_weight_N, eps)
-        stages = _stages(variant, qkv_BSM.element_size()) if wants_weights else 1
-        kinds = {"SUMS": wants_weights, "STAGES": stages, **variant}
-        launch(heads_backward_kernel, (programs,), args, **kinds)
-    if wants_weights:
-        add_sums(sums, *made[1:])
+        tensors = (qkv_BSM, cos_SQ.contiguous(), sin_SQ.contiguous(), *weights, sent)
+        Q = M // (heads + 2 * kv_heads)
+        variant = _variant(heads, kv_heads, Q, query_weight_N, key_weight_N, eps)
+        args = (*tensors, S, sent.stride(0))
+        launch(heads_by_rank_forward_kernel, (B * S,), args, RANKS=ranks, **variant)
+    return sent
+
+
+@define_op(device="default")
+def heads_by_rank_backward(
+    dsent_WBSL: torch.Tensor,
+    qkv_BSM: torch.Tensor | None,
+    cos_SQ: torch.Tensor,
+    sin_SQ: torch.Tensor,
+    query_weight_N: torch.Tensor | None,
+    key_weight_N: torch.Tensor | None,
+    heads: int,
+    kv_heads: int,
+    eps: float,
+    wants_weights: bool,
+) -> list[torch.Tensor]:
+    """As `heads_backward`. `qkv_BSM` is read where there are norms."""
+    (W, B, S, L), dsent_WBSL = dsent_WBSL.shape, dsent_WBSL.contiguous()
+    weights, Q = (query_weight_N, key_weight_N), W * L // (heads + 2 * kv_heads)
+    dqkv = dsent_WBSL.new_empty((B, S, W * L))
+    made = _empty_gradients(dqkv, *weights, wants_weights)
+    starts = (0, heads * Q // W, (heads + kv_heads) * Q // W)
+    gradients = [dsent_WBSL[..., start:] for start in starts]
+    kinds = {"RANKS": W, **_variant(heads, kv_heads, Q, *weights, eps)}
+    qkv_BSM = dqkv if qkv_BSM is None else qkv_BSM.contiguous()
+    inputs = (qkv_BSM, cos_SQ.contiguous(), sin_SQ.contiguous())
+    strides = [S * L, L, Q] * 3 + [B * S * L]
+    _launch_backward(gradients, strides, inputs, weights, made, kinds)
     return made
 
 
@@ -259,6 +373,22 @@ def _(
     dquery, dkey, dvalue, qkv_BSM, cos_SQ, sin_SQ, query_weight_N, key_weight_N, eps, wants_weights
 ):
     dqkv = qkv_BSM.new_empty(qkv_BSM.shape)
+    return _empty_gradients(dqkv, query_weight_N, key_weight_N, wants_weights)
+
+
+@torch.library.register_fake("moe_graphs::heads_by_rank_forward")
+def _(qkv_BSM, cos_SQ, sin_SQ, query_weight_N, key_weight_N, heads, kv_heads, ranks, eps):
+    B, S, M = qkv_BSM.shape
+    return qkv_BSM.new_empty((ranks, B, S, M // ranks))
+
+
+@torch.library.register_fake("moe_graphs::heads_by_rank_backward")
+def _(
+    dsent, qkv_BSM, cos_SQ, sin_SQ, query_weight_N, key_weight_N, heads, kv_heads, eps,
+    wants_weights,
+):  # fmt: skip
+    W, B, S, L = dsent.shape
+    dqkv = dsent.new_empty((B, S, W * L))
     return _empty_gradients(dqkv, query_weight_N, key_weight_N, wants_weights)
 
 
@@ -280,6 +410,31 @@ def _weights(
     if query_weight_N is None:
         return anything, anything
     return query_weight_N.contiguous(), key_weight_N.contiguous()
+
+
+def _launch_backward(
+    gradients: list[torch.Tensor],
+    strides: list[int],
+    inputs: tuple[torch.Tensor, ...],
+    weights: tuple[torch.Tensor | None, torch.Tensor | None],
+    made: list[torch.Tensor],
+    kinds: dict,
+) -> None:
+    """Writes `made`. Gradients lie from where they begin on by the strides."""
+    dqkv, wants_weights = made[0], len(made) > 1
+    B, S, _ = dqkv.shape
+    programs = min(B * S, PROGRAMS) if wants_weights else B * S
+    sums = dqkv  # not written
+    if wants_weights:
+        width = sum(weight.numel() for weight in made[1:])
+        sums = dqkv.new_empty((programs, width), dtype=torch.float32)
+    if dqkv.numel():
+        tensors = (*inputs, *_weights(*weights, dqkv), dqkv, sums)
+        args = (*gradients, *tensors, B * S, S, *strides)
+        stages = _stages(kinds, dqkv.element_size()) if wants_weights else 1
+        launch(heads_backward_kernel, (programs,), args, SUMS=wants_weights, STAGES=stages, **kinds)
+    if wants_weights:
+        add_sums(sums, *made[1:])
 
 
 def _variant(

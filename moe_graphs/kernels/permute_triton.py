@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_graphs.kernels.launching import launch, next_power_of_2
+from moe_graphs.kernels.launching import launch, next_power_of_2, wait_for_previous
 from moe_graphs.kernels.ops import define_op
 
 WIDEST = 2048  # numbers of a vector that a program of four warps has in flight
@@ -26,8 +26,9 @@ DOT_NUMBERS, DOT_LEAST = 4096, 128  # of the [K, D] tile of `dot`, and of D at l
 @triton.jit
 def spread_kernel(
     source_ptr, inverse_ptr, weights_ptr, rows_ptr, D,
-    K: tl.constexpr, BLOCK_D: tl.constexpr, WEIGHTED: tl.constexpr,
+    K: tl.constexpr, BLOCK_D: tl.constexpr, WEIGHTED: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
+    wait_for_previous(PDL)
     token = tl.program_id(0)
     for base in range(0, D, BLOCK_D):
         column = base + tl.arange(0, BLOCK_D)
@@ -45,8 +46,9 @@ def spread_kernel(
 @triton.jit
 def collect_kernel(
     rows_ptr, inverse_ptr, weights_ptr, out_ptr, D,
-    K: tl.constexpr, BLOCK_D: tl.constexpr, WEIGHTED: tl.constexpr,
+    K: tl.constexpr, BLOCK_D: tl.constexpr, WEIGHTED: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
+    wait_for_previous(PDL)
     token = tl.program_id(0)
     for base in range(0, D, BLOCK_D):
         column = base + tl.arange(0, BLOCK_D)
@@ -66,8 +68,9 @@ def collect_kernel(
 @triton.jit
 def dot_kernel(
     rows_ptr, inverse_ptr, other_ptr, out_ptr, D,
-    K: tl.constexpr, K_LANES: tl.constexpr, BLOCK_D: tl.constexpr,
+    K: tl.constexpr, K_LANES: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
+    wait_for_previous(PDL)
     token = tl.program_id(0)
     slot = tl.arange(0, K_LANES)
     row = tl.load(inverse_ptr + token * K + slot, mask=slot < K, other=-1).to(tl.int64)

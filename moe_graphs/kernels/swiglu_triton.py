@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_graphs.kernels.launching import cdiv, launch
+from moe_graphs.kernels.launching import cdiv, launch, wait_for_previous
 from moe_graphs.kernels.ops import define_op
 
 TILE = {"ROWS": 8, "COLS": 256}
@@ -28,24 +28,43 @@ def _tile(rows, F, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def swiglu_forward_kernel(x_ptr, h_ptr, rows, F, ROWS: tl.constexpr, COLS: tl.constexpr):
+def silu_times(gate, up):
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def gradients_of(gate, up, dh):
+    """Of gate and up, in fp32."""
+    s = tl.sigmoid(gate)
+    return dh * up * s * (1 + gate * (1 - s)), dh * gate * s
+
+
+@triton.jit
+def swiglu_forward_kernel(
+    x_ptr, h_ptr, rows, F,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr = False,
+):  # fmt: skip
+    wait_for_previous(PDL)
     out, gate_at, live = _tile(rows, F, ROWS, COLS)
     gate = tl.load(x_ptr + gate_at, mask=live, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + gate_at + F, mask=live, other=0.0).to(tl.float32)
-    h = gate * tl.sigmoid(gate) * up
+    h = silu_times(gate, up)
     tl.store(h_ptr + out, h.to(h_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit
-def swiglu_backward_kernel(x_ptr, dh_ptr, dx_ptr, rows, F, ROWS: tl.constexpr, COLS: tl.constexpr):
+def swiglu_backward_kernel(
+    x_ptr, dh_ptr, dx_ptr, rows, F,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr = False,
+):  # fmt: skip
+    wait_for_previous(PDL)
     dh_at, gate_at, live = _tile(rows, F, ROWS, COLS)
     gate = tl.load(x_ptr + gate_at, mask=live, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + gate_at + F, mask=live, other=0.0).to(tl.float32)
     dh = tl.load(dh_ptr + dh_at, mask=live, other=0.0).to(tl.float32)
-    s = tl.sigmoid(gate)
-    dgate = dh * up * s * (1 + gate * (1 - s))
+    dgate, dup = gradients_of(gate, up, dh)
     tl.store(dx_ptr + gate_at, dgate.to(dx_ptr.dtype.element_ty), mask=live)
-    tl.store(dx_ptr + gate_at + F, (dh * gate * s).to(dx_ptr.dtype.element_ty), mask=live)
+    tl.store(dx_ptr + gate_at + F, dup.to(dx_ptr.dtype.element_ty), mask=live)
 
 
 @define_op(device="default")

@@ -174,6 +174,10 @@ def test_fake_cuda_tensors_see_static_shapes():
         given = (qkv, table, table, weight, weight)
         found = heads_triton.heads_backward(query, key, value, *given, 1e-5, True)
         assert [x.shape for x in found] == [qkv.shape, weight.shape, weight.shape]
+        sent = kernels.split_heads_by_rank(qkv, table, table, 4, 2, 2, weight, weight)
+        assert sent.shape == (2, 2, 16, 4 * 64)
+        found = heads_triton.heads_by_rank_backward(sent, *given, 4, 2, 1e-5, True)
+        assert [x.shape for x in found] == [qkv.shape, weight.shape, weight.shape]
         assert kernels.rms_norm(query, weight, 1e-5).shape == query.shape
         found = rms_norm_triton.rms_norm_backward(query, query, weight, 1e-5, False, True)
         assert [x.shape for x in found] == [query.shape, weight.shape]

@@ -20,6 +20,7 @@ from moe_graphs.kernels import (
     heads_triton,
     permute_triton,
     rms_norm_triton,
+    row_stack_triton,
     swiglu_triton,
 )
 from moe_graphs.kernels.rotary_triton import turn_heads
@@ -50,6 +51,31 @@ def test_elementwise(compiled, dtype):
     for kernel in found:
         check(kernel, wgmma=False)
         assert "atom" not in kernel.ptx
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_row_stack(compiled, dtype):
+    state, offsets = torch.zeros(9000, dtype=torch.int64), torch.zeros(16, dtype=torch.int32)
+    frame, part, dh = state[:6][:5], torch.empty(512, 2048, dtype=dtype), torch.empty(64, 1024)
+    rows = torch.empty(64, 2048, dtype=dtype)
+
+    def launches():
+        row_stack_triton.push_frame(state, offsets, 512)
+        row_stack_triton.pop_frame(state, frame)
+        row_stack_triton.store_rows(rows, frame, part)
+        row_stack_triton.load_rows(state, frame, part, 64)
+        row_stack_triton.swiglu(rows, frame, part)
+        row_stack_triton.swiglu_again(state, frame, part, 64)
+        row_stack_triton.swiglu_backward(state, dh.to(dtype), frame, part)
+
+    found = compiled(launches)
+    assert len(found) == 7
+    for kernel in found:
+        check(kernel, wgmma=False)
+        assert "atom" not in kernel.ptx
+    for kernel in found[2:]:  # what moves rows reads and writes 16 bytes at once
+        assert "ld.global.v4.b32" in kernel.ptx, kernel.name
+        assert "st.global.v4.b32" in kernel.ptx, kernel.name
 
 
 @pytest.mark.parametrize(
@@ -101,9 +127,12 @@ def test_cross_entropy(compiled, vocabulary, dtype):
             cross_entropy_triton.cross_entropy_backward(
                 logits, targets, logsumexp, mean, divisor, -100
             )
+        cross_entropy_triton.cross_entropy_backward(
+            logits, targets, logsumexp, losses, None, -100, part=True
+        )
 
     found = compiled(launches)
-    assert len(found) == 4
+    assert len(found) == 5
     for kernel in found:
         check(kernel, wgmma=False)
         assert "atom" not in kernel.ptx
@@ -130,9 +159,13 @@ def test_heads(compiled, norm, heads, kv_heads, size, dtype):
         heads_triton.heads_forward(qkv, table, table, *weights, heads, kv_heads, 1e-5)
         for wanted in {norm != "none", False}:
             heads_triton.heads_backward(*gradients, qkv, table, table, *weights, 1e-5, wanted)
+        counts = (heads, kv_heads)
+        sent = heads_triton.heads_by_rank_forward(qkv, table, table, *weights, *counts, 2, 1e-5)
+        given = (sent, None if norm == "none" else qkv, table, table, *weights, *counts, 1e-5)
+        heads_triton.heads_by_rank_backward(*given, norm != "none")
 
     found = compiled(launches)
-    assert len(found) == (2 if norm == "none" else 4)
+    assert len(found) == (4 if norm == "none" else 7)
     for kernel in found:
         check(kernel, wgmma=False)
         assert "atom" not in kernel.ptx

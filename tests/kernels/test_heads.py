@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_graphs.kernels.heads import split_heads
+from moe_graphs.kernels.heads import split_heads, split_heads_by_rank
 
 QKV, TABLE, WEIGHT = torch.randn(2, 5, 8 * 6), torch.randn(5, 3), torch.ones(6)
 
@@ -34,3 +34,18 @@ def test_values_are_a_view():
 def test_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
         split_heads(*arguments)
+
+
+def test_every_rank_gets_its_heads():
+    """Of four query and two kv heads; of these each rank of four has one that its query uses."""
+    query, key, value = split_heads(QKV, TABLE, TABLE, 4, 2)
+    for ranks in (1, 2, 4):
+        sent = split_heads_by_rank(QKV, TABLE, TABLE, 4, 2, ranks)
+        for rank, part in enumerate(sent):
+            own = part.unflatten(2, (-1, 6)).split((4 // ranks, *(max(2 // ranks, 1),) * 2), 2)
+            kv = slice(rank * 2 // ranks, max((rank + 1) * 2 // ranks, rank * 2 // ranks + 1))
+            assert torch.equal(own[0], query[:, :, rank * 4 // ranks : (rank + 1) * 4 // ranks])
+            assert torch.equal(own[1], key[:, :, kv])
+            assert torch.equal(own[2], value[:, :, kv])
+    with pytest.raises(ValueError, match="3 ranks cannot share 4 heads"):
+        split_heads_by_rank(QKV, TABLE, TABLE, 4, 2, 3)

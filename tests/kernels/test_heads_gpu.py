@@ -11,7 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_graphs.kernels.heads import plain_split_heads, split_heads
+from moe_graphs.kernels.heads import (
+    plain_heads_by_rank,
+    plain_split_heads,
+    split_heads,
+    split_heads_by_rank,
+)
 from moe_graphs.layers import LanguageModel, TransformerConfig
 from replays import check_replays
 
@@ -115,6 +120,27 @@ def test_gradients_asked_for_one_by_one(norm):
     (unused,) = torch.autograd.grad(heads[0], leaves[0], gradients[0])
     assert torch.equal(unused[..., : shape.H * shape.Q], together[0][..., : shape.H * shape.Q])
     assert not unused[..., shape.H * shape.Q :].any()
+
+
+@pytest.mark.parametrize("norm", ["none", "head", "full"])
+@pytest.mark.parametrize(("number", "ranks"), [(0, 4), (1, 2), (5, 8)])
+def test_laid_out_by_rank_as_in_two_passes(number, ranks, norm):
+    """To the bit: the same numbers in the same order, elsewhere."""
+    shape = SHAPES[number]
+    tables, leaves = operands(shape, norm, torch.bfloat16, torch.float32)
+    given = (*tables, shape.H, shape.G)
+    found, gradient = [], None
+    for by_rank in (True, False):
+        copies = [x.detach().clone().requires_grad_() for x in leaves]
+        if by_rank:
+            sent = split_heads_by_rank(copies[0], *given, ranks, *copies[1:], eps=EPS)
+            gradient = torch.randn_like(sent)
+        else:
+            heads = split_heads(copies[0], *given, *copies[1:], eps=EPS)
+            sent = plain_heads_by_rank(heads, ranks)
+        found.append([sent.detach(), *torch.autograd.grad(sent, copies, gradient)])
+    for ours, others in zip(*found, strict=True):
+        assert torch.equal(ours, others)
 
 
 def test_strided_inputs_and_gradients():

@@ -23,7 +23,12 @@ from moe_graphs.kernels import (
     swiglu_triton,
     unpermute,
 )
-from moe_graphs.kernels.heads import _SplitHeads, plain_split_heads
+from moe_graphs.kernels.heads import (
+    _SplitHeads,
+    _SplitHeadsByRank,
+    plain_heads_by_rank,
+    plain_split_heads,
+)
 from moe_graphs.kernels.rms_norm import (
     _AddRMSNorm,
     _RMSNorm,
@@ -194,6 +199,38 @@ def test_heads(monkeypatch, heads, kv_heads, size, norm, length):
     for leaf, want in zip(inputs, together, strict=True):
         (alone,) = torch.autograd.grad(found, leaf, gradients, retain_graph=True)
         assert torch.equal(alone, want)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ranks", "size", "norm"),
+    [
+        (4, 2, 2, 8, "none"),
+        (6, 3, 3, 12, "full"),
+        (8, 4, 2, 1024, "head"),
+    ],
+)
+def test_heads_by_rank(monkeypatch, heads, kv_heads, ranks, size, norm):
+    """What is sent, and gradients as they arrive; for the last size several tiles for a token, with
+    heads of two ranks."""
+    monkeypatch.setattr(heads_triton, "PROGRAMS", 3)
+    monkeypatch.setitem(add_sums_triton.TILE, "COLS", 128)
+    torch.manual_seed(0)
+    qkv = torch.randn(2, 3, (heads + 2 * kv_heads) * size, requires_grad=True)
+    angles, inputs, weights = torch.randn(3, size // 2), [qkv], (None, None)
+    if norm != "none":
+        spans = (1, 1) if norm == "head" else (heads, kv_heads)
+        weights = tuple(torch.randn(span * size, requires_grad=True) for span in spans)
+        inputs += weights
+    given = (qkv, angles.cos(), angles.sin(), *weights, heads, kv_heads)
+    plain = plain_heads_by_rank(plain_split_heads(*given, 0.1), ranks)
+    found = _SplitHeadsByRank.apply(*given, ranks, 0.1)
+    gradient = torch.randn_like(plain.mT).mT
+    expected = torch.autograd.grad(plain, inputs, gradient)
+    together = torch.autograd.grad(found, inputs, gradient, retain_graph=True)
+    for got, want in zip((found, *together), (plain, *expected), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    (alone,) = torch.autograd.grad(found, qkv, gradient)
+    assert torch.equal(alone, together[0])
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "columns"), [(4, 2, 8, 8), (3, 1, 12, 6)])

@@ -24,6 +24,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from moe_graphs.kernels import launching
+
 SHARED_LIMIT = 232448  # bytes a block may use on Hopper
 
 
@@ -64,6 +66,7 @@ class Compiled:
     ptx: str
     log: str
     shared: int
+    early: bool  # may be launched before the kernel in front of it is done
 
     @property
     def spills(self) -> int:
@@ -73,6 +76,13 @@ class Compiled:
     def serialised(self) -> list[str]:
         """Warnings C75xx: WGMMAs that ptxas could not keep in flight."""
         return re.findall(r".*(?:C75\d\d|serializ).*", self.log)
+
+    @property
+    def touches_memory_early(self) -> bool:
+        """Whether it has not waited for the kernel in front of it by then."""
+        before, *behind = self.ptx.split("griddepcontrol.wait")
+        memory = re.search(r"(?:ld|st|red|atom)\.(?!param)|cp\.async", before)
+        return not behind or memory is not None
 
     @property
     def reused_barriers(self) -> set[str]:
@@ -111,6 +121,7 @@ def launch_compiler(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Compi
     def compiled(function: Callable, arch: int = 90) -> list[Compiled]:
         kernels.clear()
         # Not set_active: its undoing looks for a GPU.
+        monkeypatch.setattr(launching, "_dependent_launch", True)  # the harder way to be right
         monkeypatch.setattr(triton.runtime.driver, "_active", CompileOnlyDriver(arch))
         monkeypatch.setattr(knobs.nvidia, "dump_ptxas_log", True)  # to standard output
         function()
@@ -126,6 +137,7 @@ def check(kernel: Compiled, wgmma: bool) -> None:
     assert kernel.serialised == []
     assert kernel.shared <= SHARED_LIMIT
     assert not kernel.reused_barriers
+    assert not (kernel.early and kernel.touches_memory_early)
     assert ("wgmma.mma_async" in kernel.ptx) == wgmma
     # 16-bit operands of either major go to WGMMA as they lie: no transposing copies.
     assert "ttg.local_alloc %" not in kernel.ttgir or not wgmma
@@ -142,7 +154,8 @@ def _inspect(name: str, kernel: Any, log: str) -> Compiled:
         with tempfile.NamedTemporaryFile("w", dir=kept.parent, delete=False) as file:
             file.write(log)
         Path(file.name).replace(kept)
-    return Compiled(name, kernel.asm["ttgir"], ptx, log, kernel.metadata.shared)
+    metadata = kernel.metadata
+    return Compiled(name, kernel.asm["ttgir"], ptx, log, metadata.shared, metadata.launch_pdl)
 
 
 def _ptxas(ptx: str, arch: int) -> str:

@@ -70,6 +70,9 @@ def op_cases(
     def heads(qkv_BSM: Tensor, *weights: Tensor) -> Sequence[Tensor]:
         return kernels.split_heads(qkv_BSM, *tables, 4, 2, *weights)
 
+    def by_rank(qkv_BSM: Tensor, *weights: Tensor) -> Sequence[Tensor]:
+        return [kernels.split_heads_by_rank(qkv_BSM, *tables, 4, 2, n, *weights) for n in (2, 4)]
+
     def losses(logits_NV: Tensor) -> Sequence[Tensor]:
         kinds = ("mean", "sum", "none")
         return [kernels.cross_entropy(logits_NV, targets_N, reduction=kind) for kind in kinds]
@@ -107,7 +110,13 @@ def op_cases(
         "split_heads": OpCase(heads, [leaf(2, 6, 64)]),
         "split_heads, norm per head": OpCase(heads, [leaf(2, 6, 64), leaf(8), leaf(8)]),
         "split_heads, norm of all": OpCase(heads, [leaf(2, 6, 64), leaf(32), leaf(16)]),
+        "split_heads_by_rank": OpCase(by_rank, [leaf(2, 6, 64)]),
+        "split_heads_by_rank, norm of all": OpCase(by_rank, [leaf(2, 6, 64), leaf(32), leaf(16)]),
         "swiglu": OpCase(lambda x: [kernels.swiglu(x)], [leaf(T, 2 * F)]),
+        "swiglu_gemms": OpCase(
+            lambda x, w1, w2: [kernels.swiglu_gemms(x, w1, w2, order.offsets_E)],
+            [leaf(T * K, D), leaf(E, D, 2 * F), leaf(E, F, D)],
+        ),
         "unpermute": OpCase(
             lambda x, w: [kernels.unpermute(x, order, w)], [leaf(T * K, D), weights_TK]
         ),
@@ -122,8 +131,7 @@ def _layer(hidden_TD: Tensor, gate_ED: Tensor, w1: Tensor, w2: Tensor) -> Sequen
     """The dropless path of a layer; the order of rows is made within."""
     chosen = kernels.route(hidden_TD, gate_ED, None, RULE)
     order = kernels.route_rows(chosen.experts_TK, E)
-    rows = kernels.grouped_gemm(kernels.permute(hidden_TD, order), w1, order.offsets_E)
-    rows = kernels.grouped_gemm(kernels.swiglu(rows), w2, order.offsets_E, zero_tail=False)
+    rows = kernels.swiglu_gemms(kernels.permute(hidden_TD, order), w1, w2, order.offsets_E)
     return kernels.unpermute(rows, order, chosen.weights_TK), chosen.aux_loss
 
 

@@ -89,7 +89,7 @@ def async_add_shared_to_global(desc, coord, src, _semantic=None):
 
 
 @gluon.jit
-def _halves(x):
+def halves(x):
     """[M, N] -> two [M, N/2]; renames registers, moves nothing."""
     M: gl.constexpr = x.shape[0]
     N: gl.constexpr = x.shape[1]
@@ -109,13 +109,13 @@ def _stage(piece, desc, buffer, BUFFERS: gl.constexpr):
 
 
 @gluon.jit
-def _pieces(acc, PIECES: gl.constexpr):
+def pieces_of(acc, PIECES: gl.constexpr):
     """Column pieces of acc, from left to right."""
     pieces = (acc,)
     if PIECES >= 2:
-        pieces = _halves(acc)
+        pieces = halves(acc)
     if PIECES >= 4:
-        pieces = _halves(pieces[0]) + _halves(pieces[1])
+        pieces = halves(pieces[0]) + halves(pieces[1])
     return pieces
 
 
@@ -125,7 +125,7 @@ def store_rows(acc, desc, buffers, FIRST: gl.constexpr, PIECES: gl.constexpr, ro
     WIDTH: gl.constexpr = acc.shape[1] // PIECES
     buffer = buffers.index(FIRST)
     above, below, at = ragged(row, end)
-    pieces = _pieces(acc, PIECES)
+    pieces = pieces_of(acc, PIECES)
     for i in gl.static_range(PIECES):
         _stage(pieces[i], desc, buffer, 1)
         tma.async_copy_shared_to_global(desc, [above, below, at, column + i * WIDTH], buffer)
@@ -164,7 +164,7 @@ def store_weights(
     """
     WIDTH: gl.constexpr = acc.shape[1] // PIECES
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    pieces = _pieces(acc, PIECES)
+    pieces = pieces_of(acc, PIECES)
     for i in gl.static_range(PIECES):
         buffer = buffers.index(FIRST + i % BUFFERS)
         value = gl.convert_layout(pieces[i].to(desc.dtype), layout)

@@ -107,7 +107,7 @@ class Barriers(NamedTuple):
 
 
 @gluon.jit
-def _record(tile, work):
+def record_of(tile, work):
     """Record of a tile, loads only: issued one tile ahead, it is not waited for until it is used.
 
     Tiles past the end are clamped into the list.
@@ -144,14 +144,14 @@ def _unit(unit, rounds, work, KIND: gl.constexpr):
 
 
 @gluon.jit
-def _produce(x_desc, w_desc, work, ring, barriers, KIND: gl.constexpr):
+def produce(x_desc, w_desc, work, ring, barriers, KIND: gl.constexpr):
     """Fills the ring with the operands of every K step of every tile of this CTA."""
     BYTES: gl.constexpr = x_desc.block_type.nbytes + w_desc.block_type.nbytes
     slot = 0
     phase = 1
     rounds, units = _units_of(work, KIND)
     tile, _, _ = _unit(0, rounds, work, KIND)
-    next_e, next_first, next_m, next_start, next_end = _record(tile, work)
+    next_e, next_first, next_m, next_start, next_end = record_of(tile, work)
     for unit in range(units):
         tile, first_step, end_step = _unit(unit, rounds, work, KIND)
         e = next_e
@@ -159,7 +159,7 @@ def _produce(x_desc, w_desc, work, ring, barriers, KIND: gl.constexpr):
         tile_m, tile_n = place(tile - next_first * work.tiles_n, next_m, work.tiles_n)
         above, below, at = ragged(next_start + tile_m * KIND.BLOCK_M, end)
         next_tile, _, _ = _unit(unit + 1, rounds, work, KIND)
-        next_e, next_first, next_m, next_start, next_end = _record(next_tile, work)
+        next_e, next_first, next_m, next_start, next_end = record_of(next_tile, work)
         for step in range(first_step, end_step):
             mbarrier.wait(barriers.empty.index(slot), phase)
             landed = barriers.full.index(slot)
@@ -186,13 +186,13 @@ def _produce_gathered(x_ptr, order_ptr, top_k, w_desc, work, K, ring, barriers, 
     slot = 0
     phase = 1
     first_tile = gl.program_id(0)
-    next_e, next_first, next_m, next_start, next_end = _record(first_tile, work)
+    next_e, next_first, next_m, next_start, next_end = record_of(first_tile, work)
     for tile in range(first_tile, work.total, KIND.GRID):
         e = next_e
         end = next_end
         tile_m, tile_n = place(tile - next_first * work.tiles_n, next_m, work.tiles_n)
         row = next_start + tile_m * BLOCK_M
-        next_e, next_first, next_m, next_start, next_end = _record(tile + KIND.GRID, work)
+        next_e, next_first, next_m, next_start, next_end = record_of(tile + KIND.GRID, work)
         rows = gl.minimum(row + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout)), end - 1)
         source = gl.load(order_ptr + rows).to(gl.int32) // top_k
         columns = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout))
@@ -211,7 +211,7 @@ def _produce_gathered(x_ptr, order_ptr, top_k, w_desc, work, K, ring, barriers, 
 
 
 @gluon.jit
-def _multiply(
+def multiply(
     ring, barriers, slot, phase, first_step, end_step,
     SHIFT: gl.constexpr, HALF_M: gl.constexpr, KIND: gl.constexpr,
 ):  # fmt: skip
@@ -255,14 +255,14 @@ def _consume(
     passed = FIRST * work.steps  # K steps of the tiles before this consumer's next one (ping-pong)
     rounds, units = _units_of(work, KIND)
     tile, _, _ = _unit(FIRST, rounds, work, KIND)
-    _, next_first, next_m, next_start, next_end = _record(tile, work)
+    _, next_first, next_m, next_start, next_end = record_of(tile, work)
     for unit in range(FIRST, units, STRIDE):
         tile, first_step, end_step = _unit(unit, rounds, work, KIND)
         end = next_end
         tile_m, tile_n = place(tile - next_first * work.tiles_n, next_m, work.tiles_n)
         row = next_start + tile_m * BLOCK_M + SHIFT
         next_tile, _, _ = _unit(unit + STRIDE, rounds, work, KIND)
-        _, next_first, next_m, next_start, next_end = _record(next_tile, work)
+        _, next_first, next_m, next_start, next_end = record_of(next_tile, work)
         if PINGPONG:
             slot = passed % STAGES
             phase = (passed // STAGES) & 1
@@ -274,7 +274,7 @@ def _consume(
                 mbarrier.arrive(barriers.empty.index(slot), count=1)
                 slot, phase = next_slot(slot, phase, STAGES)
         else:
-            acc, slot, phase = _multiply(
+            acc, slot, phase = multiply(
                 ring, barriers, slot, phase, first_step, end_step, SHIFT, HALF_M, KIND
             )
             if PINGPONG:
@@ -331,7 +331,7 @@ def rows_gluon_kernel(
         [
             (_consume, (out_desc, partials_ptr, work, ring, out_buffers, barriers, 0, KIND)),
             (_consume, (out_desc, partials_ptr, work, ring, out_buffers, barriers, 1, KIND)),
-            (_produce, (x_desc, w_desc, work, ring, barriers, KIND)),
+            (produce, (x_desc, w_desc, work, ring, barriers, KIND)),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],

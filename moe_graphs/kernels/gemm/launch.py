@@ -28,6 +28,7 @@ from moe_graphs.kernels.gemm.tiles import (
 from moe_graphs.kernels.gemm.tma import rows_tma_kernel, weights_tma_kernel
 from moe_graphs.kernels.gemm.variants import (
     GLUON,
+    LONG_SUM,
     Variant,
     choose_rows,
     choose_weights,
@@ -43,10 +44,6 @@ from moe_graphs.kernels.launching import (
     matrix_descriptor,
     ragged_descriptor,
 )
-
-# From this K on, the last round of row tiles may be cut along it: adding up the parts takes about
-# 10 us, and half a round of 4096 is 25.
-LONG_SUM = 4096
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ def matmul_rows(
     rows, on the device. Rows past the last end are neither read nor written: without `out` they
     are uninitialised. bf16 or fp16 operands, fp32 accumulation. Does not synchronise.
     """
-    _check_operands(offsets_E, x=x_RK, w=w_EKN)
+    check_operands(offsets_E, x=x_RK, w=w_EKN)
     rows, depth = x_RK.shape
     experts = w_EKN.shape[0]
     _check_equal("w", w_EKN.shape[2 if transposed else 1], "x columns", depth)
@@ -85,7 +82,7 @@ def matmul_rows(
     columns = w_EKN.shape[1 if transposed else 2]
     if out is None:
         out = x_RK.new_empty(rows, columns)
-    _check_memory("out", out)
+    check_memory("out", out)
     if rows == 0:
         return out
     if variant is None:
@@ -134,12 +131,12 @@ def matmul_gathered(
 
     Like `matmul_rows` otherwise; `order_R` int64 without gaps. See `can_gather`.
     """
-    _check_operands(offsets_E, x=x_TK, w=w_EKN)
+    check_operands(offsets_E, x=x_TK, w=w_EKN)
     _check_equal("w", w_EKN.shape[1], "x columns", x_TK.shape[1])
     rows, columns = order_R.numel(), w_EKN.shape[2]
     if out is None:
         out = x_TK.new_empty(rows, columns)
-    _check_memory("out", out)
+    check_memory("out", out)
     if rows == 0:
         return out
     v, grid = row_variant("gather", columns), sm_count(x_TK.device)
@@ -184,7 +181,7 @@ def matmul_weights(
     `out` in the dtype of x or float32; `accumulate` adds to a float32 one in place.
     bf16 or fp16 operands, fp32 accumulation, deterministic. Does not synchronise.
     """
-    _check_operands(offsets_E, x=x_RK, dy=dy_RN)
+    check_operands(offsets_E, x=x_RK, dy=dy_RN)
     rows, experts = x_RK.shape[0], offsets_E.numel()
     _check_equal("dy", dy_RN.shape[0], "rows of x", rows)
     if accumulate and (out is None or out.dtype != torch.float32):
@@ -194,7 +191,7 @@ def matmul_weights(
     if out is None:
         out = x_RK.new_empty(shape)
     _check_equal("out", tuple(out.shape), "(E, K, N)", shape)
-    _check_memory("out", out)
+    check_memory("out", out)
     if rows == 0:
         return out if accumulate else out.zero_()
     if variant is None:
@@ -301,14 +298,14 @@ def weights_launch(
     return Launch(kernel, grid, (*operands, work.records, work.count, M, N), tile | extra)
 
 
-def _check_operands(offsets_E: torch.Tensor, **operands: torch.Tensor) -> None:
+def check_operands(offsets_E: torch.Tensor, **operands: torch.Tensor) -> None:
     """Raises before anything is launched; names the argument, what was given, what is accepted."""
     dtypes = {t.dtype for t in operands.values()}
     if len(dtypes) != 1 or not dtypes <= {torch.bfloat16, torch.float16}:
         given = ", ".join(f"{name} {t.dtype}" for name, t in operands.items())
         raise ValueError(f"operands: got {given}; accepted: all bfloat16 or all float16")
     for name, t in operands.items():
-        _check_memory(name, t)
+        check_memory(name, t)
     first = next(iter(operands.values()))
     if offsets_E.device != first.device:
         raise ValueError(
@@ -323,7 +320,7 @@ def _check_operands(offsets_E: torch.Tensor, **operands: torch.Tensor) -> None:
         raise ValueError(f"offsets: {offsets_E.numel()} experts; accepted: 1 to 1024")
 
 
-def _check_memory(name: str, t: torch.Tensor) -> None:
+def check_memory(name: str, t: torch.Tensor) -> None:
     if not t.is_contiguous():
         raise ValueError(f"{name}: strides {t.stride()} of {tuple(t.shape)}; must be contiguous")
     if any(size % 8 for size in t.shape[1:]):

@@ -56,6 +56,10 @@ def grouped_gemm(
     return _GroupedGemm.apply(x_RK, w_EKN, offsets_E, zero_tail, main_grad_EKN)
 
 
+def is_transposed(w_EKN: Tensor) -> bool:
+    return w_EKN.transpose(1, 2).is_contiguous()
+
+
 def to_autocast(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """Both in the autocast dtype, if autocast is on for their device."""
     if torch.is_autocast_enabled(x.device.type):
@@ -72,7 +76,7 @@ class _GroupedGemm(torch.autograd.Function):
         ctx.save_for_backward(x_RK if needs_w else None, w_EKN if needs_x else None, offsets_E)
         # The buffer changes between microbatches: kept as it is, outside autograd's version check.
         ctx.zero_tail, ctx.main_grad = zero_tail, main_grad
-        ctx.is_transposed = w_EKN.transpose(1, 2).is_contiguous()
+        ctx.is_transposed = is_transposed(w_EKN)
         return grouped_gemm_forward(x_RK, w_EKN, offsets_E, zero_tail)
 
     @staticmethod
@@ -85,11 +89,18 @@ class _GroupedGemm(torch.autograd.Function):
         if wants_gradient(ctx, 1):
             if ctx.main_grad is not None:
                 grouped_gemm_wgrad_add(x_RK, grad_RN, offsets_E, ctx.main_grad)
-            elif ctx.is_transposed:  # laid out like the weights, so that no copy follows
-                grad_w = grouped_gemm_wgrad(grad_RN, x_RK, offsets_E).transpose(1, 2)
             else:
-                grad_w = grouped_gemm_wgrad(x_RK, grad_RN, offsets_E)
+                grad_w = gradient_of_weights(x_RK, grad_RN, offsets_E, ctx.is_transposed)
         return grad_x, grad_w, None, None, None
+
+
+def gradient_of_weights(
+    x_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor, is_transposed: bool
+) -> Tensor:
+    """``[E, K, N]``, laid out like the weights, so that no copy follows."""
+    if is_transposed:
+        return grouped_gemm_wgrad(grad_RN, x_RK, offsets_E).transpose(1, 2)
+    return grouped_gemm_wgrad(x_RK, grad_RN, offsets_E)
 
 
 @define_op()

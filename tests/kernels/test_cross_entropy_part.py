@@ -1,0 +1,70 @@
+"""Cross entropy of columns that lie apart: the parts together are torch's, plainly and by the
+kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from moe_graphs.kernels import cross_entropy_part
+from moe_graphs.kernels.cross_entropy_part import (
+    ELSEWHERE,
+    IGNORED,
+    columns_here,
+    gradient_of_part,
+    part_of_rows,
+)
+
+
+def test_targets_as_columns():
+    targets = torch.tensor([0, 9, 10, 19, 20, -100, 12])
+    assert columns_here(targets, 10, 10, -100).tolist() == [
+        *(ELSEWHERE, ELSEWHERE, 0, 9, ELSEWHERE, IGNORED, 2)
+    ]
+    # A target that looks like the mark of another one, here and there.
+    assert columns_here(targets, 110, 10, 12).tolist() == [*(ELSEWHERE,) * 6, IGNORED]
+
+
+def check(widths: list[int], dtype: torch.dtype) -> None:
+    """Loss and gradient of parts of these widths, where row 1 does not count."""
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(9, sum(widths))).to(dtype)
+    targets = torch.randint(sum(widths), (9,))
+    targets[1] = 3
+    ignored = targets == 3
+    starts = [sum(widths[:number]) for number in range(len(widths))]
+    columns = [columns_here(targets, s, w, 3) for s, w in zip(starts, widths, strict=True)]
+    parts = logits.split(widths, dim=1)
+    pairs = [part_of_rows(*each) for each in zip(parts, columns, strict=True)]
+    logsumexp = torch.stack([pair[0] for pair in pairs]).logsumexp(0)
+    losses = (logsumexp - sum(pair[1] for pair in pairs)).masked_fill(ignored, 0)
+    leaf = logits.float().requires_grad_()
+    expected = functional.cross_entropy(leaf, targets, ignore_index=3, reduction="none")
+    torch.testing.assert_close(losses, expected.detach())
+    for grad in (torch.rand(9), torch.tensor(0.25)):
+        (wanted,) = torch.autograd.grad(expected, leaf, grad.expand(9), retain_graph=True)
+        found = [
+            gradient_of_part(part, column, logsumexp, grad)
+            for part, column in zip(parts, columns, strict=True)
+        ]
+        assert all(each.dtype == dtype for each in found)
+        assert not torch.cat(found, 1)[ignored].any()
+        torch.testing.assert_close(torch.cat(found, 1), wanted.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_parts_together_are_torchs(dtype):
+    check([20, 20], dtype)
+    check([1, 30, 3], dtype)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy: log(0), a maximum of NaNs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernels_parts_together_are_torchs(dtype, monkeypatch, request):
+    pytest.importorskip("triton")
+    request.getfixturevalue("interpreted")
+    request.getfixturevalue("poisoned_memory")
+    monkeypatch.setattr(cross_entropy_part, "has_kernel", lambda _: True)
+    check([20, 20], dtype)
+    check([1, 2500, 3], dtype)
