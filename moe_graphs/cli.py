@@ -41,8 +41,8 @@ DpShard = Annotated[
     typer.Option(help="Ranks that FSDP2 shards over; by default all that are left."),
 ]
 Tp = Annotated[int | None, typer.Option(help="Tensor-parallel ranks.")]
-Cp = Annotated[int | None, typer.Option(help="Context-parallel ranks.")]
-Ep = Annotated[int | None, typer.Option(help="Ranks that share the experts, out of dp-shard.")]
+Cp = Annotated[int | None, typer.Option(help="Ranks that share every sequence.")]
+Ep = Annotated[int | None, typer.Option(help="Ranks that share the experts, out of dp-shard x cp.")]
 Pp = Annotated[int | None, typer.Option(help="Pipeline-parallel ranks.")]
 
 
@@ -144,6 +144,12 @@ def train(
     cp: Cp = None,
     ep: Ep = None,
     pp: Pp = None,
+    schedule: Annotated[
+        str, typer.Option(help="Of a pipeline: 1f1b, gpipe, interleaved_1f1b.")
+    ] = "1f1b",
+    stages_per_rank: Annotated[
+        int | None, typer.Option(help="Of a pipeline.  [default: 1, interleaved_1f1b: 2]")
+    ] = None,
     timeout: Annotated[
         float, typer.Option(help="Seconds after which a rank gives up to wait for the others.")
     ] = 600.0,

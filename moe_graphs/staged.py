@@ -116,6 +116,26 @@ class MoETensorStore:
         return None
 
 
+# Not a context variable: autograd runs backwards on a thread of its own.
+_repeated = 0
+
+
+@contextlib.contextmanager
+def repeated() -> Iterator[None]:
+    """Around backwards that have run before, and are run again from the state of that time."""
+    global _repeated
+    _repeated += 1
+    try:
+        yield
+    finally:
+        _repeated -= 1
+
+
+def is_repeated() -> bool:
+    """For a backward that can be run only once: whether what it has used up was put back."""
+    return _repeated > 0
+
+
 _stop: contextvars.ContextVar[Stop | None] = contextvars.ContextVar("moe_graphs_stop", default=None)
 _store: contextvars.ContextVar[MoETensorStore | None] = contextvars.ContextVar(
     "moe_graphs_store", default=None

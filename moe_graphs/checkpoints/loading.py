@@ -154,7 +154,7 @@ def _check_shapes(
             )
         filled[piece.ours] += view.numel()
     known = {n: t.numel() for n, t in ours.items() if not n.startswith("rope.")}
-    counters = (".tokens_per_expert", ".most_rows")
+    counters = (".tokens_per_expert", ".most_rows", ".rows_room")
     known = {n: size for n, size in known.items() if not n.endswith(counters)}
     assert filled == known, filled.items() ^ known.items()
 

@@ -23,7 +23,8 @@ from moe_graphs.dispatch.local_rows import check_rows_factor, local_rows, room_f
 from moe_graphs.dispatch.peer_memory import peer_memory
 from moe_graphs.kernels import RowOrder, permute, unpermute
 from moe_graphs.kernels.peer_rows import pull_gradients, pull_sums, push_gradients, push_tokens
-from moe_graphs.kernels.permute import dot_rows, spread_rows
+from moe_graphs.kernels.permute import dot_kept, dot_rows, spread_rows
+from moe_graphs.kernels.row_stack import RETURNED, KeptRows
 
 
 @final
@@ -75,13 +76,23 @@ class SymmetricDispatcher(ExpertParallel):
 
     def combine(self, expert_rows: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
         if plan.handle is None:
-            return unpermute(expert_rows, plan.order, plan.weights_TK)
+            return unpermute(expert_rows, plan.order, plan.weights_TK, dispatched.kept)
         order, experts_TK = plan.order, plan.handle
         local = order.offsets_E.numel()
         memory = self._memory(expert_rows, experts_TK)
         return _Combine.apply(
-            expert_rows, plan.weights_TK, experts_TK, order.order_R, order.inverse_R, local, memory
-        )
+            expert_rows, plan.weights_TK, experts_TK, order.order_R, order.inverse_R, local, memory,
+            dispatched.kept,
+        )  # fmt: skip
+
+    def receive_again(self, hidden_TD: Tensor, order: RowOrder, handle: Any) -> Tensor:
+        if handle is None:
+            return permute(hidden_TD, order)
+        local, memory = order.offsets_E.numel(), self._memory(hidden_TD, handle)
+        # The routing is there already: rows travel as gradients do.
+        rows_GD = push_gradients(hidden_TD, handle, local, *memory)
+        inverse_GK = order.inverse_R.view(-1, handle.shape[1])
+        return spread_rows(rows_GD, order.order_R, inverse_GK, None, True)
 
     def _memory(self, rows: Tensor, experts_TK: Tensor) -> tuple[int, str]:
         """Its number, and the name of the group. Rows of another dtype than the tokens' have
@@ -143,9 +154,13 @@ class _Combine(torch.autograd.Function):
         inverse_R: Tensor,
         local: int,
         memory: tuple[int, str],
+        kept: KeptRows | None,
     ) -> Tensor:
-        ctx.local, ctx.memory = local, memory
-        ctx.save_for_backward(rows_RD, weights_GK, experts_TK, order_R, inverse_R)
+        ctx.local, ctx.memory, ctx.kept = local, memory, kept
+        if kept is not None:
+            kept.store(RETURNED, rows_RD)
+        held = rows_RD if kept is None else None
+        ctx.save_for_backward(held, weights_GK, experts_TK, order_R, inverse_R)
         inverse_GK = inverse_R.view_as(weights_GK)
         return pull_sums(rows_RD, inverse_GK, weights_GK, experts_TK, local, *memory)
 
@@ -160,5 +175,8 @@ class _Combine(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_rows = spread_rows(grad_GD, order_R, inverse_GK, weights_GK, True)
         if ctx.needs_input_grad[1]:
-            grad_weights = dot_rows(rows_RD, inverse_GK, grad_GD, True)
-        return grad_rows, grad_weights, None, None, None, None, None
+            if ctx.kept is None:
+                grad_weights = dot_rows(rows_RD, inverse_GK, grad_GD, True)
+            else:
+                grad_weights = dot_kept(ctx.kept, inverse_GK, grad_GD)
+        return grad_rows, grad_weights, None, None, None, None, None, None

@@ -1,5 +1,6 @@
 """Modules written as stages: attention, router, experts, layers, model, and their configuration."""
 
+from moe_graphs.layers.activation_stack import ActivationStack
 from moe_graphs.layers.architectures import (
     deepseek_v3,
     deepseek_v3_moe,
@@ -12,6 +13,7 @@ from moe_graphs.layers.architectures import (
 )
 from moe_graphs.layers.attention import Attention
 from moe_graphs.layers.experts import GroupedExperts
+from moe_graphs.layers.head_exchange import HeadExchange
 from moe_graphs.layers.latent_attention import LatentAttention
 from moe_graphs.layers.mlp import SwiGLU
 from moe_graphs.layers.model import LanguageModel, ModelOutput
@@ -24,8 +26,10 @@ from moe_graphs.layers.router import Routing, TopKRouter
 from moe_graphs.layers.transformer import LayerOutput, TransformerLayer
 
 __all__ = [
+    "ActivationStack",
     "Attention",
     "GroupedExperts",
+    "HeadExchange",
     "LanguageModel",
     "LatentAttention",
     "LatentAttentionConfig",

@@ -5,13 +5,16 @@ Shapes: B batch, S sequence, D model, H query heads, G kv heads, Q head dim.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moe_graphs.kernels import split_heads
+from moe_graphs.kernels import split_heads, split_heads_by_rank
+from moe_graphs.layers.head_exchange import HeadExchange
 from moe_graphs.layers.linear import build_linear
 from moe_graphs.layers.model_config import TransformerConfig
 from moe_graphs.layers.norm import RMSNorm
@@ -25,7 +28,12 @@ class Attention(nn.Module):
     ``query_norm`` and ``key_norm`` hold weights and are not called: their hooks do not fire.
     On CUDA the backward of torch's flash attention adds with atomics unless
     ``torch.use_deterministic_algorithms(True)`` is set.
+
+    Attributes:
+        exchange: set where the inputs are this rank's part of every sequence.
     """
+
+    exchange: HeadExchange | None = None
 
     def __init__(
         self,
@@ -50,14 +58,7 @@ class Attention(nn.Module):
             self.key_norm = RMSNorm(key_size, config.norm_eps, **factory)
 
     def forward(self, hidden_BSD: Tensor) -> Tensor:
-        heads_BSHQ = split_heads(
-            self.qkv(hidden_BSD),
-            *self.rope.tables(hidden_BSD.shape[1]),
-            self.num_heads,
-            self.kv_heads,
-            *self._norm_weights(),
-            eps=self.norm_eps,
-        )
+        heads_BSHQ = self._heads(hidden_BSD)
         query_BHSQ, key_BGSQ, value_BGSQ = (x.transpose(1, 2) for x in heads_BSHQ)
         mixed_BHSQ = functional.scaled_dot_product_attention(
             query_BHSQ,
@@ -65,9 +66,25 @@ class Attention(nn.Module):
             value_BGSQ,
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=True,
-            enable_gqa=self.kv_heads != self.num_heads,
+            enable_gqa=key_BGSQ.shape[1] != query_BHSQ.shape[1],
         )
-        return self.out(mixed_BHSQ.transpose(1, 2).flatten(2))
+        mixed_BSHQ = mixed_BHSQ.transpose(1, 2)
+        if self.exchange is not None:
+            return self.out(self.exchange.own_part(mixed_BSHQ))
+        return self.out(mixed_BSHQ.flatten(2))
+
+    def _heads(self, hidden_BSD: Tensor) -> Sequence[Tensor]:
+        """Queries, keys and values: all heads, or of whole sequences those of this rank."""
+        qkv, exchange = self.qkv(hidden_BSD), self.exchange
+        tables = self.rope.tables(hidden_BSD.shape[1], exchange)
+        heads, kv_heads = self.num_heads, self.kv_heads
+        norm, eps = self._norm_weights(), self.norm_eps
+        if exchange is None:
+            return split_heads(qkv, *tables, heads, kv_heads, *norm, eps=eps)
+        ranks = exchange.ranks
+        sent = split_heads_by_rank(qkv, *tables, heads, kv_heads, ranks, *norm, eps=eps)
+        counts = (heads // ranks, *(math.lcm(kv_heads, ranks) // ranks,) * 2)
+        return exchange.whole_sequences(sent, [(count, self.head_dim) for count in counts])
 
     def init_weights(self, std: float, out_std: float) -> None:
         """Normal weights; ``out_std`` for the projection back into the residual."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moe_graphs.kernels import grouped_gemm, swiglu
+from moe_graphs.kernels import swiglu_gemms
 from moe_graphs.layers.expert_backends import ExpertsBackend
+from moe_graphs.layers.kept_experts import Kept, swiglu_experts_kept
 
 
 class GroupedExperts(ExpertsBackend):
@@ -21,6 +22,7 @@ class GroupedExperts(ExpertsBackend):
     """
 
     takes_tail = True
+    takes_stack = True
 
     def make_weights(
         self,
@@ -39,8 +41,12 @@ class GroupedExperts(ExpertsBackend):
         self.draw_experts(self.w1, std)
         self.draw_experts(self.w2, out_std)
 
-    def forward(self, rows_RD: Tensor, offsets_e: Tensor) -> Tensor:
-        return swiglu_experts(rows_RD, _local(self.w1), _local(self.w2), offsets_e)
+    def forward(self, rows_RD: Tensor, offsets_e: Tensor, kept: Kept | None = None) -> Tensor:
+        """``kept``: where their backward finds what it needs (``ActivationStack``)."""
+        w1_eD2F, w2_eFD = _local(self.w1), _local(self.w2)
+        if kept is None:
+            return swiglu_gemms(rows_RD, w1_eD2F, w2_eFD, offsets_e)
+        return swiglu_experts_kept(rows_RD, w1_eD2F, w2_eFD, offsets_e, kept)
 
     def stacked_weights(self) -> tuple[Tensor, Tensor]:
         return self.w1.detach(), self.w2.detach()
@@ -55,10 +61,3 @@ def _local(weight: Tensor) -> Tensor:
     """This rank's experts of a weight that is sharded over an expert-parallel group (DTensor)."""
     to_local = getattr(weight, "to_local", None)
     return weight if to_local is None else to_local()
-
-
-def swiglu_experts(rows_RD: Tensor, w1_eD2F: Tensor, w2_eFD: Tensor, offsets_e: Tensor) -> Tensor:
-    """Rows of each expert through its own SwiGLU. ``offsets_e``: ends of the experts' rows, the
-    last is at most R; behind it anything may come out. Weights may be transposed views."""
-    gate_up_R2F = grouped_gemm(rows_RD, w1_eD2F, offsets_e, zero_tail=False)
-    return grouped_gemm(swiglu(gate_up_R2F), w2_eFD, offsets_e, zero_tail=False)

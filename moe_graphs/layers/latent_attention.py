@@ -7,6 +7,7 @@ V head dim of values.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moe_graphs.kernels import apply_rotary
+from moe_graphs.kernels.heads_reference import plain_heads_by_rank
+from moe_graphs.layers.head_exchange import HeadExchange
 from moe_graphs.layers.linear import build_linear
 from moe_graphs.layers.model_config import TransformerConfig
 from moe_graphs.layers.norm import RMSNorm
@@ -26,7 +29,13 @@ class LatentAttention(nn.Module):
     The projections to low rank are one: rows ``[query_rank, kv_rank, R]`` of ``down.weight``, the
     first part missing without ``query_rank``. A head is ``[P, R]`` in ``query_up`` and ``[P, V]``
     in ``kv_up``.
+
+    Attributes:
+        exchange: set where the inputs are this rank's part of every sequence. Keys and values are
+            sent in full.
     """
+
+    exchange: HeadExchange | None = None
 
     def __init__(
         self,
@@ -70,21 +79,31 @@ class LatentAttention(nn.Module):
         turned = apply_rotary(
             rope_query_BSHR.transpose(1, 2),
             rope_key_BSR.unsqueeze(1),
-            *self.rope.doubled_tables(hidden_BSD.shape[1]),
+            *self.rope.doubled_tables(hidden_BSD.shape[1], self.exchange),
         )
         rope_query_BSHR, rope_key_BSHR = (x.transpose(1, 2) for x in turned)
         rope_key_BSHR = rope_key_BSHR.expand(-1, -1, self.num_heads, -1)
         query_BSHQ = torch.cat((plain_query_BSHP, rope_query_BSHR), dim=-1)
         key_BSHQ = torch.cat((plain_key_BSHP, rope_key_BSHR), dim=-1)
+        heads_BSH: Sequence[Tensor] = (query_BSHQ, key_BSHQ, value_BSHV)
+        if self.exchange is not None:
+            ranks = self.exchange.ranks
+            sent = plain_heads_by_rank(heads_BSH, ranks)
+            shapes = [(self.num_heads // ranks, x.shape[3]) for x in heads_BSH]
+            heads_BSH = self.exchange.whole_sequences(sent, shapes)
+        query_BHSQ, key_BHSQ, value_BHSV = (x.transpose(1, 2) for x in heads_BSH)
         mixed_BHSV = functional.scaled_dot_product_attention(
-            query_BSHQ.transpose(1, 2),
-            key_BSHQ.transpose(1, 2),
-            value_BSHV.transpose(1, 2),
+            query_BHSQ,
+            key_BHSQ,
+            value_BHSV,
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=True,
             scale=self.scale,
         )
-        return self.out(mixed_BHSV.transpose(1, 2).flatten(2))
+        mixed_BSHV = mixed_BHSV.transpose(1, 2)
+        if self.exchange is not None:
+            return self.out(self.exchange.own_part(mixed_BSHV))
+        return self.out(mixed_BSHV.flatten(2))
 
     def init_weights(self, std: float, out_std: float) -> None:
         """Normal weights; ``out_std`` for the projection back into the residual."""

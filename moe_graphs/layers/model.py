@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moe_graphs.dispatch import Dispatcher, LocalDispatcher
 from moe_graphs.layers.model_config import ExpertsKind, LinearKind, TransformerConfig
-from moe_graphs.layers.moe import MoELayer
+from moe_graphs.layers.moe import moe_layers
 from moe_graphs.layers.norm import RMSNorm
 from moe_graphs.layers.rope import RotaryEmbedding
 from moe_graphs.layers.transformer import TransformerLayer
@@ -138,7 +138,7 @@ class LanguageModel(nn.Module):
         if self.config.moe is not None:
             moe = replace(self.config.moe, experts=kind)
             self.config = replace(self.config, moe=moe)
-        for layer in self._moe_layers():
+        for layer in moe_layers(self):
             layer.use_experts(kind)
 
     if TYPE_CHECKING:  # nn.Module's says Any
@@ -177,16 +177,15 @@ class LanguageModel(nn.Module):
     def reset_buffers(self) -> None:
         """Computes the rotary tables and zeroes the counters of routers and rows."""
         self.rope.reset_tables()
-        for layer in self._moe_layers():
+        for layer in moe_layers(self):
             layer.router.tokens_per_expert.zero_()
-            if layer.most_rows is not None:
-                layer.most_rows.zero_()
+            layer.zero_counters()
 
     def update_expert_bias(
         self, group: dist.ProcessGroup | None = None, *, skipped: Tensor | None = None
     ) -> None:
         """Between steps: ``TopKRouter.update_expert_bias`` of every MoE layer."""
-        for moe in self._moe_layers():
+        for moe in moe_layers(self):
             moe.router.update_expert_bias(group, skipped=skipped)
 
     def num_parameters(self, *, active: bool = False) -> int:
@@ -196,7 +195,7 @@ class LanguageModel(nn.Module):
             active: count only those that a token uses: ``top_k`` of the routed experts.
         """
         total = sum(parameter.numel() for parameter in self.parameters())
-        for moe in self._moe_layers():
+        for moe in moe_layers(self):
             held = list(moe.experts.parameters())
             local = sum(parameter.numel() for parameter in held)
             # A DTensor has the shape of all of them.
@@ -218,6 +217,3 @@ class LanguageModel(nn.Module):
         head_sizes = config.head_size + config.value_head_size
         attention = config.num_layers * config.num_heads * head_sizes * sequence_length
         return 6 * (matmul + attention)
-
-    def _moe_layers(self) -> list[MoELayer]:
-        return [module for module in self.modules() if isinstance(module, MoELayer)]

@@ -18,8 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moe_graphs.dispatch import Dispatcher, DispatchPlan, LocalDispatcher
+from moe_graphs.dispatch import Dispatched, Dispatcher, DispatchPlan, LocalDispatcher
+from moe_graphs.kernels.row_stack import KeptRows
+from moe_graphs.layers.activation_stack import ActivationStack, push_rows
 from moe_graphs.layers.expert_backends import ExpertsBackend, build_experts
+from moe_graphs.layers.kept_experts import Kept
 from moe_graphs.layers.mlp import SwiGLU
 from moe_graphs.layers.model_config import ExpertsKind, MoEConfig
 from moe_graphs.layers.router import Routing, TopKRouter
@@ -44,12 +47,14 @@ class Routed:
 
 @record
 class Prepared:
-    """``shape`` is that of the layer's input."""
+    """``shape`` is that of the layer's input; ``hidden_TD`` what was dispatched, if the backward
+    dispatches it again."""
 
     plan: DispatchPlan
     aux_loss: Tensor
     shared_TD: Tensor | None
     shape: tuple[int, ...]
+    hidden_TD: Tensor | None = None
 
 
 @record
@@ -57,7 +62,8 @@ class MoEOutput:
     """Attributes:
     hidden: in the shape of the input.
     aux_loss: 0-dim fp32, to be added to the loss; its gradient goes to the router.
-    dropped_tokens: 0-dim int64 on the device, (token, expert) pairs without an expert's answer.
+    dropped_tokens: 0-dim int64 on the device, (token, expert) pairs without an expert's answer, or
+        without room on the activation stack for their backward.
     """
 
     hidden: Tensor
@@ -81,6 +87,25 @@ class MoEStages(Staged):
         """The output of the expert that sees every token, if there is one."""
         raise NotImplementedError
 
+    def push(self, dispatched: Dispatched) -> KeptRows | None:
+        """Room on a stack for what experts and ``combine`` keep for their backward, if any."""
+        return None
+
+    @property
+    def dispatches_again(self) -> bool:
+        """Whether the backward brings tokens to their experts once more."""
+        return False
+
+    def _kept(self, frame: KeptRows, prepared: Prepared) -> Kept:
+        if prepared.hidden_TD is None:
+            return Kept(frame)
+        order, handle, again = prepared.plan.order, prepared.plan.handle, self.dispatcher
+        return Kept(
+            frame,
+            prepared.hidden_TD.detach(),
+            lambda hidden_TD: again.receive_again(hidden_TD, order, handle),
+        )
+
     @property
     def dynamic(self) -> str | None:
         """Why ``run_experts`` cannot be captured, or None."""
@@ -103,17 +128,24 @@ class MoEStages(Staged):
         plan = self.dispatcher.preprocess(
             hidden_TD, routing.weights_TK, routing.experts_TK, self.config.num_experts
         )
-        return Prepared(plan, routing.aux_loss, routed.shared_TD, tuple(hidden.shape))
+        again_TD = hidden_TD if self.dispatches_again else None
+        return Prepared(plan, routing.aux_loss, routed.shared_TD, tuple(hidden.shape), again_TD)
 
     def run_experts(self, prepared: Prepared) -> MoEOutput:
         """Dispatch, experts, combine. The only part that may sync, if its dispatcher does."""
-        plan = prepared.plan
+        plan, dropped = prepared.plan, prepared.plan.dropped
         dispatched = self.dispatcher.dispatch(plan)
-        rows = self.experts(dispatched.rows_RD, dispatched.offsets_e)
+        frame = self.push(dispatched)
+        if frame is None:
+            rows = self.experts(dispatched.rows_RD, dispatched.offsets_e)
+        else:
+            kept = self._kept(frame, prepared)
+            rows = self.experts(dispatched.rows_RD, dispatched.offsets_e, kept)
+            dispatched, dropped = replace(dispatched, kept=frame), dropped + frame.lost()
         hidden_TD = self.dispatcher.combine(rows, dispatched, plan)
         if prepared.shared_TD is not None:
             hidden_TD = hidden_TD + prepared.shared_TD
-        return MoEOutput(hidden_TD.view(prepared.shape), prepared.aux_loss, plan.dropped)
+        return MoEOutput(hidden_TD.view(prepared.shape), prepared.aux_loss, dropped)
 
 
 class MoELayer(MoEStages):
@@ -124,10 +156,14 @@ class MoELayer(MoEStages):
     Attributes:
         most_rows: 0-dim int64 buffer, not saved: the most rows that a call has asked of this rank's
             experts; whoever reads it zeroes it. None where the dispatcher has no ``rows_factor``.
+        rows_room: likewise, the rows that the last call had room for.
+        activation_stack: see ``use_activation_stack``.
     """
 
     experts: ExpertsBackend
     most_rows: Tensor | None
+    rows_room: Tensor | None
+    activation_stack: ActivationStack | None
 
     def __init__(
         self,
@@ -147,9 +183,8 @@ class MoELayer(MoEStages):
         self.router = TopKRouter(config, hidden_size, **factory)
         self.experts = build_experts(config, hidden_size, local, **factory)
         _check_tail(self.dispatcher, self.experts, config.experts)
-        bounded = getattr(self.dispatcher, "rows_factor", None) is not None
-        most_rows = torch.zeros((), dtype=torch.int64, device=device) if bounded else None
-        self.register_buffer("most_rows", most_rows, persistent=False)
+        self._make_counters()
+        self.register_module("activation_stack", None)
         self.shared_expert: SwiGLU | None = None
         self.shared_gate: nn.Linear | None = None
         if config.shared_ffn_hidden_size:
@@ -168,6 +203,7 @@ class MoELayer(MoEStages):
             config, size, before.local_experts, device=w1_eD2F.device, dtype=w1_eD2F.dtype
         )
         _check_tail(self.dispatcher, after, kind)
+        _check_stack(self, self.dispatcher, after, self.activation_stack)
         self.config, self.experts = config, after
         self.experts.load_stacked_weights(w1_eD2F, w2_eFD)
 
@@ -178,7 +214,28 @@ class MoELayer(MoEStages):
             ValueError: these experts cannot take the rows of this dispatcher.
         """
         _check_tail(dispatcher, experts, self.config.experts)
+        _check_stack(self, dispatcher, experts, self.activation_stack)
         self.dispatcher, self.experts = dispatcher, experts
+        self._make_counters()
+
+    def use_activation_stack(self, stack: ActivationStack | None) -> None:
+        """What the experts keep for their backward lies there from now on; None for as ever.
+
+        Raises:
+            ValueError: the dispatcher has room for as many rows as there are, the experts are
+                another library's, or the stack is for layers of other sizes.
+        """
+        _check_stack(self, self.dispatcher, self.experts, stack)
+        self.activation_stack = stack
+
+    def push(self, dispatched: Dispatched) -> KeptRows | None:
+        if self.activation_stack is None:
+            return None
+        return push_rows(self.activation_stack, dispatched.rows_RD, dispatched.offsets_e)
+
+    @property
+    def dispatches_again(self) -> bool:
+        return self.activation_stack is not None and self.activation_stack.recompute_dispatch
 
     def stages(self) -> tuple[Stage, ...]:
         return (
@@ -200,8 +257,29 @@ class MoELayer(MoEStages):
     def preprocess(self, routed: Routed) -> Prepared:
         prepared = super().preprocess(routed)
         if self.most_rows is not None and prepared.plan.rows_needed is not None:
+            assert self.rows_room is not None
             self.most_rows.clamp_(min=prepared.plan.rows_needed)
+            self.rows_room.fill_(prepared.plan.rows_RD.shape[0])
         return prepared
+
+    def occupation(self) -> tuple[int, int] | None:
+        """For reports: ``most_rows`` and ``rows_room``. Waits for the device."""
+        if self.most_rows is None or self.rows_room is None:
+            return None
+        return int(self.most_rows), int(self.rows_room)
+
+    def _make_counters(self) -> None:
+        bounded = getattr(self.dispatcher, "rows_factor", None) is not None
+        device = self.router.weight.device
+        for name in ("most_rows", "rows_room"):
+            rows = torch.zeros((), dtype=torch.int64, device=device) if bounded else None
+            self.register_buffer(name, rows, persistent=False)
+
+    def zero_counters(self) -> None:
+        """Of rows: nothing has been asked for."""
+        if self.most_rows is not None and self.rows_room is not None:
+            self.most_rows.zero_()
+            self.rows_room.zero_()
 
     def run_shared(self, hidden_TD: Tensor) -> Tensor | None:
         if self.shared_expert is None:
@@ -214,8 +292,7 @@ class MoELayer(MoEStages):
     def init_weights(self, std: float = 0.02, out_std: float = 0.02) -> None:
         """Normal weights; ``out_std`` for projections back into the residual stream."""
         self.router.init_weights(std)
-        if self.most_rows is not None:
-            self.most_rows.zero_()
+        self.zero_counters()
         self.experts.init_weights(std, out_std)
         if self.shared_expert is not None:
             nn.init.normal_(self.shared_expert.w1.weight, std=std)
@@ -231,3 +308,34 @@ def _check_tail(dispatcher: Dispatcher, experts: ExpertsBackend, kind: str) -> N
             f"experts={kind!r} cannot take: choose experts='moe_graphs', or dispatcher "
             f"'all_to_all'"
         )
+
+
+def _check_stack(
+    layer: MoELayer,
+    dispatcher: Dispatcher,
+    experts: ExpertsBackend,
+    stack: ActivationStack | None,
+) -> None:
+    if stack is None:
+        return
+    if not hasattr(dispatcher, "rows_factor"):
+        raise ValueError(
+            f"activation stack: dispatcher {dispatcher.name!r} has room for the rows that there "
+            f"are and no more: a stack is for 'all_gather' and 'symmetric'"
+        )
+    if not experts.takes_stack:
+        raise ValueError(
+            f"activation stack: {type(experts).__name__} keep what their library keeps: choose "
+            f"experts='moe_graphs'"
+        )
+    sizes = (layer.router.weight.shape[1], layer.config.ffn_hidden_size)
+    if sizes != (stack.width, stack.ffn_hidden_size):
+        raise ValueError(
+            f"activation stack: made for hidden and ffn sizes {stack.width} and "
+            f"{stack.ffn_hidden_size}, the layer has {sizes[0]} and {sizes[1]}"
+        )
+
+
+def moe_layers(model: nn.Module) -> list[MoELayer]:
+    """In the order of ``model.modules()``, itself included."""
+    return [module for module in model.modules() if isinstance(module, MoELayer)]

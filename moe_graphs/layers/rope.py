@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_graphs.kernels.heads_reference import rotate
+from moe_graphs.layers.head_exchange import HeadExchange
 from moe_graphs.layers.model_config import TransformerConfig
 from moe_graphs.layers.rope_scaling import Llama3Scaling, YarnScaling
 
@@ -78,36 +79,41 @@ class RotaryEmbedding(nn.Module):
         self.cos_SQ.copy_(angle_SQ.cos() * factor)
         self.sin_SQ.copy_(angle_SQ.sin() * factor)
 
-    def tables(self, length: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the first ``length`` positions, ``[length, Q / 2]``.
+    def tables(self, length: int, exchange: HeadExchange | None = None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the first ``length`` positions, ``[length, Q / 2]``; with an
+        ``exchange``, of this rank's part of so many.
 
         Raises:
             ValueError: the sequence is longer than the tables.
         """
-        self._check_length(length)
-        cos_SQ, sin_SQ = self.cos_SQ[:length], self.sin_SQ[:length]
+        cos_SQ, sin_SQ = self._rows(length, exchange)
         if self.doubled:
             half = self.head_dim // 2
             return cos_SQ[:, :half], sin_SQ[:, :half]
         return cos_SQ, sin_SQ
 
-    def doubled_tables(self, length: int) -> tuple[Tensor, Tensor]:
+    def doubled_tables(
+        self, length: int, exchange: HeadExchange | None = None
+    ) -> tuple[Tensor, Tensor]:
         """``[1, length, Q]`` with every column twice, as ``kernels.apply_rotary`` reads them.
 
         Raises:
             ValueError: the sequence is longer than the tables, or they were built without.
         """
-        self._check_length(length)
+        cos_SQ, sin_SQ = self._rows(length, exchange)
         if not self.doubled:
             raise ValueError("these rotary tables are not doubled: build them with doubled=True")
-        return self.cos_SQ[None, :length], self.sin_SQ[None, :length]
+        return cos_SQ[None], sin_SQ[None]
 
-    def _check_length(self, length: int) -> None:
-        if length > self.max_sequence_length:
+    def _rows(self, length: int, exchange: HeadExchange | None) -> tuple[Tensor, Tensor]:
+        rank, ranks = (0, 1) if exchange is None else (exchange.rank, exchange.ranks)
+        if length * ranks > self.max_sequence_length:
             raise ValueError(
-                f"sequence length {length} is above max_sequence_length "
+                f"sequence length {length * ranks} is above max_sequence_length "
                 f"({self.max_sequence_length}): raise it in the configuration"
             )
+        rows = slice(rank * length, (rank + 1) * length)
+        return self.cos_SQ[rows], self.sin_SQ[rows]
 
     def forward(self, x_BSHQ: Tensor) -> Tensor:
         """Rotates ``[B, S, H, Q]`` from position 0 on, in fp32, back in the input's dtype."""

@@ -24,6 +24,7 @@ from moe_graphs.integrations.transformer_engine import (
 from moe_graphs.layers import LanguageModel
 from moe_graphs.lm.continued import checkpoint_identity
 from moe_graphs.lm.data import Text, TrainingBatches
+from moe_graphs.lm.pipelined import lay_out_pipeline, scopes_of_stages
 from moe_graphs.lm.run_presets import Preset
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.lm.workers import Workers
@@ -43,6 +44,7 @@ class RunOptions:
         dtype: of the parameters.
         fp8: the recipe by which Transformer Engine's parts compute, or "none".
         workers: the ranks that run it together, each with these options; None for one process.
+        schedule, stages_per_rank: of their pipeline, if they are one (``Pipeline``).
     """
 
     preset: Preset
@@ -59,6 +61,8 @@ class RunOptions:
     dtype: torch.dtype = torch.float32
     fp8: str = "none"
     workers: Workers | None = None
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
 
     def __post_init__(self) -> None:
         if self.checkpoint_every < 0:
@@ -85,9 +89,14 @@ def build_trainer(options: RunOptions, batches: TrainingBatches) -> Trainer:
         model = LanguageModel(config, dispatcher, **factory)
         # GPT-2's 0.02 at 768, as wide for narrower models in proportion.
         model.init_weights(0.02 * math.sqrt(768 / config.hidden_size))
+    pipeline = None
     if workers is not None:
         of_experts = {"dispatcher": options.dispatcher} if shares_experts else {}
-        parallelize(model, workers.layout, workers.mesh, **of_experts)
+        if workers.layout.pp > 1:
+            by = {"schedule": options.schedule, "stages_per_rank": options.stages_per_rank}
+            pipeline = lay_out_pipeline(model, workers, settings, **by, **of_experts)
+        else:
+            parallelize(model, workers.layout, workers.mesh, **of_experts)
         workers.seed(settings.seed)
     return Trainer(
         model,
@@ -97,6 +106,7 @@ def build_trainer(options: RunOptions, batches: TrainingBatches) -> Trainer:
         surroundings=_surroundings(options, batches),
         fp8_autocast=_fp8_autocast(options, model),
         workers=workers,
+        pipeline=pipeline,
     )
 
 
@@ -116,6 +126,8 @@ def _surroundings(options: RunOptions, batches: TrainingBatches) -> dict[str, An
     on_cpu = options.device.type == "cpu"
     init = {} if options.init is None else {"init": checkpoint_identity(options.init)}
     layout = {} if options.workers is None else {"layout": options.workers.described()}
+    if options.workers is not None and options.workers.layout.pp > 1:
+        layout["schedule"] = f"{options.schedule}, {options.stages_per_rank} stage(s) a rank"
     return {
         **batches.documents.identity,
         **init,
@@ -155,6 +167,8 @@ def with_graphs(
     if config is None or config.impl == "none":
         yield
         return
+    if trainer.pipeline is not None:
+        config = scopes_of_stages(config, trainer.model, trainer.whole)
     trainer.graphs = graph(trainer.model, config)
     try:
         yield

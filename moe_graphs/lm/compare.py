@@ -20,7 +20,7 @@ from moe_graphs.lm.run import (
     free_memory,
     with_graphs,
 )
-from moe_graphs.training.grad_norm import local_part
+from moe_graphs.optim.gradient_factor import local_part
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from moe_graphs.config import GraphConfig
+from moe_graphs.config import FullIterationConfig, GraphConfig
 from moe_graphs.lm.run import RunOptions
 from moe_graphs.lm.workers import Workers
+from moe_graphs.parallel import check_schedule, check_tensor_parallel, layers_of_stages
 
 _IN_THIS_PROCESS = ("local", "padded")  # dispatchers
 
@@ -19,6 +20,9 @@ def check_options(options: RunOptions) -> None:
     Raises:
         ValueError: what does not fit the layout, or is not there on several ranks.
     """
+    pp = 1 if options.workers is None else options.workers.layout.pp
+    if pp == 1 and (options.schedule, options.stages_per_rank) != ("1f1b", 1):
+        raise ValueError("schedule, stages_per_rank: of a pipeline: add --pp, or drop them")
     if options.workers is None:
         return
     settings, model, layout = options.preset.training, options.preset.model, options.workers.layout
@@ -29,16 +33,27 @@ def check_options(options: RunOptions) -> None:
             f"microbatch(es) cannot be shared equally by {ranks} ranks: choose a multiple of "
             f"{ranks * settings.microbatches}"
         )
-    if isinstance(options.graph_config, GraphConfig):
+    if settings.sequence_length % layout.cp or model.num_heads % layout.cp:
+        raise ValueError(
+            f"cp: {layout.cp} ranks cannot share sequences of {settings.sequence_length} tokens "
+            f"and {model.num_heads} heads equally: choose a divisor of both"
+        )
+    check_tensor_parallel(model, layout.tp)
+    if pp > 1:
+        check_schedule(options.schedule, pp, options.stages_per_rank, settings.microbatches)
+        layers_of_stages(model.num_layers, pp * options.stages_per_rank)
+    graphs, sharded = options.graph_config, ranks * layout.cp > 1
+    if isinstance(graphs, GraphConfig) and sharded:
         raise ValueError(
             "impl: scopes on several ranks: FSDP2 gathers parameters at other addresses in every "
             "step, and a graph of a scope reads those it was captured with: use --impl "
-            "full_iteration, or none"
+            "full_iteration, or none, or share by --tp or --pp alone"
         )
-    if options.graph_config is not None and not options.graph_config.optimizer_in_graph:
+    shared = sharded or layout.tp > 1
+    if isinstance(graphs, FullIterationConfig) and shared and not graphs.optimizer_in_graph:
         raise ValueError(
-            "impl: full_iteration on several ranks: FSDP2 makes its gradients anew in every step, "
-            "so a graph has to use them itself: add --optimizer-in-graph"
+            "impl: full_iteration on several ranks: gradients that are sharded (DTensor) cannot "
+            "leave a graph, so it has to use them itself: add --optimizer-in-graph"
         )
     theirs = {"fp8": options.fp8 != "none", "linear": model.linear != "torch"}
     experts = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import json
 import math
@@ -11,7 +10,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -35,6 +34,11 @@ from moe_graphs.lm.sample import Sample, sample_text
 from moe_graphs.lm.sharded_checkpoint import checkpoints_of, model_of, resume
 from moe_graphs.lm.trainer import LogLine, Trainer, TrainingDiverged
 from moe_graphs.lm.workers import Workers, agent, check_equal, is_first, on_first
+from moe_graphs.parallel import whole_sequences
+from moe_graphs.profiling.communication_share import traced_communication
+from moe_graphs.profiling.profiler import keep_profiler_ready
+
+_TRACED_AFTER = 10  # steps: graphs are captured, and no kernel is compiled any more
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class Summary:
     samples: tuple[Sample, ...]
 
     def to_dict(self) -> dict:
-        return {**dataclasses.asdict(self), "out": str(self.out)}
+        return {**asdict(self), "out": str(self.out)}
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,7 @@ def run(options: RunOptions, text: Text, progress: Progress) -> Summary:
     trainer = build_trainer(options, build_batches(options, text))
     if options.workers is not None:
         _agree(options.workers, trainer)
+        keep_profiler_ready()
     held_out = _held_out(options, text)
     before = _loss_before(options, trainer, held_out, progress)
     differences = [] if options.resume is None else resume(options.resume, trainer)
@@ -145,7 +150,7 @@ def run(options: RunOptions, text: Text, progress: Progress) -> Summary:
         out=options.out,
         resumed_from=str(options.resume) if options.resume else None,
         differences=tuple(differences),
-        samples=sample_text(trainer.model, text, length=length, seed=trainer.settings.seed),
+        samples=_samples(trainer, text, length, progress),
         **_what_it_came_to(trainer),
     )
     on_first(options.workers, lambda: _leave(options, trainer, summary, progress))
@@ -210,12 +215,16 @@ def _train(
         if options.resume:
             resumed = {"resumed_from": str(options.resume), "differences": differences}
             log.write(json.dumps({"step": trainer.step, **resumed}) + "\n")
+        traced = trainer.step + _TRACED_AFTER
         while trainer.step < steps:
-            trainer.train_step()
+            if options.workers is not None and trainer.step == traced:
+                _trace_communication(trainer, log, progress)
+            else:
+                trainer.train_step()
             last = trainer.step == steps
             if last or trainer.step % preset.log_every == 0:
                 line = trainer.log_line()
-                log.write(json.dumps(dataclasses.asdict(line), allow_nan=False) + "\n")
+                log.write(json.dumps(asdict(line), allow_nan=False) + "\n")
                 log.flush()
                 progress.line(line)
             if not last and trainer.step % preset.evaluate_every == 0:
@@ -225,6 +234,24 @@ def _train(
             if options.save and (last or (every and trainer.step % every == 0)):
                 progress.note(f"checkpoint: {save()}")
     return curve
+
+
+def _trace_communication(trainer: Trainer, log: TextIO, progress: Progress) -> None:
+    """Makes a step, of which rank 0 looks at the kernels. gloo's transfers cannot be seen so."""
+    if trainer.device.type != "cuda" or not is_first(trainer.workers):
+        trainer.train_step()
+        return
+    found = traced_communication(trainer.train_step, trainer.device)
+    log.write(json.dumps({"step": trainer.step, "communication": asdict(found)}) + "\n")
+    progress.note(f"communication: {found} (step {trainer.step}, rank 0)")
+
+
+def _samples(trainer: Trainer, text: Text, length: int, progress: Progress) -> tuple[Sample, ...]:
+    if trainer.pipeline is None:
+        with whole_sequences(trainer.model):
+            return sample_text(trainer.model, text, length=length, seed=trainer.settings.seed)
+    progress.note("samples: none, a pipeline writes no text: resume the checkpoint without --pp")
+    return ()
 
 
 def _log(options: RunOptions) -> contextlib.AbstractContextManager[TextIO]:
@@ -242,7 +269,7 @@ def _draw(
     path, bytes_per_token = options.out / "train.png", text.train_documents.bytes_per_token
     missing = draw_losses(
         path,
-        title=f"{trainer.model.num_parameters() / 1e6:.1f}M parameters on {text.source}",
+        title=f"{trainer.whole.num_parameters() / 1e6:.1f}M parameters on {text.source}",
         train_nats=[nats / bytes_per_token for nats in trainer.history.loss.tolist()],
         held_out_bits=curve,
         compressors=compressors,
@@ -257,7 +284,7 @@ def _what_it_came_to(trainer: Trainer) -> dict[str, Any]:
         "steps": trainer.step,
         "train_loss": trainer.history.loss[-20:].mean().item(),
         "tokens_per_second": rate,
-        "parameters": trainer.model.num_parameters(),
+        "parameters": trainer.whole.num_parameters(),
         "dropped": trainer.total_dropped(),
     }
 

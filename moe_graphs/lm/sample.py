@@ -13,6 +13,7 @@ from torch import nn
 
 from moe_graphs.lm.data import Text
 from moe_graphs.lm.trainer import autocast
+from moe_graphs.parallel import vocabulary_group, whole_vocabulary
 
 TEMPERATURES = (0.0, 0.8)
 _PROMPT_TOKENS, _NEW_TOKENS = 24, 48
@@ -70,7 +71,8 @@ def continue_tokens(
         for position in range(len(prompt), tokens_BS.shape[1]):
             with autocast(device):
                 logits_BSV = model(tokens_BS.to(device)).logits_BSV
-            last_BV = logits_BSV[:, position - 1].float().cpu()
+            last_BV = whole_vocabulary(logits_BSV[:, position - 1], vocabulary_group(model))
+            last_BV = last_BV.float().cpu()
             for row, temperature in enumerate(temperatures):
                 tokens_BS[row, position] = _choose(last_BV[row], temperature, generator)
     model.train(was_training)

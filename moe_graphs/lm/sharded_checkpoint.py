@@ -37,6 +37,7 @@ from moe_graphs.lm.checkpoint import (
     load_checkpoint,
     load_settings,
     make_partial,
+    model_tensors,
     name_of,
     not_written,
     publish,
@@ -49,15 +50,17 @@ from moe_graphs.lm.sharded_state import (
     HISTORY,
     MODEL,
     OPTIMIZER,
+    fused_parts,
     history_state,
     model_state,
     optimizer_state,
     random_state,
     set_random_state,
-    share,
+    shares,
 )
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.lm.workers import Workers
+from moe_graphs.parallel import PartsByName, WholeRowsLoadPlanner, WholeRowsSavePlanner
 
 _METADATA = ".metadata"
 _AT_ONCE = 1 << 24  # bytes of a file in memory
@@ -99,7 +102,10 @@ class ShardedCheckpoints:
         }
         writer = dcp.FileSystemWriter(partial)
         settings = settings_of(trainer)
-        written = dcp.async_save(state, storage_writer=writer, process_group=self._group)
+        planner = WholeRowsSavePlanner(fused_parts(trainer))
+        written = dcp.async_save(
+            state, storage_writer=writer, planner=planner, process_group=self._group
+        )
         job = self._thread.submit(self._publish, written, partial, step, settings)
         self._pending = step, job
         return partial.with_name(name_of(step))
@@ -245,22 +251,30 @@ def _load_sharded(path: Path, trainer: Trainer) -> list[str]:
     reader = dcp.FileSystemReader(path)
     kept = described_by(reader.read_metadata())
     model = model_state(trainer)
-    check_same_model(path, _of(kept, MODEL), _of(described(model), MODEL))
+    check_same_model(path, _of(kept, MODEL), described(model_tensors(trainer.whole)))
     state = {**model, **optimizer_state(trainer), **history_state(trainer, step)}
     if missing := sorted(state.keys() - kept.keys()):
         raise ValueError(f"resume: {path} has no {missing[0]!r}: take another checkpoint")
     same = manifest["ranks"] == (1 if trainer.workers is None else trainer.workers.count)
     random = {key: value for key, value in random_state(trainer).items() if same and key in kept}
-    _read({**state, **random}, reader, alone=trainer.workers is None)
+    parts = fused_parts(trainer)
+    _read({**state, **random}, reader, parts, alone=trainer.workers is None)
     _set_random(trainer, random, step)
     return _goes_on(trainer, step, saved, manifest["ranks"])
 
 
-def _read(state: dict[str, Tensor], reader: dcp.FileSystemReader, *, alone: bool) -> None:
+def _read(
+    state: dict[str, Tensor],
+    reader: dcp.FileSystemReader,
+    parts: PartsByName,
+    *,
+    alone: bool,
+) -> None:
     """In place. ``alone``: the other ranks, if there are any, read nothing at this moment."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.load(state, storage_reader=reader, no_dist=alone)
+        planner = WholeRowsLoadPlanner(parts)
+        dcp.load(state, storage_reader=reader, planner=planner, no_dist=alone)
 
 
 def _share(path: Path, trainer: Trainer) -> list[str]:
@@ -269,21 +283,22 @@ def _share(path: Path, trainer: Trainer) -> list[str]:
     step = whole.state["step"]
     check_step(path, step, trainer)
     model = model_state(trainer)
-    check_same_model(path, described(whole.tensors), _of(described(model), MODEL))
+    check_same_model(path, described(whole.tensors), described(model_tensors(trainer.whole)))
     source = {f"{MODEL}.{name}": value for name, value in whole.tensors.items()}
     states = whole.state["optimizer"]["state"]
     # The order in which one process gives its parameters to the optimizer.
-    names = [name for name, _ in trainer.model.named_parameters()]
-    parameters = dict(trainer.model.named_parameters())
+    parameters = dict(trainer.whole.named_parameters())
+    names = list(parameters)
     names.sort(key=lambda name: parameters[name].ndim < 2)
     for number, name in enumerate(names):
         for kind, value in states.get(number, {}).items():
             source[f"{OPTIMIZER}.{name}.{kind}"] = value
     history = {f"{HISTORY}.{name}": value for name, value in whole.state["history"].items()}
     state = {**model, **optimizer_state(trainer), **history_state(trainer, step)}
+    parts = fused_parts(trainer)
     for key, target in state.items():
-        where, part = share(target.detach())
-        part.copy_({**source, **history}[key][where])
+        for where, piece in shares(target.detach(), parts.get(key)):
+            piece.copy_({**source, **history}[key][where])
     _set_random(trainer, {}, step)
     return _goes_on(trainer, step, whole.settings, 1)
 
@@ -334,7 +349,7 @@ def read_model(path: Path) -> dict[str, Tensor]:
         for key, kept in reader.read_metadata().state_dict_metadata.items()
         if key.startswith(f"{MODEL}.") and isinstance(kept, TensorStorageMetadata)
     }
-    _read(state, reader, alone=True)
+    _read(state, reader, {}, alone=True)
     return {key.removeprefix(f"{MODEL}."): value for key, value in state.items()}
 
 

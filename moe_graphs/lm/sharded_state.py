@@ -7,7 +7,7 @@ that it has on one GPU.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from moe_graphs.lm.checkpoint import model_tensors
 from moe_graphs.lm.trainer import Trainer
+from moe_graphs.parallel import fused_rows, runs_of
 
 MODEL, OPTIMIZER, HISTORY, RNG = "model", "optimizer", "history", "rng"
 
@@ -58,13 +59,28 @@ def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
             torch.cuda.set_rng_state(value, device)
 
 
-def share(tensor: Tensor) -> tuple[tuple[slice, ...], Tensor]:
-    """Where this rank's part of a tensor lies in it, and the part: of a plain one all of it."""
+def fused_parts(trainer: Trainer) -> dict[str, tuple[int, ...]]:
+    """By the keys of ``model_state`` and ``optimizer_state``, the parts of what ranks of tensor
+    parallelism have with its rows in another order."""
+    found = {}
+    for name, parts in fused_rows(trainer.model).items():
+        keys = (f"{MODEL}.{name}", f"{OPTIMIZER}.{name}.exp_avg", f"{OPTIMIZER}.{name}.exp_avg_sq")
+        found.update(dict.fromkeys(keys, parts))
+    return found
+
+
+def shares(
+    tensor: Tensor, parts: Sequence[int] | None = None
+) -> list[tuple[tuple[slice, ...], Tensor]]:
+    """Where this rank's pieces of a tensor lie in the whole one, and the pieces: of a plain one all
+    of it. ``parts``: of ``fused_parts``."""
     if not isinstance(tensor, DTensor):
-        return (), tensor
+        return [((), tensor)]
+    if parts is not None:
+        return [((slice(r.first, r.first + len(r.rows)),), r.rows) for r in runs_of(tensor, parts)]
     (place,) = tensor.__create_chunk_list__()
     pairs = zip(place.offsets, place.sizes, strict=True)
-    return tuple(slice(start, start + size) for start, size in pairs), tensor.to_local()
+    return [(tuple(slice(start, start + size) for start, size in pairs), tensor.to_local())]
 
 
 @torch.no_grad()

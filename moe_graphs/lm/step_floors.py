@@ -10,7 +10,7 @@ from torch import nn
 
 from moe_graphs.layers import LanguageModel
 from moe_graphs.layers.mlp import SwiGLU
-from moe_graphs.layers.moe import MoELayer
+from moe_graphs.layers.moe import MoELayer, moe_layers
 from moe_graphs.layers.norm import RMSNorm
 from moe_graphs.lm.settings import TrainSettings
 from moe_graphs.profiling.floors import Floor, bytes_of
@@ -38,7 +38,7 @@ def step_floors(
     own, computed = model.head.weight.element_size(), compute_dtype.itemsize
     # A weight is read twice and its gradient written.
     per_weight = settings.microbatches * (2 * computed + own)
-    experts = [module for module in model.modules() if isinstance(module, MoELayer)]
+    experts = moe_layers(model)
     of_experts = {id(p) for moe in experts for p in moe.experts.parameters()}
     dense = sum(
         p.numel()

@@ -69,6 +69,8 @@ def train(
     deterministic: bool,
     compare_: bool,
     json_: bool,
+    schedule: str,
+    stages_per_rank: int | None,
     default_scopes: str,
     **settings: float | str | None,
 ) -> None:
@@ -105,6 +107,8 @@ def train(
             dtype=dtype_of(dtype),
             fp8=fp8,
             workers=workers,
+            schedule=schedule,
+            stages_per_rank=stages_per_rank or (2 if schedule == "interleaved_1f1b" else 1),
         )
         check_options(options)
         text = _text(options, data, console, keep=not compare_)

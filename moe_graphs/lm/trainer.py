@@ -13,18 +13,20 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_graphs import kernels
 from moe_graphs.config import FullIterationConfig
 from moe_graphs.engine.report import Report
 from moe_graphs.engine.scopes.graphs import Graphs
 from moe_graphs.engine.whole_step.full_iteration import FullIteration, FullIterationReport
 from moe_graphs.integrations.transformer_engine import back_to_fp8
+from moe_graphs.layers import LanguageModel
 from moe_graphs.lm.data import HeldOut, TrainingBatches
 from moe_graphs.lm.metrics import Memory, StepClock, memory_in_use, peak_flops
 from moe_graphs.lm.settings import TrainSettings, build_optimizer
 from moe_graphs.lm.workers import Workers
+from moe_graphs.parallel import Pipeline, vocabulary_cross_entropy, vocabulary_group
 from moe_graphs.training.device_step import DeviceStep
 
 
@@ -101,8 +103,11 @@ class Trainer:
             default none. Evaluation is outside of it, in bf16: so it leaves the scales of FP8 as
             they are, and takes sequences of any length.
         workers: the ranks that train together, of which ``parallelize`` has sharded the model.
+        pipeline: runs the stages of this rank, if the ranks are a pipeline; ``model`` is what
+            ``pipeline_stages`` has left.
 
     Attributes:
+        whole: the model, for its names and sizes; in a pipeline on the meta device.
         run_id: of the run that its checkpoints belong to; a trainer that is resumed takes it over.
         full_iteration: set by ``capture_full_iteration``, and to None to train eagerly again.
     """
@@ -118,15 +123,24 @@ class Trainer:
         surroundings: Mapping[str, Any] = MappingProxyType({}),
         fp8_autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         workers: Workers | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         self.model, self.batches, self.settings, self.graphs = model, batches, settings, graphs
         self.drops_tokens, self.surroundings = drops_tokens, surroundings
-        self.fp8_autocast, self.workers = fp8_autocast, workers
+        self.fp8_autocast, self.workers, self.pipeline = fp8_autocast, workers, pipeline
         self.run_id = uuid.uuid4().hex
-        self.device = next(model.parameters()).device
+        some = next(model.parameters())
+        self.device = some.device
+        self.whole = model
+        if pipeline is not None:
+            self.whole = LanguageModel(model.config, device="meta", dtype=some.dtype)
         self.optimizer = build_optimizer(model, settings)
+        self.vocabulary = vocabulary_group(model)
         self.device_step = DeviceStep(
-            self.optimizer, clip_norm=settings.clip_norm, set_to_none=True
+            self.optimizer,
+            clip_norm=settings.clip_norm,
+            stage_group=workers.stage_group if pipeline is not None else None,
+            set_to_none=True,
         )
         self.full_iteration: FullIteration | None = None
         self.optimizer_in_graph = False
@@ -163,7 +177,10 @@ class Trainer:
             self.forward_backward_update if within else self.forward_backward,
             model=self.model,
             optimizer=self.optimizer if within else None,
-            state=[self.device_step] if within else [],
+            state=[
+                *([self.device_step] if within else []),
+                *([self.pipeline.memory] if self.pipeline is not None else []),
+            ],
             warmup_steps=config.warmup_steps,
         )
         self.optimizer_in_graph = within
@@ -186,7 +203,7 @@ class Trainer:
         self.first_unlogged_step = self.step
         tokens = self.settings.tokens_per_step * len(times)
         rate = tokens / (sum(times) / 1e3)
-        flops = rate * self.model.flops_per_token(self.settings.sequence_length)
+        flops = rate * self.whole.flops_per_token(self.settings.sequence_length)
         peak = peak_flops(self.device)
         self._check_finite(since)
         line: type[LogLine] = LogLine
@@ -241,14 +258,21 @@ class Trainer:
         inputs_NS, targets_NS = held_out.inputs_NS, held_out.targets_NS
         if self.workers is not None:
             rows = max(1, rows // self.workers.data.size())
+            if self.pipeline is not None:
+                rows *= self.settings.microbatches
             inputs_NS, targets_NS = self.workers.held_out_part(inputs_NS, targets_NS, rows)
         with paused, torch.no_grad():
             for start in range(0, len(inputs_NS), rows):
                 inputs_BS = inputs_NS[start : start + rows].to(self.device)
                 targets_BS = targets_NS[start : start + rows].to(self.device)
+                if self.pipeline is not None:
+                    total += self.pipeline.evaluate(inputs_BS, targets_BS)
+                    continue
                 with autocast(self.device):
                     output = self.model(inputs_BS)
-                total += cross_entropy(output.logits_BSV, targets_BS, reduction="sum")
+                total += cross_entropy(
+                    output.logits_BSV, targets_BS, self.vocabulary, reduction="sum"
+                )
         self.model.train(was_training)
         back_to_fp8(self.model, self.fp8_autocast)
         if self.workers is not None:
@@ -256,15 +280,18 @@ class Trainer:
         return total.item() / int((held_out.targets_NS >= 0).sum())
 
     def forward_backward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """All microbatches of a step: the mean loss and the dropped rows, on the device."""
+        """All microbatches of a step: the mean loss and the dropped rows, on the device; of a
+        pipeline's ranks the loss is 0 but on the last one, until they are settled."""
         count = self.settings.microbatches
         losses, dropped = [], []
         step = self.graphs.step() if self.graphs is not None else contextlib.nullcontext()
         with step:
+            if self.pipeline is not None:
+                return self.pipeline.forward_backward(tokens[:, :-1], tokens[:, 1:])
             for part in tokens.chunk(count):
                 with autocast(self.device):
                     output = self.model(part[:, :-1])
-                loss = cross_entropy(output.logits_BSV, part[:, 1:])
+                loss = cross_entropy(output.logits_BSV, part[:, 1:], self.vocabulary)
                 ((loss + output.aux_loss) / count).backward()
                 losses.append(loss.detach())
                 dropped.append(output.dropped_tokens)
@@ -308,8 +335,14 @@ def autocast(device: torch.device) -> torch.autocast:
     )
 
 
-def cross_entropy(logits_BSV: Tensor, targets_BS: Tensor, *, reduction: str = "mean") -> Tensor:
-    """In fp32, in nats; targets of -100 do not count."""
-    return kernels.cross_entropy(
-        logits_BSV.flatten(0, 1), targets_BS.flatten(), reduction=reduction
+def cross_entropy(
+    logits_BSV: Tensor,
+    targets_BS: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    reduction: str = "mean",
+) -> Tensor:
+    """In fp32, in nats; targets of -100 do not count. ``group``: ranks that share the columns."""
+    return vocabulary_cross_entropy(
+        logits_BSV.flatten(0, 1), targets_BS.flatten(), group, reduction=reduction
     )

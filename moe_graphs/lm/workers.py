@@ -24,7 +24,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_graphs.lm.fresh_store import fresh_store
-from moe_graphs.parallel import ParallelConfig, data_mesh, make_mesh
+from moe_graphs.parallel import (
+    ParallelConfig,
+    data_mesh,
+    loss_mesh,
+    make_mesh,
+    part_of_sequences,
+)
 
 _A_MOMENT = datetime.timedelta(seconds=5)
 _FAILURES = "moe_graphs: how many ranks have failed"  # the key in the store
@@ -107,37 +113,58 @@ class Workers:
         """The ranks with batches of their own."""
         return data_mesh(self.mesh)
 
+    @cached_property
+    def loss(self) -> DeviceMesh:
+        """The ranks with tokens of their own."""
+        return loss_mesh(self.mesh)
+
     def part_of(self, windows_BS: Tensor, microbatches: int) -> Tensor:
         """This rank's rows: of every microbatch of one process its share, so that all ranks
-        together see the batch of one process, in its order."""
+        together see the batch of one process, in its order. With context parallelism of these its
+        part, whose last target is the first input of the next one."""
         ranks, rank = self.data.size(), self.data.get_local_rank()
         shares = [part.chunk(ranks)[rank] for part in windows_BS.chunk(microbatches)]
-        return torch.cat(shares)
+        return part_of_sequences(torch.cat(shares), self._sharing, overlap=1)
 
     def held_out_part(
         self, inputs_NS: Tensor, targets_NS: Tensor, rows: int
     ) -> tuple[Tensor, Tensor]:
-        """This rank's windows, as many on every rank and whole batches of ``rows``: filled up with
-        windows that do not count."""
+        """This rank's windows (its part of them), as many on every rank and whole batches of
+        ``rows``: filled up with windows that do not count."""
         ranks, rank = self.data.size(), self.data.get_local_rank()
         missing = -len(inputs_NS) % (ranks * rows)
         inputs_NS = torch.nn.functional.pad(inputs_NS, (0, 0, 0, missing))
         targets_NS = torch.nn.functional.pad(targets_NS, (0, 0, 0, missing), value=-100)
-        return inputs_NS[rank::ranks], targets_NS[rank::ranks]
+        pair = inputs_NS[rank::ranks], targets_NS[rank::ranks]
+        inputs_NS, targets_NS = (part_of_sequences(each, self._sharing) for each in pair)
+        return inputs_NS, targets_NS
+
+    @cached_property
+    def _sharing(self) -> dist.ProcessGroup:
+        """The ranks that share the sequences of this one."""
+        return self.mesh["cp"].get_group()
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks with batches of their own, to sum over."""
-        return self.data.get_group()
+        """The ranks with tokens of their own, to sum over."""
+        return self.loss.get_group()
+
+    @property
+    def stage_group(self) -> dist.ProcessGroup:
+        """The ranks of a pipeline that compute the same batches."""
+        return self.mesh["pp"].get_group()
 
     def sum(self, values: Tensor) -> Tensor:
-        """Over the ranks that have batches of their own."""
+        """Over the ranks that have tokens of their own; in a pipeline over the stages, too."""
         values = values.clone()
         dist.all_reduce(values, group=self.group)
+        if self.layout.pp > 1:
+            dist.all_reduce(values, group=self.stage_group)
         return values
 
     def mean(self, values: Tensor) -> Tensor:
-        return self.sum(values) / self.data.size()
+        """Over the ranks that have tokens of their own, of what one stage has and others not."""
+        return self.sum(values) / self.loss.size()
 
     def gather(self, value: Any) -> list[Any]:
         """What every rank has given, in order. Anything that can be pickled."""
@@ -160,8 +187,9 @@ class Workers:
 
     def seed(self, seed: int, step: int = 0) -> None:
         """Starts this rank's random numbers, which no other rank or step shares."""
+        number = self.mesh["pp"].get_local_rank() * self.loss.size() + self.loss.get_local_rank()
         # A string seeds by its hash.
-        drawn = random.Random(f"{seed} {self.data.get_local_rank()} {step}").getrandbits(63)
+        drawn = random.Random(f"{seed} {number} {step}").getrandbits(63)
         torch.manual_seed(drawn)
 
     def described(self) -> str:
@@ -222,7 +250,7 @@ def layout_of(world_size: int, **degrees: int | None) -> ParallelConfig:
         found = " * ".join(f"{name} ({n})" for name, n in sorted(given.items()) if name != "ep")
         raise ValueError(
             f"{found} = {product}, and there {_are(world_size)}: their product must be the number "
-            f"of ranks (torchrun --nproc-per-node, or --nproc); ep is taken out of dp_shard"
+            f"of ranks (torchrun --nproc-per-node, or --nproc); ep is taken out of dp_shard * cp"
         )
     return ParallelConfig(**given)
 

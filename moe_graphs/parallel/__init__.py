@@ -1,15 +1,67 @@
 """Parallel layouts: one device mesh, and models sharded over it by torch.distributed."""
 
+from moe_graphs.parallel.context_parallel import (
+    divide_sequences,
+    part_of_sequences,
+    whole_sequences,
+)
 from moe_graphs.parallel.expert_shards import shard_experts
 from moe_graphs.parallel.layout import ParallelConfig
-from moe_graphs.parallel.mesh import data_mesh, expert_mesh, make_mesh
+from moe_graphs.parallel.mesh import data_mesh, expert_mesh, loss_mesh, make_mesh, shard_mesh
+from moe_graphs.parallel.model_stage import ModelStage
 from moe_graphs.parallel.parallelize import parallelize
+from moe_graphs.parallel.pipeline import (
+    SCHEDULES,
+    Pipeline,
+    check_schedule,
+    layers_of_stages,
+    pipeline_stages,
+)
+from moe_graphs.parallel.tensor_parallel import (
+    check_tensor_parallel,
+    fused_rows,
+    share_tensors,
+)
+from moe_graphs.parallel.vocabulary import (
+    vocabulary_cross_entropy,
+    vocabulary_group,
+    whole_vocabulary,
+)
+from moe_graphs.parallel.whole_rows import (
+    PartsByName,
+    Run,
+    WholeRowsLoadPlanner,
+    WholeRowsSavePlanner,
+    runs_of,
+)
 
 __all__ = [
+    "SCHEDULES",
+    "ModelStage",
     "ParallelConfig",
+    "PartsByName",
+    "Pipeline",
+    "Run",
+    "WholeRowsLoadPlanner",
+    "WholeRowsSavePlanner",
+    "check_schedule",
+    "check_tensor_parallel",
     "data_mesh",
+    "divide_sequences",
     "expert_mesh",
+    "fused_rows",
+    "layers_of_stages",
+    "loss_mesh",
     "make_mesh",
     "parallelize",
+    "part_of_sequences",
+    "pipeline_stages",
+    "runs_of",
     "shard_experts",
+    "shard_mesh",
+    "share_tensors",
+    "vocabulary_cross_entropy",
+    "vocabulary_group",
+    "whole_sequences",
+    "whole_vocabulary",
 ]

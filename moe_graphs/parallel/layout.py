@@ -4,12 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-_NOT_BUILT = {
-    "tp": "tensor parallelism",
-    "cp": "context parallelism",
-    "pp": "pipeline parallelism",
-}
-
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -18,14 +12,17 @@ class ParallelConfig:
     Attributes:
         dp_replicate: copies of the sharded model (HSDP).
         dp_shard: ranks over which FSDP2 shards parameters, gradients and optimizer state.
-        tp, cp, pp: tensor, context and pipeline parallelism.
-        ep: ranks that share the experts of a layer. They are taken out of ``dp_shard``: what is
-            left of it, ``dp_shard / ep`` ranks, shards the experts further by FSDP2.
+        tp: ranks that share heads, feed-forward networks and the vocabulary.
+        cp: ranks that share every sequence, a contiguous part each. FSDP2 shards over ``dp_shard``
+            x ``cp`` ranks.
+        pp: ranks of a pipeline, each with stages of the model (``pipeline_stages``).
+        ep: ranks that share the experts of a layer. They are taken out of ``dp_shard`` x ``cp``:
+            what is left of it shards the experts further by FSDP2.
         reshard_after_forward: frees gathered parameters between forward and backward, as
             ``fully_shard`` does by default: less memory, one more all-gather.
 
     Raises:
-        ValueError: a degree that does not fit, or that is not built yet.
+        ValueError: a degree that does not fit, or degrees that are not built together.
     """
 
     dp_replicate: int = 1
@@ -43,15 +40,18 @@ class ParallelConfig:
                 continue
             if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
                 raise ValueError(f"{field.name}: got {degree!r}, must be a whole number from 1 on")
-            if field.name in _NOT_BUILT and degree > 1:
-                raise ValueError(
-                    f"{field.name}: {_NOT_BUILT[field.name]} is not built yet: pass "
-                    f"{field.name}=1, and shard by dp_shard and ep"
-                )
-        if self.dp_shard % self.ep:
+        together = {name: getattr(self, name) for name in ("tp", "cp", "pp")}
+        if sum(degree > 1 for degree in together.values()) > 1:
+            found = ", ".join(f"{name} ({degree})" for name, degree in together.items())
             raise ValueError(
-                f"ep ({self.ep}) must divide dp_shard ({self.dp_shard}): expert-parallel ranks "
-                f"are taken out of it"
+                f"{found}: more than one of them above 1 is not built yet: take one, with "
+                f"dp_replicate, dp_shard and ep"
+            )
+        if self.dp_shard * self.cp % self.ep:
+            by_cp = f" * cp ({self.cp})" if self.cp > 1 else ""
+            raise ValueError(
+                f"ep ({self.ep}) must divide dp_shard ({self.dp_shard}){by_cp}: expert-parallel "
+                f"ranks are taken out of it"
             )
 
     @property
@@ -62,3 +62,8 @@ class ParallelConfig:
     def data_parallel(self) -> int:
         """Ranks with batches of their own."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def with_tokens(self) -> int:
+        """Ranks with tokens of their own: over which losses and gradients are means."""
+        return self.data_parallel * self.cp

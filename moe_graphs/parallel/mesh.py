@@ -32,17 +32,32 @@ def make_mesh(config: ParallelConfig, device_type: str) -> DeviceMesh:
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The ranks with batches of their own, in one dimension: ``dp_replicate`` x ``dp_shard``.
 
-    ``get_local_rank()`` of it says which part of the data is this rank's, ``get_group()`` whom
-    to sum over.
+    ``get_local_rank()`` of it says which part of the data is this rank's.
     """
     return mesh["dp_replicate", "dp_shard"]._flatten("dp")
 
 
-def expert_mesh(config: ParallelConfig, mesh: DeviceMesh) -> DeviceMesh:
-    """``mesh`` with ``dp_shard`` split in ``efsdp`` and, inside, ``ep``.
+def loss_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks with tokens of their own, in one dimension: ``dp_replicate`` x ``dp_shard`` x
+    ``cp``. ``get_group()`` of it says over whom to sum losses, counts and flags."""
+    return mesh["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp")
+
+
+def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """``mesh`` with ``dp_shard`` and ``cp`` as one dimension, ``dp_shard_cp``: the ranks over which
+    FSDP2 shards, since they all need the same weights."""
+    flat = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+    # To slice the mesh itself by that name is deprecated.
+    return DeviceMesh._concatenate([mesh["pp", "dp_replicate"], flat, mesh["tp"]])
+
+
+def expert_mesh(config: ParallelConfig, shards: DeviceMesh) -> DeviceMesh:
+    """``shard_mesh`` with ``dp_shard_cp`` split in ``efsdp`` and, inside, ``ep``.
 
     Makes process groups: once per model, on all ranks.
     """
-    sizes = (config.dp_shard // config.ep, config.ep)
+    sizes = (config.dp_shard * config.cp // config.ep, config.ep)
+    names = shards.mesh_dim_names
+    assert names is not None
     # By its number: torch 2.11 refuses the names that there are.
-    return mesh._unflatten(DIMS.index("dp_shard"), sizes, ("efsdp", "ep"))
+    return shards._unflatten(names.index("dp_shard_cp"), sizes, ("efsdp", "ep"))

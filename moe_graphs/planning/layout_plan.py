@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -20,8 +21,15 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from moe_graphs.dispatch.local_rows import room_for_rows
 from moe_graphs.kernels.availability import as_on_gpus
-from moe_graphs.layers import LanguageModel, MoELayer, TransformerConfig
-from moe_graphs.parallel import ParallelConfig, make_mesh, parallelize, shard_experts
+from moe_graphs.layers import HeadExchange, LanguageModel, MoELayer, TransformerConfig
+from moe_graphs.parallel import (
+    ParallelConfig,
+    divide_sequences,
+    make_mesh,
+    parallelize,
+    shard_experts,
+    share_tensors,
+)
 from moe_graphs.planning.microbatch_memory import (
     DropoutOfGPUs,
     MicrobatchMemory,
@@ -33,12 +41,14 @@ from moe_graphs.planning.weights_around import WeightsAround, fsdp_parts, most_a
 from moe_graphs.planning.wire_bytes import (
     ShardedWeights,
     dispatch_bytes,
+    exchange_bytes,
     fsdp_bytes,
     peer_memory_bytes,
+    tensor_bytes,
 )
 
 DISPATCHERS = ("all_to_all", "all_gather", "symmetric")
-_SHARD_DIMS = ("dp_shard", "efsdp")
+_SHARD_DIMS = ("dp_shard_cp", "efsdp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +56,7 @@ class PlannedStep:
     """What a step computes with.
 
     Attributes:
-        sequences: of a rank in a microbatch.
+        sequences: of a rank (with ``cp``, of those that share them) in a microbatch.
         dtype: of the parameters.
         mixed_precision: FSDP2 gathers bf16 and reduces fp32 (``MixedPrecisionPolicy``), and the
             model computes in it; otherwise autocast to bf16, as ``moe-graphs train`` does.
@@ -142,6 +152,18 @@ def plan_layout(config: TransformerConfig, layout: ParallelConfig, step: Planned
             f"sequence_length: {step.sequence_length} is more than the "
             f"{config.max_sequence_length} positions that the model knows: lower it"
         )
+    if layout.pp > 1:
+        raise ValueError(
+            f"pp: a plan counts all layers on every rank, and pp={layout.pp} divides them: plan "
+            f"with pp=1 (--gpus of one stage's ranks) and divide by the stages"
+        )
+    if step.sequence_length % layout.cp:
+        raise ValueError(
+            f"sequence_length: {layout.cp} ranks (cp) cannot share {step.sequence_length} tokens "
+            f"equally: choose a multiple"
+        )
+    # From here on a rank's own tokens.
+    step = dataclasses.replace(step, sequence_length=step.sequence_length // layout.cp)
     model = LanguageModel(config, device="meta", dtype=step.dtype)
     parameters = model.num_parameters()
     weights: dict[str, ShardedWeights] = {}
@@ -149,8 +171,10 @@ def plan_layout(config: TransformerConfig, layout: ParallelConfig, step: Planned
         with _as_rank_0(layout.world_size):
             options = {"dispatcher": step.dispatcher} if layout.ep > 1 else {}
             mesh = make_mesh(layout, "cpu")
-            parallelize(model, layout, mesh, mixed_precision=step.policy, **options)
-            weights = _sharded(model, layout)
+            policy = step.policy if step.mixed_precision else None
+            parallelize(model, layout, mesh, mixed_precision=policy, **options)
+            if layout.with_tokens > 1:
+                weights = _sharded(model, layout)
     exact = held_between_steps(model)
     parts = fsdp_parts(model, weights, *step.on_the_wire)
     held = _of_a_microbatch(config, layout, step, WeightsAround(parts, step.microbatches))
@@ -158,10 +182,9 @@ def plan_layout(config: TransformerConfig, layout: ParallelConfig, step: Planned
     shared = _shared_with_peers(config, layout, step)
     if shared:
         estimated["memory shared with peers"] = shared
-    even = parameters * step.dtype.itemsize / (layout.dp_shard if weights else 1)
     return LayoutPlan(
         parameters,
-        max(0.0, 1 - even / exact["parameters"]),
+        max(0.0, 1 - _equal_share(model) / exact["parameters"]),
         exact,
         estimated,
         _wire(config, layout, step, weights),
@@ -186,6 +209,18 @@ def held_between_steps(model: nn.Module) -> dict[str, int]:
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _equal_share(model: nn.Module) -> float:
+    """Bytes of the parameters if ranks that shard one had as much of it each."""
+    total = 0.0
+    for parameter in model.parameters():
+        ranks = 1
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, enumerate(parameter.placements)
+            ranks = prod(mesh.size(dim) for dim, each in placements if not each.is_replicate())
+        total += parameter.numel() * parameter.dtype.itemsize / ranks
+    return total
 
 
 @contextlib.contextmanager
@@ -234,6 +269,8 @@ def _of_a_microbatch(
 ) -> MicrobatchMemory:
     dtype = torch.bfloat16 if step.mixed_precision else step.dtype
     model = LanguageModel(config, device="meta", dtype=dtype)
+    if layout.cp > 1:
+        divide_sequences(model, HeadExchange(rank=0, ranks=layout.cp))
     if layout.ep > 1:
         gathers = step.dispatcher != "all_to_all"
         stand_in = StandInDispatcher(layout.ep, gathers, step.rows_factor)
@@ -241,6 +278,10 @@ def _of_a_microbatch(
             if isinstance(layer, MoELayer):
                 shard_experts(layer, stand_in)
     with contextlib.ExitStack() as stack:
+        if layout.tp > 1:
+            stack.enter_context(_as_rank_0(layout.tp))
+            share_tensors(model, make_mesh(ParallelConfig(tp=layout.tp), "cpu")["tp"])
+            _make_plain(model)
         stack.enter_context(FakeTensorMode())
         if step.on_gpus:
             stack.enter_context(as_on_gpus())
@@ -249,6 +290,15 @@ def _of_a_microbatch(
         tokens_BS = torch.empty(step.sequences, step.sequence_length, dtype=torch.int64)
         cast_to = torch.bfloat16 if step.on_gpus else None
         return microbatch_memory(model, tokens_BS, cast_to, around)
+
+
+def _make_plain(model: nn.Module) -> None:
+    """What a rank has of DTensors, in their place."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if isinstance(parameter, DTensor):
+                own = nn.Parameter(parameter.to_local().detach(), parameter.requires_grad)
+                module.register_parameter(name, own)
 
 
 def _expert_rows(config: TransformerConfig, layout: ParallelConfig, step: PlannedStep) -> int:
@@ -274,6 +324,13 @@ def _wire(
     weights: dict[str, ShardedWeights],
 ) -> dict[str, int]:
     found = fsdp_bytes(weights.values(), *step.on_the_wire, step.microbatches)
+    if layout.cp > 1:
+        layer = exchange_bytes(config, step.tokens, layout.cp, step.compute_dtype.itemsize)
+        found["context exchange"] = layer * config.num_layers * step.microbatches
+    if layout.tp > 1:
+        itemsize, weights_itemsize = step.compute_dtype.itemsize, step.on_the_wire[0]
+        each = tensor_bytes(config, step.tokens, layout.tp, itemsize, weights_itemsize)
+        found["tensor parallelism"] = round(each * step.microbatches)
     if config.moe is not None and layout.ep > 1:
         layers = sum(config.is_moe_layer(index) for index in range(config.num_layers))
         parts = dispatch_bytes(

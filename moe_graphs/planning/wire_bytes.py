@@ -6,11 +6,11 @@ E experts, e local experts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import comb
 
-from moe_graphs.layers import MoEConfig
+from moe_graphs.layers import MoEConfig, TransformerConfig
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,22 @@ def fsdp_bytes(
     }
 
 
+def exchange_bytes(config: TransformerConfig, tokens: int, ranks: int, itemsize: int) -> int:
+    """Of attention in one layer and microbatch, forward and backward: queries, keys and values, and
+    the way back of what attention gives.
+
+    Args:
+        tokens: T.
+        ranks: that share a sequence.
+        itemsize: of what attention computes with.
+    """
+    heads = config.num_heads
+    kv_heads = heads if config.latent is not None else math.lcm(config.kv_heads, ranks)
+    there = heads * config.head_size + kv_heads * (config.head_size + config.value_head_size)
+    numbers = tokens * (there + heads * config.value_head_size)
+    return 2 * numbers * itemsize * (ranks - 1) // ranks
+
+
 def dispatch_bytes(
     dispatcher: str, config: MoEConfig, hidden_size: int, tokens: int, ranks: int, itemsize: int
 ) -> tuple[float, float]:
@@ -73,9 +89,27 @@ def dispatch_bytes(
         return rows + pairs, rows
     # symmetric: a token once to every rank that has any of its experts, chosen at random.
     elsewhere = config.num_experts - config.num_experts // ranks
-    reached = 1 - comb(elsewhere, top_k) / comb(config.num_experts, top_k)
+    reached = 1 - math.comb(elsewhere, top_k) / math.comb(config.num_experts, top_k)
     rows = 2.0 * tokens * others * reached * row
     return rows + pairs, rows
+
+
+def tensor_bytes(
+    config: TransformerConfig, tokens: int, ranks: int, itemsize: int, weights_itemsize: int
+) -> float:
+    """Of tensor parallelism in one microbatch, forward and backward, each all-reduce by ring.
+
+    Args:
+        tokens: T.
+        itemsize: of activations; of the embedding it is ``weights_itemsize``.
+    """
+    has_shared_expert = config.moe is not None and config.moe.shared_ffn_hidden_size > 0
+    moe_layers = sum(config.is_moe_layer(index) for index in range(config.num_layers))
+    halves = 2 * config.num_layers - (0 if has_shared_expert else moe_layers)
+    # Every half forward and backward, the head backward, the embedding forward.
+    row = config.hidden_size * ((2 * halves + 1) * itemsize + weights_itemsize)
+    # Cross entropy gathers two fp32 numbers of a row.
+    return tokens * (ranks - 1) * (2.0 * row / ranks + 8)
 
 
 def peer_memory_bytes(

@@ -20,9 +20,11 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.optim import Optimizer
 
+from moe_graphs.layers.activation_stack import ActivationStack
+from moe_graphs.optim.gradient_factor import local_part, multiply
 from moe_graphs.training.capturable import check_capturable_optimizer
 from moe_graphs.training.ema import ExponentialMovingAverage
-from moe_graphs.training.grad_norm import clip_by, local_part, total_norm
+from moe_graphs.training.grad_norm import clip_factor, total_norm
 from moe_graphs.training.grad_scaler import GradScaler
 
 
@@ -56,9 +58,12 @@ class DeviceStep:
         optimizer: a capturable one; with a scaler or ``overflow`` a fused one, since only those
             can leave parameters, state and step counter alone by a flag on the device.
         clip_norm: the largest global gradient norm; ``math.inf`` measures without clipping.
-        process_group: all of its ranks skip if one of them found inf or NaN, or overflowed.
+        process_group: all of its ranks skip if one of them found inf or NaN, or overflowed. Of a
+            pipeline it has the ranks of all stages.
         shard_group: ranks that hold disjoint parts of the parameters, so that the norm is theirs
             together. Not for parameters that some of its ranks share, nor for DTensors, which know.
+        stage_group: ranks of a pipeline (``mesh["pp"].get_group()``): the norm is that of all
+            stages, whether their parameters are DTensors or not.
         set_to_none: drops gradients instead of zeroing them. Right if the backward is in the
             same graph as this step or nothing is captured; a graph of this step alone reads
             gradients at the addresses it was captured with, so that they have to stay.
@@ -76,7 +81,9 @@ class DeviceStep:
         ema: ExponentialMovingAverage | None = None,
         process_group: dist.ProcessGroup | None = None,
         shard_group: dist.ProcessGroup | None = None,
+        stage_group: dist.ProcessGroup | None = None,
         set_to_none: bool = False,
+        activation_stack: ActivationStack | None = None,
     ) -> None:
         check_capturable_optimizer(optimizer)
         if scaler is not None:
@@ -86,6 +93,8 @@ class DeviceStep:
         self.optimizer, self.scaler, self.ema = optimizer, scaler, ema
         self.clip_norm, self.set_to_none = clip_norm, set_to_none
         self.process_group, self.shard_group = process_group, shard_group
+        self.activation_stack = activation_stack
+        self.stage_group = stage_group
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to call ``backward`` on."""
@@ -95,7 +104,7 @@ class DeviceStep:
     def __call__(self, *, overflow: Tensor | None = None) -> StepResult:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         gradients = [p.grad for p in parameters if p.grad is not None]
-        found_inf = scale = norm = None
+        found_inf = scale = norm = factor = None
         overflowed = None if overflow is None else self._overflowed(overflow)
         if self.scaler is not None:
             scale = self.scaler.scale_factor.clone()
@@ -103,14 +112,16 @@ class DeviceStep:
             self.scaler.update(found_inf, unless=overflowed)
         skipped = _either(found_inf, overflowed)
         if self.clip_norm is not None:
-            norm = total_norm(gradients, self.shard_group)
-            clip_by(gradients, self.clip_norm, norm)
+            norm = total_norm(gradients, self.shard_group, self.stage_group)
+            factor = clip_factor(self.clip_norm, norm)
         self._decay_weights(skipped)
-        with _skipped_if(self.optimizer, skipped):
+        with _skipped_if(self.optimizer, skipped), _multiplied(self.optimizer, gradients, factor):
             self.optimizer.step()
         if self.ema is not None:
             self.ema.update(skipped)
         self.optimizer.zero_grad(set_to_none=self.set_to_none)
+        if self.activation_stack is not None:
+            self.activation_stack.empty()
         return StepResult(norm, found_inf, scale, overflowed)
 
     def _overflowed(self, overflow: Tensor) -> Tensor:
@@ -156,6 +167,24 @@ def _skipped_if(optimizer: Optimizer, skipped: Tensor | None) -> Iterator[None]:
         yield
     finally:
         del flagged.found_inf, flagged.grad_scale
+
+
+@contextlib.contextmanager
+def _multiplied(
+    optimizer: Optimizer, gradients: list[Tensor], factor: Tensor | None
+) -> Iterator[None]:
+    """``moe_graphs.optim.AdamW`` does it on its way, and leaves the gradients as they are."""
+    if factor is None or not getattr(optimizer, "takes_grad_factor", False):
+        if factor is not None:
+            multiply(gradients, factor)
+        yield
+        return
+    flagged: Any = optimizer
+    flagged.grad_factor = factor
+    try:
+        yield
+    finally:
+        del flagged.grad_factor
 
 
 def _make_momentum(optimizer: Optimizer) -> None:

@@ -15,17 +15,20 @@ import pytest
 import torch
 
 from distributed import RANKS, run_distributed
-from lm_runs import advance, fresh_trainer, options, small_corpus
+from lm_runs import QUIET, advance, fresh_trainer, options, small_corpus
 from moe_graphs.config import FullIterationConfig
 from moe_graphs.lm.checkpoint import find_checkpoint, save_checkpoint
 from moe_graphs.lm.data import HeldOut
-from moe_graphs.lm.run import RunOptions, with_graphs
+from moe_graphs.lm.legal_layouts import check_options
+from moe_graphs.lm.run import RunOptions, run, with_graphs
+from moe_graphs.lm.sample import sample_text
 from moe_graphs.lm.sharded_checkpoint import ShardedCheckpoints, model_of, read_model, resume
 from moe_graphs.lm.sharded_state import (
+    fused_parts,
     history_state,
     model_state,
     optimizer_state,
-    share,
+    shares,
 )
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.lm.workers import Workers, check_equal, layout_of
@@ -35,6 +38,8 @@ LAYOUTS = {
     "shard": ParallelConfig(dp_shard=RANKS),
     "replicate": ParallelConfig(dp_replicate=RANKS),
     "experts": ParallelConfig(dp_shard=RANKS, ep=RANKS),
+    "context": ParallelConfig(dp_shard=RANKS // 2, cp=2),
+    "tensors": ParallelConfig(dp_shard=RANKS // 2, tp=2),
 }
 if RANKS == 4:
     LAYOUTS |= {
@@ -51,6 +56,8 @@ def all_described() -> dict[str, str]:
         "shard": f"dp_shard {RANKS}",
         "replicate": f"dp_replicate {RANKS}",
         "experts": f"dp_shard {RANKS}, ep {RANKS}",
+        "context": "cp 2" if RANKS == 2 else f"dp_shard {RANKS // 2}, cp 2",
+        "tensors": "tp 2" if RANKS == 2 else f"dp_shard {RANKS // 2}, tp 2",
         "experts twice": "dp_shard 4, ep 2",
         "experts replicated": "dp_replicate 2, dp_shard 2, ep 2",
     }
@@ -87,15 +94,17 @@ def whole_state(trainer: Trainer) -> dict[str, torch.Tensor]:
         **optimizer_state(trainer),
         **history_state(trainer, trainer.step),
     }
-    shares = {key: share(value) for key, value in state.items()}
+    parts = fused_parts(trainer)
+    held = {key: shares(value, parts.get(key)) for key, value in state.items()}
     found = {
         key: torch.full(value.shape, -7, dtype=value.dtype).contiguous()
         for key, value in state.items()
     }
     workers = trainer.workers
-    for of_rank in [shares] if workers is None else workers.gather(shares):
-        for key, (where, part) in of_rank.items():
-            found[key][where] = part
+    for of_rank in [held] if workers is None else workers.gather(held):
+        for key, pieces in of_rank.items():
+            for where, piece in pieces:
+                found[key][where] = piece
     return found
 
 
@@ -131,6 +140,7 @@ def work(rank: int, world_size: int, folder: Path, one_process: Path) -> None:
     graphs = FullIterationConfig(optimizer_in_graph=True)
     found["evaluated"] = [evaluated(all_workers["shard"], each) for each in (None, graphs)]
     found["by chance"] = by_chance(folder / "chance", all_workers["shard"])
+    found["run"] = run_on_parts(folder / "run", all_workers["context"])
     found["disk full"] = disk_full(folder / "shard", all_workers["shard"])
     found["damaged"] = damaged(folder / "shard", all_workers["shard"])
     torch.save(found, folder / f"{rank}.pt")  # tensors do not outlive their process in a pipe
@@ -161,6 +171,27 @@ def evaluated(workers: Workers, config: FullIterationConfig | None) -> list[floa
             advance(trainer, step)
             nats.append(trainer.nats_per_token(held_out()))
     return nats
+
+
+def run_on_parts(out: Path, workers: Workers) -> list:
+    """A whole run: its held-out loss and samples, and those that one process has of its weights.
+    And what the ranks cannot share."""
+    given = without_chance(workers=workers, out=out)
+    summary, said = run(given, small_corpus(), QUIET), []
+    for length, heads in ((31, 2), (32, 1)):
+        preset = given.preset
+        training = dataclasses.replace(preset.training, sequence_length=length)
+        model = dataclasses.replace(preset.model, num_heads=heads)
+        other = dataclasses.replace(preset, training=training, model=model)
+        with pytest.raises(ValueError, match="cp: 2 ranks cannot share") as error:
+            check_options(dataclasses.replace(given, preset=other))
+        said.append(str(error.value))
+    alone = trainer_on(None)
+    alone.model = model_of(find_checkpoint(out), given.preset.model, None)
+    length, seed = given.preset.model.max_sequence_length, alone.settings.seed
+    samples = sample_text(alone.model, small_corpus(), length=length, seed=seed)
+    nats = alone.nats_per_token(held_out())
+    return [summary.held_out_nats_per_token, nats, str(summary.samples), str(samples), said]
 
 
 def disk_full(folder: Path, workers: Workers) -> str:
@@ -225,7 +256,8 @@ def one_process(tmp_path_factory) -> tuple[Path, Trainer, dict[str, torch.Tensor
 @pytest.fixture(scope="module")
 def several(one_process, tmp_path_factory) -> tuple[Path, dict]:
     folder = tmp_path_factory.mktemp("several")
-    run_distributed(work, RANKS, arguments=(folder, one_process[0]))
+    given = (folder, one_process[0])
+    run_distributed(work, RANKS, arguments=given, timeout_seconds=60.0 * RANKS)
     first, *others = (torch.load(folder / f"{rank}.pt") for rank in range(RANKS))
     for other in others:  # ranks agree to the bit
         for name in LAYOUTS:
@@ -294,6 +326,14 @@ def test_evaluation_between_replays_is_that_between_eager_steps(several):
     eager, graphed = several[1]["evaluated"]
     assert graphed == eager
     assert len(set(eager)) == len(eager)
+
+
+def test_a_run_on_parts_of_sequences_samples_and_evaluates_whole_ones(several):
+    nats, alone, samples, samples_alone, said = several[1]["run"]
+    assert nats == pytest.approx(alone, rel=1e-5)
+    assert samples == samples_alone
+    assert "sequences of 31 tokens and 2 heads equally" in said[0]
+    assert "sequences of 32 tokens and 1 heads equally" in said[1]
 
 
 def test_random_numbers_of_every_rank_go_on(several):

@@ -12,7 +12,7 @@ from moe_graphs.dispatch import AllGatherDispatcher, LocalDispatcher
 from moe_graphs.layers import LanguageModel
 from moe_graphs.parallel import ParallelConfig, data_mesh, make_mesh, parallelize, shard_experts
 from moe_graphs.training.grad_norm import clip_grad_norm, total_norm
-from parallel_runs import laid_out, without_noise
+from parallel_runs import laid_out, told, without_noise
 from training_runs import loss_of, tiny_model
 
 STEPS = 4
@@ -24,9 +24,9 @@ STEPS = 4
         ({"dp_shard": 0}, "dp_shard: got 0, must be a whole number from 1 on"),
         ({"dp_replicate": 1.5}, "dp_replicate: got 1.5"),
         ({"dp_shard": 4, "ep": 3}, r"ep \(3\) must divide dp_shard \(4\)"),
-        ({"tp": 2}, "tp: tensor parallelism is not built yet"),
-        ({"cp": 2}, "cp: context parallelism is not built yet"),
-        ({"pp": 2}, "pp: pipeline parallelism is not built yet"),
+        ({"cp": 2, "ep": 4}, r"ep \(4\) must divide dp_shard \(1\) \* cp \(2\)"),
+        ({"pp": 0}, "pp: got 0, must be a whole number from 1 on"),
+        ({"tp": 2, "pp": 2}, r"tp \(2\), cp \(1\), pp \(2\): more than one of them above 1"),
     ],
 )
 def test_degrees_that_do_not_fit_are_refused(degrees, message):
@@ -36,7 +36,9 @@ def test_degrees_that_do_not_fit_are_refused(degrees, message):
 
 def test_the_world_does_not_count_ep():
     config = ParallelConfig(dp_replicate=2, dp_shard=8, ep=4)
-    assert (config.world_size, config.data_parallel) == (16, 16)
+    assert (config.world_size, config.data_parallel, config.with_tokens) == (16, 16, 16)
+    shared = ParallelConfig(dp_replicate=2, dp_shard=2, cp=4, ep=8)
+    assert (shared.world_size, shared.data_parallel, shared.with_tokens) == (16, 4, 16)
     with pytest.raises(ValueError, match="needs 16 ranks and there is no process group"):
         make_mesh(config, "cpu")
 
@@ -112,13 +114,6 @@ def test_training_is_that_of_one_process_on_the_whole_batch(layouts):
 
 
 def misuse(rank: int, world_size: int) -> dict[str, str]:
-    def told(call) -> str:
-        try:
-            call()
-        except ValueError as error:
-            return str(error)
-        return "nothing"
-
     two = ParallelConfig(dp_shard=2)
     mesh = make_mesh(two, "cpu")
     model = tiny_model("cpu", "moe", count=1)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 from distributed import run_distributed
@@ -14,7 +16,8 @@ from moe_graphs.cli import build_app
 from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig, llama3_1_405b
 from moe_graphs.layers.architectures import qwen3_235b_a22b
 from moe_graphs.lm.settings import TrainSettings, build_optimizer
-from moe_graphs.parallel import ParallelConfig, make_mesh, parallelize
+from moe_graphs.lm.trainer import cross_entropy
+from moe_graphs.parallel import ParallelConfig, make_mesh, parallelize, vocabulary_group
 from moe_graphs.planning.layout_plan import PlannedStep, plan_layout
 from moe_graphs.planning.microbatch_memory import microbatch_memory
 
@@ -34,20 +37,31 @@ MOE = TransformerConfig(
 )
 DENSE = replace(MOE, moe=None, moe_layers="none", qk_norm="none")
 ON_CPU = PlannedStep(sequences=2, sequence_length=32, on_gpus=False)
-LAYOUTS = [{"dp_shard": 2}, {"dp_shard": 2, "ep": 2}, {"dp_replicate": 2}]
+LAYOUTS = [
+    {"dp_shard": 2},
+    {"dp_shard": 2, "ep": 2},
+    {"dp_replicate": 2},
+    {"cp": 2, "ep": 2},
+    {"tp": 2},
+]
 SETTINGS = TrainSettings(steps=1, batch_size=2, sequence_length=32, learning_rate=1e-3)
 
 
-def held(rank: int, world_size: int) -> list[dict[str, int]]:
-    """After a step, by layout: what a real rank holds."""
-    found = []
+def held(rank: int, world_size: int) -> tuple[list[dict[str, int]], int]:
+    """After a step, by layout: what a real rank holds; and what it exchanged in the last one."""
+    found, reduced = [], 0
     for degrees in LAYOUTS:
         config = ParallelConfig(**degrees)
         model = LanguageModel(MOE)
         parallelize(model, config, make_mesh(config, "cpu"))
         optimizer = build_optimizer(model, SETTINGS)
-        output = model(torch.randint(96, (2, 32)))
-        (output.logits_BSV.square().mean() + output.aux_loss).backward()
+        tokens_BS = torch.randint(96, (2, 32 // config.cp))
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as exchanged:
+            output = model(tokens_BS)
+            loss = cross_entropy(output.logits_BSV, tokens_BS, vocabulary_group(model))
+            (loss + output.aux_loss).backward()
+        # By ring on two ranks as much arrives as there is.
+        reduced = sum(call.args[0].nbytes for call in exchanged.call_args_list)
         optimizer.step()
         states = [each for state in optimizer.state.values() for each in state.values()]
         parameters = list(model.parameters())
@@ -59,7 +73,7 @@ def held(rank: int, world_size: int) -> list[dict[str, int]]:
                 "buffers": storages(model.buffers()),
             }
         )
-    return found
+    return found, reduced
 
 
 def storages(tensors) -> int:
@@ -69,10 +83,21 @@ def storages(tensors) -> int:
 
 def test_what_two_ranks_hold_is_what_was_planned():
     plans = [plan_layout(MOE, ParallelConfig(**degrees), ON_CPU).exact for degrees in LAYOUTS]
-    first, second = run_distributed(held, 2)
+    (first, reduced), (second, _) = run_distributed(held, 2)
     assert first == plans
     assert second == plans  # everything is divisible by two
-    assert plans[0]["parameters"] < plans[2]["parameters"]
+    assert plans[0]["parameters"] < plans[-1]["parameters"] < plans[2]["parameters"]
+    wire = plan_layout(MOE, ParallelConfig(tp=2), ON_CPU).wire["tensor parallelism"]
+    norms, losses = 3 * 2 * 8 * 4, 64 * 8  # of queries' and keys' norms; what cross entropy gathers
+    assert wire == reduced - norms + losses
+
+
+def test_shared_tensors_leave_less_of_everything():
+    alone = plan_layout(MOE, ParallelConfig(), replace(ON_CPU, on_gpus=True))
+    shared = plan_layout(MOE, ParallelConfig(tp=2), replace(ON_CPU, on_gpus=True))
+    assert shared.estimated["logits"] == alone.estimated["logits"] // 2
+    assert 0.5 < shared.estimated["activations"] / alone.estimated["activations"] < 0.95
+    assert shared.padding == 0
 
 
 @pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
@@ -161,6 +186,24 @@ def test_bytes_of_the_dispatchers():
     assert sent["expert combine"] == round(wire["expert combine"] * (1 - 30 / 56))
 
 
+def test_ranks_that_share_sequences():
+    step = replace(ON_CPU, microbatches=3)
+    shared = plan_layout(DENSE, ParallelConfig(cp=4), step)
+    alone = plan_layout(DENSE, ParallelConfig(dp_shard=4), step)
+    assert shared.exact == alone.exact
+    # Four query heads, a copy of two kv heads for two ranks each, and the way back; of 16 tokens.
+    numbers = 16 * 8 * (4 + 4 + 4 + 4)
+    assert shared.wire.pop("context exchange") == 3 * 3 * 2 * numbers * 4 * 3 // 4
+    assert shared.wire == alone.wire
+    long = replace(step, sequence_length=8)
+    small = plan_layout(DENSE, ParallelConfig(dp_shard=4), long).estimated
+    # As many tokens on a rank, and what was exchanged is kept beside what was sent.
+    assert shared.estimated["logits"] == small["logits"]
+    assert small["activations"] < shared.estimated["activations"] < alone.estimated["activations"]
+    with pytest.raises(ValueError, match=r"3 ranks \(cp\) cannot share 32 tokens"):
+        plan_layout(DENSE, ParallelConfig(cp=3), step)
+
+
 def test_experts_that_their_ranks_do_not_divide_are_padded():
     plan = plan_layout(MOE, ParallelConfig(dp_shard=16, ep=2), ON_CPU)
     assert plan.padding > 0.35  # four experts on eight ranks
@@ -176,8 +219,8 @@ def test_published_sizes():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--gpus", 4, "--tp", 2], "tp: tensor parallelism is not built yet"),
-        (["--gpus", 4, "--pp", 2], "pp: pipeline parallelism is not built yet"),
+        (["--gpus", 4, "--tp", 2], "tp: 2 ranks cannot share num_heads 3"),
+        (["--gpus", 4, "--pp", 2], "pp: a plan counts all layers"),
         (["--gpus", 4, "--dp-shard", 3], "dp_shard (3) = 3, and there are 4 ranks"),
         (["--gpus", 3, "--ep", 3], "batch_size: 8 sequences in 1 microbatch(es) cannot be shared"),
         (["--gpus", 16, "--ep", 16, "--batch-size", 16], "num_experts (8) must be divisible"),

@@ -28,7 +28,8 @@ def small_model(device: str = "cpu") -> LanguageModel:
     torch.manual_seed(0)
     moe = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=48)
     config = TransformerConfig(num_layers=2, moe=moe, moe_layers=(False, True), **SIZES)
-    return LanguageModel(config, device=device)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return LanguageModel(config, device=device, dtype=dtype)
 
 
 def stepping(model: LanguageModel, graphs: moe_graphs.Graphs):

@@ -7,16 +7,27 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from full_iterations import batches, optimizer_of
 from moe_graphs.engine.whole_step.full_iteration import FullIteration
 from moe_graphs.layers import LanguageModel, MoELayer
-from moe_graphs.parallel import ParallelConfig, data_mesh, make_mesh, parallelize
+from moe_graphs.optim import AdamW
+from moe_graphs.parallel import (
+    ParallelConfig,
+    loss_mesh,
+    make_mesh,
+    parallelize,
+    part_of_sequences,
+    vocabulary_cross_entropy,
+    vocabulary_group,
+)
 from moe_graphs.training.device_step import DeviceStep
+from moe_graphs.training.grad_norm import local_part
 from moe_graphs.training.grad_scaler import GradScaler
-from training_runs import Trace, loss_of, tiny_model
+from training_runs import Trace, tiny_model
 
 Step = Callable[[dict[str, Any]], tuple[list[torch.Tensor], torch.Tensor]]
 
@@ -31,7 +42,7 @@ def laid_out(
     dtype: torch.dtype | None = None,
     mixed: bool = False,
 ) -> tuple[LanguageModel, Any]:
-    """The tiny model in that layout, experts exchanged in static shapes; and its data mesh."""
+    """The tiny model in that layout, experts exchanged in static shapes; and its loss mesh."""
     mesh = make_mesh(config, device)
     model = tiny_model(device, layers, dropout=dropout, count=count, dtype=dtype)
     if not dropout:
@@ -39,7 +50,16 @@ def laid_out(
     options: dict[str, Any] = {"dispatcher": "all_gather"} if config.ep > 1 else {}
     if mixed:
         options["mixed_precision"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    return parallelize(model, config, mesh, **options), data_mesh(mesh)
+    return parallelize(model, config, mesh, **options), loss_mesh(mesh)
+
+
+def own_part(model: LanguageModel, batch: dict[str, Any]) -> dict[str, Any]:
+    """Of a batch that is the same on all ranks that share its sequences."""
+    exchange = model.layers[0].attention.exchange
+    if exchange is None:
+        return batch
+    tokens = [part_of_sequences(each, exchange.group, overlap=1) for each in batch["tokens"]]
+    return {**batch, "tokens": tokens}
 
 
 def without_noise(model: nn.Module) -> None:
@@ -48,13 +68,20 @@ def without_noise(model: nn.Module) -> None:
             layer.router.config = replace(layer.router.config, input_jitter=0.0)
 
 
+def loss_on(model: LanguageModel, tokens: torch.Tensor) -> torch.Tensor:
+    """As ``loss_of``, of a model whose vocabulary ranks may share."""
+    output = model(tokens[:, :-1])
+    logits, targets = output.logits_BSV.flatten(0, 1), tokens[:, 1:].flatten()
+    return vocabulary_cross_entropy(logits, targets, vocabulary_group(model)) + output.aux_loss
+
+
 def step_of(model: LanguageModel, update: DeviceStep, group: Any = None) -> Step:
     """All microbatches, then everything that follows the backward."""
 
     def step(batch: dict[str, Any]) -> tuple[list[torch.Tensor], torch.Tensor]:
         losses = []
         for tokens in batch["tokens"]:
-            loss = loss_of(model, tokens)[0]
+            loss = loss_on(model, tokens)
             update.scale(loss * batch["scale"]).backward()
             losses.append(loss.detach())
         norm = update().grad_norm
@@ -68,22 +95,25 @@ def train(
     rank: int, device: str, config: ParallelConfig, graphed: bool, steps: int, **options: Any
 ) -> Trace:
     """With clipping, dropout, a scaler, expert bias; two microbatches."""
-    model, data = laid_out(device, config, **options)
-    group = data.get_group()
-    optimizer = optimizer_of(model, device)
+    model, with_tokens = laid_out(device, config, **options)
+    group = with_tokens.get_group()
+    optimizer: Any = optimizer_of(model, device)
+    if config.tp > 1:  # parameters on several meshes, or on none
+        optimizer = AdamW(model.parameters(), lr=torch.tensor(1e-2, device=device))
     scaler = GradScaler(device, init_scale=4.0, growth_interval=6)
     update = DeviceStep(
-        optimizer, scaler=scaler, clip_norm=0.5, process_group=group, set_to_none=True
+        optimizer, scaler=scaler, clip_norm=0.5, process_group=dist.group.WORLD, set_to_none=True
     )
     step: Any = step_of(model, update, group)
     if graphed:
         step = FullIteration(
             step, model=model, optimizer=optimizer, state=[update], on_mismatch="error"
         )
-    torch.manual_seed(rank)
+    part = with_tokens.get_local_rank()
+    torch.manual_seed(part)
     trace = Trace()
-    for index, batch in enumerate(batches(device, steps, 2, seed=10 + rank)):
-        losses, norm = step(batch)
+    for index, batch in enumerate(batches(device, steps, 2, seed=10 + part // config.cp)):
+        losses, norm = step(own_part(model, batch))
         trace.note(f"norm {index}", norm)
         for loss in losses:
             trace.note(f"loss {index}", loss)
@@ -98,7 +128,7 @@ def train(
 
 def local_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
-        yield name, parameter.to_local()
+        yield name, local_part(parameter)
     yield from model.named_buffers()
 
 
@@ -114,3 +144,12 @@ def compare(rank: int, world_size: int, device: str, layouts: list[dict], steps:
         train(rank, device, config, True, steps, **options).assert_equal(expected)
         norms.append([v.item() for name, v in expected.values if "norm " in name][:steps])
     return norms
+
+
+def told(call: Callable[[], Any]) -> str:
+    """The message that it is refused with."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "nothing"

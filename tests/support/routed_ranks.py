@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from moe_graphs.dispatch import Dispatcher, LocalDispatcher
-from moe_graphs.layers.experts import swiglu_experts
+from moe_graphs.kernels import swiglu_gemms
 
 T, D, F, E = 24, 16, 8, 8
 
@@ -58,7 +58,7 @@ def run_layer(dispatcher: Dispatcher, hidden_TD, weights_TK, experts_TK, w1, w2,
     hidden_TD, weights_TK, w1, w2 = leaves
     plan = dispatcher.preprocess(hidden_TD, weights_TK, experts_TK, E)
     dispatched = dispatcher.dispatch(plan)
-    rows_RD = swiglu_experts(dispatched.rows_RD, w1, w2, dispatched.offsets_e)
+    rows_RD = swiglu_gemms(dispatched.rows_RD, w1, w2, dispatched.offsets_e)
     # What experts make of rows that are nobody's must not matter.
     row_R = torch.arange(rows_RD.shape[0], device=rows_RD.device)
     nobody_R = (row_R >= dispatched.offsets_e[-1]).unsqueeze(1)

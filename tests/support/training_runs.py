@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ def tiny_model(
     """A few layers with every feature that could differ between a graph and eager: dropout, jitter,
     aux losses, expert bias. By default fp32 on the CPU, bf16 on a GPU."""
     torch.manual_seed(0)
+    kind: Any = LAYERS[layers]
     moe = MoEConfig(
         num_experts=4,
         top_k=2,
@@ -61,7 +63,7 @@ def tiny_model(
         attention_dropout=dropout,
         hidden_dropout=dropout,
         moe=moe,
-        moe_layers=LAYERS[layers],
+        moe_layers=kind if isinstance(kind, str) else kind * (count // 2),
     )
     dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
     return LanguageModel(config, dispatcher, device=device, dtype=dtype)

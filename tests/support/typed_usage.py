@@ -31,9 +31,12 @@ from moe_graphs.kernels import (
     grouped_gemm,
     permute,
     route_rows,
+    swiglu_gemms,
     unpermute,
 )
 from moe_graphs.layers import (
+    ActivationStack,
+    HeadExchange,
     LanguageModel,
     LayerOutput,
     ModelOutput,
@@ -45,8 +48,19 @@ from moe_graphs.layers import (
     TransformerLayer,
     mixtral_8x7b,
 )
-from moe_graphs.parallel import ParallelConfig, data_mesh, make_mesh, parallelize
+from moe_graphs.parallel import (
+    ModelStage,
+    ParallelConfig,
+    Pipeline,
+    data_mesh,
+    loss_mesh,
+    make_mesh,
+    parallelize,
+    part_of_sequences,
+    pipeline_stages,
+)
 from moe_graphs.pipelines.builders import one_f_one_b
+from moe_graphs.training.activation_memory import other_activation_stack, use_activation_stack
 from moe_graphs.training.grad_norm import clip_grad_norm
 from moe_graphs.training.overflow import other_rows_factor
 from moe_graphs.training.static_loader import StaticBatches
@@ -90,7 +104,9 @@ def layers() -> None:
     assert_type(moe(hidden_BSD).aux_loss, Tensor)
     assert_type(moe.dispatcher, Dispatcher)
     bounded = LanguageModel(CONFIG, make_dispatcher("symmetric", rows_factor=1.5))
-    with other_rows_factor(bounded, None):
+    stack = use_activation_stack(bounded, rows=64)
+    assert_type(stack, ActivationStack)
+    with other_rows_factor(bounded, None), other_activation_stack(bounded, None):
         assert_type(bounded(torch.randint(32, (2, 8))).dropped_tokens, Tensor)
     assert_type(moe.router(hidden_BSD[0]), Routing)
     layer = TransformerLayer(CONFIG, 0)
@@ -113,9 +129,18 @@ def sharded() -> None:
     assert_type(config.world_size, int)
     mesh = make_mesh(config, "cuda")
     assert_type(data_mesh(mesh).get_local_rank(), int)
+    group = loss_mesh(mesh).get_group()
+    assert_type(HeadExchange.over(group).ranks, int)
+    assert_type(part_of_sequences(torch.zeros(2, 33), group, overlap=1), Tensor)
     model = parallelize(LanguageModel(CONFIG), config, mesh, dispatcher="all_gather")
     assert_type(model, LanguageModel)
     assert_type(clip_grad_norm(model.parameters(), 1.0), Tensor)
+    stages = pipeline_stages(LanguageModel(CONFIG), config, mesh)
+    assert_type(parallelize(stages[0], config, mesh), ModelStage)
+    pipeline = Pipeline(stages, mesh, torch.add, microbatches=4, microbatch_shape=(2, 16))
+    found = pipeline.forward_backward(torch.ones(8, 16), torch.ones(8, 16))
+    assert_type(found, tuple[Tensor, Tensor])
+    assert_type(pipeline.evaluate(torch.ones(8, 16), torch.ones(8, 16)), Tensor)
 
 
 class OwnModel(LanguageModel):
@@ -143,6 +168,8 @@ def dispatcher() -> None:
     assert_type(order, RowOrder)
     rows_RD = permute(torch.randn(2, 4), order)
     rows_RD = assert_type(grouped_gemm(rows_RD, torch.randn(4, 4, 4), order.offsets_E), Tensor)
+    weights = torch.randn(4, 4, 8), torch.randn(4, 4, 4)
+    rows_RD = assert_type(swiglu_gemms(rows_RD, *weights, order.offsets_E), Tensor)
     assert_type(unpermute(rows_RD, order, torch.ones(2, 2)), Tensor)
 
 

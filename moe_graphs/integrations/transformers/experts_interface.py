@@ -13,7 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from moe_graphs.kernels import grouped_gemm, permute, route_rows, swiglu, unpermute
+from moe_graphs.kernels import (
+    grouped_gemm,
+    permute,
+    route_rows,
+    swiglu,
+    swiglu_gemms,
+    unpermute,
+)
 from moe_graphs.kernels.gemm.op import grouped_gemm_wgrad
 from moe_graphs.kernels.ops import wants_gradient
 
@@ -64,9 +71,13 @@ def experts_forward(
         order = route_rows(top_k_index, experts)
     offsets_E = order.offsets_E[:experts].contiguous()
     rows_RH = permute(hidden_states, order)
-    up_proj = "gate_up_proj" if self.has_gate else "up_proj"
-    rows_RN = _linear(self, up_proj, rows_RH, offsets_E, zero_tail=others)
-    rows_RH = _linear(self, "down_proj", _activated(self, rows_RN), offsets_E, zero_tail=others)
+    if is_swiglu(self) and not self.has_bias and not others:
+        w1, w2 = _weight(self, "gate_up_proj"), _weight(self, "down_proj")
+        rows_RH = swiglu_gemms(_in_dtype_of(w1, rows_RH), w1, w2, offsets_E)
+    else:
+        up_proj = "gate_up_proj" if self.has_gate else "up_proj"
+        rows_RN = _linear(self, up_proj, rows_RH, offsets_E, zero_tail=others)
+        rows_RH = _linear(self, "down_proj", _activated(self, rows_RN), offsets_E, zero_tail=others)
     if getattr(self, "has_post_expert_norm", False):
         rows_RH = self.post_expert_norm(rows_RH)
     return unpermute(rows_RH, order, top_k_weights).to(hidden_states.dtype)
@@ -81,15 +92,24 @@ def _has_others(experts: Any) -> bool:
 def _linear(
     experts: Any, name: str, rows_RK: Tensor, offsets_E: Tensor, *, zero_tail: bool
 ) -> Tensor:
-    weight = getattr(experts, name)
-    w_EKN = weight if experts.is_transposed else weight.transpose(1, 2)
-    if not torch.is_autocast_enabled(rows_RK.device.type):
-        rows_RK = rows_RK.to(w_EKN.dtype)
+    w_EKN = _weight(experts, name)
+    rows_RK = _in_dtype_of(w_EKN, rows_RK)
     rows_RN = grouped_gemm(rows_RK, w_EKN, offsets_E, zero_tail=zero_tail)
     if not experts.has_bias:
         return rows_RN
     bias_EN = getattr(experts, f"{name}_bias").to(rows_RN.dtype)
     return _AddBias.apply(rows_RN, bias_EN, offsets_E)
+
+
+def _weight(experts: Any, name: str) -> Tensor:
+    """``[E, K, N]``."""
+    weight = getattr(experts, name)
+    return weight if experts.is_transposed else weight.transpose(1, 2)
+
+
+def _in_dtype_of(weight: Tensor, rows: Tensor) -> Tensor:
+    """Unless autocast casts both."""
+    return rows if torch.is_autocast_enabled(rows.device.type) else rows.to(weight.dtype)
 
 
 def _activated(experts: Any, rows_RN: Tensor) -> Tensor:

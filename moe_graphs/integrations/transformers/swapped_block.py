@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_graphs.dispatch import LocalDispatcher
-from moe_graphs.kernels import route
+from moe_graphs.kernels import route, swiglu_gemms
 from moe_graphs.layers import MoEConfig, Routing
-from moe_graphs.layers.experts import swiglu_experts
 from moe_graphs.layers.moe import MoEInput, MoEStages, Prepared, Routed
 from moe_graphs.layers.router import rule_of
 from moe_graphs.staged import Stage, record
@@ -50,7 +49,7 @@ class SwappedExperts(nn.Module):
         if not torch.is_autocast_enabled(rows_RD.device.type):
             rows_RD = rows_RD.to(self.gate_up_proj.dtype)
         w1_ED2F, w2_EFD = self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2)
-        return swiglu_experts(rows_RD, w1_ED2F, w2_EFD, offsets_E)
+        return swiglu_gemms(rows_RD, w1_ED2F, w2_EFD, offsets_E)
 
 
 class SwappedMoE(MoEStages):

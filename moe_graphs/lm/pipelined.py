@@ -1,0 +1,62 @@
+"""A run's model on the ranks of a pipeline."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from moe_graphs.config import SCOPE_STAGES, GraphConfig
+from moe_graphs.layers import LanguageModel
+from moe_graphs.lm.settings import TrainSettings
+from moe_graphs.lm.trainer import autocast, cross_entropy
+from moe_graphs.lm.workers import Workers
+from moe_graphs.parallel import Pipeline, parallelize, pipeline_stages
+
+
+def lay_out_pipeline(
+    model: LanguageModel,
+    workers: Workers,
+    settings: TrainSettings,
+    *,
+    schedule: str,
+    stages_per_rank: int,
+    **dispatcher: Any,
+) -> Pipeline:
+    """Divides ``model`` in place, shards what is left of it, and makes what runs it."""
+    stages = pipeline_stages(
+        model,
+        workers.layout,
+        workers.mesh,
+        stages_per_rank=stages_per_rank,
+        autocast=functools.partial(autocast, workers.device),
+    )
+    for stage in stages:
+        parallelize(stage, workers.layout, workers.mesh, **dispatcher)
+    rows = settings.batch_size // settings.microbatches // workers.data.size()
+    return Pipeline(
+        stages,
+        workers.mesh,
+        cross_entropy,
+        microbatches=settings.microbatches,
+        microbatch_shape=(rows, settings.sequence_length),
+        schedule=schedule,
+        evaluation_loss_fn=functools.partial(cross_entropy, reduction="sum"),
+    )
+
+
+def scopes_of_stages(config: GraphConfig, here: LanguageModel, whole: LanguageModel) -> GraphConfig:
+    """Without the scopes that only layers of other ranks have. Those that no layer has stay, to be
+    refused; so do all if none would be left."""
+    found, all_of_them = _stages_of(here), _stages_of(whole)
+
+    def is_elsewhere(scope: str) -> bool:
+        stages = set(SCOPE_STAGES.get(scope, ()))
+        return stages <= all_of_them and not stages <= found
+
+    kept = [scope for scope in config.scopes or () if not is_elsewhere(scope)]
+    return dataclasses.replace(config, scopes=kept) if kept else config
+
+
+def _stages_of(model: LanguageModel) -> set[str]:
+    return {stage.name for layer in model.layers for stage in layer.stages()}

@@ -1,0 +1,113 @@
+"""A stage of a pipeline: some layers of a language model, and what stands before and behind them.
+
+Shapes: B batch, S sequence, D model, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_graphs.layers import LanguageModel
+
+
+class ModelStage(nn.Module):
+    """Consecutive layers of a model that it shares with it, under the names that they have there.
+
+    The first stage has the embedding, the last one norm and head; elsewhere they are None.
+
+    Attributes:
+        hidden_dtype: of what goes from stage to stage.
+    """
+
+    embedding: nn.Module | None
+    norm: nn.Module | None
+    head: nn.Module | None
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        numbers: range,
+        *,
+        hidden_dtype: torch.dtype,
+        autocast: Callable[[], contextlib.AbstractContextManager[Any]],
+    ) -> None:
+        super().__init__()
+        self.config, self.hidden_dtype = model.config, hidden_dtype
+        self._autocast = autocast
+        self._dropped: list[Tensor] = []
+        first, last = numbers.start == 0, numbers.stop == len(model.layers)
+        self.embedding = model.embedding if first else None
+        self.layers = numbered_layers({number: model.layers[number] for number in numbers})
+        self.norm, self.head = (model.norm, model.head) if last else (None, None)
+
+    def forward(self, entered: Tensor, aux_weight_1: Tensor) -> Tensor:
+        """From tokens ``[B, S]`` or hidden states ``[B, S, D]`` to hidden states or logits.
+
+        Args:
+            aux_weight_1: what the gradient of this stage's aux losses is, one number.
+
+        Raises:
+            ValueError: the hidden states have another dtype than the next stage expects.
+        """
+        with self._autocast():
+            hidden_BSD = entered if self.embedding is None else self.embedding(entered)
+            aux_losses, dropped = [], []
+            for layer in self.layers:
+                output = layer(hidden_BSD)
+                hidden_BSD = output.hidden_BSD
+                if output.aux_loss is not None:
+                    aux_losses.append(output.aux_loss)
+                    dropped.append(output.dropped_tokens)
+            if aux_losses:
+                aux_loss = torch.stack(aux_losses).sum()
+                hidden_BSD = _WithAuxLoss.apply(hidden_BSD, aux_loss, aux_weight_1)
+                self._dropped += dropped
+            if self.norm is not None and self.head is not None:
+                return self.head(self.norm(hidden_BSD))
+        if hidden_BSD.dtype != self.hidden_dtype:
+            raise ValueError(
+                f"hidden_dtype: the next stage expects {self.hidden_dtype} and the hidden states "
+                f"are {hidden_BSD.dtype}: pass pipeline_stages(hidden_dtype={hidden_BSD.dtype})"
+            )
+        return hidden_BSD
+
+    def logits_dtype(self, device: torch.device) -> torch.dtype:
+        """Of what the last stage returns."""
+        with self._autocast():
+            if torch.is_autocast_enabled(device.type):
+                return torch.get_autocast_dtype(device.type)
+        return self.hidden_dtype
+
+    def take_dropped_tokens(self) -> Tensor | int:
+        """Of all forwards since the last time: 0-dim int64, or 0."""
+        taken, self._dropped[:] = list(self._dropped), []
+        return torch.stack(taken).sum() if taken else 0
+
+
+def numbered_layers(layers: Mapping[int, nn.Module]) -> nn.ModuleList:
+    """Under their numbers, which need not begin with 0. Made to be iterated over."""
+    found = nn.ModuleList()
+    for number, layer in layers.items():
+        found.add_module(str(number), layer)
+    return found
+
+
+class _WithAuxLoss(torch.autograd.Function):
+    """Hidden states that pass through, and with whose gradient that of a loss begins: nothing but
+    hidden states goes from stage to stage."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_BSD: Tensor, aux_loss: Tensor, weight_1: Tensor) -> Tensor:
+        ctx.save_for_backward(weight_1)
+        # Not a view, for which FSDP2 warns, nor a copy.
+        return hidden_BSD.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient_BSD: Tensor) -> tuple[Tensor, Tensor, None]:
+        (weight_1,) = ctx.saved_tensors
+        return gradient_BSD, weight_1.reshape(()), None

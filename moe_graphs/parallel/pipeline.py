@@ -1,0 +1,294 @@
+"""Pipeline parallelism: a language model divided into stages, and what runs them.
+
+    stages = pipeline_stages(model, config, mesh)     # in place
+    for stage in stages:
+        parallelize(stage, config, mesh)
+    pipeline = Pipeline(stages, mesh, loss_fn, microbatches=8, microbatch_shape=(2, 4096))
+    loss, dropped = pipeline.forward_backward(inputs_BS, targets_BS)
+
+Schedules and communication are those of ``torch.distributed.pipelining``.
+
+Shapes: B sequences of a rank in a step, S sequence, D model, V vocabulary, M microbatches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+
+from moe_graphs.layers import LanguageModel
+from moe_graphs.parallel.layout import ParallelConfig
+from moe_graphs.parallel.model_stage import ModelStage, numbered_layers
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b")
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""From logits ``[B, S, V]`` and targets ``[B, S]`` to a 0-dim loss."""
+
+
+def layers_of_stages(num_layers: int, num_stages: int) -> list[range]:
+    """Numbers of the layers of every stage: as torchtitan divides them, embedding and head each
+    counting as a layer and the first stages getting what is left over, but at least one each.
+
+    Raises:
+        ValueError: there are fewer layers than stages.
+    """
+    if num_layers < num_stages:
+        raise ValueError(
+            f"pp: {num_layers} layer(s) cannot be divided into {num_stages} stages of at least one "
+            f"layer: lower pp, or the stages of a rank"
+        )
+    share, extra = divmod(num_layers + 2, num_stages)
+    sizes = [share + (stage < extra) for stage in range(num_stages)]
+    sizes[0] -= 1
+    sizes[-1] -= 1
+    while 0 in sizes:
+        sizes[sizes.index(max(sizes))] -= 1
+        sizes[sizes.index(0)] += 1
+    ends = [sum(sizes[: stage + 1]) for stage in range(num_stages)]
+    return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+def check_schedule(name: str, pp: int, stages_per_rank: int, microbatches: int) -> None:
+    """Returns if torch's schedule runs so many microbatches on so many stages.
+
+    Raises:
+        ValueError: it does not; with what does.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule: {name!r} is not one of {', '.join(SCHEDULES)}")
+    if (name == "interleaved_1f1b") != (stages_per_rank > 1):
+        raise ValueError(
+            f"schedule: {name!r} with {stages_per_rank} stage(s) on a rank: several stages are "
+            f"run by 'interleaved_1f1b', and only by it"
+        )
+    if name == "1f1b" and microbatches < pp:
+        raise ValueError(
+            f"microbatches: 1f1b keeps {pp} stages busy with at least as many microbatches, got "
+            f"{microbatches}: raise them, or take the schedule 'gpipe'"
+        )
+    rounds = max(1, microbatches // pp)
+    if name == "interleaved_1f1b" and (microbatches < pp or microbatches % rounds):
+        raise ValueError(
+            f"microbatches: interleaved_1f1b runs them in rounds of at least pp={pp}, got "
+            f"{microbatches}: choose a multiple of {pp}"
+        )
+
+
+def pipeline_stages(
+    model: LanguageModel,
+    config: ParallelConfig,
+    mesh: DeviceMesh,
+    *,
+    stages_per_rank: int = 1,
+    hidden_dtype: torch.dtype | None = None,
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> list[ModelStage]:
+    """Divides ``model`` in place: what is not of this rank's stages is taken out of it.
+
+    The names of what stays are those in the whole model, so are checkpoints. ``parallelize`` each
+    stage, then make the optimizer of the model. From then on the model is not called.
+
+    Args:
+        mesh: which ``make_mesh(config, ...)`` made; stage ``i`` is on rank ``i % pp`` of "pp".
+        hidden_dtype: of what goes from stage to stage (default: that of the parameters). With
+            FSDP2's mixed precision it is its ``param_dtype``.
+        autocast: makes a context for the forward of a stage. One around all of a pipeline's step
+            would be around its backwards, too.
+
+    Raises:
+        ValueError: fewer layers than stages, or a model that is divided already.
+    """
+    if model.embedding is None or model.head is None:
+        raise ValueError("the model is divided into stages already: build it whole")
+    parts = layers_of_stages(len(model.layers), config.pp * stages_per_rank)
+    dtype = next(model.parameters()).dtype if hidden_dtype is None else hidden_dtype
+    own = parts[mesh["pp"].get_local_rank() :: config.pp]
+    stages = [ModelStage(model, part, hidden_dtype=dtype, autocast=autocast) for part in own]
+    kept = {number: model.layers[number] for part in own for number in part}
+    whole: Any = model  # which says that it has all of them
+    whole.layers = numbered_layers(kept)
+    for name in ("embedding", "norm", "head"):
+        if all(getattr(stage, name) is None for stage in stages):
+            setattr(whole, name, None)
+    return stages
+
+
+class Pipeline:
+    """The stages of this rank, run by a schedule. All ranks of "pp" call its methods alike.
+
+    Gradients are those of the mean of the microbatches' losses, aux losses included, and with
+    FSDP2 of the data-parallel ranks.
+
+    Attributes:
+        memory: that messages are received into, and is read besides parameters, from the first step
+            on; the list itself is ``state`` of a ``FullIteration`` around a step.
+
+    Args:
+        stages: of ``pipeline_stages``, in its order, after ``parallelize``.
+        loss_fn: the mean over a microbatch.
+        evaluation_loss_fn: of ``evaluate`` (default: ``loss_fn``).
+        microbatch_shape: sequences and their length, of a rank.
+        schedule: one of ``SCHEDULES``; several stages need "interleaved_1f1b".
+        scale: what multiplies losses before the backward (``DeviceStep.scale``).
+
+    Raises:
+        ValueError: a schedule that cannot run so many microbatches or stages.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[ModelStage],
+        mesh: DeviceMesh,
+        loss_fn: Loss,
+        *,
+        microbatches: int,
+        microbatch_shape: tuple[int, int],
+        schedule: str = "1f1b",
+        scale: Callable[[Tensor], Tensor] | None = None,
+        evaluation_loss_fn: Loss | None = None,
+    ) -> None:
+        ranks = mesh["pp"]
+        check_schedule(schedule, ranks.size(), len(stages), microbatches)
+        self.stages, self.microbatches = tuple(stages), microbatches
+        self.device = next(stages[0].parameters()).device
+        self._weight_M = torch.full((microbatches,), 1 / microbatches, device=self.device)
+        self._scale = (lambda loss: loss) if scale is None else scale
+        self._losses: list[Tensor] = []
+        self._of_torch: list[PipelineStage] = []
+        self.memory: list[Tensor] = []
+        kinds: dict[str, Any] = {
+            "1f1b": Schedule1F1B,
+            "gpipe": ScheduleGPipe,
+            "interleaved_1f1b": ScheduleInterleaved1F1B,
+        }
+
+        def run_by(kind: Any, loss: Loss) -> Any:
+            made = [
+                _stage_of_torch(stage, number, len(stages), ranks, microbatch_shape, self.device)
+                for number, stage in enumerate(stages)
+            ]
+            self._of_torch += made
+            given = made if len(made) > 1 else made[0]
+            return kind(given, microbatches, loss_fn=loss, scale_grads=False)
+
+        def weighted(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+            return self._scale(self._noted(loss_fn(logits_BSV, targets_BS)) / microbatches)
+
+        def evaluated(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+            return self._noted((evaluation_loss_fn or loss_fn)(logits_BSV, targets_BS))
+
+        self.schedule = run_by(kinds[schedule], weighted)
+        self._trained = list(self._of_torch)
+        # With buffers of its own: torch 2.11 makes them once, and those of training need gradients.
+        forwards = ScheduleInterleaved1F1B if len(stages) > 1 else ScheduleGPipe
+        self._evaluation = run_by(forwards, evaluated)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last stage, and so the losses."""
+        return self.stages[-1].head is not None
+
+    def forward_backward(self, inputs_BS: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """All microbatches of a step.
+
+        Returns:
+            The mean loss, without aux losses, on the last stage and 0 on all others; and the
+            dropped tokens of this rank's stages. Both 0-dim: over the ranks of "pp" they are sums.
+        """
+        target, weight_M = targets_BS if self.is_last else None, self._scale(self._weight_M)
+        # Called by name in both: whole steps compare every `step` that is read as a value, and
+        # trainers count theirs.
+        if self.stages[0].embedding is not None:
+            tokens_BS = inputs_BS.contiguous()
+            self.schedule.step(
+                tokens_BS, target=target, return_outputs=False, aux_weight_1=weight_M
+            )
+        else:
+            self.schedule.step(target=target, return_outputs=False, aux_weight_1=weight_M)
+        losses = self._end()
+        if not self.memory:
+            received = [r for s in self._trained for r in _received_by(s)]
+            self.memory += [self._weight_M, *received]
+        dropped = torch.zeros((), dtype=torch.int64, device=self.device)
+        for stage in self.stages:
+            dropped = dropped + stage.take_dropped_tokens()
+        return self._or_zero(losses, torch.Tensor.mean), dropped
+
+    def evaluate(self, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        """The sum of the microbatches' losses by ``evaluation_loss_fn``, on the last stage and 0 on
+        all others: 0-dim. Forwards only, in the mode (train or eval) that the model is in."""
+        target = targets_BS if self.is_last else None
+        data = (inputs_BS.contiguous(),) if self.stages[0].embedding is not None else ()
+        options = {"return_outputs": False, "aux_weight_1": self._weight_M}
+        with torch.no_grad():
+            self._evaluation.eval(*data, target=target, **options)
+        losses = self._end()
+        for stage in self.stages:
+            stage.take_dropped_tokens()
+        return self._or_zero(losses, torch.Tensor.sum)
+
+    def _end(self) -> list[Tensor]:
+        """The losses of the microbatches, on the last stage."""
+        for stage in self._of_torch:  # gradients of what was received, until the next step
+            stage.clear_runtime_states()
+        losses, self._losses[:] = list(self._losses), []
+        return losses
+
+    def _noted(self, loss: Tensor) -> Tensor:
+        self._losses.append(loss.detach())
+        return loss
+
+    def _or_zero(self, losses: list[Tensor], together: Callable[[Tensor], Tensor]) -> Tensor:
+        return together(torch.stack(losses)) if losses else torch.zeros((), device=self.device)
+
+
+def _stage_of_torch(
+    stage: ModelStage,
+    number: int,
+    of_a_rank: int,
+    ranks: DeviceMesh,
+    shape: tuple[int, int],
+    device: torch.device,
+) -> PipelineStage:
+    """With shapes and dtypes, so that torch has nothing to find out by a forward of its own, which
+    would count tokens."""
+    hidden = (*shape, stage.config.hidden_size)
+    logits = (*shape, stage.config.vocab_size)
+
+    def floats(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(size, dtype=dtype, device="meta", requires_grad=True)
+
+    entered = left = floats(hidden, stage.hidden_dtype)
+    if stage.embedding is not None:
+        entered = torch.empty(shape, dtype=torch.int64, device="meta")
+    if stage.head is not None:
+        left = floats(logits, stage.logits_dtype(device))
+    return PipelineStage(
+        stage,
+        ranks.get_local_rank() + number * ranks.size(),
+        ranks.size() * of_a_rank,
+        device,
+        input_args=entered,
+        output_args=left,
+        group=ranks.get_group(),
+    )
+
+
+def _received_by(stage: PipelineStage) -> Iterator[Tensor]:
+    for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
+        for info in infos:
+            buffer = getattr(info, "buffer", None)  # data comes from no stage
+            if buffer is not None:
+                yield buffer

@@ -1,0 +1,99 @@
+"""Logits of which every rank has the columns of some tokens: their loss, and all of them.
+
+Shapes: N rows (tokens), V columns of this rank, W vocabulary, R ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from moe_graphs.kernels import cross_entropy
+from moe_graphs.kernels.cross_entropy import REDUCTIONS
+from moe_graphs.kernels.cross_entropy_part import columns_here, gradient_of_part, part_of_rows
+
+
+def vocabulary_group(model: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks among which the columns of ``model``'s logits are shared; None if it has all."""
+    return getattr(getattr(model, "head", None), "process_group", None)
+
+
+def vocabulary_cross_entropy(
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    group: dist.ProcessGroup | None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> Tensor:
+    """``kernels.cross_entropy`` of logits whose columns are shared by the ranks of ``group``, in
+    the order of ranks: the same loss on all of them, each with the gradient of its columns.
+
+    Two numbers a row travel (one all-gather in the forward, nothing in the backward), and no logit
+    is copied. Without a group the logits are whole.
+
+    Args:
+        targets_N: of the whole vocabulary, the same on all ranks.
+        ignore_index, reduction: as of ``kernels.cross_entropy``.
+
+    Returns:
+        fp32 (fp64 for fp64 logits), a scalar or ``[N]``; NaN in rows whose target is outside of the
+        vocabulary.
+
+    Raises:
+        ValueError: another reduction.
+    """
+    if group is None:
+        return cross_entropy(logits_NV, targets_N, ignore_index=ignore_index, reduction=reduction)
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"unknown reduction {reduction!r}: known are {', '.join(REDUCTIONS)}")
+    losses_N = _VocabularyCrossEntropy.apply(logits_NV, targets_N, group, ignore_index)
+    if reduction == "mean":
+        return losses_N.sum() / (targets_N != ignore_index).sum()
+    return losses_N.sum() if reduction == "sum" else losses_N
+
+
+def whole_vocabulary(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """All columns, ``[..., W]`` of ``[..., V]``, without a gradient. All of the ranks call it."""
+    if group is None:
+        return logits
+    ranks = dist.get_world_size(group)
+    return torch.cat(_gathered(logits.detach(), ranks, group).chunk(ranks), dim=-1)
+
+
+def _gathered(x: Tensor, ranks: int, group: dist.ProcessGroup) -> Tensor:
+    every = x.new_empty(ranks * x.shape[0], *x.shape[1:])
+    later = getattr(dist, "all_gather_single", None)  # its name since torch 2.13
+    (later or dist.all_gather_into_tensor)(every, x.contiguous(), group=group)
+    return every
+
+
+class _VocabularyCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_NV: Tensor,
+        targets_N: Tensor,
+        group: dist.ProcessGroup,
+        ignore_index: int,
+    ) -> Tensor:
+        columns, ranks = logits_NV.shape[1], dist.get_world_size(group)
+        columns_N = columns_here(targets_N, dist.get_rank(group) * columns, columns, ignore_index)
+        here_2N = torch.stack(part_of_rows(logits_NV, columns_N))
+        all_R2N = here_2N.new_empty((ranks, *here_2N.shape))
+        all_R2N = _gathered(here_2N, ranks, group).unflatten(0, (ranks, 2))
+        logsumexp_N, at_target_N = all_R2N[:, 0].logsumexp(0), all_R2N[:, 1].sum(0)
+        unknown_N = (targets_N < 0) | (targets_N >= columns * ranks)
+        logsumexp_N = logsumexp_N.masked_fill(unknown_N, float("nan"))
+        ctx.save_for_backward(logits_NV, columns_N, logsumexp_N)
+        return (logsumexp_N - at_target_N).masked_fill(targets_N == ignore_index, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None, None]:
+        logits_NV, columns_N, logsumexp_N = ctx.saved_tensors
+        return gradient_of_part(logits_NV, columns_N, logsumexp_N, grad_N), None, None, None

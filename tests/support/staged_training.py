@@ -1,0 +1,246 @@
+"""Short training runs of a small model divided into pipeline stages, or whole in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+import moe_graphs
+from full_iterations import optimizer_of
+from moe_graphs import FullIteration, GraphConfig
+from moe_graphs.layers import LanguageModel
+from moe_graphs.parallel import (
+    ParallelConfig,
+    Pipeline,
+    data_mesh,
+    make_mesh,
+    parallelize,
+    pipeline_stages,
+)
+from moe_graphs.training.device_step import DeviceStep
+from moe_graphs.training.grad_norm import clip_grad_norm, local_part
+from moe_graphs.training.grad_scaler import GradScaler
+from parallel_runs import without_noise
+from training_runs import SEQUENCE, VOCABULARY, Trace, tiny_model
+
+MICROBATCHES, ROWS = 4, 2  # of a rank
+
+
+@dataclass(frozen=True)
+class Laid:
+    """The model of a rank, divided, and what runs it."""
+
+    model: LanguageModel
+    pipeline: Pipeline
+    stage_group: dist.ProcessGroup
+    data_group: dist.ProcessGroup
+    data_rank: int
+    data_ranks: int
+
+
+def cross_entropy(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+    return functional.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten())
+
+
+def divided(
+    device: str,
+    layout: dict[str, Any],
+    *,
+    layers: int,
+    dropout: float = 0.0,
+    dtype: torch.dtype | None = None,
+    scale: Callable[[Tensor], Tensor] | None = None,
+) -> Laid:
+    """``layout``: of ``ParallelConfig``, with "schedule", "stages" a rank and "kind" of layers."""
+    degrees = dict(layout)
+    kind = degrees.pop("kind", "mixed")
+    schedule, stages_per_rank = degrees.pop("schedule", "1f1b"), degrees.pop("stages", 1)
+    config = ParallelConfig(**degrees)
+    mesh = make_mesh(config, device)
+    model = tiny_model(device, kind, dropout=dropout, count=layers, dtype=dtype)
+    if not dropout:
+        without_noise(model)
+    stages = pipeline_stages(
+        model, config, mesh, stages_per_rank=stages_per_rank, autocast=partial(autocast, device)
+    )
+    options: dict[str, Any] = {"dispatcher": "all_gather"} if config.ep > 1 else {}
+    for stage in stages:
+        parallelize(stage, config, mesh, **options)
+    pipeline = Pipeline(
+        stages,
+        mesh,
+        cross_entropy,
+        microbatches=MICROBATCHES,
+        microbatch_shape=(ROWS, SEQUENCE),
+        schedule=schedule,
+        scale=scale,
+    )
+    data = data_mesh(mesh)
+    groups = mesh["pp"].get_group(), data.get_group()
+    return Laid(model, pipeline, *groups, data.get_local_rank(), data.size())
+
+
+def autocast(device: str) -> torch.autocast:
+    """On GPUs, where experts compute in bf16."""
+    return torch.autocast(device, torch.bfloat16, enabled=device == "cuda", cache_enabled=False)
+
+
+def tokens_of(step: int, data_ranks: int, device: str) -> Tensor:
+    """The whole batch: ranks, then microbatches, then rows."""
+    generator = torch.Generator().manual_seed(step)
+    shape = (data_ranks, MICROBATCHES * ROWS, SEQUENCE + 1)
+    return torch.randint(VOCABULARY, shape, generator=generator).to(device)
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach().cpu().clone()
+
+
+@dataclass
+class Record:
+    """Of a few steps: losses, norms, gradients of the first step, parameters and expert biases
+    after the last one; of this rank's stages or of all."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Tensor]
+    state: dict[str, Tensor]
+
+
+def train_divided(device: str, layout: dict[str, Any], layers: int, steps: int = 3) -> Record:
+    """SGD, since it answers to a small difference with a small one."""
+    laid = divided(device, layout, layers=layers, dtype=torch.float32)
+    model, found = laid.model, Record([], [], {}, {})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    for step in range(steps):
+        tokens = tokens_of(step, laid.data_ranks, device)[laid.data_rank]
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        before = laid.pipeline.evaluate(inputs, targets)  # which leaves nothing behind
+        loss, dropped = laid.pipeline.forward_backward(inputs, targets)
+        torch.testing.assert_close(before / MICROBATCHES, loss, rtol=1e-4, atol=1e-4)
+        assert dropped.item() == 0
+        dist.all_reduce(loss)
+        found.losses.append(loss.item() / laid.data_ranks)
+        if step == 0:
+            named = model.named_parameters()
+            found.gradients = {name: whole_tensor(p.grad) for name, p in named}
+        norm = clip_grad_norm(model.parameters(), 0.2, laid.stage_group)
+        found.norms.append(norm.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        model.update_expert_bias(laid.data_group)
+    found.state = {name: whole_tensor(value) for name, value in model.state_dict().items()}
+    return found
+
+
+def train_whole(device: str, data_ranks: int, layers: int, steps: int = 3) -> Record:
+    """All ranks' microbatches in this process."""
+    model = tiny_model(device, "mixed", dropout=0.0, count=layers, dtype=torch.float32)
+    without_noise(model)
+    found, count = Record([], [], {}, {}), MICROBATCHES * data_ranks
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    for step in range(steps):
+        losses = []
+        for tokens in tokens_of(step, data_ranks, device).flatten(0, 1).chunk(count):
+            with autocast(device):
+                output = model(tokens[:, :-1])
+            loss = cross_entropy(output.logits_BSV, tokens[:, 1:])
+            ((loss + output.aux_loss) / count).backward()
+            losses.append(loss.item())
+        found.losses.append(sum(losses) / count)
+        if step == 0:
+            found.gradients = {name: p.grad.cpu().clone() for name, p in model.named_parameters()}
+        found.norms.append(clip_grad_norm(model.parameters(), 0.2).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        model.update_expert_bias()
+    found.state = {name: whole_tensor(value) for name, value in model.state_dict().items()}
+    return found
+
+
+def furthest(found: Record, expected: Record) -> float:
+    """The largest difference, of what this rank has."""
+    pairs = [
+        *zip(map(torch.tensor, found.losses), map(torch.tensor, expected.losses), strict=True),
+        *zip(map(torch.tensor, found.norms), map(torch.tensor, expected.norms), strict=True),
+        *((value, expected.gradients[name]) for name, value in found.gradients.items()),
+        *((value, expected.state[name]) for name, value in found.state.items()),
+    ]
+    return max((a.double() - b.double()).abs().max().item() for a, b in pairs)
+
+
+def train_graphed(
+    rank: int, device: str, layout: dict[str, Any], layers: int, config: GraphConfig, steps: int
+) -> tuple[Trace, moe_graphs.Report]:
+    """With dropout, jitter, a scaler, clipping; a gradient of the first rank is infinite once."""
+    scaler = GradScaler(device, init_scale=4.0, growth_interval=3)
+    laid = divided(device, layout, layers=layers, dropout=0.1, scale=scaler.scale)
+    model, trace = laid.model, Trace()
+    graphs = moe_graphs.graph(model, config)
+    update = DeviceStep(
+        optimizer_of(model, device),
+        scaler=scaler,
+        clip_norm=0.5,
+        process_group=dist.group.WORLD,
+        stage_group=laid.stage_group,
+    )
+    torch.manual_seed(rank)
+    for step in range(steps):
+        tokens = tokens_of(step, laid.data_ranks, device)[laid.data_rank]
+        with graphs.step():
+            loss, _ = laid.pipeline.forward_backward(tokens[:, :-1], tokens[:, 1:])
+        trace.note(f"loss {step}", loss)
+        for name, parameter in model.named_parameters():
+            trace.note(f"gradient {name} {step}", parameter.grad)
+        if step == steps - 2 and rank == 0:
+            next(model.parameters()).grad.view(-1)[0] = torch.inf
+        result = update()
+        assert bool(result.found_inf) == (step == steps - 2), (rank, step)
+        trace.note(f"norm {step}", result.grad_norm)
+        model.update_expert_bias(laid.data_group)
+        trace.note_state(model, f"step {step}")
+    report = graphs.report()
+    graphs.release()
+    return trace, report
+
+
+def train_in_whole_steps(
+    rank: int, device: str, layout: dict[str, Any], layers: int, graphed: bool, steps: int
+) -> Trace:
+    """With dropout, jitter and clipping, communication and update in the graph."""
+    laid = divided(device, layout, layers=layers, dropout=0.1)
+    model, trace = laid.model, Trace()
+    optimizer = optimizer_of(model, device)
+    update = DeviceStep(optimizer, clip_norm=0.5, stage_group=laid.stage_group, set_to_none=True)
+
+    def step(tokens: Tensor) -> tuple[Tensor, Tensor]:
+        loss, _ = laid.pipeline.forward_backward(tokens[:, :-1], tokens[:, 1:])
+        norm = update().grad_norm
+        model.update_expert_bias(laid.data_group)
+        return loss, norm
+
+    run: Any = step
+    if graphed:
+        state = [update, laid.pipeline.memory]
+        options = {"optimizer": optimizer, "state": state, "warmup_steps": 2}
+        run = FullIteration(step, model=model, on_mismatch="error", **options)
+    torch.manual_seed(rank)
+    for index in range(steps):
+        loss, norm = run(tokens_of(index, laid.data_ranks, device)[laid.data_rank])
+        trace.note(f"loss {index}", loss)
+        trace.note(f"norm {index}", norm)
+    for name, value in model.state_dict().items():
+        trace.note(name, local_part(value))
+    if graphed:
+        report = run.report()
+        assert (report.replayed, report.state) == (steps - 2, "captured"), report
+        run.release()
+    return trace

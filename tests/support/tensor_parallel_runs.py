@@ -1,0 +1,141 @@
+"""Training with shared tensors, on several ranks and on one process, to be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import moe_graphs
+from full_iterations import batches
+from moe_graphs.layers import LanguageModel
+from moe_graphs.optim import AdamW
+from moe_graphs.parallel import ParallelConfig, fused_rows, runs_of
+from moe_graphs.training.grad_norm import clip_grad_norm, local_part
+from parallel_runs import laid_out, local_state, loss_on, without_noise
+from training_runs import Trace, tiny_model
+
+PLAIN: dict[str, Any] = {"count": 2, "dropout": 0.0, "dtype": torch.float32}
+
+
+def whole(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """As one process has them. ``tensors``: named as the parameters."""
+    parts, found = fused_rows(model), {}
+    for name, tensor in tensors:
+        if not hasattr(tensor, "full_tensor"):
+            found[name] = tensor.detach().cpu()
+        elif name not in parts:
+            found[name] = tensor.detach().full_tensor().cpu()
+        else:
+            every: list[Any] = [None] * dist.get_world_size()
+            runs = [(run.first, run.rows.cpu()) for run in runs_of(tensor.detach(), parts[name])]
+            dist.all_gather_object(every, runs)
+            found[name] = torch.full(tensor.shape, torch.nan, dtype=tensor.dtype)
+            for first, rows in (run for of_rank in every for run in of_rank):
+                found[name][first : first + len(rows)] = rows
+    return found
+
+
+def train(
+    model: LanguageModel, device: str, parts: Sequence[int], steps: int, clip: float
+) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """Norms, the first gradients and the last parameters. SGD, since it answers to a small
+    difference with a small one. ``parts``: of the data, those that this process goes through."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, foreach=False)
+    norms, gradients = [], {}
+    streams = [batches(device, steps, 2, seed=10 + part) for part in parts]
+    for every in zip(*streams, strict=True):
+        for batch in every:
+            for tokens in batch["tokens"]:
+                loss = loss_on(model, tokens)
+                (loss * batch["scale"] / len(parts)).backward()
+        if not norms:
+            named = ((name, p.grad) for name, p in model.named_parameters())
+            gradients = whole(model, ((n, g) for n, g in named if g is not None))
+            gradients = {name: gradient.clone() for name, gradient in gradients.items()}
+        norms.append(clip_grad_norm(model.parameters(), clip).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, gradients, whole(model, model.named_parameters())
+
+
+def differences(device: str, config: ParallelConfig, layers: str = "mixed") -> dict[str, float]:
+    """From one process on the whole batch, in fp32 (on a GPU that is for "dense" layers): the
+    largest, relative to the largest number."""
+    alone = tiny_model(device, layers, **PLAIN)
+    without_noise(alone)
+    shared, data = laid_out(device, config, layers=layers, **PLAIN)
+    expected = train(alone, device, range(config.data_parallel), 3, 0.5)
+    part = [data.get_local_rank()]
+    found = train(shared, device, part, 3, 0.5)
+    assert [n for n, _ in shared.named_parameters()] == [n for n, _ in alone.named_parameters()]
+    check_alike(shared)
+    told = {"norm": max(abs(a / b - 1) for a, b in zip(found[0], expected[0], strict=True))}
+    for kind, ours, theirs in zip(("gradient", "parameter"), found[1:], expected[1:], strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            largest = value.abs().max().item()
+            told[f"{kind} {name}"] = (ours[name] - value).abs().max().item() / max(largest, 1e-6)
+    return told
+
+
+def check_alike(model: nn.Module) -> None:
+    """What ranks that share tensors all have is the same to the bit, as are random numbers."""
+    mesh = next(p.device_mesh for p in model.parameters() if "tp" in names_of(p))
+    group = mesh["tp"].get_group() if mesh.ndim > 1 else mesh.get_group()
+    held = {n: local_part(p).cpu() for n, p in model.named_parameters() if "tp" not in names_of(p)}
+    held |= {name: buffer.cpu() for name, buffer in model.named_buffers()}
+    device = next(model.parameters()).device
+    held["random number"] = torch.rand(1, device=device).cpu()
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, held, group=group)
+    for other in every:
+        assert all(torch.equal(value, other[name]) for name, value in held.items())
+
+
+def names_of(parameter: Tensor) -> tuple[str, ...]:
+    mesh = getattr(parameter, "device_mesh", None)
+    return () if mesh is None else mesh.mesh_dim_names
+
+
+def scopes_trace(device: str, config: ParallelConfig, scopes: str | None, steps: int) -> Trace:
+    """With dropout, clipping, expert bias; two microbatches. Gradients, too."""
+    model, _ = laid_out(device, config, layers="mixed", count=2)
+    optimizer = AdamW(model.parameters(), lr=torch.tensor(1e-2, device=device))
+    choice = {"impl": "none"} if scopes is None else {"scopes": scopes}
+    graphs = moe_graphs.graph(model, moe_graphs.GraphConfig(**choice))
+    torch.manual_seed(3)
+    trace = Trace()
+    for index, batch in enumerate(batches(device, steps, 2, seed=5)):
+        with graphs.step():
+            for tokens in batch["tokens"]:
+                loss = loss_on(model, tokens)
+                (loss * batch["scale"]).backward()
+                trace.note(f"step {index} loss", loss)
+        for name, parameter in model.named_parameters():
+            trace.note(f"step {index} grad {name}", local_part(parameter.grad))
+        trace.note(f"step {index} norm", clip_grad_norm(model.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+        model.update_expert_bias()
+    for name, tensor in local_state(model):
+        trace.note(name, tensor)
+    trace.note("random number", torch.rand(1, device=device))
+    check_alike(model)
+    if scopes is not None:
+        report = graphs.report()
+        assert report.state == "captured", report
+        assert set(report.eager_calls) == {"warmup"}, report
+        assert all(scope.refused is None for scope in report.scopes), report
+        assert all(scope.replayed == 2 * (steps - 3) for scope in report.scopes), report
+    graphs.release()
+    return trace
+
+
+def compare_scopes(device: str, config: ParallelConfig, choices: Iterable[str], steps: int) -> None:
+    expected = scopes_trace(device, config, None, steps)
+    for scopes in choices:
+        scopes_trace(device, config, scopes, steps).assert_equal(expected)
