@@ -17,7 +17,6 @@ CPU, where nothing is captured: a test of this file.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -38,6 +37,7 @@ import environment
 from moe_graphs.dispatch import Dispatcher, make_dispatcher
 from moe_graphs.dispatch.peer_memory import peer_memory
 from moe_graphs.kernels import peer_rows
+from several_ranks import keep
 
 EXPERTS, FACTOR, PROGRAMS = 64, 1.25, (132, 264, 528, 1056)
 Call = Callable[[], object]
@@ -251,11 +251,7 @@ def main(arguments: list[str] | None = None) -> None:
         if late > args.seconds:
             break
         for record in records(case, device, args.rounds):
-            if dist.get_rank() == 0:
-                print(json.dumps(record), flush=True)
-                if args.out:
-                    with args.out.open("a") as lines:
-                        lines.write(json.dumps({**record, **constant}) + "\n")
+            keep(record, constant, args.out)
         if device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()

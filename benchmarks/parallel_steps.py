@@ -1,20 +1,21 @@
-"""A training step on several ranks: eager FSDP2, with torch.compile, and as one graph.
+"""A training step on several ranks: eager, with torch.compile, in scopes, and as one graph.
 
     torchrun --nproc-per-node 2 benchmarks/parallel_steps.py --out parallel_steps.jsonl
 
-Two models that launch more than they compute: a dense one like Llama, sharded by FSDP2, and the
-launch-bound MoE of `partial_graphs.py`, its experts shared by all ranks. Forward, backward,
-clipping and AdamW. Contenders take turns; times are medians of rank 0, a line for each as soon as
-it is known. `loss_difference` is the largest between the first losses and those of eager.
+A dense model like Llama that launches more than it computes, sharded by FSDP2; and the two MoE
+models of `partial_graphs.py` at 2,048 and 8,192 tokens a rank, their experts shared by all ranks
+and the rest sharded by FSDP2. Scopes refuse FSDP2: there the rest is replicated, its gradients
+averaged, and nothing is clipped. "alone" is the same step on one rank by itself, with all experts.
+Forward, backward, clipping and AdamW, torch's fused one if nothing is said. Contenders take turns;
+times are medians of rank 0, a line for each as soon as it is known. `loss_difference` is the
+largest between the first losses and those of eager, `reserved_bytes` what the allocator took for a
+contender and its first steps.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,15 +25,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from contenders import launch_bound
+from contenders import WARMUP_STEPS, Setting, adamw, free_memory, gpu_bound, launch_bound
 from full_iteration import llama
-from moe_graphs import DeviceStep, FullIteration
+from moe_graphs import DeviceStep, FullIteration, GraphConfig, graph
 from moe_graphs.bench import environment
+from moe_graphs.dispatch import make_dispatcher
 from moe_graphs.kernels import cross_entropy
 from moe_graphs.layers import LanguageModel, TransformerConfig
-from moe_graphs.parallel import ParallelConfig, make_mesh, parallelize
+from moe_graphs.layers.moe import moe_layers
+from moe_graphs.parallel import ParallelConfig, make_mesh, parallelize, shard_experts
+from several_ranks import keep, milliseconds_of, process_group
 
 FIRST_STEPS = 6  # of which a whole step runs three eagerly
+ALONE = ParallelConfig()
+MODELS = ("dense", "moe", "gpu_bound")
+RECIPE = "attn,moe_router,moe_preprocess"
 
 
 @dataclass(frozen=True)
@@ -43,29 +50,68 @@ class Case:
     layout: ParallelConfig
     batch_size: int
     dispatcher: str = "all_to_all"
+    rows_factor: float | None = None
     compiled: bool = False
+    scopes: str = ""
     whole: bool = False
+    our_adamw: bool = False
+
+    @property
+    def is_alone(self) -> bool:
+        return self.layout == ALONE
+
+    @property
+    def compared_with(self) -> tuple[str, bool]:
+        return self.model, not self.is_alone and self.layout.reshard_after_forward
+
+    @property
+    def dispatcher_options(self) -> dict[str, Any]:
+        return {} if self.rows_factor is None else {"rows_factor": self.rows_factor}
 
 
-def cases(ranks: int, smoke: bool, dispatcher: str) -> Iterator[Case]:
-    dense, moe = llama(), launch_bound()
+def cases(ranks: int, smoke: bool, models: list[str]) -> Iterator[Case]:
+    dense, small, large = llama(), launch_bound(), replace(gpu_bound(), batch_size=2)
     if smoke:
-        dense, moe = (setting.tiny(torch.device("cpu")) for setting in (dense, moe))
+        on_cpu = torch.device("cpu")
+        dense, small, large = (setting.tiny(on_cpu) for setting in (dense, small, large))
+    if "dense" in models:
+        yield from _dense(dense, ranks, smoke)
+    if "moe" in models:
+        yield from _moe("moe", small, ranks, smoke)
+    if "gpu_bound" in models:
+        yield from _moe("gpu_bound", large, ranks, smoke)
+
+
+def _dense(setting: Setting, ranks: int, smoke: bool) -> Iterator[Case]:
     for reshard in (False, True):
         layout = ParallelConfig(dp_shard=ranks, reshard_after_forward=reshard)
-        case = Case("dense", "", dense.config, layout, dense.batch_size)
-        for contender, options in (
-            ("eager", {}),
-            ("torch.compile", {"compiled": True}),
-            ("whole step", {"whole": True}),
-        ):
-            if not (smoke and contender == "torch.compile"):
-                yield replace(case, contender=contender, **options)
+        case = Case("dense", "eager", setting.config, layout, setting.batch_size)
+        yield case
+        if not smoke:
+            yield replace(case, contender="torch.compile", compiled=True)
+        yield replace(case, contender="whole step", whole=True)
+
+
+def _moe(name: str, setting: Setting, ranks: int, smoke: bool) -> Iterator[Case]:
     layout = ParallelConfig(dp_shard=ranks, ep=ranks, reshard_after_forward=False)
-    case = Case("moe", "", moe.config, layout, moe.batch_size)
-    yield replace(case, contender="eager, all_to_all")
-    yield replace(case, contender=f"eager, {dispatcher}", dispatcher=dispatcher)
-    yield replace(case, contender=f"whole step, {dispatcher}", dispatcher=dispatcher, whole=True)
+    case = Case(name, "eager, all_to_all", setting.config, layout, setting.batch_size)
+    yield case
+    yield replace(case, contender="recipe, all_to_all", scopes=RECIPE)
+    static = [("all_gather", None)] if smoke else [("all_gather", None), ("symmetric", None)]
+    for dispatcher, factor in static:
+        case = replace(case, dispatcher=dispatcher, rows_factor=factor)
+        yield replace(case, contender=f"attn,moe, {dispatcher}", scopes="attn,moe")
+        yield replace(case, contender=f"whole step, {dispatcher}", whole=True)
+    if not smoke:
+        bounded = replace(case, rows_factor=1.25, whole=True)
+        yield from _with_both_optimizers(bounded, "whole step, symmetric, 1.25")
+    alone = replace(case, layout=ALONE, rows_factor=None, dispatcher="local", whole=True)
+    yield from _with_both_optimizers(alone, "whole step, alone")
+
+
+def _with_both_optimizers(case: Case, name: str) -> Iterator[Case]:
+    yield replace(case, contender=name)
+    yield replace(case, contender=f"{name}, our AdamW", our_adamw=True)
 
 
 class Run:
@@ -73,49 +119,60 @@ class Run:
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case = case
+        free_memory(device)
+        before = _reserved()
         torch.manual_seed(0)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        model = LanguageModel(case.config, device=device, dtype=dtype)
-        mesh = make_mesh(case.layout, device.type)
-        options = {"dispatcher": case.dispatcher} if case.layout.ep > 1 else {}
-        self.model = parallelize(model, case.layout, mesh, **options)
+        self.model = _laid_out(LanguageModel(case.config, device=device, dtype=dtype), case)
         if case.compiled:
             for layer in self.model.layers:
                 layer.compile()
-        on_gpu = {"capturable": True} if device.type == "cuda" else {}
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, **on_gpu)
-        self.update = DeviceStep(optimizer, clip_norm=1.0, set_to_none=True)
+        optimizer = adamw(self.model, case.our_adamw)
+        clip_norm = None if case.scopes else 1.0
+        self.update = DeviceStep(optimizer, clip_norm=clip_norm, set_to_none=True)
+        self.graphs = None
         self.step: Callable[[Tensor], Tensor] = self._step
+        if case.scopes:
+            self.graphs = graph(self.model, GraphConfig(case.scopes, warmup_steps=WARMUP_STEPS))
+            self.step = self._step_in_scopes
         if case.whole:
             self.step = FullIteration(
-                self._step, model=model, optimizer=optimizer, state=[self.update]
+                self._step, model=self.model, optimizer=optimizer, state=[self.update]
             )
         generator = torch.Generator().manual_seed(dist.get_rank())
         shape = (case.batch_size, case.config.max_sequence_length + 1)
         tokens = torch.randint(case.config.vocab_size, shape, generator=generator)
         self.batch = tokens.to(device)
         self.first = torch.stack([self.step(self.batch) for _ in range(FIRST_STEPS)]).cpu()
+        self.reserved = _reserved() - before
         self.milliseconds: list[float] = []
 
     def _step(self, tokens: Tensor) -> Tensor:
+        loss = self._forward_backward(tokens)
+        self.update()
+        return loss
+
+    def _step_in_scopes(self, tokens: Tensor) -> Tensor:
+        with self.graphs.step():
+            loss = self._forward_backward(tokens)
+        _average(self.model)
+        self.update()
+        return loss
+
+    def _forward_backward(self, tokens: Tensor) -> Tensor:
         output = self.model(tokens[:, :-1])
         logits = output.logits_BSV.flatten(0, 1)
         loss = cross_entropy(logits, tokens[:, 1:].flatten()) + output.aux_loss
         loss.backward()
-        self.update()
         return loss.detach()
 
     def turn(self, steps: int) -> None:
-        _synchronize()
-        began = time.perf_counter()
-        for _ in range(steps):
-            self.step(self.batch)
-        _synchronize()
-        self.milliseconds.append(1e3 * (time.perf_counter() - began) / steps)
+        self.milliseconds.append(milliseconds_of(lambda: self.step(self.batch), steps))
 
     def release(self) -> None:
-        if isinstance(self.step, FullIteration):
-            self.step.release()
+        for engine in (self.step, self.graphs):
+            if hasattr(engine, "release"):
+                engine.release()
 
     def line(self, eager: Run | None) -> dict[str, Any]:
         layout = self.case.layout
@@ -124,6 +181,7 @@ class Run:
             "model": self.case.model, "contender": self.case.contender,
             "ranks": layout.world_size, "ep": layout.ep,
             "reshard_after_forward": layout.reshard_after_forward,
+            "reserved_bytes": self.reserved,
             "tokens_per_rank": self.batch[:, 1:].numel(), "step_ms": round(median, 3),
             "step_ms_of_turns": [round(each, 3) for each in self.milliseconds],
         }  # fmt: skip
@@ -133,13 +191,41 @@ class Run:
         if isinstance(self.step, FullIteration):
             report = self.step.report()
             found |= {"state": report.state, "kernels": report.kernels}
+        if self.graphs is not None:
+            report = self.graphs.report()
+            found |= {"replayed": report.replayed, "eager_calls": report.eager_calls}
         return found
 
 
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    dist.barrier()
+def _laid_out(model: LanguageModel, case: Case) -> LanguageModel:
+    if case.is_alone:
+        return model
+    device_type = model.head.weight.device.type
+    options = {"dispatcher": case.dispatcher, **case.dispatcher_options}
+    if not case.scopes:
+        given = options if case.layout.ep > 1 else {}
+        return parallelize(model, case.layout, make_mesh(case.layout, device_type), **given)
+    name = options.pop("dispatcher")
+    dispatcher = make_dispatcher(name, group=dist.group.WORLD, **options)
+    for layer in moe_layers(model):
+        shard_experts(layer, dispatcher)
+    return model
+
+
+def _average(model: LanguageModel) -> None:
+    """Gradients are then those of the mean over ranks; of experts they are sums already."""
+    experts = {p for layer in moe_layers(model) for p in layer.experts.parameters()}
+    every = [p for p in model.parameters() if p.grad is not None]
+    torch._foreach_mul_([p.grad for p in every], 1 / dist.get_world_size())
+    others = [p.grad for p in every if p not in experts]
+    flat = torch.cat([gradient.flatten() for gradient in others])
+    dist.all_reduce(flat)
+    parts = flat.split([gradient.numel() for gradient in others])
+    torch._foreach_copy_(others, [p.view_as(g) for p, g in zip(parts, others, strict=True)])
+
+
+def _reserved() -> int:
+    return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
 
 
 def measure(given: list[Case], device: torch.device, rounds: int, steps: int) -> Iterator[dict]:
@@ -163,30 +249,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="JSON lines are appended here")
     parser.add_argument("--smoke", action="store_true", help="tiny models on the CPU, as a test")
-    parser.add_argument("--dispatcher", default="all_gather", help="of whole steps with experts")
+    parser.add_argument("--models", default=",".join(MODELS), help="which of them")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="of a turn")
     parser.add_argument("--commit", help="where there is no .git to ask")
     options = parser.parse_args(arguments)
-    device = torch.device("cpu" if options.smoke else "cuda")
-    if not options.smoke:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    started = not dist.is_initialized()
-    if started:
-        dist.init_process_group("gloo" if options.smoke else "nccl")
-    every = list(cases(dist.get_world_size(), options.smoke, options.dispatcher))
     constant = {"benchmark": "parallel_steps", "environment": environment.stamp(options.commit)}
-    for key in dict.fromkeys((c.model, c.layout) for c in every):
-        alike = [case for case in every if (case.model, case.layout) == key]
-        for line in measure(alike, device, options.rounds, options.steps):
-            if dist.get_rank() == 0:
-                print(json.dumps(line), flush=True)
-                if options.out:
-                    with options.out.open("a") as lines:
-                        lines.write(json.dumps({**line, **constant}) + "\n")
-    if started:
-        dist.destroy_process_group()
+    with process_group(options.smoke) as device:
+        every = list(cases(dist.get_world_size(), options.smoke, options.models.split(",")))
+        for key in dict.fromkeys(case.compared_with for case in every):
+            alike = [case for case in every if case.compared_with == key]
+            for line in measure(alike, device, options.rounds, options.steps):
+                keep(line, constant, options.out)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from markdown_cells import table, times
+from markdown_cells import gibibytes, table, times
 from result_lines import Line, Select, sources
 
 DISPATCHED = ((256, 1024, 4), (2048, 1024, 4), (8192, 2048, 8), (16384, 4096, 8))
 DISPATCHERS = ("all_to_all", "all_gather", "symmetric")
 RATES = ("push by 528", "peer copy", "nccl all_to_all")  # by as many programs as are launched
 STEPS = ("eager", "torch.compile", "whole step")
+SHARED = {
+    "moe": "12 small layers, 2,048 tokens a GPU",
+    "gpu_bound": "3 layers of Qwen3-30B-A3B, 8,192 tokens a GPU",
+}
+WAYS = {
+    "whole step, alone": "one GPU with all experts, whole step",
+    "whole step, alone, our AdamW": "the same, our AdamW",
+    "eager, all_to_all": "eager, `all_to_all`",
+    "recipe, all_to_all": "graphs of `attn,moe_router,moe_preprocess`, `all_to_all`",
+    "attn,moe, all_gather": "graphs of `attn,moe`, `all_gather`",
+    "attn,moe, symmetric": "graphs of `attn,moe`, `symmetric`",
+    "whole step, all_gather": "whole step, `all_gather`",
+    "whole step, symmetric": "whole step, `symmetric`",
+    "whole step, symmetric, 1.25": "the same, `rows_factor=1.25`",
+    "whole step, symmetric, 1.25, our AdamW": "the same, our AdamW",
+}
 
 
 def dispatch(lines: Sequence[Line]) -> str:
@@ -49,6 +65,38 @@ def parallel_steps(lines: Sequence[Line]) -> str:
     header = "FSDP2, a small dense model | eager | `torch.compile` | whole steps"
     note = f"{used[0]['ranks']} GPUs, {used[0]['tokens_per_rank']:,} tokens each; the same losses."
     return f"{table(header, rows)}\n\n{note} {sources(used)}"
+
+
+def shared_experts(lines: Sequence[Line]) -> str:
+    """A row per way to run a step, first the one that shares nothing."""
+    found = {
+        (model, name): _newest_if_any(lines, {"model": model, "contender": name})
+        for model in SHARED
+        for name in WAYS
+    }
+    rows = [
+        [shown, *(_step(found[model, name]) for model in SHARED)] for name, shown in WAYS.items()
+    ]
+    used = [line for line in found.values() if line is not None]
+    ranks = max(line["ranks"] for line in used)
+    first = f"experts shared by {ranks} GPUs: a step, reserved memory"
+    header = " | ".join([first, *SHARED.values()])
+    note = (
+        "FSDP2 shards the rest, but under graphs of scopes, where it is replicated and nothing is "
+        "clipped. torch's AdamW but where it says ours; -: not run."
+    )
+    return f"{table(header, rows)}\n\n{note} {sources(used)}"
+
+
+def _step(line: Line | None) -> str:
+    return "-" if line is None else f"{line['step_ms']:.1f} ms, {gibibytes(line)}"
+
+
+def _newest_if_any(lines: Sequence[Line], where: dict) -> Line | None:
+    try:
+        return _newest(lines, "parallel_steps", where)
+    except LookupError:
+        return None
 
 
 def _newest(lines: Sequence[Line], benchmark: str, where: dict) -> Line:

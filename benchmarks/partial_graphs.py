@@ -18,13 +18,14 @@ from rich.table import Table
 
 import environment
 import phases
-from contenders import contenders, settings
+from contenders import EAGER, Contender, contenders, settings
 from phases import Row
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     made = phases.parser(__doc__.splitlines()[0], list(settings()))
     choices = "local, padded, all_to_all, all_gather or symmetric"
+    made.add_argument("--scopes", help="compare only these with eager: attn,moe")
     made.add_argument("--dispatcher", default="local", help=choices)
     return phases.parse(made, list(settings()), arguments)
 
@@ -96,7 +97,10 @@ def _gib(count: int | None) -> str:
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     console = phases.console_for(options)
-    plan = [(settings()[name], contenders(options.compile)) for name in options.models.split(",")]
+    compared = contenders(options.compile)
+    if options.scopes is not None:
+        compared = [EAGER, Contender(options.scopes, options.scopes)]
+    plan = [(settings()[name], compared) for name in options.models.split(",")]
     benchmark = phases.Benchmark("partial_graphs", plan, options, console)
     show(benchmark.run(), benchmark)
 

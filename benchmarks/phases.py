@@ -30,6 +30,7 @@ def parser(description: str, models: Sequence[str]) -> argparse.ArgumentParser:
     made.add_argument("--compile", action="store_true", help="also torch.compile (cudagraphs)")
     made.add_argument("--compile-limit", type=float, default=120.0, help="seconds per build")
     made.add_argument("--rounds", type=int, help="instead of each model's own")
+    made.add_argument("--batch-size", type=int, help="sequences, instead of each model's own")
     made.add_argument("--commit", help="for the stamp, where there is no .git")
     made.add_argument("--device", help="default: cuda if there is a GPU")
     made.add_argument("--tiny", action="store_true", help="small models, to test this on a CPU")
@@ -106,7 +107,8 @@ class Benchmark:
             self.options.out.write_text("\n".join(lines) + "\n")
 
     def _sized(self, setting: Setting) -> Setting:
-        changes = {} if self.options.rounds is None else {"rounds": self.options.rounds}
+        chosen = {"rounds": self.options.rounds, "batch_size": self.options.batch_size}
+        changes = {name: value for name, value in chosen.items() if value is not None}
         return replace(setting.tiny(self.device) if self.options.tiny else setting, **changes)
 
     def _row(self, setting: Setting, contender: Contender) -> Row:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from markdown_cells import geometric_mean, gibibytes, idle, milliseconds, span, table, times
-from parallel_tables import dispatch, parallel_steps
+from parallel_tables import dispatch, parallel_steps, shared_experts
 from peers_table import fp8_training, peers
 from result_lines import Line, Select, fastest_eager, link, load, sources
 
@@ -309,6 +309,7 @@ TABLES: Mapping[str, Callable[[list[Line]], str]] = {
         fp8_training,
         dispatch,
         parallel_steps,
+        shared_experts,
         grouped_gemm,
         moe_layer,
         layer_kernels,

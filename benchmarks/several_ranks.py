@@ -1,0 +1,55 @@
+"""What benchmarks under torchrun share: their group, their lines, and the time of a turn."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@contextlib.contextmanager
+def process_group(smoke: bool) -> Iterator[torch.device]:
+    """This rank's device, on the group of all ranks: that of a test, if there is one."""
+    device = torch.device("cpu" if smoke else "cuda")
+    if not smoke:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    started = not dist.is_initialized()
+    if started:
+        dist.init_process_group("gloo" if smoke else "nccl")
+    yield device
+    if started:
+        dist.destroy_process_group()
+
+
+def keep(line: Mapping[str, Any], constant: Mapping[str, Any], out: Path | None) -> None:
+    """Rank 0 prints the line, and appends it to ``out`` with what is the same in all of them."""
+    if dist.get_rank() != 0:
+        return
+    print(json.dumps(line), flush=True)
+    if out:
+        with out.open("a") as lines:
+            lines.write(json.dumps({**line, **constant}) + "\n")
+
+
+def milliseconds_of(step: Callable[[], object], steps: int) -> float:
+    """Of a step in a turn of some, which all ranks begin and end together."""
+    _synchronize()
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    _synchronize()
+    return 1e3 * (time.perf_counter() - began) / steps
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    dist.barrier()
