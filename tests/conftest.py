@@ -7,14 +7,20 @@ import os
 import sys
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
+
+# The same examples in every run: what CI says is about the change. make test-all looks for new ones.
+hypothesis.settings.register_profile("same", derandomize=True)
+hypothesis.settings.register_profile("new")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # Tests run side by side (pytest -n), and are small: threads only get in each other's way.
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that they start
+    hypothesis.settings.load_profile("new" if config.getoption("--full-grids") else "same")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -214,7 +214,7 @@ def keep_all(s, p):
 
 @action
 def keep_view(s, p):
-    s.kept += [p.grad.view(-1)] if p.grad is not None else []
+    s.kept += [p.grad.unsqueeze(0)] if p.grad is not None else []
 
 
 @action
@@ -365,6 +365,8 @@ def named(*names: str) -> list[tuple[str, int]]:
     return [(name, 0) for name in names]
 
 
+# What torch says, once a process, of own_strides.
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
 @settings(max_examples=20, deadline=None)
 @given(programs, st.sampled_from(sorted(MODELS)), st.sampled_from(["plain", "accumulating"]))
 @example(named("keep_and_view", "backward", "scale_kept", "backward"), "plain", "plain")
