@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 import torch
 
-# The same examples in every run: what CI says is about the change. make test-all looks for new ones.
+# The same examples in every run: what CI says is about the change. make test-all finds new ones.
 hypothesis.settings.register_profile("same", derandomize=True)
 hypothesis.settings.register_profile("new")
 

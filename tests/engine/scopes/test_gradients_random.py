@@ -280,7 +280,10 @@ def scaling_hook(s, p):
 
 @action
 def post_hook(s, p):
-    s.hooks.append(p.register_post_accumulate_grad_hook(lambda q: s.kept.append(q.grad)))
+    def hook(q):
+        s.kept += [q.grad] if q.grad is not None else []  # another hook took it
+
+    s.hooks.append(p.register_post_accumulate_grad_hook(hook))
 
 
 @action
