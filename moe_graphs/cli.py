@@ -44,6 +44,13 @@ Tp = Annotated[int | None, typer.Option(help="Tensor-parallel ranks.")]
 Cp = Annotated[int | None, typer.Option(help="Ranks that share every sequence.")]
 Ep = Annotated[int | None, typer.Option(help="Ranks that share the experts, out of dp-shard x cp.")]
 Pp = Annotated[int | None, typer.Option(help="Pipeline-parallel ranks.")]
+MixedPrecision = Annotated[
+    bool,
+    typer.Option(
+        "--mixed-precision",
+        help="FSDP2 gathers bf16 to compute in and reduces fp32; otherwise autocast.",
+    ),
+]
 
 
 def build_app() -> typer.Typer:
@@ -106,6 +113,7 @@ def train(
     seed: Seed = 0,
     device: Device = None,
     dtype: Dtype = "float32",
+    mixed_precision: MixedPrecision = False,
     experts: Annotated[
         str,
         typer.Option(
@@ -242,14 +250,7 @@ def plan(
         int | None, typer.Option(help="Tokens of a sequence.  [default: 4096, or the preset's]")
     ] = None,
     dtype: Dtype = "float32",
-    mixed_precision: Annotated[
-        bool,
-        typer.Option(
-            "--mixed-precision",
-            help="FSDP2 gathers bf16 and reduces fp32 (parallelize(mixed_precision=...)); "
-            "otherwise autocast, as train does.",
-        ),
-    ] = False,
+    mixed_precision: MixedPrecision = False,
     reshard_after_forward: Annotated[
         bool, typer.Option(help="Whether FSDP2 frees gathered weights until the backward.")
     ] = True,

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,9 @@ from moe_graphs.lm.continued import checkpoint_identity
 from moe_graphs.lm.data import Text, TrainingBatches
 from moe_graphs.lm.pipelined import lay_out_pipeline, scopes_of_stages
 from moe_graphs.lm.run_presets import Preset
-from moe_graphs.lm.trainer import Trainer
+from moe_graphs.lm.trainer import Autocast, Trainer, autocast_of
 from moe_graphs.lm.workers import Workers
-from moe_graphs.parallel import parallelize
+from moe_graphs.parallel import MIXED_PRECISION, parallelize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,7 @@ class RunOptions:
         init, tokenizer: the Hugging Face checkpoint that the model comes from, and the directory of
             its tokenizer; both None for a model from the seed.
         dtype: of the parameters.
+        mixed_precision: FSDP2 casts what it gathers (``MIXED_PRECISION``), and nothing else does.
         fp8: the recipe by which Transformer Engine's parts compute, or "none".
         workers: the ranks that run it together, each with these options; None for one process.
         schedule, stages_per_rank: of their pipeline, if they are one (``Pipeline``).
@@ -59,6 +60,7 @@ class RunOptions:
     init: Path | None = None
     tokenizer: Path | None = None
     dtype: torch.dtype = torch.float32
+    mixed_precision: bool = False
     fp8: str = "none"
     workers: Workers | None = None
     schedule: str = "1f1b"
@@ -67,6 +69,24 @@ class RunOptions:
     def __post_init__(self) -> None:
         if self.checkpoint_every < 0:
             raise ValueError(f"checkpoint_every: {self.checkpoint_every} must not be negative")
+
+    @property
+    def precision(self) -> str:
+        """What is in which dtype, but for FP8."""
+        kept = str(self.dtype).removeprefix("torch.")
+        always = "norms' statistics, router and loss in float32"
+        held = f"parameters, gradients and AdamW's state in {kept}"
+        if self.mixed_precision:
+            return (
+                f"{held}; FSDP2 gathers bfloat16, which all else is computed in, the residual "
+                f"stream, too, and reduces float32; {always}"
+            )
+        if self.device.type == "cuda":
+            return (
+                f"{held}, gathered and reduced in it, and so is the residual stream; matrix "
+                f"products and attention in bfloat16 by autocast; {always}"
+            )
+        return f"{held}, gathered, reduced and computed in it; {always}"
 
 
 def build_trainer(options: RunOptions, batches: TrainingBatches) -> Trainer:
@@ -90,13 +110,21 @@ def build_trainer(options: RunOptions, batches: TrainingBatches) -> Trainer:
         # GPT-2's 0.02 at 768, as wide for narrower models in proportion.
         model.init_weights(0.02 * math.sqrt(768 / config.hidden_size))
     pipeline = None
+    policy = MIXED_PRECISION if options.mixed_precision else None
+    autocast: Autocast = functools.partial(autocast_of, options.device)
+    if options.mixed_precision:
+        autocast = contextlib.nullcontext
     if workers is not None:
-        of_experts = {"dispatcher": options.dispatcher} if shares_experts else {}
+        of_workers: dict[str, Any] = {"mixed_precision": policy}
+        if shares_experts:
+            of_workers["dispatcher"] = options.dispatcher
         if workers.layout.pp > 1:
             by = {"schedule": options.schedule, "stages_per_rank": options.stages_per_rank}
-            pipeline = lay_out_pipeline(model, workers, settings, **by, **of_experts)
+            pipeline = lay_out_pipeline(
+                model, workers, settings, autocast=autocast, **by, **of_workers
+            )
         else:
-            parallelize(model, workers.layout, workers.mesh, **of_experts)
+            parallelize(model, workers.layout, workers.mesh, **of_workers)
         workers.seed(settings.seed)
     return Trainer(
         model,
@@ -105,14 +133,13 @@ def build_trainer(options: RunOptions, batches: TrainingBatches) -> Trainer:
         drops_tokens=options.dispatcher == "padded",
         surroundings=_surroundings(options, batches),
         fp8_autocast=_fp8_autocast(options, model),
+        autocast=autocast,
         workers=workers,
         pipeline=pipeline,
     )
 
 
-def _fp8_autocast(
-    options: RunOptions, model: LanguageModel
-) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+def _fp8_autocast(options: RunOptions, model: LanguageModel) -> Autocast:
     """Of a recipe that is made once: Transformer Engine tells recipes apart."""
     if options.fp8 == "none":
         return contextlib.nullcontext
@@ -126,6 +153,8 @@ def _surroundings(options: RunOptions, batches: TrainingBatches) -> dict[str, An
     on_cpu = options.device.type == "cpu"
     init = {} if options.init is None else {"init": checkpoint_identity(options.init)}
     layout = {} if options.workers is None else {"layout": options.workers.described()}
+    if options.mixed_precision:  # by its name only where it is, as checkpoints before it have none
+        layout["mixed_precision"] = "bfloat16, reductions in float32"
     if options.workers is not None and options.workers.layout.pp > 1:
         layout["schedule"] = f"{options.schedule}, {options.stages_per_rank} stage(s) a rank"
     return {

@@ -23,6 +23,7 @@ def check_options(options: RunOptions) -> None:
     pp = 1 if options.workers is None else options.workers.layout.pp
     if pp == 1 and (options.schedule, options.stages_per_rank) != ("1f1b", 1):
         raise ValueError("schedule, stages_per_rank: of a pipeline: add --pp, or drop them")
+    _check_mixed_precision(options)
     if options.workers is None:
         return
     settings, model, layout = options.preset.training, options.preset.model, options.workers.layout
@@ -70,4 +71,14 @@ def check_options(options: RunOptions) -> None:
         raise ValueError(
             f"dispatcher: {options.dispatcher!r} {keeps}, and with ep={layout.ep} experts are "
             f"{'shared by ranks' if layout.ep > 1 else 'all on every rank'}: choose another one"
+        )
+
+
+def _check_mixed_precision(options: RunOptions) -> None:
+    if options.mixed_precision and (
+        options.workers is None or options.workers.layout.with_tokens == 1
+    ):
+        raise ValueError(
+            "mixed_precision: it is FSDP2's, which shards nothing on one process nor by --tp or "
+            "--pp alone: drop it, GPUs compute in bfloat16 by autocast without it, too"
         )

@@ -6,10 +6,12 @@ import dataclasses
 import functools
 from typing import Any
 
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
 from moe_graphs.config import SCOPE_STAGES, GraphConfig
 from moe_graphs.layers import LanguageModel
 from moe_graphs.lm.settings import TrainSettings
-from moe_graphs.lm.trainer import autocast, cross_entropy
+from moe_graphs.lm.trainer import Autocast, cross_entropy
 from moe_graphs.lm.workers import Workers
 from moe_graphs.parallel import Pipeline, parallelize, pipeline_stages
 
@@ -21,6 +23,8 @@ def lay_out_pipeline(
     *,
     schedule: str,
     stages_per_rank: int,
+    autocast: Autocast,
+    mixed_precision: MixedPrecisionPolicy | None,
     **dispatcher: Any,
 ) -> Pipeline:
     """Divides ``model`` in place, shards what is left of it, and makes what runs it."""
@@ -29,10 +33,12 @@ def lay_out_pipeline(
         workers.layout,
         workers.mesh,
         stages_per_rank=stages_per_rank,
-        autocast=functools.partial(autocast, workers.device),
+        hidden_dtype=None if mixed_precision is None else mixed_precision.param_dtype,
+        autocast=autocast,
     )
+    by = {"mixed_precision": mixed_precision, **dispatcher}
     for stage in stages:
-        parallelize(stage, workers.layout, workers.mesh, **dispatcher)
+        parallelize(stage, workers.layout, workers.mesh, **by)
     rows = settings.batch_size // settings.microbatches // workers.data.size()
     return Pipeline(
         stages,

@@ -17,7 +17,7 @@ from moe_graphs.lm.chosen_kernels import with_kernels
 from moe_graphs.lm.data import Text, corpus_at, standard_library
 from moe_graphs.lm.option_values import device_of, dtype_of, memory_errors, preset_of, with_settings
 from moe_graphs.lm.step_floors import step_floors
-from moe_graphs.lm.trainer import Trainer, autocast
+from moe_graphs.lm.trainer import Trainer, autocast_of
 from moe_graphs.profiling.floors import Floor, Rates, measure_rates
 from moe_graphs.profiling.profile_picture import draw_profiles
 from moe_graphs.profiling.profile_table import profile_table
@@ -165,7 +165,7 @@ def _floors(
     options: training_run.RunOptions, trainer: Trainer, *, replayed: bool
 ) -> Mapping[str, Floor]:
     kind = options.device.type
-    with autocast(options.device):
+    with autocast_of(options.device):
         mixed = torch.is_autocast_enabled(kind)
         computed = torch.get_autocast_dtype(kind) if mixed else options.dtype
     floors = step_floors(

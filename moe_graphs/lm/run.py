@@ -248,8 +248,9 @@ def _trace_communication(trainer: Trainer, log: TextIO, progress: Progress) -> N
 
 def _samples(trainer: Trainer, text: Text, length: int, progress: Progress) -> tuple[Sample, ...]:
     if trainer.pipeline is None:
+        by = {"seed": trainer.settings.seed, "autocast": trainer.autocast}
         with whole_sequences(trainer.model):
-            return sample_text(trainer.model, text, length=length, seed=trainer.settings.seed)
+            return sample_text(trainer.model, text, length=length, **by)
     progress.note("samples: none, a pipeline writes no text: resume the checkpoint without --pp")
     return ()
 

@@ -5,6 +5,7 @@ B continuations, S sequence length, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from moe_graphs.lm.data import Text
-from moe_graphs.lm.trainer import autocast
+from moe_graphs.lm.trainer import Autocast, autocast_of
 from moe_graphs.parallel import vocabulary_group, whole_vocabulary
 
 TEMPERATURES = (0.0, 0.8)
@@ -28,19 +29,23 @@ class Sample:
     continuation: str
 
 
-def sample_text(model: nn.Module, text: Text, *, length: int, seed: int) -> tuple[Sample, ...]:
+def sample_text(
+    model: nn.Module, text: Text, *, length: int, seed: int, autocast: Autocast | None = None
+) -> tuple[Sample, ...]:
     """Goes on from the beginning of the first held-out document: greedily, and by chance.
 
     Args:
         length: the most tokens of prompt and continuation together.
         seed: of the chance, in a generator of its own.
+        autocast: as of ``Trainer``.
     """
     documents = text.held_out_documents
     separator = int(documents.ids_T[-1])
     first = documents.ids_T[: int(documents.offsets[1]) - 1].tolist()
     prompt = first[: min(_PROMPT_TOKENS, len(first), length // 2)]
     tokens = min(_NEW_TOKENS, length - 1 - len(prompt))
-    written = continue_tokens(model, [separator, *prompt], tokens, TEMPERATURES, seed=seed)
+    by = {"seed": seed, "autocast": autocast}
+    written = continue_tokens(model, [separator, *prompt], tokens, TEMPERATURES, **by)
     samples = []
     for temperature, ids in zip(TEMPERATURES, written, strict=True):
         end = ids.index(separator) if separator in ids else len(ids)
@@ -55,6 +60,7 @@ def continue_tokens(
     temperatures: Sequence[float],
     *,
     seed: int,
+    autocast: Autocast | None = None,
 ) -> list[list[int]]:
     """``new_tokens`` ids behind the prompt, once for every temperature; 0 takes the likeliest.
 
@@ -62,6 +68,7 @@ def continue_tokens(
     every kernel is compiled once.
     """
     device = next(model.parameters()).device
+    autocast = autocast or functools.partial(autocast_of, device)
     generator = torch.Generator().manual_seed(seed % 2**63)
     tokens_BS = torch.zeros(len(temperatures), len(prompt) + new_tokens, dtype=torch.int64)
     tokens_BS[:, : len(prompt)] = torch.tensor(prompt)
@@ -69,7 +76,7 @@ def continue_tokens(
     model.eval()
     with torch.no_grad():
         for position in range(len(prompt), tokens_BS.shape[1]):
-            with autocast(device):
+            with autocast():
                 logits_BSV = model(tokens_BS.to(device)).logits_BSV
             last_BV = whole_vocabulary(logits_BSV[:, position - 1], vocabulary_group(model))
             last_BV = last_BV.float().cpu()

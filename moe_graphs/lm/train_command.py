@@ -60,6 +60,7 @@ def train(
     resume: Path | None,
     device: str | None,
     dtype: str,
+    mixed_precision: bool,
     out: Path | None,
     checkpoint_every: int,
     experts: str,
@@ -105,6 +106,7 @@ def train(
             init=init,
             tokenizer=tokenizer or init,
             dtype=dtype_of(dtype),
+            mixed_precision=mixed_precision,
             fp8=fp8,
             workers=workers,
             schedule=schedule,
@@ -225,7 +227,8 @@ def _describe(console: Console, options: training_run.RunOptions, text: Text, na
         f"epochs: {batches.batches_per_epoch} steps each; the last {batches.left_over} {unit} of "
         f"an epoch fill no batch, and the next epoch has others there",
         f"learning rate: {settings.learning_rate:g} after {settings.warmup_steps} steps, then down "
-        f"to {settings.final_fraction:g} of it; parameters in {options.dtype}",
+        f"to {settings.final_fraction:g} of it",
+        f"precision: {options.precision}",
         f"graphs: {options.graph_config or 'none, eager'}; dispatcher {options.dispatcher}",
         f"kernels: experts {'none' if model.moe is None else model.moe.experts}, linear "
         f"{model.linear}, fp8 {options.fp8}; optimizer {settings.optimizer}",

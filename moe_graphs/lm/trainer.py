@@ -6,6 +6,7 @@ B sequences in a microbatch, S sequence length, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import functools
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from moe_graphs.lm.settings import TrainSettings, build_optimizer
 from moe_graphs.lm.workers import Workers
 from moe_graphs.parallel import Pipeline, vocabulary_cross_entropy, vocabulary_group
 from moe_graphs.training.device_step import DeviceStep
+
+Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ class Trainer:
         fp8_autocast: makes Transformer Engine's context, which stands around the whole step; by
             default none. Evaluation is outside of it, in bf16: so it leaves the scales of FP8 as
             they are, and takes sequences of any length.
+        autocast: makes the context of every forward (default: ``autocast_of`` the device).
         workers: the ranks that train together, of which ``parallelize`` has sharded the model.
         pipeline: runs the stages of this rank, if the ranks are a pipeline; ``model`` is what
             ``pipeline_stages`` has left.
@@ -121,7 +125,8 @@ class Trainer:
         graphs: Graphs | None = None,
         drops_tokens: bool = False,
         surroundings: Mapping[str, Any] = MappingProxyType({}),
-        fp8_autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        fp8_autocast: Autocast = contextlib.nullcontext,
+        autocast: Autocast | None = None,
         workers: Workers | None = None,
         pipeline: Pipeline | None = None,
     ) -> None:
@@ -131,6 +136,7 @@ class Trainer:
         self.run_id = uuid.uuid4().hex
         some = next(model.parameters())
         self.device = some.device
+        self.autocast = autocast or functools.partial(autocast_of, self.device)
         self.whole = model
         if pipeline is not None:
             self.whole = LanguageModel(model.config, device="meta", dtype=some.dtype)
@@ -268,7 +274,7 @@ class Trainer:
                 if self.pipeline is not None:
                     total += self.pipeline.evaluate(inputs_BS, targets_BS)
                     continue
-                with autocast(self.device):
+                with self.autocast():
                     output = self.model(inputs_BS)
                 total += cross_entropy(
                     output.logits_BSV, targets_BS, self.vocabulary, reduction="sum"
@@ -289,7 +295,7 @@ class Trainer:
             if self.pipeline is not None:
                 return self.pipeline.forward_backward(tokens[:, :-1], tokens[:, 1:])
             for part in tokens.chunk(count):
-                with autocast(self.device):
+                with self.autocast():
                     output = self.model(part[:, :-1])
                 loss = cross_entropy(output.logits_BSV, part[:, 1:], self.vocabulary)
                 ((loss + output.aux_loss) / count).backward()
@@ -327,7 +333,7 @@ class Trainer:
         return windows.long()
 
 
-def autocast(device: torch.device) -> torch.autocast:
+def autocast_of(device: torch.device) -> torch.autocast:
     """bf16 on a GPU, nothing elsewhere."""
     # The cache would hand a weight's cast copy, made in one graph's pool, to the next graph.
     return torch.autocast(

@@ -9,7 +9,7 @@ from moe_graphs.parallel.expert_shards import shard_experts
 from moe_graphs.parallel.layout import ParallelConfig
 from moe_graphs.parallel.mesh import data_mesh, expert_mesh, loss_mesh, make_mesh, shard_mesh
 from moe_graphs.parallel.model_stage import ModelStage
-from moe_graphs.parallel.parallelize import parallelize
+from moe_graphs.parallel.parallelize import MIXED_PRECISION, parallelize
 from moe_graphs.parallel.pipeline import (
     SCHEDULES,
     Pipeline,
@@ -36,6 +36,7 @@ from moe_graphs.parallel.whole_rows import (
 )
 
 __all__ = [
+    "MIXED_PRECISION",
     "SCHEDULES",
     "ModelStage",
     "ParallelConfig",

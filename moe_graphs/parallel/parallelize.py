@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -20,6 +22,8 @@ from moe_graphs.parallel.model_stage import ModelStage
 from moe_graphs.parallel.tensor_parallel import check_tensor_parallel, share_tensors
 
 Model = TypeVar("Model", bound=LanguageModel | ModelStage)
+MIXED_PRECISION = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+"""What ``--mixed-precision`` is: weights are gathered in bf16 and computed with in it."""
 
 
 def parallelize(
@@ -49,7 +53,8 @@ def parallelize(
     Args:
         dispatcher, dispatcher_options: as of ``make_dispatcher``, its group excepted; without
             expert parallelism the model keeps its ``LocalDispatcher``.
-        mixed_precision: of FSDP2; by default everything is in the dtype of the parameters.
+        mixed_precision: of FSDP2, such as ``MIXED_PRECISION``; by default everything is in the
+            dtype of the parameters.
 
     Raises:
         ValueError: a mesh, heads, sizes or experts that do not fit the layout.
@@ -86,6 +91,9 @@ def parallelize(
     if model.norm is not None and model.head is not None:
         # Needed again at once by the backward.
         fully_shard([model.norm, model.head], reshard_after_forward=False, **options)
+    if isinstance(model, ModelStage):
+        # It has no weights of its own, and the weight of aux losses is not to be rounded.
+        options["mp_policy"] = replace(policy, cast_forward_inputs=False)
     fully_shard(model, reshard_after_forward=reshard, **options)
     return model
 

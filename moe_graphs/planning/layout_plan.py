@@ -23,6 +23,7 @@ from moe_graphs.dispatch.local_rows import room_for_rows
 from moe_graphs.kernels.availability import as_on_gpus
 from moe_graphs.layers import HeadExchange, LanguageModel, MoELayer, TransformerConfig
 from moe_graphs.parallel import (
+    MIXED_PRECISION,
     ParallelConfig,
     divide_sequences,
     make_mesh,
@@ -97,9 +98,7 @@ class PlannedStep:
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
-        if not self.mixed_precision:
-            return MixedPrecisionPolicy()
-        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        return MIXED_PRECISION if self.mixed_precision else MixedPrecisionPolicy()
 
     @property
     def on_the_wire(self) -> tuple[int, int]:

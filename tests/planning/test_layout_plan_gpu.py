@@ -13,7 +13,7 @@ from distributed import run_distributed
 from moe_graphs.layers import LanguageModel
 from moe_graphs.lm.run_presets import small
 from moe_graphs.lm.settings import build_optimizer
-from moe_graphs.lm.trainer import autocast, cross_entropy
+from moe_graphs.lm.trainer import autocast_of, cross_entropy
 from moe_graphs.parallel import ParallelConfig, make_mesh, parallelize, vocabulary_group
 from moe_graphs.planning.layout_plan import PlannedStep, plan_layout
 from moe_graphs.training.device_step import DeviceStep
@@ -50,7 +50,7 @@ def most_allocated(device: str, degrees: dict, dispatcher: str) -> int:
     for step in range(3):
         if step == 2:
             torch.cuda.reset_peak_memory_stats()
-        with autocast(torch.device(device)):
+        with autocast_of(torch.device(device)):
             output = model(tokens_BS)
         loss = cross_entropy(output.logits_BSV, tokens_BS, vocabulary_group(model))
         (loss + output.aux_loss).backward()

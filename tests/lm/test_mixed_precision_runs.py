@@ -1,0 +1,186 @@
+"""Runs with FSDP2's mixed precision: weights are gathered in bf16 and gradients reduced in fp32.
+
+Everything that needs ranks is in one spawn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distributed import run_distributed
+from lm_runs import QUIET, advance, fresh_trainer, options, small_corpus
+from moe_graphs.config import FullIterationConfig
+from moe_graphs.lm.checkpoint import find_checkpoint
+from moe_graphs.lm.compare import compare
+from moe_graphs.lm.data import HeldOut
+from moe_graphs.lm.legal_layouts import check_options
+from moe_graphs.lm.run import RunOptions, run, with_graphs
+from moe_graphs.lm.sharded_checkpoint import ShardedCheckpoints, resume
+from moe_graphs.lm.trainer import Trainer
+from moe_graphs.lm.workers import Workers
+from moe_graphs.optim.gradient_factor import local_part
+from moe_graphs.parallel import ParallelConfig
+
+LAYOUTS = {
+    "shard": ParallelConfig(dp_shard=4),
+    "experts": ParallelConfig(dp_replicate=2, dp_shard=2, ep=2),
+    "tensors": ParallelConfig(dp_shard=2, tp=2),
+    "stages": ParallelConfig(dp_shard=2, pp=2),
+}
+STEPS, SAVED = 6, 3
+WHOLE = FullIterationConfig(optimizer_in_graph=True, warmup_steps=2)
+CPU = torch.device("cpu")
+
+
+def chosen(workers: Any, *, mixed_precision: bool = True, **changes: Any) -> RunOptions:
+    given = options(steps=STEPS, microbatches=3, workers=workers, **changes)
+    if workers is not None and workers.layout.ep > 1:
+        given = dataclasses.replace(given, dispatcher="all_gather")
+    training = dataclasses.replace(given.preset.training, batch_size=12)
+    preset = dataclasses.replace(given.preset, training=training)
+    return dataclasses.replace(given, preset=preset, mixed_precision=mixed_precision)
+
+
+class SeenOnTheWire(TorchDispatchMode):
+    """The dtypes of what FSDP2 gathers, and of what it reduces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathered: set[torch.dtype] = set()
+        self.reduced: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        for words, seen in (("allgather_base", self.gathered), ("reduce_scatter", self.reduced)):
+            if words in name:
+                seen.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def trained(workers: Workers, graphs: Any, folder: Path | None = None) -> dict[str, Any]:
+    """With dropout, jitter and aux losses, an evaluation and a checkpoint in the middle."""
+    given = chosen(workers)
+    check_options(dataclasses.replace(given, graph_config=graphs))
+    trainer = fresh_trainer(given)
+    trainer.run_id = workers.gather(trainer.run_id)[0]
+    held_out = HeldOut.of(small_corpus().held_out_documents, sequence_length=32, context=16)
+    with with_graphs(trainer, graphs):
+        advance(trainer, SAVED)
+        if folder is not None:
+            checkpoints = ShardedCheckpoints(folder, trainer)
+            checkpoints.save()
+            checkpoints.finish()
+        advance(trainer, STEPS - 1)
+        nats = trainer.nats_per_token(held_out)
+        advance(trainer, STEPS)
+        report = trainer.report()
+    assert graphs is None or report.replayed == STEPS - 3, report
+    return {**state_of(trainer), "nats": nats}
+
+
+def state_of(trainer: Trainer) -> dict[str, Any]:
+    trainer.settle()
+    return {
+        "losses": trainer.history.loss.clone(),
+        "norms": trainer.history.grad_norm.clone(),
+        "weights": [local_part(p.detach()).clone() for p in trainer.model.parameters()],
+    }
+
+
+def seen(workers: Workers, mixed_precision: bool) -> list[str]:
+    trainer = fresh_trainer(chosen(workers, mixed_precision=mixed_precision))
+    with SeenOnTheWire() as wire:
+        trainer.train_step()
+    state = {v.dtype for each in trainer.optimizer.state.values() for v in each.values()}
+    return [str(found) for found in (wire.gathered, wire.reduced, state)]
+
+
+def work(rank: int, world_size: int, folder: Path) -> None:
+    found: dict[str, Any] = {}
+    for name, layout in LAYOUTS.items():
+        workers = Workers.on(layout, CPU)
+        where = folder / name
+        found[name] = trained(workers, None, where), trained(workers, WHOLE)
+        again = fresh_trainer(chosen(workers))
+        assert resume(find_checkpoint(where), again) == []
+        advance(again, STEPS)
+        found[name, "resumed"] = state_of(again)
+        if name == "shard":
+            found["seen"] = seen(workers, True), seen(workers, False)
+            given = chosen(workers, graph_config=WHOLE, out=folder / "run", save=False)
+            compared = compare(given, small_corpus(), QUIET)
+            found["compared"] = (
+                compared.losses_bitwise_equal, compared.grad_norms_bitwise_equal,
+                compared.parameters_bitwise_equal, compared.report.replayed,
+            )  # fmt: skip
+            found["run"] = run(given, small_corpus(), QUIET).samples
+    torch.save(found, folder / f"{rank}.pt")  # tensors do not outlive their process in a pipe
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory) -> tuple[Path, list[dict]]:
+    folder = tmp_path_factory.mktemp("several")
+    run_distributed(work, 4, arguments=(folder,), timeout_seconds=240.0)
+    ranks = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(4)]
+    return folder, ranks
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    weights = zip(one["weights"], other["weights"], strict=True)
+    named = all(torch.equal(one[name], other[name]) for name in ("losses", "norms"))
+    return named and all(torch.equal(*pair) for pair in weights)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_graphed_and_resumed_runs_are_eager_ones_bit_for_bit(several, layout):
+    for found in several[1]:
+        eager, graphed = found[layout]
+        assert len(set(eager["losses"].tolist())) == STEPS
+        assert same(eager, graphed)
+        assert eager["nats"] == graphed["nats"]
+        assert same(eager, found[layout, "resumed"])
+        assert {w.dtype for w in eager["weights"]} == {torch.float32}
+
+
+def test_bf16_is_gathered_and_fp32_reduced_and_kept(several):
+    for found in several[1]:
+        mixed, plain = found["seen"]
+        assert mixed == ["{torch.bfloat16}", "{torch.float32}", "{torch.float32}"]
+        assert plain == ["{torch.float32}", "{torch.float32}", "{torch.float32}"]
+        assert found["compared"] == (True, True, True, STEPS - 3)
+        assert len(found["run"]) == 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_train_alike_and_go_on_in_one_process(several, layout):
+    """Ranks draw other random numbers, and bf16 rounds: near, and no nearer."""
+    losses = several[1][0][layout][0]["losses"]
+    torch.testing.assert_close(losses, several[1][0]["shard"][0]["losses"], rtol=0.05, atol=0)
+    alone = fresh_trainer(chosen(None, mixed_precision=False))
+    said = resume(find_checkpoint(several[0] / layout), alone)
+    words = "mixed_precision: bfloat16, reductions in float32 in the checkpoint, nothing known now"
+    assert words in said
+    advance(alone, STEPS)
+    torch.testing.assert_close(alone.history.loss, losses, rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize("degrees", [None, {"tp": 2}, {"pp": 2}])
+def test_where_fsdp2_shards_nothing_it_is_refused(degrees):
+    workers: Any = degrees and SimpleNamespace(layout=ParallelConfig(**degrees))
+    with pytest.raises(ValueError, match="mixed_precision: it is FSDP2's, which shards nothing"):
+        check_options(chosen(workers))
+
+
+def test_what_is_in_which_dtype_is_said():
+    mixed, plain = (chosen(None, mixed_precision=each).precision for each in (True, False))
+    assert mixed.startswith("parameters, gradients and AdamW's state in float32; FSDP2 gathers")
+    assert plain.startswith("parameters, gradients and AdamW's state in float32, gathered,")
+    on_gpu = dataclasses.replace(chosen(None, mixed_precision=False), device=torch.device("cuda"))
+    assert "matrix products and attention in bfloat16 by autocast" in on_gpu.precision
