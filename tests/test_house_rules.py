@@ -28,7 +28,7 @@ ALLOWED = {
     "dispatch": {"dispatch", "kernels", "staged"},
     "layers": {"layers", "checkpoints", "dispatch", "kernels", "staged"},
     "checkpoints": {"checkpoints", "layers.model_config", "layers.rope_scaling"},
-    "parallel": {"parallel", "layers", "dispatch", "kernels"},
+    "parallel": {"parallel", "checkpoints", "layers", "dispatch", "kernels"},
     "pipelines": {"pipelines", "errors"},
     "planning": {"planning", "parallel", "layers", "dispatch", "kernels", "tables"},
     "profiling": {"profiling"},

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,12 @@ from moe_graphs.layers.model_config import TransformerConfig
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
+
+
+Region = tuple[Any, ...]
+"""Of a tensor: a slice for every dimension, or ``...`` for all of it."""
+Parts = Callable[[str, Region], Iterable[tuple[Tensor, Region]]]
+Reader = Callable[[Region], Tensor]
 
 
 class Files(NamedTuple):
@@ -101,16 +108,49 @@ def fill(
     _check_shapes(tensors_of(model), files, mine, local.start)
     model.to_empty(device=device)
     ours = tensors_of(model)
-    scales = _read_scales(files, {piece.theirs for piece in mine})
-    by_file = defaultdict(list)
-    for piece in mine:
-        by_file[files.stored[piece.theirs].file].append(piece)
     with torch.no_grad():
-        for file, inside in by_file.items():
-            with open_shard(file) as shard:
-                for piece in inside:
-                    part = piece.view(ours[piece.ours], local.start)
-                    part.copy_(_read(shard, piece, scales, files.block))
+        for piece, read in _readers(files, mine):
+            piece.view(ours[piece.ours], local.start).copy_(read((...,)))
+
+
+@torch.no_grad()
+def fill_parts(whole: nn.Module, files: Files, parts: Parts) -> None:
+    """Gives other memory the parts that belong there of the weights of ``files``.
+
+    One shard is open at a time, one of its tensors in memory, or the part of it if the files have
+    it in our order.
+
+    Args:
+        whole: the model on the meta device, with all experts.
+        parts: of a region of the tensor of this name, what is wanted: memory, and which part of the
+            region belongs into it.
+
+    Raises:
+        ValueError: a tensor has another shape; before any is read.
+    """
+    ours = tensors_of(whole)
+    _check_shapes(ours, files, files.pieces, 0)
+    wanted = [(p, list(parts(p.ours, p.region(ours[p.ours])))) for p in files.pieces]
+    mine = {id(piece): targets for piece, targets in wanted if targets}
+    for piece, read in _readers(files, [piece for piece, targets in wanted if targets]):
+        for target, region in mine[id(piece)]:
+            if piece.expert is None:
+                target.copy_(read(region))
+            else:
+                _, inputs, outputs = region
+                target.copy_(read((outputs, inputs)).T)
+
+
+def _readers(files: Files, pieces: list[Piece]) -> Iterator[tuple[Piece, Reader]]:
+    """What reads a part of each, in the shape of theirs, and while its shard is open."""
+    scales = _read_scales(files, {piece.theirs for piece in pieces})
+    by_file = defaultdict(list)
+    for piece in pieces:
+        by_file[files.stored[piece.theirs].file].append(piece)
+    for file, inside in by_file.items():
+        with open_shard(file) as shard:
+            for piece in inside:
+                yield piece, functools.partial(_read, shard, piece, scales, files.block)
 
 
 def _leave_out(
@@ -171,11 +211,19 @@ def _read_scales(files: Files, wanted: set[str]) -> dict[str, Tensor]:
     return found
 
 
-def _read(shard: Any, piece: Piece, scales: dict[str, Tensor], block: tuple[int, int]) -> Tensor:
+def _read(
+    shard: Any,
+    piece: Piece,
+    scales: dict[str, Tensor],
+    block: tuple[int, int],
+    region: Region,
+) -> Tensor:
+    stored = shard.get_slice(piece.theirs)
     if piece.fused:
-        value = shard.get_slice(piece.theirs)[piece.expert]
-    else:
-        value = shard.get_tensor(piece.theirs)
+        return stored[(piece.expert, *region)]
+    if piece.theirs not in scales and piece.rope is None:
+        return stored[region]
+    value = stored[...]
     if piece.theirs in scales:
         value = dequantised(value, scales[piece.theirs], block)
-    return value if piece.rope is None else value[piece.rope.order()]
+    return (value if piece.rope is None else value[piece.rope.order()])[region]

@@ -54,6 +54,15 @@ class Piece:
     fused: bool = False
     rope: InterleavedRope | None = None
 
+    def region(self, ours: Tensor) -> tuple[slice, ...]:
+        """Where it lies in ours, which has all experts: a slice for every dimension."""
+        slices = [slice(0, size) for size in ours.shape]
+        if self.rows is not None:
+            slices[0 if self.expert is None else -1] = slice(*self.rows)
+        if self.expert is not None:
+            slices[0] = slice(self.expert, self.expert + 1)
+        return tuple(slices)
+
     def view(self, ours: Tensor, first_expert: int = 0) -> Tensor:
         """The part of ours, in the shape of theirs (of one expert, if fused)."""
         if self.expert is not None:

@@ -48,7 +48,8 @@ class ExpertsBackend(nn.Module):
         self.local_experts = range(first_expert, first_expert + num_local_experts)
         self.num_experts = num_local_experts if num_experts is None else num_experts
         self.make_weights(hidden_size, ffn_hidden_size, device, dtype)
-        self.init_weights()
+        if not any(parameter.is_meta for parameter in self.parameters()):
+            self.init_weights()  # thousands of experts take their time
 
     def make_weights(
         self,
@@ -87,15 +88,16 @@ class ExpertsBackend(nn.Module):
         """Draws the weights of all experts in turn and keeps the local ones.
 
         So ranks that draw from one seed hold different experts, and together exactly those that
-        a single rank would hold. Costs one expert's memory.
+        a single rank would hold. Costs one expert's memory, if there are others.
         """
-        if weight_eXY.is_meta:
-            return  # nothing to fill, and thousands of experts take their time
-        scratch_XY = torch.empty_like(weight_eXY[0])
+        elsewhere_XY: Tensor | None = None
         for expert in range(self.num_experts):
-            scratch_XY.normal_(std=std)
             if expert in self.local_experts:
-                weight_eXY[expert - self.local_experts.start].copy_(scratch_XY)
+                weight_eXY[expert - self.local_experts.start].normal_(std=std)
+                continue
+            if elsewhere_XY is None:
+                elsewhere_XY = torch.empty_like(weight_eXY[0])
+            elsewhere_XY.normal_(std=std)
 
 
 def left_as_it_is(weight: Tensor) -> None:

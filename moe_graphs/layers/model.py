@@ -68,7 +68,8 @@ class LanguageModel(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, **factory)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, **factory)
-        self.init_weights()
+        if not self.embedding.weight.is_meta:
+            self.init_weights()
 
     @classmethod
     def from_pretrained(
@@ -90,6 +91,8 @@ class LanguageModel(nn.Module):
         of the experts reads those.
 
         Args:
+            device: "meta" for a model without weights, of which nothing is read (for
+                ``parallel.load_pretrained_sharded``).
             dtype: None for that of the files' matrices, bf16 for FP8.
             max_sequence_length: positions of the rotary tables (default: the model's).
             linear, experts: kernels, as in ``TransformerConfig`` and ``MoEConfig``. Experts of
@@ -106,8 +109,10 @@ class LanguageModel(nn.Module):
         config = replace(files.config, linear=linear)
         model = cls(config, dispatcher, device="meta", dtype=dtype)
         local_experts = (LocalDispatcher() if dispatcher is None else dispatcher).local_experts
-        fill(model, files, local_experts, torch.device(device or torch.get_default_device()))
-        model.reset_buffers()
+        place = torch.device(device or torch.get_default_device())
+        if place.type != "meta":
+            fill(model, files, local_experts, place)
+            model.reset_buffers()
         if experts != "moe_graphs":
             model.use_experts(experts)
         model.hf_values = files.values

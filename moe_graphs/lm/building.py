@@ -21,14 +21,20 @@ from moe_graphs.integrations.transformer_engine import (
     fp8_autocast,
     fp8_recipe,
 )
-from moe_graphs.layers import LanguageModel
+from moe_graphs.layers import LanguageModel, TransformerConfig
 from moe_graphs.lm.continued import checkpoint_identity
 from moe_graphs.lm.data import Text, TrainingBatches
-from moe_graphs.lm.pipelined import lay_out_pipeline, scopes_of_stages
+from moe_graphs.lm.pipelined import lay_out_stages, pipeline_of, scopes_of_stages
 from moe_graphs.lm.run_presets import Preset
 from moe_graphs.lm.trainer import Autocast, Trainer, autocast_of
 from moe_graphs.lm.workers import Workers
-from moe_graphs.parallel import MIXED_PRECISION, parallelize
+from moe_graphs.parallel import (
+    MIXED_PRECISION,
+    ModelStage,
+    init_weights_sharded,
+    load_pretrained_sharded,
+    parallelize,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,41 +96,18 @@ class RunOptions:
 
 
 def build_trainer(options: RunOptions, batches: TrainingBatches) -> Trainer:
-    """A fresh model from the seed or from ``init``, not yet with graphs."""
-    settings, config = options.preset.training, options.preset.model
-    torch.manual_seed(settings.seed)
-    workers = options.workers
-    shares_experts = workers is not None and workers.layout.ep > 1
-    # Laid out, the model gets a dispatcher over the ranks that share its experts.
-    dispatcher = make_dispatcher("local" if shares_experts else options.dispatcher)
-    factory = {"device": options.device, "dtype": options.dtype}
-    if options.init is not None:
-        experts = "moe_graphs" if config.moe is None else config.moe.experts
-        kernels = {"linear": config.linear, "experts": experts}
-        model = LanguageModel.from_pretrained(
-            options.init, dispatcher=dispatcher, **kernels, **factory
-        )
-        torch.manual_seed(settings.seed)
-    else:
-        model = LanguageModel(config, dispatcher, **factory)
-        # GPT-2's 0.02 at 768, as wide for narrower models in proportion.
-        model.init_weights(0.02 * math.sqrt(768 / config.hidden_size))
-    pipeline = None
-    policy = MIXED_PRECISION if options.mixed_precision else None
+    """A model from the seed or from ``init``, not yet with graphs. On several ranks the one from
+    the seed has no values yet where a checkpoint is going to be loaded: ``options.resume``."""
+    settings, workers, pipeline = options.preset.training, options.workers, None
     autocast: Autocast = functools.partial(autocast_of, options.device)
-    if options.mixed_precision:
-        autocast = contextlib.nullcontext
-    if workers is not None:
-        of_workers: dict[str, Any] = {"mixed_precision": policy}
-        if shares_experts:
-            of_workers["dispatcher"] = options.dispatcher
-        if workers.layout.pp > 1:
-            by = {"schedule": options.schedule, "stages_per_rank": options.stages_per_rank}
-            pipeline = lay_out_pipeline(
-                model, workers, settings, autocast=autocast, **by, **of_workers
-            )
-        else:
-            parallelize(model, workers.layout, workers.mesh, **of_workers)
+    if workers is None:
+        model = _in_this_process(options)
+    else:
+        if options.mixed_precision:
+            autocast = contextlib.nullcontext
+        model, stages = _on_ranks(options, workers, autocast)
+        if stages:
+            pipeline = pipeline_of(stages, workers, settings, options.schedule)
         workers.seed(settings.seed)
     return Trainer(
         model,
@@ -137,6 +120,63 @@ def build_trainer(options: RunOptions, batches: TrainingBatches) -> Trainer:
         workers=workers,
         pipeline=pipeline,
     )
+
+
+def _in_this_process(options: RunOptions) -> LanguageModel:
+    config, seed = options.preset.model, options.preset.training.seed
+    given: dict[str, Any] = {
+        "dispatcher": make_dispatcher(options.dispatcher),
+        "device": options.device,
+        "dtype": options.dtype,
+    }
+    if options.init is not None:
+        experts = "moe_graphs" if config.moe is None else config.moe.experts
+        kernels = {"linear": config.linear, "experts": experts}
+        model = LanguageModel.from_pretrained(options.init, **kernels, **given)
+    else:
+        model = LanguageModel(config, **given)
+    torch.manual_seed(seed)  # not before: ranks draw once
+    if options.init is None:
+        model.init_weights(_std(config))
+    return model
+
+
+def _on_ranks(
+    options: RunOptions, workers: Workers, autocast: Autocast
+) -> tuple[LanguageModel, list[ModelStage]]:
+    """The same numbers, of which a rank never has more than its own and one tensor; and its stages
+    in a pipeline."""
+    device, stages, layout = options.device, [], workers.layout
+    # Laid out, the model gets a dispatcher over the ranks that share its experts.
+    dispatcher = make_dispatcher("local" if layout.ep > 1 else options.dispatcher)
+    given: dict[str, Any] = {"dispatcher": dispatcher, "device": "meta", "dtype": options.dtype}
+    if options.init is not None:
+        model = LanguageModel.from_pretrained(options.init, **given)
+    else:
+        model = LanguageModel(options.preset.model, **given)
+    policy = MIXED_PRECISION if options.mixed_precision else None
+    by: dict[str, Any] = {"mixed_precision": policy}
+    if layout.ep > 1:
+        by["dispatcher"] = options.dispatcher
+    if layout.pp > 1:
+        of_a_rank = {"stages_per_rank": options.stages_per_rank, "autocast": autocast}
+        stages = lay_out_stages(model, workers, **of_a_rank, **by)
+    else:
+        parallelize(model, layout, workers.mesh, **by)
+    if options.init is not None:
+        load_pretrained_sharded(model, options.init, device)
+    elif options.resume is not None:
+        model.to_empty(device=device)
+        model.reset_buffers()
+    else:
+        seed = options.preset.training.seed
+        init_weights_sharded(model, device, seed=seed, std=_std(model.config))
+    return model, stages
+
+
+def _std(config: TransformerConfig) -> float:
+    """GPT-2's 0.02 at 768, as wide for narrower models in proportion."""
+    return 0.02 * math.sqrt(768 / config.hidden_size)
 
 
 def _fp8_autocast(options: RunOptions, model: LanguageModel) -> Autocast:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -13,21 +14,19 @@ from moe_graphs.layers import LanguageModel
 from moe_graphs.lm.settings import TrainSettings
 from moe_graphs.lm.trainer import Autocast, cross_entropy
 from moe_graphs.lm.workers import Workers
-from moe_graphs.parallel import Pipeline, parallelize, pipeline_stages
+from moe_graphs.parallel import ModelStage, Pipeline, parallelize, pipeline_stages
 
 
-def lay_out_pipeline(
+def lay_out_stages(
     model: LanguageModel,
     workers: Workers,
-    settings: TrainSettings,
     *,
-    schedule: str,
     stages_per_rank: int,
     autocast: Autocast,
     mixed_precision: MixedPrecisionPolicy | None,
     **dispatcher: Any,
-) -> Pipeline:
-    """Divides ``model`` in place, shards what is left of it, and makes what runs it."""
+) -> list[ModelStage]:
+    """Divides ``model`` in place, and shards what is left of it."""
     stages = pipeline_stages(
         model,
         workers.layout,
@@ -39,6 +38,13 @@ def lay_out_pipeline(
     by = {"mixed_precision": mixed_precision, **dispatcher}
     for stage in stages:
         parallelize(stage, workers.layout, workers.mesh, **by)
+    return stages
+
+
+def pipeline_of(
+    stages: Sequence[ModelStage], workers: Workers, settings: TrainSettings, schedule: str
+) -> Pipeline:
+    """What runs the stages, when they have their memory."""
     rows = settings.batch_size // settings.microbatches // workers.data.size()
     return Pipeline(
         stages,

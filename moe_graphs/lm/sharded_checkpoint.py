@@ -56,11 +56,10 @@ from moe_graphs.lm.sharded_state import (
     optimizer_state,
     random_state,
     set_random_state,
-    shares,
 )
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.lm.workers import Workers
-from moe_graphs.parallel import PartsByName, WholeRowsLoadPlanner, WholeRowsSavePlanner
+from moe_graphs.parallel import PartsByName, WholeRowsLoadPlanner, WholeRowsSavePlanner, shares
 
 _METADATA = ".metadata"
 _AT_ONCE = 1 << 24  # bytes of a file in memory

@@ -7,15 +7,14 @@ that it has on one GPU.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from moe_graphs.lm.checkpoint import model_tensors
 from moe_graphs.lm.trainer import Trainer
-from moe_graphs.parallel import fused_rows, runs_of
+from moe_graphs.parallel import fused_rows
 
 MODEL, OPTIMIZER, HISTORY, RNG = "model", "optimizer", "history", "rng"
 
@@ -67,20 +66,6 @@ def fused_parts(trainer: Trainer) -> dict[str, tuple[int, ...]]:
         keys = (f"{MODEL}.{name}", f"{OPTIMIZER}.{name}.exp_avg", f"{OPTIMIZER}.{name}.exp_avg_sq")
         found.update(dict.fromkeys(keys, parts))
     return found
-
-
-def shares(
-    tensor: Tensor, parts: Sequence[int] | None = None
-) -> list[tuple[tuple[slice, ...], Tensor]]:
-    """Where this rank's pieces of a tensor lie in the whole one, and the pieces: of a plain one all
-    of it. ``parts``: of ``fused_parts``."""
-    if not isinstance(tensor, DTensor):
-        return [((), tensor)]
-    if parts is not None:
-        return [((slice(r.first, r.first + len(r.rows)),), r.rows) for r in runs_of(tensor, parts)]
-    (place,) = tensor.__create_chunk_list__()
-    pairs = zip(place.offsets, place.sizes, strict=True)
-    return [(tuple(slice(start, start + size) for start, size in pairs), tensor.to_local())]
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from moe_graphs.parallel.expert_shards import shard_experts
 from moe_graphs.parallel.layout import ParallelConfig
 from moe_graphs.parallel.mesh import data_mesh, expert_mesh, loss_mesh, make_mesh, shard_mesh
 from moe_graphs.parallel.model_stage import ModelStage
+from moe_graphs.parallel.own_part import shares
 from moe_graphs.parallel.parallelize import MIXED_PRECISION, parallelize
 from moe_graphs.parallel.pipeline import (
     SCHEDULES,
@@ -17,6 +18,7 @@ from moe_graphs.parallel.pipeline import (
     layers_of_stages,
     pipeline_stages,
 )
+from moe_graphs.parallel.sharded_init import init_weights_sharded, load_pretrained_sharded
 from moe_graphs.parallel.tensor_parallel import (
     check_tensor_parallel,
     fused_rows,
@@ -51,7 +53,9 @@ __all__ = [
     "divide_sequences",
     "expert_mesh",
     "fused_rows",
+    "init_weights_sharded",
     "layers_of_stages",
+    "load_pretrained_sharded",
     "loss_mesh",
     "make_mesh",
     "parallelize",
@@ -61,6 +65,7 @@ __all__ = [
     "shard_experts",
     "shard_mesh",
     "share_tensors",
+    "shares",
     "vocabulary_cross_entropy",
     "vocabulary_group",
     "whole_sequences",

@@ -6,6 +6,7 @@ Everything that needs ranks is in one spawn.
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed import run_distributed
+from fake_ranks import as_rank
 from lm_runs import QUIET, advance, fresh_trainer, options, small_corpus
 from moe_graphs.config import FullIterationConfig
+from moe_graphs.layers import LanguageModel
 from moe_graphs.lm.checkpoint import find_checkpoint
 from moe_graphs.lm.compare import compare
 from moe_graphs.lm.data import HeldOut
@@ -26,24 +29,32 @@ from moe_graphs.lm.sharded_checkpoint import ShardedCheckpoints, resume
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.lm.workers import Workers
 from moe_graphs.optim.gradient_factor import local_part
-from moe_graphs.parallel import ParallelConfig
+from moe_graphs.parallel import (
+    MIXED_PRECISION,
+    ParallelConfig,
+    make_mesh,
+    parallelize,
+    pipeline_stages,
+)
 
 LAYOUTS = {
-    "shard": ParallelConfig(dp_shard=4),
-    "experts": ParallelConfig(dp_replicate=2, dp_shard=2, ep=2),
-    "tensors": ParallelConfig(dp_shard=2, tp=2),
+    "shard": ParallelConfig(dp_shard=2),
+    "experts": ParallelConfig(dp_shard=2, ep=2),
     "stages": ParallelConfig(dp_shard=2, pp=2),
 }
-STEPS, SAVED = 6, 3
+STEPS, SAVED = 4, 2
+MORE = 5  # of which a comparison can time some
 WHOLE = FullIterationConfig(optimizer_in_graph=True, warmup_steps=2)
 CPU = torch.device("cpu")
 
 
-def chosen(workers: Any, *, mixed_precision: bool = True, **changes: Any) -> RunOptions:
-    given = options(steps=STEPS, microbatches=3, workers=workers, **changes)
+def chosen(
+    workers: Any, steps: int = STEPS, *, mixed_precision: bool = True, **changes: Any
+) -> RunOptions:
+    given = options(steps=steps, workers=workers, **changes)
     if workers is not None and workers.layout.ep > 1:
         given = dataclasses.replace(given, dispatcher="all_gather")
-    training = dataclasses.replace(given.preset.training, batch_size=12)
+    training = dataclasses.replace(given.preset.training, batch_size=8, microbatches=2)
     preset = dataclasses.replace(given.preset, training=training)
     return dataclasses.replace(given, preset=preset, mixed_precision=mixed_precision)
 
@@ -81,7 +92,7 @@ def trained(workers: Workers, graphs: Any, folder: Path | None = None) -> dict[s
         nats = trainer.nats_per_token(held_out)
         advance(trainer, STEPS)
         report = trainer.report()
-    assert graphs is None or report.replayed == STEPS - 3, report
+    assert graphs is None or report.replayed == STEPS - 2, report
     return {**state_of(trainer), "nats": nats}
 
 
@@ -105,31 +116,41 @@ def seen(workers: Workers, mixed_precision: bool) -> list[str]:
 def work(rank: int, world_size: int, folder: Path) -> None:
     found: dict[str, Any] = {}
     for name, layout in LAYOUTS.items():
+        if layout.world_size != world_size:
+            continue
         workers = Workers.on(layout, CPU)
         where = folder / name
         found[name] = trained(workers, None, where), trained(workers, WHOLE)
         again = fresh_trainer(chosen(workers))
         assert resume(find_checkpoint(where), again) == []
         advance(again, STEPS)
-        found[name, "resumed"] = state_of(again)
+        found[f"{name}, resumed"] = state_of(again)
         if name == "shard":
             found["seen"] = seen(workers, True), seen(workers, False)
-            given = chosen(workers, graph_config=WHOLE, out=folder / "run", save=False)
+            given = dataclasses.replace(chosen(workers, MORE), graph_config=WHOLE)
             compared = compare(given, small_corpus(), QUIET)
             found["compared"] = (
                 compared.losses_bitwise_equal, compared.grad_norms_bitwise_equal,
                 compared.parameters_bitwise_equal, compared.report.replayed,
             )  # fmt: skip
-            found["run"] = run(given, small_corpus(), QUIET).samples
-    torch.save(found, folder / f"{rank}.pt")  # tensors do not outlive their process in a pipe
+            short = chosen(workers, 1, out=folder / "run", save=False)
+            found["run"] = run(short, small_corpus(), QUIET).samples
+    torch.save(
+        found, folder / f"{world_size} {rank}.pt"
+    )  # tensors do not outlive their process in a pipe
 
 
 @pytest.fixture(scope="module")
-def several(tmp_path_factory) -> tuple[Path, list[dict]]:
-    folder = tmp_path_factory.mktemp("several")
-    run_distributed(work, 4, arguments=(folder,), timeout_seconds=240.0)
-    ranks = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(4)]
-    return folder, ranks
+def several(tmp_path_factory) -> tuple[Path, dict[str, list]]:
+    """And by layout, or another name, what each of its ranks has found."""
+    folder, found = tmp_path_factory.mktemp("several"), defaultdict(list)
+    for count in (2, 4):
+        run_distributed(work, count, arguments=(folder,), timeout_seconds=60.0 * count)
+        for rank in range(count):
+            here = torch.load(folder / f"{count} {rank}.pt", weights_only=False)
+            for name, value in here.items():
+                found[name].append(value)
+    return folder, found
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -140,29 +161,29 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_graphed_and_resumed_runs_are_eager_ones_bit_for_bit(several, layout):
-    for found in several[1]:
-        eager, graphed = found[layout]
+    found = several[1]
+    pairs = zip(found[layout], found[f"{layout}, resumed"], strict=True)
+    for (eager, graphed), resumed in pairs:
         assert len(set(eager["losses"].tolist())) == STEPS
         assert same(eager, graphed)
         assert eager["nats"] == graphed["nats"]
-        assert same(eager, found[layout, "resumed"])
+        assert same(eager, resumed)
         assert {w.dtype for w in eager["weights"]} == {torch.float32}
 
 
 def test_bf16_is_gathered_and_fp32_reduced_and_kept(several):
-    for found in several[1]:
-        mixed, plain = found["seen"]
+    for mixed, plain in several[1]["seen"]:
         assert mixed == ["{torch.bfloat16}", "{torch.float32}", "{torch.float32}"]
         assert plain == ["{torch.float32}", "{torch.float32}", "{torch.float32}"]
-        assert found["compared"] == (True, True, True, STEPS - 3)
-        assert len(found["run"]) == 2
+    assert several[1]["compared"] == [(True, True, True, MORE - 2)] * 2
+    assert [len(samples) for samples in several[1]["run"]] == [2, 2]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_train_alike_and_go_on_in_one_process(several, layout):
     """Ranks draw other random numbers, and bf16 rounds: near, and no nearer."""
-    losses = several[1][0][layout][0]["losses"]
-    torch.testing.assert_close(losses, several[1][0]["shard"][0]["losses"], rtol=0.05, atol=0)
+    losses = several[1][layout][0][0]["losses"]
+    torch.testing.assert_close(losses, several[1]["shard"][0][0]["losses"], rtol=0.05, atol=0)
     alone = fresh_trainer(chosen(None, mixed_precision=False))
     said = resume(find_checkpoint(several[0] / layout), alone)
     words = "mixed_precision: bfloat16, reductions in float32 in the checkpoint, nothing known now"
@@ -184,3 +205,22 @@ def test_what_is_in_which_dtype_is_said():
     assert plain.startswith("parameters, gradients and AdamW's state in float32, gathered,")
     on_gpu = dataclasses.replace(chosen(None, mixed_precision=False), device=torch.device("cuda"))
     assert "matrix products and attention in bfloat16 by autocast" in on_gpu.precision
+
+
+def test_the_weight_of_aux_losses_is_not_rounded_on_its_way_to_a_stage():
+    """It is one over the number of microbatches: a third of one is another in bf16."""
+    layout, seen = ParallelConfig(pp=2, dp_shard=2), []
+
+    def look(module: Any, given: Any) -> None:
+        seen.append([each.dtype for each in given])
+        raise InterruptedError
+
+    with as_rank(3, 4):
+        mesh = make_mesh(layout, "cpu")
+        model = LanguageModel(chosen(None).preset.model)
+        (stage,) = pipeline_stages(model, layout, mesh, hidden_dtype=torch.bfloat16)
+        parallelize(stage, layout, mesh, mixed_precision=MIXED_PRECISION)
+        stage.register_forward_pre_hook(look)
+        with pytest.raises(InterruptedError):
+            stage(torch.zeros(1, 4, 16, dtype=torch.bfloat16), torch.ones(1))
+    assert seen == [[torch.bfloat16, torch.float32]]

@@ -28,11 +28,10 @@ from moe_graphs.lm.sharded_state import (
     history_state,
     model_state,
     optimizer_state,
-    shares,
 )
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.lm.workers import Workers, check_equal, layout_of
-from moe_graphs.parallel import ParallelConfig
+from moe_graphs.parallel import ParallelConfig, shares
 
 LAYOUTS = {
     "shard": ParallelConfig(dp_shard=RANKS),

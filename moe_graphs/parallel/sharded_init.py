@@ -1,0 +1,114 @@
+"""Weights of a model that was sharded on the meta device: those of one process, one tensor of them
+at a time."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_graphs.checkpoints.loading import fill_parts, read_files
+from moe_graphs.layers import LanguageModel
+from moe_graphs.parallel.own_part import OwnParts, Region
+
+_aten = torch.ops.aten
+_OVERWRITES = (
+    _aten.normal_.default, _aten.uniform_.default, _aten.fill_.Scalar, _aten.zero_.default,
+)  # fmt: skip
+
+
+@torch.no_grad()
+def init_weights_sharded(
+    model: LanguageModel, device: torch.device | str, *, seed: int, std: float = 0.02
+) -> None:
+    """Gives a model that was built on the meta device its memory and its first weights.
+
+    After ``parallelize``, or ``pipeline_stages`` and ``parallelize`` of all stages, on every rank:
+    where torchtitan has ``model.to_empty(device=...)`` and ``model.init_weights()``. The numbers
+    are those of ``torch.manual_seed(seed); model.init_weights(std)`` on one process with the same
+    kind of device, whatever the layout: every rank draws all tensors in that order and keeps what
+    is its own. Beside the shards there is one whole tensor at a time (of experts: of one expert).
+    Nothing is sent. Buffers are as after ``init_weights``, too.
+
+    Seeds torch's generators, and leaves them alike on all ranks: seed them for dropout afterwards.
+    """
+    model.to_empty(device=device)
+    torch.manual_seed(seed)
+    whole = _on_meta(model)
+    with _TensorByTensor(whole, OwnParts(model), torch.device(device)):
+        whole.init_weights(std)
+    model.reset_buffers()
+
+
+@torch.no_grad()
+def load_pretrained_sharded(
+    model: LanguageModel, directory: str | os.PathLike[str], device: torch.device | str
+) -> None:
+    """Gives a model that ``LanguageModel.from_pretrained(directory, device="meta")`` built its
+    memory and the weights of ``directory``: after ``parallelize``, on every rank.
+
+    A rank reads its rows of the tensors that it has a part of, and all of those in FP8 or in
+    another order than ours (latent attention): one at a time.
+
+    Raises:
+        ValueError: as of ``from_pretrained``.
+    """
+    files = read_files(Path(directory), model.config.max_sequence_length)
+    model.to_empty(device=device)
+    model.reset_buffers()
+    fill_parts(_on_meta(model), files, OwnParts(model).within)
+
+
+def _on_meta(model: LanguageModel) -> LanguageModel:
+    """The whole one, for names, shapes and the order of draws: of the class that it had before
+    FSDP2 made it one of its own."""
+    kinds: list[Any] = [kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule)]
+    return kinds[0](model.config, device="meta", dtype=next(model.parameters()).dtype)
+
+
+class _TensorByTensor(TorchDispatchMode):
+    """What is drawn into a model on the meta device is drawn on ``device``, and this rank's part of
+    it kept."""
+
+    def __init__(self, whole: nn.Module, own: OwnParts, device: torch.device) -> None:
+        super().__init__()
+        self._own, self._device = own, device
+        found = whole.state_dict(keep_vars=True)
+        self._known = {_key(tensor): (name, tensor) for name, tensor in found.items()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        changes = args and isinstance(args[0], Tensor) and func._schema.is_mutable
+        found = self._known.get(_key(args[0])) if changes else None
+        if found is None:
+            return func(*args, **(kwargs or {}))
+        target, (name, whole) = args[0], found
+        if func not in _OVERWRITES:
+            raise ValueError(
+                f"{name}: {func} in init_weights, of which only normal_, uniform_, fill_ and zero_ "
+                f"are known to need no number that was there before"
+            )
+        value = torch.empty(target.shape, dtype=target.dtype, device=self._device)
+        func(value, *args[1:], **(kwargs or {}))
+        region = _region_of(target, whole)
+        value = value.view([part.stop - part.start for part in region])
+        for piece, part in self._own.within(name, region):
+            piece.copy_(value[part])
+        return target
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _region_of(view: Tensor, whole: Tensor) -> Region:
+    """Of all of it, or of some of its first dimension."""
+    inner = whole.shape[1:]
+    first, rows = view.storage_offset() // whole.stride(0), view.numel() // inner.numel()
+    assert view.is_contiguous()
+    assert rows * inner.numel() == view.numel()
+    return (slice(first, first + rows), *(slice(0, size) for size in inner))
