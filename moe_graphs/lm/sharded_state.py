@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_graphs.lm.checkpoint import model_tensors
 from moe_graphs.lm.trainer import Trainer
-from moe_graphs.parallel import fused_rows
+from moe_graphs.parallel import fused_rows, whole_name
 
 MODEL, OPTIMIZER, HISTORY, RNG = "model", "optimizer", "history", "rng"
 
@@ -22,14 +22,14 @@ MODEL, OPTIMIZER, HISTORY, RNG = "model", "optimizer", "history", "rng"
 def model_state(trainer: Trainer) -> dict[str, Tensor]:
     """Parameters and buffers."""
     tensors = model_tensors(trainer.model)
-    return {f"{MODEL}.{name}": value for name, value in tensors.items()}
+    return {f"{MODEL}.{whole_name(name)}": value for name, value in tensors.items()}
 
 
 def optimizer_state(trainer: Trainer) -> dict[str, Tensor]:
     """By the names of parameters. States that no step has made yet are made, of zeros."""
     _make_optimizer_state(trainer.optimizer)
     return {
-        f"{OPTIMIZER}.{name}.{kind}": value
+        f"{OPTIMIZER}.{whole_name(name)}.{kind}": value
         for name, parameter in trainer.model.named_parameters()
         for kind, value in trainer.optimizer.state.get(parameter, {}).items()
     }

@@ -23,6 +23,7 @@ from moe_graphs.parallel.tensor_parallel import (
     check_tensor_parallel,
     fused_rows,
     share_tensors,
+    whole_name,
 )
 from moe_graphs.parallel.vocabulary import (
     vocabulary_cross_entropy,
@@ -68,6 +69,7 @@ __all__ = [
     "shares",
     "vocabulary_cross_entropy",
     "vocabulary_group",
+    "whole_name",
     "whole_sequences",
     "whole_vocabulary",
 ]

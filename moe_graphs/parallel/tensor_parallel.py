@@ -14,6 +14,7 @@ Shapes: D model, M outputs, N rows (tokens), Q head dim, V vocabulary.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +31,8 @@ from moe_graphs.layers import LanguageModel, TransformerConfig
 from moe_graphs.layers.attention import Attention
 from moe_graphs.layers.mlp import SwiGLU
 
+_NAME_OF_RANKS = re.compile(r"\.weight_of_\d+_ranks\b")
+
 
 class ColumnLinear(nn.Module):
     """A projection of which this rank computes some outputs. The input is the same on all ranks,
@@ -44,6 +47,27 @@ class ColumnLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x, weight_MD = _autocast(x), _autocast(local(self.weight))
         return _ColumnLinear.apply(x, weight_MD, self.process_group)
+
+
+class FusedColumnLinear(ColumnLinear):
+    """One whose outputs are this rank's of every part (queries, keys, values): in its DTensor rows
+    are in another order than in the whole weight, and in another one for every number of ranks.
+
+    So the parameter has another name: under that of the whole weight, whoever saves or loads it
+    without ``WholeRowsSavePlanner`` would get rows that are mixed up, and hear nothing of it.
+    """
+
+    @property
+    def weight(self) -> nn.Parameter:  # type: ignore[override]
+        (only,) = self._parameters.values()
+        assert only is not None
+        return only
+
+
+def whole_name(name: str) -> str:
+    """What a tensor of a model, or of its optimizer, is called on one GPU: keys for
+    ``WholeRowsSavePlanner`` and ``WholeRowsLoadPlanner``."""
+    return _NAME_OF_RANKS.sub(".weight", name)
 
 
 class RowLinear(nn.Module):
@@ -136,6 +160,16 @@ def share_tensors(model: LanguageModel, mesh: DeviceMesh) -> None:
             _share_columns(module, mesh)
     whole.embedding = VocabularyEmbedding(_rows(model.embedding.weight, mesh), mesh)
     whole.head = ColumnLinear(_rows(model.head.weight, mesh), mesh)
+    for module in list(model.modules()):
+        if isinstance(module, (AttentionOfHeads, SwiGLU)):
+            _rename(module.qkv if isinstance(module, AttentionOfHeads) else module.w1, mesh)
+
+
+def _rename(fused: Any, mesh: DeviceMesh) -> None:
+    weight = fused.weight
+    del fused.weight
+    fused.__class__ = FusedColumnLinear
+    fused.register_parameter(f"weight_of_{mesh.size()}_ranks", weight)
 
 
 def _share_heads(attention: Any, mesh: DeviceMesh) -> None:
@@ -167,8 +201,8 @@ def _columns(weight: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def fused_rows(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The parameters whose first dimension ranks share, by name: how many rows each of the parts
-    has that lie one behind the other in the whole weight.
+    """The parameters whose first dimension ranks share, by ``whole_name``: how many rows each of
+    the parts has that lie one behind the other in the whole weight.
 
     A rank has its share of every part, so the DTensor of a weight of several parts has its rows in
     another order than the whole weight has them: ``WholeRows`` knows both.

@@ -82,7 +82,7 @@ def _runs(
 
 class WholeRowsSavePlanner(DefaultSavePlanner):
     """Of ``torch.distributed.checkpoint``: writes the weights named in ``parts`` as one GPU has
-    them. Names are those of the state dict that is saved."""
+    them. Names are those of the state dict that is saved: give its keys ``whole_name``."""
 
     def __init__(self, parts: PartsByName) -> None:
         super().__init__()

@@ -10,7 +10,13 @@ from fake_ranks import as_rank, lay_out
 from hf_directories import saved
 from moe_graphs.checkpoints import loading
 from moe_graphs.layers import LanguageModel
-from moe_graphs.parallel import ParallelConfig, fused_rows, load_pretrained_sharded, shares
+from moe_graphs.parallel import (
+    ParallelConfig,
+    fused_rows,
+    load_pretrained_sharded,
+    shares,
+    whole_name,
+)
 
 LAYOUTS = {
     "shard": ParallelConfig(dp_shard=4),
@@ -59,7 +65,8 @@ def test_every_rank_has_its_part_of_the_weights(case, layout, fused, tmp_path, n
             lay_out(model, degrees, "cpu")
             load_pretrained_sharded(model, directory, "cpu")
             parts, count = fused_rows(model), 0
-            for name, tensor in model.state_dict().items():
+            for held_as, tensor in model.state_dict().items():
+                name = whole_name(held_as)
                 for where, piece in shares(tensor, parts.get(name)):
                     assert torch.equal(piece, state[name][where]), name
                     count += piece.numel() * (not name.endswith("tokens_per_expert"))

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import Replicate, Shard
 
-from moe_graphs.parallel import runs_of
+from fake_ranks import as_rank, lay_out
+from moe_graphs.layers import LanguageModel
+from moe_graphs.parallel import ParallelConfig, runs_of, whole_name
+from training_runs import tiny_model
 
 WHOLE = torch.arange(24.0)[:, None] * torch.ones(1, 3)
 
@@ -45,3 +52,32 @@ def test_the_runs_of_all_ranks_are_the_whole_weight(parts, ranks, shards):
                 held += len(run.rows)
     assert held == len(WHOLE)
     assert torch.equal(found, WHOLE)
+
+
+def four_heads() -> LanguageModel:
+    return LanguageModel(dataclasses.replace(tiny_model("meta").config, num_kv_heads=4))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rows_of_ranks_are_not_loaded_as_those_of_others_without_our_planner(ranks, tmp_path):
+    """Neither the weights nor what an optimizer keeps of them; by name."""
+    with as_rank(0, 4):
+        saved = lay_out(four_heads(), ParallelConfig(tp=4), "cpu")
+        optimizer = torch.optim.AdamW(saved.parameters())
+        for parameter in saved.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        weights, states = get_state_dict(saved, optimizer)
+        both = {"model": weights, "optimizer": states}
+        checkpoint.save(both, checkpoint_id=tmp_path, no_dist=True)
+    of_layer = [name for name in states["state"] if name.startswith("layers.0.attention.qkv.")]
+    assert of_layer == ["layers.0.attention.qkv.weight_of_4_ranks"]
+    assert whole_name(of_layer[0]) == "layers.0.attention.qkv.weight"
+    with as_rank(0, ranks):
+        other = four_heads()
+        if ranks > 1:
+            lay_out(other, ParallelConfig(tp=ranks), "cpu")
+        key = next(name for name in other.state_dict() if ".qkv." in name)
+        with pytest.raises(CheckpointException, match=f"Missing key.*model.{key}"):
+            checkpoint.load({"model": other.state_dict()}, checkpoint_id=tmp_path, no_dist=True)

@@ -13,7 +13,7 @@ import moe_graphs
 from full_iterations import batches
 from moe_graphs.layers import LanguageModel
 from moe_graphs.optim import AdamW
-from moe_graphs.parallel import ParallelConfig, fused_rows, runs_of
+from moe_graphs.parallel import ParallelConfig, fused_rows, runs_of, whole_name
 from moe_graphs.training.grad_norm import clip_grad_norm, local_part
 from parallel_runs import laid_out, local_state, loss_on, without_noise
 from training_runs import Trace, tiny_model
@@ -24,7 +24,7 @@ PLAIN: dict[str, Any] = {"count": 2, "dropout": 0.0, "dtype": torch.float32}
 def whole(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """As one process has them. ``tensors``: named as the parameters."""
     parts, found = fused_rows(model), {}
-    for name, tensor in tensors:
+    for name, tensor in ((whole_name(name), tensor) for name, tensor in tensors):
         if not hasattr(tensor, "full_tensor"):
             found[name] = tensor.detach().cpu()
         elif name not in parts:
@@ -71,7 +71,9 @@ def differences(device: str, config: ParallelConfig, layers: str = "mixed") -> d
     expected = train(alone, device, range(config.data_parallel), 3, 0.5)
     part = [data.get_local_rank()]
     found = train(shared, device, part, 3, 0.5)
-    assert [n for n, _ in shared.named_parameters()] == [n for n, _ in alone.named_parameters()]
+    assert [whole_name(n) for n, _ in shared.named_parameters()] == [
+        n for n, _ in alone.named_parameters()
+    ]
     check_alike(shared)
     told = {"norm": max(abs(a / b - 1) for a, b in zip(found[0], expected[0], strict=True))}
     for kind, ours, theirs in zip(("gradient", "parameter"), found[1:], expected[1:], strict=True):
