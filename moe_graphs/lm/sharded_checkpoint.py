@@ -59,7 +59,13 @@ from moe_graphs.lm.sharded_state import (
 )
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.lm.workers import Workers
-from moe_graphs.parallel import PartsByName, WholeRowsLoadPlanner, WholeRowsSavePlanner, shares
+from moe_graphs.parallel import (
+    PartsByName,
+    WholeRowsLoadPlanner,
+    WholeRowsSavePlanner,
+    shares,
+    whole_name,
+)
 
 _METADATA = ".metadata"
 _AT_ONCE = 1 << 24  # bytes of a file in memory
@@ -250,7 +256,7 @@ def _load_sharded(path: Path, trainer: Trainer) -> list[str]:
     reader = dcp.FileSystemReader(path)
     kept = described_by(reader.read_metadata())
     model = model_state(trainer)
-    check_same_model(path, _of(kept, MODEL), described(model_tensors(trainer.whole)))
+    check_same_model(path, _of(kept, MODEL), _described(trainer))
     state = {**model, **optimizer_state(trainer), **history_state(trainer, step)}
     if missing := sorted(state.keys() - kept.keys()):
         raise ValueError(f"resume: {path} has no {missing[0]!r}: take another checkpoint")
@@ -282,11 +288,11 @@ def _share(path: Path, trainer: Trainer) -> list[str]:
     step = whole.state["step"]
     check_step(path, step, trainer)
     model = model_state(trainer)
-    check_same_model(path, described(whole.tensors), described(model_tensors(trainer.whole)))
+    check_same_model(path, described(whole.tensors), _described(trainer))
     source = {f"{MODEL}.{name}": value for name, value in whole.tensors.items()}
     states = whole.state["optimizer"]["state"]
     # The order in which one process gives its parameters to the optimizer.
-    parameters = dict(trainer.whole.named_parameters())
+    parameters = {whole_name(name): p for name, p in trainer.whole.named_parameters()}
     names = list(parameters)
     names.sort(key=lambda name: parameters[name].ndim < 2)
     for number, name in enumerate(names):
@@ -318,6 +324,12 @@ def _goes_on(trainer: Trainer, step: int, saved: Mapping[str, Any], ranks: int) 
     now = 1 if trainer.workers is None else trainer.workers.count
     anew = [f"random numbers: of {ranks} ranks in the checkpoint, drawn anew for {now} now"]
     return differences_of(saved, settings_of(trainer)) + (anew if ranks != now else [])
+
+
+def _described(trainer: Trainer) -> dict[str, str]:
+    """The whole model."""
+    tensors = model_tensors(trainer.whole)
+    return described({whole_name(name): value for name, value in tensors.items()})
 
 
 def described_by(metadata: Metadata) -> dict[str, str]:

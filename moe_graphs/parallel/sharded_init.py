@@ -28,12 +28,13 @@ def init_weights_sharded(
 ) -> None:
     """Gives a model that was built on the meta device its memory and its first weights.
 
-    After ``parallelize``, or ``pipeline_stages`` and ``parallelize`` of all stages, on every rank:
-    where torchtitan has ``model.to_empty(device=...)`` and ``model.init_weights()``. The numbers
-    are those of ``torch.manual_seed(seed); model.init_weights(std)`` on one process with the same
-    kind of device, whatever the layout: every rank draws all tensors in that order and keeps what
-    is its own. Beside the shards there is one whole tensor at a time (of experts: of one expert).
-    Nothing is sent. Buffers are as after ``init_weights``, too.
+    After ``parallelize``, on every rank: where torchtitan has ``model.to_empty(device=...)`` and
+    ``model.init_weights()``. In a pipeline it is called with the model that ``pipeline_stages``
+    has divided, when its stages have been parallelized. The numbers are those of
+    ``torch.manual_seed(seed); model.init_weights(std)`` on one process with the same kind of
+    device, whatever the layout: every rank draws all tensors in that order and keeps what is its
+    own. Beside the shards there is one whole tensor at a time (of experts: of one expert). Nothing
+    is sent. Buffers are as after ``init_weights``, too.
 
     Seeds torch's generators, and leaves them alike on all ranks: seed them for dropout afterwards.
     """

@@ -13,13 +13,19 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
+from distributed import run_distributed
 from hf_texts import END, VOCABULARY, texts, write_checkpoint, write_texts, write_tokenizer
+from lm_runs import advance
 from moe_graphs.cli import build_app
 from moe_graphs.layers import LanguageModel
+from moe_graphs.lm.building import RunOptions, build_batches, build_trainer
 from moe_graphs.lm.continued import checkpoint_identity, continued_preset
 from moe_graphs.lm.data import HeldOut, corpus_at
 from moe_graphs.lm.sample import continue_tokens, sample_text
 from moe_graphs.lm.tokenized import CACHE, load_tokenizer, tokenize
+from moe_graphs.lm.trainer import Trainer
+from moe_graphs.lm.workers import Workers
+from moe_graphs.parallel import ParallelConfig
 
 SMALL = ["--device", "cpu", "--sequence-length", 32, "--batch-size", 4, "--learning-rate", 3e-3]
 FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "llama"]
@@ -64,6 +70,43 @@ def loss_in_transformers(directory: Path, held_out: HeldOut) -> float:
         logits = model(input_ids=held_out.inputs_NS).logits
     targets = held_out.targets_NS.flatten()
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets).item()
+
+
+def trainer_of(here: Path, workers: Workers | None) -> Trainer:
+    init = here / "mixtral"
+    preset = continued_preset(init, steps=2)
+    training = dataclasses.replace(preset.training, sequence_length=32, batch_size=4)
+    given = RunOptions(
+        preset=dataclasses.replace(preset, training=training),
+        device=torch.device("cpu"),
+        graph_config=None,
+        dispatcher="local" if workers is None else "all_to_all",
+        init=init,
+        workers=workers,
+    )
+    corpus, tokenizer = corpus_at(here / "text"), load_tokenizer(init)
+    text, _ = tokenize(corpus, tokenizer, vocab_size=VOCABULARY, sequence_length=32)
+    return build_trainer(given, build_batches(given, text))
+
+
+def losses_of(here: Path, workers: Workers | None) -> list[float]:
+    """Before any step, and after two."""
+    trainer, held_out = trainer_of(here, workers), held_out_of(here)
+    before = trainer.nats_per_token(held_out)
+    advance(trainer, 2)
+    return [before, trainer.nats_per_token(held_out)]
+
+
+def on_ranks(rank: int, world_size: int, here: Path) -> list[float]:
+    layout = ParallelConfig(dp_shard=world_size, ep=world_size)
+    return losses_of(here, Workers.on(layout, torch.device("cpu")))
+
+
+def test_ranks_go_on_with_a_checkpoint_of_which_each_has_read_its_part(here):
+    alone = losses_of(here, None)
+    assert alone[0] != alone[1]
+    for found in run_distributed(on_ranks, 2, arguments=(here,)):
+        assert found == pytest.approx(alone, rel=1e-5)
 
 
 def test_the_loss_before_and_after_is_the_one_that_transformers_finds(here, trained):

@@ -24,7 +24,7 @@ from moe_graphs.lm.checkpoint import find_checkpoint
 from moe_graphs.lm.compare import compare
 from moe_graphs.lm.data import HeldOut
 from moe_graphs.lm.legal_layouts import check_options
-from moe_graphs.lm.run import RunOptions, run, with_graphs
+from moe_graphs.lm.run import RunOptions, deterministic, run, with_graphs
 from moe_graphs.lm.sharded_checkpoint import ShardedCheckpoints, resume
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.lm.workers import Workers
@@ -56,7 +56,8 @@ def chosen(
         given = dataclasses.replace(given, dispatcher="all_gather")
     training = dataclasses.replace(given.preset.training, batch_size=8, microbatches=2)
     preset = dataclasses.replace(given.preset, training=training)
-    return dataclasses.replace(given, preset=preset, mixed_precision=mixed_precision)
+    device = getattr(workers, "device", CPU)
+    return dataclasses.replace(given, preset=preset, device=device, mixed_precision=mixed_precision)
 
 
 class SeenOnTheWire(TorchDispatchMode):
@@ -190,6 +191,21 @@ def test_layouts_train_alike_and_go_on_in_one_process(several, layout):
     assert words in said
     advance(alone, STEPS)
     torch.testing.assert_close(alone.history.loss, losses, rtol=0.05, atol=0)
+
+
+def on_gpus(rank: int, world_size: int) -> list[bool]:
+    found = []
+    for name in ("shard", "experts"):
+        workers = Workers.on(LAYOUTS[name], torch.device("cuda", rank))
+        with deterministic(True):
+            eager, graphed = trained(workers, None), trained(workers, WHOLE)
+        found += [same(eager, graphed), eager["nats"] == graphed["nats"]]
+    return found
+
+
+@pytest.mark.multigpu
+def test_graphed_is_eager_on_gpus():
+    assert run_distributed(on_gpus, 2, "nccl", timeout_seconds=300) == [[True] * 4] * 2
 
 
 @pytest.mark.parametrize("degrees", [None, {"tp": 2}, {"pp": 2}])
