@@ -44,6 +44,10 @@ Tp = Annotated[int | None, typer.Option(help="Tensor-parallel ranks.")]
 Cp = Annotated[int | None, typer.Option(help="Ranks that share every sequence.")]
 Ep = Annotated[int | None, typer.Option(help="Ranks that share the experts, out of dp-shard x cp.")]
 Pp = Annotated[int | None, typer.Option(help="Pipeline-parallel ranks.")]
+ScheduleName = Annotated[str, typer.Option(help="Of a pipeline: 1f1b, gpipe, interleaved_1f1b.")]
+StagesPerRank = Annotated[
+    int | None, typer.Option(help="Of a pipeline.  [default: 1, interleaved_1f1b: 2]")
+]
 
 
 def build_app() -> typer.Typer:
@@ -144,12 +148,8 @@ def train(
     cp: Cp = None,
     ep: Ep = None,
     pp: Pp = None,
-    schedule: Annotated[
-        str, typer.Option(help="Of a pipeline: 1f1b, gpipe, interleaved_1f1b.")
-    ] = "1f1b",
-    stages_per_rank: Annotated[
-        int | None, typer.Option(help="Of a pipeline.  [default: 1, interleaved_1f1b: 2]")
-    ] = None,
+    schedule: ScheduleName = "1f1b",
+    stages_per_rank: StagesPerRank = None,
     timeout: Annotated[
         float, typer.Option(help="Seconds after which a rank gives up to wait for the others.")
     ] = 600.0,
@@ -233,6 +233,8 @@ def plan(
     cp: Cp = None,
     ep: Ep = None,
     pp: Pp = None,
+    schedule: ScheduleName = "1f1b",
+    stages_per_rank: StagesPerRank = None,
     batch_size: Annotated[
         int | None,
         typer.Option(help="Sequences per step of all ranks.  [default: one a microbatch and rank]"),
