@@ -10,27 +10,14 @@ import torch
 from typer.testing import CliRunner
 
 from moe_graphs.cli import build_app
-from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig, llama3_1_405b
+from moe_graphs.layers import LanguageModel, TransformerConfig, llama3_1_405b
 from moe_graphs.layers.architectures import qwen3_235b_a22b
 from moe_graphs.parallel import ParallelConfig
 from moe_graphs.planning.layout_plan import RankPlan, plan_layout
 from moe_graphs.planning.microbatch_memory import microbatch_memory
 from moe_graphs.planning.planned_step import PlannedStep
+from planned_layouts import MOE
 
-MOE = TransformerConfig(
-    hidden_size=32,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    ffn_hidden_size=48,
-    vocab_size=96,
-    max_sequence_length=32,
-    qk_norm="head",
-    moe=MoEConfig(
-        num_experts=8, top_k=2, ffn_hidden_size=24, aux_loss_coef=0.01, shared_ffn_hidden_size=16
-    ),
-    moe_layers=(False, True, True),
-)
 DENSE = replace(MOE, moe=None, moe_layers="none", qk_norm="none")
 ON_CPU = PlannedStep(sequences=2, sequence_length=32, on_gpus=False)
 

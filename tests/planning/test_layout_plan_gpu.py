@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,18 +13,11 @@ from distributed import run_distributed
 from moe_graphs.layers import LanguageModel
 from moe_graphs.lm.run_presets import small
 from moe_graphs.lm.settings import build_optimizer
-from moe_graphs.lm.trainer import autocast, cross_entropy
-from moe_graphs.parallel import (
-    ParallelConfig,
-    Pipeline,
-    make_mesh,
-    parallelize,
-    pipeline_stages,
-    vocabulary_group,
-)
+from moe_graphs.parallel import ParallelConfig
 from moe_graphs.planning.layout_plan import plan_layout
 from moe_graphs.planning.planned_step import PlannedStep
 from moe_graphs.training.device_step import DeviceStep
+from planned_layouts import laid_out
 
 STEP = PlannedStep(sequences=16, sequence_length=1024)  # of a rank: some ten GiB
 GATHERED = replace(STEP, dispatcher="all_gather")
@@ -63,51 +54,17 @@ def most_allocated(device: str, degrees: dict, step: PlannedStep) -> int:
     gc.collect()  # the layout before this one
     before = torch.cuda.memory_allocated()
     model = LanguageModel(preset.model, device=device)
-    forward_backward, options = laid_out(model, device, layout, step)
+    laid = laid_out(model, device, layout, step)
+    stages = {} if laid.pipeline is None else {"stage_group": laid.mesh["pp"].get_group()}
     optimizer = build_optimizer(model, preset.training)
-    update = DeviceStep(optimizer, clip_norm=1.0, set_to_none=True, **options)
-    shape = step.microbatches * step.sequences, step.sequence_length // layout.cp
-    tokens_BS = torch.randint(256, shape, device=device)
+    update = DeviceStep(optimizer, clip_norm=1.0, set_to_none=True, **stages)
+    tokens_BS = torch.randint(256, laid.tokens, device=device)
     for number in range(3):
         if number == 2:
             torch.cuda.reset_peak_memory_stats()
-        forward_backward(tokens_BS)
+        laid.run(tokens_BS)
         update()
     return torch.cuda.max_memory_allocated() - before
-
-
-def laid_out(
-    model: LanguageModel, device: str, layout: ParallelConfig, step: PlannedStep
-) -> tuple[Callable[[torch.Tensor], object], dict]:
-    """What runs a step's microbatches, and what its update needs to know."""
-    context = functools.partial(autocast, torch.device(device))
-    mesh = make_mesh(layout, "cuda") if layout.world_size > 1 else None
-    options = {"dispatcher": step.dispatcher} if layout.ep > 1 else {}
-    if layout.pp > 1:
-        of_a_rank = {"stages_per_rank": step.stages_per_rank, "autocast": context}
-        stages = pipeline_stages(model, layout, mesh, **of_a_rank)
-        for stage in stages:
-            parallelize(stage, layout, mesh, **options)
-        pipeline = Pipeline(
-            stages,
-            mesh,
-            cross_entropy,
-            microbatches=step.microbatches,
-            microbatch_shape=(step.sequences, step.sequence_length),
-            schedule=step.schedule,
-        )
-        update = {"stage_group": mesh["pp"].get_group()}
-        return lambda tokens_BS: pipeline.forward_backward(tokens_BS, tokens_BS), update
-    if mesh is not None:
-        parallelize(model, layout, mesh, **options)
-
-    def forward_backward(tokens_BS: torch.Tensor) -> None:
-        with context():
-            output = model(tokens_BS)
-        loss = cross_entropy(output.logits_BSV, tokens_BS, vocabulary_group(model))
-        (loss + output.aux_loss).backward()
-
-    return forward_backward, {}
 
 
 def check(degrees: dict, step: PlannedStep, measured: list[int]) -> None:

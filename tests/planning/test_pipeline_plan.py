@@ -11,35 +11,15 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from distributed import run_distributed
-from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
+from moe_graphs.layers import LanguageModel
 from moe_graphs.lm.settings import TrainSettings, build_optimizer
-from moe_graphs.lm.trainer import cross_entropy
-from moe_graphs.parallel import (
-    ParallelConfig,
-    Pipeline,
-    make_mesh,
-    parallelize,
-    pipeline_stages,
-    vocabulary_group,
-)
+from moe_graphs.parallel import ParallelConfig
 from moe_graphs.planning.layout_plan import RankPlan, plan_layout
 from moe_graphs.planning.microbatch_memory import _LiveStorages
 from moe_graphs.planning.planned_step import PlannedStep
+from planned_layouts import MOE, laid_out
 
-CONFIG = TransformerConfig(
-    hidden_size=32,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    ffn_hidden_size=48,
-    vocab_size=96,
-    max_sequence_length=32,
-    qk_norm="head",
-    moe=MoEConfig(
-        num_experts=8, top_k=2, ffn_hidden_size=24, aux_loss_coef=0.01, shared_ffn_hidden_size=16
-    ),
-    moe_layers=(False, True, True, True),
-)
+CONFIG = replace(MOE, num_layers=4, moe_layers=(False, True, True, True))
 SETTINGS = TrainSettings(steps=1, batch_size=2, sequence_length=32, learning_rate=1e-3)
 STEP = PlannedStep(sequences=2, sequence_length=32, microbatches=4, on_gpus=False)
 INTERLEAVED = replace(STEP, schedule="interleaved_1f1b", stages_per_rank=2)
@@ -88,36 +68,12 @@ def real_rank(
 
 def real_step(config: ParallelConfig, step: PlannedStep) -> dict[str, Any]:
     torch.manual_seed(0)
-    mesh, model = make_mesh(config, "cpu"), LanguageModel(CONFIG)
-    options = {"dispatcher": step.dispatcher} if config.ep > 1 else {}
-    shape = step.sequences, step.sequence_length // config.cp
-    tokens_BS = torch.randint(96, (step.microbatches * shape[0], shape[1]))
-    pipeline = None
-    if config.pp > 1:
-        stages = pipeline_stages(model, config, mesh, stages_per_rank=step.stages_per_rank)
-        for stage in stages:
-            parallelize(stage, config, mesh, **options)
-        pipeline = Pipeline(
-            stages,
-            mesh,
-            cross_entropy,
-            microbatches=step.microbatches,
-            microbatch_shape=shape,
-            schedule=step.schedule,
-        )
-    else:
-        parallelize(model, config, mesh, **options)
-    optimizer = build_optimizer(
-        model, TrainSettings(steps=1, batch_size=2, sequence_length=32, learning_rate=1e-3)
-    )
+    model = LanguageModel(CONFIG)
+    laid = laid_out(model, "cpu", config, step)
+    optimizer = build_optimizer(model, SETTINGS)
+    tokens_BS = torch.randint(CONFIG.vocab_size, laid.tokens)
     with Watched() as watched:
-        if pipeline is not None:
-            pipeline.forward_backward(tokens_BS, tokens_BS)
-        else:
-            for part_BS in tokens_BS.chunk(step.microbatches):
-                output = model(part_BS)
-                loss = cross_entropy(output.logits_BSV, part_BS, vocabulary_group(model))
-                (loss + output.aux_loss).backward()
+        laid.run(tokens_BS)
     optimizer.step()
     states = [each for state in optimizer.state.values() for each in state.values()]
     parameters = list(model.parameters())
@@ -127,8 +83,9 @@ def real_step(config: ParallelConfig, step: PlannedStep) -> dict[str, Any]:
         "optimizer": storages(states),
         "buffers": storages(model.buffers()),
     }
-    if pipeline is not None:
-        held["receive buffers"] = storages(pipeline.memory[1:])  # without the microbatches' weights
+    if laid.pipeline is not None:
+        _, *received = laid.pipeline.memory  # the first is what a microbatch counts
+        held["receive buffers"] = storages(received)
     peak = max(watched.peaks.values())
     return {"held": held, "received": dict(watched.received), "peak": peak}
 
