@@ -51,6 +51,10 @@ MixedPrecision = Annotated[
         help="FSDP2 gathers bf16 to compute in and reduces fp32; otherwise autocast.",
     ),
 ]
+ScheduleName = Annotated[str, typer.Option(help="Of a pipeline: 1f1b, gpipe, interleaved_1f1b.")]
+StagesPerRank = Annotated[
+    int | None, typer.Option(help="Of a pipeline.  [default: 1, interleaved_1f1b: 2]")
+]
 
 
 def build_app() -> typer.Typer:
@@ -152,12 +156,8 @@ def train(
     cp: Cp = None,
     ep: Ep = None,
     pp: Pp = None,
-    schedule: Annotated[
-        str, typer.Option(help="Of a pipeline: 1f1b, gpipe, interleaved_1f1b.")
-    ] = "1f1b",
-    stages_per_rank: Annotated[
-        int | None, typer.Option(help="Of a pipeline.  [default: 1, interleaved_1f1b: 2]")
-    ] = None,
+    schedule: ScheduleName = "1f1b",
+    stages_per_rank: StagesPerRank = None,
     timeout: Annotated[
         float, typer.Option(help="Seconds after which a rank gives up to wait for the others.")
     ] = 600.0,
@@ -241,6 +241,8 @@ def plan(
     cp: Cp = None,
     ep: Ep = None,
     pp: Pp = None,
+    schedule: ScheduleName = "1f1b",
+    stages_per_rank: StagesPerRank = None,
     batch_size: Annotated[
         int | None,
         typer.Option(help="Sequences per step of all ranks.  [default: one a microbatch and rank]"),

@@ -30,7 +30,7 @@ ALLOWED = {
     "checkpoints": {"checkpoints", "layers.model_config", "layers.rope_scaling"},
     "parallel": {"parallel", "checkpoints", "layers", "dispatch", "kernels"},
     "pipelines": {"pipelines", "errors"},
-    "planning": {"planning", "parallel", "layers", "dispatch", "kernels", "tables"},
+    "planning": {"planning", "parallel", "pipelines", "layers", "dispatch", "kernels", "tables"},
     "profiling": {"profiling"},
     "engine": {"engine", "pipelines", "profiling", "staged", "config", "errors"},
 }

@@ -13,8 +13,9 @@ from moe_graphs.layers import TransformerConfig, architectures
 from moe_graphs.lm.option_values import dtype_of
 from moe_graphs.lm.run_presets import presets
 from moe_graphs.lm.workers import layout_of
-from moe_graphs.planning.layout_plan import PlannedStep, plan_layout
-from moe_graphs.planning.plan_table import plan_table
+from moe_graphs.planning.layout_plan import plan_layout
+from moe_graphs.planning.plan_table import plan_table, ranks_table
+from moe_graphs.planning.planned_step import PlannedStep
 from moe_graphs.terminal import errors_in_a_line, make_console, print_json
 
 ARCHITECTURES: dict[str, Callable[[], TransformerConfig]] = {
@@ -41,6 +42,8 @@ def plan(
     reshard_after_forward: bool,
     dispatcher: str | None,
     rows_factor: float | None,
+    schedule: str,
+    stages_per_rank: int | None,
     json_: bool,
     **degrees: int | None,
 ) -> None:
@@ -74,6 +77,8 @@ def plan(
             mixed_precision=mixed_precision,
             dispatcher=dispatcher or "all_to_all",
             rows_factor=rows_factor,
+            schedule=schedule,
+            stages_per_rank=stages_per_rank or (2 if schedule == "interleaved_1f1b" else 1),
         )
         console.print(
             f"{model} on {gpus} GPU(s), {layout}: {batch} sequences of {length} tokens in {parts} "
@@ -81,6 +86,8 @@ def plan(
             markup=False,
         )
         found = plan_layout(config, layout, step)
+    if len(found.ranks) > 1:
+        console.print(ranks_table(found, step))
     console.print(plan_table(found))
     if json_:
         print_json({"model": model, "gpus": gpus, "tokens": batch * length, **found.to_dict()})

@@ -5,33 +5,58 @@ from __future__ import annotations
 from rich.table import Table
 
 from moe_graphs.planning.layout_plan import LayoutPlan
+from moe_graphs.planning.planned_step import PlannedStep
 from moe_graphs.tables import format_bytes
 
 
 def plan_table(plan: LayoutPlan) -> Table:
-    """Memory, exact and estimated, then the wire; without what is zero."""
-    table = Table(title="a rank's memory, and what it receives in a step", title_justify="left")
+    """Memory of the rank with most, exact and estimated, then the wire; without what is zero."""
+    rank = plan.most
+    which = f"rank {plan.ranks.index(rank)} of pp" if len(plan.ranks) > 1 else "a rank"
+    title = f"{which}: its memory, and what it receives in a step"
+    table = Table(title=title, title_justify="left")
     table.add_column("")
     table.add_column("bytes", justify="right")
     table.add_column("")
-    for values, kind in ((plan.exact, "exact"), (plan.estimated, "in a microbatch, at its most")):
+    for values, kind in ((rank.exact, "exact"), (rank.estimated, "in a step, at its most")):
         for name, size in values.items():
             if size:
                 table.add_row(name, format_bytes(size), kind)
         table.add_section()
-    table.add_row("most at once", format_bytes(plan.memory), "without fragments and NCCL's own")
-    table.add_row(
-        "of it in a graph's pool",
-        format_bytes(plan.within_graph),
-        "--impl full_iteration",
-    )
+    table.add_row("most at once", format_bytes(rank.memory), "without fragments and NCCL's own")
+    pool = format_bytes(rank.within_graph)
+    table.add_row("of it in a graph's pool", pool, "--impl full_iteration")
     table.add_section()
-    for name, size in plan.wire.items():
+    for name, size in rank.wire.items():
         if size:
             table.add_row(name, format_bytes(size), "received in a step")
     table.caption = (
-        f"{plan.parameters:,} parameters, {plan.padding:.0%} of a rank's share of them padding; "
+        f"{plan.parameters:,} parameters, {rank.padding:.0%} of a rank's share of them padding; "
         f"{plan.expert_rows:,} rows of experts in a layer and microbatch"
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def ranks_table(plan: LayoutPlan, step: PlannedStep) -> Table:
+    """Of a pipeline, a line for each rank."""
+    title = f"ranks of pp, {step.schedule} of {step.microbatches} microbatches"
+    table = Table(title=title, title_justify="left")
+    table.add_column("rank")
+    table.add_column("layers")
+    for name in ("in flight", "between steps", "most at once", "received in a step"):
+        table.add_column(name, justify="right")
+    for number, rank in enumerate(plan.ranks):
+        kept = sum(rank.exact.values()) - rank.exact["gradients"]
+        table.add_row(
+            f"{number}",
+            ", ".join(f"{first}-{first + count - 1}" for first, count in rank.layers),
+            ", ".join(map(str, rank.in_flight)),
+            *map(format_bytes, (kept, rank.memory, sum(rank.wire.values()))),
+        )
+    table.caption = (
+        f"in flight: microbatches between forward and backward, of each stage; {plan.idle:.1%} of "
+        f"the time is bubble, if stages take as long, backwards twice a forward, messages no time"
     )
     table.caption_justify = "left"
     return table

@@ -6,16 +6,17 @@ The order in which it gathers and reduces parts of a model is written down here 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from moe_graphs.layers import LanguageModel
+from moe_graphs.planning.microbatch_memory import Moment, part_of
 from moe_graphs.planning.wire_bytes import ShardedWeights
 
 
-@dataclass
+@dataclass(frozen=True)
 class Part:
     """What is gathered and reduced together; bytes.
 
@@ -34,73 +35,117 @@ class Part:
 
 @dataclass(frozen=True)
 class WeightsAround:
-    """Called with the name of a parameter and whether the backward runs: bytes at that time.
+    """Called with where a microbatch is: bytes at that time.
 
     While a part computes, the next one is gathered, and in the backward the gradients of the one
-    before are reduced. Gradients of earlier microbatches are there all the time.
+    before are reduced.
+
+    Attributes:
+        parts: in the order of the forward.
+        before: numbers of the parts that are gathered when the microbatch begins.
+        accumulated: gradients of earlier microbatches are there.
+        deferred: as pipelines do: weights stay after the backward, and gradients are reduced at the
+            end of the step, until when they are whole.
     """
 
-    parts: Mapping[str, Part]
-    microbatches: int
+    parts: Sequence[Part]
+    before: frozenset[int] = frozenset()
+    accumulated: bool = False
+    deferred: bool = False
 
-    def __call__(self, name: str, backward: bool) -> int:
-        parts = list(self.parts.values())
-        now = list(self.parts).index(part_of(name))
-        next_one = now - 1 if backward else now + 1
+    def __call__(self, moment: Moment) -> int:
         total = 0
-        for index, part in enumerate(parts):
-            staying = part.stays and index <= max(now, next_one)
-            if staying or index in (now, next_one):
+        for number, part in enumerate(self.parts):
+            if self._is_gathered(number, moment):
                 total += part.gathered
-            if backward and index == now:
-                total += part.gathered  # its gradients, as they are made
-            if backward and index == now + 1:
-                total += part.unreduced
-            if self.microbatches > 1 or (backward and index >= now):
-                total += part.gradients
+            total += self._gradients(number, moment)
         return total
+
+    def _is_gathered(self, number: int, moment: Moment) -> bool:
+        now, stays = moment.part, self.parts[number].stays
+        if number == now:
+            return True
+        if not moment.backward:
+            return stays if number < now else number == now + 1 or number in self.before
+        if number > now:
+            return self.deferred
+        return stays or number in self.before or (moment.graded and number == now - 1)
+
+    def _gradients(self, number: int, moment: Moment) -> int:
+        part, now = self.parts[number], moment.part
+        earlier = moment.graded and number > now
+        if not part.gathered or not self.deferred:
+            there = self.accumulated or earlier or (moment.graded and number == now)
+            total = part.gradients if there else 0
+            if moment.graded and number == now:
+                total += part.gathered  # as they are made
+            if moment.graded and number == now + 1:
+                total += part.unreduced
+            return total
+        total = part.unreduced if self.accumulated or earlier else 0
+        # In another dtype than that of the reduction, or the first: not added to what there is.
+        if moment.graded and number == now:
+            same = self.accumulated and part.gathered == part.unreduced
+            total += 0 if same else part.gathered
+        return total
+
+    def between(self, reduced: bool) -> int:
+        """Between microbatches.
+
+        Args:
+            reduced: whether all of the step's gradients are.
+        """
+        total = 0
+        for number, part in enumerate(self.parts):
+            whole = self.deferred and part.gathered and not reduced
+            total += part.gathered if number in self.before else 0
+            total += (part.unreduced if whole else part.gradients) if self.accumulated else 0
+        return total
+
+    def reducing(self) -> int:
+        """The most while gradients that were deferred are reduced."""
+        return self.between(False) + max(part.unreduced for part in self.parts)
 
 
 def fsdp_parts(
-    model: LanguageModel, weights: Mapping[str, ShardedWeights], gathered: int, reduced: int
-) -> dict[str, Part]:
+    model: nn.Module, weights: Mapping[str, ShardedWeights], gathered: int, reduced: int
+) -> list[Part]:
     """In the order of the forward.
 
     Args:
-        weights: by name; empty for a model that is not sharded.
+        weights: by name; without those that FSDP2 does not shard.
         gathered, reduced: bytes of a number of a weight, and of its gradient, on the wire.
     """
     parts: dict[str, Part] = {}
     for name, parameter in model.named_parameters():
-        part = parts.setdefault(part_of(name), Part())
+        before = parts.get(part_of(name), Part())
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        part.gradients += local.nbytes if parameter.requires_grad else 0
-        if name in weights:
-            each = weights[name]
-            part.stays = not each.regathered
-            part.gathered += each.numbers * each.ranks * gathered
-            part.unreduced += each.numbers * each.ranks * reduced
-    return parts
+        each = weights.get(name)
+        numbers = each.numbers * each.ranks if each else 0
+        parts[part_of(name)] = Part(
+            gathered=before.gathered + numbers * gathered,
+            stays=not each.regathered if each else before.stays,
+            unreduced=before.unreduced + numbers * reduced,
+            gradients=before.gradients + (local.nbytes if parameter.requires_grad else 0),
+        )
+    return list(parts.values())
 
 
-def most_around(parts: Mapping[str, Part]) -> dict[str, int]:
+def most_around(parts: Sequence[Part], *, deferred: bool) -> dict[str, int]:
     """Each at its most, by name."""
-    every = list(parts.values())
-    freed = [0 if part.stays else part.gathered for part in every]
-    staying = sum(part.gathered for part in every if part.stays)
+    whole = [part.gathered for part in parts]
+    unreduced = [part.unreduced for part in parts]
+    if deferred:
+        return {
+            "gathered weights": sum(whole),
+            "gradients before their reduction": sum(unreduced) + max(unreduced),
+        }
+    freed = [0 if part.stays else part.gathered for part in parts]
+    behind = [*unreduced[1:], 0]
     return {
-        "gathered weights": staying + _two(freed),
-        "gradients before their reduction": max(
-            each.gathered + before.unreduced
-            for each, before in zip(every, [*every[1:], Part()], strict=True)
-        ),
+        "gathered weights": sum(whole) - sum(freed) + _two(freed),
+        "gradients before their reduction": max(map(sum, zip(whole, behind, strict=True))),
     }
-
-
-def part_of(name: str) -> str:
-    """As ``parallelize`` groups them: the norm at the end goes with the head."""
-    first, *rest = name.split(".")
-    return f"layers.{rest[0]}" if first == "layers" else first.replace("norm", "head")
 
 
 def _two(sizes: list[int]) -> int:

@@ -7,10 +7,10 @@ E experts, e local experts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from moe_graphs.layers import MoEConfig, TransformerConfig
+from moe_graphs.layers import MoEConfig
 
 
 @dataclass(frozen=True)
@@ -30,40 +30,31 @@ class ShardedWeights:
 
 
 def fsdp_bytes(
-    weights: Iterable[ShardedWeights], gathered: int, reduced: int, microbatches: int
+    weights: Mapping[str, ShardedWeights],
+    gathered: int,
+    reduced: int,
+    gathers: Mapping[str, int],
+    reductions: int,
 ) -> dict[str, int]:
     """All-gathers, reduce-scatters and HSDP's all-reduces of a step, each by ring.
 
     Args:
+        weights: by name.
         gathered, reduced: bytes of a number of a weight, and of its gradient, on the wire.
+        gathers: how often the weight of a name is gathered in a step.
+        reductions: how often gradients are reduced.
     """
-    gathers = scatters = reduces = 0
-    for each in weights:
+    gathering = scatters = reduces = 0
+    for name, each in weights.items():
         others = each.ranks - 1
-        gathers += others * each.numbers * gathered * (2 if each.regathered else 1)
+        gathering += others * each.numbers * gathered * gathers[name]
         scatters += others * each.numbers * reduced
         reduces += 2 * (each.replicas - 1) * each.numbers * reduced // each.replicas
     return {
-        "FSDP2 all-gather": gathers * microbatches,
-        "FSDP2 reduce-scatter": scatters * microbatches,
-        "HSDP all-reduce": reduces * microbatches,
+        "FSDP2 all-gather": gathering,
+        "FSDP2 reduce-scatter": scatters * reductions,
+        "HSDP all-reduce": reduces * reductions,
     }
-
-
-def exchange_bytes(config: TransformerConfig, tokens: int, ranks: int, itemsize: int) -> int:
-    """Of attention in one layer and microbatch, forward and backward: queries, keys and values, and
-    the way back of what attention gives.
-
-    Args:
-        tokens: T.
-        ranks: that share a sequence.
-        itemsize: of what attention computes with.
-    """
-    heads = config.num_heads
-    kv_heads = heads if config.latent is not None else math.lcm(config.kv_heads, ranks)
-    there = heads * config.head_size + kv_heads * (config.head_size + config.value_head_size)
-    numbers = tokens * (there + heads * config.value_head_size)
-    return 2 * numbers * itemsize * (ranks - 1) // ranks
 
 
 def dispatch_bytes(
@@ -92,24 +83,6 @@ def dispatch_bytes(
     reached = 1 - math.comb(elsewhere, top_k) / math.comb(config.num_experts, top_k)
     rows = 2.0 * tokens * others * reached * row
     return rows + pairs, rows
-
-
-def tensor_bytes(
-    config: TransformerConfig, tokens: int, ranks: int, itemsize: int, weights_itemsize: int
-) -> float:
-    """Of tensor parallelism in one microbatch, forward and backward, each all-reduce by ring.
-
-    Args:
-        tokens: T.
-        itemsize: of activations; of the embedding it is ``weights_itemsize``.
-    """
-    has_shared_expert = config.moe is not None and config.moe.shared_ffn_hidden_size > 0
-    moe_layers = sum(config.is_moe_layer(index) for index in range(config.num_layers))
-    halves = 2 * config.num_layers - (0 if has_shared_expert else moe_layers)
-    # Every half forward and backward, the head backward, the embedding forward.
-    row = config.hidden_size * ((2 * halves + 1) * itemsize + weights_itemsize)
-    # Cross entropy gathers two fp32 numbers of a row.
-    return tokens * (ranks - 1) * (2.0 * row / ranks + 8)
 
 
 def peer_memory_bytes(

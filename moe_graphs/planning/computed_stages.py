@@ -1,0 +1,112 @@
+"""What the stages of a layout compute with, on fake tensors: one rank's part of every one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from moe_graphs.kernels.availability import as_on_gpus
+from moe_graphs.layers import HeadExchange, LanguageModel, MoELayer, TransformerConfig
+from moe_graphs.parallel import (
+    ModelStage,
+    ParallelConfig,
+    divide_sequences,
+    shard_experts,
+    share_tensors,
+)
+from moe_graphs.planning.laid_out import as_rank
+from moe_graphs.planning.microbatch_memory import (
+    DropoutOfGPUs,
+    MicrobatchMemory,
+    microbatch_memory,
+    without_memory,
+)
+from moe_graphs.planning.planned_step import PlannedStep
+from moe_graphs.planning.stand_in_dispatcher import StandInDispatcher
+
+
+def computed_stages(
+    config: TransformerConfig,
+    layout: ParallelConfig,
+    step: PlannedStep,
+    stages: Sequence[range],
+) -> list[MicrobatchMemory]:
+    """Of a microbatch, by stage: ``stages`` are the numbers of their layers. Those that are alike
+    are computed once. What arrives is by "tensor parallelism" and "context exchange"."""
+    model = LanguageModel(config, device="meta", dtype=step.held_dtype)
+    with contextlib.ExitStack() as stack:
+        mesh = stack.enter_context(as_rank(layout, 0))
+        names = {} if mesh is None else _share(model, layout, step, mesh)
+        stack.enter_context(FakeTensorMode())
+        if step.on_gpus:
+            stack.enter_context(as_on_gpus())
+            stack.enter_context(DropoutOfGPUs())
+        without_memory(model, "cpu")
+        known: dict[tuple[bool, ...], MicrobatchMemory] = {}
+        found = []
+        for layers in stages:
+            ends = layers.start == 0, layers.stop == config.num_layers
+            kind = (*ends, *map(config.is_moe_layer, layers))
+            if kind not in known:
+                known[kind] = _named(_computed(model, layers, layout, step), names)
+            found.append(known[kind])
+        return found
+
+
+def _computed(
+    model: LanguageModel, layers: range, layout: ParallelConfig, step: PlannedStep
+) -> MicrobatchMemory:
+    cast_to = torch.bfloat16 if step.on_gpus else None
+    size = step.sequences, step.sequence_length
+    tokens_BS = torch.empty(size, dtype=torch.int64)
+    if layout.pp == 1:
+        return microbatch_memory(model, tokens_BS, cast_to)
+    stage = ModelStage(model, layers, hidden_dtype=step.held_dtype, autocast=contextlib.nullcontext)
+    hidden_BSD = torch.empty(
+        *size, model.config.hidden_size, dtype=step.held_dtype, requires_grad=True
+    )
+    return microbatch_memory(stage, tokens_BS if layers.start == 0 else hidden_BSD, cast_to)
+
+
+def _share(
+    model: LanguageModel, layout: ParallelConfig, step: PlannedStep, mesh: DeviceMesh
+) -> dict[str, str]:
+    """As ``parallelize`` does, but for FSDP2, and with experts whose ranks need not answer. Returns
+    what process groups are for, by their names."""
+    names: dict[str, str] = {}
+    if layout.cp > 1:
+        group = mesh["cp"].get_group()
+        divide_sequences(model, HeadExchange.over(group))
+        names[str(group.group_name)] = "context exchange"
+    if layout.tp > 1:
+        share_tensors(model, mesh["tp"])
+        _make_plain(model)
+        names[str(mesh["tp"].get_group().group_name)] = "tensor parallelism"
+    if layout.ep > 1:
+        gathers = step.dispatcher != "all_to_all"
+        stand_in = StandInDispatcher(layout.ep, gathers, step.rows_factor)
+        for layer in model.modules():
+            if isinstance(layer, MoELayer):
+                shard_experts(layer, stand_in)
+    return names
+
+
+def _named(memory: MicrobatchMemory, names: dict[str, str]) -> MicrobatchMemory:
+    received = {names[group]: count for group, count in memory.received.items()}
+    return replace(memory, received=received)
+
+
+def _make_plain(model: nn.Module) -> None:
+    """What a rank has of DTensors, in their place."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if isinstance(parameter, DTensor):
+                own = nn.Parameter(parameter.to_local().detach(), parameter.requires_grad)
+                module.register_parameter(name, own)

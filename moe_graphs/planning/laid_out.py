@@ -1,0 +1,213 @@
+"""A rank of a layout as ``pipeline_stages`` and ``parallelize`` make it, on the meta device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from moe_graphs.layers import LanguageModel, TransformerConfig
+from moe_graphs.parallel import (
+    ModelStage,
+    ParallelConfig,
+    Pipeline,
+    make_mesh,
+    parallelize,
+    pipeline_stages,
+)
+from moe_graphs.pipelines.formats import from_torch
+from moe_graphs.pipelines.schedule import Schedule
+from moe_graphs.planning.planned_step import PlannedStep
+from moe_graphs.planning.step_memory import Action
+from moe_graphs.planning.weights_around import Part, fsdp_parts
+from moe_graphs.planning.wire_bytes import ShardedWeights
+
+_SHARD_DIMS = ("dp_shard_cp", "efsdp")
+_KINDS = ("F", "B", "UNSHARD", "RESHARD")
+
+
+@dataclass(frozen=True)
+class LaidOutStage:
+    """Attributes:
+    layers: their numbers in the model.
+    weights: that FSDP2 shards, by name.
+    parts: what it gathers together, in the order of the forward.
+    """
+
+    layers: range
+    weights: dict[str, ShardedWeights]
+    parts: list[Part]
+
+
+@dataclass(frozen=True)
+class LaidOutRank:
+    """The first of the ranks that have these stages.
+
+    Attributes:
+        held: as of ``held_between_steps``.
+        padding: share of its parameters that an equal division would not give it.
+    """
+
+    stages: list[LaidOutStage]
+    held: dict[str, int]
+    padding: float
+
+
+def lay_out(
+    config: TransformerConfig, layout: ParallelConfig, step: PlannedStep, stage_rank: int
+) -> LaidOutRank:
+    """Rank ``stage_rank`` of "pp", rank 0 of all else.
+
+    Raises:
+        ValueError: a layout that the model cannot have.
+    """
+    model = LanguageModel(config, device="meta", dtype=step.dtype)
+    with as_rank(layout, stage_rank) as mesh:
+        stages: list[LanguageModel | ModelStage] = [model]
+        if layout.pp > 1:
+            stages = [*divided(model, layout, step, mesh)]
+        if mesh is not None:
+            options = {"dispatcher": step.dispatcher} if layout.ep > 1 else {}
+            policy = step.policy if step.mixed_precision else None
+            for stage in stages:
+                parallelize(stage, layout, mesh, mixed_precision=policy, **options)
+        found = []
+        for stage in stages:
+            weights = _sharded(stage, layout)
+            numbers = [int(name) for name, _ in stage.layers.named_children()]
+            parts = fsdp_parts(stage, weights, *step.on_the_wire)
+            found.append(LaidOutStage(range(numbers[0], numbers[-1] + 1), weights, parts))
+        held = held_between_steps(model)
+        padding = max(0.0, 1 - _equal_share(model) / held["parameters"])
+        return LaidOutRank(found, held, padding)
+
+
+def divided(
+    model: LanguageModel, layout: ParallelConfig, step: PlannedStep, mesh: Any
+) -> list[ModelStage]:
+    return pipeline_stages(
+        model,
+        layout,
+        mesh,
+        stages_per_rank=step.stages_per_rank,
+        hidden_dtype=step.held_dtype,
+    )
+
+
+def schedule_of(
+    config: TransformerConfig, layout: ParallelConfig, step: PlannedStep
+) -> tuple[Schedule, list[list[Action]]]:
+    """What every rank of a pipeline runs, as torch's schedule says, and with what it gathers.
+
+    Raises:
+        ValueError: as of ``Pipeline``.
+    """
+    model = LanguageModel(config, device="meta", dtype=step.dtype)
+    with as_rank(layout, 0) as mesh:
+        assert mesh is not None
+        pipeline = Pipeline(
+            divided(model, layout, step, mesh),
+            mesh,
+            lambda logits_BSV, targets_BS: logits_BSV.mean(),
+            microbatches=step.microbatches,
+            microbatch_shape=(step.sequences, step.sequence_length),
+            schedule=step.schedule,
+        )
+        orders = getattr(pipeline.schedule, "pipeline_order_with_comms", None)
+        orders = orders or pipeline.schedule.pipeline_order
+    actions = []
+    for rank in range(layout.pp):
+        said = [action for action in orders[rank] if action is not None]
+        kinds = [(action.computation_type.value, action.stage_index) for action in said]
+        actions.append([(kind, index // layout.pp) for kind, index in kinds if kind in _KINDS])
+    return from_torch(pipeline.schedule), actions
+
+
+def idle_share(schedule: Schedule) -> float:
+    """Of all ranks' time, where a backward takes two forwards and messages take no time."""
+    timeline = schedule.timeline()
+    length = max(spans[-1].end for spans in timeline)
+    busy = sum(span.end - span.start for spans in timeline for span in spans)
+    return 1 - busy / (length * len(timeline))
+
+
+def held_between_steps(model: nn.Module) -> dict[str, int]:
+    """Parameters, buffers, gradients and AdamW's state of a model that may be sharded: bytes of
+    this rank, each in the dtype of the parameter."""
+    parameters = list(model.parameters())
+    own = sum(_local(parameter).nbytes for parameter in parameters)
+    trained = [p for p in parameters if p.requires_grad]
+    gradients = sum(_local(parameter).nbytes for parameter in trained)
+    # The number of steps is an fp32 scalar of every parameter.
+    state = 2 * gradients + 4 * len(trained)
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    return {"parameters": own, "gradients": gradients, "optimizer": state, "buffers": buffers}
+
+
+@contextlib.contextmanager
+def as_rank(layout: ParallelConfig, stage_rank: int) -> Iterator[DeviceMesh | None]:
+    """A process group whose other ranks are not there: nothing arrives, and nobody waits. None for
+    one rank."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if layout.world_size == 1:
+        yield None
+        return
+    if dist.is_initialized():
+        raise ValueError("plan: this process is a rank of a process group: plan in another one")
+    ranks = layout.world_size
+    rank = stage_rank * (ranks // layout.pp)  # "pp" is outermost
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        yield make_mesh(layout, "cpu")
+    finally:
+        dist.destroy_process_group()
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _equal_share(model: nn.Module) -> float:
+    """Bytes of the parameters if ranks that shard one had as much of it each."""
+    total = 0.0
+    for parameter in model.parameters():
+        ranks = 1
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, enumerate(parameter.placements)
+            ranks = prod(mesh.size(dim) for dim, each in placements if not each.is_replicate())
+        total += parameter.numel() * parameter.dtype.itemsize / ranks
+    return total
+
+
+def _sharded(
+    model: LanguageModel | ModelStage, layout: ParallelConfig
+) -> dict[str, ShardedWeights]:
+    """What FSDP2 has made of it: nothing where ranks share tensors alone."""
+    # As `parallelize` says: the backward begins with them.
+    ends = [part for part in (model.norm, model.head) if part is not None]
+    stay = {id(p) for part in ends for p in part.parameters()}
+    found = {}
+    for name, parameter in model.named_parameters():
+        dims = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
+        if not set(dims or ()) & {"dp_replicate", *_SHARD_DIMS}:
+            continue
+        assert isinstance(parameter, DTensor)
+        local, mesh, ranks, replicas = parameter.to_local(), parameter.device_mesh, 1, 1
+        for dim, placement in zip(mesh.mesh_dim_names or (), parameter.placements, strict=True):
+            size = mesh[dim].size()
+            if placement.is_replicate():
+                replicas *= size
+            elif dim in _SHARD_DIMS:
+                ranks *= size
+        regathered = layout.reshard_after_forward and id(parameter) not in stay
+        found[name] = ShardedWeights(local.numel(), ranks, replicas, regathered)
+    return found

@@ -1,0 +1,74 @@
+"""What is asked of a plan beside the model and the layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from moe_graphs.parallel import MIXED_PRECISION
+
+DISPATCHERS = ("all_to_all", "all_gather", "symmetric")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStep:
+    """What a step computes with.
+
+    Attributes:
+        sequences: of a rank (with ``cp``, of those that share them) in a microbatch.
+        dtype: of the parameters.
+        mixed_precision: FSDP2 gathers bf16 and reduces fp32 (``MixedPrecisionPolicy``), and the
+            model computes in it; otherwise autocast to bf16, as ``moe-graphs train`` does.
+        dispatcher, rows_factor: with expert parallelism, as of ``make_dispatcher``.
+        schedule, stages_per_rank: of a pipeline, as of ``Pipeline``.
+        on_gpus: what kernels keep on a GPU; False for the CPU, where nothing is cast.
+    """
+
+    sequences: int
+    sequence_length: int
+    microbatches: int = 1
+    dtype: torch.dtype = torch.float32
+    mixed_precision: bool = False
+    dispatcher: str = "all_to_all"
+    rows_factor: float | None = None
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
+    on_gpus: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("sequences", "sequence_length", "microbatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} must be at least 1")
+        if self.dispatcher not in DISPATCHERS:
+            raise ValueError(
+                f"dispatcher: {self.dispatcher!r} sends nothing to other ranks: choose one of "
+                f"{', '.join(DISPATCHERS)}"
+            )
+        if self.rows_factor is not None and self.dispatcher == "all_to_all":
+            raise ValueError(
+                "rows_factor: all_to_all has room for what arrives: take all_gather or symmetric"
+            )
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.sequence_length
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.mixed_precision or self.on_gpus else self.dtype
+
+    @property
+    def held_dtype(self) -> torch.dtype:
+        """Of weights where they are used, and of hidden states between stages."""
+        return torch.bfloat16 if self.mixed_precision else self.dtype
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        return MIXED_PRECISION if self.mixed_precision else MixedPrecisionPolicy()
+
+    @property
+    def on_the_wire(self) -> tuple[int, int]:
+        """Bytes of a number of a weight, and of its gradient."""
+        return self.held_dtype.itemsize, (self.policy.reduce_dtype or self.dtype).itemsize
