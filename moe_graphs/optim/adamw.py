@@ -141,10 +141,6 @@ class AdamW(torch.optim.AdamW):
             super().load_state_dict(state_dict)
         take_states(self.options, self._parameters(), self.state, loaded)
 
-    def complete_state(self, parameter: Tensor) -> None:
-        """Makes what a step would make first, for a checkpoint to be loaded into."""
-        self.options.complete(self.state[parameter], parameter)
-
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         """Parameters hold their moving averages in this context, for an evaluation, where steps
         have been made. They stay at their addresses; no host sync. FSDP2 modules that keep
@@ -185,16 +181,13 @@ class AdamW(torch.optim.AdamW):
         if not self.options.are_torchs:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self.complete_state(parameter)
-        columns: list[list[Tensor]] = [[] for _ in range(5)]
-        parameters, gradients, exp_avgs, exp_avg_sqs, steps = columns
+                    self.options.complete(self.state[parameter], parameter)
+        columns: list[list[Any]] = [[] for _ in _Row._fields]
+        parameters, gradients, exp_avgs, exp_avg_sqs, steps, emas, keys = columns
         self._init_group(group, parameters, gradients, exp_avgs, exp_avg_sqs, [], steps)
-        keys = self._keys(group)
-        emas = [self.state[parameter].get("ema") for parameter in parameters]
-        rows = [
-            _local(_Row(*each, ema, keys.get(each[0])))
-            for *each, ema in zip(*columns, emas, strict=True)
-        ]
+        emas += [self.state[parameter].get("ema") for parameter in parameters]
+        keys += map(self._keys(group).get, parameters)
+        rows = [_local(_Row(*each)) for each in zip(*columns, strict=True)]
         for row in rows:
             _check_memory(row)
             if not (self.options.are_torchs or _is_plain(row.parameter)):
@@ -251,7 +244,8 @@ def _local(row: _Row) -> _Row:
     if len({(tensor.device_mesh, tensor.placements) for tensor in shared}) > 1:
         return row
     parameter, gradient, exp_avg, exp_avg_sq, *ema = (tensor.to_local() for tensor in shared)
-    return _Row(parameter, gradient, exp_avg, exp_avg_sq, row.step, *(ema or [None]), row.key)
+    local = _Row(parameter, gradient, exp_avg, exp_avg_sq, row.step)
+    return local._replace(ema=ema[0] if ema else None, key=row.key)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -317,10 +311,10 @@ def _update_ours(
     parameters, gradients, exp_avgs, exp_avg_sqs, steps, emas, keys = _columns(rows)
     torch._foreach_add_(steps, 1)
     lr, (beta1, beta2) = group["lr"], group["betas"]
-    on_device = isinstance(lr, Tensor) and lr.device.type != "cpu"
+    at_hand = lr.device.type == "cpu" != steps[0].device.type if isinstance(lr, Tensor) else True
     update(
         parameters, gradients, exp_avgs, exp_avg_sqs, steps,
-        0.0 if on_device else float(lr), _moved(lr, steps[0].device) if on_device else None,
+        float(lr) if at_hand else 0.0, None if at_hand else _moved(lr, steps[0].device),
         beta1, beta2, group["eps"], group["weight_decay"], group["maximize"],
         grad_scale, found_inf, grad_factor,
         *(([], 0.0) if ema_decay is None else (emas, ema_decay)), [] if None in keys else keys,

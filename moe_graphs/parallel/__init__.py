@@ -9,7 +9,7 @@ from moe_graphs.parallel.expert_shards import shard_experts
 from moe_graphs.parallel.layout import ParallelConfig
 from moe_graphs.parallel.mesh import data_mesh, expert_mesh, loss_mesh, make_mesh, shard_mesh
 from moe_graphs.parallel.model_stage import ModelStage
-from moe_graphs.parallel.parallelize import parallelize
+from moe_graphs.parallel.parallelize import free_gathered, parallelize
 from moe_graphs.parallel.pipeline import (
     SCHEDULES,
     Pipeline,
@@ -49,6 +49,7 @@ __all__ = [
     "data_mesh",
     "divide_sequences",
     "expert_mesh",
+    "free_gathered",
     "fused_rows",
     "layers_of_stages",
     "loss_mesh",
