@@ -56,7 +56,9 @@ def adamw_update_reference(
         root = v.double().sqrt().to(wide)  # on the CPU that of fp32 is off by a last bit
         p = p - step_size * m / (_divided(root, correction) + eps)
         if keys:
-            low, high = (random_bits(keys[number], steps[number], len(p), w) for w in (0, 1))
+            words = 2 if row[3].dtype == torch.bfloat16 else 1
+            bits = random_bits(keys[number], steps[number], len(p), words)
+            low, high = bits[0], bits[-1]
             p, m, v = (
                 round_stochastically(value, bits) if target.dtype == torch.bfloat16 else value
                 for target, value, bits in zip(
@@ -71,25 +73,26 @@ def adamw_update_reference(
             _write(ema, _lerp(ema.to(wide), new, share), found_inf)
 
 
-def random_bits(key: int, step: Tensor, count: int, word: int) -> Tensor:
+def random_bits(key: int, step: Tensor, count: int, words: int) -> Tensor:
     """Philox4x32-10 of a counter (place // 4, word, step, 0).
 
     Args:
         key: of up to 63 bits.
         step: 0-dim.
-        word: 0 or 1, for more than 32 bits of a place.
+        words: of 32 bits, for every place.
 
     Returns:
-        ``[count]``, int64 on the device of ``step``: 32 bits each.
+        ``[words, count]``, int64 on the device of ``step``.
     """
-    c0 = torch.arange(-(-count // 4), device=step.device) & _LOW
-    c1, c2, c3 = c0 * 0 + word, c0 * 0 + step.long(), c0 * 0
+    c0 = torch.arange(-(-count // 4), device=step.device).expand(words, -1)
+    c1 = torch.arange(words, device=step.device)[:, None]
+    c2, c3 = step.long(), c0 * 0
     k0, k1 = key & _LOW, key >> 32
     for _ in range(10):
         (high0, low0), (high2, low2) = _product(0xD2511F53, c0), _product(0xCD9E8D57, c2)
         c0, c1, c2, c3 = high2 ^ c1 ^ k0, low2, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
-    return torch.stack((c0, c1, c2, c3), 1).flatten()[:count]
+    return torch.stack((c0, c1, c2, c3), 2).flatten(1)[:, :count]
 
 
 def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
