@@ -114,6 +114,23 @@ def train(
     learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     warmup_steps: Annotated[int | None, typer.Option(help="Steps to the peak.")] = None,
     optimizer: Optimizer = None,
+    optimizer_state: Annotated[
+        str | None,
+        typer.Option(
+            help="Dtype of AdamW's states: parameter (the parameter's), float32, bfloat16.  "
+            "[default: parameter]"
+        ),
+    ] = None,
+    stochastic_rounding: Annotated[
+        bool,
+        typer.Option(
+            "--stochastic-rounding", help="Of bf16 parameters and states, right on the average."
+        ),
+    ] = False,
+    ema_decay: Annotated[
+        float | None,
+        typer.Option("--ema", help="Decay of averaged weights, which evaluation then uses."),
+    ] = None,
     seed: Seed = 0,
     device: Device = None,
     dtype: Dtype = "float32",

@@ -8,6 +8,10 @@ fp32 inside, rounded once. It is the order of torch's fused kernel, which comput
 two roundings to fp32. What all numbers of a tensor share is computed once, in fp64, by a small
 kernel: fp64 in every program would cost more than the memory does.
 
+Stochastic rounding to bf16 adds 16 random bits below the last one that is kept, and cuts. The bits
+are Philox's of a key of the tensor's, the step and the place in memory. `adamw_reference.py` has
+the same in torch's operations.
+
 N tensors, C coefficients.
 """
 
@@ -21,8 +25,9 @@ import triton.language as tl
 from moe_graphs.kernels.launching import cdiv, launch
 from moe_graphs.kernels.ops import define_op
 
-# lr * decay, lr / (1 - beta1^t), sqrt(1 - beta2^t), 1 - beta1, 1 - beta2, eps, scale, live, factor
-C = 9
+# lr * decay, lr / (1 - beta1^t), sqrt(1 - beta2^t), 1 - beta1, 1 - beta2, eps, scale, live, factor,
+# t, 1 - the decay of the average
+C = 11
 BLOCK, WARPS = 1024, 4  # 16 bytes of bf16 for a thread: the fastest of those tried on an H200
 
 
@@ -38,7 +43,7 @@ def _value(x):
 @triton.jit
 def adamw_coefficients_kernel(
     step_ptr, out_ptr, N, lr, share1, share2, log_beta1, log_beta2, eps, weight_decay,
-    grad_scale, found_inf, grad_factor, BLOCK: tl.constexpr, C: tl.constexpr,
+    grad_scale, found_inf, grad_factor, ema_share, BLOCK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = i < N
@@ -56,6 +61,9 @@ def adamw_coefficients_kernel(
     tl.store(out + 6, _value(grad_scale).to(tl.float32), mask=live)
     tl.store(out + 7, tl.where(_value(found_inf) == 1, 0.0, 1.0), mask=live)
     tl.store(out + 8, _value(grad_factor).to(tl.float32), mask=live)
+    tl.store(out + 9, step.to(tl.float32), mask=live)
+    # The first average is the parameter: so that of zeros is none.
+    tl.store(out + 10, tl.where(step > 1, ema_share, 1.0), mask=live)
 
 
 @triton.jit
@@ -67,11 +75,33 @@ def _lerp(old, new, share):
 
 
 @triton.jit
+def _random(key, step, first, word: tl.constexpr, BLOCK: tl.constexpr):
+    """32 bits for each number of a block that begins at `first`; of a counter they serve four."""
+    c0 = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.int32)
+    none = c0 * 0
+    a, b, c, d = tl.philox(key, c0, none + word, none + step, none)
+    return tl.join(tl.join(a, c), tl.join(b, d)).reshape(BLOCK)
+
+
+@triton.jit
+def _narrowed(x, bits, dtype: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """`bits`: the lower 16 are used."""
+    if STOCHASTIC and dtype == tl.bfloat16:
+        exact = x.to(tl.int32, bitcast=True)
+        cut = (exact + (bits & 0xFFFF).to(tl.int32)) & -0x10000
+        is_finite = (exact & 0x7F800000) != 0x7F800000
+        x = tl.where(is_finite, cut.to(tl.float32, bitcast=True), x)
+    return x.to(dtype)
+
+
+@triton.jit
 def adamw_kernel(
-    p_ptr, g_ptr, m_ptr, v_ptr, c_ptr, n,
-    MAXIMIZE: tl.constexpr, SCALED: tl.constexpr, MULTIPLIED: tl.constexpr, BLOCK: tl.constexpr,
+    p_ptr, g_ptr, m_ptr, v_ptr, c_ptr, ema_ptr, n, key,
+    MAXIMIZE: tl.constexpr, SCALED: tl.constexpr, MULTIPLIED: tl.constexpr,
+    STOCHASTIC: tl.constexpr, AVERAGED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    i = first + tl.arange(0, BLOCK)
     inside = i < n
     p = tl.load(p_ptr + i, mask=inside).to(tl.float32)
     g = tl.load(g_ptr + i, mask=inside).to(tl.float32)
@@ -91,12 +121,24 @@ def adamw_kernel(
     m = _lerp(m, g, share1)
     v = _lerp(v, g * g, share2)
     p -= step_size * m / (tl.sqrt(v) / correction + eps)
-    tl.store(p_ptr + i, p.to(p_ptr.dtype.element_ty), mask=written)
-    tl.store(m_ptr + i, m.to(m_ptr.dtype.element_ty), mask=written)
-    tl.store(v_ptr + i, v.to(v_ptr.dtype.element_ty), mask=written)
+    of_p, of_v = i, i
+    if STOCHASTIC:
+        step = tl.load(c_ptr + 9).to(tl.int32)
+        of_p = _random(key, step, first, 0, BLOCK)
+        of_v = _random(key, step, first, 1, BLOCK)  # left out by the compiler if it is not used
+    new = _narrowed(p, of_p, p_ptr.dtype.element_ty, STOCHASTIC)
+    tl.store(p_ptr + i, new, mask=written)
+    m = _narrowed(m, of_p >> 16, m_ptr.dtype.element_ty, STOCHASTIC)
+    tl.store(m_ptr + i, m, mask=written)
+    v = _narrowed(v, of_v, v_ptr.dtype.element_ty, STOCHASTIC)
+    tl.store(v_ptr + i, v, mask=written)
+    if AVERAGED:
+        ema = tl.load(ema_ptr + i, mask=inside).to(tl.float32)
+        ema = _lerp(ema, new.to(tl.float32), tl.load(c_ptr + 10))
+        tl.store(ema_ptr + i, ema.to(ema_ptr.dtype.element_ty), mask=written)
 
 
-@define_op(device="default", mutates_args=("params", "grads", "exp_avgs", "exp_avg_sqs"))
+@define_op(device="default", mutates_args=("params", "grads", "exp_avgs", "exp_avg_sqs", "emas"))
 def adamw_update(
     params: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor],
@@ -112,14 +154,19 @@ def adamw_update(
     maximize: bool,
     grad_scale: torch.Tensor | None,
     found_inf: torch.Tensor | None,
-    grad_factor: torch.Tensor | None = None,
+    grad_factor: torch.Tensor | None,
+    emas: Sequence[torch.Tensor],
+    ema_decay: float,
+    keys: Sequence[int],
 ) -> None:
     """One update, `steps` counting it already: 0-dim, fp32.
 
     The four tensors of a parameter are dense, have the same strides and any dtypes of fp16, bf16
     and fp32. `lr_tensor`, if given, is read instead of `lr`. With `grad_scale` gradients are
     divided by it first, in place. `grad_factor` multiplies them on their way, which leaves them as
-    they are. If `found_inf` is 1, nothing changes.
+    they are. `emas`, if not empty, has a moving average of each parameter, which its new value
+    goes into. With `keys`, of up to 63 bits, what is of bf16 is rounded stochastically. If
+    `found_inf` is 1, nothing changes.
     """
     coefficients_NC = torch.empty(len(params), C, dtype=torch.float32, device=params[0].device)
     rate = lr if lr_tensor is None else lr_tensor
@@ -128,18 +175,23 @@ def adamw_update(
     found = 0.0 if found_inf is None else found_inf
     factor = 1.0 if grad_factor is None else grad_factor
     args = (torch.stack(steps), coefficients_NC, len(params), rate, *numbers, scale, found, factor)
+    args += (1 - ema_decay,)
     launch(adamw_coefficients_kernel, (cdiv(len(params), 32),), args, BLOCK=32, C=C, num_warps=1)
     constants = {
         "MAXIMIZE": maximize,
         "SCALED": grad_scale is not None,
         "MULTIPLIED": grad_factor is not None,
+        "STOCHASTIC": bool(keys),
+        "AVERAGED": bool(emas),
         "BLOCK": BLOCK,
     }
-    for tensors in zip(params, grads, exp_avgs, exp_avg_sqs, coefficients_NC.unbind(), strict=True):
+    columns = (params, grads, exp_avgs, exp_avg_sqs, coefficients_NC.unbind(), emas or params)
+    for *tensors, key in zip(*columns, keys or [0] * len(params), strict=True):
         if n := tensors[0].numel():
-            launch(adamw_kernel, (cdiv(n, BLOCK),), (*tensors, n), **constants, num_warps=WARPS)
+            args = (*tensors, n, key)
+            launch(adamw_kernel, (cdiv(n, BLOCK),), args, **constants, num_warps=WARPS)
     # As the documentation of torch wants it of whoever writes past its operators.
-    torch.autograd.graph.increment_version([*params, *exp_avgs, *exp_avg_sqs])
+    torch.autograd.graph.increment_version([*params, *exp_avgs, *exp_avg_sqs, *emas])
 
 
 @torch.library.register_fake("moe_graphs::adamw_update")

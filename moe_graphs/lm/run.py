@@ -49,6 +49,7 @@ class Summary:
         resumed_from: the checkpoint, None for a run from the start.
         differences: what was another way in that checkpoint, a line each.
         train_loss: mean of the last 20 steps, in nats per token.
+        held_out_weights: which were evaluated, and wrote the samples: "trained" or "averaged".
         held_out_before: the loss of ``init`` in nats per token, None without one.
         tokens_per_second: by the median step, None if a resumed run had none left to do.
         seconds: training and saving, without the last evaluation.
@@ -58,6 +59,7 @@ class Summary:
     train_loss: float
     held_out_bits_per_byte: float
     held_out_nats_per_token: float
+    held_out_weights: str
     held_out_before: float | None
     compressors: dict[str, float]
     tokens_per_second: float | None
@@ -129,7 +131,8 @@ def run(options: RunOptions, text: Text, progress: Progress) -> Summary:
         curve += _train(options, trainer, held_out, differences, progress)
         report = trainer.report()
     seconds = time.perf_counter() - began
-    progress.note(f"evaluating on all held-out {text.held_out_documents.unit}")
+    weights = _weights(options)
+    progress.note(f"evaluating {weights} weights on all held-out {text.held_out_documents.unit}")
     bits = trainer.bits_per_byte(held_out)
     if not math.isfinite(bits):
         raise TrainingDiverged(
@@ -141,6 +144,7 @@ def run(options: RunOptions, text: Text, progress: Progress) -> Summary:
         _draw(options, text, trainer, [*curve, (trainer.step, bits)], compressors, progress)
     length = options.preset.model.max_sequence_length
     summary = Summary(
+        held_out_weights=weights,
         held_out_bits_per_byte=bits,
         held_out_nats_per_token=held_out.nats_per_token(bits),
         held_out_before=before,
@@ -155,6 +159,10 @@ def run(options: RunOptions, text: Text, progress: Progress) -> Summary:
     )
     on_first(options.workers, lambda: _leave(options, trainer, summary, progress))
     return summary
+
+
+def _weights(options: RunOptions) -> str:
+    return "trained" if options.preset.training.ema_decay is None else "averaged"
 
 
 def _prepare(options: RunOptions) -> None:
@@ -175,7 +183,7 @@ def _leave(options: RunOptions, trainer: Trainer, summary: Summary, progress: Pr
         if options.workers is not None:
             model = model_of(find_checkpoint(options.out), model.config, model.hf_values)
         path = save_for_others(model, options.tokenizer, options.out)
-        progress.note(f"model: {path}")
+        progress.note(f"model: {path}{'' if _weights(options) == 'trained' else ', not averaged'}")
     content = json.dumps(summary.to_dict(), indent=1, allow_nan=False)
     (options.out / "summary.json").write_text(content + "\n")
 
@@ -229,7 +237,8 @@ def _train(
                 progress.line(line)
             if not last and trainer.step % preset.evaluate_every == 0:
                 curve.append((trainer.step, trainer.bits_per_byte(sample)))
-                progress.note(f"held out: {curve[-1][1]:.4f} bits per byte (sample)")
+                found = f"{curve[-1][1]:.4f} bits per byte"
+                progress.note(f"held out: {found} (sample, {_weights(options)} weights)")
             every = options.checkpoint_every
             if options.save and (last or (every and trainer.step % every == 0)):
                 progress.note(f"checkpoint: {save()}")
@@ -249,7 +258,7 @@ def _trace_communication(trainer: Trainer, log: TextIO, progress: Progress) -> N
 def _samples(trainer: Trainer, text: Text, length: int, progress: Progress) -> tuple[Sample, ...]:
     if trainer.pipeline is None:
         by = {"seed": trainer.settings.seed, "autocast": trainer.autocast}
-        with whole_sequences(trainer.model):
+        with whole_sequences(trainer.model), trainer.averaged():
             return sample_text(trainer.model, text, length=length, **by)
     progress.note("samples: none, a pipeline writes no text: resume the checkpoint without --pp")
     return ()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from moe_graphs.optim import AdamW
+from moe_graphs.optim import AdamW, UpdateOptions
 from moe_graphs.training.capturable import tensor_hyperparameters
 
 OPTIMIZERS = {"adamw": AdamW, "torch_adamw": torch.optim.AdamW}
+STATE_DTYPES = {"parameter": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +26,9 @@ class TrainSettings:
             a tenth of it (``final_fraction``) at step ``steps``.
         optimizer: whose update of AdamW, ours or torch's fused one: the same one on the CPU, and
             the same state anywhere.
+        optimizer_state: the dtype of ours: ``parameter``'s, ``float32``, ``bfloat16``.
+        stochastic_rounding: of parameters and states of bf16, from ``seed``.
+        ema_decay: of averages of the parameters, which evaluations and samples then use.
     """
 
     steps: int
@@ -38,6 +44,9 @@ class TrainSettings:
     clip_norm: float = 1.0
     seed: int = 0
     optimizer: str = "adamw"
+    optimizer_state: str = "parameter"
+    stochastic_rounding: bool = False
+    ema_decay: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "sequence_length", "microbatches"):
@@ -49,11 +58,26 @@ class TrainSettings:
             raise ValueError(f"seed: {self.seed} must be from -2**63 to 2**64 - 1, as torch's are")
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer: {self.optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
+        if self.optimizer_state not in STATE_DTYPES:
+            raise ValueError(
+                f"optimizer_state: {self.optimizer_state!r} is not one of {', '.join(STATE_DTYPES)}"
+            )
+        are_torchs = self.update_options.are_torchs  # or is told what is wrong with one
+        if self.optimizer != "adamw" and not are_torchs:
+            raise ValueError(
+                f"optimizer: {self.optimizer} has no optimizer_state, stochastic_rounding or "
+                f"ema_decay: use adamw, or drop them"
+            )
         if self.batch_size % self.microbatches:
             raise ValueError(
                 f"microbatches: {self.microbatches} does not divide the batch of "
                 f"{self.batch_size} sequences: choose a divisor"
             )
+
+    @property
+    def update_options(self) -> UpdateOptions:
+        dtype = STATE_DTYPES[self.optimizer_state]
+        return UpdateOptions(dtype, self.stochastic_rounding, self.ema_decay)
 
     @property
     def tokens_per_step(self) -> int:
@@ -73,7 +97,11 @@ def build_optimizer(model: torch.nn.Module, settings: TrainSettings) -> torch.op
 
     Also for eager runs, so that they are, bit by bit, those that have the update in a graph: as a
     tensor the rate is rounded to fp32.
+
+    Raises:
+        ValueError: stochastic rounding is asked for, and there is nothing of bf16 to round.
     """
+    options = _options(model, settings)
     # Sharded parameters are updated together only if they lie on the same mesh.
     groups: dict[tuple, dict] = {}
     for decayed in (True, False):
@@ -89,6 +117,22 @@ def build_optimizer(model: torch.nn.Module, settings: TrainSettings) -> torch.op
         betas=(settings.beta1, settings.beta2),
         fused=True,
         capturable=True,
+        **options,
     )
     tensor_hyperparameters(optimizer)
     return optimizer
+
+
+def _options(model: torch.nn.Module, settings: TrainSettings) -> dict[str, Any]:
+    """Of our AdamW; none where they are as torch's."""
+    asked = settings.update_options
+    of_bf16 = {asked.state_dtype, *(p.dtype for p in model.parameters())} & {torch.bfloat16}
+    if asked.stochastic_rounding and not of_bf16:
+        raise ValueError(
+            "stochastic_rounding: no parameter and no state is of bf16, so that nothing would be "
+            "rounded: use bfloat16 parameters (--dtype) or states (--optimizer-state), or drop it"
+        )
+    if asked.are_torchs:
+        return {}
+    seed = {"seed": settings.seed % (1 << 64)} if asked.stochastic_rounding else {}
+    return dataclasses.asdict(asked) | seed

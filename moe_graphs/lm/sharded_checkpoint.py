@@ -56,6 +56,7 @@ from moe_graphs.lm.sharded_state import (
     optimizer_state,
     random_state,
     set_random_state,
+    without_new_averages,
 )
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.lm.workers import Workers
@@ -258,6 +259,7 @@ def _load_sharded(path: Path, trainer: Trainer) -> list[str]:
     model = model_state(trainer)
     check_same_model(path, _of(kept, MODEL), _described(trainer))
     state = {**model, **optimizer_state(trainer), **history_state(trainer, step)}
+    state = without_new_averages(trainer, state, kept)
     if missing := sorted(state.keys() - kept.keys()):
         raise ValueError(f"resume: {path} has no {missing[0]!r}: take another checkpoint")
     same = manifest["ranks"] == (1 if trainer.workers is None else trainer.workers.count)
@@ -298,12 +300,13 @@ def _share(path: Path, trainer: Trainer) -> list[str]:
     for number, name in enumerate(names):
         for kind, value in states.get(number, {}).items():
             source[f"{OPTIMIZER}.{name}.{kind}"] = value
-    history = {f"{HISTORY}.{name}": value for name, value in whole.state["history"].items()}
+    source |= {f"{HISTORY}.{name}": value for name, value in whole.state["history"].items()}
     state = {**model, **optimizer_state(trainer), **history_state(trainer, step)}
+    state = without_new_averages(trainer, state, source)
     parts = fused_parts(trainer)
     for key, target in state.items():
         for where, piece in shares(target.detach(), parts.get(key)):
-            piece.copy_({**source, **history}[key][where])
+            piece.copy_(source[key][where])
     _set_random(trainer, {}, step)
     return _goes_on(trainer, step, whole.settings, 1)
 

@@ -7,13 +7,14 @@ that it has on one GPU.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
 
 from moe_graphs.lm.checkpoint import model_tensors
 from moe_graphs.lm.trainer import Trainer
+from moe_graphs.optim import UpdateOptions
 from moe_graphs.parallel import fused_rows, whole_name
 
 MODEL, OPTIMIZER, HISTORY, RNG = "model", "optimizer", "history", "rng"
@@ -33,6 +34,19 @@ def optimizer_state(trainer: Trainer) -> dict[str, Tensor]:
         for name, parameter in trainer.model.named_parameters()
         for kind, value in trainer.optimizer.state.get(parameter, {}).items()
     }
+
+
+def without_new_averages(
+    trainer: Trainer, state: dict[str, Tensor], saved: Collection[str]
+) -> dict[str, Tensor]:
+    """``state`` without the averages that were not saved: they are forgotten, and begin with the
+    parameters of the next step."""
+    new = {key for key in state.keys() - set(saved) if key.startswith(OPTIMIZER)}
+    new = {key for key in new if key.endswith(".ema")}
+    if new:
+        for values in trainer.optimizer.state.values():
+            values.pop("ema", None)
+    return {key: value for key, value in state.items() if key not in new}
 
 
 def history_state(trainer: Trainer, steps: int) -> dict[str, Tensor]:
@@ -63,19 +77,15 @@ def fused_parts(trainer: Trainer) -> dict[str, tuple[int, ...]]:
     parallelism have with its rows in another order."""
     found = {}
     for name, parts in fused_rows(trainer.model).items():
-        keys = (f"{MODEL}.{name}", f"{OPTIMIZER}.{name}.exp_avg", f"{OPTIMIZER}.{name}.exp_avg_sq")
-        found.update(dict.fromkeys(keys, parts))
+        states = (f"{OPTIMIZER}.{name}.{kind}" for kind in ("exp_avg", "exp_avg_sq", "ema"))
+        found.update(dict.fromkeys((f"{MODEL}.{name}", *states), parts))
     return found
 
 
 @torch.no_grad()
 def _make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """AdamW's, of parameters that have none yet."""
+    options = getattr(optimizer, "options", UpdateOptions())
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if not optimizer.state[parameter]:
-                optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+            options.complete(optimizer.state[parameter], parameter)

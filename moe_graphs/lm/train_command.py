@@ -33,6 +33,7 @@ from moe_graphs.lm.option_values import (
 )
 from moe_graphs.lm.restarts import directories
 from moe_graphs.lm.run_presets import Preset
+from moe_graphs.lm.settings import TrainSettings
 from moe_graphs.lm.tokenized import load_tokenizer, tokenize
 from moe_graphs.lm.trainer import LogLine, TrainingDiverged
 from moe_graphs.lm.workers import Workers, agent, is_first, on_first
@@ -136,7 +137,7 @@ def _run(options: training_run.RunOptions, text: Text, console: Console) -> dict
         console.print(f"held out: {before:.4f} nats per token before, {after:.4f} after")
     console.print(
         f"held out: {summary.held_out_bits_per_byte:.4f} bits per byte after {summary.steps} "
-        f"steps, {summary.seconds:.0f} s ({baselines})"
+        f"steps, {summary.seconds:.0f} s, of {summary.held_out_weights} weights ({baselines})"
     )
     console.print(f"run: {summary.out}")
     return summary.to_dict()
@@ -231,10 +232,20 @@ def _describe(console: Console, options: training_run.RunOptions, text: Text, na
         f"precision: {options.precision}",
         f"graphs: {options.graph_config or 'none, eager'}; dispatcher {options.dispatcher}",
         f"kernels: experts {'none' if model.moe is None else model.moe.experts}, linear "
-        f"{model.linear}, fp8 {options.fp8}; optimizer {settings.optimizer}",
+        f"{model.linear}, fp8 {options.fp8}; optimizer {settings.optimizer}{_update(settings)}",
     )
     for line in lines:
         console.print(line, markup=False)
+
+
+def _update(settings: TrainSettings) -> str:
+    """What the optimizer does otherwise than torch's."""
+    rounding = "rounded stochastically" if settings.stochastic_rounding else ""
+    decay = settings.ema_decay
+    averages = "" if decay is None else f"weights averaged with a decay of {decay:g}"
+    states = settings.optimizer_state
+    dtypes = "" if states == "parameter" else f"states in {states}"
+    return "".join(f", {said}" for said in (dtypes, rounding, averages) if said)
 
 
 def _amount(documents: Documents) -> str:

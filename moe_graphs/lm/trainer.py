@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -27,7 +27,13 @@ from moe_graphs.lm.data import HeldOut, TrainingBatches
 from moe_graphs.lm.metrics import Memory, StepClock, memory_in_use, peak_flops
 from moe_graphs.lm.settings import TrainSettings, build_optimizer
 from moe_graphs.lm.workers import Workers
-from moe_graphs.parallel import Pipeline, vocabulary_cross_entropy, vocabulary_group
+from moe_graphs.optim import AdamW
+from moe_graphs.parallel import (
+    Pipeline,
+    free_gathered,
+    vocabulary_cross_entropy,
+    vocabulary_group,
+)
 from moe_graphs.training.device_step import DeviceStep
 
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -255,7 +261,8 @@ class Trainer:
         return held_out.bits_per_byte(self.nats_per_token(held_out))
 
     def nats_per_token(self, held_out: HeldOut) -> float:
-        """Mean loss of the counted tokens in ``held_out``, eager, in eval mode and not in FP8."""
+        """Mean loss of the counted tokens in ``held_out``, eager, in eval mode and not in FP8; of
+        the averaged parameters if there are any."""
         paused = self.graphs.paused() if self.graphs is not None else contextlib.nullcontext()
         was_training = self.model.training
         self.model.eval()
@@ -267,7 +274,7 @@ class Trainer:
             if self.pipeline is not None:
                 rows *= self.settings.microbatches
             inputs_NS, targets_NS = self.workers.held_out_part(inputs_NS, targets_NS, rows)
-        with paused, torch.no_grad():
+        with paused, self.averaged(), torch.no_grad():
             for start in range(0, len(inputs_NS), rows):
                 inputs_BS = inputs_NS[start : start + rows].to(self.device)
                 targets_BS = targets_NS[start : start + rows].to(self.device)
@@ -284,6 +291,20 @@ class Trainer:
         if self.workers is not None:
             total = self.workers.sum(total)
         return total.item() / int((held_out.targets_NS >= 0).sum())
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The model has its averaged parameters in here, if the settings want any. Only between
+        steps."""
+        if not isinstance(self.optimizer, AdamW) or self.settings.ema_decay is None:
+            yield
+            return
+        free_gathered(self.model)
+        with self.optimizer.averaged():
+            try:
+                yield
+            finally:
+                free_gathered(self.model)
 
     def forward_backward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """All microbatches of a step: the mean loss and the dropped rows, on the device; of a

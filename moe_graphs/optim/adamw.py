@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,8 +11,13 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
+from moe_graphs.kernels.adamw_reference import adamw_update_reference
 from moe_graphs.kernels.availability import has_kernel
+from moe_graphs.optim.averages import swapped_in
 from moe_graphs.optim.gradient_factor import multiply
+from moe_graphs.optim.loaded_states import noting_loaded, take_states
+from moe_graphs.optim.rounding_key import rounding_key
+from moe_graphs.optim.update_options import UpdateOptions
 
 LARGE = 1 << 16  # numbers of a parameter that are worth a launch
 _UNSUPPORTED = {"amsgrad": False, "differentiable": False, "foreach": None}
@@ -26,6 +32,8 @@ class _Row(NamedTuple):
     exp_avg: Tensor
     exp_avg_sq: Tensor
     step: Tensor
+    ema: Tensor | None = None
+    key: int | None = None  # of stochastic rounding
 
 
 class AdamW(torch.optim.AdamW):
@@ -38,10 +46,12 @@ class AdamW(torch.optim.AdamW):
     everything else of a group is a number that a graph freezes.
 
     A parameter of bf16, fp16 or fp32 with at least 65,536 numbers is one launch of a Triton kernel
-    that computes in fp32 and rounds once. Its state has its dtype, its gradient may have another.
-    Torch's own fused kernel serves all others, together: small ones, fp64, subclasses of tensors,
-    and everything on the CPU and on other devices, or without Triton. Of DTensors (FSDP2, tensor
-    parallelism) each rank updates what it has.
+    that computes in fp32 and rounds once. Its gradient may have another dtype. Torch's own fused
+    kernel serves all others, together: small ones, fp64, subclasses of tensors, and everything on
+    the CPU and on other devices, or without Triton. With one of the last four arguments our kernel
+    serves small ones, too, and torch's plain operations the rest, with the same formulas and the
+    same random bits; subclasses of tensors are refused. Of DTensors (FSDP2, tensor parallelism)
+    each rank updates what it has.
 
     Args:
         params: as torch's.
@@ -49,6 +59,17 @@ class AdamW(torch.optim.AdamW):
         betas: numbers.
         fused, capturable: always True; in the signature for what is written for torch's.
         amsgrad, foreach, differentiable: not supported.
+        state_dtype: of ``exp_avg`` and ``exp_avg_sq``: fp32, bf16, or None for the parameter's, as
+            torch has it. In bf16 ``exp_avg_sq`` loses what is below 1/256 of it: so with a
+            ``beta2`` of 0.999 it does not fall, unless it is rounded stochastically. States that
+            are loaded are cast to it.
+        stochastic_rounding: parameters and states of bf16 are rounded up or down at random, so that
+            they are right on the average. fp16 and fp32 are rounded as ever.
+        seed: of that, from 0 to 2**64 - 1. It is saved with the group's options and loaded from
+            there, so that a run goes on with the same bits. Ranks give the same one.
+        ema_decay: keeps ``ema``, ``ema_decay * ema + (1 - ema_decay) * parameter`` after each step,
+            in fp32, from the first step's result on: see ``averaged``. Where a loaded state has
+            none it starts from the parameter before the next step.
 
     Raises:
         ValueError: an option that is not supported, also of a group or of a loaded state; at a
@@ -74,16 +95,28 @@ class AdamW(torch.optim.AdamW):
         capturable: bool = True,
         differentiable: bool = False,
         fused: bool | None = True,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        ema_decay: float | None = None,
     ) -> None:
         options = {"amsgrad": amsgrad, "foreach": foreach, "differentiable": differentiable}
         _check(options | {"fused": fused, "capturable": capturable, "betas": betas})
+        if not 0 <= seed < 1 << 64:
+            raise ValueError(f"seed: {seed} must be from 0 to 2**64 - 1")
+        self.options = UpdateOptions(state_dtype, stochastic_rounding, ema_decay)
+        # Of groups, where torch saves and loads it.
+        self._seed = {"seed": seed} if stochastic_rounding else {}
         super().__init__(
             params, lr, betas, eps, weight_decay, maximize=maximize, capturable=True, fused=True
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         _check(param_group)
-        super().add_param_group({**param_group, **_ALWAYS})
+        super().add_param_group({**self._seed, **param_group, **_ALWAYS})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "options": self.options, "_seed": self._seed}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also the end of ``load_state_dict``: what a plain AdamW has saved becomes fused."""
@@ -91,12 +124,37 @@ class AdamW(torch.optim.AdamW):
             _check({name: group[name] for name in ("amsgrad", "betas") if name in group})
         super().__setstate__(state)
         for group in self.param_groups:
+            group |= {**self._seed, **{k: v for k, v in group.items() if k in self._seed}}
             group |= {**_UNSUPPORTED, **_ALWAYS}
             for parameter in group["params"]:
                 values = self.state.get(parameter, {})
                 if "step" in values:
                     step = torch.as_tensor(values["step"], dtype=torch.float32)
                     values["step"] = step.to(parameter.device)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but that states are cast from what was saved to their own dtypes.
+
+        Averages that were saved and that this optimizer does not keep are dropped, with a warning.
+        """
+        with noting_loaded(self) as loaded:
+            super().load_state_dict(state_dict)
+        take_states(self.options, self._parameters(), self.state, loaded)
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """Parameters hold their moving averages in this context, for an evaluation, where steps
+        have been made. They stay at their addresses; no host sync. FSDP2 modules that keep
+        gathered weights have to ``reshard()`` after either end of it.
+
+        Raises:
+            ValueError: there are no averages.
+        """
+        if self.options.ema_decay is None:
+            raise ValueError("averaged: there are no averages: pass ema_decay=... to AdamW")
+        return swapped_in(self.state)
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -120,28 +178,49 @@ class AdamW(torch.optim.AdamW):
         return loss
 
     def _rows(self, group: dict[str, Any]) -> list[_Row]:
-        columns: list[list[Tensor]] = [[] for _ in _Row._fields]
-        parameters, gradients, exp_avgs, exp_avg_sqs, steps = columns
+        if not self.options.are_torchs:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.options.complete(self.state[parameter], parameter)
+        columns: list[list[Any]] = [[] for _ in _Row._fields]
+        parameters, gradients, exp_avgs, exp_avg_sqs, steps, emas, keys = columns
         self._init_group(group, parameters, gradients, exp_avgs, exp_avg_sqs, [], steps)
+        emas += [self.state[parameter].get("ema") for parameter in parameters]
+        keys += map(self._keys(group).get, parameters)
         rows = [_local(_Row(*each)) for each in zip(*columns, strict=True)]
         for row in rows:
             _check_memory(row)
+            if not (self.options.are_torchs or _is_plain(row.parameter)):
+                raise ValueError(
+                    f"a parameter of shape {tuple(row.parameter.shape)} is a "
+                    f"{type(row.parameter).__name__}, which torch alone can update: pass none of "
+                    f"state_dtype, stochastic_rounding, ema_decay; of a DTensor, load its state in "
+                    f"its layout"
+                )
         return rows
+
+    def _keys(self, group: dict[str, Any]) -> dict[Tensor, int]:
+        if not self.options.stochastic_rounding:
+            return {}
+        own, numbered = set(group["params"]), enumerate(self._parameters())
+        return {p: rounding_key(group["seed"], n, p) for n, p in numbered if p in own}
 
     def _update(self, group: dict[str, Any], rows: Sequence[_Row]) -> None:
         flags = ("found_inf", "grad_scale", "grad_factor")
         found_inf, grad_scale, grad_factor = (getattr(self, name, None) for name in flags)
-        by_kernel: dict[torch.device, list[_Row]] = {}
+        own = not self.options.are_torchs
+        ours: dict[tuple[torch.device, bool], list[_Row]] = {}
         by_torch: list[_Row] = []
         for row in rows:
-            where = by_kernel.setdefault(row.parameter.device, []) if _is_served(row) else by_torch
-            where.append(row)
-        for device, of_device in by_kernel.items():
+            served = _is_served(row, small=own)
+            key = (row.parameter.device, served)
+            (ours.setdefault(key, []) if served or own else by_torch).append(row)
+        for (device, served), of_device in ours.items():
             with torch.cuda.device_of(of_device[0].parameter):
                 given = [_moved(flag, device) for flag in (grad_scale, found_inf, grad_factor)]
-                _update_by_kernel(of_device, group, *given)
+                _update_ours(of_device, served, group, self.options.ema_decay, *given)
         if by_torch:
-            parameters, gradients, exp_avgs, exp_avg_sqs, steps = _columns(by_torch)
+            parameters, gradients, exp_avgs, exp_avg_sqs, steps = _columns(by_torch)[:5]
             if grad_factor is not None:
                 multiply(gradients, grad_factor)
             beta1, beta2 = group["betas"]
@@ -153,55 +232,57 @@ class AdamW(torch.optim.AdamW):
             adamw(parameters, gradients, exp_avgs, exp_avg_sqs, [], steps, **options)
 
 
-def _columns(rows: Sequence[_Row]) -> tuple[list[Tensor], ...]:
+def _columns(rows: Sequence[_Row]) -> tuple[list[Any], ...]:
     return tuple(map(list, zip(*rows, strict=True)))
 
 
 def _local(row: _Row) -> _Row:
     """What this rank has of DTensors that are sharded alike: an update is element by element."""
-    shared: list[Any] = list(row[:4])
+    shared: list[Any] = [*row[:4], *([] if row.ema is None else [row.ema])]
     if not all(hasattr(tensor, "to_local") for tensor in shared):
         return row
     if len({(tensor.device_mesh, tensor.placements) for tensor in shared}) > 1:
         return row
-    parameter, gradient, exp_avg, exp_avg_sq = (tensor.to_local() for tensor in shared)
-    return _Row(parameter, gradient, exp_avg, exp_avg_sq, row.step)
+    parameter, gradient, exp_avg, exp_avg_sq, *ema = (tensor.to_local() for tensor in shared)
+    local = _Row(parameter, gradient, exp_avg, exp_avg_sq, row.step)
+    return local._replace(ema=ema[0] if ema else None, key=row.key)
 
 
 def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, torch.nn.Parameter)
 
 
-def _is_served(row: _Row) -> bool:
+def _is_served(row: _Row, *, small: bool) -> bool:
     """By our kernel, and worth it: torch's takes no gradient of another dtype."""
     parameter, gradient = row[:2]
     return (
-        (parameter.numel() >= LARGE or gradient.dtype != parameter.dtype)
+        (small or parameter.numel() >= LARGE or gradient.dtype != parameter.dtype)
         and _is_plain(parameter)
         and all(map(has_kernel, row[:4]))
-        and all(tensor.device == parameter.device for tensor in row)
+        and all(tensor.device == parameter.device for tensor in row[:5])
     )
 
 
 def _check_memory(row: _Row) -> None:
     """Torch's fused update takes it as one row, too: on CUDA it refuses others, on the CPU not."""
-    p, g, m, v, _ = row
+    p, g, m, v = row[:4]
     if not _is_plain(p):
         return
-    shape = p.shape
-    if m.shape != shape or v.shape != shape:
+    shape, states = p.shape, [m, v, *([] if row.ema is None else [row.ema])]
+    if any(state.shape != shape for state in states):
         raise ValueError(
-            f"a parameter of shape {tuple(shape)} has states of shapes {tuple(m.shape)} and "
-            f"{tuple(v.shape)}: load the state of this model"
+            f"a parameter of shape {tuple(shape)} has states of shapes "
+            f"{' and '.join(str(tuple(state.shape)) for state in states)}: load the state of this "
+            f"model"
         )
-    if p.is_contiguous() and g.is_contiguous() and m.is_contiguous() and v.is_contiguous():
+    if all(tensor.is_contiguous() for tensor in (p, g, *states)):
         return
-    orders = [_order(tensor) for tensor in (p, g, m, v)]
+    orders = [_order(tensor) for tensor in (p, g, *states)]
     if orders[0] is None or any(order != orders[0] for order in orders):
         raise ValueError(
             f"a parameter of shape {tuple(shape)} and strides {p.stride()} has a gradient with "
-            f"{g.stride()} and states with {m.stride()} and {v.stride()}: make all dense and "
-            f"alike, or use torch.optim.AdamW(foreach=True)"
+            f"{g.stride()} and states with {' and '.join(str(x.stride()) for x in states)}: make "
+            f"all dense and alike, or use torch.optim.AdamW(foreach=True)"
         )
 
 
@@ -213,25 +294,30 @@ def _order(tensor: Tensor) -> list[int] | None:
     return order if tensor.permute(*order, *ones).is_contiguous() else None
 
 
-def _update_by_kernel(
+def _update_ours(
     rows: Sequence[_Row],
+    by_kernel: bool,
     group: dict[str, Any],
+    ema_decay: float | None,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
     grad_factor: Tensor | None,
 ) -> None:
     """Steps count as in torch: up, and down again where the update is left out."""
-    from moe_graphs.kernels.adamw_triton import adamw_update
-
-    parameters, gradients, exp_avgs, exp_avg_sqs, steps = _columns(rows)
+    if by_kernel:
+        from moe_graphs.kernels.adamw_triton import adamw_update as update
+    else:
+        update = adamw_update_reference
+    parameters, gradients, exp_avgs, exp_avg_sqs, steps, emas, keys = _columns(rows)
     torch._foreach_add_(steps, 1)
     lr, (beta1, beta2) = group["lr"], group["betas"]
-    on_device = isinstance(lr, Tensor) and lr.device.type != "cpu"
-    adamw_update(
+    at_hand = lr.device.type == "cpu" != steps[0].device.type if isinstance(lr, Tensor) else True
+    update(
         parameters, gradients, exp_avgs, exp_avg_sqs, steps,
-        0.0 if on_device else float(lr), _moved(lr, steps[0].device) if on_device else None,
+        float(lr) if at_hand else 0.0, None if at_hand else _moved(lr, steps[0].device),
         beta1, beta2, group["eps"], group["weight_decay"], group["maximize"],
         grad_scale, found_inf, grad_factor,
+        *(([], 0.0) if ema_decay is None else (emas, ema_decay)), [] if None in keys else keys,
     )  # fmt: skip
     if found_inf is not None:
         torch._foreach_sub_(steps, [found_inf] * len(steps))

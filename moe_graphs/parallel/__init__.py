@@ -10,7 +10,7 @@ from moe_graphs.parallel.layout import ParallelConfig
 from moe_graphs.parallel.mesh import data_mesh, expert_mesh, loss_mesh, make_mesh, shard_mesh
 from moe_graphs.parallel.model_stage import ModelStage
 from moe_graphs.parallel.own_part import shares
-from moe_graphs.parallel.parallelize import MIXED_PRECISION, parallelize
+from moe_graphs.parallel.parallelize import MIXED_PRECISION, free_gathered, parallelize
 from moe_graphs.parallel.pipeline import (
     SCHEDULES,
     Pipeline,
@@ -53,6 +53,7 @@ __all__ = [
     "data_mesh",
     "divide_sequences",
     "expert_mesh",
+    "free_gathered",
     "fused_rows",
     "init_weights_sharded",
     "layers_of_stages",

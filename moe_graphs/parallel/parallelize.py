@@ -98,6 +98,14 @@ def parallelize(
     return model
 
 
+def free_gathered(model: nn.Module) -> None:
+    """Frees what FSDP2 has gathered and kept, as after a forward without a backward: so that the
+    next forward gathers parameters that were changed in between. Only between steps."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _check(
     model: LanguageModel | ModelStage,
     config: ParallelConfig,

@@ -242,10 +242,10 @@ def test_adamw(compiled, dtype, of_gradients, in_memory):
     p, m, v = (torch.empty(1 << 16, dtype=dtype) for _ in range(3))
     g, step = torch.empty(1 << 16, dtype=of_gradients), torch.ones(())
     given = (0.1, step) if in_memory else (0.1, None)
-    options = (0.9, 0.999, 1e-8, 0.01, False, *(given[1:] * 2))
+    options = (0.9, 0.999, 1e-8, 0.01, False, *(given[1:] * 2), None)
 
     def launches():
-        adamw_triton.adamw_update([p], [g], [m], [v], [step], *given, *options)
+        adamw_triton.adamw_update([p], [g], [m], [v], [step], *given, *options, [], 0.0, [])
 
     coefficients, update = compiled(launches)
     for kernel in (coefficients, update):
@@ -255,3 +255,25 @@ def test_adamw(compiled, dtype, of_gradients, in_memory):
     written = 4 if in_memory else 3  # the unscaled gradients, too
     assert update.ptx.count("ld.global.v4.b32") == 3 * dtype.itemsize // 2 + g.itemsize // 2
     assert update.ptx.count("st.global.v4.b32") >= written
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+@pytest.mark.parametrize(("dtype", "states"), [(BF16, FP32), (BF16, BF16), (FP32, BF16)])
+def test_adamw_rounding_stochastically(compiled, dtype, states, averaged):
+    """Words of random numbers lie as the numbers do: wide accesses, and little shared memory."""
+    p, g = (torch.empty(1 << 16, dtype=dtype) for _ in range(2))
+    m, v = (torch.empty(1 << 16, dtype=states) for _ in range(2))
+    emas = [torch.empty(1 << 16)] if averaged else []
+    options = (0.1, None, 0.9, 0.999, 1e-8, 0.01, False, None, None, None, emas, 0.99, [1 << 62])
+
+    def launches():
+        adamw_triton.adamw_update([p], [g], [m], [v], [torch.ones(())], *options)
+
+    _, update = compiled(launches)
+    check(update, wgmma=False)
+    assert "f64" not in update.ptx
+    assert update.shared <= 4096
+    assert update.ptx.count("ld.global.v4.b32") >= 4 + averaged
+    assert update.ptx.count("st.global.v4.b32") >= 3 + averaged
+    # 10 rounds of two products with 64 bits, each counter for four of a thread's eight numbers.
+    assert update.ptx.count("mul.hi.u32") <= (80 if states == BF16 else 40)

@@ -25,7 +25,8 @@ from moe_graphs import kernels
 
 _interpreted = functools.cache(tritons.InterpretedFunction)
 # Whatever Triton's patches may change.
-PATCHED = (tl, tl.core, tl.math, tl.standard, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
+OF_TRITON = (tl, tl.standard, tl.random)
+PATCHED = (*OF_TRITON, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
 
 
 @contextlib.contextmanager
@@ -35,7 +36,7 @@ def interpreter() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for place in (*ours, *PATCHED):
             stack.callback(_put_back, place, dict(vars(place)))
-        for module in (*ours, tl, tl.standard):
+        for module in (*ours, *OF_TRITON):
             for name, value in list(vars(module).items()):
                 if type(value) is JITFunction:  # Gluon's are of a class of their own
                     setattr(module, name, _interpreted(value.fn))

@@ -1,0 +1,143 @@
+"""``adamw_update`` in torch's operations: where there is no kernel, and to test the kernel by.
+
+The same formulas in the same order, without fused multiply-adds, and the same random bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_LOW = (1 << 32) - 1
+
+
+@torch.no_grad()
+def adamw_update_reference(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    lr: float,
+    lr_tensor: Tensor | None,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    grad_factor: Tensor | None,
+    emas: Sequence[Tensor],
+    ema_decay: float,
+    keys: Sequence[int],
+) -> None:
+    """As ``adamw_triton.adamw_update``, for any device; in fp64 for parameters of fp64."""
+    for number, given in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
+        row = [_in_memory(tensor) for tensor in given]
+        wide = torch.promote_types(row[0].dtype, torch.float32)
+        p, g, m, v = (tensor.to(wide) for tensor in row)
+        t, rate = steps[number].double(), _number(lr, p) if lr_tensor is None else lr_tensor
+        step_size = (rate.double() / (1 - _power(beta1, t, p))).to(wide)
+        correction = (1 - _power(beta2, t, p)).sqrt().to(wide)
+        if grad_scale is not None:
+            g = _divided(g, grad_scale.to(wide))
+            _write(row[1], g, found_inf)
+        if grad_factor is not None:
+            g = g * grad_factor.to(wide)
+        if maximize:
+            g = -g
+        p = p - (rate.double() * _number(weight_decay, p).double()).to(wide) * p
+        m = _lerp(m, g, _number(1 - beta1, p))
+        v = _lerp(v, g * g, _number(1 - beta2, p))
+        root = v.double().sqrt().to(wide)  # on the CPU that of fp32 is off by a last bit
+        p = p - step_size * m / (_divided(root, correction) + eps)
+        if keys:
+            words = 2 if row[3].dtype == torch.bfloat16 else 1
+            bits = random_bits(keys[number], steps[number], len(p), words)
+            low, high = bits[0], bits[-1]
+            p, m, v = (
+                round_stochastically(value, bits) if target.dtype == torch.bfloat16 else value
+                for target, value, bits in zip(
+                    (row[0], row[2], row[3]), (p, m, v), (low, low >> 16, high), strict=True
+                )
+            )
+        for target, value in zip((row[0], row[2], row[3]), (p, m, v), strict=True):
+            _write(target, value, found_inf)
+        if emas:
+            ema, new = _in_memory(emas[number]), p.to(row[0].dtype).to(wide)
+            share = torch.where(t > 1, _number(1 - ema_decay, p), 1.0)
+            _write(ema, _lerp(ema.to(wide), new, share), found_inf)
+
+
+def random_bits(key: int, step: Tensor, count: int, words: int) -> Tensor:
+    """Philox4x32-10 of a counter (place // 4, word, step, 0).
+
+    Args:
+        key: of up to 63 bits.
+        step: 0-dim.
+        words: of 32 bits, for every place.
+
+    Returns:
+        ``[words, count]``, int64 on the device of ``step``.
+    """
+    c0 = torch.arange(-(-count // 4), device=step.device).expand(words, -1)
+    c1 = torch.arange(words, device=step.device)[:, None]
+    c2, c3 = step.long(), c0 * 0
+    k0, k1 = key & _LOW, key >> 32
+    for _ in range(10):
+        (high0, low0), (high2, low2) = _product(0xD2511F53, c0), _product(0xCD9E8D57, c2)
+        c0, c1, c2, c3 = high2 ^ c1 ^ k0, low2, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
+    return torch.stack((c0, c1, c2, c3), 2).flatten(1)[:, :count]
+
+
+def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
+    """To one of bf16's two neighbours, the nearer one more often: ``x`` on the average.
+
+    Args:
+        bits: integers like ``x``, of which the lower 16 are used.
+
+    Returns:
+        fp32 with values of bf16; what is not finite is left as it is.
+    """
+    exact = x.float().view(torch.int32)
+    cut = (exact + (bits & 0xFFFF).int()) & -0x10000
+    return torch.where(x.isfinite(), cut.view(torch.float32), x.float())
+
+
+def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The higher and the lower 32 bits of a product of two numbers of 32 bits."""
+    high = (a * (b >> 16) + (a * (b & 0xFFFF) >> 16)) >> 16
+    return high, a * b & _LOW
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    """Of a dense one all numbers as they lie there."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _number(value: float, like: Tensor) -> Tensor:
+    return torch.full((), value, dtype=like.dtype, device=like.device)
+
+
+def _divided(x: Tensor, by: Tensor) -> Tensor:
+    """Where torch sees that it is one number, it multiplies by what 1 / it is rounded to."""
+    return x / by.expand_as(x)
+
+
+def _power(beta: float, t: Tensor, like: Tensor) -> Tensor:
+    return torch.exp(t * _number(math.log(beta) if beta > 0 else -math.inf, like).double())
+
+
+def _lerp(old: Tensor, new: Tensor, share: Tensor) -> Tensor:
+    change = new - old
+    return torch.where(share < 0.5, old + share * change, new + (share - 1) * change)
+
+
+def _write(target: Tensor, value: Tensor, found_inf: Tensor | None) -> None:
+    value = value.to(target.dtype)
+    target.copy_(value if found_inf is None else torch.where(found_inf == 1, target, value))

@@ -1,0 +1,33 @@
+"""Parameters that hold their averages for a while."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_graphs.optim.gradient_factor import local_part
+
+
+@contextlib.contextmanager
+def swapped_in(states: Mapping[Tensor, Mapping[str, Any]]) -> Iterator[None]:
+    """Parameters of ``states`` hold ``ema`` in here, if it is there and a step has been made, and
+    then again what they held. Addresses stay. No host sync."""
+    with torch.no_grad():
+        held = [
+            (local_part(parameter), local_part(state["ema"]), state["step"])
+            for parameter, state in states.items()
+            if "ema" in state
+        ]
+        trained = [parameter.clone() for parameter, _, _ in held]
+        for parameter, average, step in held:
+            parameter.copy_(torch.where(step > 0, average.to(parameter.dtype), parameter))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for (parameter, _, _), before in zip(held, trained, strict=True):
+                parameter.copy_(before)

@@ -1,0 +1,157 @@
+"""Our AdamW's states, stochastic rounding and averages on a CUDA GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("triton")
+
+from moe_graphs.kernels import adamw_triton
+from moe_graphs.kernels.adamw_reference import adamw_update_reference
+from moe_graphs.optim import AdamW
+from moe_graphs.training.device_step import DeviceStep
+from moe_graphs.training.grad_scaler import GradScaler
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
+
+BF16, FP32 = torch.bfloat16, torch.float32
+SHAPES = [(8, 128, 96), (70_001,), (300,), (7, 9)]
+ALL = {"state_dtype": BF16, "stochastic_rounding": True, "ema_decay": 0.9}
+
+
+def parameters(dtype: torch.dtype = BF16) -> list[nn.Parameter]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    made = [torch.randn(shape, generator=generator, device="cuda").bfloat16() for shape in SHAPES]
+    return [nn.Parameter(x.to(dtype)) for x in made]
+
+
+def set_gradients(held: list[nn.Parameter], seed: int, factor: float = 1.0) -> None:
+    """At the addresses where gradients are."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    for p in held:
+        numbers = torch.randn(p.shape, generator=generator, device="cuda").bfloat16()
+        if p.grad is None:
+            p.grad = torch.empty_like(p)
+        p.grad.copy_(factor * numbers)
+
+
+def train(optimizer: torch.optim.Optimizer, steps: int) -> list[Tensor]:
+    """Parameters, then states by parameter and name."""
+    held = optimizer.param_groups[0]["params"]
+    for step in range(steps):
+        set_gradients(held, step)
+        optimizer.step()
+    return everything(optimizer)
+
+
+def everything(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    held = optimizer.param_groups[0]["params"]
+    values = [v for p in held for _, v in sorted(optimizer.state[p].items())]
+    return [x.detach().clone() for x in (*held, *values)]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("options", [{"state_dtype": FP32}, {"ema_decay": 0.9}])
+def test_as_right_as_torchs(options, dtype):
+    """Against fp64, at most twice the error of torch's fused one, small parameters as well."""
+    ours = AdamW(parameters(dtype), lr=1e-2, **options)
+    torchs = torch.optim.AdamW(parameters(dtype), lr=1e-2, fused=True, capturable=True)
+    exact = torch.optim.AdamW(parameters(torch.float64), lr=1e-2, foreach=False)
+    for optimizer in (ours, torchs, exact):
+        train(optimizer, 20)
+    rows = (optimizer.param_groups[0]["params"] for optimizer in (ours, torchs, exact))
+    for p, q, x in zip(*rows, strict=True):
+        pairs = [(p, q, x)]
+        for name in ("exp_avg", "exp_avg_sq"):
+            pairs.append((ours.state[p][name], torchs.state[q][name], exact.state[x][name]))
+        for found, theirs, right in pairs:
+            a, b = ((y.double() - right).norm() / right.norm() for y in (found, theirs))
+            assert a <= 2 * b + 2e-7
+        if options == {"state_dtype": FP32}:
+            v = exact.state[x]["exp_avg_sq"]
+            assert (ours.state[p]["exp_avg_sq"] - v).norm() <= 1e-5 * v.norm()
+
+
+@pytest.mark.parametrize(("dtype", "states"), [(BF16, FP32), (BF16, BF16), (FP32, BF16)])
+def test_the_kernel_has_the_bits_of_the_plain_path(dtype, states):
+    """Numbers differ only where fused multiply-adds have another last bit."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    made = [torch.rand(70_001, generator=generator, device="cuda") for _ in range(5)]
+    kinds = (dtype, dtype, states, states, FP32)
+    step = [torch.full((), 3.0, device="cuda")]
+    options: tuple[Any, ...] = (1e-2, None, 0.9, 0.999, 1e-8, 0.1, False, None, None, None)
+    found = []
+    for update in (adamw_triton.adamw_update, adamw_update_reference):
+        p, g, m, v, e = ([x.to(kind, copy=True)] for x, kind in zip(made, kinds, strict=True))
+        update(p, g, m, v, step, *options, e, 0.9, [1 << 62 | 12345 << 20 | 1])
+        found.append([*p, *m, *v, *e])
+    for ours, plain in zip(*found, strict=True):
+        if ours.dtype == BF16:
+            assert (ours != plain).double().mean() < 1e-3
+        torch.testing.assert_close(ours, plain, rtol=1e-2, atol=1e-2)
+    assert not torch.equal(found[0][0].float(), made[0])
+
+
+def test_rounding_is_right_on_the_average_and_the_same_every_time():
+    """Updates far below the last bit of bf16, 200 times."""
+    ends = []
+    for _ in range(2):
+        p = nn.Parameter(torch.ones(1 << 20, device="cuda", dtype=BF16))
+        optimizer = AdamW([p], lr=1e-4, weight_decay=0.0, stochastic_rounding=True)
+        for _ in range(200):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+        ends.append(p.detach())
+    assert torch.equal(*ends)
+    # One number's end has a deviation of about sqrt(200 * 1e-4 / 256), their mean a 1000th of it.
+    assert ends[0].double().mean().item() == pytest.approx(1 - 200 * 1e-4, abs=5e-5)
+
+
+@pytest.mark.parametrize("options", [ALL, {"state_dtype": FP32, "ema_decay": 0.99}])
+def test_a_captured_step_is_an_eager_step_with_new_bits_each(options):
+    """Within a scaler and clipping; a step is skipped in between; averages go in and out."""
+    steps = []
+    for held in (parameters(), parameters()):
+        scaler = GradScaler("cuda", init_scale=64.0, growth_interval=2)
+        step = DeviceStep(AdamW(held, lr=1e-2, **options), scaler=scaler, clip_norm=1.0)
+        set_gradients(held, 0, 64.0)
+        step()
+        steps.append(step)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        steps[1]()
+    for number in range(1, 6):
+        for step in steps:
+            held = step.optimizer.param_groups[0]["params"]
+            set_gradients(held, number, 64.0)
+            if number == 2:
+                held[0].grad[0, 0, 0] = torch.inf
+        steps[0]()
+        graph.replay()
+        eager, graphed = (everything(step.optimizer) for step in steps)
+        assert same(eager, graphed)
+        assert all(x.isfinite().all() for x in eager)
+        with steps[1].optimizer.averaged():
+            assert not same(everything(steps[1].optimizer)[:1], graphed[:1])
+        assert same(everything(steps[1].optimizer), graphed)
+
+
+def test_an_update_and_its_averages_wait_for_nothing():
+    optimizer = AdamW(parameters(), lr=1e-2, **ALL)
+    train(optimizer, 1)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+        with optimizer.averaged():
+            pass
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
