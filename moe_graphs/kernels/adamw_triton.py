@@ -24,6 +24,8 @@ from moe_graphs.kernels.ops import define_op
 # lr * decay, lr / (1 - beta1^t), sqrt(1 - beta2^t), 1 - beta1, 1 - beta2, eps, scale, live, factor
 C = 9
 BLOCK, WARPS = 1024, 4  # 16 bytes of bf16 for a thread: the fastest of those tried on an H200
+# Of a few programs: each has to have as many bytes on their way as the full ones of an SM together.
+WIDE_BLOCK, WIDE_WARPS = 8192, 16
 
 
 @triton.jit
@@ -67,11 +69,11 @@ def _lerp(old, new, share):
 
 
 @triton.jit
-def adamw_kernel(
-    p_ptr, g_ptr, m_ptr, v_ptr, c_ptr, n,
+def _update_block(
+    p_ptr, g_ptr, m_ptr, v_ptr, c_ptr, n, block,
     MAXIMIZE: tl.constexpr, SCALED: tl.constexpr, MULTIPLIED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < n
     p = tl.load(p_ptr + i, mask=inside).to(tl.float32)
     g = tl.load(g_ptr + i, mask=inside).to(tl.float32)
@@ -96,6 +98,27 @@ def adamw_kernel(
     tl.store(v_ptr + i, v.to(v_ptr.dtype.element_ty), mask=written)
 
 
+@triton.jit
+def adamw_kernel(
+    p_ptr, g_ptr, m_ptr, v_ptr, c_ptr, n,
+    MAXIMIZE: tl.constexpr, SCALED: tl.constexpr, MULTIPLIED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    _update_block(
+        p_ptr, g_ptr, m_ptr, v_ptr, c_ptr, n, tl.program_id(0), MAXIMIZE, SCALED, MULTIPLIED, BLOCK
+    )
+
+
+@triton.jit
+def adamw_few_programs_kernel(
+    p_ptr, g_ptr, m_ptr, v_ptr, c_ptr, n,
+    MAXIMIZE: tl.constexpr, SCALED: tl.constexpr, MULTIPLIED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    for block in range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0)):
+        _update_block(
+            p_ptr, g_ptr, m_ptr, v_ptr, c_ptr, n, block, MAXIMIZE, SCALED, MULTIPLIED, BLOCK
+        )
+
+
 @define_op(device="default", mutates_args=("params", "grads", "exp_avgs", "exp_avg_sqs"))
 def adamw_update(
     params: Sequence[torch.Tensor],
@@ -113,13 +136,15 @@ def adamw_update(
     grad_scale: torch.Tensor | None,
     found_inf: torch.Tensor | None,
     grad_factor: torch.Tensor | None = None,
+    max_programs: int | None = None,
 ) -> None:
     """One update, `steps` counting it already: 0-dim, fp32.
 
     The four tensors of a parameter are dense, have the same strides and any dtypes of fp16, bf16
     and fp32. `lr_tensor`, if given, is read instead of `lr`. With `grad_scale` gradients are
     divided by it first, in place. `grad_factor` multiplies them on their way, which leaves them as
-    they are. If `found_inf` is 1, nothing changes.
+    they are. If `found_inf` is 1, nothing changes. At most `max_programs` run at a time, so that
+    other kernels find SMs beside them: the same bits.
     """
     coefficients_NC = torch.empty(len(params), C, dtype=torch.float32, device=params[0].device)
     rate = lr if lr_tensor is None else lr_tensor
@@ -133,11 +158,15 @@ def adamw_update(
         "MAXIMIZE": maximize,
         "SCALED": grad_scale is not None,
         "MULTIPLIED": grad_factor is not None,
-        "BLOCK": BLOCK,
+        "BLOCK": BLOCK if max_programs is None else WIDE_BLOCK,
+        "num_warps": WARPS if max_programs is None else WIDE_WARPS,
     }
+    kernel = adamw_kernel if max_programs is None else adamw_few_programs_kernel
     for tensors in zip(params, grads, exp_avgs, exp_avg_sqs, coefficients_NC.unbind(), strict=True):
         if n := tensors[0].numel():
-            launch(adamw_kernel, (cdiv(n, BLOCK),), (*tensors, n), **constants, num_warps=WARPS)
+            programs = cdiv(n, constants["BLOCK"])
+            programs = programs if max_programs is None else min(programs, max_programs)
+            launch(kernel, (programs,), (*tensors, n), **constants)
     # As the documentation of torch wants it of whoever writes past its operators.
     torch.autograd.graph.increment_version([*params, *exp_avgs, *exp_avg_sqs])
 

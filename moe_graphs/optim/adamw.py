@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -99,11 +99,19 @@ class AdamW(torch.optim.AdamW):
                     values["step"] = step.to(parameter.device)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        parameters: Iterable[Tensor] | None = None,
+        max_programs: int | None = None,
+    ) -> Any:
         """One update.
 
         Args:
             closure: computes the loss and its gradients anew, before the update.
+            parameters: only these are updated.
+            max_programs: of our kernel at a time, so that others run beside it: the same bits.
 
         Returns:
             What ``closure`` returns.
@@ -112,12 +120,19 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for number, group in enumerate(self.param_groups):
+        groups = self.param_groups if parameters is None else self._groups_of(set(parameters))
+        for number, group in enumerate(groups):
             _check_gradients(group["params"], number)
-        rows = [self._rows(group) for group in self.param_groups]
-        for group, of_group in zip(self.param_groups, rows, strict=True):
-            self._update(group, of_group)
+        rows = [self._rows(group) for group in groups]
+        for group, of_group in zip(groups, rows, strict=True):
+            self._update(group, of_group, max_programs)
         return loss
+
+    def _groups_of(self, chosen: set[Tensor]) -> list[dict[str, Any]]:
+        return [
+            group | {"params": [p for p in group["params"] if p in chosen]}
+            for group in self.param_groups
+        ]
 
     def _rows(self, group: dict[str, Any]) -> list[_Row]:
         columns: list[list[Tensor]] = [[] for _ in _Row._fields]
@@ -128,7 +143,9 @@ class AdamW(torch.optim.AdamW):
             _check_memory(row)
         return rows
 
-    def _update(self, group: dict[str, Any], rows: Sequence[_Row]) -> None:
+    def _update(
+        self, group: dict[str, Any], rows: Sequence[_Row], max_programs: int | None
+    ) -> None:
         flags = ("found_inf", "grad_scale", "grad_factor")
         found_inf, grad_scale, grad_factor = (getattr(self, name, None) for name in flags)
         by_kernel: dict[torch.device, list[_Row]] = {}
@@ -139,7 +156,7 @@ class AdamW(torch.optim.AdamW):
         for device, of_device in by_kernel.items():
             with torch.cuda.device_of(of_device[0].parameter):
                 given = [_moved(flag, device) for flag in (grad_scale, found_inf, grad_factor)]
-                _update_by_kernel(of_device, group, *given)
+                _update_by_kernel(of_device, group, max_programs, *given)
         if by_torch:
             parameters, gradients, exp_avgs, exp_avg_sqs, steps = _columns(by_torch)
             if grad_factor is not None:
@@ -151,6 +168,8 @@ class AdamW(torch.optim.AdamW):
             options |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, **_ALWAYS}
             options |= {"grad_scale": grad_scale, "found_inf": found_inf}
             adamw(parameters, gradients, exp_avgs, exp_avg_sqs, [], steps, **options)
+            # Which torch's fused update does not (2.13), so that a backward would use new values.
+            torch.autograd.graph.increment_version([*parameters, *exp_avgs, *exp_avg_sqs])
 
 
 def _columns(rows: Sequence[_Row]) -> tuple[list[Tensor], ...]:
@@ -216,6 +235,7 @@ def _order(tensor: Tensor) -> list[int] | None:
 def _update_by_kernel(
     rows: Sequence[_Row],
     group: dict[str, Any],
+    max_programs: int | None,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
     grad_factor: Tensor | None,
@@ -231,7 +251,7 @@ def _update_by_kernel(
         parameters, gradients, exp_avgs, exp_avg_sqs, steps,
         0.0 if on_device else float(lr), _moved(lr, steps[0].device) if on_device else None,
         beta1, beta2, group["eps"], group["weight_decay"], group["maximize"],
-        grad_scale, found_inf, grad_factor,
+        grad_scale, found_inf, grad_factor, max_programs,
     )  # fmt: skip
     if found_inf is not None:
         torch._foreach_sub_(steps, [found_inf] * len(steps))
