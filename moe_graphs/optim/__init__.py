@@ -1,6 +1,7 @@
 """Optimizers whose updates run at the speed of memory, with torch's interfaces and states."""
 
 from moe_graphs.optim.adamw import AdamW
+from moe_graphs.optim.muon import Muon
 from moe_graphs.optim.update_in_backward import UpdateInBackward
 
-__all__ = ["AdamW", "UpdateInBackward"]
+__all__ = ["AdamW", "Muon", "UpdateInBackward"]
