@@ -26,7 +26,8 @@ BatchSize = Annotated[int | None, typer.Option(help="Sequences per optimizer ste
 Microbatches = Annotated[int | None, typer.Option(help="Parts of a step's batch.")]
 SequenceLength = Annotated[int | None, typer.Option(help="Tokens of a sequence.")]
 Optimizer = Annotated[
-    str | None, typer.Option(help="adamw (ours) or torch_adamw.  [default: adamw]")
+    str | None,
+    typer.Option(help="adamw (ours), torch_adamw, or muon for matrices.  [default: adamw]"),
 ]
 Seed = Annotated[int, typer.Option(help="Of weights, dropout and the order of the text.")]
 Device = Annotated[str | None, typer.Option(help="By default cuda if there is one.")]

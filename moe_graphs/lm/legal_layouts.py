@@ -28,6 +28,11 @@ def check_options(options: RunOptions) -> None:
         return
     settings, model, layout = options.preset.training, options.preset.model, options.workers.layout
     ranks = layout.data_parallel
+    if settings.optimizer == "muon":
+        raise ValueError(
+            "optimizer: muon on several ranks: FSDP2 and tensor parallelism cut the matrices that "
+            "it needs whole: use --optimizer adamw, or one process"
+        )
     if settings.batch_size // settings.microbatches % ranks:
         raise ValueError(
             f"batch_size: {settings.batch_size} sequences in {settings.microbatches} "

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from moe_graphs.optim import AdamW, UpdateOptions
+from moe_graphs.layers.attention import Attention
+from moe_graphs.layers.expert_backends import ExpertsBackend
+from moe_graphs.layers.experts import GroupedExperts
+from moe_graphs.layers.latent_attention import LatentAttention
+from moe_graphs.layers.mlp import SwiGLU
+from moe_graphs.optim import AdamW, Muon, UpdateOptions
 from moe_graphs.training.capturable import tensor_hyperparameters
 
-OPTIMIZERS = {"adamw": AdamW, "torch_adamw": torch.optim.AdamW}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.AdamW]] = {
+    "adamw": AdamW,
+    "torch_adamw": functools.partial(torch.optim.AdamW, fused=True, capturable=True),
+    # So that AdamW's rate, schedule and decay are right for both of its kinds.
+    "muon": functools.partial(Muon, adjust_lr_fn="match_rms_adamw"),
+}
 STATE_DTYPES = {"parameter": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -25,7 +38,8 @@ class TrainSettings:
         learning_rate: the peak, reached after ``warmup_steps`` and followed by a cosine down to
             a tenth of it (``final_fraction``) at step ``steps``.
         optimizer: whose update of AdamW, ours or torch's fused one: the same one on the CPU, and
-            the same state anywhere.
+            the same state anywhere. Or Muon for the matrices of layers and experts, and our AdamW
+            for the rest, at the same learning rate.
         optimizer_state: the dtype of ours: ``parameter``'s, ``float32``, ``bfloat16``.
         stochastic_rounding: of parameters and states of bf16, from ``seed``.
         ema_decay: of averages of the parameters, which evaluations and samples then use.
@@ -92,16 +106,18 @@ class TrainSettings:
         return self.learning_rate * (self.final_fraction + (1 - self.final_fraction) * cosine)
 
 
-def build_optimizer(model: torch.nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only, fused, its learning rate a tensor.
+def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
+    """AdamW or Muon with weight decay on matrices only, its learning rate a tensor.
 
     Also for eager runs, so that they are, bit by bit, those that have the update in a graph: as a
     tensor the rate is rounded to fp32.
 
     Raises:
-        ValueError: stochastic rounding is asked for, and there is nothing of bf16 to round.
+        ValueError: stochastic rounding is asked for, and there is nothing of bf16 to round; by
+            Muon, matrices that are sharded, or experts of other libraries.
     """
     options = _options(model, settings)
+    splits = _splits_of_matrices(model) if settings.optimizer == "muon" else {}
     # Sharded parameters are updated together only if they lie on the same mesh.
     groups: dict[tuple, dict] = {}
     for decayed in (True, False):
@@ -109,14 +125,15 @@ def build_optimizer(model: torch.nn.Module, settings: TrainSettings) -> torch.op
             if p.requires_grad and (p.ndim >= 2) == decayed:
                 decay = settings.weight_decay if decayed else 0.0
                 group = {"params": [], "weight_decay": decay}
+                if settings.optimizer == "muon":
+                    group |= {"muon": p in splits, "split": splits.get(p, ())}
                 mesh = getattr(p, "device_mesh", None)
-                groups.setdefault((decayed, mesh), group)["params"].append(p)
+                key = (decayed, mesh, splits.get(p))
+                groups.setdefault(key, group)["params"].append(p)
     optimizer = OPTIMIZERS[settings.optimizer](
         list(groups.values()),
         lr=settings.learning_rate,
         betas=(settings.beta1, settings.beta2),
-        fused=True,
-        capturable=True,
         **options,
     )
     tensor_hyperparameters(optimizer)
@@ -136,3 +153,24 @@ def _options(model: torch.nn.Module, settings: TrainSettings) -> dict[str, Any]:
         return {}
     seed = {"seed": settings.seed % (1 << 64)} if asked.stochastic_rounding else {}
     return dataclasses.asdict(asked) | seed
+def _splits_of_matrices(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
+    """The weights between hidden states, and where one holds several side by side: for Muon. None
+    of embedding, head, router and norms."""
+    splits: dict[nn.Parameter, tuple[int, ...]] = {}
+    for module in model.modules():
+        if isinstance(module, Attention):
+            splits |= {module.qkv.weight: module.sizes, module.out.weight: ()}
+        elif isinstance(module, LatentAttention):
+            splits[module.down.weight] = tuple(size for size in module.down_sizes if size)
+            others = (module.query_up, module.kv_up, module.out)
+            splits |= dict.fromkeys((projection.weight for projection in others), ())
+        elif isinstance(module, SwiGLU):
+            splits |= {module.w1.weight: (len(module.w1.weight) // 2,) * 2, module.w2.weight: ()}
+        elif isinstance(module, GroupedExperts):
+            splits |= {module.w1: (module.w1.shape[-1] // 2,) * 2, module.w2: ()}
+        elif isinstance(module, ExpertsBackend):
+            raise ValueError(
+                f"optimizer: muon does not know how {type(module).__name__} keeps its matrices: "
+                f"use --experts moe_graphs, or another optimizer"
+            )
+    return splits

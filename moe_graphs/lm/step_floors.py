@@ -49,14 +49,14 @@ def step_floors(
     floors = {
         "dense GEMM": Floor(6.0 * dense * T, dense * per_weight),
         "attention": Floor(3.0 * square * settings.sequence_length * T),
-        "optimizer": Floor(
-            bytes=_ADAMW_PASSES * bytes_of(p for p in model.parameters() if p.requires_grad)
-        ),
         "norms": Floor(bytes=_norm_bytes(model, T, own, computed)),
         "swiglu": Floor(bytes=8.0 * computed * _swiglu_columns(model, T)),
         # Logits are read forward, read again backward, and their gradient is written.
         "cross entropy": Floor(bytes=3.0 * T * config.vocab_size * computed),
     }
+    if settings.optimizer != "muon":  # whose products are among the others'
+        trained = (p for p in model.parameters() if p.requires_grad)
+        floors["optimizer"] = Floor(bytes=_ADAMW_PASSES * bytes_of(trained))
     if experts:
         floors["grouped GEMM"] = _grouped(experts, T, per_weight)
     if experts and local:

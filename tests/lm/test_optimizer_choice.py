@@ -1,20 +1,24 @@
-"""``--optimizer``: ours or torch's AdamW; one state, and on the CPU one update, bit for bit."""
+"""``--optimizer``: ours or torch's AdamW, one state and on the CPU one update to the bit; Muon."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lm_runs import advance, fresh_trainer, options
 from moe_graphs.config import FullIterationConfig
+from moe_graphs.layers.expert_backends import ExpertsBackend
 from moe_graphs.lm.checkpoint import load_checkpoint, save_checkpoint
+from moe_graphs.lm.legal_layouts import check_options
 from moe_graphs.lm.run import RunOptions, with_graphs
-from moe_graphs.lm.settings import TrainSettings
+from moe_graphs.lm.settings import TrainSettings, build_optimizer
 from moe_graphs.lm.trainer import Trainer
-from moe_graphs.optim import AdamW
+from moe_graphs.optim import AdamW, Muon
+from moe_graphs.parallel import ParallelConfig
 
 WHOLE = FullIterationConfig(optimizer_in_graph=True, warmup_steps=2)
 
@@ -79,6 +83,63 @@ def test_a_checkpoint_from_before_there_was_a_choice_says_so(tmp_path):
 def test_another_is_refused():
     with pytest.raises(ValueError, match="'sgd' is not one of adamw, torch_adamw"):
         TrainSettings(steps=1, batch_size=1, sequence_length=1, learning_rate=1.0, optimizer="sgd")
+
+
+def test_muon_is_for_matrices_between_hidden_states():
+    trainer = fresh_trainer(choosing("muon"))
+    names = {p: name for name, p in trainer.model.named_parameters()}
+    found = {
+        names[p]: (group["muon"], group["split"], group["weight_decay"])
+        for group in trainer.optimizer.param_groups
+        for p in group["params"]
+    }
+    assert found.keys() == set(names.values())
+    assert {name: each[1] for name, each in found.items() if each[0]} == {
+        **{f"layers.{i}.attention.qkv.weight": (16, 16, 16) for i in (0, 1)},
+        **{f"layers.{i}.attention.out.weight": () for i in (0, 1)},
+        "layers.0.mlp.w1.weight": (32, 32),
+        "layers.0.mlp.w2.weight": (),
+        "layers.1.moe.experts.w1": (16, 16),
+        "layers.1.moe.experts.w2": (),
+    }
+    for name in ("embedding.weight", "head.weight", "layers.1.moe.router.weight"):
+        assert found[name] == (False, (), 0.1)
+    assert found["norm.weight"] == (False, (), 0.0)
+
+
+def test_muon_learns_is_the_same_in_graphs_and_goes_on_where_it_was(tmp_path):
+    eager = trained(choosing("muon"), 8)
+    assert type(eager.optimizer) is Muon
+    assert eager.history.loss[7] < eager.history.loss[0] - 0.3
+    assert_same(eager, trained(dataclasses.replace(choosing("muon"), graph_config=WHOLE), 8))
+    path = save_checkpoint(tmp_path, trained(choosing("muon"), 3))
+    resumed = fresh_trainer(choosing("muon"))
+    assert load_checkpoint(path, resumed) == []
+    advance(resumed, 8)
+    assert_same(eager, resumed)
+    with pytest.raises(ValueError, match="parameter group"):
+        load_checkpoint(path, fresh_trainer(choosing("adamw")))
+
+
+def test_muon_needs_whole_matrices():
+    workers = SimpleNamespace(layout=ParallelConfig(dp_shard=2))
+    with pytest.raises(ValueError, match="^optimizer: muon on several ranks"):
+        check_options(dataclasses.replace(choosing("muon"), workers=workers))
+
+    class Others(ExpertsBackend):
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+
+    with pytest.raises(ValueError, match="^optimizer: muon does not know how Others keeps"):
+        build_optimizer(Others(), choosing("muon").preset.training)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_muon_in_graphs_is_eager_bit_by_bit(deterministic):
+    given = choosing("muon", "cuda")
+    eager = trained(given, 8)
+    assert_same(eager, trained(dataclasses.replace(given, graph_config=WHOLE), 8))
+    assert eager.history.loss[7] < eager.history.loss[0]
 
 
 @pytest.mark.gpu

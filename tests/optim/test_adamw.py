@@ -218,7 +218,9 @@ def test_clipping_is_done_on_the_way(kernel):
     assert max(errors(held, exact)) < 1e-6
 
 
-def test_what_another_writes_backward_may_not_use(kernel):
+@pytest.mark.parametrize("by_kernel", [True, False])
+def test_what_it_has_written_backward_may_not_use(kernel, monkeypatch, by_kernel):
+    monkeypatch.setattr(adamw, "has_kernel", lambda x: by_kernel)
     weight = nn.Parameter(torch.ones(20))
     loss = weight.square().sum()
     weight.grad = torch.ones(20)

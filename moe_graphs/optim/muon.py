@@ -1,0 +1,229 @@
+"""Muon (arXiv 2502.16982) for the matrices of layers and of experts, AdamW for everything else.
+
+    m = lerp(m, g, 1 - momentum),  u = lerp(g, m, momentum) (Nesterov; else m)
+    p -= lr * decay * p + lr * ratio * orthogonal(u)
+
+`orthogonal` makes all singular values about 1, by a few steps of a polynomial in bf16 GEMMs
+(Newton-Schulz): of experts' weights all matrices at once, each by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from moe_graphs.optim.adamw import AdamW
+
+_RATIOS = (None, "original", "match_rms_adamw")
+_OPTIONS = (
+    "momentum", "nesterov", "ns_coefficients", "ns_steps", "ns_eps", "adjust_lr_fn", "muon", "split"
+)  # fmt: skip
+
+
+class _Row(NamedTuple):
+    parameter: Tensor
+    gradient: Tensor
+    momentum: Tensor
+
+
+class Muon(AdamW):
+    """One optimizer, one state: groups by Muon and, with ``"muon": False``, by our ``AdamW``.
+
+    Of a group by Muon, parameters are ``[out, in]``, as of ``nn.Linear``, or matrices of experts
+    ``[E, in, out]``, as of ``GroupedExperts``. 2-D ones get what ``torch.optim.Muon`` computes.
+    Weights that one parameter holds side by side (gate and up; queries, keys and values) are
+    orthogonal each by itself if the group says where they are: ``"split"``, sizes along ``out``.
+
+    No host sync; for graphs and ``DeviceStep`` as ``AdamW`` is: tensor learning rates, skipped
+    steps, clipping. What a skipped step leaves alone, it computes all the same. DTensors whose
+    matrices are whole on their ranks (experts sharded by expert) are updated where they are.
+
+    Args:
+        params: parameters, all by Muon, or groups.
+        lr, weight_decay: of both kinds; ``betas`` and ``eps`` of groups by AdamW.
+        momentum, nesterov, ns_coefficients, ns_steps, ns_eps: as torch's (``ns_eps``: its ``eps``).
+        adjust_lr_fn: "original" (default, also None) multiplies the rate by
+            ``sqrt(max(1, out / in))``; "match_rms_adamw" by ``0.2 sqrt(max(out, in))``, so that
+            one learning rate and decay suit both kinds.
+        muon, split: of groups that say nothing else.
+
+    Raises:
+        ValueError: what ``AdamW`` refuses; a group by Muon with parameters that are no matrices, or
+            of which a rank holds parts (FSDP2, tensor parallelism), or another ``split``.
+    """
+
+    starts_from_zeros = True
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        ns_steps: int = 5,
+        ns_eps: float = 1e-7,
+        adjust_lr_fn: str | None = None,
+        muon: bool = True,
+        split: Sequence[int] = (),
+    ) -> None:
+        values = (
+            momentum, nesterov, ns_coefficients, ns_steps, ns_eps, adjust_lr_fn, muon, tuple(split)
+        )  # fmt: skip
+        self._of_muon = dict(zip(_OPTIONS, values, strict=True))
+        super().__init__(params, lr, betas, eps, weight_decay)
+        self.defaults |= self._of_muon
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(self._of_muon | param_group)
+        group = self.param_groups[-1]
+        try:
+            if group["muon"]:
+                _check(group, len(self.param_groups) - 1)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if not all("muon" in group for group in state.get("param_groups", ())):
+            raise ValueError("state: it is of another optimizer: moe_graphs.optim.Muon saved none")
+        # Not torch's AdamW's, which looks for a step counter in every state.
+        torch.optim.Optimizer.__setstate__(self, state)
+        self._of_muon = {name: self.defaults[name] for name in _OPTIONS}
+
+    def _rows(self, group: dict[str, Any]) -> list[Any]:
+        if not group["muon"]:
+            return super()._rows(group)
+        rows = []
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            row = _Row(*map(_local, (parameter, parameter.grad, state["momentum_buffer"])))
+            if row.momentum.shape != row.parameter.shape:
+                raise ValueError(
+                    f"a parameter of shape {tuple(row.parameter.shape)} has a momentum of shape "
+                    f"{tuple(row.momentum.shape)}: load the state of this model"
+                )
+            rows.append(row)
+        return rows
+
+    def _update(self, group: dict[str, Any], rows: Sequence[Any], max_programs: int | None) -> None:
+        if not group["muon"]:
+            super()._update(group, rows, max_programs)
+            return
+        flags = ("grad_scale", "grad_factor", "found_inf")
+        for row in rows:
+            device = row.parameter.device
+            given = (getattr(self, name, None) for name in flags)
+            _update_row(row, group, *(None if x is None else x.to(device) for x in given))
+
+
+def _update_row(
+    row: _Row,
+    group: dict[str, Any],
+    grad_scale: Tensor | None,
+    grad_factor: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """A skipped step takes the momentum for its gradient, and a rate of 0."""
+    parameter, gradient, momentum = row
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.device != parameter.device:
+        lr = float(lr)
+    if grad_scale is not None:
+        gradient.div_(grad_scale)
+    if grad_factor is not None:
+        gradient = gradient * grad_factor
+    gradient = gradient.to(momentum.dtype)
+    if found_inf is not None:
+        gradient = torch.where(found_inf == 1, momentum, gradient)
+        lr = lr * (found_inf != 1)
+    momentum.lerp_(gradient, 1 - group["momentum"])
+    update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+    parameter.mul_(1 - lr * group["weight_decay"])
+    out = _out(parameter)
+    split = group["split"] or (parameter.shape[out],)
+    for part, of_part in zip(parameter.split(split, out), update.split(split, out), strict=True):
+        orthogonal = orthogonalize(
+            of_part, group["ns_coefficients"], group["ns_steps"], group["ns_eps"]
+        )
+        rate = lr * _ratio(group["adjust_lr_fn"], part.shape[out], part.shape[-3 - out])
+        if isinstance(rate, Tensor):
+            part.addcmul_(orthogonal, rate, value=-1)
+        else:
+            part.add_(orthogonal, alpha=-rate)
+
+
+def orthogonalize(
+    matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> Tensor:
+    """Each matrix with its singular values moved to between 0.5 and 1.5, by torch's arithmetic.
+
+    Args:
+        matrices: ``[X, Y]`` or ``[E, X, Y]``.
+        coefficients: of x, x^3 and x^5.
+
+    Returns:
+        bf16, in the shape of ``matrices``.
+    """
+    a, b, c = coefficients
+    add_product = torch.addmm if matrices.ndim == 2 else torch.baddbmm
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.bfloat16()
+    x = x.mT if is_tall else x
+    # Singular values of at most 1.
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def _out(parameter: Tensor) -> int:
+    """The dimension that a product with it gives; of -2 and -1."""
+    return -2 if parameter.ndim == 2 else -1
+
+
+def _ratio(name: str | None, rows: int, columns: int) -> float:
+    if name == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _check(group: dict[str, Any], number: int) -> None:
+    if group["adjust_lr_fn"] not in _RATIOS:
+        raise ValueError(f"adjust_lr_fn: {group['adjust_lr_fn']!r} is not one of {_RATIOS}")
+    for index, parameter in enumerate(group["params"]):
+        name, shape = f"parameter {index} of group {number}", tuple(parameter.shape)
+        if len(shape) not in (2, 3) or not parameter.is_floating_point():
+            raise ValueError(
+                f"{name}, {parameter.dtype} {shape}, is no matrix, nor one for each expert: put it "
+                f'into a group with "muon": False'
+            )
+        split = group["split"]
+        if split and sum(split) != shape[_out(parameter)]:
+            raise ValueError(f"split: {split} is not the {shape[_out(parameter)]} of {name}")
+        for placement in getattr(parameter, "placements", ()):
+            is_whole = placement.is_replicate() or (placement.is_shard(0) and len(shape) == 3)
+            if not is_whole:
+                raise ValueError(
+                    f"{name}, {shape}, is {placement} over ranks, which would each see a part of "
+                    f"its matrices: keep it whole, or update it by AdamW"
+                )
