@@ -44,6 +44,9 @@ Tp = Annotated[int | None, typer.Option(help="Tensor-parallel ranks.")]
 Cp = Annotated[int | None, typer.Option(help="Ranks that share every sequence.")]
 Ep = Annotated[int | None, typer.Option(help="Ranks that share the experts, out of dp-shard x cp.")]
 Pp = Annotated[int | None, typer.Option(help="Pipeline-parallel ranks.")]
+LayersPerGroup = Annotated[
+    int | None, typer.Option(help="Layers that FSDP2 gathers and reduces together.  [default: 1]")
+]
 
 
 def build_app() -> typer.Typer:
@@ -144,6 +147,7 @@ def train(
     cp: Cp = None,
     ep: Ep = None,
     pp: Pp = None,
+    layers_per_group: LayersPerGroup = None,
     schedule: Annotated[
         str, typer.Option(help="Of a pipeline: 1f1b, gpipe, interleaved_1f1b.")
     ] = "1f1b",
@@ -233,6 +237,7 @@ def plan(
     cp: Cp = None,
     ep: Ep = None,
     pp: Pp = None,
+    layers_per_group: LayersPerGroup = None,
     batch_size: Annotated[
         int | None,
         typer.Option(help="Sequences per step of all ranks.  [default: one a microbatch and rank]"),

@@ -176,8 +176,10 @@ def plan_layout(config: TransformerConfig, layout: ParallelConfig, step: Planned
             if layout.with_tokens > 1:
                 weights = _sharded(model, layout)
     exact = held_between_steps(model)
-    parts = fsdp_parts(model, weights, *step.on_the_wire)
-    held = _of_a_microbatch(config, layout, step, WeightsAround(parts, step.microbatches))
+    together = layout.layers_per_group
+    parts = fsdp_parts(model, weights, *step.on_the_wire, together)
+    around = WeightsAround(parts, step.microbatches, together)
+    held = _of_a_microbatch(config, layout, step, around)
     estimated = {**most_around(parts), **_named(held)}
     shared = _shared_with_peers(config, layout, step)
     if shared:

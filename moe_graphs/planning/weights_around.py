@@ -42,10 +42,11 @@ class WeightsAround:
 
     parts: Mapping[str, Part]
     microbatches: int
+    layers_per_group: int = 1
 
     def __call__(self, name: str, backward: bool) -> int:
         parts = list(self.parts.values())
-        now = list(self.parts).index(part_of(name))
+        now = list(self.parts).index(part_of(name, self.layers_per_group))
         next_one = now - 1 if backward else now + 1
         total = 0
         for index, part in enumerate(parts):
@@ -62,7 +63,11 @@ class WeightsAround:
 
 
 def fsdp_parts(
-    model: LanguageModel, weights: Mapping[str, ShardedWeights], gathered: int, reduced: int
+    model: LanguageModel,
+    weights: Mapping[str, ShardedWeights],
+    gathered: int,
+    reduced: int,
+    layers_per_group: int,
 ) -> dict[str, Part]:
     """In the order of the forward.
 
@@ -72,7 +77,7 @@ def fsdp_parts(
     """
     parts: dict[str, Part] = {}
     for name, parameter in model.named_parameters():
-        part = parts.setdefault(part_of(name), Part())
+        part = parts.setdefault(part_of(name, layers_per_group), Part())
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         part.gradients += local.nbytes if parameter.requires_grad else 0
         if name in weights:
@@ -97,10 +102,12 @@ def most_around(parts: Mapping[str, Part]) -> dict[str, int]:
     }
 
 
-def part_of(name: str) -> str:
+def part_of(name: str, layers_per_group: int) -> str:
     """As ``parallelize`` groups them: the norm at the end goes with the head."""
     first, *rest = name.split(".")
-    return f"layers.{rest[0]}" if first == "layers" else first.replace("norm", "head")
+    if first != "layers":
+        return first.replace("norm", "head")
+    return f"layers.{int(rest[0]) // layers_per_group}"
 
 
 def _two(sizes: list[int]) -> int:
