@@ -77,9 +77,7 @@ def parallelize(
         for blocks in _groups(model, config):
             together = [layer.experts for block in blocks for layer in moe_layers(block)]
             if together:
-                fully_shard(
-                    together, mesh=shards, mp_policy=policy, reshard_after_forward=reshard
-                )
+                fully_shard(together, mesh=shards, mp_policy=policy, reshard_after_forward=reshard)
                 _divide_by_all(together[0], shards, config)
     options: dict[str, Any] = {"mesh": _shards(config, mesh, "dp_shard_cp"), "mp_policy": policy}
     if model.embedding is not None:

@@ -60,7 +60,7 @@ class PlannedStep:
         dtype: of the parameters.
         mixed_precision: FSDP2 gathers bf16 and reduces fp32 (``MixedPrecisionPolicy``), and the
             model computes in it; otherwise autocast to bf16, as ``moe-graphs train`` does.
-        dispatcher, rows_factor: with expert parallelism, as of ``make_dispatcher``.
+        dispatcher, rows_factor, one_barrier: with expert parallelism, as of ``make_dispatcher``.
         on_gpus: what kernels keep on a GPU; False for the CPU, where nothing is cast.
     """
 
@@ -71,6 +71,7 @@ class PlannedStep:
     mixed_precision: bool = False
     dispatcher: str = "all_to_all"
     rows_factor: float | None = None
+    one_barrier: bool = False
     on_gpus: bool = True
 
     def __post_init__(self) -> None:
@@ -85,6 +86,10 @@ class PlannedStep:
         if self.rows_factor is not None and self.dispatcher == "all_to_all":
             raise ValueError(
                 "rows_factor: all_to_all has room for what arrives: take all_gather or symmetric"
+            )
+        if self.one_barrier and self.dispatcher != "symmetric":
+            raise ValueError(
+                f"one_barrier: of symmetric, which {self.dispatcher!r} is not: drop it"
             )
 
     @property
@@ -315,8 +320,10 @@ def _expert_rows(config: TransformerConfig, layout: ParallelConfig, step: Planne
 def _shared_with_peers(config: TransformerConfig, layout: ParallelConfig, step: PlannedStep) -> int:
     if config.moe is None or layout.ep == 1 or step.dispatcher != "symmetric":
         return 0
-    itemsize = step.compute_dtype.itemsize
-    return peer_memory_bytes(config.moe, config.hidden_size, step.tokens, layout.ep, itemsize)
+    itemsize, halves = step.compute_dtype.itemsize, 2 if step.one_barrier else 1
+    return peer_memory_bytes(
+        config.moe, config.hidden_size, step.tokens, layout.ep, itemsize, halves
+    )
 
 
 def _wire(

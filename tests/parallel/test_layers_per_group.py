@@ -55,7 +55,9 @@ def test_numbers_are_those_of_one_group_a_layer_over_nccl():
 def _saved(rank: int, world_size: int) -> bool:
     """Names, shapes and shards of a checkpoint."""
     single = ParallelConfig(dp_shard=2, ep=2)
-    models = [laid_out("cpu", c, **LAYERS)[0] for c in (single, replace(single, layers_per_group=4))]
+    models = [
+        laid_out("cpu", c, **LAYERS)[0] for c in (single, replace(single, layers_per_group=4))
+    ]
     first, second = (
         {name: (value.shape, getattr(value, "placements", None)) for name, value in state.items()}
         for state in (model.state_dict() for model in models)
