@@ -51,6 +51,7 @@ class Case:
     batch_size: int
     dispatcher: str = "all_to_all"
     rows_factor: float | None = None
+    one_barrier: bool = False
     compiled: bool = False
     scopes: str = ""
     whole: bool = False
@@ -66,7 +67,8 @@ class Case:
 
     @property
     def dispatcher_options(self) -> dict[str, Any]:
-        return {} if self.rows_factor is None else {"rows_factor": self.rows_factor}
+        found = {} if self.rows_factor is None else {"rows_factor": self.rows_factor}
+        return found | ({"one_barrier": True} if self.one_barrier else {})
 
 
 def cases(ranks: int, smoke: bool, models: list[str]) -> Iterator[Case]:
@@ -107,6 +109,8 @@ def _moe(name: str, setting: Setting, ranks: int, smoke: bool) -> Iterator[Case]
     if not smoke:
         name, bounded = f"{name}, 1.25", replace(bounded, rows_factor=1.25)
         yield from _with_both_optimizers(bounded, name)
+        once = replace(bounded, one_barrier=True, our_adamw=True)
+        yield replace(once, contender=f"{name}, one barrier, our AdamW")
         yield replace(
             case, contender=f"attn,moe, {dispatcher}, our AdamW", scopes="attn,moe", our_adamw=True
         )
