@@ -28,6 +28,7 @@ from moe_graphs.kernels.peer_rows import PeerMemory, number_of
 # Milliseconds that a kernel waits for the other ranks, then it ends the process: as long as NCCL.
 BARRIER_TIMEOUT = 600_000
 _ALIGNED = 256  # bytes
+_Shape = tuple[int, int, int, int]  # H, G, D, K
 
 
 @functools.cache
@@ -63,7 +64,7 @@ def peer_memory(
         make = _on_gpus if device.type == "cuda" else _on_the_cpu
         made: PeerMemory | None = None
         try:
-            made, problem = make(group, *shape, dtype, device), ""
+            made, problem = make(group, shape, dtype, device), ""
         except (OSError, RuntimeError) as error:
             problem = f"cannot share memory ({error})"
         _refuse_if_any(group, problem)
@@ -125,16 +126,11 @@ def _host() -> str:
 
 
 def _on_gpus(
-    group: dist.ProcessGroup,
-    H: int,
-    G: int,
-    D: int,
-    K: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    group: dist.ProcessGroup, shape: _Shape, dtype: torch.dtype, device: torch.device
 ) -> PeerMemory:
     from torch.distributed import _symmetric_memory as symmetric_memory
 
+    H, G, D, K = shape
     rank, owned, lies_at = dist.get_rank(group), [], ""
     try:
         for width, kind in ((D, dtype), (K, torch.int64), (K, torch.float32)):
@@ -159,15 +155,9 @@ def _on_gpus(
 
 
 def _on_the_cpu(
-    group: dist.ProcessGroup,
-    H: int,
-    G: int,
-    D: int,
-    K: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    group: dist.ProcessGroup, shape: _Shape, dtype: torch.dtype, device: torch.device
 ) -> PeerMemory:
-    rank, world_size = rank_and_size(group)
+    (rank, world_size), (H, G, D, K) = rank_and_size(group), shape
     sizes = [(D, dtype), (K, torch.int64), (K, torch.float32)]
     lengths = [
         -(-max(H * G, 1) * width * kind.itemsize // _ALIGNED) * _ALIGNED for width, kind in sizes

@@ -75,7 +75,9 @@ def parallelize(
             shard_experts(layer, make_dispatcher(dispatcher, group=group, **dispatcher_options))
             _make_global(layer.experts, experts["ep"])
         for blocks in _groups(model, config):
-            together = [layer.experts for block in blocks for layer in moe_layers(block)]
+            together: list[nn.Module] = [
+                layer.experts for block in blocks for layer in moe_layers(block)
+            ]
             if together:
                 fully_shard(together, mesh=shards, mp_policy=policy, reshard_after_forward=reshard)
                 _divide_by_all(together[0], shards, config)
