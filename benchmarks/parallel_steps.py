@@ -51,6 +51,7 @@ class Case:
     batch_size: int
     dispatcher: str = "all_to_all"
     rows_factor: float | None = None
+    one_barrier: bool = False
     compiled: bool = False
     scopes: str = ""
     whole: bool = False
@@ -66,7 +67,8 @@ class Case:
 
     @property
     def dispatcher_options(self) -> dict[str, Any]:
-        return {} if self.rows_factor is None else {"rows_factor": self.rows_factor}
+        found = {} if self.rows_factor is None else {"rows_factor": self.rows_factor}
+        return found | ({"one_barrier": True} if self.one_barrier else {})
 
 
 def cases(ranks: int, smoke: bool, models: list[str]) -> Iterator[Case]:
@@ -102,9 +104,20 @@ def _moe(name: str, setting: Setting, ranks: int, smoke: bool) -> Iterator[Case]
         case = replace(case, dispatcher=dispatcher, rows_factor=factor)
         yield replace(case, contender=f"attn,moe, {dispatcher}", scopes="attn,moe")
         yield replace(case, contender=f"whole step, {dispatcher}", whole=True)
+    # The last of them.
+    name, bounded = f"whole step, {dispatcher}", replace(case, whole=True)
     if not smoke:
-        bounded = replace(case, rows_factor=1.25, whole=True)
-        yield from _with_both_optimizers(bounded, "whole step, symmetric, 1.25")
+        name, bounded = f"{name}, 1.25", replace(bounded, rows_factor=1.25)
+        yield from _with_both_optimizers(bounded, name)
+        once = replace(bounded, one_barrier=True, our_adamw=True)
+        yield replace(once, contender=f"{name}, one barrier, our AdamW")
+        yield replace(
+            case, contender=f"attn,moe, {dispatcher}, our AdamW", scopes="attn,moe", our_adamw=True
+        )
+    # Where launches are what takes time.
+    for size in () if case.model != "moe" else (2,) if smoke else (2, 4):
+        grouped = replace(bounded, layout=replace(layout, layers_per_group=size))
+        yield replace(grouped, contender=f"{name}, groups of {size}, our AdamW", our_adamw=True)
     alone = replace(case, layout=ALONE, rows_factor=None, dispatcher="local", whole=True)
     yield from _with_both_optimizers(alone, "whole step, alone")
 
@@ -181,7 +194,7 @@ class Run:
             "model": self.case.model, "contender": self.case.contender,
             "ranks": layout.world_size, "ep": layout.ep,
             "reshard_after_forward": layout.reshard_after_forward,
-            "reserved_bytes": self.reserved,
+            "layers_per_group": layout.layers_per_group, "reserved_bytes": self.reserved,
             "tokens_per_rank": self.batch[:, 1:].numel(), "step_ms": round(median, 3),
             "step_ms_of_turns": [round(each, 3) for each in self.milliseconds],
         }  # fmt: skip

@@ -56,6 +56,9 @@ ScheduleName = Annotated[str, typer.Option(help="Of a pipeline: 1f1b, gpipe, int
 StagesPerRank = Annotated[
     int | None, typer.Option(help="Of a pipeline.  [default: 1, interleaved_1f1b: 2]")
 ]
+LayersPerGroup = Annotated[
+    int | None, typer.Option(help="Layers that FSDP2 gathers and reduces together.  [default: 1]")
+]
 
 
 def build_app() -> typer.Typer:
@@ -174,6 +177,7 @@ def train(
     cp: Cp = None,
     ep: Ep = None,
     pp: Pp = None,
+    layers_per_group: LayersPerGroup = None,
     schedule: ScheduleName = "1f1b",
     stages_per_rank: StagesPerRank = None,
     timeout: Annotated[
@@ -261,6 +265,7 @@ def plan(
     pp: Pp = None,
     schedule: ScheduleName = "1f1b",
     stages_per_rank: StagesPerRank = None,
+    layers_per_group: LayersPerGroup = None,
     batch_size: Annotated[
         int | None,
         typer.Option(help="Sequences per step of all ranks.  [default: one a microbatch and rank]"),

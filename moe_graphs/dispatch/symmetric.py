@@ -22,8 +22,15 @@ from moe_graphs.dispatch.expert_group import ExpertParallel, rank_and_size
 from moe_graphs.dispatch.local_rows import check_rows_factor, local_rows, room_for_rows
 from moe_graphs.dispatch.peer_memory import peer_memory
 from moe_graphs.kernels import RowOrder, permute, unpermute
-from moe_graphs.kernels.peer_rows import pull_gradients, pull_sums, push_gradients, push_tokens
-from moe_graphs.kernels.permute import dot_kept, dot_rows, spread_rows
+from moe_graphs.kernels.peer_rows import (
+    pull_gradients,
+    pull_sums,
+    push_gradients,
+    push_tokens,
+    received_dots,
+    received_dots_kept,
+    received_rows,
+)
 from moe_graphs.kernels.row_stack import RETURNED, KeptRows
 
 
@@ -35,16 +42,21 @@ class SymmetricDispatcher(ExpertParallel):
 
     The same rows, the same ``rows_factor``, the same refusal of unequal numbers of tokens and the
     same bits as ``AllGatherDispatcher``, for up to four ranks; torch adds up more than that in
-    another order. Memory for W * T rows is shared by all layers: ``kernels.peer_rows`` says why one
-    is enough. It is made in the first call with a number of tokens, together by all ranks and
-    before any capture, and kept. On GPUs a rank that waits ten minutes for another one ends with a
-    CUDA error.
+    another order. Memory for W * T rows is shared by all layers, or for twice as many:
+    ``kernels.peer_rows`` says why that is enough. It is made in the first call with a number of
+    tokens, together by all ranks and before any capture, and kept. On GPUs a rank that waits ten
+    minutes for another one ends with a CUDA error.
+
+    Attributes:
+        one_barrier: an exchange waits once for the other ranks, not twice, for twice the memory.
+            It launches nothing else, and is not measured yet.
 
     Raises (in the first call):
         ValueError: on every rank, where memory cannot be shared, with what to take instead.
     """
 
     rows_factor: float | None = None
+    one_barrier: bool = False
     name: ClassVar[str] = "symmetric"
     host_sync: ClassVar[bool] = False
     leaves_tail: ClassVar[bool] = True
@@ -90,9 +102,9 @@ class SymmetricDispatcher(ExpertParallel):
             return permute(hidden_TD, order)
         local, memory = order.offsets_E.numel(), self._memory(hidden_TD, handle)
         # The routing is there already: rows travel as gradients do.
-        rows_GD = push_gradients(hidden_TD, handle, local, *memory)
+        push_gradients(hidden_TD, handle, local, *memory)
         inverse_GK = order.inverse_R.view(-1, handle.shape[1])
-        return spread_rows(rows_GD, order.order_R, inverse_GK, None, True)
+        return received_rows(order.order_R, inverse_GK, None, memory[0])
 
     def _memory(self, rows: Tensor, experts_TK: Tensor) -> tuple[int, str]:
         """Its number, and the name of the group. Rows of another dtype than the tokens' have
@@ -100,7 +112,15 @@ class SymmetricDispatcher(ExpertParallel):
         group, (tokens, top_k) = self.process_group, experts_TK.shape
         assert group is not None
         check_equal_tokens(group, tokens, self.name)
-        number = peer_memory(group, tokens, rows.shape[1], top_k, rows.dtype, rows.device)
+        number = peer_memory(
+            group,
+            tokens,
+            rows.shape[1],
+            top_k,
+            rows.dtype,
+            rows.device,
+            2 if self.one_barrier else 1,
+        )
         return number, group.group_name
 
 
@@ -119,13 +139,11 @@ class _Dispatch(torch.autograd.Function):
         memory: tuple[int, str],
     ) -> tuple[Tensor, ...]:
         ctx.local, ctx.memory = len(local), memory
-        rows_GD, experts_GK, weights_GK = push_tokens(
-            hidden_TD, experts_TK, weights_TK, len(local), *memory
-        )
+        experts_GK, weights_GK = push_tokens(hidden_TD, experts_TK, weights_TK, len(local), *memory)
         rows = local_rows(experts_GK, local, num_experts, room)
         order = rows.order
         inverse_GK = order.inverse_R.view_as(experts_GK)
-        rows_RD = spread_rows(rows_GD, order.order_R, inverse_GK, None, True)
+        rows_RD = received_rows(order.order_R, inverse_GK, None, memory[0])
         ctx.save_for_backward(experts_TK, inverse_GK)
         plain = (order.order_R, order.inverse_R, order.offsets_E, rows.dropped, rows.needed)
         ctx.mark_non_differentiable(*plain)
@@ -170,13 +188,16 @@ class _Combine(torch.autograd.Function):
         rows_RD, weights_GK, experts_TK, order_R, inverse_R = ctx.saved_tensors
         inverse_GK = inverse_R.view_as(weights_GK)
         # All ranks have to come here, whatever they need of it.
-        grad_GD = push_gradients(grad_TD, experts_TK, ctx.local, *ctx.memory)
+        push_gradients(grad_TD, experts_TK, ctx.local, *ctx.memory)
+        memory, kept = ctx.memory[0], ctx.kept
         grad_rows = grad_weights = None
         if ctx.needs_input_grad[0]:
-            grad_rows = spread_rows(grad_GD, order_R, inverse_GK, weights_GK, True)
+            grad_rows = received_rows(order_R, inverse_GK, weights_GK, memory)
         if ctx.needs_input_grad[1]:
-            if ctx.kept is None:
-                grad_weights = dot_rows(rows_RD, inverse_GK, grad_GD, True)
+            if kept is None:
+                grad_weights = received_dots(rows_RD, inverse_GK, memory)
             else:
-                grad_weights = dot_kept(ctx.kept, inverse_GK, grad_GD)
+                grad_weights = received_dots_kept(
+                    kept.state, kept.frame_5, inverse_GK, kept.stack, memory
+                )
         return grad_rows, grad_weights, None, None, None, None, None, None

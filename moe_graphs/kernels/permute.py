@@ -158,7 +158,10 @@ def dot_kept(kept: KeptRows, inverse_TK: Tensor, other_TD: Tensor) -> Tensor:
 def stack_dot(
     state: Tensor, frame_5: Tensor, inverse_TK: Tensor, other_TD: Tensor, stack: int
 ) -> Tensor:
-    # By their numbers in the part; none in a frame without room.
+    return dot_rows(part_of(stack, RETURNED), rows_in_part(frame_5, inverse_TK), other_TD, True)
+
+
+def rows_in_part(frame_5: Tensor, inverse_TK: Tensor) -> Tensor:
+    """Where a frame's rows are in a part of the stack; -1 in a frame without room."""
     has_row_TK = (inverse_TK >= 0) & (frame_5[1] > 0)
-    row_TK = torch.where(has_row_TK, inverse_TK + frame_5[0], -1)
-    return dot_rows(part_of(stack, RETURNED), row_TK, other_TD, True)
+    return torch.where(has_row_TK, inverse_TK + frame_5[0], -1)

@@ -24,16 +24,28 @@ DOT_NUMBERS, DOT_LEAST = 4096, 128  # of the [K, D] tile of `dot`, and of D at l
 
 
 @triton.jit
+def _in_half(token, turn_ptr, ago: tl.constexpr, TURNS: tl.constexpr):
+    """A token's row in memory of two halves that calls have by turns (`peer_rows`): in that of so
+    many calls ago. As many programs as a half has rows. Without turns it is the token's number."""
+    row = token.to(tl.int64)
+    if TURNS:
+        row += ((tl.load(turn_ptr) - ago) & 1) * tl.num_programs(0)
+    return row
+
+
+@triton.jit
 def spread_kernel(
-    source_ptr, inverse_ptr, weights_ptr, rows_ptr, D,
-    K: tl.constexpr, BLOCK_D: tl.constexpr, WEIGHTED: tl.constexpr, PDL: tl.constexpr = False,
+    source_ptr, inverse_ptr, weights_ptr, rows_ptr, turn_ptr, D,
+    K: tl.constexpr, BLOCK_D: tl.constexpr, WEIGHTED: tl.constexpr, TURNS: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     wait_for_previous(PDL)
     token = tl.program_id(0)
+    here = _in_half(token, turn_ptr, 1, TURNS)
     for base in range(0, D, BLOCK_D):
         column = base + tl.arange(0, BLOCK_D)
         live = column < D
-        value = tl.load(source_ptr + token.to(tl.int64) * D + column, mask=live)
+        value = tl.load(source_ptr + here * D + column, mask=live)
         for k in tl.static_range(K):
             row = tl.load(inverse_ptr + token * K + k).to(tl.int64)
             moved = value
@@ -45,11 +57,13 @@ def spread_kernel(
 
 @triton.jit
 def collect_kernel(
-    rows_ptr, inverse_ptr, weights_ptr, out_ptr, D,
-    K: tl.constexpr, BLOCK_D: tl.constexpr, WEIGHTED: tl.constexpr, PDL: tl.constexpr = False,
+    rows_ptr, inverse_ptr, weights_ptr, out_ptr, turn_ptr, D,
+    K: tl.constexpr, BLOCK_D: tl.constexpr, WEIGHTED: tl.constexpr, TURNS: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     wait_for_previous(PDL)
     token = tl.program_id(0)
+    there = _in_half(token, turn_ptr, 0, TURNS)
     for base in range(0, D, BLOCK_D):
         column = base + tl.arange(0, BLOCK_D)
         live = column < D
@@ -61,24 +75,26 @@ def collect_kernel(
             if WEIGHTED:
                 value *= tl.load(weights_ptr + token * K + k).to(tl.float32)
             total += value
-        out = out_ptr + token.to(tl.int64) * D + column
+        out = out_ptr + there * D + column
         tl.store(out, total.to(out_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit
 def dot_kernel(
-    rows_ptr, inverse_ptr, other_ptr, out_ptr, D,
-    K: tl.constexpr, K_LANES: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr = False,
+    rows_ptr, inverse_ptr, other_ptr, out_ptr, turn_ptr, D,
+    K: tl.constexpr, K_LANES: tl.constexpr, BLOCK_D: tl.constexpr, TURNS: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     wait_for_previous(PDL)
     token = tl.program_id(0)
+    here = _in_half(token, turn_ptr, 1, TURNS)
     slot = tl.arange(0, K_LANES)
     row = tl.load(inverse_ptr + token * K + slot, mask=slot < K, other=-1).to(tl.int64)
     total = tl.zeros((K_LANES,), dtype=tl.float32)
     for base in range(0, D, BLOCK_D):
         column = base + tl.arange(0, BLOCK_D)
         live = column < D
-        other = tl.load(other_ptr + token.to(tl.int64) * D + column, mask=live, other=0.0)
+        other = tl.load(other_ptr + here * D + column, mask=live, other=0.0)
         at = rows_ptr + row[:, None] * D + column[None, :]
         value = tl.load(at, mask=(row >= 0)[:, None] & live[None, :], other=0.0)
         total += tl.sum(value.to(tl.float32) * other.to(tl.float32)[None, :], 1)
@@ -92,15 +108,24 @@ def spread_rows(
     weights_TK: torch.Tensor | None,
     num_rows: int,
     has_gaps: bool,
+    turn_2: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`rows_RD`: every token's vector in its K rows; rows without a pair are zero (`has_gaps`)."""
-    tokens, D = source_TD.shape
+    """`rows_RD`: every token's vector in its K rows; rows without a pair are zero (`has_gaps`).
+    With a turn, of the half of `source_TD` that the call before had (`peer_rows`)."""
+    tokens, D = inverse_TK.shape[0], source_TD.shape[1]
     make = source_TD.new_zeros if has_gaps else source_TD.new_empty
     rows_RD = make((num_rows, D))
     if tokens and D:
         source_TD, inverse_TK = source_TD.contiguous(), inverse_TK.contiguous()
-        args = (source_TD, inverse_TK, _or(weights_TK, source_TD), rows_RD, D)
-        tile = _tile(inverse_TK, D)
+        args = (
+            source_TD,
+            inverse_TK,
+            _or(weights_TK, source_TD),
+            rows_RD,
+            _or(turn_2, source_TD),
+            D,
+        )
+        tile = _tile(inverse_TK, D, turn_2)
         launch(spread_kernel, (tokens,), args, WEIGHTED=weights_TK is not None, **tile)
     return rows_RD
 
@@ -120,34 +145,40 @@ def collect_rows_into(
     rows_RD: torch.Tensor,
     inverse_TK: torch.Tensor,
     weights_TK: torch.Tensor | None,
+    turn_2: torch.Tensor | None = None,
 ) -> None:
-    """`collect_rows` into contiguous memory that there is already."""
-    tokens, D = out_TD.shape
+    """`collect_rows` into contiguous memory that there is already; with a turn into the half of it
+    that this call has."""
+    tokens, D = inverse_TK.shape[0], out_TD.shape[1]
     if tokens and D:
         rows_RD, inverse_TK = rows_RD.contiguous(), inverse_TK.contiguous()
-        args = (rows_RD, inverse_TK, _or(weights_TK, rows_RD), out_TD, D)
-        tile = _tile(inverse_TK, D)
+        args = (rows_RD, inverse_TK, _or(weights_TK, rows_RD), out_TD, _or(turn_2, rows_RD), D)
+        tile = _tile(inverse_TK, D, turn_2)
         launch(collect_kernel, (tokens,), args, WEIGHTED=weights_TK is not None, **tile)
 
 
 @define_op(device="default")
 def dot_rows(
-    rows_RD: torch.Tensor, inverse_TK: torch.Tensor, other_TD: torch.Tensor
+    rows_RD: torch.Tensor,
+    inverse_TK: torch.Tensor,
+    other_TD: torch.Tensor,
+    turn_2: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`out_TK`: the inner products of every token's K rows with its vector, in fp32."""
+    """`out_TK`: the inner products of every token's K rows with its vector, in fp32. With a turn,
+    of the half of `other_TD` that the call before had."""
     (tokens, K), D = inverse_TK.shape, rows_RD.shape[1]
     out_TK = torch.zeros((tokens, K), dtype=torch.float32, device=rows_RD.device)
     if tokens and D:
-        tile = _tile(inverse_TK, D) | {"K_LANES": next_power_of_2(K)}
+        tile = _tile(inverse_TK, D, turn_2) | {"K_LANES": next_power_of_2(K)}
         tile["BLOCK_D"] = min(tile["BLOCK_D"], max(DOT_LEAST, DOT_NUMBERS // tile["K_LANES"]))
         rows_RD, inverse_TK = rows_RD.contiguous(), inverse_TK.contiguous()
-        args = (rows_RD, inverse_TK, other_TD.contiguous(), out_TK, D)
+        args = (rows_RD, inverse_TK, other_TD.contiguous(), out_TK, _or(turn_2, rows_RD), D)
         launch(dot_kernel, (tokens,), args, **tile)
     return out_TK
 
 
 @torch.library.register_fake("moe_graphs::spread_rows")
-def _(source_TD, inverse_TK, weights_TK, num_rows, has_gaps):
+def _(source_TD, inverse_TK, weights_TK, num_rows, has_gaps, turn_2=None):
     return source_TD.new_empty((num_rows, source_TD.shape[1]))
 
 
@@ -157,16 +188,18 @@ def _(rows_RD, inverse_TK, weights_TK):
 
 
 @torch.library.register_fake("moe_graphs::dot_rows")
-def _(rows_RD, inverse_TK, other_TD):
+def _(rows_RD, inverse_TK, other_TD, turn_2=None):
     return rows_RD.new_empty(inverse_TK.shape, dtype=torch.float32)
 
 
-def _or(weights_TK: torch.Tensor | None, anything: torch.Tensor) -> torch.Tensor:
-    """The weights, or a pointer that is not read."""
-    return anything if weights_TK is None else weights_TK.contiguous()
+def _or(given: torch.Tensor | None, anything: torch.Tensor) -> torch.Tensor:
+    """What is given, or a pointer that is not read."""
+    return anything if given is None else given.contiguous()
 
 
-def _tile(inverse_TK: torch.Tensor, D: int) -> dict:
+def _tile(inverse_TK: torch.Tensor, D: int, turn_2: torch.Tensor | None) -> dict:
     block = min(WIDEST, next_power_of_2(D))
     warps = 4 if block > WIDEST // 4 else 2
-    return {"K": inverse_TK.shape[1], "BLOCK_D": block, "num_warps": warps}
+    return {
+        "K": inverse_TK.shape[1], "BLOCK_D": block, "TURNS": turn_2 is not None, "num_warps": warps,
+    }  # fmt: skip

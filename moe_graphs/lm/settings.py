@@ -153,6 +153,8 @@ def _options(model: torch.nn.Module, settings: TrainSettings) -> dict[str, Any]:
         return {}
     seed = {"seed": settings.seed % (1 << 64)} if asked.stochastic_rounding else {}
     return dataclasses.asdict(asked) | seed
+
+
 def _splits_of_matrices(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
     """The weights between hidden states, and where one holds several side by side: for Muon. None
     of embedding, head, router and norms."""

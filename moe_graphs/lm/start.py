@@ -30,11 +30,12 @@ def start(
     cp: int | None,
     ep: int | None,
     pp: int | None,
+    layers_per_group: int | None,
     **options: Any,
 ) -> None:
     """The options of the command line, under the names they have there."""
     degrees = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp, "cp": cp, "ep": ep,
-               "pp": pp}  # fmt: skip
+               "pp": pp, "layers_per_group": layers_per_group}  # fmt: skip
     with errors_in_a_line():
         place = Place.of_environment()
         if not timeout > 0:

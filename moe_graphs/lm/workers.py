@@ -33,6 +33,7 @@ from moe_graphs.parallel import (
 )
 
 _A_MOMENT = datetime.timedelta(seconds=5)
+_NO_FACTORS = ("ep", "layers_per_group")  # of the number of ranks
 _FAILURES = "moe_graphs: how many ranks have failed"  # the key in the store
 
 
@@ -240,14 +241,15 @@ def layout_of(world_size: int, **degrees: int | None) -> ParallelConfig:
     if "dp_shard" not in given:
         others = 1
         for name, degree in given.items():
-            others *= 1 if name == "ep" else max(degree, 1)
+            others *= 1 if name in _NO_FACTORS else max(degree, 1)
         given["dp_shard"] = max(1, world_size // others)
     # Named first: a layout of its own may say that a degree is not built.
     product = 1
     for name, degree in given.items():
-        product *= 1 if name == "ep" else degree
+        product *= 1 if name in _NO_FACTORS else degree
     if product != world_size:
-        found = " * ".join(f"{name} ({n})" for name, n in sorted(given.items()) if name != "ep")
+        factors = sorted((name, n) for name, n in given.items() if name not in _NO_FACTORS)
+        found = " * ".join(f"{name} ({n})" for name, n in factors)
         raise ValueError(
             f"{found} = {product}, and there {_are(world_size)}: their product must be the number "
             f"of ranks (torchrun --nproc-per-node, or --nproc); ep is taken out of dp_shard * cp"

@@ -20,6 +20,8 @@ class ParallelConfig:
             what is left of it shards the experts further by FSDP2.
         reshard_after_forward: frees gathered parameters between forward and backward, as
             ``fully_shard`` does by default: less memory, one more all-gather.
+        layers_per_group: how many layers FSDP2 gathers and reduces together: fewer and larger
+            collectives and copies, weights and gradients of so many layers at once.
 
     Raises:
         ValueError: a degree that does not fit, or degrees that are not built together.
@@ -32,6 +34,7 @@ class ParallelConfig:
     ep: int = 1
     pp: int = 1
     reshard_after_forward: bool = True
+    layers_per_group: int = 1
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -52,6 +55,11 @@ class ParallelConfig:
             raise ValueError(
                 f"ep ({self.ep}) must divide dp_shard ({self.dp_shard}){by_cp}: expert-parallel "
                 f"ranks are taken out of it"
+            )
+        if self.layers_per_group > 1 and self.with_tokens == 1:
+            raise ValueError(
+                f"layers_per_group ({self.layers_per_group}): of FSDP2, which shards nothing "
+                f"without dp_replicate, dp_shard or cp: drop it"
             )
 
     @property

@@ -79,15 +79,18 @@ def parallelize(
         for layer in moe_layers(model):
             shard_experts(layer, make_dispatcher(dispatcher, group=group, **dispatcher_options))
             _make_global(layer.experts, experts["ep"])
-            sharded = fully_shard(
-                layer.experts, mesh=shards, mp_policy=policy, reshard_after_forward=reshard
-            )
-            _divide_by_all(sharded, shards, config)
+        for blocks in _groups(model, config):
+            together: list[nn.Module] = [
+                layer.experts for block in blocks for layer in moe_layers(block)
+            ]
+            if together:
+                fully_shard(together, mesh=shards, mp_policy=policy, reshard_after_forward=reshard)
+                _divide_by_all(together[0], shards, config)
     options: dict[str, Any] = {"mesh": _shards(config, mesh, "dp_shard_cp"), "mp_policy": policy}
     if model.embedding is not None:
         fully_shard(model.embedding, reshard_after_forward=reshard, **options)
-    for block in model.layers:
-        fully_shard(block, reshard_after_forward=reshard, **options)
+    for blocks in _groups(model, config):
+        fully_shard(blocks, reshard_after_forward=reshard, **options)
     if model.norm is not None and model.head is not None:
         # Needed again at once by the backward.
         fully_shard([model.norm, model.head], reshard_after_forward=False, **options)
@@ -148,6 +151,12 @@ def _check_stage(
         )
 
 
+def _groups(model: LanguageModel | ModelStage, config: ParallelConfig) -> list[list[nn.Module]]:
+    """Layers that are gathered and reduced together."""
+    layers, size = list(model.layers), config.layers_per_group
+    return [layers[start : start + size] for start in range(0, len(layers), size)]
+
+
 def _shards(config: ParallelConfig, mesh: DeviceMesh, dim: str) -> DeviceMesh:
     return mesh["dp_replicate", dim] if config.dp_replicate > 1 else mesh[dim]
 
@@ -160,9 +169,10 @@ def _make_global(experts: nn.Module, mesh: DeviceMesh) -> None:
         experts.register_parameter(name, nn.Parameter(whole, parameter.requires_grad))
 
 
-def _divide_by_all(experts: FSDPModule, shards: DeviceMesh, config: ParallelConfig) -> None:
+def _divide_by_all(experts: nn.Module, shards: DeviceMesh, config: ParallelConfig) -> None:
     """Their gradients are sums over the ``ep`` ranks already, of which FSDP2 knows nothing: it
-    would divide by its own ranks only."""
+    would divide by its own ranks only. What is said of one of a group is said of all."""
+    assert isinstance(experts, FSDPModule)
     experts.set_gradient_divide_factor(float(config.with_tokens))
     if shards.device_type == "cpu" and shards.size(shards.ndim - 1) > 1:
         # gloo has no sums that divide. With one rank it divides while it copies.

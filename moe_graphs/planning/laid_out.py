@@ -27,7 +27,7 @@ from moe_graphs.pipelines.formats import from_torch
 from moe_graphs.pipelines.schedule import Schedule
 from moe_graphs.planning.planned_step import PlannedStep
 from moe_graphs.planning.step_memory import Action
-from moe_graphs.planning.weights_around import Part, fsdp_parts
+from moe_graphs.planning.weights_around import Part, fsdp_parts, groups_of
 from moe_graphs.planning.wire_bytes import ShardedWeights
 
 _SHARD_DIMS = ("dp_shard_cp", "efsdp")
@@ -39,11 +39,13 @@ class LaidOutStage:
     """Attributes:
     layers: their numbers in the model.
     weights: that FSDP2 shards, by name.
+    groups: as of ``groups_of``.
     parts: what it gathers together, in the order of the forward.
     """
 
     layers: range
     weights: dict[str, ShardedWeights]
+    groups: dict[str, int]
     parts: list[Part]
 
 
@@ -83,8 +85,10 @@ def lay_out(
         for stage in stages:
             weights = _sharded(stage, layout)
             numbers = [int(name) for name, _ in stage.layers.named_children()]
-            parts = fsdp_parts(stage, weights, *step.on_the_wire)
-            found.append(LaidOutStage(range(numbers[0], numbers[-1] + 1), weights, parts))
+            groups = groups_of(stage, layout.layers_per_group)
+            parts = fsdp_parts(stage, weights, groups, *step.on_the_wire)
+            layers = range(numbers[0], numbers[-1] + 1)
+            found.append(LaidOutStage(layers, weights, groups, parts))
         held = held_between_steps(model)
         padding = max(0.0, 1 - _equal_share(model) / held["parameters"])
         return LaidOutRank(found, held, padding)

@@ -136,7 +136,8 @@ def _rank_plan(
         elif layout.pp > 1:
             sending = hidden if stage.layers.start else 0
             by_schedule = {"sending": sending, "returned": memory.logits}
-        costs.append(StageCosts(memory, stage.parts, **by_schedule))
+        groups = list(stage.groups.values())
+        costs.append(StageCosts(memory, stage.parts, groups, **by_schedule))
     found = step_memory(order, costs, deferred=layout.pp > 1)
     exact = dict(rank.held)
     if sum(arriving):
@@ -194,8 +195,10 @@ def _shared_with_peers(
         return 0
     if not any(map(config.is_moe_layer, stage.layers)):
         return 0
-    itemsize = step.compute_dtype.itemsize
-    return peer_memory_bytes(config.moe, config.hidden_size, step.tokens, layout.ep, itemsize)
+    itemsize, halves = step.compute_dtype.itemsize, 2 if step.one_barrier else 1
+    return peer_memory_bytes(
+        config.moe, config.hidden_size, step.tokens, layout.ep, itemsize, halves
+    )
 
 
 def _wire(
@@ -214,8 +217,7 @@ def _wire(
         found[name] = found.get(name, 0) + round(count)
 
     for stage, times in zip(rank.stages, step_found.gathers, strict=True):
-        parts = list(dict.fromkeys(map(part_of, stage.weights)))
-        gathers = {name: times[parts.index(part_of(name))] for name in stage.weights}
+        gathers = {name: times[stage.groups[part_of(name)]] for name in stage.weights}
         sharded = fsdp_bytes(stage.weights, *step.on_the_wire, gathers, reductions)
         for name, count in sharded.items():
             add(name, count)

@@ -20,6 +20,7 @@ class StageCosts:
     """Bytes of a stage; those of a pipeline are what torch's schedules hold by their variables.
 
     Attributes:
+        parts, groups: as of ``WeightsAround``.
         sending: after a backward, until the next one has ended: a gradient on its way.
         returned: after a backward, until the next forward has ended: logits.
         sent: of each microbatch after its backward, until the step ends: its messages.
@@ -27,6 +28,7 @@ class StageCosts:
 
     memory: MicrobatchMemory
     parts: Sequence[Part]
+    groups: Sequence[int]
     sending: int = 0
     returned: int = 0
     sent: int = 0
@@ -101,7 +103,8 @@ class _Stage:
     _known: dict[tuple[bool, WeightsAround], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.around = WeightsAround(tuple(self.costs.parts), deferred=self.deferred)
+        parts, groups = tuple(self.costs.parts), tuple(self.costs.groups)
+        self.around = WeightsAround(parts, groups, deferred=self.deferred)
 
     def gather(self, parts: set[int]) -> None:
         self.gathers.update(parts - self.around.before)

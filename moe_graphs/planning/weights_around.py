@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from moe_graphs.planning.microbatch_memory import Moment, part_of
+from moe_graphs.planning.microbatch_memory import Moment, part_of, parts_of
 from moe_graphs.planning.wire_bytes import ShardedWeights
 
 
@@ -42,6 +42,7 @@ class WeightsAround:
 
     Attributes:
         parts: in the order of the forward.
+        groups: the number of its part, for each part of a microbatch's ``Moment``.
         before: numbers of the parts that are gathered when the microbatch begins.
         accumulated: gradients of earlier microbatches are there.
         deferred: as pipelines do: weights stay after the backward, and gradients are reduced at the
@@ -49,12 +50,13 @@ class WeightsAround:
     """
 
     parts: Sequence[Part]
+    groups: Sequence[int]
     before: frozenset[int] = frozenset()
     accumulated: bool = False
     deferred: bool = False
 
     def __call__(self, moment: Moment) -> int:
-        total = 0
+        total, moment = 0, moment._replace(part=self.groups[moment.part])
         for number, part in enumerate(self.parts):
             if self._is_gathered(number, moment):
                 total += part.gathered
@@ -107,28 +109,45 @@ class WeightsAround:
         return self.between(False) + max(part.unreduced for part in self.parts)
 
 
+def groups_of(model: nn.Module, layers_per_group: int) -> dict[str, int]:
+    """By ``part_of``, in the order of the forward: numbers of what is gathered together."""
+    groups: dict[str, int] = {}
+    layers = 0
+    for part in parts_of(model):
+        continues = part.startswith("layers.") and layers % layers_per_group
+        groups[part] = max(groups.values(), default=-1) + (0 if continues else 1)
+        layers += part.startswith("layers.")
+    return groups
+
+
 def fsdp_parts(
-    model: nn.Module, weights: Mapping[str, ShardedWeights], gathered: int, reduced: int
+    model: nn.Module,
+    weights: Mapping[str, ShardedWeights],
+    groups: Mapping[str, int],
+    gathered: int,
+    reduced: int,
 ) -> list[Part]:
     """In the order of the forward.
 
     Args:
         weights: by name; without those that FSDP2 does not shard.
+        groups: as of ``groups_of``.
         gathered, reduced: bytes of a number of a weight, and of its gradient, on the wire.
     """
-    parts: dict[str, Part] = {}
+    parts = [Part()] * (1 + max(groups.values()))
     for name, parameter in model.named_parameters():
-        before = parts.get(part_of(name), Part())
+        number = groups[part_of(name)]
+        before = parts[number]
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         each = weights.get(name)
         numbers = each.numbers * each.ranks if each else 0
-        parts[part_of(name)] = Part(
+        parts[number] = Part(
             gathered=before.gathered + numbers * gathered,
             stays=not each.regathered if each else before.stays,
             unreduced=before.unreduced + numbers * reduced,
             gradients=before.gradients + (local.nbytes if parameter.requires_grad else 0),
         )
-    return list(parts.values())
+    return parts
 
 
 def most_around(parts: Sequence[Part], *, deferred: bool) -> dict[str, int]:

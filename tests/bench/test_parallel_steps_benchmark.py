@@ -14,7 +14,8 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 MOE = (
     "eager, all_to_all", "recipe, all_to_all", "attn,moe, all_gather", "whole step, all_gather",
-    "whole step, alone", "whole step, alone, our AdamW",
+    "whole step, all_gather, groups of 2, our AdamW", "whole step, alone",
+    "whole step, alone, our AdamW",
 )  # fmt: skip
 
 
@@ -41,6 +42,7 @@ def test_a_line_per_contender(tmp_path):
     moe = {line["contender"]: line for line in lines if line["model"] == "moe"}
     assert moe["whole step, all_gather"]["state"] == "captured"
     assert moe["whole step, all_gather"]["loss_difference"] < 1e-5
+    assert moe["whole step, all_gather, groups of 2, our AdamW"]["layers_per_group"] == 2
     for name in ("recipe, all_to_all", "attn,moe, all_gather"):  # not clipped
         assert moe[name]["loss_difference"] < 1e-2
         assert moe[name]["replayed"] > 0

@@ -47,7 +47,7 @@ def _poison(group: dist.ProcessGroup | None) -> None:
 def _equals_all_gather(
     name: str, group, device: str, dtype: torch.dtype, factor: float | None
 ) -> None:
-    """Output and gradients of tokens, weights and experts; twice, in poisoned memory."""
+    """Output and gradients of tokens, weights and experts, in poisoned memory of both kinds."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     torch.manual_seed(3)
     experts_GK = ROUTINGS[name][0](world_size * T, world_size)
@@ -60,9 +60,9 @@ def _equals_all_gather(
     given = [each[mine].to(device) for each in batch]
     given += [each.to(device, dtype) for each in (w1, w2, grad_GD[mine])]
     want = run_layer(AllGatherDispatcher(group, factor), *given)
-    for _ in range(2):
+    for one_barrier in (False, True):
         _poison(group)
-        found = run_layer(SymmetricDispatcher(group, factor), *given)
+        found = run_layer(SymmetricDispatcher(group, factor, one_barrier), *given)
         for number, (got, expected) in enumerate(zip(found, want, strict=True)):
             assert torch.equal(got, expected), f"{name}: {number}"
     _check_counts(group, factor, *given[:3])
@@ -96,7 +96,7 @@ def _check_all(rank: int, world_size: int, device: str) -> None:
         factors = {torch.float32: [None], torch.bfloat16: [1.0]}[dtype]
         for factor in factors if device == "cpu" else (None, 1.0):
             _equals_all_gather(name, group, device, dtype, factor)
-    assert len(peer_rows._numbered) <= 16  # one for each shape, dtype and group
+    assert len(peer_rows._numbered) <= 32  # one for each shape, dtype, group and kind
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -222,7 +222,7 @@ def _torchs_memory(rank: int, world_size: int) -> list:
         mock.patch.object(_symmetric_memory, "rendezvous", rendezvous),
         mock.patch.object(peer_memory, "_on_the_cpu", peer_memory._on_gpus),
     ):
-        given = (dist.group.WORLD, 3, 8, 2, torch.bfloat16, torch.device("cpu"))
+        given = (dist.group.WORLD, 3, 8, 2, torch.bfloat16, torch.device("cpu"), 2)
         memory = peer_rows.memory_of(peer_memory.peer_memory(*given))
         fails = True
         with pytest.raises(ValueError, match="symmetric needs peer access: cannot") as error:
@@ -236,9 +236,9 @@ def _torchs_memory(rank: int, world_size: int) -> list:
 def test_tensors_of_torchs_memory_are_found_where_they_lie():
     for asked, said in run_distributed(_torchs_memory, 2):
         assert asked == [
-            [(0, (6, 8), 8), (1, (6, 8), 16)],
-            [(0, (6, 2), 2), (1, (6, 2), 4)],
-            [(0, (6, 2), 4), (1, (6, 2), 8)],
+            [(0, (12, 8), 8), (1, (12, 8), 16)],
+            [(0, (12, 2), 2), (1, (12, 2), 4)],
+            [(0, (12, 2), 4), (1, (12, 2), 8)],
         ]
         assert "cannot share memory (another rank could not) (rank 0): take 'all_gather'" in said
 
@@ -248,11 +248,12 @@ def test_by_name():
     assert not SymmetricDispatcher.host_sync
 
 
-def _out_of_step(rank: int, world_size: int, device: str) -> None:
+def _out_of_step(rank: int, world_size: int, device: str, one_barrier: bool) -> None:
     """Ranks that dawdle at other times, and calls in any order: tokens sent twice before anything
     comes back, two microbatches open at once, sums that come back twice."""
     torch.manual_seed(rank)
-    dispatcher, calls = SymmetricDispatcher(), random.Random(5)  # the same on all ranks
+    dispatcher = SymmetricDispatcher(one_barrier=one_barrier)
+    calls = random.Random(5)  # the same on all ranks
     dawdle = random.Random(rank)
     opened: list[tuple] = []
     for number in range(80):
@@ -277,10 +278,11 @@ def _out_of_step(rank: int, world_size: int, device: str) -> None:
             torch.testing.assert_close(found_TD, want_TD, msg=f"gradient of call {number}")
 
 
+@pytest.mark.parametrize("one_barrier", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_ranks_out_of_step_and_calls_in_any_order(backend):
+def test_ranks_out_of_step_and_calls_in_any_order(backend, one_barrier):
     device = "cuda" if backend == "nccl" else "cpu"
-    run_distributed(_out_of_step, RANKS, backend, arguments=(device,))
+    run_distributed(_out_of_step, RANKS, backend, arguments=(device, one_barrier))
 
 
 def _one_dies(rank: int, world_size: int) -> None:

@@ -375,3 +375,6 @@ def test_degrees_that_are_not_the_ranks_are_refused(degrees, words):
 def test_what_is_left_of_the_ranks_is_sharded():
     assert layout_of(4, dp_replicate=2, ep=2) == ParallelConfig(dp_replicate=2, dp_shard=2, ep=2)
     assert layout_of(1) == ParallelConfig()
+    grouped = layout_of(4, layers_per_group=3)
+    assert grouped == ParallelConfig(dp_shard=4, layers_per_group=3)
+    assert layout_of(4, dp_shard=4, layers_per_group=3) == grouped

@@ -23,6 +23,8 @@ STEPS = 4
     [
         ({"dp_shard": 0}, "dp_shard: got 0, must be a whole number from 1 on"),
         ({"dp_replicate": 1.5}, "dp_replicate: got 1.5"),
+        ({"dp_shard": 2, "layers_per_group": 0}, "layers_per_group: got 0, must be a whole"),
+        ({"tp": 2, "layers_per_group": 2}, r"layers_per_group \(2\): of FSDP2, which shards noth"),
         ({"dp_shard": 4, "ep": 3}, r"ep \(3\) must divide dp_shard \(4\)"),
         ({"cp": 2, "ep": 4}, r"ep \(4\) must divide dp_shard \(1\) \* cp \(2\)"),
         ({"pp": 0}, "pp: got 0, must be a whole number from 1 on"),

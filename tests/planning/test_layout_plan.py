@@ -79,6 +79,11 @@ def test_activations_grow_with_what_is_sent_to_a_rank():
     assert more == pytest.approx(2 * (512 - 128) * (row + 8), abs=16)
     shared = planned(MOE, layout, replace(balanced, dispatcher="symmetric"))
     assert shared.estimated["memory shared with peers"] == 4 * 64 * (32 * 2 + 2 * 12)
+    step = replace(balanced, dispatcher="symmetric", one_barrier=True)
+    halves = plan_layout(MOE, layout, step).estimated["memory shared with peers"]
+    assert halves == 2 * shared.estimated["memory shared with peers"]
+    with pytest.raises(ValueError, match="one_barrier: of symmetric, which 'all_to_all' is not"):
+        replace(balanced, dispatcher="all_to_all", rows_factor=None, one_barrier=True)
 
 
 def test_dropout_of_a_gpu_keeps_a_byte():
@@ -163,6 +168,7 @@ def test_published_sizes():
         (["--gpus", 16, "--ep", 16, "--batch-size", 16], "num_experts (8) must be divisible"),
         (["--gpus", 2, "--ep", 2, "--dispatcher", "local"], "'local' sends nothing"),
         (["--gpus", 2, "--ep", 2, "--rows-factor", 2], "take all_gather or symmetric"),
+        (["--gpus", 1, "--layers-per-group", 2], "of FSDP2, which shards nothing"),
         (["--gpus", 2, "--dispatcher", "all_gather"], "which ep=1 does not use"),
         (["--gpus", 2, "--sequence-length", 9999], "more than the 256 positions"),
         (["--gpus", 2, "--model", "nobody"], "model: 'nobody' is no directory"),

@@ -25,6 +25,7 @@ from moe_graphs.layers import LanguageModel
 from moe_graphs.layers.activation_stack import ActivationStack
 from moe_graphs.training.activation_memory import other_activation_stack, use_activation_stack
 from moe_graphs.training.device_step import DeviceStep
+from routed_ranks import ONE_BARRIER, dispatcher_named
 from some_experts import SomeExperts
 from training_runs import DEVICES, SEQUENCE, Trace, loss_of, microbatches, tiny_model
 
@@ -142,8 +143,8 @@ def _check_runs(device: str, dispatcher: object, *kinds: str | None) -> list[lis
 
 
 def _runs(rank: int, world_size: int, device: str, name: str) -> list[list[bool]]:
-    kind = "whole step" if name == "symmetric" else "full"
-    return _check_runs(device, make_dispatcher(name, rows_factor=2.0), kind)
+    kind = "full" if name == "all_gather" else "whole step"
+    return _check_runs(device, dispatcher_named(name, rows_factor=2.0), kind)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,9 @@ def _runs(rank: int, world_size: int, device: str, name: str) -> list[list[bool]
     [
         ("gloo", "cpu", "all_gather"),
         ("gloo", "cpu", "symmetric"),
+        ("gloo", "cpu", ONE_BARRIER),
         pytest.param("nccl", "cuda", "symmetric", marks=pytest.mark.multigpu),
+        pytest.param("nccl", "cuda", ONE_BARRIER, marks=pytest.mark.multigpu),
     ],
 )
 def test_ranks_train_as_without_a_stack(backend, device, name):

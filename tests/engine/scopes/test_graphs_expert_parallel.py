@@ -20,9 +20,9 @@ from distributed import RANKS, run_distributed
 from full_iterations import optimizer_of
 from moe_graphs import GraphConfig
 from moe_graphs.config import SCOPE_STAGES
-from moe_graphs.dispatch import make_dispatcher
 from moe_graphs.engine.whole_step.full_iteration import FullIteration
 from moe_graphs.layers import LanguageModel
+from routed_ranks import ONE_BARRIER, dispatcher_named
 from training_runs import Trace, loss_of, microbatches, tiny_model
 
 STEPS = 20
@@ -37,7 +37,7 @@ LISTS = [
 
 def _model(device: str, layers: str, dispatcher: str) -> LanguageModel:
     count = 1 if layers == "moe" else 2
-    return tiny_model(device, layers, dispatcher=make_dispatcher(dispatcher), count=count)
+    return tiny_model(device, layers, dispatcher=dispatcher_named(dispatcher), count=count)
 
 
 def _reduce_shared(model: nn.Module) -> None:
@@ -148,12 +148,19 @@ def test_whole_layers_and_steps_are_bitwise_eager(backend, device, ranks, dispat
     run_distributed(_train_what_holds_all, ranks, backend, arguments=(device, dispatcher))
 
 
+@pytest.mark.parametrize(("backend", "device", "ranks"), [GLOO[0], NCCL])
+def test_one_barrier_is_bitwise_eager(backend, device, ranks):
+    run_distributed(_train_what_holds_all, ranks, backend, arguments=(device, ONE_BARRIER))
+
+
 @pytest.mark.parametrize(
     ("backend", "device", "dispatcher"),
     [
         ("gloo", "cpu", "all_gather"),
         ("gloo", "cpu", "symmetric"),
+        ("gloo", "cpu", ONE_BARRIER),
         pytest.param("nccl", "cuda", "symmetric", marks=pytest.mark.multigpu),
+        pytest.param("nccl", "cuda", ONE_BARRIER, marks=pytest.mark.multigpu),
     ],
 )
 def test_scope_lists_are_bitwise_eager(backend, device, dispatcher):
