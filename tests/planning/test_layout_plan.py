@@ -195,3 +195,12 @@ def test_the_command_and_a_directory(tmp_path):
     assert document["tokens"] == 512 * 64
     assert document["wire"]["HSDP all-reduce"] > 0
     assert "most at once" in result.stderr
+    assert "ranks" not in result.stderr
+    arguments += ["--pp", "2", "--microbatches", "4", "--schedule", "gpipe"]
+    result = CliRunner().invoke(build_app(), arguments)
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert document["memory"] == max(rank["memory"] for rank in document["ranks"])
+    assert [rank["in_flight"] for rank in document["ranks"]] == [[4], [4]]
+    assert document["idle"] == pytest.approx(1 / 5)
+    assert "ranks of pp, gpipe of 4 microbatches" in result.stderr

@@ -95,6 +95,6 @@ def test_one_gpu():
 def test_several_gpus():
     ranks = 4 if os.environ.get("RANKS") == "4" else 2
     layouts = OF_FOUR if ranks == 4 else OF_TWO
-    every = run_distributed(on_rank, ranks, "nccl", arguments=(layouts,), timeout_seconds=300)
+    every = run_distributed(on_rank, ranks, "nccl", arguments=(layouts,), timeout_seconds=500)
     for (degrees, step), *measured in zip(layouts, *every, strict=True):
         check(degrees, step, measured)
