@@ -16,6 +16,7 @@ from moe_graphs.optim import AdamW, adamw
 from moe_graphs.training.capturable import tensor_hyperparameters
 from moe_graphs.training.device_step import DeviceStep
 from moe_graphs.training.grad_scaler import GradScaler
+from updates_on_gpus import everything, set_gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -35,22 +36,6 @@ def parameters(dtype: torch.dtype = torch.bfloat16) -> list[nn.Parameter]:
     made = [torch.randn(shape, generator=generator, device="cuda").bfloat16() for shape in SHAPES]
     made[0] = made[0].transpose(1, 2).contiguous().transpose(1, 2)
     return [nn.Parameter(x.to(dtype)) for x in made]
-
-
-def set_gradients(held: Sequence[Tensor], seed: int, factor: float = 1.0) -> None:
-    """Numbers that bf16 holds, at the addresses where gradients are."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    for p in held:
-        numbers = torch.randn(p.shape, generator=generator, device="cuda").bfloat16()
-        if p.grad is None:
-            p.grad = torch.empty_like(p)
-        p.grad.copy_(factor * numbers)
-
-
-def everything(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    values = [v for p in held for _, v in sorted(optimizer.state[p].items())]
-    return [x.detach().clone() for x in (*held, *values)]
 
 
 def train(

@@ -15,6 +15,7 @@ from moe_graphs.kernels.adamw_reference import adamw_update_reference
 from moe_graphs.optim import AdamW
 from moe_graphs.training.device_step import DeviceStep
 from moe_graphs.training.grad_scaler import GradScaler
+from updates_on_gpus import everything, set_gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -29,16 +30,6 @@ def parameters(dtype: torch.dtype = BF16) -> list[nn.Parameter]:
     return [nn.Parameter(x.to(dtype)) for x in made]
 
 
-def set_gradients(held: list[nn.Parameter], seed: int, factor: float = 1.0) -> None:
-    """At the addresses where gradients are."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    for p in held:
-        numbers = torch.randn(p.shape, generator=generator, device="cuda").bfloat16()
-        if p.grad is None:
-            p.grad = torch.empty_like(p)
-        p.grad.copy_(factor * numbers)
-
-
 def train(optimizer: torch.optim.Optimizer, steps: int) -> list[Tensor]:
     """Parameters, then states by parameter and name."""
     held = optimizer.param_groups[0]["params"]
@@ -46,12 +37,6 @@ def train(optimizer: torch.optim.Optimizer, steps: int) -> list[Tensor]:
         set_gradients(held, step)
         optimizer.step()
     return everything(optimizer)
-
-
-def everything(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    held = optimizer.param_groups[0]["params"]
-    values = [v for p in held for _, v in sorted(optimizer.state[p].items())]
-    return [x.detach().clone() for x in (*held, *values)]
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
