@@ -111,7 +111,13 @@ class Muon(AdamW):
             state = self.state[parameter]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
-            row = _Row(*map(_local, (parameter, parameter.grad, state["momentum_buffer"])))
+            own = (parameter, parameter.grad, state["momentum_buffer"])
+            if len({getattr(tensor, "placements", None) for tensor in own}) > 1:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} has a gradient or a momentum "
+                    f"that is shared by ranks otherwise: redistribute it"
+                )
+            row = _Row(*map(_local, own))
             if row.momentum.shape != row.parameter.shape:
                 raise ValueError(
                     f"a parameter of shape {tuple(row.parameter.shape)} has a momentum of shape "
