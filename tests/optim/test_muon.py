@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from captured_updates import captured_update
 from moe_graphs.engine.whole_step.full_iteration import FullIteration
 from moe_graphs.optim import AdamW, Muon, UpdateInBackward
 from moe_graphs.training.capturable import (
@@ -344,16 +345,7 @@ def test_a_captured_step_is_an_eager_step_and_waits_for_nothing():
     for optimizer in (eager, graphed):
         gradients(optimizer, 0)
         optimizer.step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for optimizer in (eager, graphed):
-            optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        graphed.step()
+    graph = captured_update(eager, graphed)
     for step in range(1, 5):
         for optimizer in (eager, graphed):
             gradients(optimizer, step)
