@@ -83,8 +83,13 @@ def test_matrices_are_torchs(ratio, dtype, nesterov):
     ours, torchs = (parameters((24, 16), (16, 40), (8, 8), dtype=dtype) for _ in range(2))
     options = {"lr": 0.02, "weight_decay": 0.3, "momentum": 0.8, "nesterov": nesterov}
     options["adjust_lr_fn"] = ratio
-    found = train(Muon(ours, **options), range(5))
-    assert_equal(found, train(torch.optim.Muon(torchs, **options), range(5)))
+    found, expected = (
+        train(each, range(5))
+        for each in (Muon(ours, **options), torch.optim.Muon(torchs, **options))
+    )
+    # A product's last bit of bf16: an update is 2e-3 a number and more.
+    bits = {"atol": 2e-4, "rtol": 0.0 if dtype == torch.float32 else 1e-2}
+    torch.testing.assert_close(found, expected, **bits)
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
