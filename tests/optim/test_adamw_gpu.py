@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
+from captured_updates import captured_update
 from moe_graphs.kernels import adamw_triton
 from moe_graphs.optim import AdamW, adamw
 from moe_graphs.training.capturable import tensor_hyperparameters
@@ -157,16 +158,7 @@ def test_a_captured_step_is_an_eager_step_and_waits_for_nothing(tensor_rate):
             tensor_hyperparameters(optimizer)
         set_gradients(optimizer.param_groups[0]["params"], 0)
         optimizer.step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for optimizer in (eager, graphed):
-            optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        graphed.step()
+    graph = captured_update(eager, graphed)
     for step in range(1, 6):
         for optimizer in (eager, graphed):
             set_gradients(optimizer.param_groups[0]["params"], step)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from captured_updates import captured_update
 from moe_graphs.engine.whole_step.full_iteration import FullIteration
 from moe_graphs.optim import AdamW, Muon, UpdateInBackward
 from moe_graphs.training.capturable import (
@@ -82,8 +83,13 @@ def test_matrices_are_torchs(ratio, dtype, nesterov):
     ours, torchs = (parameters((24, 16), (16, 40), (8, 8), dtype=dtype) for _ in range(2))
     options = {"lr": 0.02, "weight_decay": 0.3, "momentum": 0.8, "nesterov": nesterov}
     options["adjust_lr_fn"] = ratio
-    found = train(Muon(ours, **options), range(5))
-    assert_equal(found, train(torch.optim.Muon(torchs, **options), range(5)))
+    found, expected = (
+        train(each, range(5))
+        for each in (Muon(ours, **options), torch.optim.Muon(torchs, **options))
+    )
+    # A product's last bit of bf16: an update is 2e-3 a number and more.
+    bits = {"atol": 2e-4, "rtol": 0.0 if dtype == torch.float32 else 1e-2}
+    torch.testing.assert_close(found, expected, **bits)
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -308,6 +314,9 @@ def test_experts_that_ranks_share_are_whole_matrices(mesh):
         ours.step()
     assert torch.equal(shared.to_local(), plain)
     assert isinstance(ours.state[shared]["momentum_buffer"], DTensor)
+    shared.grad = DTensor.from_local(torch.ones(4, 6, 4), mesh, [Replicate()])
+    with pytest.raises(ValueError, match="shared by ranks otherwise"):
+        ours.step()
     for shape, placement in (((6, 4), Shard(0)), ((2, 6, 4), Shard(1)), ((6, 4), Shard(1))):
         (local,) = parameters(shape)
         parameter = nn.Parameter(DTensor.from_local(local.detach(), mesh, [placement]))
@@ -341,16 +350,7 @@ def test_a_captured_step_is_an_eager_step_and_waits_for_nothing():
     for optimizer in (eager, graphed):
         gradients(optimizer, 0)
         optimizer.step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for optimizer in (eager, graphed):
-            optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        graphed.step()
+    graph = captured_update(eager, graphed)
     for step in range(1, 5):
         for optimizer in (eager, graphed):
             gradients(optimizer, step)

@@ -51,11 +51,13 @@ def square(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean()
 
 
-def language_model(device: str = "cpu", **sizes: int) -> LanguageModel:
+def language_model(
+    device: str = "cpu", dtype: torch.dtype = torch.float32, **sizes: int
+) -> LanguageModel:
     moe = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=16, aux_loss_coef=0.01)
     given = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 32} | sizes
     config = TransformerConfig(max_sequence_length=8, moe=moe, **given)
-    return LanguageModel(config, LocalDispatcher(), device=device)
+    return LanguageModel(config, LocalDispatcher(), device=device, dtype=dtype)
 
 
 def language_loss(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -335,7 +337,7 @@ def test_on_a_gpu_it_is_the_step_behind_the_backward(
     monkeypatch.setattr(adamw, "LARGE", 1 << 12)
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "num_layers": 6, "num_heads": 4, "vocab_size": 512}
-    models, optimizers = both(language_model("cuda", **sizes).bfloat16())
+    models, optimizers = both(language_model("cuda", torch.bfloat16, **sizes))
     steps = [behind(models[0], optimizers[0], language_loss)]
     options = {"max_programs": max_programs}
     steps.append(beside(models[1], optimizers[1], language_loss, **options))
