@@ -219,9 +219,10 @@ def grouped_gemm(lines: list[Line]) -> str:
     rows, used = [], []
     for label, select in SELECTED["grouped_gemm"].items():
         keys = ("model", "gemm", "tokens", "routing")
-        cells = {tuple(line[key] for key in keys) for line in select.lines(lines)}
+        own = select.lines(lines)
+        cells = {tuple(line[key] for key in keys) for line in own}
         where = [select.where | dict(zip(keys, cell, strict=True)) for cell in sorted(cells)]
-        runs = [Select("grouped_gemm", each, select.contenders).run(lines) for each in where]
+        runs = [Select("grouped_gemm", each, select.contenders).run(own) for each in where]
         torch = [run["torch"]["us"][1] / run["ours"]["us"][1] for run in runs]
         large = [run for run in runs if run["ours"]["rows"] >= 512]
         dense = [run["dense"]["us"][1] / run["ours"]["us"][1] for run in large]

@@ -43,14 +43,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-_imported = 0
+_imported, MANY_OBJECTS = 0, 5_000
 
 
 def pytest_runtest_setup() -> None:
     # The engine collects garbage before every capture. What has been imported is none, and takes
-    # nine tenths of the time to look through; tests import more (torch._dynamo, inductor).
+    # nine tenths of the time to look through; tests import more (torch._dynamo, inductor), and
+    # keep what they compare with (caches, fixtures of a file).
     global _imported
-    if len(sys.modules) > _imported:
+    if len(sys.modules) > _imported or len(gc.get_objects()) > MANY_OBJECTS:
         _imported = len(sys.modules)
         gc.collect()
         gc.freeze()

@@ -49,6 +49,11 @@ def run(command: str) -> str:
 def test_the_commands_run_as_they_stand(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
+    monkeypatch.syspath_prepend(REPOSITORY / "examples")
+    # Sequences of 32 tokens, not 128: the CPU multiplies in bf16 slowly.
+    import huggingface_checkpoint
+
+    monkeypatch.setattr(huggingface_checkpoint.token_batches, "__defaults__", (4, 32))
     installation, *commands = blocks("sh")
     assert all(line.startswith(("git clone", "pip install")) for line in installation.splitlines())
     assert len(commands) == 7

@@ -4,6 +4,7 @@ source line, and what is written outside of the block can be put back."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import pathlib
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -211,7 +212,7 @@ class Trace(Operations):
             values.put_back()
 
     def _check(self, func: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> None:
-        operation = str(func.overloadpacket)
+        operation = func.overloadpacket
         if (tensors or not tensor_leaves(args)) and _depends_on_values(func, args):
             _refuse(operation, _HOST_READ)
         generator = kwargs.get("generator")
@@ -225,7 +226,7 @@ class Trace(Operations):
         if func is not torch.ops.aten.lift_fresh.default:
             self._check_memory(operation, tensors)
 
-    def _check_hooks(self, operation: str) -> None:
+    def _check_hooks(self, operation: Any) -> None:
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             _refuse(
                 operation,
@@ -234,7 +235,7 @@ class Trace(Operations):
                 "or leave this part out of the scopes",
             )
 
-    def _check_memory(self, operation: str, tensors: list[Tensor]) -> None:
+    def _check_memory(self, operation: Any, tensors: list[Tensor]) -> None:
         for tensor in tensors:
             where = address(tensor)
             if where in self._known:
@@ -281,7 +282,7 @@ def address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _refuse(operation: str, problem: str) -> None:
+def _refuse(operation: Any, problem: str) -> None:
     line = source_line(traceback.extract_stack())
     raise CaptureError(f"{operation} {problem}, at {line}")
 
@@ -305,6 +306,11 @@ def _depends_on_values(func: Any, args: tuple) -> bool:
     if func.overloadpacket is torch.ops.aten.index:
         masks = (torch.bool, torch.uint8)
         return any(i is not None and i.dtype in masks for i in args[1])
+    return _has_value_tag(func)
+
+
+@functools.cache
+def _has_value_tag(func: Any) -> bool:
     return any(tag in func.tags for tag in _VALUE_TAGS)
 
 

@@ -26,7 +26,13 @@ PRELOADED = [
     "torch._dynamo",
     "torch.distributed.pipelining",
     "torch.distributed.fsdp",
-    "moe_graphs.layers",
+    "torch.distributed.checkpoint",
+    "moe_graphs.engine.whole_step.full_iteration",
+    "moe_graphs.lm.run",
+    "moe_graphs.lm.sharded_checkpoint",
+    "moe_graphs.parallel",
+    "moe_graphs.pipelines",
+    "moe_graphs.planning",
     "pytest",
 ]
 

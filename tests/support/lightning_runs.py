@@ -81,6 +81,7 @@ def trainer(folder: Path, device: str, *callbacks: pl.Callback, **options) -> pl
         "enable_model_summary": False,
         "enable_checkpointing": False,
         "num_sanity_val_steps": 0,
+        "limit_val_batches": 3,  # between training's batches, what graphs leave alone
         "log_every_n_steps": 1,
     }
     return pl.Trainer(
