@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from full_iterations import optimizer_of
 from lightning_runs import Regression, pl
@@ -63,7 +63,8 @@ class Replicated(Regression):
     def __init__(self, inside: bool = True, dropout: float = 0.0) -> None:
         super().__init__()
         self.inside, self.body, self.head = inside, nn.Identity(), nn.Identity()
-        layers = nn.Linear(6, 8), self.norm(8), nn.Dropout(dropout), nn.GELU()
+        # A bias ahead of the norm would have gradients of rounding, which Adam makes steps of.
+        layers = nn.Linear(6, 8, bias=False), self.norm(8), nn.Dropout(dropout), nn.GELU()
         self.net = nn.Sequential(*layers, nn.Linear(8, 1))
 
     def loss(self, batch):
@@ -165,7 +166,9 @@ def fit(
         enable_model_summary=False,
         **{**defaults, **options},
     )
-    train = train or DataLoader(rows(kind), batch_size=ROWS)
+    data = rows(kind)  # Lightning's own sampler would shuffle
+    in_order = DistributedSampler(data, shuffle=False)
+    train = train or DataLoader(data, batch_size=ROWS, sampler=in_order)
     held_out = DataLoader(rows(kind, seed=4), batch_size=ROWS)
     run.fit(made, train, held_out, ckpt_path=ckpt)
     return made, run

@@ -31,7 +31,7 @@ def unknown(trainer: pl.Trainer) -> str | None:
 
 def obstacle_of_strategy(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
     """What in the strategy's settings whole steps do not go with."""
-    strategy = trainer.strategy
+    strategy: Any = trainer.strategy
     wrapper = replicas(strategy)
     if strategy.model is not module and (wrapper is None or wrapper.module is not module):
         return f"{type(strategy.model).__name__} around the module: leave it to Lightning"

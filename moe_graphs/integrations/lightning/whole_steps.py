@@ -82,7 +82,8 @@ class GraphWholeSteps(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Before the strategy wraps the module: DDP is built on the stream of the captures."""
-        strategy, self._stream = trainer.strategy, None
+        strategy: Any = trainer.strategy
+        self._stream = None
         is_ddp = stage == "fit" and is_lightnings_own(strategy, "DDPStrategy")
         if is_ddp and strategy.root_device.type == "cuda":
             self._stream = torch.cuda.Stream(strategy.root_device)
@@ -261,8 +262,9 @@ class _WholeSteps:
             pieces = self._module, self._plugin, self._forward
             step = BatchStep(*pieces, takes_index, dropped, divisor, update)
             optimizer = None if update is None else update.optimizer
+            model: Any = self._trainer.strategy.model  # DDP's wrapper, or the module
             self._iterations[key] = FullIteration(
-                step, model=self._trainer.strategy.model, optimizer=optimizer, **self._options
+                step, model=model, optimizer=optimizer, **self._options
             )
         return self._iterations[key]
 
