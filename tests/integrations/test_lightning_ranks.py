@@ -28,6 +28,7 @@ from lightning_ranks import (
     trace_of,
 )
 from moe_graphs import GraphError
+from moe_graphs.engine.backends.cpu import CpuRecorder
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -214,11 +215,8 @@ class StepsOnRankOne(pl.Callback):
         trainer.optimizers[0].register_step_post_hook(lambda *_: None)
 
 
-class LogsANumber(Replicated):
-    def training_step(self, batch, batch_idx):
-        if dist.get_rank() == 1:
-            self.log("number", 3.0)
-        return super().training_step(batch, batch_idx)
+def fails(*_: Any) -> None:
+    raise OSError("disk on fire")
 
 
 def say(folder: str, kind: type, *callbacks: Any, **options: Any) -> tuple[list[str], Report]:
@@ -236,14 +234,16 @@ def disagree(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     of_one = lambda kind: [kind()] if rank == 1 else []  # noqa: E731
     unused = DDPStrategy(find_unused_parameters=True)
     shards = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=world_size)
-    return {
+    told = {
         "unused": say(folder, Replicated, strategy=unused),
         "static": say(folder, Replicated, strategy=DDPStrategy(static_graph=True)),
         "tensor": say(folder, Sharded, strategy=shards),
         "a hook": say(folder, Replicated, *of_one(OnRankOne)),
         "a step hook": say(folder, Replicated, *of_one(StepsOnRankOne)),
-        "a number": say(folder, LogsANumber),
     }
+    if rank == 1:
+        CpuRecorder.new_pool = fails  # type: ignore[method-assign]
+    return {**told, "a capture": say(folder, Replicated)}
 
 
 def test_what_is_refused_on_one_rank_is_on_all(tmp_path):
@@ -255,7 +255,7 @@ def test_what_is_refused_on_one_rank_is_on_all(tmp_path):
         "static": r"training is eager: DDPStrategy\(static_graph=True\)",
         "tensor": "training is eager: .*tensor_parallel_size=2",
         "a hook": "training is eager: on rank 1: OnRankOne.on_before_backward would",
-        "a number": r"on rank 1: capture of the step failed: .*self.log\('number'\)",
+        "a capture": "on rank 1: capture of the step failed: .*disk on fire",
     }
     for name, text in says.items():
         (message,), reports = first[name]
