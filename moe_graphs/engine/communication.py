@@ -26,6 +26,13 @@ def wait(results: Any) -> None:
             torch._C._distributed_c10d.Work.unbox(leaf).wait()
 
 
+def arrived(func: Any, results: Any) -> None:
+    """Waits for communication that gives back tensors (those of DTensors do) instead of work."""
+    if getattr(func, "namespace", None) == "_c10d_functional":
+        for tensor in tensor_leaves(results):
+            torch.ops._c10d_functional.wait_tensor(tensor)
+
+
 def finished(func: Any, args: tuple, results: Any) -> Any:
     """The results; of a reduce-scatter on the CPU, arrived, with work that is done.
 

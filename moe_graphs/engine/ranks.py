@@ -15,6 +15,7 @@ from torch import nn
 from moe_graphs.engine.signature import Mismatch
 from moe_graphs.errors import CaptureError
 
+FAILED_ELSEWHERE = "it failed on another rank"
 _NAMES = ("process_group", "group_name")  # of arguments of ops that communicate
 
 
@@ -50,13 +51,26 @@ class Ranks:
         """Whether it is so on this rank or on another one. All of them have to ask."""
         if self.group is None:
             return here
+        flag = torch.tensor(int(here), device="cpu")
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._between_hosts(self.group))
+        return bool(flag)
+
+    def first_of(self, here: str | None) -> str | None:
+        """What this rank says or, if nothing, what the first one does that says something. All of
+        them have to ask."""
+        if self.group is None:
+            return here
+        said: list[str | None] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(said, here, group=self._between_hosts(self.group))
+        others = (f"on rank {rank}: {text}" for rank, text in enumerate(said) if text is not None)
+        return next(others, None) if here is None else here
+
+    def _between_hosts(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         if self._on_hosts is None:
-            ranks = dist.get_process_group_ranks(self.group)
+            ranks = dist.get_process_group_ranks(group)
             # Ranks of other groups need not be here.
             self._on_hosts = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        flag = torch.tensor(int(here), device="cpu")
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._on_hosts)
-        return bool(flag)
+        return self._on_hosts
 
     def agree(self, mismatch: Mismatch | None) -> Mismatch | None:
         """The mismatch of this rank, or of another one."""
@@ -74,7 +88,7 @@ class Ranks:
             self.any(True)
             raise
         if self.any(False):
-            raise CaptureError("it failed on another rank")
+            raise CaptureError(FAILED_ELSEWHERE)
 
 
 ALONE = Ranks()

@@ -58,8 +58,8 @@ def check_options(options: RunOptions) -> None:
     shared = sharded or layout.tp > 1
     if isinstance(graphs, FullIterationConfig) and shared and not graphs.optimizer_in_graph:
         raise ValueError(
-            "impl: full_iteration on several ranks: gradients that are sharded (DTensor) cannot "
-            "leave a graph, so it has to use them itself: add --optimizer-in-graph"
+            "impl: full_iteration on several ranks: the update of sharded gradients (DTensor) is "
+            "a part of the graph: add --optimizer-in-graph"
         )
     theirs = {"fp8": options.fp8 != "none", "linear": model.linear != "torch"}
     experts = 0

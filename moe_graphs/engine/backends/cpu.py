@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine.backends.backend import Backend, Graph, MemoryMeter
-from moe_graphs.engine.communication import communicates, sends, wait
+from moe_graphs.engine.communication import arrived, communicates, sends, wait
 from moe_graphs.engine.reads import unwatched
 from moe_graphs.engine.resizing import noting_resizes
 from moe_graphs.engine.signature import tensor_leaves
@@ -49,6 +49,7 @@ class Tape(Graph):
                     at_the_end.callback(_wait_with, results, args)
                 elif communicates(func):
                     wait(results)
+                arrived(func, results)
                 for output, result in zip(outputs, tensor_leaves(results), strict=True):
                     if output.data_ptr() != result.data_ptr():
                         output.copy_(result)

@@ -26,7 +26,6 @@ from moe_graphs.engine.whole_step.fsdp import Sharding
 from moe_graphs.engine.whole_step.grad_fields import (
     Gradients,
     StaticGradients,
-    check_left,
     gradients_of,
     gradients_to_find,
     set_gradients,
@@ -148,7 +147,6 @@ def _record(
     left = gradients_of(parameters)
     gradients = None
     if seen.touches_gradients:
-        check_left(list(named), prepared.found, left)
         gradients = StaticGradients(list(named), parameters, seen.dropped, prepared.found, left)
     return RecordedStep(
         graph=graphs[0],

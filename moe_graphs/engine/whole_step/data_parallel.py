@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_graphs.errors import CaptureError
 
 EAGER_FORWARDS = 11
-"""DDP times its first ten forwards with events it waits for, and rebuilds its buckets after the
-first: what torch's notes on CUDA graphs mean by eleven warm-up iterations."""
+"""On a GPU. DDP times its first ten forwards with events it waits for, and rebuilds its buckets
+after the first: what torch's notes on CUDA graphs mean by eleven warm-up iterations."""
 
 _NEVER = 2**31 - 1
 

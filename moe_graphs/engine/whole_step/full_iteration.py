@@ -104,6 +104,8 @@ class FullIteration(Generic[BatchT, ResultT]):
         on_mismatch: what a call does that differs from the captured one (shapes, keys, constants,
             flags, hyperparameters, addresses): run eagerly, counted in ``report()`` ("eager"),
             raise ``GraphError`` ("error"), or capture again ("recapture").
+        agree: ranks agree before each call with "eager", too: all replay it or none does, for steps
+            that communicate in another order where they run eagerly.
         verify: compare the first replay bit for bit with an eager step from the same state.
         stream: the one to capture on; with DDP, the one that it was built on.
 
@@ -121,6 +123,7 @@ class FullIteration(Generic[BatchT, ResultT]):
         generators: Sequence[torch.Generator] = (),
         warmup_steps: int = 3,
         on_mismatch: str = "eager",
+        agree: bool = False,
         verify: bool = True,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
@@ -136,6 +139,7 @@ class FullIteration(Generic[BatchT, ResultT]):
         self._has_stream = stream is not None
         self._ranks = Ranks(model)
         self._warmup_steps, self._on_mismatch = warmup_steps, on_mismatch
+        self._agrees = agree or on_mismatch != "eager"
         self._verify = verify
         self._reads: Reads | None = None
         self._refused: str | None = None
@@ -159,14 +163,14 @@ class FullIteration(Generic[BatchT, ResultT]):
             if self._eager_calls["warmup"] < self._warmup_steps:
                 return self._warmup(batch)
             mode = context.reason_of_modes()
-            if mode is not None:
-                return self._eager(batch, mode)
+            if self._ranks.any(mode is not None):  # a capture is of all ranks
+                return self._eager(batch, mode or "another_rank")
             self._capture(batch, rehearsals=2)
         if self.state != "captured":
             return self._eager(batch, self.state)
         leaves, structure = pytree.tree_flatten(batch)
         mismatch = self._recorded.mismatch(batch, leaves, structure)
-        if self._on_mismatch != "eager":
+        if self._agrees:
             mismatch = self._ranks.agree(mismatch)
         if mismatch is not None:
             if self._on_mismatch != "recapture":
@@ -265,7 +269,8 @@ class FullIteration(Generic[BatchT, ResultT]):
         started = time.perf_counter()
         self.state = "capture_failed"
         self._resources.release()
-        if data_parallel.wrappers(self._definition.model):
+        on_cuda = self._definition.backend.device.type == "cuda"
+        if on_cuda and data_parallel.wrappers(self._definition.model):
             eager_forwards = sum(self._eager_calls.values())
             rehearsals = max(rehearsals, data_parallel.EAGER_FORWARDS - eager_forwards)
         recorded, proof = record_step(

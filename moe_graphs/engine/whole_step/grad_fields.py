@@ -106,7 +106,7 @@ class _Lent:
 
     def __init__(self, left: torch.Tensor, *, adds: bool) -> None:
         self._static, self.handed = left.detach(), left.detach()
-        self._storage, self._adds = left.untyped_storage(), adds
+        self._storage, self._adds = local(left).untyped_storage(), adds
         self._known = references(self._storage)
         self._known_of_handed = sys.getrefcount(self.handed)  # ``.grad`` itself is none of them
 
@@ -115,23 +115,33 @@ class _Lent:
         if is_set and self._adds:
             return True
         if sys.getrefcount(self.handed) > self._known_of_handed:
-            self.handed.data = self.handed.detach().clone()
+            _move(self.handed)
             self.handed = self._static.detach()
         return references(self._storage) <= self._known
 
 
-def check_left(names: Sequence[str], found: Gradients, left: Gradients) -> None:
+def _move(handed: torch.Tensor) -> None:
+    """To memory of its own. A tensor that stands for another one is given another to stand for."""
+    part = local(handed)
+    if part is handed:
+        handed.data = handed.detach().clone()
+        return
+    holder: torch.Tensor = handed
+    while (inner := getattr(holder, name := holder.__tensor_flatten__()[0][0])) is not part:
+        holder = inner
+    setattr(holder, name, part.detach().clone())
+
+
+def keep_apart(parameters: Sequence[torch.Tensor], found: Gradients) -> None:
+    """Gives gradients of sharded parameters that the step has made memory of their own.
+
+    FSDP2 makes those of a group as parts of one buffer, which could not be called in one by one.
     """
-    Raises:
-        CaptureError: if a step leaves gradients of sharded parameters that it has made.
-    """
-    for name, before, after in zip(names, found, left, strict=True):
-        if after is not None and after is not before and stands_for_another(after):
-            raise CaptureError(
-                f"the step leaves {name}.grad, a {type(after).__name__} in memory that the next "
-                f"replay writes again: let it drop gradients (optimizer.step() and zero_grad() in "
-                f"the step), or keep theirs between steps (zero_grad(set_to_none=False))"
-            )
+    for parameter, before in zip(parameters, found, strict=True):
+        after = parameter.grad
+        is_new = after is not None and after is not before and stands_for_another(after)
+        if is_new and is_part(after):
+            parameter.grad = after.detach().clone()
 
 
 def gradients_of(parameters: Sequence[torch.Tensor]) -> Gradients:

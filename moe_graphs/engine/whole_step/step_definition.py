@@ -16,6 +16,7 @@ from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.guards import Guards, reads_before_running
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.whole_step.fsdp import Sharding
+from moe_graphs.engine.whole_step.grad_fields import gradients_of, keep_apart
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,13 @@ class StepDefinition:
     backend: Backend
 
     def run(self, batch: Any) -> Any:
-        """The step; afterwards no parameter is gathered that FSDP2 has sharded."""
+        """The step; afterwards no parameter is gathered that FSDP2 has sharded, and gradients that
+        it has made share no memory with one another."""
+        parameters = list(self.parameters().values())
+        before = gradients_of(parameters)
         result = self.step(batch)
         self.sharding.rest()
+        keep_apart(parameters, before)
         return result
 
     @functools.cached_property

@@ -9,7 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from moe_graphs.integrations.lightning.names import pl
-from moe_graphs.integrations.lightning.obstacles import hook_owners, is_overridden
+from moe_graphs.integrations.lightning.obstacles import (
+    hook_owners,
+    is_lightnings_own,
+    is_overridden,
+)
 from moe_graphs.training.device_step import DeviceStep
 from moe_graphs.training.grad_scaler import GradScaler
 
@@ -33,6 +37,11 @@ class DeviceUpdate:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if not isinstance(scaler, GradScaler):
             return None
+        if is_lightnings_own(trainer.strategy, "ModelParallelStrategy"):
+            raise ValueError(
+                "scaler: moe_graphs' GradScaler does not go with ModelParallelStrategy, whose "
+                "ranks see other gradients: use bf16-mixed or bf16-true, which need no scaler"
+            )
         for owner in hook_owners(trainer, module):
             for name in _NOT_CALLED:
                 if is_overridden(owner, name):

@@ -14,13 +14,8 @@ _PRECISIONS = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision"
 
 def obstacle(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
     """Why this training cannot run in graphs of whole batches."""
-    strategy, plugin = trainer.strategy, trainer.precision_plugin
-    if not _is_lightnings_own(strategy, "SingleDeviceStrategy") or strategy.model is not module:
-        return (
-            f"{type(strategy).__name__} on {trainer.world_size} device(s): GraphScopes supports "
-            f"several, this one does not"
-        )
-    if not _is_lightnings_own(plugin, *_PRECISIONS):
+    plugin = trainer.precision_plugin
+    if not is_lightnings_own(plugin, *_PRECISIONS):
         return f"{type(plugin).__name__} is a precision plugin that it does not know"
     if not module.automatic_optimization:
         return "manual optimization: call FullIteration in training_step"
@@ -55,7 +50,7 @@ def is_overridden(owner: Any, name: str) -> bool:
     return defining is not None and not _is_of_lightning(defining)
 
 
-def _is_lightnings_own(value: Any, *names: str) -> bool:
+def is_lightnings_own(value: Any, *names: str) -> bool:
     return type(value).__name__ in names and _is_of_lightning(type(value))
 
 

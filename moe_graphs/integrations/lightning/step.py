@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine.reads import unwatched
+from moe_graphs.engine.stand_for import local
 from moe_graphs.errors import CaptureError
 from moe_graphs.integrations.lightning.index import BatchIndex
+from moe_graphs.integrations.lightning.strategies import Forward
 from moe_graphs.integrations.lightning.update import Update
 
 
@@ -61,7 +63,8 @@ class BatchStep:
     """``training_step``, then the gradients are dropped, then the backward, then the update.
 
     Attributes:
-        takes_index: whether ``training_step`` takes ``batch_idx``.
+        forward: ``training_step``, as the strategy calls it.
+        takes_index: whether it takes ``batch_idx``.
         dropped: the parameters whose gradients are; none within the batches of one update.
         divisor: of the loss, ``accumulate_grad_batches``.
         update: None if Lightning does it, or no update follows this batch.
@@ -69,6 +72,7 @@ class BatchStep:
 
     module: Any
     plugin: Any
+    forward: Forward
     takes_index: bool
     dropped: tuple[nn.Parameter, ...]
     divisor: int
@@ -86,7 +90,7 @@ class BatchStep:
         index = (BatchIndex(),) if self.takes_index else ()
         found = pytree.tree_flatten(call.given)
         with noting_logs(self.module) as logged, self.plugin.train_step_context():
-            output = self.module.training_step(call.given, *index)
+            output = self.forward(call.given, *index)
         if output is None:
             raise CaptureError("training_step returned None, for which Lightning skips the batch")
         output = dict(output) if isinstance(output, Mapping) else output
@@ -164,7 +168,7 @@ def _check(output: Any, logged: list[tuple[Logged, Any]], module: Any) -> None:
             )
     kept = [*module.parameters(), *module.buffers()]
     kept += [parameter.grad for parameter in kept if parameter.grad is not None]
-    memory = {tensor.untyped_storage().data_ptr() for tensor in kept}
+    memory = {local(tensor).untyped_storage().data_ptr() for tensor in kept}
     for path, leaf in pytree.tree_flatten_with_path(output)[0]:
         name = f"output{pytree.keystr(path)}"
         if not (_is_on(leaf, device) or type(leaf) in (str, int, bool, type(None))):
@@ -172,7 +176,7 @@ def _check(output: Any, logged: list[tuple[Logged, Any]], module: Any) -> None:
                 f"training_step returns {_described(leaf)} ({name}), which a graph would not "
                 f"renew: return tensors on {device}"
             )
-        if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() in memory:
+        if isinstance(leaf, Tensor) and local(leaf).untyped_storage().data_ptr() in memory:
             raise CaptureError(
                 f"training_step returns a parameter, buffer or gradient ({name}), and a replay "
                 f"returns copies: return a clone, or read it in on_train_batch_end"

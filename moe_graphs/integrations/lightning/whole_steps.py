@@ -10,12 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_graphs.engine.ranks import FAILED_ELSEWHERE, Ranks
 from moe_graphs.engine.whole_step.full_iteration import FullIteration, FullIterationReport
 from moe_graphs.errors import CaptureError, GraphWarning
 from moe_graphs.integrations.lightning.device_update import DeviceUpdate
 from moe_graphs.integrations.lightning.names import pl, rank_zero_info, rank_zero_warn
-from moe_graphs.integrations.lightning.obstacles import obstacle
+from moe_graphs.integrations.lightning.obstacles import is_lightnings_own, obstacle
 from moe_graphs.integrations.lightning.step import BatchStep, Call, unwatched_logs
+from moe_graphs.integrations.lightning.strategies import (
+    Forward,
+    built_on,
+    obstacle_of_strategy,
+    put_back,
+    unknown,
+)
 from moe_graphs.integrations.lightning.update import Update, has_hooks, why_outside
 
 
@@ -42,16 +50,20 @@ class GraphWholeSteps(pl.Callback):
     - a ``training_step`` that takes ``dataloader_iter``, returns None, looks at ``batch_idx``,
       changes what Python keeps, or logs or returns numbers (log tensors, or log in
       ``on_train_batch_end``);
-    - other strategies than one device's, other precision plugins than Lightning's for fp32, fp64,
-      fp16 and bf16, manual optimization, ``StochasticWeightAveraging``.
+    - other strategies than one device's, ``DDPStrategy`` and ``ModelParallelStrategy`` (FSDP2), and
+      settings of these that docs/many_gpus.md lists; other precision plugins than Lightning's for
+      fp32, fp64, fp16 and bf16, manual optimization, ``StochasticWeightAveraging``.
+
+    On several ranks all replay a batch or none does, whatever differs on one of them.
 
     Not promised: what ``training_step`` does besides computing (printing, a clock, a logger that is
     called past ``self.log``) happens in captures and not in replays, as far as the engine does not
     see it and refuse. Values that are logged or returned are without autograd history.
 
-    While training, methods of the strategy (``training_step``, ``backward``, ``optimizer_step``)
-    and ``optimizer_zero_grad`` of the module are replaced on the instances, and given back at the
-    end. ``reports`` is there after the training, one for each graph; empty if it was Lightning's.
+    While training, methods of the strategy (``training_step``, ``backward``, ``optimizer_step``,
+    on GPUs DDP's ``_setup_model``) and ``optimizer_zero_grad`` of the module are replaced on the
+    instances, and given back at the end. ``reports`` is there after the training, one for each
+    graph; empty if it was Lightning's.
 
     With a ``moe_graphs`` ``GradScaler`` (``plugins=[MixedPrecision("16-mixed", "cuda", scaler=
     GradScaler("cuda", hysteresis=2))]``) the update is a ``DeviceStep``, see ``DeviceUpdate``.
@@ -65,22 +77,37 @@ class GraphWholeSteps(pl.Callback):
         self.reports: list[FullIterationReport] = []
         self._steps: _WholeSteps | None = None
         self._warned = False
+        self._stream: torch.cuda.Stream | None = None
         self._undo = contextlib.ExitStack()
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Before the strategy wraps the module: DDP is built on the stream of the captures."""
+        strategy: Any = trainer.strategy
+        self._stream = None
+        is_ddp = stage == "fit" and is_lightnings_own(strategy, "DDPStrategy")
+        if is_ddp and strategy.root_device.type == "cuda":
+            self._stream = torch.cuda.Stream(strategy.root_device)
+            self._replace(strategy, "_setup_model", built_on(self._stream, strategy))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._steps, self.reports, self._warned = None, [], False
         device_update = DeviceUpdate.of(trainer, pl_module)
         if device_update is not None:
             self._replace(trainer.strategy, "optimizer_step", device_update)
-        reason = obstacle(trainer, pl_module)
+        reason, ranks = unknown(trainer), Ranks()
+        if reason is None:
+            ranks = Ranks(trainer.strategy.model)
+            found = obstacle_of_strategy(trainer, pl_module) or obstacle(trainer, pl_module)
+            reason = ranks.first_of(found)  # all do alike
         if reason is not None:
             _warn(f"training is eager: {reason}")
             return
-        outside = why_outside(trainer, pl_module)
+        outside = ranks.first_of(why_outside(trainer, pl_module))
         if outside is not None:
             rank_zero_info(f"GraphWholeSteps: the update runs behind the graph: {outside}")
         options = {"warmup_steps": self.warmup_steps, "on_mismatch": self.on_mismatch}
-        self._steps = steps = _WholeSteps(trainer, pl_module, options)
+        options |= {"agree": True, "stream": self._stream}
+        self._steps = steps = _WholeSteps(trainer, pl_module, ranks, options)
         self._replace(trainer.strategy, "training_step", steps.training_step)
         self._replace(trainer.strategy, "backward", steps.backward)
         if outside is None:
@@ -122,15 +149,8 @@ class GraphWholeSteps(pl.Callback):
         def replaced(*args: Any, **kwargs: Any) -> Any:
             return method(*args, **kwargs)
 
-        self._undo.callback(_put_back, owner, name, vars(owner).get(name))
+        self._undo.callback(put_back, owner, name, vars(owner).get(name))
         vars(owner)[name] = replaced
-
-
-def _put_back(owner: Any, name: str, before: Callable[..., Any] | None) -> None:
-    if before is None:
-        del vars(owner)[name]
-    else:
-        vars(owner)[name] = before
 
 
 class _WholeSteps:
@@ -141,9 +161,14 @@ class _WholeSteps:
     """
 
     def __init__(
-        self, trainer: pl.Trainer, module: pl.LightningModule, options: dict[str, Any]
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        ranks: Ranks,
+        options: dict[str, Any],
     ) -> None:
         self.batch_idx = 0
+        self._ranks, self._forward = ranks, Forward(trainer.strategy, module)
         self._trainer, self._module, self._plugin = trainer, module, trainer.precision_plugin
         self._lightnings_step = trainer.strategy.training_step
         self._lightnings_update = trainer.strategy.optimizer_step
@@ -173,11 +198,13 @@ class _WholeSteps:
         try:
             results = iteration(call)
         except CaptureError as error:
-            self._say(str(error))
+            own = None if FAILED_ELSEWHERE in str(error) else str(error)
+            self._say(self._ranks.first_of(own) or str(error))  # it is raised on all
             results = iteration(call)
         if call.from_lightning:
             return call.from_lightning.pop()
         self._is_ahead, self._update = True, None
+        self._forward.went()
         output, logged = results
         for each, value in logged:
             self._module.log(each.name, value, *each.args, **each.options)
@@ -197,7 +224,7 @@ class _WholeSteps:
         self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Of the strategy: the closure replays the update, too, or it is Lightning's."""
-        if has_hooks(optimizer):
+        if self._ranks.any(has_hooks(optimizer)):
             return self._lightnings_update(optimizer, closure, *args, **kwargs)
         self._update = Update.of(self._trainer)
         try:
@@ -229,13 +256,15 @@ class _WholeSteps:
         groups = [group["params"] for group in self._trainer.optimizers[0].param_groups]
         if self.batch_idx % divisor:
             groups = []
-        key = divisor, update, *map(len, groups)  # groups may grow
+        key = divisor, update, self._forward.kind(), *map(len, groups)  # groups may grow
         if key not in self._iterations:
             dropped = tuple(parameter for group in groups for parameter in group)
-            step = BatchStep(self._module, self._plugin, takes_index, dropped, divisor, update)
+            pieces = self._module, self._plugin, self._forward
+            step = BatchStep(*pieces, takes_index, dropped, divisor, update)
             optimizer = None if update is None else update.optimizer
+            model: Any = self._trainer.strategy.model  # DDP's wrapper, or the module
             self._iterations[key] = FullIteration(
-                step, model=self._module, optimizer=optimizer, **self._options
+                step, model=model, optimizer=optimizer, **self._options
             )
         return self._iterations[key]
 
