@@ -11,7 +11,7 @@ from moe_graphs.layers import LanguageModel
 from moe_graphs.lm.settings import TrainSettings
 from moe_graphs.lm.trainer import autocast, cross_entropy
 from moe_graphs.lm.workers import Workers
-from moe_graphs.parallel import Pipeline, parallelize, pipeline_stages
+from moe_graphs.parallel import Pipeline, parallelize, pipeline_stages, vocabulary_group
 
 
 def lay_out_pipeline(
@@ -34,14 +34,15 @@ def lay_out_pipeline(
     for stage in stages:
         parallelize(stage, workers.layout, workers.mesh, **dispatcher)
     rows = settings.batch_size // settings.microbatches // workers.data.size()
+    loss = functools.partial(cross_entropy, group=vocabulary_group(stages[-1]))
     return Pipeline(
         stages,
         workers.mesh,
-        cross_entropy,
+        loss,
         microbatches=settings.microbatches,
-        microbatch_shape=(rows, settings.sequence_length),
+        microbatch_shape=(rows, settings.sequence_length // workers.layout.cp),
         schedule=schedule,
-        evaluation_loss_fn=functools.partial(cross_entropy, reduction="sum"),
+        evaluation_loss_fn=functools.partial(loss, reduction="sum"),
     )
 
 

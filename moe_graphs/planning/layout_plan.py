@@ -157,6 +157,11 @@ def plan_layout(config: TransformerConfig, layout: ParallelConfig, step: Planned
             f"pp: a plan counts all layers on every rank, and pp={layout.pp} divides them: plan "
             f"with pp=1 (--gpus of one stage's ranks) and divide by the stages"
         )
+    if layout.tp > 1 and layout.cp > 1:
+        raise ValueError(
+            f"cp: a plan does not count heads that tp ({layout.tp}) and cp ({layout.cp}) share "
+            f"both: plan with one of them"
+        )
     if step.sequence_length % layout.cp:
         raise ValueError(
             f"sequence_length: {layout.cp} ranks (cp) cannot share {step.sequence_length} tokens "

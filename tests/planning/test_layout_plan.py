@@ -221,6 +221,7 @@ def test_published_sizes():
     [
         (["--gpus", 4, "--tp", 2], "tp: 2 ranks cannot share num_heads 3"),
         (["--gpus", 4, "--pp", 2], "pp: a plan counts all layers"),
+        (["--gpus", 4, "--tp", 2, "--cp", 2], "cp: a plan does not count heads"),
         (["--gpus", 4, "--dp-shard", 3], "dp_shard (3) = 3, and there are 4 ranks"),
         (["--gpus", 3, "--ep", 3], "batch_size: 8 sequences in 1 microbatch(es) cannot be shared"),
         (["--gpus", 16, "--ep", 16, "--batch-size", 16], "num_experts (8) must be divisible"),
