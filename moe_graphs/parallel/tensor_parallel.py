@@ -15,7 +15,7 @@ Shapes: D model, M outputs, N rows (tokens), Q head dim, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -126,12 +126,12 @@ def share_tensors(model: LanguageModel | ModelStage, mesh: DeviceMesh) -> None:
             _share_heads(module, mesh)
         elif isinstance(module, SwiGLU):
             _share_columns(module, mesh)
-    embedding: Any = model.embedding
+    embedding, head = cast(Any, model.embedding), cast(Any, model.head)
     if embedding is not None:
         _become(VocabularyEmbedding, embedding, _rows(embedding.weight, mesh), mesh)
         embedding.first = mesh.get_local_rank() * (model.config.vocab_size // mesh.size())
-    if model.head is not None:
-        _become(ColumnLinear, model.head, _rows(model.head.weight, mesh), mesh)
+    if head is not None:
+        _become(ColumnLinear, head, _rows(head.weight, mesh), mesh)
 
 
 def _become(kind: type[nn.Module], module: Any, weight: Tensor, mesh: DeviceMesh) -> None:
