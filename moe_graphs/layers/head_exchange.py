@@ -46,8 +46,8 @@ class HeadExchange:
         """Returns if the ranks can share so many query heads, and raises a ValueError if not."""
         if heads % self.ranks:
             raise ValueError(
-                f"context parallelism: {self.ranks} ranks cannot share {heads} heads: choose a "
-                f"divisor of them for cp"
+                f"context parallelism: {self.ranks} ranks cannot share {heads} heads (with "
+                f"tp, those of one of its ranks): choose a divisor of them for cp"
             )
 
     def whole_sequences(

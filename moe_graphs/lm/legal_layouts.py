@@ -39,12 +39,14 @@ def check_options(options: RunOptions) -> None:
             f"microbatch(es) cannot be shared equally by {ranks} ranks: choose a multiple of "
             f"{ranks * settings.microbatches}"
         )
-    if settings.sequence_length % layout.cp or model.num_heads % layout.cp:
+    check_tensor_parallel(model, layout.tp)
+    heads = model.num_heads // layout.tp
+    if settings.sequence_length % layout.cp or heads % layout.cp:
+        of_tp = f" (of {model.num_heads}, shared by tp {layout.tp})" if layout.tp > 1 else ""
         raise ValueError(
             f"cp: {layout.cp} ranks cannot share sequences of {settings.sequence_length} tokens "
-            f"and {model.num_heads} heads equally: choose a divisor of both"
+            f"and {heads} heads{of_tp} equally: choose a divisor of both"
         )
-    check_tensor_parallel(model, layout.tp)
     if pp > 1:
         check_schedule(options.schedule, pp, options.stages_per_rank, settings.microbatches)
         layers_of_stages(model.num_layers, pp * options.stages_per_rank)
@@ -53,7 +55,7 @@ def check_options(options: RunOptions) -> None:
         raise ValueError(
             "impl: scopes on several ranks: FSDP2 gathers parameters at other addresses in every "
             "step, and a graph of a scope reads those it was captured with: use --impl "
-            "full_iteration, or none, or share by --tp or --pp alone"
+            "full_iteration, or none, or share by --tp and --pp alone"
         )
     shared = sharded or layout.tp > 1
     if isinstance(graphs, FullIterationConfig) and shared and not graphs.optimizer_in_graph:

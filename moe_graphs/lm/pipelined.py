@@ -14,7 +14,13 @@ from moe_graphs.layers import LanguageModel
 from moe_graphs.lm.settings import TrainSettings
 from moe_graphs.lm.trainer import Autocast, cross_entropy
 from moe_graphs.lm.workers import Workers
-from moe_graphs.parallel import ModelStage, Pipeline, parallelize, pipeline_stages
+from moe_graphs.parallel import (
+    ModelStage,
+    Pipeline,
+    parallelize,
+    pipeline_stages,
+    vocabulary_group,
+)
 
 
 def lay_out_stages(
@@ -46,14 +52,15 @@ def pipeline_of(
 ) -> Pipeline:
     """What runs the stages, when they have their memory."""
     rows = settings.batch_size // settings.microbatches // workers.data.size()
+    loss = functools.partial(cross_entropy, group=vocabulary_group(stages[-1]))
     return Pipeline(
         stages,
         workers.mesh,
-        cross_entropy,
+        loss,
         microbatches=settings.microbatches,
-        microbatch_shape=(rows, settings.sequence_length),
+        microbatch_shape=(rows, settings.sequence_length // workers.layout.cp),
         schedule=schedule,
-        evaluation_loss_fn=functools.partial(cross_entropy, reduction="sum"),
+        evaluation_loss_fn=functools.partial(loss, reduction="sum"),
     )
 
 

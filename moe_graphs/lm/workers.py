@@ -243,7 +243,7 @@ def layout_of(world_size: int, **degrees: int | None) -> ParallelConfig:
         for name, degree in given.items():
             others *= 1 if name in _NO_FACTORS else max(degree, 1)
         given["dp_shard"] = max(1, world_size // others)
-    # Named first: a layout of its own may say that a degree is not built.
+    # Before the layout says that ep does not fit.
     product = 1
     for name, degree in given.items():
         product *= 1 if name in _NO_FACTORS else degree

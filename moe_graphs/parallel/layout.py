@@ -24,7 +24,7 @@ class ParallelConfig:
             collectives and copies, weights and gradients of so many layers at once.
 
     Raises:
-        ValueError: a degree that does not fit, or degrees that are not built together.
+        ValueError: a degree that does not fit.
     """
 
     dp_replicate: int = 1
@@ -43,13 +43,6 @@ class ParallelConfig:
                 continue
             if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
                 raise ValueError(f"{field.name}: got {degree!r}, must be a whole number from 1 on")
-        together = {name: getattr(self, name) for name in ("tp", "cp", "pp")}
-        if sum(degree > 1 for degree in together.values()) > 1:
-            found = ", ".join(f"{name} ({degree})" for name, degree in together.items())
-            raise ValueError(
-                f"{found}: more than one of them above 1 is not built yet: take one, with "
-                f"dp_replicate, dp_shard and ep"
-            )
         if self.dp_shard * self.cp % self.ep:
             by_cp = f" * cp ({self.cp})" if self.cp > 1 else ""
             raise ValueError(

@@ -67,7 +67,6 @@ def parallelize(
         divide_sequences(model, HeadExchange.over(mesh["cp"].get_group()))
     mesh = shard_mesh(mesh)
     if config.tp > 1:
-        assert isinstance(model, LanguageModel)  # tp and pp are not built together
         share_tensors(model, mesh["tp"])
     # Nothing to shard: so addresses stay, and scopes can be graphs.
     if config.with_tokens == 1 and (config.tp > 1 or isinstance(model, ModelStage)):
@@ -121,6 +120,7 @@ def _check(
     if any(getattr(config, name, None) != size for name, size in found.items()) or not found:
         raise ValueError(f"the mesh is {found or mesh} and the layout {config}: use make_mesh")
     check_tensor_parallel(model.config, config.tp)
+    HeadExchange(0, config.cp).check_heads(model.config.num_heads // config.tp)
     if mixed_precision is not None and config.tp > 1 and config.with_tokens == 1:
         raise ValueError("mixed_precision: of FSDP2, which shards nothing here: use autocast")
     if config.ep == 1 and options:
@@ -144,10 +144,10 @@ def _check_stage(
             f"pp={config.pp} and a {type(model).__name__}: with pp, divide the model by "
             f"pipeline_stages(model, config, mesh) and pass its stages; without, the model"
         )
-    if mixed_precision is not None and config.pp > 1 and config.data_parallel == 1:
+    if mixed_precision is not None and config.pp > 1 and config.with_tokens == 1:
         raise ValueError(
-            "mixed_precision: it is FSDP2's, which one data-parallel rank does not use: pass "
-            "pipeline_stages(autocast=...)"
+            "mixed_precision: it is FSDP2's, which needs dp_shard, dp_replicate or cp above 1: "
+            "pass pipeline_stages(autocast=...)"
         )
 
 

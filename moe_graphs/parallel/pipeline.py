@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import (
@@ -30,11 +31,13 @@ from torch.distributed.pipelining import (
 from moe_graphs.layers import LanguageModel
 from moe_graphs.parallel.layout import ParallelConfig
 from moe_graphs.parallel.model_stage import ModelStage, numbered_layers
+from moe_graphs.parallel.vocabulary import vocabulary_group
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b")
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""From logits ``[B, S, V]`` and targets ``[B, S]`` to a 0-dim loss."""
+"""From logits ``[B, S, V]`` (with ``tp`` this rank's columns: ``vocabulary_cross_entropy``) and
+targets ``[B, S]`` to a 0-dim loss."""
 
 
 def layers_of_stages(num_layers: int, num_stages: int) -> list[range]:
@@ -139,7 +142,7 @@ class Pipeline:
         stages: of ``pipeline_stages``, in its order, after ``parallelize``.
         loss_fn: the mean over a microbatch.
         evaluation_loss_fn: of ``evaluate`` (default: ``loss_fn``).
-        microbatch_shape: sequences and their length, of a rank.
+        microbatch_shape: sequences and their length, of a rank: with ``cp`` that of its part.
         schedule: one of ``SCHEDULES``; several stages need "interleaved_1f1b".
         scale: what multiplies losses before the backward (``DeviceStep.scale``).
 
@@ -264,8 +267,10 @@ def _stage_of_torch(
 ) -> PipelineStage:
     """With shapes and dtypes, so that torch has nothing to find out by a forward of its own, which
     would count tokens."""
+    group = vocabulary_group(stage)
+    shared_by = 1 if group is None else dist.get_world_size(group)
     hidden = (*shape, stage.config.hidden_size)
-    logits = (*shape, stage.config.vocab_size)
+    logits = (*shape, stage.config.vocab_size // shared_by)
 
     def floats(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device="meta", requires_grad=True)

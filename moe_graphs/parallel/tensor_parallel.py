@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from moe_graphs.kernels.ops import wants_gradient
 from moe_graphs.layers import LanguageModel, TransformerConfig
 from moe_graphs.layers.attention import Attention
 from moe_graphs.layers.mlp import SwiGLU
+from moe_graphs.parallel.model_stage import ModelStage
 
 _NAME_OF_RANKS = re.compile(r"\.weight_of_\d+_ranks\b")
 
@@ -38,11 +39,8 @@ class ColumnLinear(nn.Module):
     """A projection of which this rank computes some outputs. The input is the same on all ranks,
     and so is its gradient: an all-reduce beside the weight's gradient."""
 
-    def __init__(self, weight_MD: Tensor, mesh: DeviceMesh) -> None:
-        """``weight_MD``: of this rank. ``mesh``: of one dimension, the ranks that share it."""
-        super().__init__()
-        self.process_group = mesh.get_group()
-        self.weight = _sharded(weight_MD, mesh, 0)
+    process_group: dist.ProcessGroup
+    weight: nn.Parameter
 
     def forward(self, x: Tensor) -> Tensor:
         x, weight_MD = _autocast(x), _autocast(local(self.weight))
@@ -73,11 +71,8 @@ def whole_name(name: str) -> str:
 class RowLinear(nn.Module):
     """A projection of which this rank has some inputs: an all-reduce of the outputs."""
 
-    def __init__(self, weight_DM: Tensor, mesh: DeviceMesh) -> None:
-        """``weight_DM``: of this rank. ``mesh``: of one dimension, the ranks that share it."""
-        super().__init__()
-        self.process_group = mesh.get_group()
-        self.weight = _sharded(weight_DM, mesh, 1)
+    process_group: dist.ProcessGroup
+    weight: nn.Parameter
 
     def forward(self, x: Tensor) -> Tensor:
         partial = functional.linear(x, local(self.weight))
@@ -87,12 +82,9 @@ class RowLinear(nn.Module):
 class VocabularyEmbedding(nn.Module):
     """Rows of tokens of which this rank has some: an all-reduce of the rows."""
 
-    def __init__(self, weight_VD: Tensor, mesh: DeviceMesh) -> None:
-        """``weight_VD``: of this rank. ``mesh``: of one dimension, the ranks that share it."""
-        super().__init__()
-        self.process_group = mesh.get_group()
-        self.first = mesh.get_local_rank() * weight_VD.shape[0]
-        self.weight = _sharded(weight_VD, mesh, 0)
+    process_group: dist.ProcessGroup
+    weight: nn.Parameter
+    first: int
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         weight_VD = local(self.weight)
@@ -145,21 +137,25 @@ def check_tensor_parallel(config: TransformerConfig, tp: int) -> None:
             raise ValueError(f"tp: {name} is not built for several ranks: pass tp=1")
 
 
-def share_tensors(model: LanguageModel, mesh: DeviceMesh) -> None:
-    """Divides ``model`` (whole, or on the meta device) over the ranks of ``mesh``, in place.
+def share_tensors(model: LanguageModel | ModelStage, mesh: DeviceMesh) -> None:
+    """Divides ``model`` (whole, a stage of a pipeline, or on the meta device) over the ranks of
+    ``mesh``, in place.
 
     Raises:
         ValueError: as ``check_tensor_parallel``.
     """
     check_tensor_parallel(model.config, mesh.size())
-    whole: Any = model
     for module in list(model.modules()):
         if isinstance(module, Attention):
             _share_heads(module, mesh)
         elif isinstance(module, SwiGLU):
             _share_columns(module, mesh)
-    whole.embedding = VocabularyEmbedding(_rows(model.embedding.weight, mesh), mesh)
-    whole.head = ColumnLinear(_rows(model.head.weight, mesh), mesh)
+    embedding, head = cast(Any, model.embedding), cast(Any, model.head)
+    if embedding is not None:
+        _become(VocabularyEmbedding, embedding, _rows(embedding.weight, mesh), mesh)
+        embedding.first = mesh.get_local_rank() * (model.config.vocab_size // mesh.size())
+    if head is not None:
+        _become(ColumnLinear, head, _rows(head.weight, mesh), mesh)
     for module in list(model.modules()):
         if isinstance(module, (AttentionOfHeads, SwiGLU)):
             _rename(module.qkv if isinstance(module, AttentionOfHeads) else module.w1, mesh)
@@ -172,19 +168,30 @@ def _rename(fused: Any, mesh: DeviceMesh) -> None:
     fused.register_parameter(f"weight_of_{mesh.size()}_ranks", weight)
 
 
+def _become(kind: type[nn.Module], module: Any, weight: Tensor, mesh: DeviceMesh) -> None:
+    """In place: a stage of a pipeline and the model that it is of have the same module.
+
+    ``weight``: of this rank. ``mesh``: of one dimension, the ranks that share it.
+    """
+    module.__class__, module.process_group = kind, mesh.get_group()
+    module.weight = _sharded(weight, mesh, 1 if kind is RowLinear else 0)
+
+
 def _share_heads(attention: Any, mesh: DeviceMesh) -> None:
     ranks = mesh.size()
     attention.num_heads //= ranks
     attention.kv_heads //= ranks
-    attention.qkv = ColumnLinear(_rows(attention.qkv.weight, mesh, attention.sizes), mesh)
-    attention.out = RowLinear(_columns(attention.out.weight, mesh), mesh)
+    qkv_MD = _rows(attention.qkv.weight, mesh, attention.sizes)
+    _become(ColumnLinear, attention.qkv, qkv_MD, mesh)
+    _become(RowLinear, attention.out, _columns(attention.out.weight, mesh), mesh)
     attention.__class__ = AttentionOfHeads
     attention.process_group = mesh.get_group()
 
 
 def _share_columns(mlp: Any, mesh: DeviceMesh) -> None:
-    mlp.w1 = ColumnLinear(_rows(mlp.w1.weight, mesh, _gate_up(mlp.w1.weight)), mesh)
-    mlp.w2 = RowLinear(_columns(mlp.w2.weight, mesh), mesh)
+    w1_MD = _rows(mlp.w1.weight, mesh, _gate_up(mlp.w1.weight))
+    _become(ColumnLinear, mlp.w1, w1_MD, mesh)
+    _become(RowLinear, mlp.w2, _columns(mlp.w2.weight, mesh), mesh)
 
 
 def _rows(weight: Tensor, mesh: DeviceMesh, parts: tuple[int, ...] = ()) -> Tensor:
@@ -218,7 +225,7 @@ def _fused_rows(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"{name}.w1.weight", _gate_up(module.w1.weight)
         elif isinstance(module, VocabularyEmbedding):
             yield f"{name}.weight", (module.weight.shape[0],)
-        elif isinstance(module, LanguageModel) and isinstance(module.head, ColumnLinear):
+        elif isinstance(getattr(module, "head", None), ColumnLinear):
             yield f"{name}.head.weight".removeprefix("."), (module.head.weight.shape[0],)
 
 

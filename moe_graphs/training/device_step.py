@@ -59,7 +59,7 @@ class DeviceStep:
             can leave parameters, state and step counter alone by a flag on the device.
         clip_norm: the largest global gradient norm; ``math.inf`` measures without clipping.
         process_group: all of its ranks skip if one of them found inf or NaN, or overflowed. Of a
-            pipeline it has the ranks of all stages.
+            pipeline it has the ranks of all stages, and those that share tensors (``tp``).
         shard_group: ranks that hold disjoint parts of the parameters, so that the norm is theirs
             together. Not for parameters that some of its ranks share, nor for DTensors, which know.
         stage_group: ranks of a pipeline (``mesh["pp"].get_group()``): the norm is that of all

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from distributed import RANKS, run_distributed
-from lm_runs import QUIET, advance, fresh_trainer, options, small_corpus
+from lm_runs import QUIET, advance, fresh_trainer, options, small_corpus, whole_state
 from moe_graphs.config import FullIterationConfig
 from moe_graphs.lm.checkpoint import find_checkpoint, save_checkpoint
 from moe_graphs.lm.data import HeldOut
@@ -23,15 +23,9 @@ from moe_graphs.lm.legal_layouts import check_options
 from moe_graphs.lm.run import RunOptions, run, with_graphs
 from moe_graphs.lm.sample import sample_text
 from moe_graphs.lm.sharded_checkpoint import ShardedCheckpoints, model_of, read_model, resume
-from moe_graphs.lm.sharded_state import (
-    fused_parts,
-    history_state,
-    model_state,
-    optimizer_state,
-)
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.lm.workers import Workers, check_equal, layout_of
-from moe_graphs.parallel import ParallelConfig, shares
+from moe_graphs.parallel import ParallelConfig
 
 LAYOUTS = {
     "shard": ParallelConfig(dp_shard=RANKS),
@@ -84,27 +78,6 @@ def trainer_on(workers: Workers | None, **changes) -> Trainer:
     if workers is not None:
         trainer.run_id = workers.gather(trainer.run_id)[0]
     return trainer
-
-
-def whole_state(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """What checkpoints hold of model, optimizer and history, of all ranks."""
-    state = {
-        **model_state(trainer),
-        **optimizer_state(trainer),
-        **history_state(trainer, trainer.step),
-    }
-    parts = fused_parts(trainer)
-    held = {key: shares(value, parts.get(key)) for key, value in state.items()}
-    found = {
-        key: torch.full(value.shape, -7, dtype=value.dtype).contiguous()
-        for key, value in state.items()
-    }
-    workers = trainer.workers
-    for of_rank in [held] if workers is None else workers.gather(held):
-        for key, pieces in of_rank.items():
-            for where, piece in pieces:
-                found[key][where] = piece
-    return found
 
 
 def work(rank: int, world_size: int, folder: Path, one_process: Path) -> None:

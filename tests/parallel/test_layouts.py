@@ -28,7 +28,6 @@ STEPS = 4
         ({"dp_shard": 4, "ep": 3}, r"ep \(3\) must divide dp_shard \(4\)"),
         ({"cp": 2, "ep": 4}, r"ep \(4\) must divide dp_shard \(1\) \* cp \(2\)"),
         ({"pp": 0}, "pp: got 0, must be a whole number from 1 on"),
-        ({"tp": 2, "pp": 2}, r"tp \(2\), cp \(1\), pp \(2\): more than one of them above 1"),
     ],
 )
 def test_degrees_that_do_not_fit_are_refused(degrees, message):
@@ -41,6 +40,9 @@ def test_the_world_does_not_count_ep():
     assert (config.world_size, config.data_parallel, config.with_tokens) == (16, 16, 16)
     shared = ParallelConfig(dp_replicate=2, dp_shard=2, cp=4, ep=8)
     assert (shared.world_size, shared.data_parallel, shared.with_tokens) == (16, 4, 16)
+    together = ParallelConfig(dp_shard=2, tp=2, cp=2, pp=2, ep=4)
+    found = (together.world_size, together.data_parallel, together.with_tokens)
+    assert found == (16, 2, 4)
     with pytest.raises(ValueError, match="needs 16 ranks and there is no process group"):
         make_mesh(config, "cpu")
 

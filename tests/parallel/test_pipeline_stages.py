@@ -190,9 +190,3 @@ def test_layers_are_divided_as_embedding_and_head_were_layers(layers, stages, si
     parts = layers_of_stages(layers, stages)
     assert [len(part) for part in parts] == sizes
     assert [number for part in parts for number in part] == list(range(layers))
-
-
-@pytest.mark.parametrize("other", ["tp", "cp"])
-def test_pp_with_tp_and_cp_is_refused_by_name(other):
-    with pytest.raises(ValueError, match="is not built yet"):
-        ParallelConfig(pp=2, **{other: 2})

@@ -18,7 +18,14 @@ from moe_graphs.lm.run import (
 )
 from moe_graphs.lm.run_presets import Preset
 from moe_graphs.lm.settings import TrainSettings
+from moe_graphs.lm.sharded_state import (
+    fused_parts,
+    history_state,
+    model_state,
+    optimizer_state,
+)
 from moe_graphs.lm.trainer import Trainer
+from moe_graphs.parallel import shares
 
 SCOPES = "attn,moe_router,moe_preprocess"
 QUIET = Progress(line=lambda line: None, note=lambda note: None)
@@ -76,3 +83,22 @@ def fresh_trainer(given: RunOptions) -> Trainer:
 def advance(trainer: Trainer, until: int) -> None:
     while trainer.step < until:
         trainer.train_step()
+
+
+def whole_state(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """What checkpoints hold of model, optimizer and history, of all ranks and stages."""
+    state = {
+        **model_state(trainer),
+        **optimizer_state(trainer),
+        **history_state(trainer, trainer.step),
+    }
+    parts = fused_parts(trainer)
+    held = {key: (value.shape, shares(value, parts.get(key))) for key, value in state.items()}
+    found: dict[str, torch.Tensor] = {}
+    workers = trainer.workers
+    for of_rank in [held] if workers is None else workers.gather(held):
+        for key, (shape, pieces) in of_rank.items():
+            for where, piece in pieces:
+                whole = found.setdefault(key, torch.full(shape, -7, dtype=piece.dtype))
+                whole[where] = piece
+    return found

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from full_iterations import batches, optimizer_of
 from moe_graphs.engine.whole_step.full_iteration import FullIteration
 from moe_graphs.layers import LanguageModel, MoELayer
+from moe_graphs.layers.router import Routing, TopKRouter
 from moe_graphs.optim import AdamW
 from moe_graphs.parallel import (
     ParallelConfig,
@@ -91,15 +92,45 @@ def step_of(model: LanguageModel, update: DeviceStep, group: Any = None) -> Step
     return step
 
 
+def optimizer_for(model: nn.Module, device: str, config: ParallelConfig) -> Any:
+    """With ``tp`` parameters are on several meshes, or on none."""
+    if config.tp > 1:
+        return AdamW(model.parameters(), lr=torch.tensor(1e-2, device=device))
+    return optimizer_of(model, device)
+
+
+def routed_by_parts(model: nn.Module, cp: int, rows: int) -> None:
+    """As ``cp`` ranks that share sequences have it: an aux loss of every part, and their mean."""
+
+    def over_parts(router: TopKRouter) -> Callable[[torch.Tensor], Routing]:
+        whole = router.forward
+
+        def forward(hidden_TD: torch.Tensor) -> Routing:
+            parts = hidden_TD.unflatten(0, (rows, -1)).chunk(cp, dim=1)
+            found = [whole(part.flatten(0, 1)) for part in parts]
+            per_token = ("weights_TK", "experts_TK")
+            together = (
+                torch.cat([getattr(each, name).unflatten(0, (rows, -1)) for each in found], dim=1)
+                for name in per_token
+            )
+            aux_loss = torch.stack([each.aux_loss for each in found]).mean()
+            counts_E = sum(each.tokens_per_expert_E for each in found)
+            return Routing(*(each.flatten(0, 1) for each in together), aux_loss, counts_E)
+
+        return forward
+
+    for router in model.modules():
+        if cp > 1 and isinstance(router, TopKRouter):
+            router.forward = over_parts(router)
+
+
 def train(
     rank: int, device: str, config: ParallelConfig, graphed: bool, steps: int, **options: Any
 ) -> Trace:
     """With clipping, dropout, a scaler, expert bias; two microbatches."""
     model, with_tokens = laid_out(device, config, **options)
     group = with_tokens.get_group()
-    optimizer: Any = optimizer_of(model, device)
-    if config.tp > 1:  # parameters on several meshes, or on none
-        optimizer = AdamW(model.parameters(), lr=torch.tensor(1e-2, device=device))
+    optimizer = optimizer_for(model, device, config)
     scaler = GradScaler(device, init_scale=4.0, growth_interval=6)
     update = DeviceStep(
         optimizer, scaler=scaler, clip_norm=0.5, process_group=dist.group.WORLD, set_to_none=True

@@ -5,29 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional
+from torch.distributed.device_mesh import DeviceMesh
 
 import moe_graphs
-from full_iterations import optimizer_of
 from moe_graphs import FullIteration, GraphConfig
 from moe_graphs.layers import LanguageModel
 from moe_graphs.parallel import (
     ParallelConfig,
     Pipeline,
     data_mesh,
+    loss_mesh,
     make_mesh,
     parallelize,
+    part_of_sequences,
     pipeline_stages,
+    vocabulary_cross_entropy,
+    vocabulary_group,
 )
 from moe_graphs.training.device_step import DeviceStep
 from moe_graphs.training.grad_norm import clip_grad_norm, local_part
 from moe_graphs.training.grad_scaler import GradScaler
-from parallel_runs import without_noise
+from parallel_runs import local_state, optimizer_for, routed_by_parts, without_noise
+from tensor_parallel_runs import whole
 from training_runs import SEQUENCE, VOCABULARY, Trace, tiny_model
 
 MICROBATCHES, ROWS = 4, 2  # of a rank
@@ -39,14 +43,34 @@ class Laid:
 
     model: LanguageModel
     pipeline: Pipeline
-    stage_group: dist.ProcessGroup
-    data_group: dist.ProcessGroup
-    data_rank: int
-    data_ranks: int
+    config: ParallelConfig
+    mesh: DeviceMesh
+
+    @property
+    def stage_group(self) -> dist.ProcessGroup:
+        return self.mesh["pp"].get_group()
+
+    @property
+    def loss_group(self) -> dist.ProcessGroup:
+        """The ranks with tokens of their own."""
+        return loss_mesh(self.mesh).get_group()
+
+    def tokens(self, step: int) -> Tensor:
+        """Of this rank's batch its part."""
+        every = tokens_of(step, self.config.data_parallel, self.mesh.device_type)
+        mine = every[data_mesh(self.mesh).get_local_rank()]
+        return part_of_sequences(mine, self.mesh["cp"].get_group(), overlap=1)
+
+    def seed(self) -> None:
+        """Ranks of ``tp`` alike."""
+        number = self.mesh["pp"].get_local_rank() * self.config.with_tokens
+        torch.manual_seed(number + loss_mesh(self.mesh).get_local_rank())
 
 
-def cross_entropy(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-    return functional.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten())
+def cross_entropy(
+    logits_BSV: Tensor, targets_BS: Tensor, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    return vocabulary_cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), group)
 
 
 def divided(
@@ -76,15 +100,13 @@ def divided(
     pipeline = Pipeline(
         stages,
         mesh,
-        cross_entropy,
+        partial(cross_entropy, group=vocabulary_group(stages[-1])),
         microbatches=MICROBATCHES,
-        microbatch_shape=(ROWS, SEQUENCE),
+        microbatch_shape=(ROWS, SEQUENCE // config.cp),
         schedule=schedule,
         scale=scale,
     )
-    data = data_mesh(mesh)
-    groups = mesh["pp"].get_group(), data.get_group()
-    return Laid(model, pipeline, *groups, data.get_local_rank(), data.size())
+    return Laid(model, pipeline, config, mesh)
 
 
 def autocast(device: str) -> torch.autocast:
@@ -97,11 +119,6 @@ def tokens_of(step: int, data_ranks: int, device: str) -> Tensor:
     generator = torch.Generator().manual_seed(step)
     shape = (data_ranks, MICROBATCHES * ROWS, SEQUENCE + 1)
     return torch.randint(VOCABULARY, shape, generator=generator).to(device)
-
-
-def whole_tensor(tensor: Tensor) -> Tensor:
-    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach().cpu().clone()
 
 
 @dataclass
@@ -119,32 +136,33 @@ def train_divided(device: str, layout: dict[str, Any], layers: int, steps: int =
     """SGD, since it answers to a small difference with a small one."""
     laid = divided(device, layout, layers=layers, dtype=torch.float32)
     model, found = laid.model, Record([], [], {}, {})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, foreach=False)
     for step in range(steps):
-        tokens = tokens_of(step, laid.data_ranks, device)[laid.data_rank]
+        tokens = laid.tokens(step)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         before = laid.pipeline.evaluate(inputs, targets)  # which leaves nothing behind
         loss, dropped = laid.pipeline.forward_backward(inputs, targets)
         torch.testing.assert_close(before / MICROBATCHES, loss, rtol=1e-4, atol=1e-4)
         assert dropped.item() == 0
         dist.all_reduce(loss)
-        found.losses.append(loss.item() / laid.data_ranks)
+        found.losses.append(loss.item() * laid.config.pp / laid.config.world_size)
         if step == 0:
-            named = model.named_parameters()
-            found.gradients = {name: whole_tensor(p.grad) for name, p in named}
+            named = [(name, cast(Tensor, p.grad)) for name, p in model.named_parameters()]
+            found.gradients = {n: grad.clone() for n, grad in whole(model, named).items()}
         norm = clip_grad_norm(model.parameters(), 0.2, laid.stage_group)
         found.norms.append(norm.item())
         optimizer.step()
         optimizer.zero_grad()
-        model.update_expert_bias(laid.data_group)
-    found.state = {name: whole_tensor(value) for name, value in model.state_dict().items()}
+        model.update_expert_bias(laid.loss_group)
+    found.state = whole(model, model.state_dict().items())
     return found
 
 
-def train_whole(device: str, data_ranks: int, layers: int, steps: int = 3) -> Record:
-    """All ranks' microbatches in this process."""
+def train_whole(device: str, data_ranks: int, layers: int, steps: int = 3, cp: int = 1) -> Record:
+    """All ranks' microbatches in this process, with the aux losses that ``cp`` ranks have."""
     model = tiny_model(device, "mixed", dropout=0.0, count=layers, dtype=torch.float32)
     without_noise(model)
+    routed_by_parts(model, cp, ROWS)
     found, count = Record([], [], {}, {}), MICROBATCHES * data_ranks
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     for step in range(steps):
@@ -162,19 +180,33 @@ def train_whole(device: str, data_ranks: int, layers: int, steps: int = 3) -> Re
         optimizer.step()
         optimizer.zero_grad()
         model.update_expert_bias()
-    found.state = {name: whole_tensor(value) for name, value in model.state_dict().items()}
+    found.state = whole(model, model.state_dict().items())
     return found
+
+
+def _named(record: Record, names: Record) -> dict[str, Tensor]:
+    """All of ``record`` that ``names`` has as well."""
+    return {
+        "losses": torch.tensor(record.losses),
+        "norms": torch.tensor(record.norms),
+        **{f"gradient {name}": record.gradients[name] for name in names.gradients},
+        **{name: record.state[name] for name in names.state},
+    }
 
 
 def furthest(found: Record, expected: Record) -> float:
     """The largest difference, of what this rank has."""
-    pairs = [
-        *zip(map(torch.tensor, found.losses), map(torch.tensor, expected.losses), strict=True),
-        *zip(map(torch.tensor, found.norms), map(torch.tensor, expected.norms), strict=True),
-        *((value, expected.gradients[name]) for name, value in found.gradients.items()),
-        *((value, expected.state[name]) for name, value in found.state.items()),
-    ]
+    pairs = zip(_named(found, found).values(), _named(expected, found).values(), strict=True)
     return max((a.double() - b.double()).abs().max().item() for a, b in pairs)
+
+
+def furthest_relative(found: Record, expected: Record) -> dict[str, float]:
+    """The largest difference of each, relative to the largest number in it."""
+    ours, theirs = _named(found, found), _named(expected, found)
+    return {
+        name: ((ours[name].double() - value).abs().max() / value.abs().max().clamp(1e-6)).item()
+        for name, value in theirs.items()
+    }
 
 
 def train_graphed(
@@ -186,27 +218,29 @@ def train_graphed(
     model, trace = laid.model, Trace()
     graphs = moe_graphs.graph(model, config)
     update = DeviceStep(
-        optimizer_of(model, device),
+        optimizer_for(model, device, laid.config),
         scaler=scaler,
         clip_norm=0.5,
         process_group=dist.group.WORLD,
         stage_group=laid.stage_group,
+        set_to_none=laid.config.tp > 1,  # torch zeroes no mixture of DTensors and others
     )
-    torch.manual_seed(rank)
+    laid.seed()
     for step in range(steps):
-        tokens = tokens_of(step, laid.data_ranks, device)[laid.data_rank]
+        tokens = laid.tokens(step)
         with graphs.step():
             loss, _ = laid.pipeline.forward_backward(tokens[:, :-1], tokens[:, 1:])
         trace.note(f"loss {step}", loss)
         for name, parameter in model.named_parameters():
-            trace.note(f"gradient {name} {step}", parameter.grad)
+            trace.note(f"gradient {name} {step}", local_part(parameter.grad))
         if step == steps - 2 and rank == 0:
-            next(model.parameters()).grad.view(-1)[0] = torch.inf
+            local_part(next(model.parameters()).grad).view(-1)[0] = torch.inf
         result = update()
         assert bool(result.found_inf) == (step == steps - 2), (rank, step)
         trace.note(f"norm {step}", result.grad_norm)
-        model.update_expert_bias(laid.data_group)
-        trace.note_state(model, f"step {step}")
+        model.update_expert_bias(laid.loss_group)
+        for name, tensor in local_state(model):
+            trace.note(f"step {step} {name}", tensor)
     report = graphs.report()
     graphs.release()
     return trace, report
@@ -218,13 +252,14 @@ def train_in_whole_steps(
     """With dropout, jitter and clipping, communication and update in the graph."""
     laid = divided(device, layout, layers=layers, dropout=0.1)
     model, trace = laid.model, Trace()
-    optimizer = optimizer_of(model, device)
+    optimizer = optimizer_for(model, device, laid.config)
     update = DeviceStep(optimizer, clip_norm=0.5, stage_group=laid.stage_group, set_to_none=True)
+    with_tokens = laid.loss_group
 
     def step(tokens: Tensor) -> tuple[Tensor, Tensor]:
         loss, _ = laid.pipeline.forward_backward(tokens[:, :-1], tokens[:, 1:])
         norm = update().grad_norm
-        model.update_expert_bias(laid.data_group)
+        model.update_expert_bias(with_tokens)
         return loss, norm
 
     run: Any = step
@@ -232,9 +267,9 @@ def train_in_whole_steps(
         state = [update, laid.pipeline.memory]
         options = {"optimizer": optimizer, "state": state, "warmup_steps": 2}
         run = FullIteration(step, model=model, on_mismatch="error", **options)
-    torch.manual_seed(rank)
+    laid.seed()
     for index in range(steps):
-        loss, norm = run(tokens_of(index, laid.data_ranks, device)[laid.data_rank])
+        loss, norm = run(laid.tokens(index))
         trace.note(f"loss {index}", loss)
         trace.note(f"norm {index}", norm)
     for name, value in model.state_dict().items():

@@ -11,11 +11,26 @@ from torch import Tensor, nn
 
 import moe_graphs
 from full_iterations import batches
-from moe_graphs.layers import LanguageModel
+from moe_graphs.layers import HeadExchange, LanguageModel
 from moe_graphs.optim import AdamW
-from moe_graphs.parallel import ParallelConfig, fused_rows, runs_of, whole_name
+from moe_graphs.parallel import (
+    ParallelConfig,
+    divide_sequences,
+    fused_rows,
+    make_mesh,
+    runs_of,
+    share_tensors,
+    whole_name,
+)
 from moe_graphs.training.grad_norm import clip_grad_norm, local_part
-from parallel_runs import laid_out, local_state, loss_on, without_noise
+from parallel_runs import (
+    laid_out,
+    local_state,
+    loss_on,
+    own_part,
+    routed_by_parts,
+    without_noise,
+)
 from training_runs import Trace, tiny_model
 
 PLAIN: dict[str, Any] = {"count": 2, "dropout": 0.0, "dtype": torch.float32}
@@ -30,26 +45,34 @@ def whole(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, 
         elif name not in parts:
             found[name] = tensor.detach().full_tensor().cpu()
         else:
-            every: list[Any] = [None] * dist.get_world_size()
             runs = [(run.first, run.rows.cpu()) for run in runs_of(tensor.detach(), parts[name])]
-            dist.all_gather_object(every, runs)
+            for group in tensor.device_mesh.get_all_groups():
+                every: list[Any] = [None] * dist.get_world_size(group)
+                dist.all_gather_object(every, runs, group=group)
+                runs = [run for of_rank in every for run in of_rank]
             found[name] = torch.full(tensor.shape, torch.nan, dtype=tensor.dtype)
-            for first, rows in (run for of_rank in every for run in of_rank):
+            for first, rows in runs:
                 found[name][first : first + len(rows)] = rows
     return found
 
 
 def train(
-    model: LanguageModel, device: str, parts: Sequence[int], steps: int, clip: float
+    model: LanguageModel,
+    device: str,
+    parts: Sequence[int],
+    steps: int,
+    clip: float,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """Norms, the first gradients and the last parameters. SGD, since it answers to a small
-    difference with a small one. ``parts``: of the data, those that this process goes through."""
+    """Norms, the first gradients and the last parameters, biases of experts among them. SGD, since
+    it answers to a small difference with a small one. ``parts``: of the data, those that this
+    process goes through. ``group``: ranks with tokens of their own."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, foreach=False)
     norms, gradients = [], {}
     streams = [batches(device, steps, 2, seed=10 + part) for part in parts]
     for every in zip(*streams, strict=True):
         for batch in every:
-            for tokens in batch["tokens"]:
+            for tokens in own_part(model, batch)["tokens"]:
                 loss = loss_on(model, tokens)
                 (loss * batch["scale"] / len(parts)).backward()
         if not norms:
@@ -59,7 +82,8 @@ def train(
         norms.append(clip_grad_norm(model.parameters(), clip).item())
         optimizer.step()
         optimizer.zero_grad()
-    return norms, gradients, whole(model, model.named_parameters())
+        model.update_expert_bias(group)
+    return norms, gradients, whole(model, model.state_dict().items())
 
 
 def differences(device: str, config: ParallelConfig, layers: str = "mixed") -> dict[str, float]:
@@ -67,10 +91,11 @@ def differences(device: str, config: ParallelConfig, layers: str = "mixed") -> d
     largest, relative to the largest number."""
     alone = tiny_model(device, layers, **PLAIN)
     without_noise(alone)
-    shared, data = laid_out(device, config, layers=layers, **PLAIN)
+    routed_by_parts(alone, config.cp, rows=2)
+    shared, with_tokens = laid_out(device, config, layers=layers, **PLAIN)
     expected = train(alone, device, range(config.data_parallel), 3, 0.5)
-    part = [data.get_local_rank()]
-    found = train(shared, device, part, 3, 0.5)
+    part = [with_tokens.get_local_rank() // config.cp]
+    found = train(shared, device, part, 3, 0.5, with_tokens.get_group())
     assert [whole_name(n) for n, _ in shared.named_parameters()] == [
         n for n, _ in alone.named_parameters()
     ]
@@ -103,9 +128,20 @@ def names_of(parameter: Tensor) -> tuple[str, ...]:
     return () if mesh is None else mesh.mesh_dim_names
 
 
+def at_their_addresses(device: str, config: ParallelConfig) -> LanguageModel:
+    """Laid out without FSDP2: ranks of ``cp`` have to sum gradients themselves."""
+    if config.cp == 1:
+        return laid_out(device, config, layers="mixed", count=2)[0]
+    mesh, model = make_mesh(config, device), tiny_model(device, "mixed", count=2)
+    share_tensors(model, mesh["tp"])
+    divide_sequences(model, HeadExchange.over(mesh["cp"].get_group()))
+    return model
+
+
 def scopes_trace(device: str, config: ParallelConfig, scopes: str | None, steps: int) -> Trace:
     """With dropout, clipping, expert bias; two microbatches. Gradients, too."""
-    model, _ = laid_out(device, config, layers="mixed", count=2)
+    model = at_their_addresses(device, config)
+    exchange = model.layers[0].attention.exchange
     optimizer = AdamW(model.parameters(), lr=torch.tensor(1e-2, device=device))
     choice = {"impl": "none"} if scopes is None else {"scopes": scopes}
     graphs = moe_graphs.graph(model, moe_graphs.GraphConfig(**choice))
@@ -113,16 +149,18 @@ def scopes_trace(device: str, config: ParallelConfig, scopes: str | None, steps:
     trace = Trace()
     for index, batch in enumerate(batches(device, steps, 2, seed=5)):
         with graphs.step():
-            for tokens in batch["tokens"]:
+            for tokens in own_part(model, batch)["tokens"]:
                 loss = loss_on(model, tokens)
                 (loss * batch["scale"]).backward()
                 trace.note(f"step {index} loss", loss)
         for name, parameter in model.named_parameters():
+            if exchange is not None:
+                dist.all_reduce(local_part(parameter.grad), group=exchange.group)
             trace.note(f"step {index} grad {name}", local_part(parameter.grad))
         trace.note(f"step {index} norm", clip_grad_norm(model.parameters(), 0.5))
         optimizer.step()
         optimizer.zero_grad()
-        model.update_expert_bias()
+        model.update_expert_bias(None if exchange is None else exchange.group)
     for name, tensor in local_state(model):
         trace.note(name, tensor)
     trace.note("random number", torch.rand(1, device=device))
