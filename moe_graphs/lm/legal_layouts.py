@@ -63,6 +63,11 @@ def check_options(options: RunOptions) -> None:
             "impl: full_iteration on several ranks: the update of sharded gradients (DTensor) is "
             "a part of the graph: add --optimizer-in-graph"
         )
+    _check_experts(options, layout.ep)
+
+
+def _check_experts(options: RunOptions, ep: int) -> None:
+    model = options.preset.model
     theirs = {"fp8": options.fp8 != "none", "linear": model.linear != "torch"}
     experts = 0
     if model.moe is not None:
@@ -71,13 +76,13 @@ def check_options(options: RunOptions) -> None:
     for name, chosen in theirs.items():
         if chosen:
             raise ValueError(f"{name}: other libraries' kernels are for one process: drop --{name}")
-    if layout.ep > 1 and (experts == 0 or experts % layout.ep):
-        raise ValueError(f"ep: {layout.ep} ranks cannot share {experts} experts: choose a divisor")
-    if (layout.ep > 1) == (options.dispatcher in _IN_THIS_PROCESS):
-        keeps = "keeps tokens on their rank" if layout.ep > 1 else "sends tokens to other ranks"
+    if ep > 1 and (experts == 0 or experts % ep):
+        raise ValueError(f"ep: {ep} ranks cannot share {experts} experts: choose a divisor")
+    if (ep > 1) == (options.dispatcher in _IN_THIS_PROCESS):
+        keeps = "keeps tokens on their rank" if ep > 1 else "sends tokens to other ranks"
         raise ValueError(
-            f"dispatcher: {options.dispatcher!r} {keeps}, and with ep={layout.ep} experts are "
-            f"{'shared by ranks' if layout.ep > 1 else 'all on every rank'}: choose another one"
+            f"dispatcher: {options.dispatcher!r} {keeps}, and with ep={ep} experts are "
+            f"{'shared by ranks' if ep > 1 else 'all on every rank'}: choose another one"
         )
 
 

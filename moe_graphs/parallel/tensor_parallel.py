@@ -163,7 +163,7 @@ def share_tensors(model: LanguageModel | ModelStage, mesh: DeviceMesh) -> None:
 
 def _rename(fused: Any, mesh: DeviceMesh) -> None:
     weight = fused.weight
-    del fused.weight
+    del fused.weight, fused.bias  # None: projections have no biases
     fused.__class__ = FusedColumnLinear
     fused.register_parameter(f"weight_of_{mesh.size()}_ranks", weight)
 

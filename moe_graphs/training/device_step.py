@@ -21,7 +21,7 @@ from torch import distributed as dist
 from torch.optim import Optimizer
 
 from moe_graphs.layers.activation_stack import ActivationStack
-from moe_graphs.optim.gradient_factor import local_part, multiply
+from moe_graphs.optim.gradient_factor import by_dtype, local_part, multiply
 from moe_graphs.training.capturable import check_capturable_optimizer
 from moe_graphs.training.ema import ExponentialMovingAverage
 from moe_graphs.training.grad_norm import clip_factor, total_norm
@@ -119,10 +119,18 @@ class DeviceStep:
             self.optimizer.step()
         if self.ema is not None:
             self.ema.update(skipped)
-        self.optimizer.zero_grad(set_to_none=self.set_to_none)
+        self._zero(gradients)
         if self.activation_stack is not None:
             self.activation_stack.empty()
         return StepResult(norm, found_inf, scale, overflowed)
+
+    def _zero(self, gradients: list[Tensor]) -> None:
+        if self.set_to_none or not any(hasattr(each, "to_local") for each in gradients):
+            self.optimizer.zero_grad(set_to_none=self.set_to_none)
+            return
+        # Torch zeros all of a dtype at once, and cannot where some are DTensors and some are not.
+        for same in by_dtype(list(map(local_part, gradients))):
+            torch._foreach_zero_(same)
 
     def _overflowed(self, overflow: Tensor) -> Tensor:
         """1.0 or 0.0, the same on all ranks."""

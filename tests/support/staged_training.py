@@ -253,7 +253,7 @@ def train_in_whole_steps(
     laid = divided(device, layout, layers=layers, dropout=0.1)
     model, trace = laid.model, Trace()
     optimizer = optimizer_for(model, device, laid.config)
-    update = DeviceStep(optimizer, clip_norm=0.5, stage_group=laid.stage_group, set_to_none=True)
+    update = DeviceStep(optimizer, clip_norm=0.5, stage_group=laid.stage_group)
     with_tokens = laid.loss_group
 
     def step(tokens: Tensor) -> tuple[Tensor, Tensor]:
