@@ -58,6 +58,9 @@ def test_its_graphs_are_eager_bit_for_bit(family):
     runs = []
     for graphs in (False, True):
         model = tiny(family, implementation_of(family))
+        # As graphs have it. For a cache nobody uses, convolutions of linear attention cut their
+        # outputs from others, and SiLU rounds those otherwise on CPUs without AVX-512.
+        model.config.use_cache = False
         accelerated = accelerate_model(model, graphs=graphs)
         runs.append(trained(model, accelerated.step))
     assert accelerated.graphs.report().replayed > 0
