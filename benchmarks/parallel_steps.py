@@ -99,9 +99,8 @@ def _moe(name: str, setting: Setting, ranks: int, smoke: bool) -> Iterator[Case]
     case = Case(name, "eager, all_to_all", setting.config, layout, setting.batch_size)
     yield case
     yield replace(case, contender="recipe, all_to_all", scopes=RECIPE)
-    static = [("all_gather", None)] if smoke else [("all_gather", None), ("symmetric", None)]
-    for dispatcher, factor in static:
-        case = replace(case, dispatcher=dispatcher, rows_factor=factor)
+    for dispatcher in ["symmetric"] if smoke else ["all_gather", "symmetric"]:
+        case = replace(case, dispatcher=dispatcher)
         yield replace(case, contender=f"attn,moe, {dispatcher}", scopes="attn,moe")
         yield replace(case, contender=f"whole step, {dispatcher}", whole=True)
     # The last of them.
@@ -118,7 +117,7 @@ def _moe(name: str, setting: Setting, ranks: int, smoke: bool) -> Iterator[Case]
     for size in () if case.model != "moe" else (2,) if smoke else (2, 4):
         grouped = replace(bounded, layout=replace(layout, layers_per_group=size))
         yield replace(grouped, contender=f"{name}, groups of {size}, our AdamW", our_adamw=True)
-    alone = replace(case, layout=ALONE, rows_factor=None, dispatcher="local", whole=True)
+    alone = replace(case, layout=ALONE, dispatcher="local", whole=True)
     yield from _with_both_optimizers(alone, "whole step, alone")
 
 
@@ -204,9 +203,11 @@ class Run:
         if isinstance(self.step, FullIteration):
             report = self.step.report()
             found |= {"state": report.state, "kernels": report.kernels}
-        if self.graphs is not None:
+        elif self.graphs is not None:
             report = self.graphs.report()
-            found |= {"replayed": report.replayed, "eager_calls": report.eager_calls}
+        else:
+            return found
+        found |= {"replayed": report.replayed, "eager_calls": report.eager_calls}
         return found
 
 

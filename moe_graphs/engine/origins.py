@@ -46,3 +46,8 @@ def origin_of_class(kind: type) -> str:
     if module.__name__ == "__main__":
         return "own"
     return origin_of(getattr(module, "__file__", None) or "?")
+
+
+def is_of_engine(kind: type) -> bool:
+    """Whether it is a class of graphs, not of what they hold."""
+    return kind.__module__.startswith(f"{__package__}.")

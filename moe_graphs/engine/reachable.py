@@ -40,7 +40,7 @@ from moe_graphs.engine.looking_into import (
     slots_of,
     special_methods,
 )
-from moe_graphs.engine.origins import origin_of, origin_of_class
+from moe_graphs.engine.origins import is_of_engine, origin_of, origin_of_class
 from moe_graphs.engine.python_modules import containers_of_globals, is_own
 from moe_graphs.engine.reads import Reads, imports_of
 from moe_graphs.engine.tracing import address
@@ -310,7 +310,9 @@ class Walk:
         has_attributes = has_dictionary(value)
         self.found.leaves[f"{name}.__class__"] = kind
         self._class(kind, f"{name}.__class__")
-        if has_attributes:
+        if has_attributes and is_of_engine(kind):
+            self._graph(value, name)
+        elif has_attributes:
             self._namespace(vars(value), name, everything)
         slots = slots_of(kind)
         self._slots(value, slots, name, everything)
@@ -320,6 +322,11 @@ class Walk:
     def _namespace(self, place: dict, name: str, everything: bool) -> None:
         names = None if everything else could_be_read(place, self._names, self._called)
         self._entries(place, name, names, everything)
+
+    def _graph(self, graph: Any, name: str) -> None:
+        """An object of the engine, such as one that holds the step itself: it counts its calls."""
+        names = self._reads.names_of_the_user()
+        self._entries(vars(graph), name, could_be_read(vars(graph), names, self._called), False)
 
     def _slots(self, value: Any, slots: list[str], name: str, everything: bool) -> None:
         for key in slots:

@@ -137,6 +137,11 @@ class Reads:
             united.doors += reads.doors
         return united
 
+    def names_of_the_user(self) -> set[str]:
+        """Those that the user's own code mentions."""
+        own = (code for code in self.code if origin_of(code.co_filename) == "own")
+        return set().union(*map(_names_of, own))
+
     def check_doors(self, *, asked: frozenset[str] = frozenset()) -> None:
         """asked: attributes of tensors whose answers in a graph are not those outside of it.
 

@@ -106,7 +106,9 @@ class CudaGraphs(Backend):
     def _make_workspaces(self) -> None:
         """cuBLAS keeps one per thread and stream, made by the first product there, and recorded
         products write to it. One made outside of a capture would be unmapped when somebody clears
-        them; one in a pool of other captures would be given to these after that."""
+        them; one in a pool of other captures would be given to these after that. The thread's
+        handle cannot be made in a capture, and no product may have run yet."""
+        torch.cuda.current_blas_handle()
         torch._C._cuda_clearCublasWorkspaces()
         before = self._workspaces
         if not before:

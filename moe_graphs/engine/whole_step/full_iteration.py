@@ -267,20 +267,24 @@ class FullIteration(Generic[BatchT, ResultT]):
 
     def _capture(self, batch: Any, rehearsals: int) -> None:
         started = time.perf_counter()
-        self.state = "capture_failed"
         self._resources.release()
         on_cuda = self._definition.backend.device.type == "cuda"
         if on_cuda and data_parallel.wrappers(self._definition.model):
             eager_forwards = sum(self._eager_calls.values())
             rehearsals = max(rehearsals, data_parallel.EAGER_FORWARDS - eager_forwards)
-        recorded, proof = record_step(
-            self._definition,
-            batch,
-            self._reads,
-            rehearsals=rehearsals,
-            verify=self._verify,
-            ranks=self._ranks,
-        )
+        self.state = "captured"  # as replays find it, where the step looks at this object
+        try:
+            recorded, proof = record_step(
+                self._definition,
+                batch,
+                self._reads,
+                rehearsals=rehearsals,
+                verify=self._verify,
+                ranks=self._ranks,
+            )
+        except BaseException:
+            self.state = "capture_failed"
+            raise
         self._captures += 1
         self._capture_seconds += time.perf_counter() - started
         if proof is not None and proof.difference is not None:
@@ -290,7 +294,6 @@ class FullIteration(Generic[BatchT, ResultT]):
             return
         self._resources.captured = recorded
         self._not_reproducible = proof is not None and proof.not_reproducible
-        self.state = "captured"
 
     def _differs(self, message: str) -> None:
         """Replays do not compute what eager does: it runs eagerly from now on."""

@@ -33,6 +33,29 @@ def test_a_loss_of_an_eager_step_may_still_be_held(device):
     assert step.report().replayed == 3
 
 
+class Trainer:
+    """Holds the whole step in an attribute that has a name which its code mentions."""
+
+    def __init__(self, device):
+        self.toy = Toy(device)
+        options = {"model": self.toy.model, "optimizer": self.toy.optimizer}
+        self.step = FullIteration(self._step, on_mismatch="error", **options)
+
+    def _step(self, batch):
+        loss = self.toy.step(batch)
+        assert self.toy.optimizer.state
+        getattr(self, "step")  # noqa: B009
+        return loss
+
+
+def test_a_step_that_reaches_its_own_graph(device):
+    trainer = Trainer(device)
+    for _ in range(6):
+        trainer.step(trainer.toy.batch())
+    assert trainer.step.report().replayed == 3
+    assert trainer.step.state == "captured"
+
+
 @pytest.mark.parametrize("trained", [0, 2], ids=["fresh", "trained"])
 def test_capturing_ahead_of_time_leaves_no_trace(device, trained):
     traces = []
