@@ -136,7 +136,7 @@ class Contender:
 
     @property
     def rounds_otherwise(self) -> bool:
-        return self.compiled or bool(self.experts)
+        return self.compiled or bool(self.experts) or self.our_adamw
 
 
 EAGER = Contender("eager")
@@ -250,7 +250,7 @@ class LanguageRun(Run):
             setting.config, make_dispatcher(dispatcher), device=device, dtype=setting.dtype
         )
         shape = (BATCHES, setting.batch_size, setting.config.max_sequence_length + 1)
-        optimizer = adamw(model)
+        optimizer = adamw(model, contender.our_adamw)
         tokens = torch.randint(setting.config.vocab_size, shape, device=device)
         super().__init__(contender, model, optimizer, tokens)
 

@@ -66,7 +66,7 @@ class DenoiserRun(Run):
     ) -> None:
         torch.manual_seed(setting.seed)
         model = UNet(setting.width).to(device)
-        optimizer, self.dtype = adamw(model), setting.dtype
+        optimizer, self.dtype = adamw(model, contender.our_adamw), setting.dtype
         self.device_step: DeviceStep | None = None
         self.scaler = torch.amp.GradScaler(device.type)
         if contender.full_iteration:

@@ -4,8 +4,9 @@
 
 Four models: the two of `partial_graphs.py`, the dense one of `examples/full_iteration_llama.py` and
 the UNet of `examples/diffusion_lightning.py`. For each eager, its scopes, forward and backward as
-one graph, the same with the optimizer, and `torch.compile(mode="reduce-overhead")`. `README.md`
-beside this says how it measures and what the columns mean.
+one graph, the same with the optimizer (torch's fused AdamW, and ours), and
+`torch.compile(mode="reduce-overhead")`. `README.md` beside this says how it measures and what the
+columns mean.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ FULL = Contender("full iteration", full_iteration=True)
 FULL_OPTIMIZER = Contender(
     "full iteration, optimizer", full_iteration=True, optimizer_in_graph=True
 )
+OUR_ADAMW = replace(FULL_OPTIMIZER, name="full iteration, our AdamW", our_adamw=True)
 COMPILED = Contender("torch.compile", compiled=True)
 SCOPES = {
     "launch_bound": "attn,moe",
@@ -57,7 +59,7 @@ def settings() -> dict[str, Setting | DenoiserSetting]:
 
 def contenders(model: str, compiled: bool) -> list[Contender]:
     scopes = Contender(SCOPES[model], SCOPES[model])
-    return [EAGER, scopes, FULL, FULL_OPTIMIZER, *([COMPILED] if compiled else [])]
+    return [EAGER, scopes, FULL, FULL_OPTIMIZER, OUR_ADAMW, *([COMPILED] if compiled else [])]
 
 
 def main(arguments: list[str] | None = None) -> None:

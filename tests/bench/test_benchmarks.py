@@ -129,14 +129,15 @@ def test_whole_steps(modules, tmp_path):
     options = f"--tiny --device cpu --models llama,diffusion --rounds 1 --out {out}"
     modules.full_iteration.main(options.split())
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    names = ["eager", "attn,mlp", "full iteration", "full iteration, optimizer"]
-    assert [row["contender"] for row in rows[:4]] == names
-    assert [row["contender"] for row in rows[4:]] == [names[0], "down.*,middle*,up.*", *names[2:]]
+    whole = ["full iteration", "full iteration, optimizer", "full iteration, our AdamW"]
+    names = ["eager", "attn,mlp", *whole]
+    assert [row["contender"] for row in rows[:5]] == names
+    assert [row["contender"] for row in rows[5:]] == [names[0], "down.*,middle*,up.*", *names[2:]]
     for row in rows:
         assert row["error"] is None
         assert "bitwise equal" in row["gate"]["message"]
         assert row["step_ms"]["count"] == 2
-    for row in (*rows[2:4], *rows[6:8]):
+    for row in (*rows[2:5], *rows[7:10]):
         assert (row["graphs"]["captured"], row["graphs"]["replayed"]) == (1, 5)
         assert row["graphs"]["eager_calls"] == {"warmup": 3}
 
@@ -303,7 +304,7 @@ def test_whole_steps_on_a_gpu(modules, tmp_path):
     out = tmp_path / "rows.jsonl"
     modules.full_iteration.main(["--tiny", "--rounds", "1", "--out", str(out)])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["error"] for row in rows] == [None] * 16
+    assert [row["error"] for row in rows] == [None] * 20
     for row in rows:
         if row["contender"] == "full iteration, optimizer":
             assert row["timeline"]["graph_launches"] == 1
