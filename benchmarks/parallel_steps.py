@@ -108,15 +108,13 @@ def _moe(name: str, setting: Setting, ranks: int, smoke: bool) -> Iterator[Case]
     if not smoke:
         name, bounded = f"{name}, 1.25", replace(bounded, rows_factor=1.25)
         yield from _with_both_optimizers(bounded, name)
-        once = replace(bounded, one_barrier=True, our_adamw=True)
-        yield replace(once, contender=f"{name}, one barrier, our AdamW")
         yield replace(
             case, contender=f"attn,moe, {dispatcher}, our AdamW", scopes="attn,moe", our_adamw=True
         )
-    # Where launches are what takes time.
-    for size in () if case.model != "moe" else (2,) if smoke else (2, 4):
-        grouped = replace(bounded, layout=replace(layout, layers_per_group=size))
-        yield replace(grouped, contender=f"{name}, groups of {size}, our AdamW", our_adamw=True)
+    once = replace(bounded, one_barrier=True, our_adamw=True)
+    yield replace(once, contender=f"{name}, one barrier, our AdamW")
+    grouped = replace(once, layout=replace(layout, layers_per_group=2 if smoke else 4))
+    yield replace(grouped, contender=f"{name}, one barrier, groups of layers, our AdamW")
     alone = replace(case, layout=ALONE, dispatcher="local", whole=True)
     yield from _with_both_optimizers(alone, "whole step, alone")
 

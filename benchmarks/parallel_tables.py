@@ -22,10 +22,15 @@ WAYS = {
     "recipe, all_to_all": "graphs of `attn,moe_router,moe_preprocess`, `all_to_all`",
     "attn,moe, all_gather": "graphs of `attn,moe`, `all_gather`",
     "attn,moe, symmetric": "graphs of `attn,moe`, `symmetric`",
+    "attn,moe, symmetric, our AdamW": "the same, our AdamW",
     "whole step, all_gather": "whole step, `all_gather`",
     "whole step, symmetric": "whole step, `symmetric`",
     "whole step, symmetric, 1.25": "the same, `rows_factor=1.25`",
     "whole step, symmetric, 1.25, our AdamW": "the same, our AdamW",
+    "whole step, symmetric, 1.25, one barrier, our AdamW": "the same, `one_barrier=True`",
+    "whole step, symmetric, 1.25, one barrier, groups of layers, our AdamW": (
+        "the same, FSDP2 in groups of 4 layers"
+    ),
 }
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from distributed import run_distributed
 
+FIRST_STEPS = 6
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
 MOE = (
-    "eager, all_to_all", "recipe, all_to_all", "attn,moe, all_gather", "whole step, all_gather",
-    "whole step, all_gather, groups of 2, our AdamW", "whole step, alone",
+    "eager, all_to_all", "recipe, all_to_all", "attn,moe, symmetric", "whole step, symmetric",
+    "whole step, symmetric, one barrier, our AdamW",
+    "whole step, symmetric, one barrier, groups of layers, our AdamW", "whole step, alone",
     "whole step, alone, our AdamW",
 )  # fmt: skip
 
@@ -40,9 +40,10 @@ def test_a_line_per_contender(tmp_path):
         if line["contender"] == "whole step":
             assert (line["state"], line["loss_difference"]) == ("captured", 0.0)
     moe = {line["contender"]: line for line in lines if line["model"] == "moe"}
-    assert moe["whole step, all_gather"]["state"] == "captured"
-    assert moe["whole step, all_gather"]["loss_difference"] < 1e-5
-    assert moe["whole step, all_gather, groups of 2, our AdamW"]["layers_per_group"] == 2
-    for name in ("recipe, all_to_all", "attn,moe, all_gather"):  # not clipped
+    for name in MOE[3:]:
+        assert moe[name]["replayed"] == FIRST_STEPS - 3 + 2 * 2, name
+        assert moe[name]["loss_difference"] < (1e-2 if "alone" in name else 1e-5)
+    assert moe[MOE[5]]["layers_per_group"] == 2
+    for name in ("recipe, all_to_all", "attn,moe, symmetric"):  # not clipped
         assert moe[name]["loss_difference"] < 1e-2
         assert moe[name]["replayed"] > 0
