@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_graphs.kernels.launching import cdiv, launch, wait_for_previous
+from moe_graphs.kernels.launching import cdiv, launch
 
 # Three programs of the largest backward fit on each of an H200's 132 multiprocessors at once.
 # Measured there on heads (2026-11-21, 16384 tokens of 32 + 2 * 4 heads of 128): 132 us, with 512
@@ -19,9 +19,8 @@ TILE = {"ROWS": 256, "COLS": 8}  # programs whose sums are added at once, column
 @triton.jit
 def add_sums_kernel(
     sums_ptr, first_ptr, second_ptr, programs, first_size, second_size,
-    ROWS: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr = False,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    wait_for_previous(PDL)
     width = first_size + second_size
     column = tl.program_id(0) * COLS + tl.arange(0, COLS)
     total = tl.zeros((ROWS, COLS), tl.float32)

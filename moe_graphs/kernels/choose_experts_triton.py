@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2, wait_for_previous
+from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2
 from moe_graphs.kernels.ops import define_op
 
 STRUCK = tl.constexpr(-(2**31))  # below the key of every number, -inf included
@@ -101,10 +101,9 @@ def choose_kernel(
     tokens, E: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, SCALING: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    AUX: tl.constexpr, Z: tl.constexpr, BIASED: tl.constexpr, PDL: tl.constexpr = False,
+    AUX: tl.constexpr, Z: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
     """The choice; of a program's tokens counts_PE, probs_PE and squares_P. Grid (P,)."""
-    wait_for_previous(PDL)
     row, lane = tl.arange(0, ROWS)[:, None], tl.arange(0, LANES)[None, :]
     real = lane < E
     counts = tl.zeros((ROWS, LANES), dtype=tl.int32)
@@ -152,10 +151,9 @@ def choose_kernel(
 def finish_kernel(
     counts_ptr, probs_ptr, squares_ptr, totals_ptr, terms_ptr, tokens, programs,
     E: tl.constexpr, K: tl.constexpr, AUX: tl.constexpr, Z: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """counts_E, and terms_E whose sum is the loss, for WIDTH experts. Grid (E / WIDTH,)."""
-    wait_for_previous(PDL)
     lane = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     counts = tl.zeros((BLOCK, WIDTH), dtype=tl.int32)
     probs = tl.zeros((BLOCK, WIDTH), dtype=tl.float32)
@@ -184,10 +182,8 @@ def choose_backward_kernel(
     E: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, SCALING: tl.constexpr,
     AUX: tl.constexpr, Z: tl.constexpr, WEIGHTED: tl.constexpr, SPLIT: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """The gradient of the logits, [T, E] or split. AUX and Z are zero without a dloss."""
-    wait_for_previous(PDL)
     lane = tl.arange(0, LANES)[None, :]
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     real, live = lane < E, row < tokens

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2, wait_for_previous
+from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2
 from moe_graphs.kernels.ops import define_op
 
 TILE = 2048  # logits a program of four warps has in flight
@@ -26,9 +26,8 @@ LOWEST = tl.constexpr(-3.0e38)  # below any logit but -inf, from which it may be
 @triton.jit
 def cross_entropy_forward_kernel(
     logits_ptr, targets_ptr, losses_ptr, logsumexp_ptr, V, row_stride,
-    IGNORED: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr = False,
+    IGNORED: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    wait_for_previous(PDL)
     row = tl.program_id(0)
     target = tl.load(targets_ptr + row)
     counts = target != IGNORED
@@ -55,9 +54,8 @@ def cross_entropy_forward_kernel(
 @triton.jit
 def cross_entropy_mean_kernel(
     losses_ptr, targets_ptr, mean_ptr, count_ptr, N,
-    IGNORED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False,
+    IGNORED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    wait_for_previous(PDL)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     count = tl.zeros((BLOCK,), dtype=tl.int32)
     for start in range(0, N, BLOCK):
@@ -74,9 +72,7 @@ def cross_entropy_backward_kernel(
     logits_ptr, targets_ptr, logsumexp_ptr, grad_ptr, count_ptr, out_ptr,
     V, row_stride, grad_stride, chunks,
     IGNORED: tl.constexpr, BLOCK: tl.constexpr, MEAN: tl.constexpr, PART: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):  # fmt: skip
-    wait_for_previous(PDL)
     row = tl.program_id(0) // chunks
     column = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)
     wide = row.to(tl.int64)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from moe_graphs.kernels.add_sums_triton import PROGRAMS, add_sums
-from moe_graphs.kernels.launching import launch, next_power_of_2, wait_for_previous
+from moe_graphs.kernels.launching import launch, next_power_of_2
 from moe_graphs.kernels.ops import define_op
 
 TILE = 4096  # numbers of a tile at most, unless all of them are normalised together
@@ -127,9 +127,7 @@ def heads_forward_kernel(
     qkv_ptr, cos_ptr, sin_ptr, query_weight_ptr, key_weight_ptr, query_ptr, key_ptr, S,
     H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr,
     QUERY_LANES: tl.constexpr, KEY_LANES: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):  # fmt: skip
-    wait_for_previous(PDL)
     angles = tl.program_id(0) % S * (Q // 2)
     cos, sin = _load_angles(cos_ptr + angles, sin_ptr + angles, Q)
     token = tl.program_id(0).to(tl.int64)
@@ -221,9 +219,8 @@ def heads_backward_kernel(
     rank_stride,
     H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr,
     QUERY_LANES: tl.constexpr, KEY_LANES: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
-    RANKS: tl.constexpr, SUMS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr = False,
+    RANKS: tl.constexpr, SUMS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    wait_for_previous(PDL)
     half: tl.constexpr = triton.next_power_of_2(Q // 2)
     query_first = tl.zeros((QUERY_LANES, half), tl.float32)
     key_first = tl.zeros((KEY_LANES, half), tl.float32)

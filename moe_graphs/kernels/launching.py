@@ -4,30 +4,16 @@ Triton binds and inspects every argument of every launch to find out which of it
 fits, and a TMA descriptor checks itself when it is made: 100 us of Python for a GEMM with three of
 them. A graph hides that; a small layer that runs eagerly waits for it. Here a compiled kernel and a
 descriptor are looked up by what they depend on.
-
-Programmatic dependent launch (Hopper and later): a kernel with an argument `PDL` is put onto the
-SMs while the one before it on the stream still runs, also within graphs, and waits there
-(`wait_for_previous`) until that one is done and its writes are visible. What it computes is the
-same. Kernels of others, before and behind, know nothing of it: it begins when they have ended, and
-they when it has.
 """
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
-
-_dependent_launch = False  # see dependent_launch
 
 
 class _Compiled:
@@ -41,11 +27,8 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple, **constants: Any) ->
     """`kernel[grid](*args, **constants)` on the current stream.
 
     `args` are positional, all constants and options go by name. Descriptors must be of this file:
-    their bases are aligned to 16 bytes. `PDL` is not given: it is what the machine has.
+    their bases are aligned to 16 bytes.
     """
-    if "PDL" in kernel.arg_names:
-        early = _dependent_launch and isinstance(kernel, JITFunction) and _has_pdl(driver.active)
-        constants |= {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
     known = _compiled(kernel, *constants.values(), *map(_kind, args))
     grid = (*grid, 1, 1)[:3]
     if known.kernel is None:  # the first time, and always under Triton's interpreter
@@ -53,45 +36,6 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple, **constants: Any) ->
         known.constants = tuple(constants[n] for n in kernel.arg_names if n in constants)
     else:
         known.kernel[grid](*args, *known.constants)
-
-
-@triton.jit
-def wait_for_previous(PDL: tl.constexpr):
-    """The first statement of a kernel with `PDL`, in every program of it.
-
-    Not only before its first read: what it writes, the kernel before may still read. And not left
-    out by any program: the kernel behind it trusts that with this one all earlier ones are done.
-    """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@functools.cache
-def _has_pdl(active_driver: Any) -> bool:
-    """Whether GPU and Triton know programmatic dependent launch."""
-    target = active_driver.get_current_target()
-    if target.backend != "cuda" or target.arch < 90:
-        return False
-    from triton.backends.nvidia.compiler import CUDAOptions
-
-    cuda = getattr(tl.extra, "cuda", None)
-    return hasattr(CUDAOptions, "launch_pdl") and hasattr(cuda, "gdc_wait")
-
-
-@contextlib.contextmanager
-def dependent_launch(on: bool = True) -> Iterator[None]:
-    """Kernels begin early in here, or not. For this process as a whole.
-
-    Off by default: chains of small kernels gain 0.1 to 0.5 us for each on an H200, and whole steps
-    of models nothing (`benchmarks/kernel_choices.py`, with SwiGLU in the GEMMs: 2026-11-22).
-    """
-    global _dependent_launch
-    before, _dependent_launch = _dependent_launch, on
-    try:
-        yield
-    finally:
-        _dependent_launch = before
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_graphs.kernels.launching import launch, next_power_of_2, wait_for_previous
+from moe_graphs.kernels.launching import launch, next_power_of_2
 from moe_graphs.kernels.ops import define_op
 
 WIDEST = 2048  # numbers of a vector that a program of four warps has in flight
@@ -37,9 +37,7 @@ def _in_half(token, turn_ptr, ago: tl.constexpr, TURNS: tl.constexpr):
 def spread_kernel(
     source_ptr, inverse_ptr, weights_ptr, rows_ptr, turn_ptr, D,
     K: tl.constexpr, BLOCK_D: tl.constexpr, WEIGHTED: tl.constexpr, TURNS: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):  # fmt: skip
-    wait_for_previous(PDL)
     token = tl.program_id(0)
     here = _in_half(token, turn_ptr, 1, TURNS)
     for base in range(0, D, BLOCK_D):
@@ -59,9 +57,7 @@ def spread_kernel(
 def collect_kernel(
     rows_ptr, inverse_ptr, weights_ptr, out_ptr, turn_ptr, D,
     K: tl.constexpr, BLOCK_D: tl.constexpr, WEIGHTED: tl.constexpr, TURNS: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):  # fmt: skip
-    wait_for_previous(PDL)
     token = tl.program_id(0)
     there = _in_half(token, turn_ptr, 0, TURNS)
     for base in range(0, D, BLOCK_D):
@@ -83,9 +79,7 @@ def collect_kernel(
 def dot_kernel(
     rows_ptr, inverse_ptr, other_ptr, out_ptr, turn_ptr, D,
     K: tl.constexpr, K_LANES: tl.constexpr, BLOCK_D: tl.constexpr, TURNS: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):  # fmt: skip
-    wait_for_previous(PDL)
     token = tl.program_id(0)
     here = _in_half(token, turn_ptr, 1, TURNS)
     slot = tl.arange(0, K_LANES)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from moe_graphs.kernels.add_sums_triton import PROGRAMS, add_sums
-from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2, wait_for_previous
+from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2
 from moe_graphs.kernels.ops import define_op
 
 TILE = 4096  # numbers of a program at a time, unless a row has more
@@ -59,9 +59,8 @@ def _load_scale(weight_ptr, ZERO_CENTRED: tl.constexpr, N: tl.constexpr, COLS: t
 def rms_norm_forward_kernel(
     x_ptr, update_ptr, weight_ptr, y_ptr, sum_ptr, rows, stride, update_stride,
     N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    EPS: tl.constexpr, ZERO_CENTRED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr = False,
+    EPS: tl.constexpr, ZERO_CENTRED: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    wait_for_previous(PDL)
     tile = tl.program_id(0)
     x = _load(x_ptr, tile, rows, stride, N, ROWS, COLS)
     if ADD:
@@ -78,9 +77,8 @@ def rms_norm_backward_kernel(
     dy_ptr, x_ptr, dsum_ptr, weight_ptr, dx_ptr, sums_ptr, rows, dy_stride, stride, dsum_stride,
     N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     EPS: tl.constexpr, ZERO_CENTRED: tl.constexpr, ADD: tl.constexpr,
-    SUMS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr = False,
+    SUMS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    wait_for_previous(PDL)
     scale = _load_scale(weight_ptr, ZERO_CENTRED, N, COLS)
     dw = tl.zeros((ROWS, COLS), tl.float32)
     programs = tl.num_programs(0)

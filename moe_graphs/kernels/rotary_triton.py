@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_graphs.kernels.launching import launch, next_power_of_2, wait_for_previous
+from moe_graphs.kernels.launching import launch, next_power_of_2
 from moe_graphs.kernels.ops import define_op
 
 TILE = 2048  # numbers of a tile at most
@@ -61,9 +61,7 @@ def turn_heads_kernel(
     to_query_b, to_query_h, to_query_s, to_key_b, to_key_h, to_key_s,
     H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, R: tl.constexpr,
     QUERY_LANES: tl.constexpr, KEY_LANES: tl.constexpr, BACK: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):  # fmt: skip
-    wait_for_previous(PDL)
     token = tl.program_id(0)
     b, s = (token // S).to(tl.int64), (token % S).to(tl.int64)
     row = token % rows  # there are S of them, or B * S

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2, wait_for_previous
+from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2
 from moe_graphs.kernels.ops import define_op
 
 BLOCK = 128  # pairs of a program: it compares each with each
@@ -33,10 +33,8 @@ SUM = {"BLOCKS": 512, "WIDTH": 8}  # blocks that a program of the sums takes at 
 @triton.jit
 def _count_kernel(
     experts_ptr, counts_ptr, pairs, num_experts, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """counts_BE[b, e]: pairs of expert e in block b, WIDTH experts at a time. Grid (B,)."""
-    wait_for_previous(PDL)
     block = tl.program_id(0)
     pair = block * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1).to(tl.int32)
@@ -49,10 +47,8 @@ def _count_kernel(
 @triton.jit
 def _sum_kernel(
     counts_ptr, totals_ptr, num_experts, blocks, BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """counts_BE -> before_BE in place, and totals_E, for WIDTH experts. Grid (E / WIDTH,)."""
-    wait_for_previous(PDL)
     lane = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     total = tl.zeros((WIDTH,), dtype=tl.int32)
     for base in range(0, blocks, BLOCKS):
@@ -68,10 +64,9 @@ def _sum_kernel(
 @triton.jit
 def _place_kernel(
     experts_ptr, before_ptr, totals_ptr, order_ptr, inverse_ptr, offsets_ptr, pairs, num_experts,
-    BLOCK: tl.constexpr, EXPERTS: tl.constexpr, PDL: tl.constexpr = False,
+    BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """Rows of the block's pairs, their inverse, and (first block) the offsets. Grid (B,)."""
-    wait_for_previous(PDL)
     block = tl.program_id(0)
     lane = tl.arange(0, EXPERTS)
     real = lane < num_experts

@@ -33,27 +33,17 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_R2F):
         ctx.save_for_backward(x_R2F)
-        return swiglu_forward(x_R2F)
+        if has_kernel(x_R2F):
+            from moe_graphs.kernels import swiglu_triton
+
+            return swiglu_triton.swiglu_forward(x_R2F)
+        return swiglu_reference.swiglu_forward(x_R2F)
 
     @staticmethod
     def backward(ctx, grad_RF):
         (x_R2F,) = ctx.saved_tensors
-        return swiglu_backward(x_R2F, grad_RF)
+        if has_kernel(x_R2F):
+            from moe_graphs.kernels import swiglu_triton
 
-
-def swiglu_forward(x_R2F: Tensor) -> Tensor:
-    """``swiglu`` by the kernel that serves the tensor, without autograd."""
-    if has_kernel(x_R2F):
-        from moe_graphs.kernels import swiglu_triton
-
-        return swiglu_triton.swiglu_forward(x_R2F)
-    return swiglu_reference.swiglu_forward(x_R2F)
-
-
-def swiglu_backward(x_R2F: Tensor, grad_RF: Tensor) -> Tensor:
-    """The gradient of ``x_R2F``."""
-    if has_kernel(x_R2F):
-        from moe_graphs.kernels import swiglu_triton
-
-        return swiglu_triton.swiglu_backward(x_R2F, grad_RF)
-    return swiglu_reference.swiglu_backward(x_R2F, grad_RF)
+            return swiglu_triton.swiglu_backward(x_R2F, grad_RF)
+        return swiglu_reference.swiglu_backward(x_R2F, grad_RF)

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_graphs.kernels.launching import cdiv, launch, wait_for_previous
+from moe_graphs.kernels.launching import cdiv, launch
 from moe_graphs.kernels.ops import define_op
 
 TILE = {"ROWS": 8, "COLS": 256}
@@ -42,9 +42,8 @@ def gradients_of(gate, up, dh):
 @triton.jit
 def swiglu_forward_kernel(
     x_ptr, h_ptr, rows, F,
-    ROWS: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr = False,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    wait_for_previous(PDL)
     out, gate_at, live = _tile(rows, F, ROWS, COLS)
     gate = tl.load(x_ptr + gate_at, mask=live, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + gate_at + F, mask=live, other=0.0).to(tl.float32)
@@ -55,9 +54,8 @@ def swiglu_forward_kernel(
 @triton.jit
 def swiglu_backward_kernel(
     x_ptr, dh_ptr, dx_ptr, rows, F,
-    ROWS: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr = False,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    wait_for_previous(PDL)
     dh_at, gate_at, live = _tile(rows, F, ROWS, COLS)
     gate = tl.load(x_ptr + gate_at, mask=live, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + gate_at + F, mask=live, other=0.0).to(tl.float32)

@@ -46,8 +46,7 @@ class Kept:
 def swiglu_experts_kept(
     rows_RD: Tensor, w1_eD2F: Tensor, w2_eFD: Tensor, offsets_e: Tensor, kept: Kept
 ) -> Tensor:
-    """``swiglu_gemms``, to the bit wherever those sum in the same order (D and F below 4096). Its
-    backward gives the frame's room back, so it can run once.
+    """``swiglu_gemms``, to the bit. Its backward gives the frame's room back, so it can run once.
 
     Raises:
         RuntimeError: in a second backward (``retain_graph``, or weights apart from inputs).

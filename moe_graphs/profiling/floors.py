@@ -124,8 +124,6 @@ def _ours() -> dict[Any, Any]:
         "gather_gemm_forward": gathered,
         "grouped_gemm_forward": product,
         "grouped_gemm_dgrad": product,
-        "swiglu_gemm_forward": product,
-        "swiglu_gemm_dgrad": product,
         "grouped_gemm_wgrad": weight_gradient,
         "grouped_gemm_wgrad_add": weight_gradient,
     }

@@ -18,8 +18,8 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 def modules():
     """The benchmark's files as they import each other when run as a script."""
     names = ("environment", "contenders", "measure", "phases", "partial_graphs",
-        "denoiser", "unet", "full_iteration", "layer_kernels", "optimizers", "swiglu_gemm",
-        "kernel_choices", "updates_in_backward",
+        "denoiser", "unet", "full_iteration", "layer_kernels", "optimizers",
+        "updates_in_backward",
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TEARDOWN_CUPTI", "0")  # the script sets both: undone with the patch
@@ -86,30 +86,6 @@ def test_optimizers(modules, tmp_path, monkeypatch):
     monkeypatch.setitem(contenders, "ours", lambda p: torch.optim.AdamW(p, **wrong))
     with pytest.raises(RuntimeError, match="tiny.*errors"):
         modules.optimizers.measure(modules.optimizers.cases(tiny=True)[0], "cpu", 1)
-
-
-def test_swiglu_gemm(modules, tmp_path):
-    out = tmp_path / "rows.jsonl"
-    modules.swiglu_gemm.main(["--tiny", "--out", str(out)])
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["contender"] for row in rows] == ["separate", "fused"]
-    assert all(row["bitwise"] for row in rows)
-    case = next(modules.swiglu_gemm.cases("cpu", tiny=True))
-    calls = modules.swiglu_gemm.layer_calls(case)
-    right = calls["fused"]
-    calls["fused"] = lambda: [x * 1.1 for x in right()]
-    with pytest.raises(RuntimeError, match="tiny, fused: off by 1"):
-        list(modules.swiglu_gemm.measure("layer", case, calls, 1, None))
-
-
-def test_kernel_choices(modules, tmp_path):
-    out = tmp_path / "rows.jsonl"
-    options = "--tiny --models launch_bound --choices neither,both"
-    modules.kernel_choices.main([*options.split(), "--out", str(out)])
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["choice"] for row in rows] == ["neither", "both"]
-    assert all(row["bitwise"] and row["captures"] == 1 for row in rows)
-    assert all(row["fallbacks"] == "{'warmup': 3}" for row in rows)
 
 
 def test_layer_kernels_times_nothing_but_the_op(modules):

@@ -25,15 +25,12 @@ from triton.tools.ragged_tma import create_ragged_descriptor
 
 from compiled import CompileOnlyDriver
 from moe_graphs.kernels.launching import (
-    _compiled,
     _kind,
     cdiv,
-    dependent_launch,
     launch,
     matrix_descriptor,
     next_power_of_2,
     ragged_descriptor,
-    wait_for_previous,
 )
 
 
@@ -106,31 +103,6 @@ def test_whatever_triton_compiles_for_is_another_kernel(launched, args, constant
     kernels = [kernel for _, kernel, *_ in launched]
     assert kernels[-1] is not kernels[-2]
     assert kernels[-2].hash != kernels[-1].hash
-
-
-@triton.jit
-def store_number_later(out, n, BLOCK: tl.constexpr, PDL: tl.constexpr = False):
-    wait_for_previous(PDL)
-    tl.store(out + tl.arange(0, BLOCK), n)
-
-
-@pytest.mark.parametrize(("arch", "early"), [(80, False), (90, True), (100, True)])
-def test_kernels_that_wait_are_launched_early_where_the_gpu_can(monkeypatch, launched, arch, early):
-    """A kernel of its own, with which ours are not mixed up."""
-    monkeypatch.setattr(triton.runtime.driver, "_active", CompileOnlyDriver(arch))
-    _compiled.cache_clear()
-    out = torch.empty(64)
-    for _ in range(2):
-        for on in (True, False):
-            with dependent_launch(on):
-                launch(store_number_later, (1,), (out, 32), BLOCK=16)
-    kernels = [kernel for _, kernel, *_ in launched]
-    for kernel, expected in zip(kernels, [early, False] * 2, strict=True):
-        assert kernel.metadata.launch_pdl == expected
-        assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == expected
-    assert kernels[2:] == kernels[:2]
-    assert [who for who, *_ in launched[2:]] == ["ours"] * 2
-    assert [given for *_, given in launched[2:]] == [(out, 32, 16, early), (out, 32, 16, False)]
 
 
 def near(*numbers: int) -> st.SearchStrategy[int]:

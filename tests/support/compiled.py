@@ -24,8 +24,6 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from moe_graphs.kernels import launching
-
 SHARED_LIMIT = 232448  # bytes a block may use on Hopper
 
 
@@ -121,7 +119,6 @@ def launch_compiler(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Compi
     def compiled(function: Callable, arch: int = 90) -> list[Compiled]:
         kernels.clear()
         # Not set_active: its undoing looks for a GPU.
-        monkeypatch.setattr(launching, "_dependent_launch", True)  # the harder way to be right
         monkeypatch.setattr(triton.runtime.driver, "_active", CompileOnlyDriver(arch))
         monkeypatch.setattr(knobs.nvidia, "dump_ptxas_log", True)  # to standard output
         function()

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from moe_graphs.kernels.gemm import launch as gemm
-from moe_graphs.kernels.gemm.launch_swiglu import swiglu_back_rows, swiglu_rows
-from moe_graphs.kernels.gemm.variants import row_variant, swiglu_variant, weight_variant
+from moe_graphs.kernels.gemm.variants import row_variant, weight_variant
 from moe_graphs.kernels.row_stack import RECEIVED
 from moe_graphs.layers.activation_stack import ActivationStack, push_rows
 
@@ -55,15 +54,6 @@ def cases() -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
         return gemm.matmul_weights(x, dy, ends, out=total.zero_(), accumulate=True)
 
     yield "accumulated", accumulated
-    gate_up, w2 = random(ROWS, WIDTH), w[:, :, : WIDTH // 2].contiguous()
-    for name in ("split", "pingpong"):
-        forward = swiglu_variant(name, WIDTH, back=False)
-        backward = swiglu_variant(name, WIDTH // 2, back=True)
-        yield f"swiglu {name}", lambda v=forward: swiglu_rows(x, w, ends, v)[1]
-        yield (
-            f"swiglu back {name}",
-            lambda v=backward: swiglu_back_rows(dy, w2, gate_up, ends, v),
-        )
     yield from stack_cases(random, ends)
 
 

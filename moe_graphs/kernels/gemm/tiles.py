@@ -42,7 +42,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2, wait_for_previous
+from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2
 
 # A row tile's record and its words; int32, five used, so that a record is 32 bytes.
 ROW_RECORD = tl.constexpr(8)
@@ -128,10 +128,8 @@ def _group_bounds(offsets_ptr, e, num_experts, EXPERTS: tl.constexpr):
 def row_tiles_kernel(
     offsets_ptr, records_ptr, count_ptr, num_experts, tiles_n, steps,
     BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PROGRAMS: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """One program per expert: the records of its own row tiles. Grid (E,)."""
-    wait_for_previous(PDL)
     e = tl.program_id(0)
     lane, sizes, start, end = _group_bounds(offsets_ptr, e, num_experts, EXPERTS)
     first = tl.sum(tl.where(lane < e, tl.cdiv(sizes, BLOCK_M), 0), 0)
@@ -168,10 +166,8 @@ def _cut_tail(total, count_ptr, steps, PROGRAMS: tl.constexpr):
 def add_tail_kernel(
     out_ptr, partials_ptr, records_ptr, count_ptr, tiles_n, steps, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, GRID: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Rows of the tiles cut along K: the sum of their partials, in the order of the parts."""
-    wait_for_previous(PDL)
     PIECES: tl.constexpr = BLOCK_M // ROWS
     tail = tl.load(count_ptr + COUNT_CUT)
     for piece in range(tl.program_id(0), tail * PIECES, GRID):
@@ -207,10 +203,9 @@ def _parts(sizes, limit):
 @triton.jit
 def expert_order_kernel(
     offsets_ptr, records_ptr, count_ptr, splits_ptr, num_experts, limit,
-    EXPERTS: tl.constexpr, SKIP_EMPTY: tl.constexpr, PDL: tl.constexpr = False,
+    EXPERTS: tl.constexpr, SKIP_EMPTY: tl.constexpr,
 ):  # fmt: skip
     """One program per expert: its records at its rank by length, so that the last wave is short."""
-    wait_for_previous(PDL)
     e = tl.program_id(0)
     lane, sizes, start, end = _group_bounds(offsets_ptr, e, num_experts, EXPERTS)
     real = lane < num_experts
@@ -242,10 +237,9 @@ def expert_order_kernel(
 @triton.jit
 def add_partials_kernel(
     out_ptr, partials_ptr, splits_ptr, count_ptr, size,
-    ADD: tl.constexpr, BLOCK: tl.constexpr, GRID: tl.constexpr, PDL: tl.constexpr = False,
+    ADD: tl.constexpr, BLOCK: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
     """out[e] (+)= the sum of the expert's partials, slot after slot. Matrices of `size` numbers."""
-    wait_for_previous(PDL)
     blocks = tl.cdiv(size, BLOCK)
     for tile in range(tl.program_id(0), tl.load(count_ptr + COUNT_SPLITS) * blocks, GRID):
         entry = splits_ptr + (tile // blocks) * EXPERT_RECORD
@@ -263,10 +257,9 @@ def add_partials_kernel(
 
 @triton.jit
 def zero_tail_kernel(
-    rows_ptr, offsets_ptr, rows, columns, last, GRID: tl.constexpr, PDL: tl.constexpr = False,
+    rows_ptr, offsets_ptr, rows, columns, last, GRID: tl.constexpr,
 ):  # fmt: skip
     """Zeros the rows past the last end, row by row over the programs. Grid (GRID,)."""
-    wait_for_previous(PDL)
     lane = tl.arange(0, ZERO_COLUMNS)
     first = (tl.load(offsets_ptr + last) + tl.program_id(0)).to(tl.int64)
     for row in range(first, rows, GRID):  # 64-bit, as its start is

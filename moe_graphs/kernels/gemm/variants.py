@@ -4,9 +4,7 @@ The best variant per shape against these rules was worth 0.05 % (forward) and 0.
 mean of 13 shapes on an H200: noise, so nothing is tuned at run time.
 """
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,9 +16,6 @@ GLUON = ("split", "pingpong", "gather")
 # From this K on, the last round of row tiles may be cut along it: adding up the parts takes about
 # 10 us, and half a round of 4096 is 25.
 LONG_SUM = 4096
-# With fewer rounds of tiles than this, that saves more than SwiGLU in the epilogue. Estimated.
-FEW_ROUNDS = 8
-_FUSION = False  # see fused_swiglu
 
 
 @dataclass(frozen=True)
@@ -80,23 +75,6 @@ def weight_variant(name: str, columns: int, out_dtype: torch.dtype) -> Variant:
     return _named(variants, name)
 
 
-@functools.cache
-def swiglu_variant(name: str, columns: int, *, back: bool) -> Variant:
-    """The tile of a kernel with SwiGLU in its epilogue. Forward, half of its columns are gate's."""
-    wide = cdiv(columns, 256) * 256 <= 1.15 * columns
-    variants = {
-        "split": Variant("split", 128, 256, 64, 3) if wide else Variant("split", 128, 128, 64, 5),
-        "pingpong": Variant("pingpong", 64, 256 if wide else 128, 64, 4 if wide else 6),
-    }
-    if back:  # pieces of 64 columns: wider ones spill
-        pieces = 4 if wide else 2
-        variants = {n: replace(v, pieces=pieces, buffers=2) for n, v in variants.items()}
-    else:
-        variants["tall"] = Variant("pingpong", 128, 128, 64, 5)
-        variants["narrow"] = Variant("pingpong", 64, 128, 64, 6)
-    return _named(variants, name)
-
-
 def _named(variants: dict[str, Variant], name: str) -> Variant:
     if name not in variants:
         raise ValueError(f"variant {name!r}: accepted are {', '.join(variants)}")
@@ -106,40 +84,6 @@ def _named(variants: dict[str, Variant], name: str) -> Variant:
 def choose_rows(device: torch.device, rows: int, experts: int) -> str:
     """The variant for these static averages. Measured on H200, see gluon_rows."""
     return without_wgmma(device) or ("pingpong" if rows < 400 * experts else "split")
-
-
-def choose_swiglu(
-    device: torch.device, rows: int, experts: int, depth: int, ffn: int, *, back: bool
-) -> Variant | None:
-    """The variant for an expert's GEMM with SwiGLU, of `depth` products per sum; None where a GEMM
-    and a kernel behind it are the better choice, or all there is. Measured on H200: worth 3 to 8 %
-    of a GEMM forward (15 % where experts have 64 rows), 2 to 13 % backward."""
-    if not _FUSION or without_wgmma(device) or ffn % 8:
-        return None
-    columns, few = ffn if back else 2 * ffn, rows < 128 * experts
-    if back and few:
-        return None
-    name = "pingpong" if back else "tall" if depth >= LONG_SUM else "narrow" if few else "pingpong"
-    variant = swiglu_variant(name, columns, back=back)
-    tiles = cdiv(rows, variant.block_m) * cdiv(columns, variant.block_n)
-    if depth >= LONG_SUM and tiles < FEW_ROUNDS * sm_count(device):
-        return None  # the last round is cut along K, which saves more
-    return variant
-
-
-@contextlib.contextmanager
-def fused_swiglu(on: bool = True) -> Iterator[None]:
-    """SwiGLU is computed in the GEMMs' epilogues in here, or not. For this process as a whole.
-
-    Off by default: of a GEMM and SwiGLU it saves 2 to 13 % on an H200, and of whole steps nothing
-    (`benchmarks/kernel_choices.py`, with dependent launch: 2026-11-22).
-    """
-    global _FUSION
-    before, _FUSION = _FUSION, on
-    try:
-        yield
-    finally:
-        _FUSION = before
 
 
 def choose_weights(device: torch.device, out_dtype: torch.dtype) -> str:
