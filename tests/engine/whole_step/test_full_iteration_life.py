@@ -56,6 +56,22 @@ def test_a_step_that_reaches_its_own_graph(device):
     assert trainer.step.state == "captured"
 
 
+class CountingTrainer(Trainer):
+    """Its result holds what its graph has counted."""
+
+    def _step(self, batch):
+        return {**super()._step(batch), "so far": self.step._replayed}
+
+
+def test_a_step_that_asks_its_own_graph(device):
+    trainer = CountingTrainer(device)
+    trainer.step._on_mismatch = "eager"
+    for _ in range(6):
+        trainer.step(trainer.toy.batch())
+    assert trainer.step.report().replayed == 1
+    assert trainer.step.report().eager_calls == {"warmup": 3, "attribute": 2}
+
+
 @pytest.mark.parametrize("trained", [0, 2], ids=["fresh", "trained"])
 def test_capturing_ahead_of_time_leaves_no_trace(device, trained):
     traces = []
