@@ -125,17 +125,13 @@ class Walk:
         if self._names & {"environ", "getenv"}:
             self._push(os.environ._data, "os.environ", False)
         self._globals()
-        self._run()
+        while self._stack:
+            self._visit(*self._stack.pop())
 
     def _owners(self) -> Iterator[tuple[str, Any]]:
         """Objects whose methods ran. They may be reachable by name as well."""
         for number, owner in enumerate(self._reads.owners.values()):
             yield f"<{type(owner).__name__} {number}>", owner
-
-    def _run(self) -> None:
-        while self._stack:
-            value, name, everything = self._stack.pop()
-            self._visit(value, name, everything)
 
     def _push(self, value: Any, name: str, everything: bool) -> None:
         self._stack.append((value, name, everything))
@@ -310,23 +306,18 @@ class Walk:
         has_attributes = has_dictionary(value)
         self.found.leaves[f"{name}.__class__"] = kind
         self._class(kind, f"{name}.__class__")
-        if has_attributes and is_of_engine(kind):
-            self._graph(value, name)
-        elif has_attributes:
-            self._namespace(vars(value), name, everything)
+        if has_attributes:  # of a graph, which counts its calls, only what the user asks for
+            asked = self._reads.names_of_the_user() if is_of_engine(kind) else self._names
+            self._namespace(vars(value), name, everything, asked)
         slots = slots_of(kind)
         self._slots(value, slots, name, everything)
         if not (has_attributes or slots or kind.__module__ in _STATELESS):
             self.found.not_followed.append(f"{name} (a {kind.__name__})")
 
-    def _namespace(self, place: dict, name: str, everything: bool) -> None:
-        names = None if everything else could_be_read(place, self._names, self._called)
+    def _namespace(self, place: dict, name: str, everything: bool, asked: Any = None) -> None:
+        mentioned = self._names if asked is None else asked
+        names = None if everything else could_be_read(place, mentioned, self._called)
         self._entries(place, name, names, everything)
-
-    def _graph(self, graph: Any, name: str) -> None:
-        """An object of the engine, such as one that holds the step itself: it counts its calls."""
-        names = self._reads.names_of_the_user()
-        self._entries(vars(graph), name, could_be_read(vars(graph), names, self._called), False)
 
     def _slots(self, value: Any, slots: list[str], name: str, everything: bool) -> None:
         for key in slots:
