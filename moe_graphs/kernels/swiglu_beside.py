@@ -21,7 +21,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_graphs import side_stream
-from moe_graphs.kernels.swiglu import swiglu_backward, swiglu_forward
+from moe_graphs.kernels import swiglu_reference
+from moe_graphs.kernels.availability import has_kernel
+from moe_graphs.kernels.swiglu import swiglu
 
 Held = list[Tensor | None]
 COMPUTED = 5  # of the tensors between the nodes: the others are what the network reads
@@ -59,7 +61,7 @@ class _Begin(torch.autograd.Function):
         held += read
         with side_stream.forked(hidden_TD.device):
             x_T2F = hidden_TD.mm(w1_2FD.t())
-            inner_TF = swiglu_forward(x_T2F)
+            inner_TF = swiglu(x_T2F)
             plain_TD, share_T1 = inner_TF.mm(w2_DF.t()), None
             out_TD = plain_TD
             if gate_1D is not None:
@@ -114,7 +116,15 @@ def _gradients(grad_TD: Tensor, saved: Any, needed: tuple[bool, ...]) -> list[Te
     if needed[3]:
         of_w2 = grad_TD.t().mm(inner_TF)
     if needed[1] or needed[2]:
-        of_x_T2F = swiglu_backward(x_T2F, grad_TD.mm(w2_DF))
+        of_x_T2F = _swiglu_backward(x_T2F, grad_TD.mm(w2_DF))
         of_hidden = of_x_T2F.mm(w1_2FD) if needed[1] else None
         of_w1 = of_x_T2F.t().mm(hidden_TD) if needed[2] else None
     return [of_gated, of_hidden, of_w1, of_w2, of_gate]
+
+
+def _swiglu_backward(x_T2F: Tensor, grad_TF: Tensor) -> Tensor:
+    if has_kernel(x_T2F):
+        from moe_graphs.kernels import swiglu_triton
+
+        return swiglu_triton.swiglu_backward(x_T2F, grad_TF)
+    return swiglu_reference.swiglu_backward(x_T2F, grad_TF)
