@@ -37,7 +37,7 @@ import environment
 from moe_graphs.dispatch import Dispatcher, make_dispatcher
 from moe_graphs.dispatch.peer_memory import peer_memory
 from moe_graphs.kernels import peer_rows
-from several_ranks import keep
+from several_ranks import is_late, keep
 
 EXPERTS, FACTOR, PROGRAMS = 64, 1.25, (132, 264, 528, 1056)
 Call = Callable[[], object]
@@ -246,9 +246,7 @@ def main(arguments: list[str] | None = None) -> None:
         dist.init_process_group("gloo" if args.smoke else "nccl", **on)
     constant = {"benchmark": "dispatch", "environment": environment.stamp(args.commit)}
     for case in [Case(8, 16, 2)] if args.smoke else CASES:
-        late = torch.tensor(time.monotonic() - began, device=device)
-        dist.all_reduce(late, op=dist.ReduceOp.MAX)  # all ranks stop, or none
-        if late > args.seconds:
+        if is_late(began + args.seconds, device):
             break
         for record in records(case, device, args.rounds):
             keep(record, constant, args.out)

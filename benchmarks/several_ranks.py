@@ -39,6 +39,13 @@ def keep(line: Mapping[str, Any], constant: Mapping[str, Any], out: Path | None)
             lines.write(json.dumps({**line, **constant}) + "\n")
 
 
+def is_late(deadline: float, device: torch.device) -> bool:
+    """Whether any rank's ``time.monotonic`` is past it: all ranks stop, or none."""
+    left = torch.tensor(deadline - time.monotonic(), device=device)
+    dist.all_reduce(left, op=dist.ReduceOp.MIN)
+    return bool(left < 0)
+
+
 def milliseconds_of(step: Callable[[], object], steps: int) -> float:
     """Of a step in a turn of some, which all ranks begin and end together."""
     _synchronize()

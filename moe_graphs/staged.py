@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, dataclass_transform
 
@@ -183,6 +183,27 @@ def end_capture_here(reason: str) -> None:
     stop = _stop.get()
     if stop is not None and stop.capturing:
         raise CaptureInterrupt(reason)
+
+
+def check_uncut(stages: Collection[str], dynamic: str | None, what: str) -> None:
+    """Called by a stage that begins ``what`` goes on beside the stages behind it. Does nothing in
+    an ordinary forward.
+
+    Raises:
+        CaptureError: if the forward ends at one of these stages, or is captured and cannot be
+            beyond a component of theirs (``dynamic`` says why).
+    """
+    stop = _stop.get()
+    if stop is None:
+        return
+    where = f"before stage {stop.stage!r}" if stop.stage in stages else None
+    if where is None and stop.capturing and dynamic is not None:
+        where = f"at {dynamic}"
+    if where is not None:
+        raise CaptureError(
+            f"{what}, and here a graph ends or begins {where}: choose a scope that holds all of it "
+            f"('moe' or 'full'), or leave that option out"
+        )
 
 
 def run_until(stop: Stop, call: Callable[[], Any]) -> tuple[Any, Boundary | None]:

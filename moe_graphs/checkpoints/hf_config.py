@@ -18,7 +18,13 @@ from moe_graphs.layers.model_config import LatentAttentionConfig, MoEConfig, Tra
 from moe_graphs.layers.rope_scaling import Llama3Scaling, YarnScaling
 
 # Options of training alone: config.json has no names for them, and a loaded model has defaults.
-_TRAINING_ALONE = ("z_loss_coef", "input_jitter", "bias_update_rate", "experts")
+_TRAINING_ALONE = (
+    "z_loss_coef",
+    "input_jitter",
+    "bias_update_rate",
+    "experts",
+    "shared_side_stream",
+)
 
 
 def transformer_config(

@@ -34,6 +34,11 @@ class MoEConfig:
             ``bias_update_rate`` at every ``update_expert_bias``.
         shared_ffn_hidden_size: width of an expert that sees every token; 0 for none.
         shared_gate: its output is multiplied by a learned sigmoid gate (Qwen2-MoE).
+        shared_side_stream: it runs on a CUDA stream of its own beside routing, travelling tokens
+            and experts, the same to the bit; on the CPU there is one stream. Refused where it
+            cannot: scopes that hold some of the layer only, tensor parallelism, Transformer
+            Engine's projections, hooks on its modules. Split backwards of pipelines compute the
+            gradients of its weights with those of the inputs.
         experts: whose kernels the routed experts run on, see ``layers.expert_backends``.
     """
 
@@ -52,6 +57,7 @@ class MoEConfig:
     bias_update_rate: float = 1e-3
     shared_ffn_hidden_size: int = 0
     shared_gate: bool = False
+    shared_side_stream: bool = False
     experts: ExpertsKind = "moe_graphs"
 
     def __post_init__(self) -> None:
@@ -68,8 +74,9 @@ class MoEConfig:
             )
         if not 0 <= self.input_jitter < 1:
             raise ValueError(f"input_jitter must be in [0, 1), got {self.input_jitter}")
-        if self.shared_gate and not self.shared_ffn_hidden_size:
-            raise ValueError("shared_gate needs a shared expert: set shared_ffn_hidden_size")
+        for name in ("shared_gate", "shared_side_stream"):
+            if getattr(self, name) and not self.shared_ffn_hidden_size:
+                raise ValueError(f"{name} needs a shared expert: set shared_ffn_hidden_size")
         if self.experts not in EXPERT_BACKENDS:
             raise ValueError(
                 f"experts {self.experts!r} is unknown: choose one of {', '.join(EXPERT_BACKENDS)}"

@@ -1,6 +1,6 @@
 """The mixture-of-experts layer, in the three stages at which it can be cut.
 
-    moe_router      route: scores, top-k, losses, and the shared expert
+    moe_router      route: scores, top-k, losses, and the shared expert (or its begin)
     moe_preprocess  preprocess: sort the rows by expert and permute them
     moe_experts     run_experts: dispatch, experts, combine, plus the shared expert's output
 
@@ -26,7 +26,8 @@ from moe_graphs.layers.kept_experts import Kept
 from moe_graphs.layers.mlp import SwiGLU
 from moe_graphs.layers.model_config import ExpertsKind, MoEConfig
 from moe_graphs.layers.router import Routing, TopKRouter
-from moe_graphs.staged import Stage, Staged, record
+from moe_graphs.layers.shared_beside import Begun, begin_shared
+from moe_graphs.staged import Stage, Staged, check_uncut, record
 
 
 @record
@@ -42,7 +43,7 @@ class Routed:
 
     hidden: Tensor
     routing: Routing
-    shared_TD: Tensor | None
+    shared_TD: Tensor | Begun | None
 
 
 @record
@@ -52,7 +53,7 @@ class Prepared:
 
     plan: DispatchPlan
     aux_loss: Tensor
-    shared_TD: Tensor | None
+    shared_TD: Tensor | Begun | None
     shape: tuple[int, ...]
     hidden_TD: Tensor | None = None
 
@@ -83,8 +84,8 @@ class MoEStages(Staged):
     def choose(self, hidden_TD: Tensor) -> Routing:
         raise NotImplementedError
 
-    def run_shared(self, hidden_TD: Tensor) -> Tensor | None:
-        """The output of the expert that sees every token, if there is one."""
+    def run_shared(self, hidden_TD: Tensor) -> Tensor | Begun | None:
+        """The output of the expert that sees every token, if there is one, or that it has begun."""
         raise NotImplementedError
 
     def push(self, dispatched: Dispatched) -> KeptRows | None:
@@ -143,8 +144,11 @@ class MoEStages(Staged):
             rows = self.experts(dispatched.rows_RD, dispatched.offsets_e, kept)
             dispatched, dropped = replace(dispatched, kept=frame), dropped + frame.lost()
         hidden_TD = self.dispatcher.combine(rows, dispatched, plan)
-        if prepared.shared_TD is not None:
-            hidden_TD = hidden_TD + prepared.shared_TD
+        shared_TD = prepared.shared_TD
+        if shared_TD is not None:
+            if isinstance(shared_TD, Begun):
+                shared_TD = shared_TD.end()
+            hidden_TD = hidden_TD + shared_TD
         return MoEOutput(hidden_TD.view(prepared.shape), prepared.aux_loss, dropped)
 
 
@@ -152,6 +156,9 @@ class MoELayer(MoEStages):
     """Router, dispatch, experts, combine, and optionally an expert that sees every token.
 
     ``linear``: of the shared expert, as in ``TransformerConfig``.
+
+    Raises:
+        ValueError: ``shared_side_stream`` with another ``linear`` than torch's.
 
     Attributes:
         most_rows: 0-dim int64 buffer, not saved: the most rows that a call has asked of this rank's
@@ -176,6 +183,11 @@ class MoELayer(MoEStages):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if config.shared_side_stream and linear != "torch":
+            raise ValueError(
+                f"shared_side_stream=True is for projections of torch, and linear is {linear!r}: "
+                f"choose one of the two"
+            )
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config = config
         self.dispatcher = LocalDispatcher() if dispatcher is None else dispatcher
@@ -281,9 +293,13 @@ class MoELayer(MoEStages):
             self.most_rows.zero_()
             self.rows_room.zero_()
 
-    def run_shared(self, hidden_TD: Tensor) -> Tensor | None:
+    def run_shared(self, hidden_TD: Tensor) -> Tensor | Begun | None:
         if self.shared_expert is None:
             return None
+        if self.config.shared_side_stream:
+            what = "shared_side_stream=True: the shared expert runs until the end of moe_experts"
+            check_uncut(("moe_preprocess", "moe_experts"), self.dynamic, what)
+            return begin_shared(self.shared_expert, self.shared_gate, hidden_TD)
         shared_TD = self.shared_expert(hidden_TD)
         if self.shared_gate is not None:
             shared_TD = self.shared_gate(hidden_TD).sigmoid() * shared_TD

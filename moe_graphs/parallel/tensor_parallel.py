@@ -131,6 +131,8 @@ def check_tensor_parallel(config: TransformerConfig, tp: int) -> None:
         "latent attention": config.latent is not None,
         "qk_norm='full', a norm over all heads together,": config.qk_norm == "full",
         f"linear={config.linear!r}": config.linear != "torch",
+        # Sums over ranks on two streams may wait for one another.
+        "shared_side_stream=True": config.moe is not None and config.moe.shared_side_stream,
     }
     for name, found in refused.items():
         if found:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from moe_graphs import side_stream
 from moe_graphs.engine.backends.backend import Backend, Graph, MemoryMeter
 from moe_graphs.engine.preserve import no_garbage_collection
 
@@ -114,10 +115,11 @@ class CudaGraphs(Backend):
         if not before:
             self._pool_of_workspaces = self.new_pool()
         with _disable_current_modes(), self._record(self._pool_of_workspaces) as self._workspaces:
-            for dtype in (torch.float32, torch.bfloat16):
-                ones = torch.ones(16, 16, dtype=dtype, device=self.device)
-                torch.addmm(ones[0], ones, ones)
-                torch.mm(ones, ones)
+            _multiply(self.device)
+            if side_stream.is_used(self.device):
+                with side_stream.forked(self.device):
+                    _multiply(self.device)
+                side_stream.join(self.device)
         for graph in before:
             graph.release()
 
@@ -204,6 +206,14 @@ class CudaGraphs(Backend):
         self._workspaces = []
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
+
+
+def _multiply(device: torch.device) -> None:
+    """cuBLAS' products, by both of its libraries."""
+    for dtype in (torch.float32, torch.bfloat16):
+        ones = torch.ones(16, 16, dtype=dtype, device=device)
+        torch.addmm(ones[0], ones, ones)
+        torch.mm(ones, ones)
 
 
 def _count_kernels(graph: torch.cuda.CUDAGraph) -> int | None:

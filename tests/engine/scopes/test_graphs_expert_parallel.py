@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from moe_graphs import GraphConfig
 from moe_graphs.config import SCOPE_STAGES
 from moe_graphs.engine.whole_step.full_iteration import FullIteration
 from moe_graphs.layers import LanguageModel
+from moe_graphs.layers.moe import moe_layers
 from routed_ranks import ONE_BARRIER, dispatcher_named
 from training_runs import Trace, loss_of, microbatches, tiny_model
 
@@ -35,9 +37,13 @@ LISTS = [
 ]
 
 
-def _model(device: str, layers: str, dispatcher: str) -> LanguageModel:
+def _model(device: str, layers: str, dispatcher: str, beside: bool = False) -> LanguageModel:
+    """``beside``: the shared experts run on a side stream."""
     count = 1 if layers == "moe" else 2
-    return tiny_model(device, layers, dispatcher=dispatcher_named(dispatcher), count=count)
+    model = tiny_model(device, layers, dispatcher=dispatcher_named(dispatcher), count=count)
+    for layer in moe_layers(model):
+        layer.config = replace(layer.config, shared_side_stream=beside)
+    return model
 
 
 def _reduce_shared(model: nn.Module) -> None:
@@ -66,9 +72,11 @@ def _make_step(model: LanguageModel, optimizer: torch.optim.Optimizer) -> Callab
     return step
 
 
-def _train(device: str, layers: str, dispatcher: str, scopes: str | None, steps: int) -> tuple:
+def _train(
+    device: str, layers: str, dispatcher: str, scopes: str | None, steps: int, beside: bool = False
+) -> tuple:
     """``scopes``: a list of them, "whole step", or None for eager training."""
-    model = _model(device, layers, dispatcher)
+    model = _model(device, layers, dispatcher, beside)
     optimizer = optimizer_of(model, device)
     step = _make_step(model, optimizer)
     config = GraphConfig(impl="none")
@@ -104,10 +112,13 @@ def _is_legal(device: str, scopes: str) -> bool:
     return True
 
 
-def _compare(device: str, layers: str, dispatcher: str, lists: list[str], steps: int) -> None:
+def _compare(
+    device: str, layers: str, dispatcher: str, lists: list[str], steps: int, beside: bool = False
+) -> None:
+    """With the eager training of all-gather, and of one stream."""
     expected, _ = _train(device, layers, "all_gather", None, steps)
     for scopes in lists:  # in the first of them peers' memory is made
-        trace, report = _train(device, layers, dispatcher, scopes, steps)
+        trace, report = _train(device, layers, dispatcher, scopes, steps, beside)
         try:
             trace.assert_equal(expected)
         except AssertionError as error:
@@ -121,12 +132,18 @@ def _compare(device: str, layers: str, dispatcher: str, lists: list[str], steps:
         assert report.replayed == 2 * (steps - 2) * count, (scopes, report)
         assert report.eager_calls == {"warmup": 2 * 2 * count}, (scopes, report)
     if dispatcher != "all_gather":
-        _train(device, layers, dispatcher, None, steps)[0].assert_equal(expected)
+        _train(device, layers, dispatcher, None, steps, beside)[0].assert_equal(expected)
 
 
 def _train_what_holds_all(rank: int, world_size: int, device: str, dispatcher: str) -> None:
     steps = 8 if device == "cpu" and world_size > 2 else STEPS
     _compare(device, "moe", dispatcher, ["full", "whole step"], steps)
+
+
+def _train_beside(rank: int, world_size: int, device: str) -> None:
+    steps = 5 if device == "cpu" else STEPS
+    lists = ["whole step"] if device == "cpu" else ["attn,moe", "whole step"]
+    _compare(device, "moe", "symmetric", lists, steps, beside=True)
 
 
 def _train_lists(
@@ -151,6 +168,11 @@ def test_whole_layers_and_steps_are_bitwise_eager(backend, device, ranks, dispat
 @pytest.mark.parametrize(("backend", "device", "ranks"), [GLOO[0], NCCL])
 def test_one_barrier_is_bitwise_eager(backend, device, ranks):
     run_distributed(_train_what_holds_all, ranks, backend, arguments=(device, ONE_BARRIER))
+
+
+@pytest.mark.parametrize(("backend", "device", "ranks"), [GLOO[0], NCCL])
+def test_shared_experts_on_a_side_stream_are_bitwise_those_on_one(backend, device, ranks):
+    run_distributed(_train_beside, ranks, backend, arguments=(device,))
 
 
 @pytest.mark.parametrize(
