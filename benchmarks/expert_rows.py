@@ -1,8 +1,9 @@
 """How many rows the fullest rank's experts are asked for, over the first steps of real training.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/expert_rows.py --steps 250 --seeds 0 1 \\
+    torchrun --nproc-per-node 2 benchmarks/expert_rows.py --seeds 0 1 --cpu \\
         --out benchmarks/results/expert_rows_cpu.jsonl
-    torchrun --nproc-per-node 2 benchmarks/expert_rows.py --preset small --steps 150 --out ...
+    torchrun --nproc-per-node 2 benchmarks/expert_rows.py --preset small --steps 150 \\
+        --out benchmarks/results/expert_rows_h200.jsonl
 
 What `moe-graphs train --ep N` trains on N ranks, eagerly, by the schedule of the preset. A share is
 the rows that a rank's experts need in one call of a layer, over those of a balanced routing: what

@@ -15,21 +15,23 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 def smoke(rank: int, world_size: int, out: str) -> None:
     sys.path.insert(0, str(BENCHMARKS))
     options = ["--smoke", "--rounds", "1", "--steps", "1", "--out", out, "--commit", "c"]
-    options += ["--model", "launch_bound", "--rows-factors", "2.0", "--stack-factor", "2.0"]
-    importlib.import_module("activation_memory").main(options)
+    options += ["--model", "launch_bound", "--rows-factors", "worst", "1.75"]
+    importlib.import_module("activation_memory").main([*options, "--stack-factor", "2.0"])
 
 
 def test_a_line_per_contender(tmp_path):
     out = tmp_path / "lines.jsonl"
     run_distributed(smoke, 2, arguments=(str(out),))
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    contenders = ["eager, all_to_all", "whole step", "whole step, stack"]
-    contenders.append("whole step, stack, dispatched again")
-    assert [line["contender"] for line in lines] == contenders
+    ways = ("whole step", "whole step, stack")
+    expected = [("eager, all_to_all", None), *((way, f) for f in (None, 1.75) for way in ways)]
+    assert [(line["contender"], line["rows_factor"]) for line in lines] == expected
     for line in lines[1:]:
         assert line["state"] == "captured"
+        assert line["eager_calls"] == {"warmup": 3}
+        assert line["replayed"] == 3 + 1 + 1
         assert line["first_steps_overflowed"] == 0
-    for line in lines[2:]:
+    for line in (lines[2], lines[4]):
         assert line["bitwise"]
         ((used, room),) = [v for k, v in line["occupation"].items() if k.endswith("stack")]
         assert 0 < used <= room
