@@ -175,6 +175,7 @@ def _between_steps() -> int:
     if not torch.cuda.is_available():
         return 0
     gc.collect()
+    torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved()
 
