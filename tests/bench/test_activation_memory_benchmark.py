@@ -35,3 +35,23 @@ def test_a_line_per_contender(tmp_path):
         assert line["bitwise"]
         ((used, room),) = [v for k, v in line["occupation"].items() if k.endswith("stack")]
         assert 0 < used <= room
+    rows = table(lines).splitlines()[2:7]
+    assert [row.count(" | ") for row in rows] == [6] * 5
+    assert all(" of 6 |" in row for row in rows)
+    assert [("worst case" in row, "activation stack" in row) for row in rows[1:]] == [
+        (True, False), (True, True), (False, False), (False, True)
+    ]  # fmt: skip
+
+
+def table(lines: list[dict]) -> str:
+    """As if they were measured on GPUs, which have memory."""
+    sys.path.append(str(BENCHMARKS))
+    parallel_tables = importlib.import_module("parallel_tables")
+    result_lines = importlib.import_module("result_lines")
+    given = []
+    for line in lines:
+        stamp = line["environment"] | {"gpu": result_lines.H200}
+        factor = {"rows_factor": line["rows_factor"] and 1.5}
+        memory = {"training_gib": 1.0, "peak_gib": 2.0}
+        given.append(result_lines.Line(line | factor | memory | {"environment": stamp}, "x.jsonl"))
+    return parallel_tables.activation_memory(given)
