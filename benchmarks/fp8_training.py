@@ -19,12 +19,14 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 import environment
+from timed_replays import check_replayed
 
 TE = "transformer_engine"
 OF_THEIRS = ["--linear", TE, "--experts", TE]
@@ -94,6 +96,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         found |= {key: both[key] for key in FROM_COMPARE}
         found |= {f"{side}_step_ms": both[side]["step_ms"] for side in ("eager", "graphed")}
         found |= {key: both[key] for key in ("captured", "replayed", "eager_calls")}
+        check_replayed(SimpleNamespace(**found))
         run = train(options, *ROWS[name], "--steps", str(options.steps))
         found |= {key: run[key] for key in FROM_RUN}
     except RuntimeError as error:

@@ -19,6 +19,7 @@ from moe_graphs import FullIterationReport
 from moe_graphs.lm.run import deterministic
 from moe_graphs.profiling.profiler import traced_events
 from moe_graphs.profiling.timeline import Timeline, read_timeline
+from timed_replays import check_replayed
 
 GATE_STEPS = WARMUP_STEPS + 5
 TRACED_STEPS = 3
@@ -196,6 +197,11 @@ def time_together(
             if error is not None:
                 failed[name] = error
                 del places[name]
+    for name in list(places):
+        _, error = attempt(lambda run: check_replayed(run.report()), places[name].run)
+        if error is not None:
+            failed[name] = error
+            del places[name]
     eager = places.get(EAGER.name)
     if eager is None:
         return failed | dict.fromkeys(places, "eager failed, nothing to compare with")

@@ -31,6 +31,7 @@ from moe_graphs.bench import environment
 from moe_graphs.bench.timing import elapsed
 from moe_graphs.layers.model_config import MoEConfig
 from moe_graphs.layers.moe import MoELayer
+from timed_replays import check_replayed
 
 WARMUP_STEPS = 3
 
@@ -177,9 +178,7 @@ def gate(contender: Contender, eager: Contender, x: Tensor, grad: Tensor) -> Non
         off_T = (a - b).float().norm(dim=1) / b.float().norm(dim=1).clamp_min(1e-30)
         if not off_T.median() < 2e-2:
             raise RuntimeError(f"{name}: {off_T.median():.1e} from eager's, median over tokens")
-    report = contender.graphs and contender.graphs.report()
-    if report and not (report.captured and report.replayed):
-        raise RuntimeError(f"nothing replayed: {report.eager_calls}")
+    check_replayed(contender.graphs and contender.graphs.report())
 
 
 def time_together(

@@ -35,6 +35,7 @@ from moe_graphs.layers import LanguageModel, TransformerConfig
 from moe_graphs.layers.moe import moe_layers
 from moe_graphs.parallel import ParallelConfig, make_mesh, parallelize, shard_experts
 from several_ranks import keep, milliseconds_of, process_group
+from timed_replays import NotReplayed, check_replayed
 
 FIRST_STEPS = 6  # of which a whole step runs three eagerly
 ALONE = ParallelConfig()
@@ -198,15 +199,14 @@ class Run:
         if eager is not None:
             found["speedup"] = round(statistics.median(eager.milliseconds) / median, 2)
             found["loss_difference"] = (self.first - eager.first).abs().max().item()
-        if isinstance(self.step, FullIteration):
-            report = self.step.report()
-            found |= {"state": report.state, "kernels": report.kernels}
-        elif self.graphs is not None:
-            report = self.graphs.report()
-        else:
+        engine = self.step if isinstance(self.step, FullIteration) else self.graphs
+        report = None if engine is None else engine.report()
+        check_replayed(report)
+        if report is None:
             return found
-        found |= {"replayed": report.replayed, "eager_calls": report.eager_calls}
-        return found
+        if self.case.whole:
+            found |= {"state": report.state, "kernels": report.kernels}
+        return found | {"replayed": report.replayed, "eager_calls": report.eager_calls}
 
 
 def _laid_out(model: LanguageModel, case: Case) -> LanguageModel:
@@ -247,14 +247,21 @@ def measure(given: list[Case], device: torch.device, rounds: int, steps: int) ->
         try:
             runs.append(Run(case, device))
         except Exception as error:  # a line says so, and the others go on
-            yield {"model": case.model, "contender": case.contender, "error": repr(error)[:500]}
+            yield _failed(case, error)
     for _ in range(rounds):
         for run in runs:
             run.turn(steps)
     for number, run in enumerate(runs):
-        yield run.line(runs[0] if number else None)
+        try:
+            yield run.line(runs[0] if number else None)
+        except NotReplayed as error:
+            yield _failed(run.case, error)
     for run in runs:
         run.release()
+
+
+def _failed(case: Case, error: Exception) -> dict[str, str]:
+    return {"model": case.model, "contender": case.contender, "error": repr(error)[:500]}
 
 
 def main(arguments: list[str] | None = None) -> None:

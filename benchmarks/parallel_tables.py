@@ -1,8 +1,11 @@
-"""The README's tables of several GPUs, from the lines of `dispatch.py` and `parallel_steps.py`."""
+"""Tables of several GPUs, from the lines of `dispatch.py`, `parallel_steps.py`,
+`activation_memory.py` and `expert_rows.py`."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 from markdown_cells import gibibytes, table, times
 from result_lines import Line, Select, sources
@@ -32,6 +35,13 @@ WAYS = {
         "the same, FSDP2 in groups of 4 layers"
     ),
 }
+STACKS = {
+    "": "",
+    ", stack": ", activation stack",
+    ", stack, dispatched again": ", the stack, dispatched again",
+}
+MODELS = {"launch_bound": SHARED["moe"], "gpu_bound": SHARED["gpu_bound"]}
+MEMORY = ("training_gib", "peak_gib", "pool_gib", "stack_gib")
 
 
 def dispatch(lines: Sequence[Line]) -> str:
@@ -93,13 +103,80 @@ def shared_experts(lines: Sequence[Line]) -> str:
     return f"{table(header, rows)}\n\n{note} {sources(used)}"
 
 
+def activation_memory(lines: Sequence[Line]) -> str:
+    """A row per room for experts' rows, with an activation stack and without."""
+    benchmark, rows, used = "activation_memory", [], []
+    for model, label in MODELS.items():
+        named = {"model": model, "contender": "eager, all_to_all"}
+        cells = [("eager, `all_to_all`", named)]
+        for factor, (stack, shown) in itertools.product((None, 2.0, 1.5, 1.25), STACKS.items()):
+            room = "the worst case" if factor is None else f"`rows_factor={factor}`"
+            named = {"model": model, "contender": f"whole step{stack}", "rows_factor": factor}
+            cells.append((f"whole step, {room}{shown}", named))
+        found = [(f"{label}: {shown}", _newest_if_any(lines, c, benchmark)) for shown, c in cells]
+        rows += [[shown, *_memory(line)] for shown, line in found if line is not None]
+        used += [line for _, line in found if line is not None]
+    header = (
+        "of a GPU | step | reserved in training | before it, with warm-up and capture | "
+        "graph's pool | stack | first steps that overflowed"
+    )
+    note = (
+        f"{used[0]['ranks']} GPUs, where the worst case is a factor of 2.0. Random tokens and "
+        "weights. -: not measured, or not there."
+    )
+    return f"{table(header, rows)}\n\n{note} {sources(used)}"
+
+
+def _memory(line: Line) -> list[str]:
+    memory = (line.get(key) for key in MEMORY)
+    overflowed = line["first_steps_overflowed"]
+    return [
+        f"{line['step_ms']:.1f} ms",
+        *("-" if value is None else f"{value:.2f} GiB" for value in memory),
+        f"{overflowed} of {line['first_steps']}" if line.get("first_steps") else f"{overflowed}",
+    ]
+
+
+def expert_rows(lines: Sequence[Line]) -> str:
+    """The highest share of any seed, by how many ranks share the experts."""
+    used = [line for line in lines if line["benchmark"] == "expert_rows" and not line.failed]
+    runs: dict[tuple[Any, ...], list[Line]] = {}
+    for line in used:
+        key = (line["model"], line["environment"]["gpu"], line["aux_loss_coef"])
+        runs.setdefault(key, []).append(line)
+    rows = []
+    for (model, _, coefficient), seeds in runs.items():
+        first = seeds[0]
+        name = f"`{model}`, aux loss {coefficient:g}, {len(seeds)} x {first['steps']} steps"
+        for ranks in first["sharing"]:
+            found = [line["sharing"][ranks] for line in seeds]
+            local = first["num_experts"] // int(ranks)
+            worst = int(ranks) * min(first["top_k"], local) / first["top_k"]
+            parts = [max(each["highest"][part] for each in found) for part in found[0]["highest"]]
+            late = [share for each in found for share in each["shares"][50:]]
+            over = [sum(x > f for x in late) / len(late) for f in (1.25, 1.5, 2.0)]
+            rows.append([
+                name, f"{ranks} ({local} each)", *(f"{share:.2f}" for share in parts),
+                f"{max(each['quantile_999'] for each in found):.2f}", f"{worst:.2f}",
+                ", ".join(f"{100 * share:.1f} %" for share in over),
+            ])  # fmt: skip
+            name = ""
+    header = (
+        "a run | ranks that share the experts | steps 1 to 10 | 11 to 50 | after 50 | "
+        "99.9 % of all | worst case | after 50, steps above 1.25, 1.5, 2.0"
+    )
+    return f"{table(header, rows)}\n\n{sources(used)}"
+
+
 def _step(line: Line | None) -> str:
     return "-" if line is None else f"{line['step_ms']:.1f} ms, {gibibytes(line)}"
 
 
-def _newest_if_any(lines: Sequence[Line], where: dict) -> Line | None:
+def _newest_if_any(
+    lines: Sequence[Line], where: dict, benchmark: str = "parallel_steps"
+) -> Line | None:
     try:
-        return _newest(lines, "parallel_steps", where)
+        return _newest(lines, benchmark, where)
     except LookupError:
         return None
 

@@ -34,6 +34,7 @@ from moe_graphs.bench import environment
 from moe_graphs.layers import MoEConfig, TransformerConfig, TransformerLayer
 from moe_graphs.pipelines.builders import gpipe, interleaved_1f1b
 from moe_graphs.pipelines.schedule import Action
+from timed_replays import check_replayed
 
 CASES = tuple(
     (pp, vpp, microbatches, rank)
@@ -96,6 +97,7 @@ def memory_row(pp: int, vpp: int, microbatches: int, rank: int) -> dict[str, Any
         with graphs.step():
             drive(chunks, order, x, baseline)
     report = graphs.report()
+    check_replayed(report)
     slots = sum(report.slots)
     bound = 1.05 * saved + slots * temporaries
     row = {

@@ -1,4 +1,5 @@
-"""Writes the tables of README.md from the lines under `results/`, or checks that they are those.
+"""Writes the tables of README.md and docs/many_gpus.md from the lines under `results/`, or checks
+that they are those.
 
     python benchmarks/readme_tables.py            # writes
     python benchmarks/readme_tables.py --check    # says what differs, exit status 1
@@ -17,11 +18,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from markdown_cells import geometric_mean, gibibytes, idle, milliseconds, span, table, times
-from parallel_tables import dispatch, parallel_steps, shared_experts
+from parallel_tables import (
+    activation_memory,
+    dispatch,
+    expert_rows,
+    parallel_steps,
+    shared_experts,
+)
 from peers_table import fp8_training, peers
 from result_lines import Line, Select, fastest_eager, link, load, sources
 
 README = Path(__file__).resolve().parents[1] / "README.md"
+MANY_GPUS = README.parent / "docs" / "many_gpus.md"
 BLOCK = re.compile(r"<!-- table: (\w+) -->\n(.*?)<!-- /table -->", re.DOTALL)
 WHOLE, COMPILED = "full iteration, optimizer", "torch.compile"
 SCOPES = ("attn", "attn,moe_router,moe_preprocess", "attn,moe")
@@ -318,19 +326,22 @@ TABLES: Mapping[str, Callable[[list[Line]], str]] = {
         training,
     )
 }
+OF_MANY_GPUS: Mapping[str, Callable[[list[Line]], str]] = {
+    f.__name__: f for f in (activation_memory, expert_rows)
+}
 
 
-# ---- README
+# ---- the files
 
 
-def written(text: str, lines: list[Line]) -> str:
+def written(text: str, made: Mapping[str, Callable[[list[Line]], str]], lines: list[Line]) -> str:
     """``text`` with every table anew. Raises ``ValueError`` unless it has each of them once."""
     names = sorted(match[1] for match in BLOCK.finditer(text))
-    if names != sorted(TABLES):
-        raise ValueError(f"README has the tables {names}, and should have {sorted(TABLES)}")
+    if names != sorted(made):
+        raise ValueError(f"the text has the tables {names}, and should have {sorted(made)}")
 
     def block(match: re.Match[str]) -> str:
-        return f"<!-- table: {match[1]} -->\n{TABLES[match[1]](lines)}\n\n<!-- /table -->"
+        return f"<!-- table: {match[1]} -->\n{made[match[1]](lines)}\n\n<!-- /table -->"
 
     return BLOCK.sub(block, text)
 
@@ -341,16 +352,18 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args(arguments).check
-    before = README.read_text()
-    after = written(before, load())
-    if not check:
-        README.write_text(after)
-        return 0
-    difference = difflib.unified_diff(
-        before.splitlines(), after.splitlines(), "README.md", "the lines", lineterm="", n=0
-    )
-    print(*difference, sep="\n")
-    return int(before != after)
+    lines, wrong = load(), 0
+    for file, made, up in ((README, TABLES, ""), (MANY_GPUS, OF_MANY_GPUS, "../")):
+        before = file.read_text()
+        after = written(before, made, lines).replace("](benchmarks/", f"]({up}benchmarks/")
+        if not check:
+            if before != after:
+                file.write_text(after)
+            continue
+        both = before.splitlines(), after.splitlines()
+        print(*difflib.unified_diff(*both, file.name, "the lines", lineterm="", n=0), sep="\n")
+        wrong |= before != after
+    return int(wrong)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from moe_graphs.dispatch import make_dispatcher
 from moe_graphs.kernels import cross_entropy
 from moe_graphs.layers import LanguageModel
 from moe_graphs.optim import UpdateInBackward
+from timed_replays import check_replayed
 
 PROGRAMS = (None, 66, 24)
 STEPS = 3  # of a turn
@@ -60,8 +61,9 @@ class Steps:
         whole = FullIteration(step, **options, warmup_steps=1, verify=False)
         for _ in range(3):
             loss = whole(self.batch)
-        if not loss.isfinite() or whole.report().replayed != 2:
-            raise RuntimeError(f"loss {loss.item()}, {whole.report()}")
+        check_replayed(whole.report())
+        if not loss.isfinite():
+            raise RuntimeError(f"loss {loss.item()}")
         return whole
 
     def behind(self) -> FullIteration:

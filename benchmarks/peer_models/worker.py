@@ -21,6 +21,7 @@ from moe_graphs.profiling.profiler import keep_profiler_ready
 from peer_models.cases import Case, initial_state
 from peer_models.entries import ENTRIES
 from peer_models.peer import PeerRun
+from timed_replays import check_replayed
 
 Record = dict[str, Any]
 IMPORTED = ".imported"
@@ -89,6 +90,7 @@ def measure(library: Any, name: str, case: Case, device: torch.device, found: Re
     turns = Turns(run, case)
     for _ in range(case.rounds):
         turns.take()
+    check_replayed(run.report())
     found["step_samples_ms"] = [ms for times in turns.rounds for ms in times]
     found["host_samples_ms"] = turns.host_ms
     found["last_loss"] = float(run.step())
