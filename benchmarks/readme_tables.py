@@ -1,4 +1,4 @@
-"""Writes the tables of README.md from the lines under `results/`, or checks that they are those.
+"""Writes tables of README.md, docs/many_gpus.md from lines of `results/`, or checks them.
 
     python benchmarks/readme_tables.py            # writes
     python benchmarks/readme_tables.py --check    # says what differs, exit status 1
@@ -17,11 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from markdown_cells import geometric_mean, gibibytes, idle, milliseconds, span, table, times
-from parallel_tables import dispatch, parallel_steps, shared_experts
+from parallel_tables import communication, dispatch, parallel_steps, shared_experts
 from peers_table import fp8_training, peers
 from result_lines import Line, Select, fastest_eager, link, load, sources
+from weak_scaling import weak_scaling
 
 README = Path(__file__).resolve().parents[1] / "README.md"
+MANY_GPUS = README.parent / "docs" / "many_gpus.md"
 BLOCK = re.compile(r"<!-- table: (\w+) -->\n(.*?)<!-- /table -->", re.DOTALL)
 WHOLE, COMPILED = "full iteration, optimizer", "torch.compile"
 SCOPES = ("attn", "attn,moe_router,moe_preprocess", "attn,moe")
@@ -320,17 +322,22 @@ TABLES: Mapping[str, Callable[[list[Line]], str]] = {
 }
 
 
-# ---- README
+TABLES_OF_MANY_GPUS: Mapping[str, Callable[[list[Line]], str]] = {
+    f.__name__: f for f in (weak_scaling, communication)
+}
 
 
-def written(text: str, lines: list[Line]) -> str:
+# ---- documents
+
+
+def written(text: str, lines: list[Line], tables: Mapping[str, Callable] = TABLES) -> str:
     """``text`` with every table anew. Raises ``ValueError`` unless it has each of them once."""
     names = sorted(match[1] for match in BLOCK.finditer(text))
-    if names != sorted(TABLES):
-        raise ValueError(f"README has the tables {names}, and should have {sorted(TABLES)}")
+    if names != sorted(tables):
+        raise ValueError(f"the document has the tables {names}, and should have {sorted(tables)}")
 
     def block(match: re.Match[str]) -> str:
-        return f"<!-- table: {match[1]} -->\n{TABLES[match[1]](lines)}\n\n<!-- /table -->"
+        return f"<!-- table: {match[1]} -->\n{tables[match[1]](lines)}\n\n<!-- /table -->"
 
     return BLOCK.sub(block, text)
 
@@ -341,16 +348,21 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args(arguments).check
-    before = README.read_text()
-    after = written(before, load())
-    if not check:
-        README.write_text(after)
-        return 0
-    difference = difflib.unified_diff(
-        before.splitlines(), after.splitlines(), "README.md", "the lines", lineterm="", n=0
-    )
-    print(*difference, sep="\n")
-    return int(before != after)
+    lines, differ = load(), False
+    for path, tables in ((README, TABLES), (MANY_GPUS, TABLES_OF_MANY_GPUS)):
+        before = path.read_text()
+        after = written(before, lines, tables)
+        if path is MANY_GPUS:
+            after = after.replace("](benchmarks/", "](../benchmarks/")
+        if not check:
+            path.write_text(after)
+            continue
+        difference = difflib.unified_diff(
+            before.splitlines(), after.splitlines(), path.name, "the lines", lineterm="", n=0
+        )
+        print(*difference, sep="\n")
+        differ |= before != after
+    return int(differ)
 
 
 if __name__ == "__main__":
