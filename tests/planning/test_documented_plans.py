@@ -14,16 +14,11 @@ from typer.testing import CliRunner
 
 from moe_graphs.cli import build_app
 from moe_graphs.lm import plan_command
+from planned_layouts import LLAMA_CONFIG
 
 DOCUMENT = (Path(__file__).resolve().parents[2] / "docs/many_gpus.md").read_text()
 SECTION = DOCUMENT.split("## Plan before asking for GPUs")[1].split("\n## ")[0]
 COMMANDS = re.findall(r"^moe-graphs (plan .*?)\s*(?:#.*)?$", SECTION, re.MULTILINE)
-DIRECTORY = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
-    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-    "hidden_act": "silu", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False,
-}  # fmt: skip
 MODELS = {"Qwen3-235B-A22B": "qwen3-235b-a22b", "Llama 3.1 405B": "llama3.1-405b"}
 
 
@@ -46,7 +41,7 @@ def few_layers(monkeypatch):
 
 def test_the_commands_run(few_layers, tmp_path):
     assert len(COMMANDS) > 3
-    (tmp_path / "config.json").write_text(json.dumps(DIRECTORY))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_CONFIG))
     for command in COMMANDS:
         found = run(command.replace("DIRECTORY", str(tmp_path)))
         assert 0 < found["memory"] == max(rank["memory"] for rank in found["ranks"])

@@ -39,6 +39,14 @@ MOE = TransformerConfig(
     moe_layers=(False, True, True),
 )
 
+# Of a Hugging Face directory.
+LLAMA_CONFIG = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "hidden_act": "silu", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False,
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Laid:

@@ -13,6 +13,8 @@ import time
 
 import pytest
 
+from ddp_scripts import TRAINING
+
 # Ranks are forked after what takes long to import, and end as interpreters do.
 SCRIPT = """
     import contextlib, datetime, json, os, signal, sys
@@ -41,20 +43,9 @@ SCRIPT = """
     patience = datetime.timedelta(seconds=15)
     store = f"file://{folder}/store"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=2, timeout=patience)
-
-    stream = torch.cuda.Stream() if device == "cuda" else None
-    with torch.cuda.stream(stream) if stream else contextlib.nullcontext():
-        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)).to(device)
-        model = torch.nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-
-    def train(batch):
-        loss = model(batch).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
+"""
+SCRIPT += TRAINING
+SCRIPT += """
     step = FullIteration(train, model=model, optimizer=optimizer, stream=stream)
     for number in range(last + 4):
         if number == last:
