@@ -10,11 +10,18 @@ Forward, backward, clipping and AdamW, torch's fused one if nothing is said. Con
 times are medians of rank 0, a line for each as soon as it is known. `loss_difference` is the
 largest between the first losses and those of eager, `reserved_bytes` what the allocator took for a
 contender and its first steps.
+
+With `--trace` rank 0 traces some more steps of each: `communication_ms` of a step in which a kernel
+of NCCL or of a dispatcher ran, `exposed_ms` of it with nothing else running, and `traced_ms` from
+the first kernel to the last; and eager has every dispatcher. These are lines of
+`parallel_steps_traced`, whose times no table takes: the profiler stays loaded.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import re
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -34,10 +41,13 @@ from moe_graphs.kernels import cross_entropy
 from moe_graphs.layers import LanguageModel, TransformerConfig
 from moe_graphs.layers.moe import moe_layers
 from moe_graphs.parallel import ParallelConfig, make_mesh, parallelize, shard_experts
-from several_ranks import keep, milliseconds_of, process_group
+from moe_graphs.profiling.communication_share import Communication
+from moe_graphs.profiling.profiler import keep_profiler_ready
+from several_ranks import communication_in, keep, milliseconds_of, process_group
 from timed_replays import NotReplayed, check_replayed
 
 FIRST_STEPS = 6  # of which a whole step runs three eagerly
+TRACED_STEPS = 3
 ALONE = ParallelConfig()
 MODELS = ("dense", "moe", "gpu_bound")
 RECIPE = "attn,moe_router,moe_preprocess"
@@ -72,7 +82,7 @@ class Case:
         return found | ({"one_barrier": True} if self.one_barrier else {})
 
 
-def cases(ranks: int, smoke: bool, models: list[str]) -> Iterator[Case]:
+def cases(ranks: int, smoke: bool, models: list[str], trace: bool = False) -> Iterator[Case]:
     dense, small, large = llama(), launch_bound(), replace(gpu_bound(), batch_size=2)
     if smoke:
         on_cpu = torch.device("cpu")
@@ -80,9 +90,9 @@ def cases(ranks: int, smoke: bool, models: list[str]) -> Iterator[Case]:
     if "dense" in models:
         yield from _dense(dense, ranks, smoke)
     if "moe" in models:
-        yield from _moe("moe", small, ranks, smoke)
+        yield from _moe("moe", small, ranks, smoke, trace)
     if "gpu_bound" in models:
-        yield from _moe("gpu_bound", large, ranks, smoke)
+        yield from _moe("gpu_bound", large, ranks, smoke, trace)
 
 
 def _dense(setting: Setting, ranks: int, smoke: bool) -> Iterator[Case]:
@@ -95,13 +105,15 @@ def _dense(setting: Setting, ranks: int, smoke: bool) -> Iterator[Case]:
         yield replace(case, contender="whole step", whole=True)
 
 
-def _moe(name: str, setting: Setting, ranks: int, smoke: bool) -> Iterator[Case]:
+def _moe(name: str, setting: Setting, ranks: int, smoke: bool, trace: bool) -> Iterator[Case]:
     layout = ParallelConfig(dp_shard=ranks, ep=ranks, reshard_after_forward=False)
     case = Case(name, "eager, all_to_all", setting.config, layout, setting.batch_size)
     yield case
     yield replace(case, contender="recipe, all_to_all", scopes=RECIPE)
     for dispatcher in ["symmetric"] if smoke else ["all_gather", "symmetric"]:
         case = replace(case, dispatcher=dispatcher)
+        if trace:
+            yield replace(case, contender=f"eager, {dispatcher}")
         yield replace(case, contender=f"attn,moe, {dispatcher}", scopes="attn,moe")
         yield replace(case, contender=f"whole step, {dispatcher}", whole=True)
     # The last of them.
@@ -157,6 +169,7 @@ class Run:
         self.first = torch.stack([self.step(self.batch) for _ in range(FIRST_STEPS)]).cpu()
         self.reserved = _reserved() - before
         self.milliseconds: list[float] = []
+        self.communication: Communication | None = None
 
     def _step(self, tokens: Tensor) -> Tensor:
         loss = self._forward_backward(tokens)
@@ -180,6 +193,10 @@ class Run:
     def turn(self, steps: int) -> None:
         self.milliseconds.append(milliseconds_of(lambda: self.step(self.batch), steps))
 
+    def trace(self) -> None:
+        step = functools.partial(self.step, self.batch)
+        self.communication = communication_in(step, TRACED_STEPS, self.batch.device)
+
     def release(self) -> None:
         for engine in (self.step, self.graphs):
             if hasattr(engine, "release"):
@@ -196,6 +213,11 @@ class Run:
             "tokens_per_rank": self.batch[:, 1:].numel(), "step_ms": round(median, 3),
             "step_ms_of_turns": [round(each, 3) for each in self.milliseconds],
         }  # fmt: skip
+        if self.communication is not None:
+            span = self.communication.span_ms
+            found["communication_ms"] = round(self.communication.share * span, 3)
+            found["exposed_ms"] = round(self.communication.exposed * span, 3)
+            found["traced_ms"] = round(span, 3)
         if eager is not None:
             found["speedup"] = round(statistics.median(eager.milliseconds) / median, 2)
             found["loss_difference"] = (self.first - eager.first).abs().max().item()
@@ -240,7 +262,9 @@ def _reserved() -> int:
     return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
 
 
-def measure(given: list[Case], device: torch.device, rounds: int, steps: int) -> Iterator[dict]:
+def measure(
+    given: list[Case], device: torch.device, rounds: int, steps: int, trace: bool
+) -> Iterator[dict]:
     """Contenders of one model, by turns; the first is what the others are compared with."""
     runs: list[Run] = []
     for case in given:
@@ -251,6 +275,8 @@ def measure(given: list[Case], device: torch.device, rounds: int, steps: int) ->
     for _ in range(rounds):
         for run in runs:
             run.turn(steps)
+    for run in runs if trace else ():
+        run.trace()
     for number, run in enumerate(runs):
         try:
             yield run.line(runs[0] if number else None)
@@ -269,16 +295,25 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="JSON lines are appended here")
     parser.add_argument("--smoke", action="store_true", help="tiny models on the CPU, as a test")
     parser.add_argument("--models", default=",".join(MODELS), help="which of them")
+    parser.add_argument(
+        "--contenders", default="", help="a pattern of their names; the first stays"
+    )
+    parser.add_argument("--trace", action="store_true", help="also how communication is hidden")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="of a turn")
     parser.add_argument("--commit", help="where there is no .git to ask")
     options = parser.parse_args(arguments)
-    constant = {"benchmark": "parallel_steps", "environment": environment.stamp(options.commit)}
+    if options.trace:
+        keep_profiler_ready()
+    name = "parallel_steps_traced" if options.trace else "parallel_steps"
+    constant = {"benchmark": name, "environment": environment.stamp(options.commit)}
     with process_group(options.smoke) as device:
-        every = list(cases(dist.get_world_size(), options.smoke, options.models.split(",")))
+        models, pattern = options.models.split(","), re.compile(options.contenders)
+        every = list(cases(dist.get_world_size(), options.smoke, models, options.trace))
         for key in dict.fromkeys(case.compared_with for case in every):
-            alike = [case for case in every if case.compared_with == key]
-            for line in measure(alike, device, options.rounds, options.steps):
+            first, *others = (case for case in every if case.compared_with == key)
+            chosen = [first, *(case for case in others if pattern.search(case.contender))]
+            for line in measure(chosen, device, options.rounds, options.steps, options.trace):
                 keep(line, constant, options.out)
 
 

@@ -168,6 +168,30 @@ def expert_rows(lines: Sequence[Line]) -> str:
     return f"{table(header, rows)}\n\n{sources(used)}"
 
 
+def communication(lines: Sequence[Line]) -> str:
+    """A row per way to run a step, as `parallel_steps.py --trace` has seen it last."""
+    newest: dict[tuple, Line] = {}
+    traced = Select("parallel_steps_traced").lines(lines)
+    for line in sorted(traced, key=lambda line: line.run):
+        if not line.failed and line["ranks"] > 1:
+            newest[line["model"], line["reshard_after_forward"], line["contender"]] = line
+    if not newest:
+        return "Not measured yet: `benchmarks/parallel_steps.py --trace`."
+    rows = []
+    for (model, reshard, name), line in newest.items():
+        took, exposed = line["communication_ms"], line["exposed_ms"]
+        hidden = f"{1 - exposed / took:.0%}" if took else "-"
+        shown = SHARED.get(model, f"dense, `reshard_after_forward={reshard}`")
+        spans = (f"{value:.2f} ms" for value in (line["traced_ms"], took, exposed))
+        rows.append([shown, name, *spans, hidden])
+    header = "model | contender | a traced step | communication | of it exposed | hidden"
+    note = (
+        "Of rank 0's GPU, a step's first kernel to its last: kernels of NCCL and of dispatchers, "
+        "and how long nothing ran beside them. Waiting for other ranks is in it."
+    )
+    return f"{table(header, rows)}\n\n{note} {sources(newest.values())}"
+
+
 def _step(line: Line | None) -> str:
     return "-" if line is None else f"{line['step_ms']:.1f} ms, {gibibytes(line)}"
 

@@ -1,5 +1,4 @@
-"""Writes the tables of README.md and docs/many_gpus.md from the lines under `results/`, or checks
-that they are those.
+"""Writes tables of README.md, docs/many_gpus.md from lines of `results/`, or checks them.
 
     python benchmarks/readme_tables.py            # writes
     python benchmarks/readme_tables.py --check    # says what differs, exit status 1
@@ -20,6 +19,7 @@ from pathlib import Path
 from markdown_cells import geometric_mean, gibibytes, idle, milliseconds, span, table, times
 from parallel_tables import (
     activation_memory,
+    communication,
     dispatch,
     expert_rows,
     parallel_steps,
@@ -27,6 +27,7 @@ from parallel_tables import (
 )
 from peers_table import fp8_training, peers
 from result_lines import Line, Select, fastest_eager, link, load, sources
+from weak_scaling import weak_scaling
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 MANY_GPUS = README.parent / "docs" / "many_gpus.md"
@@ -326,22 +327,22 @@ TABLES: Mapping[str, Callable[[list[Line]], str]] = {
         training,
     )
 }
-OF_MANY_GPUS: Mapping[str, Callable[[list[Line]], str]] = {
-    f.__name__: f for f in (activation_memory, expert_rows)
+TABLES_OF_MANY_GPUS: Mapping[str, Callable[[list[Line]], str]] = {
+    f.__name__: f for f in (activation_memory, communication, expert_rows, weak_scaling)
 }
 
 
-# ---- the files
+# ---- documents
 
 
-def written(text: str, made: Mapping[str, Callable[[list[Line]], str]], lines: list[Line]) -> str:
+def written(text: str, lines: list[Line], tables: Mapping[str, Callable] = TABLES) -> str:
     """``text`` with every table anew. Raises ``ValueError`` unless it has each of them once."""
     names = sorted(match[1] for match in BLOCK.finditer(text))
-    if names != sorted(made):
-        raise ValueError(f"the text has the tables {names}, and should have {sorted(made)}")
+    if names != sorted(tables):
+        raise ValueError(f"the document has the tables {names}, and should have {sorted(tables)}")
 
     def block(match: re.Match[str]) -> str:
-        return f"<!-- table: {match[1]} -->\n{made[match[1]](lines)}\n\n<!-- /table -->"
+        return f"<!-- table: {match[1]} -->\n{tables[match[1]](lines)}\n\n<!-- /table -->"
 
     return BLOCK.sub(block, text)
 
@@ -352,18 +353,21 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args(arguments).check
-    lines, wrong = load(), 0
-    for file, made, up in ((README, TABLES, ""), (MANY_GPUS, OF_MANY_GPUS, "../")):
-        before = file.read_text()
-        after = written(before, made, lines).replace("](benchmarks/", f"]({up}benchmarks/")
+    lines, differ = load(), False
+    for path, tables in ((README, TABLES), (MANY_GPUS, TABLES_OF_MANY_GPUS)):
+        before = path.read_text()
+        after = written(before, lines, tables)
+        if path is MANY_GPUS:
+            after = after.replace("](benchmarks/", "](../benchmarks/")
         if not check:
-            if before != after:
-                file.write_text(after)
+            path.write_text(after)
             continue
-        both = before.splitlines(), after.splitlines()
-        print(*difflib.unified_diff(*both, file.name, "the lines", lineterm="", n=0), sep="\n")
-        wrong |= before != after
-    return int(wrong)
+        difference = difflib.unified_diff(
+            before.splitlines(), after.splitlines(), path.name, "the lines", lineterm="", n=0
+        )
+        print(*difference, sep="\n")
+        differ |= before != after
+    return int(differ)
 
 
 if __name__ == "__main__":

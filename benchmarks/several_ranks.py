@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_graphs.profiling.communication_share import Communication, traced_communication
+
 
 @contextlib.contextmanager
 def process_group(smoke: bool) -> Iterator[torch.device]:
@@ -54,6 +56,23 @@ def milliseconds_of(step: Callable[[], object], steps: int) -> float:
         step()
     _synchronize()
     return 1e3 * (time.perf_counter() - began) / steps
+
+
+def communication_in(
+    step: Callable[[], object], steps: int, device: torch.device
+) -> Communication | None:
+    """Of some steps that all ranks make, as rank 0's trace shows it; None on the others. Tracing
+    makes rank 0's host the slower one, so little of it is waiting for others."""
+    found = None
+    for count in (1, steps):  # the first trace pays for starting the profiler
+        _synchronize()
+        if dist.get_rank() == 0:
+            found = traced_communication(step, device, count)
+        else:
+            for _ in range(count):
+                step()
+    _synchronize()
+    return found
 
 
 def _synchronize() -> None:

@@ -35,7 +35,7 @@ MEASUREMENT = re.compile(
 
 @pytest.fixture(scope="module")
 def tables() -> typing.Iterator[ModuleType]:
-    names = ("result_lines", "readme_tables")
+    names = ("result_lines", "readme_tables", "weak_scaling", "parallel_tables", "markdown_cells")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "benchmarks")
         import readme_tables
@@ -58,10 +58,14 @@ def test_a_number_that_is_not_of_the_lines_is_found(tables, tmp_path, monkeypatc
     wrong = tmp_path / "README.md"
     wrong.write_text(README.replace(row, row.replace(" ms, ", "1 ms, ", 1)))
     monkeypatch.setattr(tables, "README", wrong)
+    other = tmp_path / "many_gpus.md"
+    other.write_text(tables.MANY_GPUS.read_text())
+    monkeypatch.setattr(tables, "MANY_GPUS", other)
     assert tables.main(["--check"]) == 1
     assert f"+{row}" in capsys.readouterr().out
     assert tables.main([]) == 0
     assert wrong.read_text() == README
+    assert "](../benchmarks/results/parallel_steps_h200.jsonl)" in other.read_text()
 
 
 def test_a_measurement_stands_in_a_table(tables):

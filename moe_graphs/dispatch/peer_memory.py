@@ -131,10 +131,18 @@ def _on_gpus(
     from torch.distributed import _symmetric_memory as symmetric_memory
 
     H, G, D, K = shape
-    rank, owned, lies_at = dist.get_rank(group), [], ""
+    sizes = ((D, dtype), (K, torch.int64), (K, torch.float32))
+    rank, made, owned, problem, lies_at = dist.get_rank(group), [], [], "", ""
     try:
-        for width, kind in ((D, dtype), (K, torch.int64), (K, torch.float32)):
-            own = symmetric_memory.empty(max(H * G, 1), width, dtype=kind, device=device)
+        for width, kind in sizes:
+            made.append(symmetric_memory.empty(max(H * G, 1), width, dtype=kind, device=device))
+    except RuntimeError as error:
+        problem = str(error)
+    # A rendezvous waits for all ranks, also for one that has no memory left.
+    if any(exchange(group, "symmetric", problem).values()):
+        raise RuntimeError(problem or "another rank could not")
+    try:
+        for own in made:
             handle = symmetric_memory.rendezvous(own, group.group_name)
             owned.append((own, handle))
             # Somewhere in its allocation, on each rank where its allocator has put it.

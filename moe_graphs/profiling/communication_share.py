@@ -8,10 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import ProfilerActivity
 
-from moe_graphs.profiling.kernel_groups import COMMUNICATION
 from moe_graphs.profiling.profiler import traced_events
-from moe_graphs.profiling.timeline import span_of, union
-from moe_graphs.profiling.traced_work import Work, device_work
+from moe_graphs.profiling.timeline import span_of
+from moe_graphs.profiling.traced_work import (
+    Work,
+    communication_times,
+    device_work,
+    operator_work,
+)
 
 
 @dataclass(frozen=True)
@@ -22,26 +26,36 @@ class Communication:
         share: in which a kernel of NCCL or of a dispatcher runs; it waits there for other ranks,
             too.
         exposed: in which nothing else does.
+        span_ms: that time, in milliseconds.
     """
 
     share: float
     exposed: float
+    span_ms: float
 
     def __str__(self) -> str:
         return f"{self.share:.1%} of a step, {self.exposed:.1%} with nothing else beside it"
 
 
-def traced_communication(step: Callable[[], object], device: torch.device) -> Communication:
-    """Runs the step once, under torch's profiler. Call ``keep_profiler_ready`` before graphs."""
-    return communication_of(device_work(traced_events(step, device, 1, [ProfilerActivity.CUDA])))
+def traced_communication(
+    step: Callable[[], object], device: torch.device, steps: int = 1
+) -> Communication:
+    """Runs so many steps, back to back, under torch's profiler. Call ``keep_profiler_ready`` before
+    graphs.
+
+    On the CPU operators are counted, by the time that they spend themselves: what gloo sends on its
+    own threads is not seen.
+    """
+    on_gpu = device.type == "cuda"
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    events = traced_events(step, device, steps, [activity])
+    return communication_of(device_work(events) if on_gpu else operator_work(events), steps)
 
 
-def communication_of(work: Sequence[Work]) -> Communication:
-    """``work`` of one step on a GPU."""
-    every = [(each.start, each.end) for each in work]
-    if not every:
-        return Communication(0.0, 0.0)
-    between = [(each.start, each.end) for each in work if each.group == COMMUNICATION]
-    others = [(each.start, each.end) for each in work if each.group != COMMUNICATION]
-    span = span_of(every)
-    return Communication(union(between) / span, (union(every) - union(others)) / span)
+def communication_of(work: Sequence[Work], steps: int = 1) -> Communication:
+    """``work``: of so many steps; its times are microseconds."""
+    if not work:
+        return Communication(0.0, 0.0, 0.0)
+    span = span_of([(each.start, each.end) for each in work])
+    hidden, exposed = communication_times(work)
+    return Communication((hidden + exposed) / span, exposed / span, span / 1e3 / steps)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_graphs.profiling.floors import Floor, Rates
-from moe_graphs.profiling.kernel_groups import COMMUNICATION, NAMES
+from moe_graphs.profiling.kernel_groups import NAMES
 from moe_graphs.profiling.timeline import Timeline, span_of, union
-from moe_graphs.profiling.traced_work import Work
+from moe_graphs.profiling.traced_work import Work, communication_times
 
 LONGEST = 3  # kernels of a group that are named
 
@@ -124,10 +124,8 @@ def summarize(
     scale = 1e-3 / steps
     intervals = [(each.start, each.end) for each in work]
     gaps = _gaps(intervals)
-    talk = [(w.start, w.end) for w in work if w.group == COMMUNICATION]
-    compute = [(w.start, w.end) for w in work if w.group != COMMUNICATION]
     busy = union(intervals)
-    exposed = busy - union(compute)
+    hidden, exposed = communication_times(work)
     groups = _groups(work, floors, rates, scale)
     return TracedStep(
         span_ms=span_of(intervals) * scale,
@@ -135,7 +133,7 @@ def summarize(
         gaps=len(gaps) / steps,
         longest_gap_ms=max(gaps, default=0.0) / 1e3,
         overlapped_ms=(sum(end - start for start, end in intervals) - busy) * scale,
-        communication_hidden_ms=(union(talk) - exposed) * scale,
+        communication_hidden_ms=hidden * scale,
         communication_exposed_ms=exposed * scale,
         groups=groups,
     )

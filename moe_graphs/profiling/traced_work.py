@@ -5,18 +5,19 @@ A trace is torch.profiler's Chrome trace, as in ``timeline.py``. Times are in mi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from moe_graphs.profiling.kernel_groups import (
+    COMMUNICATION,
     COPIES,
     MEMSETS,
     OTHER,
     group_of_kernel,
     group_of_operator,
 )
-from moe_graphs.profiling.timeline import DEVICE_CATEGORIES, category, interval
+from moe_graphs.profiling.timeline import DEVICE_CATEGORIES, category, interval, union
 
 # An optimizer's step is a range with a name, and no operator.
 _CPU_CATEGORIES = ("cpu_op", "user_annotation")
@@ -53,6 +54,14 @@ def device_work(events: Iterable[Mapping[str, Any]]) -> list[Work]:
         stream = int(event.get("args", {}).get("stream", 0))
         found.append(Work(name, group, *interval(event), stream))
     return found
+
+
+def communication_times(work: Sequence[Work]) -> tuple[float, float]:
+    """How long communication runs beside something else, and with nothing beside it."""
+    talk = [(w.start, w.end) for w in work if w.group == COMMUNICATION]
+    others = [(w.start, w.end) for w in work if w.group != COMMUNICATION]
+    exposed = union([*talk, *others]) - union(others)
+    return union(talk) - exposed, exposed
 
 
 def operator_work(events: Iterable[Mapping[str, Any]]) -> list[Work]:

@@ -9,27 +9,28 @@ from pathlib import Path
 
 from distributed import run_distributed
 
-FIRST_STEPS = 6
+FIRST_STEPS, TRACED_STEPS = 6, 1 + 3
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 MOE = (
-    "eager, all_to_all", "recipe, all_to_all", "attn,moe, symmetric", "whole step, symmetric",
+    "eager, all_to_all", "recipe, all_to_all", "eager, symmetric", "attn,moe, symmetric",
+    "whole step, symmetric",
     "whole step, symmetric, one barrier, our AdamW",
     "whole step, symmetric, one barrier, groups of layers, our AdamW", "whole step, alone",
-    "whole step, alone, our AdamW",
 )  # fmt: skip
 
 
-def smoke(rank: int, world_size: int, out: str) -> None:
+def smoke(rank: int, world_size: int, out: Path) -> None:
     sys.path.insert(0, str(BENCHMARKS))
-    options = ["--smoke", "--rounds", "2", "--steps", "2", "--out", out, "--commit", "c"]
-    options += ["--models", "dense,moe"]
+    options = ["--smoke", "--rounds", "2", "--steps", "2", "--out", str(out), "--commit", "c"]
+    options += ["--models", "dense,moe", "--trace", "--contenders", "^(?!whole step, alone, our)"]
     importlib.import_module("parallel_steps").main(options)
 
 
 def test_a_line_per_contender(tmp_path):
     out = tmp_path / "lines.jsonl"
-    run_distributed(smoke, 2, arguments=(str(out),))
+    run_distributed(smoke, 2, arguments=(out,))
     lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {line["benchmark"] for line in lines} == {"parallel_steps_traced"}
     assert [(line["model"], line["contender"]) for line in lines] == [
         ("dense", "eager"), ("dense", "whole step"), ("dense", "eager"), ("dense", "whole step"),
         *(("moe", name) for name in MOE),
@@ -37,13 +38,16 @@ def test_a_line_per_contender(tmp_path):
     for line in lines:
         assert len(line["step_ms_of_turns"]) == 2
         assert line["step_ms"] > 0
+        # Of the CPU's operators, among which are those that a tape runs.
+        assert line["traced_ms"] >= line["communication_ms"] >= line["exposed_ms"] >= 0
+        assert (line["communication_ms"] > 0) == ("alone" not in line["contender"])
         if line["contender"] == "whole step":
             assert (line["state"], line["loss_difference"]) == ("captured", 0.0)
     moe = {line["contender"]: line for line in lines if line["model"] == "moe"}
-    for name in MOE[3:]:
-        assert moe[name]["replayed"] == FIRST_STEPS - 3 + 2 * 2, name
+    for name in MOE[4:]:
+        assert moe[name]["replayed"] == FIRST_STEPS - 3 + 2 * 2 + TRACED_STEPS, name
         assert moe[name]["loss_difference"] < (1e-2 if "alone" in name else 1e-5)
-    assert moe[MOE[5]]["layers_per_group"] == 2
+    assert moe[MOE[6]]["layers_per_group"] == 2
     for name in ("recipe, all_to_all", "attn,moe, symmetric"):  # not clipped
         assert moe[name]["loss_difference"] < 1e-2
         assert moe[name]["replayed"] > 0

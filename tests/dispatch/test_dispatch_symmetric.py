@@ -5,6 +5,7 @@ Shapes: T tokens of a rank, W ranks, G = W * T, D model, F ffn, K top-k, E exper
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
@@ -145,12 +146,22 @@ def test_unequal_tokens_are_refused_on_every_rank(backend):
         assert f"rank {rank} has {9 + rank} tokens for the first time, and not all" in said[7]
 
 
-def _refusals(rank: int, world_size: int) -> list[str]:
-    """What is said where something is missing, on rank 1 alone where that can be."""
+def _no_memory(device: str) -> contextlib.AbstractContextManager:
+    """What every rank makes on a GPU, rank 0 on the CPU."""
+    if device == "cpu":
+        return mock.patch.object(os, "memfd_create", side_effect=OSError("full"))
+    from torch.distributed import _symmetric_memory
+
+    return mock.patch.object(_symmetric_memory, "empty", side_effect=RuntimeError("full"))
+
+
+def _refusals(rank: int, world_size: int, device: str) -> list[str]:
+    """What is said where something is missing, on one rank alone where that can be."""
     said = []
 
     def refused(tokens: int, size: int = 8) -> None:
-        hidden_TD, weights_TK = torch.ones(tokens, size), torch.ones(tokens, 1)
+        hidden_TD = torch.ones(tokens, size, device=device)
+        weights_TK = torch.ones(tokens, 1, device=device)
         with pytest.raises(ValueError, match="symmetric") as error:
             SymmetricDispatcher().preprocess(hidden_TD, weights_TK, weights_TK.long(), E)
         said.append(str(error.value))
@@ -163,24 +174,29 @@ def _refusals(rank: int, world_size: int) -> list[str]:
     lacks = "this torch has none" if rank else ""
     with mock.patch.object(peer_memory, "_missing", return_value=lacks):
         refused(2)
-    if rank == 0:
-        with mock.patch.object(os, "memfd_create", side_effect=OSError("full")):
-            refused(3)
-    else:
+    with _no_memory(device) if rank == 0 else contextlib.nullcontext():
         refused(3)
     refused(4, size=12)
-    assert _call(5, "cpu") is None  # and goes on
+    if device == "cuda":
+        with mock.patch.object(torch.cuda, "can_device_access_peer", return_value=False):
+            refused(7)
+    assert _call(5, device) is None  # and goes on
     return said
 
 
-def test_what_cannot_share_memory_is_refused_on_every_rank():
-    ranks = run_distributed(_refusals, 2)
-    for hosts, missing, memory, size in ranks:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_cannot_share_memory_is_refused_on_every_rank(backend):
+    device = "cuda" if backend == "nccl" else "cpu"
+    ranks = run_distributed(_refusals, 2, backend, arguments=(device,), timeout_seconds=40)
+    full = "full" if device == "cuda" else "rank 0 could not make a file"
+    for hosts, missing, memory, size, *access in ranks:
         assert "symmetric needs peer access: 2 ranks are on hosts node0, node1" in hosts
         assert hosts.endswith("take 'all_gather'")
         assert "needs peer access: this torch has none (rank 1): take 'all_gather'" in missing
-        assert "needs peer access: cannot share memory (rank 0 could not make a file" in memory
+        assert f"needs peer access: cannot share memory ({full}" in memory
         assert "hidden sizes divisible by 8, got 12: take 'all_gather'" in size
+        if device == "cuda":
+            assert "cuda:0 has no peer access to cuda:1 (rank 0)" in access[0]
 
 
 class _Handle:
@@ -215,7 +231,8 @@ def _torchs_memory(rank: int, world_size: int) -> list:
 
     def rendezvous(own: torch.Tensor, name: str) -> _Handle:
         assert name == dist.group.WORLD.group_name
-        return handles[-1]
+        start = own.untyped_storage().data_ptr()
+        return next(each for each in handles if each.allocation.data_ptr() == start)
 
     with (
         mock.patch.object(_symmetric_memory, "empty", empty),
@@ -297,6 +314,23 @@ def test_a_rank_that_dies_ends_the_others():
         RuntimeError, match=r"(?s)rank 0:.*Connection.*rank 1:.*died without a word"
     ):
         run_distributed(_one_dies, 2)
+
+
+def _one_never_comes(rank: int, world_size: int) -> None:
+    """Rank 1 is alive, and waits for the others at the end."""
+    peer_memory.BARRIER_TIMEOUT = 5_000
+    assert _call(6, "cuda") is None
+    if rank == 0:
+        _call(6, "cuda")
+
+
+@pytest.mark.multigpu
+def test_a_kernel_that_waits_for_a_rank_ends_its_process():
+    """No watchdog of NCCL's looks after it."""
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"(?s)rank 0:.*(CUDA error|died without a word)"):
+        run_distributed(_one_never_comes, 2, "nccl", timeout_seconds=40)
+    assert time.monotonic() - began < 40
 
 
 def _mapped_files(rank: int, world_size: int) -> tuple[int, int]:

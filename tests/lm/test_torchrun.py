@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -30,7 +33,7 @@ def start(*arguments: object) -> subprocess.Popen:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-m", *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, env=environment, cwd=ROOT, **pipes)
+    return subprocess.Popen(command, env=environment, cwd=ROOT, start_new_session=True, **pipes)
 
 
 def free_port() -> int:
@@ -90,6 +93,45 @@ def test_a_run_with_a_killed_worker_ends_as_one_that_was_not_interrupted(text, t
     both = "".join(said[1:])
     assert len(re.findall("error: rank", both)) <= 1, both
     assert 'Traceback (most recent call last):\n  File "/work' not in both
+
+
+def workers_of(launcher: int) -> list[int]:
+    """Its processes that train."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+    return [pid for pid, command in commands.items() if b"spawn_main" in command]
+
+
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("cpu", marks=pytest.mark.full), pytest.param("cuda", marks=pytest.mark.multigpu)],
+)
+def test_a_worker_that_is_killed_while_graphs_replay_ends_the_run(text, tmp_path, device):
+    """NCCL's watchdog does not know of collectives in a graph: whoever has started the others ends
+    them."""
+    launcher = start(
+        "moe_graphs", "train", "--preset", "tiny", "--batch-size", 2, "--sequence-length", 32,
+        "--steps", 100_000, "--device", device, "--data", text, "--out", tmp_path / "run",
+        "--nproc", 2, "--impl", "full_iteration", "--optimizer-in-graph",
+    )  # fmt: skip
+    log = tmp_path / "run" / "log.jsonl"
+    try:
+        until = time.monotonic() + 100
+        while not (log.exists() and '"loss"' in log.read_text()):  # of twenty steps
+            assert launcher.poll() is None, launcher.communicate()[0]
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        first, last = workers_of(launcher.pid)
+        os.kill(last, signal.SIGKILL)
+        said = launcher.communicate(timeout=45)[0]  # workers have 30 s to end by themselves
+        assert launcher.returncode == 1
+        assert re.search("error: rank [01] was ended by SIGKILL|error: rank [01]: ", said), said
+        status = Path(f"/proc/{first}/status")
+        assert not status.exists() or "State:\tZ" in status.read_text()  # nobody has reaped it
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.communicate()
 
 
 def test_an_error_of_one_rank_is_said_once(text, tmp_path):

@@ -16,7 +16,7 @@ from moe_graphs.parallel import ParallelConfig
 from moe_graphs.planning.layout_plan import RankPlan, plan_layout
 from moe_graphs.planning.microbatch_memory import microbatch_memory
 from moe_graphs.planning.planned_step import PlannedStep
-from planned_layouts import MOE
+from planned_layouts import LLAMA_CONFIG, MOE
 
 DENSE = replace(MOE, moe=None, moe_layers="none", qk_norm="none")
 ON_CPU = PlannedStep(sequences=2, sequence_length=32, on_gpus=False)
@@ -181,13 +181,7 @@ def test_what_is_refused(options, message):
 
 
 def test_the_command_and_a_directory(tmp_path):
-    values = {
-        "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
-        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-        "hidden_act": "silu", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_CONFIG))
     arguments = ["plan", "--model", str(tmp_path), "--gpus", "512", "--dp-replicate", "8", "--json"]
     result = CliRunner().invoke(build_app(), arguments)
     assert result.exit_code == 0, result.stderr

@@ -26,6 +26,7 @@ INTERLEAVED = replace(STEP, schedule="interleaved_1f1b", stages_per_rank=2)
 GATHERED = {"dispatcher": "all_gather", "rows_factor": None}
 OF_TWO: list[tuple[dict[str, Any], PlannedStep]] = [
     ({"dp_shard": 2}, STEP),
+    ({"dp_shard": 2, "layers_per_group": 3}, replace(STEP, mixed_precision=True)),
     ({"dp_shard": 2, "ep": 2}, replace(STEP, **GATHERED)),
     ({"dp_replicate": 2}, STEP),
     ({"tp": 2}, STEP),

@@ -26,6 +26,22 @@ def test_what_hides_behind_other_work_is_not_exposed():
     assert str(found) == "40.0% of a step, 30.0% with nothing else beside it"
 
 
+def test_of_several_steps():
+    """Gathers on two streams at once count once, and a kernel beside them hides both."""
+    found = communication_of(
+        [
+            kernel("ncclDevKernel_AllGather_RING_LL(x)", 0, 3000, stream=1),
+            kernel("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(x)", 1000, 4000, stream=2),
+            kernel("nvjet_tst_128x256", 1500, 2500),
+            kernel("adamw_kernel", 5000, 8000),
+        ],
+        steps=2,
+    )
+    assert found.span_ms == pytest.approx(4.0)
+    assert found.share == pytest.approx(4 / 8)
+    assert found.exposed == pytest.approx(3 / 8)
+
+
 def test_one_rank_alone():
     assert communication_of([kernel("adamw_kernel", 1, 2)]).share == 0.0
     assert communication_of([]).exposed == 0.0

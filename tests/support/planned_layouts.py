@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +39,14 @@ MOE = TransformerConfig(
     moe_layers=(False, True, True),
 )
 
+# Of a Hugging Face directory.
+LLAMA_CONFIG = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "hidden_act": "silu", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False,
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Laid:
@@ -52,13 +62,16 @@ class Laid:
 
 
 def laid_out(model: LanguageModel, device: str, layout: ParallelConfig, step: PlannedStep) -> Laid:
-    context = functools.partial(autocast_of, torch.device(device))
+    context: Callable[[], Any] = functools.partial(autocast_of, torch.device(device))
     mesh = make_mesh(layout, device) if layout.world_size > 1 else None
-    options = {"dispatcher": step.dispatcher} if layout.ep > 1 else {}
+    options: dict[str, Any] = {"dispatcher": step.dispatcher} if layout.ep > 1 else {}
+    if step.mixed_precision:
+        context, options["mixed_precision"] = contextlib.nullcontext, step.policy
     shape = step.sequences, step.sequence_length // layout.cp
     tokens = step.microbatches * shape[0], shape[1]
     if layout.pp > 1:
         of_a_rank = {"stages_per_rank": step.stages_per_rank, "autocast": context}
+        of_a_rank["hidden_dtype"] = step.held_dtype
         stages = pipeline_stages(model, layout, mesh, **of_a_rank)
         for stage in stages:
             parallelize(stage, layout, mesh, **options)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_scripts import TRAINING
 from distributed import RANKS, run_distributed
 from full_iterations import batches, optimizer_of
 from moe_graphs import CaptureError, GraphError
@@ -297,20 +298,9 @@ SCRIPT = """
         torch.cuda.set_device(rank)
     store = f"file://{folder}/store of {{ending}}"
     dist.init_process_group("{backend}", init_method=store, rank=rank, world_size=2)
-
-    stream = torch.cuda.Stream() if device == "cuda" else None
-    with torch.cuda.stream(stream) if stream else contextlib.nullcontext():
-        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)).to(device)
-        model = torch.nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-
-    def train(batch):
-        loss = model(batch).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
+"""
+SCRIPT += TRAINING
+SCRIPT += """
     step = FullIteration(
         train, model=model, optimizer=optimizer, stream=stream, on_mismatch="recapture"
     )

@@ -1,0 +1,91 @@
+"""A rank is killed: the others end with an error, over gloo and over NCCL, and none hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from ddp_scripts import TRAINING
+
+# Ranks are forked after what takes long to import, and end as interpreters do.
+SCRIPT = """
+    import contextlib, datetime, json, os, signal, sys
+    import torch, torch.distributed as dist
+    import torch._dynamo  # DistributedDataParallel does
+    from moe_graphs.engine.whole_step.full_iteration import FullIteration
+
+    backend, folder, last = sys.argv[1], sys.argv[2], int(sys.argv[3])
+
+    def fork():
+        children = []
+        for rank in range(2):
+            children.append(os.fork())
+            if not children[-1]:
+                return rank
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        print(json.dumps(codes), flush=True)
+        sys.exit()
+
+    rank = fork()
+    os.dup2(os.open(f"{folder}/{rank}", os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
+    device = "cuda" if backend == "nccl" else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    # Longer than a capture takes on one rank while another waits.
+    patience = datetime.timedelta(seconds=15)
+    store = f"file://{folder}/store"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=2, timeout=patience)
+"""
+SCRIPT += TRAINING
+SCRIPT += """
+    step = FullIteration(train, model=model, optimizer=optimizer, stream=stream)
+    for number in range(last + 4):
+        if number == last:
+            print(f"before step {number}: {step.report().replayed} replayed", file=sys.stderr)
+            sys.stderr.flush()
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+        step(torch.randn(4, 8, device=device)).item()
+    raise SystemExit(0)  # as if nothing had happened
+"""
+BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)]
+# In the warm-up NCCL's watchdog ends a rank that waits; before a replay ranks ask one another.
+LAST = {"in the warm-up": (2, 0), "between replays": (6, 3)}
+
+
+@pytest.mark.parametrize("when", LAST)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_others_end_with_an_error(backend, when, tmp_path):
+    last, replayed = LAST[when]
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    command = [sys.executable, tmp_path / "script.py", backend, tmp_path, last]
+    quick = {**os.environ, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}  # which waits before it ends
+    options = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True, "env": quick}
+    began = time.monotonic()
+    script = subprocess.Popen([str(part) for part in command], **options)
+    said = ""
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            said = script.communicate(timeout=60)[0]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGKILL)
+    errors = {name: (tmp_path / name).read_text() for name in ("0", "1")}
+    took = f"{time.monotonic() - began:.0f} s"
+    assert said, (took, errors)
+    survivor, killed = json.loads(said)
+    assert killed == -signal.SIGKILL, errors
+    assert survivor != 0, errors
+    assert all(f"before step {last}: {replayed} replayed" in text for text in errors.values())
+    if backend == "gloo":
+        assert survivor == 1, errors
+    if backend == "gloo" or when == "between replays":
+        assert "RuntimeError" in errors["0"], errors
