@@ -29,8 +29,6 @@ from moe_graphs.kernels.ops import define_op
 # t, 1 - the decay of the average
 C = 11
 BLOCK, WARPS = 1024, 4  # 16 bytes of bf16 for a thread: the fastest of those tried on an H200
-# Of a few programs: each has to have as many bytes on their way as the full ones of an SM together.
-WIDE_BLOCK, WIDE_WARPS = 8192, 16
 
 
 @triton.jit
@@ -97,12 +95,12 @@ def _narrowed(x, bits, dtype: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
-def _update_block(
-    p_ptr, g_ptr, m_ptr, v_ptr, c_ptr, ema_ptr, n, key, block,
+def adamw_kernel(
+    p_ptr, g_ptr, m_ptr, v_ptr, c_ptr, ema_ptr, n, key,
     MAXIMIZE: tl.constexpr, SCALED: tl.constexpr, MULTIPLIED: tl.constexpr,
     STOCHASTIC: tl.constexpr, AVERAGED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    first = tl.cast(block, tl.int64) * BLOCK
+    first = tl.program_id(0).to(tl.int64) * BLOCK
     i = first + tl.arange(0, BLOCK)
     inside = i < n
     p = tl.load(p_ptr + i, mask=inside).to(tl.float32)
@@ -140,31 +138,6 @@ def _update_block(
         tl.store(ema_ptr + i, ema.to(ema_ptr.dtype.element_ty), mask=written)
 
 
-@triton.jit
-def adamw_kernel(
-    p_ptr, g_ptr, m_ptr, v_ptr, c_ptr, ema_ptr, n, key,
-    MAXIMIZE: tl.constexpr, SCALED: tl.constexpr, MULTIPLIED: tl.constexpr,
-    STOCHASTIC: tl.constexpr, AVERAGED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    _update_block(
-        p_ptr, g_ptr, m_ptr, v_ptr, c_ptr, ema_ptr, n, key, tl.program_id(0),
-        MAXIMIZE, SCALED, MULTIPLIED, STOCHASTIC, AVERAGED, BLOCK,
-    )  # fmt: skip
-
-
-@triton.jit
-def adamw_few_programs_kernel(
-    p_ptr, g_ptr, m_ptr, v_ptr, c_ptr, ema_ptr, n, key,
-    MAXIMIZE: tl.constexpr, SCALED: tl.constexpr, MULTIPLIED: tl.constexpr,
-    STOCHASTIC: tl.constexpr, AVERAGED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    for block in range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0)):
-        _update_block(
-            p_ptr, g_ptr, m_ptr, v_ptr, c_ptr, ema_ptr, n, key, block,
-            MAXIMIZE, SCALED, MULTIPLIED, STOCHASTIC, AVERAGED, BLOCK,
-        )  # fmt: skip
-
-
 @define_op(device="default", mutates_args=("params", "grads", "exp_avgs", "exp_avg_sqs", "emas"))
 def adamw_update(
     params: Sequence[torch.Tensor],
@@ -185,7 +158,6 @@ def adamw_update(
     emas: Sequence[torch.Tensor],
     ema_decay: float,
     keys: Sequence[int],
-    max_programs: int | None = None,
 ) -> None:
     """One update, `steps` counting it already: 0-dim, fp32.
 
@@ -194,8 +166,7 @@ def adamw_update(
     divided by it first, in place. `grad_factor` multiplies them on their way, which leaves them as
     they are. `emas`, if not empty, has a moving average of each parameter, which its new value
     goes into. With `keys`, of up to 63 bits, what is of bf16 is rounded stochastically. If
-    `found_inf` is 1, nothing changes. At most `max_programs` run at a time, so that other kernels
-    find SMs beside them: the same bits.
+    `found_inf` is 1, nothing changes.
     """
     coefficients_NC = torch.empty(len(params), C, dtype=torch.float32, device=params[0].device)
     rate = lr if lr_tensor is None else lr_tensor
@@ -212,16 +183,13 @@ def adamw_update(
         "MULTIPLIED": grad_factor is not None,
         "STOCHASTIC": bool(keys),
         "AVERAGED": bool(emas),
-        "BLOCK": BLOCK if max_programs is None else WIDE_BLOCK,
-        "num_warps": WARPS if max_programs is None else WIDE_WARPS,
+        "BLOCK": BLOCK,
+        "num_warps": WARPS,
     }
-    kernel = adamw_kernel if max_programs is None else adamw_few_programs_kernel
     columns = (params, grads, exp_avgs, exp_avg_sqs, coefficients_NC.unbind(), emas or params)
     for *tensors, key in zip(*columns, keys or [0] * len(params), strict=True):
         if n := tensors[0].numel():
-            programs = cdiv(n, constants["BLOCK"])
-            programs = programs if max_programs is None else min(programs, max_programs)
-            launch(kernel, (programs,), (*tensors, n, key), **constants)
+            launch(adamw_kernel, (cdiv(n, BLOCK),), (*tensors, n, key), **constants)
     # As the documentation of torch wants it of whoever writes past its operators.
     torch.autograd.graph.increment_version([*params, *exp_avgs, *exp_avg_sqs, *emas])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -157,19 +157,11 @@ class AdamW(torch.optim.AdamW):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     @torch.no_grad()
-    def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-        *,
-        parameters: Iterable[Tensor] | None = None,
-        max_programs: int | None = None,
-    ) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update.
 
         Args:
             closure: computes the loss and its gradients anew, before the update.
-            parameters: only these are updated.
-            max_programs: of our kernel at a time, so that others run beside it: the same bits.
 
         Returns:
             What ``closure`` returns.
@@ -178,19 +170,12 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        groups = self.param_groups if parameters is None else self._groups_of(set(parameters))
-        for number, group in enumerate(groups):
+        for number, group in enumerate(self.param_groups):
             _check_gradients(group["params"], number)
-        rows = [self._rows(group) for group in groups]
-        for group, of_group in zip(groups, rows, strict=True):
-            self._update(group, of_group, max_programs)
+        rows = [self._rows(group) for group in self.param_groups]
+        for group, of_group in zip(self.param_groups, rows, strict=True):
+            self._update(group, of_group)
         return loss
-
-    def _groups_of(self, chosen: set[Tensor]) -> list[dict[str, Any]]:
-        return [
-            group | {"params": [p for p in group["params"] if p in chosen]}
-            for group in self.param_groups
-        ]
 
     def _rows(self, group: dict[str, Any]) -> list[_Row]:
         if not self.options.are_torchs:
@@ -220,9 +205,7 @@ class AdamW(torch.optim.AdamW):
         own, numbered = set(group["params"]), enumerate(self._parameters())
         return {p: rounding_key(group["seed"], n, p) for n, p in numbered if p in own}
 
-    def _update(
-        self, group: dict[str, Any], rows: Sequence[_Row], max_programs: int | None
-    ) -> None:
+    def _update(self, group: dict[str, Any], rows: Sequence[_Row]) -> None:
         flags = ("found_inf", "grad_scale", "grad_factor")
         found_inf, grad_scale, grad_factor = (getattr(self, name, None) for name in flags)
         own = not self.options.are_torchs
@@ -236,7 +219,7 @@ class AdamW(torch.optim.AdamW):
             with torch.cuda.device_of(of_device[0].parameter):
                 given = [_moved(flag, device) for flag in (grad_scale, found_inf, grad_factor)]
                 decay = self.options.ema_decay
-                _update_ours(of_device, served, group, decay, max_programs, *given)
+                _update_ours(of_device, served, group, decay, *given)
         if by_torch:
             parameters, gradients, exp_avgs, exp_avg_sqs, steps = _columns(by_torch)[:5]
             if grad_factor is not None:
@@ -319,7 +302,6 @@ def _update_ours(
     by_kernel: bool,
     group: dict[str, Any],
     ema_decay: float | None,
-    max_programs: int | None,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
     grad_factor: Tensor | None,
@@ -339,7 +321,6 @@ def _update_ours(
         beta1, beta2, group["eps"], group["weight_decay"], group["maximize"],
         grad_scale, found_inf, grad_factor,
         *(([], 0.0) if ema_decay is None else (emas, ema_decay)), [] if None in keys else keys,
-        *([max_programs] if by_kernel else []),
     )  # fmt: skip
     if found_inf is not None:
         torch._foreach_sub_(steps, [found_inf] * len(steps))

@@ -19,7 +19,6 @@ def modules():
     """The benchmark's files as they import each other when run as a script."""
     names = ("environment", "contenders", "measure", "phases", "partial_graphs",
         "denoiser", "unet", "full_iteration", "layer_kernels", "optimizers",
-        "updates_in_backward",
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TEARDOWN_CUPTI", "0")  # the script sets both: undone with the patch
@@ -64,14 +63,6 @@ def test_layer_kernels(modules, tmp_path):
     wrong = replace(case, ours=lambda *leaves: [1.1 * x for x in case.plain(*leaves)])
     with pytest.raises(RuntimeError, match="split_heads.*error"):
         modules.layer_kernels.measure(wrong, 1)
-
-
-def test_updates_in_backward(modules, tmp_path):
-    out = tmp_path / "rows.jsonl"
-    modules.updates_in_backward.main(["--tiny", "--rounds", "1", "--out", str(out)])
-    (row,) = [json.loads(line) for line in out.read_text().splitlines()]
-    assert row["max_programs"] == 48
-    assert row["environment"]["torch"] == torch.__version__
 
 
 def test_optimizers(modules, tmp_path, monkeypatch):
