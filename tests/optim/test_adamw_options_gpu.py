@@ -76,7 +76,8 @@ def test_the_kernel_has_the_bits_of_the_plain_path(dtype, states):
     found = []
     for update in (adamw_triton.adamw_update, adamw_update_reference):
         p, g, m, v, e = ([x.to(kind, copy=True)] for x, kind in zip(made, kinds, strict=True))
-        update(p, g, m, v, step, *options, e, 0.9, [1 << 62 | 12345 << 20 | 1])
+        keys = [1 << 62 | 12345 << 20 | 1]
+        update(p, g, m, v, step, *options, e, 0.9, keys, [], [], True)
         found.append([*p, *m, *v, *e])
     for ours, plain in zip(*found, strict=True):
         if ours.dtype == BF16:
