@@ -314,8 +314,8 @@ def _share(path: Path, trainer: Trainer) -> list[str]:
 def _check_keys(path: Path, wanted: Collection[str], saved: Collection[str]) -> None:
     if missing := sorted(set(wanted) - set(saved)):
         raise ValueError(
-            f"resume: {path} has no {missing[0]!r}: take another checkpoint, or its --optimizer "
-            f"and, to or from 8bit, --optimizer-state"
+            f"resume: {path} has no {missing[0]!r}: take another checkpoint, or its "
+            f"--optimizer; to or from 8bit also its --optimizer-state and --tp"
         )
 
 

@@ -194,7 +194,8 @@ class AdamW(torch.optim.AdamW):
                     self.options.complete(self.state[parameter], parameter)
         if self.options.are_torchs:
             columns: list[list[Any]] = [[] for _ in range(5)]
-            self._init_group(group, *columns[:4], [], columns[4])
+            parameters, gradients, exp_avgs, exp_avg_sqs, steps = columns
+            self._init_group(group, parameters, gradients, exp_avgs, exp_avg_sqs, [], steps)
             rows = [_local(_Row(*each)) for each in zip(*columns, strict=True)]
         else:
             keys, updated = self._keys(group), [p for p in group["params"] if p.grad is not None]
@@ -255,12 +256,13 @@ def _columns(rows: Sequence[_Row]) -> tuple[list[Any], ...]:
 
 
 def _row(parameter: Tensor, state: dict[str, Any], key: int | None) -> _Row:
-    names, scales = STATES, []
+    names: tuple[str, ...] = STATES
+    scales: tuple[str, ...] = ()
     if "exp_avg_code" in state:
         names, scales = zip(*map(code_names, STATES), strict=True)
-    states = (state[name] for name in (*names, "step"))
-    own = (state.get("ema"), key, tuple(state[name] for name in scales))
-    return _Row(parameter, cast(Tensor, parameter.grad), *states, *own)
+    exp_avg, exp_avg_sq, step = (state[name] for name in (*names, "step"))
+    row = _Row(parameter, cast(Tensor, parameter.grad), exp_avg, exp_avg_sq, step)
+    return row._replace(ema=state.get("ema"), key=key, scales=tuple(state[name] for name in scales))
 
 
 def _local(row: _Row) -> _Row:

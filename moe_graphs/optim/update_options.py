@@ -131,7 +131,7 @@ def _averages(name: str, saved: Mapping[str, Any], parameter: Tensor) -> Tensor:
     return _laid_out(values.to(parameter.device), parameter, parameter.shape)
 
 
-def _laid_out(local: Tensor, parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _laid_out(local: Tensor, parameter: Any, shape: tuple[int, ...]) -> Tensor:
     """A DTensor of ``shape`` where the parameter is one, with its placements."""
     if not hasattr(parameter, "to_local"):
         return local

@@ -71,6 +71,7 @@ def test_optimizers(modules, tmp_path, monkeypatch):
     (row,) = [json.loads(line) for line in out.read_text().splitlines()]
     assert (row["tensors"], row["dtype"]) == (12, "bfloat16")
     assert 0 < row["ours_error"] == row["torch_error"] < 1e-2  # bf16 rounds by 2e-3 a step
+    assert 0 < row["8bit_error"] < 1e-2
     assert row["environment"]["torch"] == torch.__version__
     wrong = {**modules.optimizers.OPTIONS, "lr": 1e-1}
     contenders = modules.optimizers.CONTENDERS
