@@ -121,7 +121,7 @@ def train(
     optimizer_state: Annotated[
         str | None,
         typer.Option(
-            help="Dtype of AdamW's states: parameter (the parameter's), float32, bfloat16.  "
+            help="Dtype of AdamW's states: parameter (the parameter's), float32, bfloat16, 8bit.  "
             "[default: parameter]"
         ),
     ] = None,

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moe_graphs.kernels.state_codes_reference import MIXER, decode, encode
+
 _LOW = (1 << 32) - 1
 
 
@@ -34,12 +36,16 @@ def adamw_update_reference(
     emas: Sequence[Tensor],
     ema_decay: float,
     keys: Sequence[int],
+    exp_avg_scales: Sequence[Tensor],
+    exp_avg_sq_scales: Sequence[Tensor],
+    rounded: bool,
 ) -> None:
     """As ``adamw_triton.adamw_update``, for any device; in fp64 for parameters of fp64."""
     for number, given in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
         row = [_in_memory(tensor) for tensor in given]
+        scales = [_in_memory(of[number]) for of in (exp_avg_scales, exp_avg_sq_scales) if of]
         wide = torch.promote_types(row[0].dtype, torch.float32)
-        p, g, m, v = (tensor.to(wide) for tensor in row)
+        p, g, m, v = (tensor.to(wide) for tensor in (*row[:2], *_read_states(row[2:], scales)))
         t, rate = steps[number].double(), _number(lr, p) if lr_tensor is None else lr_tensor
         step_size = (rate.double() / (1 - _power(beta1, t, p))).to(wide)
         correction = (1 - _power(beta2, t, p)).sqrt().to(wide)
@@ -55,22 +61,41 @@ def adamw_update_reference(
         v = _lerp(v, g * g, _number(1 - beta2, p))
         root = v.double().sqrt().to(wide)  # on the CPU that of fp32 is off by a last bit
         p = p - step_size * m / (_divided(root, correction) + eps)
+        kept: Sequence[Tensor] = (p, m, v)
         if keys:
-            words = 2 if row[3].dtype == torch.bfloat16 else 1
-            bits = random_bits(keys[number], steps[number], len(p), words)
-            low, high = bits[0], bits[-1]
-            p, m, v = (
-                round_stochastically(value, bits) if target.dtype == torch.bfloat16 else value
-                for target, value, bits in zip(
-                    (row[0], row[2], row[3]), (p, m, v), (low, low >> 16, high), strict=True
-                )
-            )
-        for target, value in zip((row[0], row[2], row[3]), (p, m, v), strict=True):
+            kept = _rounded(kept, (row[0], *row[2:]), keys[number], steps[number], rounded)
+        for target, value in zip((row[0], *row[2:], *scales), kept, strict=True):
             _write(target, value, found_inf)
         if emas:
-            ema, new = _in_memory(emas[number]), p.to(row[0].dtype).to(wide)
+            ema, new = _in_memory(emas[number]), kept[0].to(row[0].dtype).to(wide)
             share = torch.where(t > 1, _number(1 - ema_decay, p), 1.0)
             _write(ema, _lerp(ema.to(wide), new, share), found_inf)
+
+
+def _read_states(states: Sequence[Tensor], scales: Sequence[Tensor]) -> Sequence[Tensor]:
+    if not scales:
+        return states
+    (m, v), (of_m, of_v) = states, scales
+    return decode(m, of_m, signed=True), decode(v, of_v, signed=False)
+
+
+def _rounded(
+    values: Sequence[Tensor], targets: Sequence[Tensor], key: int, step: Tensor, rounded: bool
+) -> Sequence[Tensor]:
+    """Parameter and states as ``targets`` take them; with states of 8 bits their scales, too."""
+    p, m, v = values
+    bits = random_bits(key, step, len(p), 2 if targets[2].dtype == torch.bfloat16 else 1)
+    low, high = bits[0], bits[-1]
+    if rounded:
+        p, m, v = (
+            round_stochastically(value, bits) if target.dtype == torch.bfloat16 else value
+            for target, value, bits in zip(targets, values, (low, low >> 16, high), strict=True)
+        )
+    if targets[1].dtype != torch.uint8:
+        return p, m, v
+    m, of_m = encode(m, low >> 16, signed=True)
+    v, of_v = encode(v, _product(MIXER, low)[1] >> 16, signed=False)
+    return p, m, v, of_m, of_v
 
 
 def random_bits(key: int, step: Tensor, count: int, words: int) -> Tensor:

@@ -10,7 +10,8 @@ kernel: fp64 in every program would cost more than the memory does.
 
 Stochastic rounding to bf16 adds 16 random bits below the last one that is kept, and cuts. The bits
 are Philox's of a key of the tensor's, the step and the place in memory. `adamw_reference.py` has
-the same in torch's operations.
+the same in torch's operations. States of 8 bits are codes with scales (`state_codes_reference.py`),
+rounded by what is left of the same bits.
 
 N tensors, C coefficients.
 """
@@ -24,13 +25,13 @@ import triton.language as tl
 
 from moe_graphs.kernels.launching import cdiv, launch
 from moe_graphs.kernels.ops import define_op
+from moe_graphs.kernels.state_codes_reference import MIXER, NUMBERS
+from moe_graphs.kernels.state_codes_triton import decoded, encoded
 
 # lr * decay, lr / (1 - beta1^t), sqrt(1 - beta2^t), 1 - beta1, 1 - beta2, eps, scale, live, factor,
 # t, 1 - the decay of the average
 C = 11
 BLOCK, WARPS = 1024, 4  # 16 bytes of bf16 for a thread: the fastest of those tried on an H200
-# Of a few programs: each has to have as many bytes on their way as the full ones of an SM together.
-WIDE_BLOCK, WIDE_WARPS = 8192, 16
 
 
 @triton.jit
@@ -97,21 +98,31 @@ def _narrowed(x, bits, dtype: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
-def _update_block(
-    p_ptr, g_ptr, m_ptr, v_ptr, c_ptr, ema_ptr, n, key, block,
+def adamw_kernel(
+    p_ptr, g_ptr, m_ptr, v_ptr, c_ptr, ema_ptr, m_scale_ptr, v_scale_ptr, n, key,
     MAXIMIZE: tl.constexpr, SCALED: tl.constexpr, MULTIPLIED: tl.constexpr,
-    STOCHASTIC: tl.constexpr, AVERAGED: tl.constexpr, BLOCK: tl.constexpr,
+    STOCHASTIC: tl.constexpr, CODED: tl.constexpr, AVERAGED: tl.constexpr,
+    NUMBERS: tl.constexpr, MIXER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    first = tl.cast(block, tl.int64) * BLOCK
+    first = tl.program_id(0).to(tl.int64) * BLOCK
     i = first + tl.arange(0, BLOCK)
     inside = i < n
     p = tl.load(p_ptr + i, mask=inside).to(tl.float32)
     g = tl.load(g_ptr + i, mask=inside).to(tl.float32)
-    m = tl.load(m_ptr + i, mask=inside).to(tl.float32)
-    v = tl.load(v_ptr + i, mask=inside).to(tl.float32)
+    m = tl.load(m_ptr + i, mask=inside)
+    v = tl.load(v_ptr + i, mask=inside)
+    at_scale = first // NUMBERS + tl.arange(0, BLOCK // NUMBERS)
+    if CODED:
+        has_scale = at_scale < n // NUMBERS
+        m_scale = tl.load(m_scale_ptr + at_scale, mask=has_scale, other=0)
+        m = decoded(m, m_scale, True, NUMBERS, BLOCK)
+        v_scale = tl.load(v_scale_ptr + at_scale, mask=has_scale, other=0)
+        v = decoded(v, v_scale, False, NUMBERS, BLOCK)
+    m, v = m.to(tl.float32), v.to(tl.float32)
     decay, step_size, correction = tl.load(c_ptr), tl.load(c_ptr + 1), tl.load(c_ptr + 2)
     share1, share2, eps = tl.load(c_ptr + 3), tl.load(c_ptr + 4), tl.load(c_ptr + 5)
-    written = i < tl.where(tl.load(c_ptr + 7) > 0, n, 0)
+    stop = tl.where(tl.load(c_ptr + 7) > 0, n, 0)
+    written = i < stop
     if SCALED:
         g /= tl.load(c_ptr + 6)
         tl.store(g_ptr + i, g.to(g_ptr.dtype.element_ty), mask=written)
@@ -124,15 +135,22 @@ def _update_block(
     v = _lerp(v, g * g, share2)
     p -= step_size * m / (tl.sqrt(v) / correction + eps)
     of_p, of_v = i, i
-    if STOCHASTIC:
+    if STOCHASTIC or CODED:
         step = tl.load(c_ptr + 9).to(tl.int32)
         of_p = _random(key, step, first, 0, BLOCK)
-        of_v = _random(key, step, first, 1, BLOCK)  # left out by the compiler if it is not used
+        # The second word is left out by the compiler if it is not used.
+        of_v = (of_p * MIXER) >> 16 if CODED else _random(key, step, first, 1, BLOCK)
     new = _narrowed(p, of_p, p_ptr.dtype.element_ty, STOCHASTIC)
     tl.store(p_ptr + i, new, mask=written)
-    m = _narrowed(m, of_p >> 16, m_ptr.dtype.element_ty, STOCHASTIC)
+    if CODED:
+        m, m_scale = encoded(m, of_p >> 16, True, NUMBERS, BLOCK)
+        tl.store(m_scale_ptr + at_scale, m_scale, mask=at_scale < stop // NUMBERS)
+        v, v_scale = encoded(v, of_v, False, NUMBERS, BLOCK)
+        tl.store(v_scale_ptr + at_scale, v_scale, mask=at_scale < stop // NUMBERS)
+    else:
+        m = _narrowed(m, of_p >> 16, m_ptr.dtype.element_ty, STOCHASTIC)
+        v = _narrowed(v, of_v, v_ptr.dtype.element_ty, STOCHASTIC)
     tl.store(m_ptr + i, m, mask=written)
-    v = _narrowed(v, of_v, v_ptr.dtype.element_ty, STOCHASTIC)
     tl.store(v_ptr + i, v, mask=written)
     if AVERAGED:
         ema = tl.load(ema_ptr + i, mask=inside).to(tl.float32)
@@ -140,32 +158,12 @@ def _update_block(
         tl.store(ema_ptr + i, ema.to(ema_ptr.dtype.element_ty), mask=written)
 
 
-@triton.jit
-def adamw_kernel(
-    p_ptr, g_ptr, m_ptr, v_ptr, c_ptr, ema_ptr, n, key,
-    MAXIMIZE: tl.constexpr, SCALED: tl.constexpr, MULTIPLIED: tl.constexpr,
-    STOCHASTIC: tl.constexpr, AVERAGED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    _update_block(
-        p_ptr, g_ptr, m_ptr, v_ptr, c_ptr, ema_ptr, n, key, tl.program_id(0),
-        MAXIMIZE, SCALED, MULTIPLIED, STOCHASTIC, AVERAGED, BLOCK,
-    )  # fmt: skip
+_WRITTEN = (
+    "params", "grads", "exp_avgs", "exp_avg_sqs", "emas", "exp_avg_scales", "exp_avg_sq_scales"
+)  # fmt: skip
 
 
-@triton.jit
-def adamw_few_programs_kernel(
-    p_ptr, g_ptr, m_ptr, v_ptr, c_ptr, ema_ptr, n, key,
-    MAXIMIZE: tl.constexpr, SCALED: tl.constexpr, MULTIPLIED: tl.constexpr,
-    STOCHASTIC: tl.constexpr, AVERAGED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    for block in range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0)):
-        _update_block(
-            p_ptr, g_ptr, m_ptr, v_ptr, c_ptr, ema_ptr, n, key, block,
-            MAXIMIZE, SCALED, MULTIPLIED, STOCHASTIC, AVERAGED, BLOCK,
-        )  # fmt: skip
-
-
-@define_op(device="default", mutates_args=("params", "grads", "exp_avgs", "exp_avg_sqs", "emas"))
+@define_op(device="default", mutates_args=_WRITTEN)
 def adamw_update(
     params: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor],
@@ -185,7 +183,9 @@ def adamw_update(
     emas: Sequence[torch.Tensor],
     ema_decay: float,
     keys: Sequence[int],
-    max_programs: int | None = None,
+    exp_avg_scales: Sequence[torch.Tensor],
+    exp_avg_sq_scales: Sequence[torch.Tensor],
+    rounded: bool,
 ) -> None:
     """One update, `steps` counting it already: 0-dim, fp32.
 
@@ -193,9 +193,9 @@ def adamw_update(
     and fp32. `lr_tensor`, if given, is read instead of `lr`. With `grad_scale` gradients are
     divided by it first, in place. `grad_factor` multiplies them on their way, which leaves them as
     they are. `emas`, if not empty, has a moving average of each parameter, which its new value
-    goes into. With `keys`, of up to 63 bits, what is of bf16 is rounded stochastically. If
-    `found_inf` is 1, nothing changes. At most `max_programs` run at a time, so that other kernels
-    find SMs beside them: the same bits.
+    goes into. `rounded`: what is of bf16 is rounded stochastically, by `keys` of up to 63 bits.
+    With scales, and keys, states are contiguous uint8 codes, and 64 divides a parameter's numbers.
+    If `found_inf` is 1, nothing changes.
     """
     coefficients_NC = torch.empty(len(params), C, dtype=torch.float32, device=params[0].device)
     rate = lr if lr_tensor is None else lr_tensor
@@ -210,20 +210,24 @@ def adamw_update(
         "MAXIMIZE": maximize,
         "SCALED": grad_scale is not None,
         "MULTIPLIED": grad_factor is not None,
-        "STOCHASTIC": bool(keys),
+        "STOCHASTIC": rounded,
+        "CODED": bool(exp_avg_scales),
         "AVERAGED": bool(emas),
-        "BLOCK": BLOCK if max_programs is None else WIDE_BLOCK,
-        "num_warps": WARPS if max_programs is None else WIDE_WARPS,
+        "NUMBERS": NUMBERS,
+        "MIXER": MIXER,
+        "BLOCK": BLOCK,
+        "num_warps": WARPS,
     }
-    kernel = adamw_kernel if max_programs is None else adamw_few_programs_kernel
-    columns = (params, grads, exp_avgs, exp_avg_sqs, coefficients_NC.unbind(), emas or params)
+    columns = (
+        params, grads, exp_avgs, exp_avg_sqs, coefficients_NC.unbind(), emas or params,
+        exp_avg_scales or params, exp_avg_sq_scales or params,
+    )  # fmt: skip
     for *tensors, key in zip(*columns, keys or [0] * len(params), strict=True):
         if n := tensors[0].numel():
-            programs = cdiv(n, constants["BLOCK"])
-            programs = programs if max_programs is None else min(programs, max_programs)
-            launch(kernel, (programs,), (*tensors, n, key), **constants)
+            launch(adamw_kernel, (cdiv(n, BLOCK),), (*tensors, n, key), **constants)
     # As the documentation of torch wants it of whoever writes past its operators.
-    torch.autograd.graph.increment_version([*params, *exp_avgs, *exp_avg_sqs, *emas])
+    scales = (*exp_avg_scales, *exp_avg_sq_scales)
+    torch.autograd.graph.increment_version([*params, *exp_avgs, *exp_avg_sqs, *emas, *scales])
 
 
 @torch.library.register_fake("moe_graphs::adamw_update")

@@ -23,6 +23,7 @@ from torch import nn
 
 from moe_graphs.integrations.transformer_engine import fp8_state, load_fp8_state
 from moe_graphs.lm.trainer import Trainer
+from moe_graphs.optim import AdamW
 from moe_graphs.training.capturable import load_optimizer_state
 
 MODEL, STATE, SETTINGS = PARTS = "model.safetensors", "training.pt", "settings.json"
@@ -168,6 +169,12 @@ def load_checkpoint(path: Path, trainer: Trainer) -> list[str]:
     tensors, state, saved = read_whole(path)
     check_same_model(path, described(tensors), described(model_tensors(trainer.model)))
     check_step(path, state["step"], trainer)
+    of_8_bits = any("exp_avg_code" in values for values in state["optimizer"]["state"].values())
+    if of_8_bits and not isinstance(trainer.optimizer, AdamW):
+        raise ValueError(
+            f"optimizer: {trainer.settings.optimizer} cannot read the states of 8 bits in {path}: "
+            f"use adamw, which reads them into any --optimizer-state"
+        )
     load_optimizer_state(trainer.optimizer, state["optimizer"])
     trainer.model.load_state_dict(tensors)
     load_fp8_state(trainer.model, state.get("fp8", {}), trainer.fp8_autocast)

@@ -31,6 +31,7 @@ from moe_graphs.lm.metrics import compressed_bits_per_byte
 from moe_graphs.lm.picture import draw_losses
 from moe_graphs.lm.restarts import mark_launch
 from moe_graphs.lm.sample import Sample, sample_text
+from moe_graphs.lm.settings import states_of_8_bits
 from moe_graphs.lm.sharded_checkpoint import checkpoints_of, model_of, resume
 from moe_graphs.lm.trainer import LogLine, Trainer, TrainingDiverged
 from moe_graphs.lm.workers import Workers, agent, check_equal, is_first, on_first
@@ -116,6 +117,8 @@ def run(options: RunOptions, text: Text, progress: Progress) -> Summary:
         TrainingDiverged: if the loss is not finite any more, in training or on held-out text.
     """
     trainer = build_trainer(options, build_batches(options, text))
+    if said := states_of_8_bits(trainer.model, trainer.settings):
+        progress.note(said)
     if options.workers is not None:
         _agree(options.workers, trainer)
         keep_profiler_ready()

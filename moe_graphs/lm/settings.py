@@ -26,7 +26,12 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.AdamW]] = {
     # So that AdamW's rate, schedule and decay are right for both of its kinds.
     "muon": functools.partial(Muon, adjust_lr_fn="match_rms_adamw"),
 }
-STATE_DTYPES = {"parameter": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+STATE_DTYPES = {
+    "parameter": None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "8bit": torch.uint8,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +45,8 @@ class TrainSettings:
         optimizer: whose update of AdamW, ours or torch's fused one: the same one on the CPU, and
             the same state anywhere. Or Muon for the matrices of layers and experts, and our AdamW
             for the rest, at the same learning rate.
-        optimizer_state: the dtype of ours: ``parameter``'s, ``float32``, ``bfloat16``.
+        optimizer_state: the dtype of ours: ``parameter``'s, ``float32``, ``bfloat16``; ``8bit``,
+            rounded stochastically from ``seed``.
         stochastic_rounding: of parameters and states of bf16, from ``seed``.
         ema_decay: of averages of the parameters, which evaluations and samples then use.
     """
@@ -113,7 +119,8 @@ def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Ad
     tensor the rate is rounded to fp32.
 
     Raises:
-        ValueError: stochastic rounding is asked for, and there is nothing of bf16 to round; by
+        ValueError: stochastic rounding is asked for, and there is nothing of bf16 to round, or
+            states of 8 bits, and there is nothing to have them; by
             Muon, matrices that are sharded, or experts of other libraries.
     """
     options = _options(model, settings)
@@ -151,8 +158,22 @@ def _options(model: torch.nn.Module, settings: TrainSettings) -> dict[str, Any]:
         )
     if asked.are_torchs:
         return {}
-    seed = {"seed": settings.seed % (1 << 64)} if asked.stochastic_rounding else {}
+    if asked.state_dtype == torch.uint8 and not any(map(asked.has_codes, model.parameters())):
+        raise ValueError(
+            "optimizer_state: 8bit: no parameter is a matrix of 4,096 numbers in rows that 64 "
+            "divides, so that all states would be float32: use another one"
+        )
+    seed = {"seed": settings.seed % (1 << 64)} if asked.are_random else {}
     return dataclasses.asdict(asked) | seed
+
+
+def states_of_8_bits(model: nn.Module, settings: TrainSettings) -> str | None:
+    """How many there are, in words; of pipeline stages those of this rank."""
+    asked, held = settings.update_options, list(model.parameters())
+    if asked.state_dtype != torch.uint8:
+        return None
+    coded, all_ = (sum(p.numel() for p in x) for x in (filter(asked.has_codes, held), held))
+    return f"AdamW's states: 8 bits for {coded:,} of {all_:,} parameters, float32 for the others"
 
 
 def _splits_of_matrices(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:

@@ -13,7 +13,7 @@ import os
 import shutil
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -260,8 +260,7 @@ def _load_sharded(path: Path, trainer: Trainer) -> list[str]:
     check_same_model(path, _of(kept, MODEL), _described(trainer))
     state = {**model, **optimizer_state(trainer), **history_state(trainer, step)}
     state = without_new_averages(trainer, state, kept)
-    if missing := sorted(state.keys() - kept.keys()):
-        raise ValueError(f"resume: {path} has no {missing[0]!r}: take another checkpoint")
+    _check_keys(path, state, kept)
     same = manifest["ranks"] == (1 if trainer.workers is None else trainer.workers.count)
     random = {key: value for key, value in random_state(trainer).items() if same and key in kept}
     parts = fused_parts(trainer)
@@ -303,12 +302,21 @@ def _share(path: Path, trainer: Trainer) -> list[str]:
     source |= {f"{HISTORY}.{name}": value for name, value in whole.state["history"].items()}
     state = {**model, **optimizer_state(trainer), **history_state(trainer, step)}
     state = without_new_averages(trainer, state, source)
+    _check_keys(path, state, source)
     parts = fused_parts(trainer)
     for key, target in state.items():
         for where, piece in shares(target.detach(), parts.get(key)):
             piece.copy_(source[key][where])
     _set_random(trainer, {}, step)
     return _goes_on(trainer, step, whole.settings, 1)
+
+
+def _check_keys(path: Path, wanted: Collection[str], saved: Collection[str]) -> None:
+    if missing := sorted(set(wanted) - set(saved)):
+        raise ValueError(
+            f"resume: {path} has no {missing[0]!r}: take another checkpoint, or its "
+            f"--optimizer; to or from 8bit also its --optimizer-state and --tp"
+        )
 
 
 def _set_random(trainer: Trainer, state: Mapping[str, Tensor], step: int) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_graphs.lm.checkpoint import model_tensors
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.optim import UpdateOptions
+from moe_graphs.optim.update_options import STATES, code_names
 from moe_graphs.parallel import fused_rows, whole_name
 
 MODEL, OPTIMIZER, HISTORY, RNG = "model", "optimizer", "history", "rng"
@@ -77,7 +78,8 @@ def fused_parts(trainer: Trainer) -> dict[str, tuple[int, ...]]:
     parallelism have with its rows in another order."""
     found = {}
     for name, parts in fused_rows(trainer.model).items():
-        states = (f"{OPTIMIZER}.{name}.{kind}" for kind in ("exp_avg", "exp_avg_sq", "ema"))
+        kinds = ("ema", *STATES, *(each for state in STATES for each in code_names(state)))
+        states = (f"{OPTIMIZER}.{name}.{kind}" for kind in kinds)
         found.update(dict.fromkeys((f"{MODEL}.{name}", *states), parts))
     return found
 

@@ -2,7 +2,6 @@
 
 from moe_graphs.optim.adamw import AdamW
 from moe_graphs.optim.muon import Muon
-from moe_graphs.optim.update_in_backward import UpdateInBackward
 from moe_graphs.optim.update_options import UpdateOptions
 
-__all__ = ["AdamW", "Muon", "UpdateInBackward", "UpdateOptions"]
+__all__ = ["AdamW", "Muon", "UpdateOptions"]

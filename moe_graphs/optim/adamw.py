@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -13,11 +13,12 @@ from torch.optim.optimizer import ParamsT
 
 from moe_graphs.kernels.adamw_reference import adamw_update_reference
 from moe_graphs.kernels.availability import has_kernel
+from moe_graphs.kernels.state_codes_reference import NUMBERS
 from moe_graphs.optim.averages import swapped_in
 from moe_graphs.optim.gradient_factor import multiply
 from moe_graphs.optim.loaded_states import noting_loaded, take_states
 from moe_graphs.optim.rounding_key import rounding_key
-from moe_graphs.optim.update_options import UpdateOptions
+from moe_graphs.optim.update_options import STATES, UpdateOptions, code_names
 
 LARGE = 1 << 16  # numbers of a parameter that are worth a launch
 _UNSUPPORTED = {"amsgrad": False, "differentiable": False, "foreach": None}
@@ -34,6 +35,7 @@ class _Row(NamedTuple):
     step: Tensor
     ema: Tensor | None = None
     key: int | None = None  # of stochastic rounding
+    scales: tuple[Tensor, ...] = ()  # of exp_avg and exp_avg_sq, if these are codes
 
 
 class AdamW(torch.optim.AdamW):
@@ -59,10 +61,18 @@ class AdamW(torch.optim.AdamW):
         betas: numbers.
         fused, capturable: always True; in the signature for what is written for torch's.
         amsgrad, foreach, differentiable: not supported.
-        state_dtype: of ``exp_avg`` and ``exp_avg_sq``: fp32, bf16, or None for the parameter's, as
-            torch has it. In bf16 ``exp_avg_sq`` loses what is below 1/256 of it: so with a
-            ``beta2`` of 0.999 it does not fall, unless it is rounded stochastically. States that
-            are loaded are cast to it.
+        state_dtype: of ``exp_avg`` and ``exp_avg_sq``: fp32, bf16, uint8 for codes of 8 bits, or
+            None for the parameter's, as torch has it. In bf16 ``exp_avg_sq`` loses what is below
+            1/256 of it: so with a ``beta2`` of 0.999 it does not fall, unless it is rounded
+            stochastically. States that are loaded are cast to it.
+            Codes (``kernels/state_codes_reference.py``) are always rounded so, by ``seed``. The
+            state has ``exp_avg_code``, like the parameter, ``exp_avg_scale``, ``[..., Y // 64]``,
+            both uint8, and the same of ``exp_avg_sq``. Of parameters with less than 4,096 numbers
+            or one dimension, in another memory order than their shape's, of fp64, or whose rows Y
+            (of a rank) 64 does not divide, states stay in fp32. Any AdamW of ours loads the one
+            from the other: averages to codes rounded to the nearest (1/16, squares 1/32, at most;
+            those below 2^-15 of their 64's largest to that), codes to averages exactly. So for
+            torch's, load codes into one with another dtype first, and save that one's.
         stochastic_rounding: parameters and states of bf16 are rounded up or down at random, so that
             they are right on the average. fp16 and fp32 are rounded as ever.
         seed: of that, from 0 to 2**64 - 1. It is saved with the group's options and loaded from
@@ -106,7 +116,7 @@ class AdamW(torch.optim.AdamW):
             raise ValueError(f"seed: {seed} must be from 0 to 2**64 - 1")
         self.options = UpdateOptions(state_dtype, stochastic_rounding, ema_decay)
         # Of groups, where torch saves and loads it.
-        self._seed = {"seed": seed} if stochastic_rounding else {}
+        self._seed = {"seed": seed} if self.options.are_random else {}
         super().__init__(
             params, lr, betas, eps, weight_decay, maximize=maximize, capturable=True, fused=True
         )
@@ -157,19 +167,11 @@ class AdamW(torch.optim.AdamW):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     @torch.no_grad()
-    def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-        *,
-        parameters: Iterable[Tensor] | None = None,
-        max_programs: int | None = None,
-    ) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update.
 
         Args:
             closure: computes the loss and its gradients anew, before the update.
-            parameters: only these are updated.
-            max_programs: of our kernel at a time, so that others run beside it: the same bits.
 
         Returns:
             What ``closure`` returns.
@@ -178,31 +180,26 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        groups = self.param_groups if parameters is None else self._groups_of(set(parameters))
-        for number, group in enumerate(groups):
+        for number, group in enumerate(self.param_groups):
             _check_gradients(group["params"], number)
-        rows = [self._rows(group) for group in groups]
-        for group, of_group in zip(groups, rows, strict=True):
-            self._update(group, of_group, max_programs)
+        rows = [self._rows(group) for group in self.param_groups]
+        for group, of_group in zip(self.param_groups, rows, strict=True):
+            self._update(group, of_group)
         return loss
-
-    def _groups_of(self, chosen: set[Tensor]) -> list[dict[str, Any]]:
-        return [
-            group | {"params": [p for p in group["params"] if p in chosen]}
-            for group in self.param_groups
-        ]
 
     def _rows(self, group: dict[str, Any]) -> list[_Row]:
         if not self.options.are_torchs:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self.options.complete(self.state[parameter], parameter)
-        columns: list[list[Any]] = [[] for _ in _Row._fields]
-        parameters, gradients, exp_avgs, exp_avg_sqs, steps, emas, keys = columns
-        self._init_group(group, parameters, gradients, exp_avgs, exp_avg_sqs, [], steps)
-        emas += [self.state[parameter].get("ema") for parameter in parameters]
-        keys += map(self._keys(group).get, parameters)
-        rows = [_local(_Row(*each)) for each in zip(*columns, strict=True)]
+        if self.options.are_torchs:
+            columns: list[list[Any]] = [[] for _ in range(5)]
+            parameters, gradients, exp_avgs, exp_avg_sqs, steps = columns
+            self._init_group(group, parameters, gradients, exp_avgs, exp_avg_sqs, [], steps)
+            rows = [_local(_Row(*each)) for each in zip(*columns, strict=True)]
+        else:
+            keys, updated = self._keys(group), [p for p in group["params"] if p.grad is not None]
+            rows = [_local(_row(p, self.state[p], keys.get(p))) for p in updated]
         for row in rows:
             _check_memory(row)
             if not (self.options.are_torchs or _is_plain(row.parameter)):
@@ -215,28 +212,30 @@ class AdamW(torch.optim.AdamW):
         return rows
 
     def _keys(self, group: dict[str, Any]) -> dict[Tensor, int]:
-        if not self.options.stochastic_rounding:
+        if not self.options.are_random:
             return {}
         own, numbered = set(group["params"]), enumerate(self._parameters())
-        return {p: rounding_key(group["seed"], n, p) for n, p in numbered if p in own}
+        drawn = self.options.stochastic_rounding
+        return {
+            p: rounding_key(group["seed"], n, p)
+            for n, p in numbered
+            if p in own and (drawn or "exp_avg_code" in self.state[p])
+        }
 
-    def _update(
-        self, group: dict[str, Any], rows: Sequence[_Row], max_programs: int | None
-    ) -> None:
+    def _update(self, group: dict[str, Any], rows: Sequence[_Row]) -> None:
         flags = ("found_inf", "grad_scale", "grad_factor")
         found_inf, grad_scale, grad_factor = (getattr(self, name, None) for name in flags)
         own = not self.options.are_torchs
-        ours: dict[tuple[torch.device, bool], list[_Row]] = {}
+        ours: dict[tuple[torch.device, bool, bool], list[_Row]] = {}
         by_torch: list[_Row] = []
         for row in rows:
             served = _is_served(row, small=own)
-            key = (row.parameter.device, served)
+            key = (row.parameter.device, served, bool(row.scales))
             (ours.setdefault(key, []) if served or own else by_torch).append(row)
-        for (device, served), of_device in ours.items():
+        for (device, served, _), of_device in ours.items():
             with torch.cuda.device_of(of_device[0].parameter):
                 given = [_moved(flag, device) for flag in (grad_scale, found_inf, grad_factor)]
-                decay = self.options.ema_decay
-                _update_ours(of_device, served, group, decay, max_programs, *given)
+                _update_ours(of_device, served, group, self.options, *given)
         if by_torch:
             parameters, gradients, exp_avgs, exp_avg_sqs, steps = _columns(by_torch)[:5]
             if grad_factor is not None:
@@ -256,16 +255,26 @@ def _columns(rows: Sequence[_Row]) -> tuple[list[Any], ...]:
     return tuple(map(list, zip(*rows, strict=True)))
 
 
+def _row(parameter: Tensor, state: dict[str, Any], key: int | None) -> _Row:
+    names: tuple[str, ...] = STATES
+    scales: tuple[str, ...] = ()
+    if "exp_avg_code" in state:
+        names, scales = zip(*map(code_names, STATES), strict=True)
+    exp_avg, exp_avg_sq, step = (state[name] for name in (*names, "step"))
+    row = _Row(parameter, cast(Tensor, parameter.grad), exp_avg, exp_avg_sq, step)
+    return row._replace(ema=state.get("ema"), key=key, scales=tuple(state[name] for name in scales))
+
+
 def _local(row: _Row) -> _Row:
     """What this rank has of DTensors that are sharded alike: an update is element by element."""
-    shared: list[Any] = [*row[:4], *([] if row.ema is None else [row.ema])]
+    shared: list[Any] = [*row[:4], *row.scales, *([] if row.ema is None else [row.ema])]
     if not all(hasattr(tensor, "to_local") for tensor in shared):
         return row
     if len({(tensor.device_mesh, tensor.placements) for tensor in shared}) > 1:
         return row
-    parameter, gradient, exp_avg, exp_avg_sq, *ema = (tensor.to_local() for tensor in shared)
-    local = _Row(parameter, gradient, exp_avg, exp_avg_sq, row.step)
-    return local._replace(ema=ema[0] if ema else None, key=row.key)
+    parameter, gradient, exp_avg, exp_avg_sq, *others = (tensor.to_local() for tensor in shared)
+    ema = None if row.ema is None else others.pop()
+    return _Row(parameter, gradient, exp_avg, exp_avg_sq, row.step, ema, row.key, tuple(others))
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -278,7 +287,7 @@ def _is_served(row: _Row, *, small: bool) -> bool:
     return (
         (small or parameter.numel() >= LARGE or gradient.dtype != parameter.dtype)
         and _is_plain(parameter)
-        and all(map(has_kernel, row[:4]))
+        and all(map(has_kernel, row[:2] if row.scales else row[:4]))
         and all(tensor.device == parameter.device for tensor in row[:5])
     )
 
@@ -289,7 +298,10 @@ def _check_memory(row: _Row) -> None:
     if not _is_plain(p):
         return
     shape, states = p.shape, [m, v, *([] if row.ema is None else [row.ema])]
-    if any(state.shape != shape for state in states):
+    of_scales = (*shape[:-1], shape[-1] // NUMBERS) if row.scales else ()
+    if any(state.shape != shape for state in states) or any(
+        scales.shape != of_scales for scales in row.scales
+    ):
         raise ValueError(
             f"a parameter of shape {tuple(shape)} has states of shapes "
             f"{' and '.join(str(tuple(state.shape)) for state in states)}: load the state of this "
@@ -318,8 +330,7 @@ def _update_ours(
     rows: Sequence[_Row],
     by_kernel: bool,
     group: dict[str, Any],
-    ema_decay: float | None,
-    max_programs: int | None,
+    options: UpdateOptions,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
     grad_factor: Tensor | None,
@@ -329,7 +340,7 @@ def _update_ours(
         from moe_graphs.kernels.adamw_triton import adamw_update as update
     else:
         update = adamw_update_reference
-    parameters, gradients, exp_avgs, exp_avg_sqs, steps, emas, keys = _columns(rows)
+    parameters, gradients, exp_avgs, exp_avg_sqs, steps, emas, keys, scales = _columns(rows)
     torch._foreach_add_(steps, 1)
     lr, (beta1, beta2) = group["lr"], group["betas"]
     at_hand = lr.device.type == "cpu" != steps[0].device.type if isinstance(lr, Tensor) else True
@@ -338,8 +349,9 @@ def _update_ours(
         float(lr) if at_hand else 0.0, None if at_hand else _moved(lr, steps[0].device),
         beta1, beta2, group["eps"], group["weight_decay"], group["maximize"],
         grad_scale, found_inf, grad_factor,
-        *(([], 0.0) if ema_decay is None else (emas, ema_decay)), [] if None in keys else keys,
-        *([max_programs] if by_kernel else []),
+        *(([], 0.0) if options.ema_decay is None else (emas, options.ema_decay)),
+        [] if None in keys else keys, *(zip(*scales, strict=True) if scales[0] else ([], [])),
+        options.stochastic_rounding,
     )  # fmt: skip
     if found_inf is not None:
         torch._foreach_sub_(steps, [found_inf] * len(steps))

@@ -36,7 +36,7 @@ def take_states(
     numbers = itertools.chain(*(group["params"] for group in loaded["param_groups"]))
     for parameter, number in zip(parameters, numbers, strict=True):
         if number in loaded["state"]:
-            states[parameter].update(options.taken(loaded["state"][number], parameter))
+            options.take(states[parameter], loaded["state"][number], parameter)
     if options.ema_decay is None:
         averages = [state.pop("ema", None) for state in states.values()]
         if any(average is not None for average in averages):

@@ -127,9 +127,9 @@ class Muon(AdamW):
             rows.append(row)
         return rows
 
-    def _update(self, group: dict[str, Any], rows: Sequence[Any], max_programs: int | None) -> None:
+    def _update(self, group: dict[str, Any], rows: Sequence[Any]) -> None:
         if not group["muon"]:
-            super()._update(group, rows, max_programs)
+            super()._update(group, rows)
             return
         flags = ("grad_scale", "grad_factor", "found_inf")
         for row in rows:

@@ -3,6 +3,7 @@ averages of the parameters."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_DTYPES = (None, torch.float32, torch.bfloat16)
+from moe_graphs.kernels.state_codes_reference import NEAREST, NUMBERS, decode, encode
+from moe_graphs.optim.gradient_factor import local_part
+
+_DTYPES = (None, torch.float32, torch.bfloat16, torch.uint8)
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+STATES = ("exp_avg", "exp_avg_sq")
+SMALL = 4096  # numbers of a parameter, below which states stay in fp32
 
 
 @dataclass(frozen=True)
@@ -28,8 +35,8 @@ class UpdateOptions:
     def __post_init__(self) -> None:
         if self.state_dtype not in _DTYPES:
             raise ValueError(
-                f"state_dtype: {self.state_dtype} is none of torch.float32, torch.bfloat16 and "
-                f"None, the parameter's"
+                f"state_dtype: {self.state_dtype} is none of torch.float32, torch.bfloat16, "
+                f"torch.uint8 and None, the parameter's"
             )
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
             raise ValueError(f"ema_decay: {self.ema_decay} must be at least 0 and below 1")
@@ -39,10 +46,27 @@ class UpdateOptions:
         """Whether torch's own update has them, too."""
         return self == UpdateOptions()
 
+    @property
+    def are_random(self) -> bool:
+        """Whether an update draws random bits."""
+        return self.stochastic_rounding or self.state_dtype == torch.uint8
+
+    def has_codes(self, parameter: Tensor) -> bool:
+        """Whether its states are of 8 bits: the same for all ranks, and for most layouts."""
+        shape = parameter.shape
+        return (
+            self.state_dtype == torch.uint8
+            and parameter.ndim >= 2
+            and parameter.numel() >= SMALL
+            and parameter.dtype in _NARROW
+            and parameter.is_contiguous()
+            and shape[-1] % (NUMBERS * _ranks_of_last(parameter)) == 0
+        )
+
     def dtype_of(self, name: str, parameter: Tensor) -> torch.dtype:
-        """Of the state ``name``, which is none of steps. Averages are at least of fp32: bf16 has
-        no room for what ``1 - ema_decay`` adds."""
-        if name == "ema":
+        """Of the state ``name``, which is none of steps and of no codes. Averages are at least of
+        fp32, as bf16 has no room for what ``1 - ema_decay`` adds; so are states beside codes."""
+        if name == "ema" or self.state_dtype == torch.uint8:
             return torch.promote_types(parameter.dtype, torch.float32)
         return self.state_dtype or parameter.dtype
 
@@ -52,17 +76,78 @@ class UpdateOptions:
         averages = [] if self.ema_decay is None else ["ema"]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            for name in ("exp_avg", "exp_avg_sq", *averages):
+            has_codes = self.has_codes(parameter)
+            for name in (*(() if has_codes else STATES), *averages):
                 dtype = self.dtype_of(name, parameter)
                 state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            for name in STATES if has_codes else ():
+                zeros = torch.zeros_like(local_part(parameter.detach()), dtype=torch.float32)
+                state |= _coded(name, zeros, parameter)
         for name in averages:
             if name not in state:
                 state[name] = parameter.detach().to(self.dtype_of(name, parameter), copy=True)
 
-    def taken(self, saved: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
-        """Of a state that was saved, what torch would cast to the parameter's dtype."""
-        names = [name for name in ("exp_avg", "exp_avg_sq", "ema") if name in saved]
-        return {
-            name: saved[name].to(device=parameter.device, dtype=self.dtype_of(name, parameter))
-            for name in names
-        }
+    def take(self, state: dict[str, Any], saved: Mapping[str, Any], parameter: Tensor) -> None:
+        """Into ``state``, what torch would cast to the parameter's dtype of a state that was
+        saved. Codes that are wanted and that were saved stay as they are; other averages become
+        codes, rounded to the nearest, and codes averages."""
+        for name in STATES:
+            own = code_names(name)
+            if name not in saved and own[0] not in saved:
+                continue
+            for each in (name, *own):
+                state.pop(each, None)
+            if not self.has_codes(parameter):
+                value = saved[name] if name in saved else _averages(name, saved, parameter)
+                state[name] = value.to(parameter.device, self.dtype_of(name, parameter))
+            elif name in saved:
+                whole = local_part(saved[name]).to(parameter.device, torch.float32)
+                state |= _coded(name, whole.contiguous(), parameter)
+            else:
+                state |= {each: saved[each].to(parameter.device, torch.uint8) for each in own}
+        if "ema" in saved:
+            state["ema"] = saved["ema"].to(parameter.device, self.dtype_of("ema", parameter))
+
+
+def code_names(name: str) -> tuple[str, str]:
+    """Of a state, the keys of its codes and of their scales."""
+    return f"{name}_code", f"{name}_scale"
+
+
+def _coded(name: str, values: Tensor, parameter: Tensor) -> dict[str, Tensor]:
+    """``values``: fp32, what this rank has of them."""
+    codes, scales = encode(values, NEAREST, signed=name == "exp_avg")
+    code, scale = code_names(name)
+    shape = (*parameter.shape[:-1], parameter.shape[-1] // NUMBERS)
+    return {
+        code: _laid_out(codes, parameter, parameter.shape),
+        scale: _laid_out(scales, parameter, shape),
+    }
+
+
+def _averages(name: str, saved: Mapping[str, Any], parameter: Tensor) -> Tensor:
+    codes, scales = (local_part(saved[each]) for each in code_names(name))
+    values = decode(codes, scales.to(codes.device), signed=name == "exp_avg")
+    return _laid_out(values.to(parameter.device), parameter, parameter.shape)
+
+
+def _laid_out(local: Tensor, parameter: Any, shape: tuple[int, ...]) -> Tensor:
+    """A DTensor of ``shape`` where the parameter is one, with its placements."""
+    if not hasattr(parameter, "to_local"):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    placed = {"device_mesh": parameter.device_mesh, "placements": parameter.placements}
+    return DTensor.from_local(
+        local, **placed, run_check=False, shape=torch.Size(shape), stride=strides
+    )
+
+
+def _ranks_of_last(parameter: Any) -> int:
+    """By how many the last dimension is shared."""
+    if not hasattr(parameter, "placements"):
+        return 1
+    places = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    last = (-1, parameter.ndim - 1)
+    return math.prod(size for size, place in places if getattr(place, "dim", None) in last)

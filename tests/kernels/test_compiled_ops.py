@@ -245,7 +245,8 @@ def test_adamw(compiled, dtype, of_gradients, in_memory):
     options = (0.9, 0.999, 1e-8, 0.01, False, *(given[1:] * 2), None)
 
     def launches():
-        adamw_triton.adamw_update([p], [g], [m], [v], [step], *given, *options, [], 0.0, [])
+        rest = (*options, [], 0.0, [], [], [], False)
+        adamw_triton.adamw_update([p], [g], [m], [v], [step], *given, *rest)
 
     coefficients, update = compiled(launches)
     for kernel in (coefficients, update):
@@ -257,6 +258,30 @@ def test_adamw(compiled, dtype, of_gradients, in_memory):
     assert update.ptx.count("st.global.v4.b32") >= written
 
 
+@pytest.mark.parametrize(("dtype", "rounded"), [(BF16, True), (FP32, False)])
+def test_adamw_with_states_of_8_bits(compiled, dtype, rounded):
+    """Codes and random numbers lie as the numbers do, a word serves parameter and both states, and
+    a block's largest is found without shared memory, where only scales and parameters pass."""
+    p, g = (torch.empty(1 << 16, dtype=dtype) for _ in range(2))
+    m, v = (torch.empty(1 << 16, dtype=torch.uint8) for _ in range(2))
+    scales = [[torch.empty(1 << 10, dtype=torch.uint8)] for _ in range(2)]
+    options = (0.1, None, 0.9, 0.999, 1e-8, 0.01, False, None, None, None, [], 0.0, [1 << 62])
+
+    def launches():
+        step = [torch.ones(())]
+        adamw_triton.adamw_update([p], [g], [m], [v], step, *options, *scales, rounded)
+
+    _, update = compiled(launches)
+    check(update, wgmma=False)
+    assert "f64" not in update.ptx
+    assert update.shared <= 4096
+    assert update.ptx.count("ld.global.v4.b32") == dtype.itemsize
+    assert update.ptx.count("st.global.v4.b32") == dtype.itemsize // 2
+    assert update.ptx.count("global.v2.b32") == 4
+    assert update.ptx.count("global.b8") == 4
+    assert update.ptx.count("mul.hi.u32") <= 40
+
+
 @pytest.mark.parametrize("averaged", [False, True])
 @pytest.mark.parametrize(("dtype", "states"), [(BF16, FP32), (BF16, BF16), (FP32, BF16)])
 def test_adamw_rounding_stochastically(compiled, dtype, states, averaged):
@@ -265,6 +290,7 @@ def test_adamw_rounding_stochastically(compiled, dtype, states, averaged):
     m, v = (torch.empty(1 << 16, dtype=states) for _ in range(2))
     emas = [torch.empty(1 << 16)] if averaged else []
     options = (0.1, None, 0.9, 0.999, 1e-8, 0.01, False, None, None, None, emas, 0.99, [1 << 62])
+    options += ([], [], True)
 
     def launches():
         adamw_triton.adamw_update([p], [g], [m], [v], [torch.ones(())], *options)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distributed import RANKS, run_distributed
-from lm_runs import QUIET, advance, fresh_trainer, options, small_corpus
+from lm_runs import QUIET, advance, fresh_trainer, options, small_corpus, whole_state
 from moe_graphs.config import FullIterationConfig
 from moe_graphs.lm.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from moe_graphs.lm.data import HeldOut
@@ -41,6 +41,14 @@ def choosing(
     training = dataclasses.replace(given.preset.training, **(ALL if changes is None else changes))
     preset = dataclasses.replace(given.preset, model=model, training=training)
     return dataclasses.replace(given, preset=preset)
+
+
+def in_8_bits(changes: dict | None = None, **others) -> RunOptions:
+    """With rows that 64 divides, also on each of two ranks."""
+    given = choosing({"optimizer_state": "8bit", **(changes or {})}, torch.float32, **others)
+    moe = dataclasses.replace(given.preset.model.moe, ffn_hidden_size=128)
+    model = dataclasses.replace(given.preset.model, hidden_size=128, ffn_hidden_size=256, moe=moe)
+    return dataclasses.replace(given, preset=dataclasses.replace(given.preset, model=model))
 
 
 def held_out() -> HeldOut:
@@ -115,6 +123,39 @@ def test_options_changed_between_checkpoints_are_said(tmp_path):
         torch.testing.assert_close(state["ema"], 0.5 * old + 0.5 * q.float())
 
 
+def test_states_of_8_bits_go_on_bit_for_bit_and_become_others(tmp_path):
+    whole, half = (trained(in_8_bits(), steps) for steps in (4, 2))
+    path = save_checkpoint(tmp_path, half)
+    again, wide = fresh_trainer(in_8_bits()), in_8_bits({"optimizer_state": "float32"})
+    assert load_checkpoint(path, again) == []
+    advance(again, 4)
+    assert same(everything(again), everything(whole))
+    embedding = whole.optimizer.state[whole.model.embedding.weight]
+    assert embedding["exp_avg_sq_scale"].shape == (256, 2)
+    trainer = fresh_trainer(wide)
+    said = "optimizer_state: 8bit in the checkpoint, float32 now"
+    assert load_checkpoint(path, trainer) == [said]
+    advance(trainer, 4)
+    loss = trainer.history.loss[:4]
+    torch.testing.assert_close(loss, whole.history.loss[:4], rtol=2e-2, atol=0)
+    torchs = fresh_trainer(in_8_bits({"optimizer": "torch_adamw", "optimizer_state": "parameter"}))
+    with pytest.raises(ValueError, match="^optimizer: torch_adamw cannot read the states of 8"):
+        load_checkpoint(path, torchs)
+
+
+def test_a_run_says_how_many_states_are_of_8_bits(tmp_path):
+    with pytest.raises(ValueError, match="^optimizer_state: 8bit: no parameter is a matrix"):
+        fresh_trainer(choosing({"optimizer_state": "8bit"}))
+    notes: list[str] = []
+    progress = dataclasses.replace(QUIET, note=notes.append)
+    given = in_8_bits(out=tmp_path, steps=1)
+    run(given, small_corpus(), progress)
+    held = list(fresh_trainer(given).model.parameters())
+    coded = sum(p.numel() for p in held if p.numel() >= 4096)
+    of_all = f"{coded:,} of {sum(p.numel() for p in held):,} parameters"
+    assert notes[0] == f"AdamW's states: 8 bits for {of_all}, float32 for the others"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -174,6 +215,27 @@ def work(rank: int, world_size: int, folder: Path, one_process: Path) -> None:
     for p, old in zip(later.model.parameters(), before, strict=True):
         average = local_part(later.optimizer.state[p]["ema"])
         torch.testing.assert_close(average, 0.5 * old + 0.5 * local_part(p.detach()).float())
+    found["8 bits"] = {}
+    for name, source in {"tensors": "tensors", "shard": "tensors"}.items():
+        trainer = fresh_trainer(in_8_bits(workers=all_workers[name]))
+        trainer.run_id = all_workers[name].gather(trainer.run_id)[0]
+        if name == source:
+            checkpoints = ShardedCheckpoints(folder / "8 bits", trainer)
+            advance(trainer, 2)
+            checkpoints.save()
+            checkpoints.finish()
+            nats = trainer.nats_per_token(held_out())
+            advance(trainer, 3)
+            end, trainer = everything(trainer), fresh_trainer(in_8_bits(workers=all_workers[name]))
+        resume(find_checkpoint(folder / "8 bits"), trainer)
+        assert trainer.nats_per_token(held_out()) == pytest.approx(nats, rel=1e-3)
+        found["8 bits"][name] = {k: v for k, v in whole_state(trainer).items() if "exp_avg" in k}
+        if name == source:
+            advance(trainer, 3)
+            assert same(everything(trainer), end)
+    wide = fresh_trainer(in_8_bits({"optimizer_state": "float32"}, workers=all_workers["shard"]))
+    with pytest.raises(ValueError, match="^resume: .* has no 'optimizer.*to or from 8bit"):
+        resume(find_checkpoint(folder / "8 bits"), wide)
     torch.save(found, folder / f"{rank}.pt")
 
 
@@ -198,6 +260,14 @@ def test_ranks_go_on_bit_for_bit_from_any_layout(several, layout):
         source = OTHER[layout]  # the same numbers, elsewhere
         nats = alone if source == "one process" else found[source]["nats"]
         assert found[source, layout][1] == pytest.approx(nats, rel=1e-2)
+
+
+def test_codes_are_the_same_numbers_in_any_layout(several):
+    for found in several[1]:
+        one, other = (found["8 bits"][name] for name in ("tensors", "shard"))
+        assert one.keys() == other.keys()
+        assert any(key.endswith("exp_avg_sq_scale") for key in one)
+        assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 def test_copies_stay_copies_and_parts_are_rounded_apart(several):

@@ -194,7 +194,7 @@ def test_tensors_at_steps_of_their_own(kernel):
         count, c = 35, torch.arange(1.0, 36.0, dtype=torch.float32)
         p, g, m, v = (list(torch.full((count, 2), x).float().unbind()) for x in (1, 2, 3, 4))
         given = (p, g, m, v, list(c.unbind()), 0.1, None, 0.9, 0.99, 1e-8, 0.5, False, *[None] * 3)
-        adamw_triton.adamw_update(*given, [], 0.0, [])
+        adamw_triton.adamw_update(*given, [], 0.0, [], [], [], False)
     finally:
         torch.set_default_dtype(torch.float32)
     m, v = 0.9 * 3 + 0.1 * 2, 0.99 * 4 + 0.01 * 4

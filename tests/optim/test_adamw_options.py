@@ -84,7 +84,8 @@ def test_the_kernel_is_the_plain_path_bit_for_bit(
     for update in (adamw_triton.adamw_update, adamw_update_reference):
         made = [[x.to(kind, copy=True) for x in c] for c, kind in zip(columns, kinds, strict=True)]
         p, g, m, v, e = ([x[:-9] for x in column] for column in made)
-        update(p, g, m, v, steps, *options, e, 0.99, [1 << 62 | 3 << 40, 5] if rounded else [])
+        keys = [1 << 62 | 3 << 40, 5] if rounded else []
+        update(p, g, m, v, steps, *options, e, 0.99, keys, [], [], rounded)
         found.append([x for column in made for x in column])
     assert same(*found)
     assert torch.equal(found[0][0][-9:], columns[0][0][-9:].to(dtype))

@@ -1,4 +1,4 @@
-"""Our AdamW's states, stochastic rounding and averages on a CUDA GPU."""
+"""Our AdamW's states, of 8 bits as well, stochastic rounding and averages on a CUDA GPU."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from moe_graphs.kernels import adamw_triton
 from moe_graphs.kernels.adamw_reference import adamw_update_reference
+from moe_graphs.kernels.state_codes_reference import NEAREST, decode, encode
 from moe_graphs.optim import AdamW
 from moe_graphs.training.device_step import DeviceStep
 from moe_graphs.training.grad_scaler import GradScaler
@@ -19,8 +20,8 @@ from updates_on_gpus import everything, set_gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
-BF16, FP32 = torch.bfloat16, torch.float32
-SHAPES = [(8, 128, 96), (70_001,), (300,), (7, 9)]
+BF16, FP32, UINT8 = torch.bfloat16, torch.float32, torch.uint8
+SHAPES = [(8, 96, 128), (70_001,), (300,), (7, 9)]  # the first has codes, if they are asked for
 ALL = {"state_dtype": BF16, "stochastic_rounding": True, "ema_decay": 0.9}
 
 
@@ -76,13 +77,52 @@ def test_the_kernel_has_the_bits_of_the_plain_path(dtype, states):
     found = []
     for update in (adamw_triton.adamw_update, adamw_update_reference):
         p, g, m, v, e = ([x.to(kind, copy=True)] for x, kind in zip(made, kinds, strict=True))
-        update(p, g, m, v, step, *options, e, 0.9, [1 << 62 | 12345 << 20 | 1])
+        keys = [1 << 62 | 12345 << 20 | 1]
+        update(p, g, m, v, step, *options, e, 0.9, keys, [], [], True)
         found.append([*p, *m, *v, *e])
     for ours, plain in zip(*found, strict=True):
         if ours.dtype == BF16:
             assert (ours != plain).double().mean() < 1e-3
         torch.testing.assert_close(ours, plain, rtol=1e-2, atol=1e-2)
     assert not torch.equal(found[0][0].float(), made[0])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("betas", [(0.0, 0.0), (0.9, 0.999)])
+def test_codes_are_those_of_the_plain_path(dtype, betas):
+    """All of them where nothing is added up, so that fused multiply-adds make no difference."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    n = 64 * 1111  # not all programs are full
+    p, g, m, v = (torch.randn(n, generator=generator, device="cuda") for _ in range(4))
+    g, m, v = (x * torch.exp2(-20 * torch.rand_like(x)) for x in (g, m, v.square()))
+    step = [torch.full((), 3.0, device="cuda")]
+    options: tuple[Any, ...] = (1e-2, None, *betas, 1e-8, 0.1, False, None, None, None, [], 0.0)
+    found = []
+    for update in (adamw_triton.adamw_update, adamw_update_reference):
+        own = [p.to(dtype, copy=True), g.to(dtype)]
+        own += [*encode(m, NEAREST, signed=True), *encode(v, NEAREST, signed=False)]
+        q, h, codes, scales, sq_codes, sq_scales = own
+        rest = ([1 << 62 | 12345 << 20 | 1], [scales], [sq_scales], True)
+        update([q], [h], [codes], [sq_codes], step, *options, *rest)
+        found.append([q, codes, scales, sq_codes, sq_scales])
+    for ours, plain in list(zip(*found, strict=True))[1:]:
+        assert (ours != plain).double().mean() <= (0 if betas == (0.0, 0.0) else 1e-3)
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-2, atol=1e-2)
+    assert not torch.equal(found[0][0].float(), p)
+
+
+def test_states_of_8_bits_stay_near_those_of_fp64():
+    ours = AdamW(parameters(FP32), lr=1e-2, state_dtype=UINT8)
+    exact = torch.optim.AdamW(parameters(torch.float64), lr=1e-2, foreach=False)
+    train(ours, 50), train(exact, 50)
+    (p, *_), (x, *_) = ours.param_groups[0]["params"], exact.param_groups[0]["params"]
+    off = (p - x) / 1e-2
+    assert off.std() < 2
+    assert off.mean().abs() < 0.05
+    for name, width in (("exp_avg", 0.2), ("exp_avg_sq", 0.15)):
+        state, right = ours.state[p], exact.state[x][name]
+        found = decode(state[f"{name}_code"], state[f"{name}_scale"], signed=name == "exp_avg")
+        assert (found - right).norm() < width * right.norm()
 
 
 def test_rounding_is_right_on_the_average_and_the_same_every_time():
@@ -100,7 +140,14 @@ def test_rounding_is_right_on_the_average_and_the_same_every_time():
     assert ends[0].double().mean().item() == pytest.approx(1 - 200 * 1e-4, abs=5e-5)
 
 
-@pytest.mark.parametrize("options", [ALL, {"state_dtype": FP32, "ema_decay": 0.99}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ALL,
+        {"state_dtype": FP32, "ema_decay": 0.99},
+        {"state_dtype": UINT8, "stochastic_rounding": True, "ema_decay": 0.9},
+    ],
+)
 def test_a_captured_step_is_an_eager_step_with_new_bits_each(options):
     """Within a scaler and clipping; a step is skipped in between; averages go in and out."""
     steps = []
