@@ -124,6 +124,7 @@ class Contender:
             too.
         experts: the implementation that a model of transformers has its experts by.
         our_adamw: the update is `moe_graphs.optim.AdamW`, not torch's fused one.
+        state_dtype: of its states, if it is not that of the parameters.
     """
 
     name: str
@@ -133,6 +134,7 @@ class Contender:
     optimizer_in_graph: bool = False
     experts: str = ""
     our_adamw: bool = False
+    state_dtype: torch.dtype | None = None
 
     @property
     def rounds_otherwise(self) -> bool:
@@ -250,7 +252,8 @@ class LanguageRun(Run):
             setting.config, make_dispatcher(dispatcher), device=device, dtype=setting.dtype
         )
         shape = (BATCHES, setting.batch_size, setting.config.max_sequence_length + 1)
-        optimizer = adamw(model, contender.our_adamw)
+        options = {"state_dtype": contender.state_dtype} if contender.state_dtype else {}
+        optimizer = adamw(model, contender.our_adamw, **options)
         tokens = torch.randint(setting.config.vocab_size, shape, device=device)
         super().__init__(contender, model, optimizer, tokens)
 
@@ -262,9 +265,9 @@ class LanguageRun(Run):
         return loss.detach()
 
 
-def adamw(model: nn.Module, ours: bool = False) -> torch.optim.AdamW:
+def adamw(model: nn.Module, ours: bool = False, **options: Any) -> torch.optim.AdamW:
     kind = AdamW if ours else torch.optim.AdamW
-    return kind(model.parameters(), lr=1e-4, fused=True, capturable=True)
+    return kind(model.parameters(), lr=1e-4, fused=True, capturable=True, **options)
 
 
 def synchronize(device: torch.device) -> None:

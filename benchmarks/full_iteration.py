@@ -27,6 +27,9 @@ FULL_OPTIMIZER = Contender(
     "full iteration, optimizer", full_iteration=True, optimizer_in_graph=True
 )
 OUR_ADAMW = replace(FULL_OPTIMIZER, name="full iteration, our AdamW", our_adamw=True)
+OF_8_BITS = replace(
+    OUR_ADAMW, name="full iteration, our AdamW, 8-bit states", state_dtype=torch.uint8
+)
 COMPILED = Contender("torch.compile", compiled=True)
 SCOPES = {
     "launch_bound": "attn,moe",
@@ -59,7 +62,8 @@ def settings() -> dict[str, Setting | DenoiserSetting]:
 
 def contenders(model: str, compiled: bool) -> list[Contender]:
     scopes = Contender(SCOPES[model], SCOPES[model])
-    return [EAGER, scopes, FULL, FULL_OPTIMIZER, OUR_ADAMW, *([COMPILED] if compiled else [])]
+    whole = [FULL, FULL_OPTIMIZER, OUR_ADAMW, *([OF_8_BITS] if model.endswith("_bound") else [])]
+    return [EAGER, scopes, *whole, *([COMPILED] if compiled else [])]
 
 
 def main(arguments: list[str] | None = None) -> None:
