@@ -31,7 +31,11 @@ WITH_STAGES: list[dict[str, Any]] = [
     {"cp": 2, "pp": 2},
     {"cp": 2, "pp": 2, "ep": 2, "schedule": "gpipe"},
 ]
-WHOLE_STEPS: list[dict[str, Any]] = [{"tp": 2, "pp": 2}, {"cp": 2, "pp": 2, "ep": 2}]
+# As graphs: two ranks have those of four microbatches (test_pipeline_stages.py).
+GRAPHED: list[dict[str, Any]] = [
+    {"tp": 2, "pp": 2, "microbatches": 2},
+    {"cp": 2, "pp": 2, "ep": 2, "microbatches": 2},
+]
 OF_EIGHT: list[dict[str, Any]] = [
     {"tp": 2, "cp": 2, "pp": 2},
     {"tp": 2, "pp": 2, "dp_shard": 2, "ep": 2},
@@ -61,9 +65,9 @@ def of_four(rank: int, world_size: int, device: str) -> dict[str, Any]:
     steps = 5 if on_cpu else 20
     found["norms"] = compare(rank, world_size, device, TENSORS_AND_SEQUENCES[-1:], steps)
     compare_scopes(device, ParallelConfig(tp=2, cp=2), [SCOPES], 5)
-    for layout in WHOLE_STEPS:
+    for layout in GRAPHED:
         compare_whole_steps(rank, device, layout)
-    found["graphed"] = graphed(rank, device, SCOPES, {"tp": 2, "pp": 2})
+    found["graphed"] = graphed(rank, device, SCOPES, GRAPHED[0])
     found["refused"] = told(few_heads)
     return found
 

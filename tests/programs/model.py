@@ -85,7 +85,7 @@ class OwnLayers(nn.Module):
 
 
 def build(program: Program) -> nn.Module:
-    torch.manual_seed(program.seed)
+    torch.default_generator.manual_seed(program.seed)
     return OwnLayers() if program.own_layers else Trunk(program.blocks)
 
 

@@ -75,7 +75,7 @@ class World:
         """Always the same for a program, whatever ran before."""
         bodies_python.reset_globals()
         model = build(program)
-        torch.manual_seed(program.seed + 1)
+        torch.default_generator.manual_seed(program.seed + 1)
         random.seed(program.seed)
         np.random.seed(program.seed)
         optimizer = OPTIMIZERS[program.optimizer](list(model.parameters()))

@@ -34,7 +34,7 @@ from parallel_runs import local_state, optimizer_for, routed_by_parts, without_n
 from tensor_parallel_runs import whole
 from training_runs import SEQUENCE, VOCABULARY, Trace, tiny_model
 
-MICROBATCHES, ROWS = 4, 2  # of a rank
+MICROBATCHES, ROWS = 4, 2  # of a rank; a layout may say fewer
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Laid:
     def tokens(self, step: int) -> Tensor:
         """Of this rank's batch its part."""
         every = tokens_of(step, self.config.data_parallel, self.mesh.device_type)
-        mine = every[data_mesh(self.mesh).get_local_rank()]
+        mine = every[data_mesh(self.mesh).get_local_rank()][: self.pipeline.microbatches * ROWS]
         return part_of_sequences(mine, self.mesh["cp"].get_group(), overlap=1)
 
     def seed(self) -> None:
@@ -82,10 +82,12 @@ def divided(
     dtype: torch.dtype | None = None,
     scale: Callable[[Tensor], Tensor] | None = None,
 ) -> Laid:
-    """``layout``: of ``ParallelConfig``, with "schedule", "stages" a rank and "kind" of layers."""
+    """``layout``: of ``ParallelConfig``, with "schedule", "stages" a rank, "kind" of layers and
+    "microbatches"."""
     degrees = dict(layout)
     kind = degrees.pop("kind", "mixed")
     schedule, stages_per_rank = degrees.pop("schedule", "1f1b"), degrees.pop("stages", 1)
+    microbatches = degrees.pop("microbatches", MICROBATCHES)
     config = ParallelConfig(**degrees)
     mesh = make_mesh(config, device)
     model = tiny_model(device, kind, dropout=dropout, count=layers, dtype=dtype)
@@ -101,7 +103,7 @@ def divided(
         stages,
         mesh,
         partial(cross_entropy, group=vocabulary_group(stages[-1])),
-        microbatches=MICROBATCHES,
+        microbatches=microbatches,
         microbatch_shape=(ROWS, SEQUENCE // config.cp),
         schedule=schedule,
         scale=scale,
