@@ -263,7 +263,7 @@ def _reserved() -> int:
 
 
 def measure(
-    given: list[Case], device: torch.device, rounds: int, steps: int, trace: bool
+    given: list[Case], device: torch.device, rounds: int, steps: int, trace: bool = False
 ) -> Iterator[dict]:
     """Contenders of one model, by turns; the first is what the others are compared with."""
     runs: list[Run] = []

@@ -33,6 +33,7 @@ README = Path(__file__).resolve().parents[1] / "README.md"
 MANY_GPUS = README.parent / "docs" / "many_gpus.md"
 BLOCK = re.compile(r"<!-- table: (\w+) -->\n(.*?)<!-- /table -->", re.DOTALL)
 WHOLE, COMPILED = "full iteration, optimizer", "torch.compile"
+OUR_ADAMW = "full iteration, our AdamW"
 SCOPES = ("attn", "attn,moe_router,moe_preprocess", "attn,moe")
 LAYERS = ("ours, eager", "ours, scope moe", "HF grouped_mm")
 
@@ -134,10 +135,13 @@ def whole_steps(lines: list[Line]) -> str:
         eager, *others = (run[name] for name in select.contenders)
         cells = [f"{milliseconds(line)}, {times(line['speedup']['median'])}" for line in others]
         cells[0] += f" (`{select.contenders[1]}`)"
+        ours = run.get(OUR_ADAMW)
+        shown = "-" if ours is None else f"{milliseconds(ours)}, {times(ours['speedup']['median'])}"
+        cells.insert(2, shown)
         rows.append([label, milliseconds(eager), *cells])
         used += [eager, *others]
-    header = "a training step | eager | scopes | whole step | `torch.compile`"
-    parts = [table(header, rows), f"{bitwise(used)} {sources(used)}"]
+    header = "a training step | eager | scopes | whole step | with our AdamW | `torch.compile`"
+    parts = [table(header, rows), f"{bitwise(used)} Our AdamW rounds otherwise. {sources(used)}"]
     parts += [slow_host(lines, run[WHOLE], run["eager"], label) for label, run in runs.items()]
     kernels = Select("layer_kernels").lines(lines)
     if max(line.run for line in kernels) > min(line.run for line in used):
@@ -288,10 +292,15 @@ def optimizers(lines: list[Line]) -> str:
         used.append(line)
         cells = [
             f"{line[f'{who}_us'] / 1e3:.2f} ms, {line[f'{who}_tb_s']:.2f} TB/s"
-            for who in ("torch", "ours")
+            for who in ("torch", "ours", "8bit")
         ]
-        rows.append([label, *cells, times(line["torch_us"] / line["ours_us"])])
-    header = "an update, in a graph | torch's fused AdamW | `moe_graphs.optim.AdamW` | x"
+        for place, who in ((2, "ours"), (4, "8bit")):
+            cells.insert(place, times(line["torch_us"] / line[f"{who}_us"]))
+        rows.append([label, *cells])
+    header = (
+        "an update, in a graph | torch's fused AdamW | `moe_graphs.optim.AdamW` | x | "
+        "with states of 8 bits | x"
+    )
     return f"{table(header, rows)}\n\n{sources(used)}"
 
 
