@@ -47,6 +47,7 @@ from moe_graphs.engine.whole_step.recorded_step import RecordedStep
 from moe_graphs.engine.whole_step.step_definition import StepDefinition
 from moe_graphs.errors import CaptureError, GraphError
 
+_MANY = 10  # calls in a row that ran eagerly: a warning says so
 BatchT = TypeVar("BatchT")
 ResultT = TypeVar("ResultT")
 
@@ -102,8 +103,9 @@ class FullIteration(Generic[BatchT, ResultT]):
         state: what else ``step`` changes or reads: scaler, averages, tensors, a ``DeviceStep``.
         generators: what ``step`` draws random numbers from, besides the default ones.
         on_mismatch: what a call does that differs from the captured one (shapes, keys, constants,
-            flags, hyperparameters, addresses): run eagerly, counted in ``report()`` ("eager"),
-            raise ``GraphError`` ("error"), or capture again ("recapture").
+            flags, hyperparameters, addresses): run eagerly, counted in ``report()`` ("eager"; ten
+            in a row are a ``GraphWarning``), raise ``GraphError`` ("error"), or capture again
+            ("recapture").
         agree: ranks agree before each call with "eager", too: all replay it or none does, for steps
             that communicate in another order where they run eagerly.
         verify: compare the first replay bit for bit with an eager step from the same state.
@@ -145,7 +147,7 @@ class FullIteration(Generic[BatchT, ResultT]):
         self._refused: str | None = None
         self._not_reproducible = False
         self.state = "warmup"
-        self._captures = self._replayed = 0
+        self._captures = self._replayed = self._missed = 0
         self._eager_calls: Counter[str] = Counter()
         self._capture_seconds = 0.0
         self._resources = Resources[RecordedStep](backend)
@@ -178,7 +180,7 @@ class FullIteration(Generic[BatchT, ResultT]):
             self._capture(batch, rehearsals=2)
             if self.state != "captured":
                 return self._eager(batch, self.state)
-        self._replayed += 1
+        self._replayed, self._missed = self._replayed + 1, 0
         return self._recorded.replay(leaves)
 
     @contextlib.contextmanager
@@ -263,6 +265,9 @@ class FullIteration(Generic[BatchT, ResultT]):
             raise GraphError(f"full iteration: {mismatch.message}")
         if mismatch.reason == "moved" and not self._eager_calls["moved"]:
             warn(f"full iteration runs eagerly from now on: {mismatch.message}")
+        self._missed += 1
+        if self._missed == _MANY:
+            warn(f"full iteration: {_MANY} calls in a row ran eagerly: {mismatch.message}")
         return self._eager(batch, mismatch.reason)
 
     def _capture(self, batch: Any, rehearsals: int) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from full_iterations import Run, batches
-from moe_graphs import CaptureError, GraphError
+from moe_graphs import CaptureError, GraphError, GraphWarning
 from moe_graphs.engine.whole_step.full_iteration import FullIteration
 from toy_steps import WIDTH, Toy, both
 from training_runs import DEVICES
@@ -70,6 +70,17 @@ def test_a_step_that_asks_its_own_graph(device):
         trainer.step(trainer.toy.batch())
     assert trainer.step.report().replayed == 1
     assert trainer.step.report().eager_calls == {"warmup": 3, "attribute": 2}
+
+
+def test_ten_eager_calls_in_a_row_are_said(device):
+    """Here the caller keeps each result where the step looks something up."""
+    trainer = CountingTrainer(device)
+    trainer.step._on_mismatch = "eager"
+    for _ in range(13):
+        trainer.step(trainer.toy.batch())
+    with pytest.warns(GraphWarning, match="10 calls in a row ran eagerly: .*_replayed"):
+        trainer.step(trainer.toy.batch())
+    trainer.step(trainer.toy.batch())
 
 
 @pytest.mark.parametrize("trained", [0, 2], ids=["fresh", "trained"])
