@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from moe_graphs.engine.misses import Misses
 from moe_graphs.engine.scopes.memory import MemoryPlan
 from moe_graphs.engine.scopes.place import Place
 from moe_graphs.engine.scopes.recorder import Recorder
@@ -50,6 +51,7 @@ class Captured:
 
     def __init__(self, chunks: Sequence[Chunk], recorder: Recorder, memory: MemoryPlan) -> None:
         self.chunks, self.recorder, self.memory = tuple(chunks), recorder, memory
+        self.misses = Misses()
         self._of_scope = {
             place.name: chunk for chunk in self.chunks for place in chunk.slots[0].places
         }

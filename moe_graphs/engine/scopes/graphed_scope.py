@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 
 from moe_graphs.engine.fp8 import with_flag_on_device
-from moe_graphs.engine.proof import warn
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.scopes.captured import Captured
 from moe_graphs.engine.scopes.delayed_weights import DelayedWeights
@@ -55,7 +54,7 @@ class GraphedScope:
         self, graphs: Owner, scope: Scope, on_mismatch: str, delayed: DelayedWeights
     ) -> None:
         self.graphs = graphs
-        self.scope = scope
+        self.scope, self._name = scope, f"scope {scope.name!r}"
         self.on_mismatch = on_mismatch
         self.delayed = delayed  # where backwards wait for their weights' part
         self.eager_calls: Counter[str] = Counter()
@@ -144,6 +143,7 @@ class GraphedScope:
         if mismatch is not None:
             slot.pass_by(place)
             return self._mismatched(mismatch, inputs, call)
+        self.graphs.captured.misses.replayed(self._name)
         outputs = place.forward.build_outputs(produced)
         return self.scope.leave(outputs, place.forward.exit, call)
 
@@ -172,10 +172,9 @@ class GraphedScope:
 
     def _mismatched(self, mismatch: Mismatch, inputs: Any, call: Call) -> Any:
         if self.on_mismatch == "error" and mismatch.reason != "capture_failed":
-            raise GraphError(f"scope {self.scope.name!r}: {mismatch.message}")
+            raise GraphError(f"{self._name}: {mismatch.message}")
         self.graphs.mismatched(mismatch)
-        if mismatch.reason == "moved" and not self.eager_calls["moved"]:
-            warn(f"scope {self.scope.name!r} runs eagerly from now on: {mismatch.message}")
+        self.graphs.captured.misses.ran_eagerly(self._name, mismatch)
         self.eager_calls[mismatch.reason] += 1
         outputs, exit = self.scope.run(inputs, call, capturing=False)
         return self.scope.leave(outputs, exit, call)

@@ -34,6 +34,7 @@ from torch.utils import _pytree as pytree
 from moe_graphs.config import ON_MISMATCH
 from moe_graphs.engine import context
 from moe_graphs.engine.backends import backend_for
+from moe_graphs.engine.misses import Misses
 from moe_graphs.engine.proof import warn
 from moe_graphs.engine.ranks import Ranks
 from moe_graphs.engine.reads import Reads
@@ -47,7 +48,7 @@ from moe_graphs.engine.whole_step.recorded_step import RecordedStep
 from moe_graphs.engine.whole_step.step_definition import StepDefinition
 from moe_graphs.errors import CaptureError, GraphError
 
-_MANY = 10  # calls in a row that ran eagerly: a warning says so
+_NAME = "full iteration"
 BatchT = TypeVar("BatchT")
 ResultT = TypeVar("ResultT")
 
@@ -104,8 +105,8 @@ class FullIteration(Generic[BatchT, ResultT]):
         generators: what ``step`` draws random numbers from, besides the default ones.
         on_mismatch: what a call does that differs from the captured one (shapes, keys, constants,
             flags, hyperparameters, addresses): run eagerly, counted in ``report()`` ("eager"; ten
-            in a row are a ``GraphWarning``), raise ``GraphError`` ("error"), or capture again
-            ("recapture").
+            more than are replayed are a ``GraphWarning``), raise ``GraphError`` ("error"), or
+            capture again ("recapture").
         agree: ranks agree before each call with "eager", too: all replay it or none does, for steps
             that communicate in another order where they run eagerly.
         verify: compare the first replay bit for bit with an eager step from the same state.
@@ -147,7 +148,8 @@ class FullIteration(Generic[BatchT, ResultT]):
         self._refused: str | None = None
         self._not_reproducible = False
         self.state = "warmup"
-        self._captures = self._replayed = self._missed = 0
+        self._captures = self._replayed = 0
+        self._misses = Misses()
         self._eager_calls: Counter[str] = Counter()
         self._capture_seconds = 0.0
         self._resources = Resources[RecordedStep](backend)
@@ -180,7 +182,8 @@ class FullIteration(Generic[BatchT, ResultT]):
             self._capture(batch, rehearsals=2)
             if self.state != "captured":
                 return self._eager(batch, self.state)
-        self._replayed, self._missed = self._replayed + 1, 0
+        self._replayed += 1
+        self._misses.replayed(_NAME)
         return self._recorded.replay(leaves)
 
     @contextlib.contextmanager
@@ -263,11 +266,7 @@ class FullIteration(Generic[BatchT, ResultT]):
     def _mismatched(self, mismatch: Mismatch, batch: Any) -> Any:
         if self._on_mismatch == "error":
             raise GraphError(f"full iteration: {mismatch.message}")
-        if mismatch.reason == "moved" and not self._eager_calls["moved"]:
-            warn(f"full iteration runs eagerly from now on: {mismatch.message}")
-        self._missed += 1
-        if self._missed == _MANY:
-            warn(f"full iteration: {_MANY} calls in a row ran eagerly: {mismatch.message}")
+        self._misses.ran_eagerly(_NAME, mismatch)
         return self._eager(batch, mismatch.reason)
 
     def _capture(self, batch: Any, rehearsals: int) -> None:
@@ -290,7 +289,7 @@ class FullIteration(Generic[BatchT, ResultT]):
         except BaseException:
             self.state = "capture_failed"
             raise
-        self._captures += 1
+        self._captures, self._misses = self._captures + 1, Misses()
         self._capture_seconds += time.perf_counter() - started
         if proof is not None and proof.difference is not None:
             recorded.release()

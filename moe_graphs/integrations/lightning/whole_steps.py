@@ -76,7 +76,6 @@ class GraphWholeSteps(pl.Callback):
         self.warmup_steps, self.on_mismatch = warmup_steps, on_mismatch
         self.reports: list[FullIterationReport] = []
         self._steps: _WholeSteps | None = None
-        self._warned = False
         self._stream: torch.cuda.Stream | None = None
         self._undo = contextlib.ExitStack()
 
@@ -90,7 +89,7 @@ class GraphWholeSteps(pl.Callback):
             self._replace(strategy, "_setup_model", built_on(self._stream, strategy))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._steps, self.reports, self._warned = None, [], False
+        self._steps, self.reports = None, []
         device_update = DeviceUpdate.of(trainer, pl_module)
         if device_update is not None:
             self._replace(trainer.strategy, "optimizer_step", device_update)
@@ -119,15 +118,6 @@ class GraphWholeSteps(pl.Callback):
     ) -> None:
         if self._steps is not None:
             self._steps.batch_idx = batch_idx
-
-    def on_train_epoch_end(self, *_: Any) -> None:
-        """Says, once, if training has fallen back to eager without anything having failed."""
-        for report in self._steps.reports() if self._steps is not None else ():
-            reasons = {name: n for name, n in report.eager_calls.items() if name != "warmup"}
-            most = report.state == "captured" and sum(reasons.values()) > report.replayed
-            if most and not self._warned:
-                _warn(f"most batches run eagerly: {reasons}")
-                self._warned = True
 
     def on_train_end(self, *_: Any) -> None:
         if self._steps is not None:

@@ -53,6 +53,20 @@ def test_a_call_that_differs_is_an_error_on_request(device, reason):
         train_step(model, graphs, *args, **kwargs)
 
 
+def test_scopes_that_are_no_longer_replayed_say_so_once(device):
+    model = build(device)
+    graphs = warm(model, device)
+
+    def nine_steps():
+        for _ in range(9):
+            train_step(model, graphs, data(device), scale=0.5)
+
+    nine_steps()
+    with pytest.warns(GraphWarning, match="'first': most calls run eagerly: .*'scale'") as said:
+        nine_steps()
+    assert len(said) == 1
+
+
 def test_eval_and_no_grad_between_replays(device):
     def scenario(model, graphs):
         seen = []

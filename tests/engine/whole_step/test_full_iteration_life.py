@@ -72,15 +72,29 @@ def test_a_step_that_asks_its_own_graph(device):
     assert trainer.step.report().eager_calls == {"warmup": 3, "attribute": 2}
 
 
-def test_ten_eager_calls_in_a_row_are_said(device):
+def test_a_step_that_is_no_longer_replayed_says_so(device):
     """Here the caller keeps each result where the step looks something up."""
     trainer = CountingTrainer(device)
     trainer.step._on_mismatch = "eager"
     for _ in range(13):
         trainer.step(trainer.toy.batch())
-    with pytest.warns(GraphWarning, match="10 calls in a row ran eagerly: .*_replayed"):
+    with pytest.warns(GraphWarning, match="most calls run eagerly: .*_replayed"):
         trainer.step(trainer.toy.batch())
     trainer.step(trainer.toy.batch())
+
+
+def test_a_step_that_is_replayed_now_and_then_says_so_once(device):
+    toy = Toy(device)
+    step = toy.graph(on_mismatch="eager")
+
+    def calls(number, every):
+        for call in range(number):
+            step(dict(toy.batch(), scale=0.5 if call % every == 1 else 1.0))
+
+    calls(24, every=2)
+    with pytest.warns(GraphWarning, match="most calls run eagerly: .*scale") as said:
+        calls(60, every=3)
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize("trained", [0, 2], ids=["fresh", "trained"])
