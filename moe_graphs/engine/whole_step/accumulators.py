@@ -61,7 +61,7 @@ class Accumulators:
         self._hooks: list[list[dict]] = [[] for _ in self._parameters]
 
     def hooked(self) -> bool:
-        counts = [parameter._use_count() for parameter in self._parameters]
+        counts = list(map(Tensor._use_count, self._parameters))
         if counts != self._counts:
             both = zip(counts, self._counts, strict=True)
             for index in [i for i, (now, before) in enumerate(both) if now != before]:

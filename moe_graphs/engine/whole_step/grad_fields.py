@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from itertools import repeat
+from operator import attrgetter, is_
 
 import torch
 
@@ -16,52 +17,62 @@ from moe_graphs.engine.static_memory import copy_all
 from moe_graphs.errors import CaptureError
 
 Gradients = list[torch.Tensor | None]
+_GRAD_OF = attrgetter("grad")
 
 
-@dataclass(frozen=True)
 class StaticGradients:
     """Whatever the step does with ``.grad``, a replay does: fill, accumulate, zero, drop.
 
-    Attributes:
+    Args:
         dropped: per parameter, whether the step forgets what it finds, so that it may find
             anything (``zero_grad()`` at its beginning).
         found: memory of the ``.grad`` that the step was captured with, None where it was captured
             without. The very memory of those that are a part of a buffer, which others may read.
         left: ``.grad`` after the step: memory of the graph, which the next replay writes again.
-        lent: by name, memory of the graph as it is handed out.
     """
 
-    names: list[str]
-    parameters: list[torch.Tensor]
-    dropped: list[bool]
-    found: Gradients
-    left: Gradients
-    lent: dict[str, _Lent] = field(default_factory=dict)
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[torch.Tensor],
+        dropped: Sequence[bool],
+        found: Gradients,
+        left: Gradients,
+    ) -> None:
+        self.found, self.left = found, left
+        rows = list(zip(names, parameters, dropped, found, left, strict=True))
+        # Most steps find nothing and leave nothing: one loop in C says that they do.
+        self._unset = {n: p for n, p, drops, f, _ in rows if f is None and not drops}
+        self._set = [(p, f) for _, p, _, f, _ in rows if f is not None]
+        self._parts = {n: p for n, p, _, f, _ in rows if f is not None and is_part(f)}
+        stay_unset = {n for n, _, _, _, g in rows if n in self._unset and g is None}
+        self._after = [(n, p, f, g) for n, p, _, f, g in rows if n not in stay_unset]
+        self._lent: dict[str, tuple[torch.Tensor, _Lent]] = {}
 
     def settled(self) -> None:
         """At the end of the capture: from now on, who holds a gradient is a caller."""
-        for name, found, left in zip(self.names, self.found, self.left, strict=True):
+        for name, parameter, found, left in self._after:
             if left is not None and not is_part(left):
-                self.lent[name] = _Lent(left, adds=left is found)
+                self._lent[name] = parameter, _Lent(left, adds=left is found)
 
     def mismatch(self) -> Mismatch | None:
-        everything = zip(self.names, self.parameters, self.dropped, self.found, strict=True)
-        for name, parameter, dropped, found in everything:
-            if found is None and not dropped and parameter.grad is not None:
-                message = (
-                    f"{name}.grad was None when the step was captured and is not now: an eager "
-                    f"step would add to it, the graph overwrites it: call zero_grad() before "
-                    f"every step, or within it"
-                )
-                return Mismatch("gradients_left", message)
-            if found is not None and parameter.grad is None and is_part(found):
+        if not all(map(is_, map(_GRAD_OF, self._unset.values()), repeat(None))):
+            name = next(name for name, p in self._unset.items() if p.grad is not None)
+            message = (
+                f"{name}.grad was None when the step was captured and is not now: an eager "
+                f"step would add to it, the graph overwrites it: call zero_grad() before "
+                f"every step, or within it"
+            )
+            return Mismatch("gradients_left", message)
+        for name, parameter in self._parts.items():
+            if parameter.grad is None:
                 message = (
                     f"{name}.grad was a part of a buffer when the step was captured and is None "
                     f"now: call zero_grad(set_to_none=False)"
                 )
                 return Mismatch("gradients_gone", message)
-            lent = self.lent.get(name)
-            if lent is not None and not lent.call_in(is_set=parameter.grad is lent.handed):
+        for name, (parameter, lent) in self._lent.items():
+            if not lent.call_in(is_set=parameter.grad is lent.handed):
                 message = (
                     f"a view of {name}.grad of an earlier step is still held, and the graph would "
                     f"write there: clone what is to be kept"
@@ -73,10 +84,10 @@ class StaticGradients:
         """Puts the gradients where the graph finds them, whichever tensors hold them now; those
         tensors get what the step does to them. Afterwards every ``.grad`` is what it has left."""
         others, zeros = [], []
-        for parameter, found in zip(self.parameters, self.found, strict=True):
-            if found is not None and parameter.grad is None:
+        for parameter, found in self._set:
+            if parameter.grad is None:
                 zeros.append(found)
-            elif found is not None and not _lies_at(parameter.grad, found):
+            elif not _lies_at(parameter.grad, found):
                 others.append((local(parameter.grad), local(found)))
         if zeros:
             torch._foreach_zero_(list(map(local, zeros)))
@@ -86,12 +97,11 @@ class StaticGradients:
         self._attach()
 
     def _attach(self) -> None:
-        everything = zip(self.names, self.parameters, self.found, self.left, strict=True)
-        for name, parameter, found, left in everything:
+        for name, parameter, found, left in self._after:
             if left is not None and left is found and parameter.grad is not None:
                 continue  # it was added to, wherever it is
-            if name in self.lent:
-                left = self.lent[name].handed
+            if name in self._lent:
+                left = self._lent[name][1].handed
             if parameter.grad is not left:
                 parameter.grad = left
 
