@@ -46,7 +46,8 @@ SCRIPT = """
 """
 SCRIPT += TRAINING
 SCRIPT += """
-    step = FullIteration(train, model=model, optimizer=optimizer, stream=stream)
+    options = {"model": model, "optimizer": optimizer, "stream": stream, "agree": True}
+    step = FullIteration(train, **options)
     for number in range(last + 4):
         if number == last:
             print(f"before step {number}: {step.report().replayed} replayed", file=sys.stderr)
@@ -57,7 +58,8 @@ SCRIPT += """
     raise SystemExit(0)  # as if nothing had happened
 """
 BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)]
-# In the warm-up NCCL's watchdog ends a rank that waits; before a replay ranks ask one another.
+# In the warm-up NCCL's watchdog ends a rank that waits; before a replay ranks ask one another,
+# which they have been told to: the watchdog knows of no collectives in a graph.
 LAST = {"in the warm-up": (2, 0), "between replays": (6, 3)}
 
 
