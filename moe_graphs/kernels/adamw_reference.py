@@ -84,40 +84,42 @@ def _rounded(
 ) -> Sequence[Tensor]:
     """Parameter and states as ``targets`` take them; with states of 8 bits their scales, too."""
     p, m, v = values
-    bits = random_bits(key, step, len(p), 2 if targets[2].dtype == torch.bfloat16 else 1)
-    low, high = bits[0], bits[-1]
+    bits = random_bits(key, step, len(p))
+    of_v = _product(MIXER, bits)[1]
     if rounded:
         p, m, v = (
             round_stochastically(value, bits) if target.dtype == torch.bfloat16 else value
-            for target, value, bits in zip(targets, values, (low, low >> 16, high), strict=True)
+            for target, value, bits in zip(
+                targets, values, (bits, bits >> 16, of_v >> 16), strict=True
+            )
         )
     if targets[1].dtype != torch.uint8:
         return p, m, v
-    m, of_m = encode(m, low >> 16, signed=True)
-    v, of_v = encode(v, _product(MIXER, low)[1] >> 16, signed=False)
+    m, of_m = encode(m, bits, signed=True)
+    v, of_v = encode(v, of_v, signed=False)
     return p, m, v, of_m, of_v
 
 
-def random_bits(key: int, step: Tensor, count: int, words: int) -> Tensor:
-    """Philox4x32-10 of a counter (place // 4, word, step, 0).
+def random_bits(key: int, step: Tensor, count: int) -> Tensor:
+    """Philox4x32-10 of a counter (place // 8, 0, step, 0): its four words are for places 0, 2, 4
+    and 6 of eight, their products with ``MIXER`` for those behind them.
 
     Args:
         key: of up to 63 bits.
         step: 0-dim.
-        words: of 32 bits, for every place.
 
     Returns:
-        ``[words, count]``, int64 on the device of ``step``.
+        ``[count]``, int64 on the device of ``step``.
     """
-    c0 = torch.arange(-(-count // 4), device=step.device).expand(words, -1)
-    c1 = torch.arange(words, device=step.device)[:, None]
-    c2, c3 = step.long(), c0 * 0
+    c0 = torch.arange(-(-count // 8), device=step.device)
+    c1, c2, c3 = c0 * 0, step.long(), c0 * 0
     k0, k1 = key & _LOW, key >> 32
     for _ in range(10):
         (high0, low0), (high2, low2) = _product(0xD2511F53, c0), _product(0xCD9E8D57, c2)
         c0, c1, c2, c3 = high2 ^ c1 ^ k0, low2, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
-    return torch.stack((c0, c1, c2, c3), 2).flatten(1)[:, :count]
+    words = torch.stack((c0, c1, c2, c3), 1).flatten()
+    return torch.stack((words, _product(MIXER, words)[1]), 1).flatten()[:count]
 
 
 def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:

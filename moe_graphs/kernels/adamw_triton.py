@@ -9,9 +9,11 @@ two roundings to fp32. What all numbers of a tensor share is computed once, in f
 kernel: fp64 in every program would cost more than the memory does.
 
 Stochastic rounding to bf16 adds 16 random bits below the last one that is kept, and cuts. The bits
-are Philox's of a key of the tensor's, the step and the place in memory. `adamw_reference.py` has
-the same in torch's operations. States of 8 bits are codes with scales (`state_codes_reference.py`),
-rounded by what is left of the same bits.
+are Philox's of a key of the tensor's, the step and the place in memory: a word for two numbers, of
+which parameter and both states use parts and products. `adamw_reference.py` has the same in torch's
+operations. States of 8 bits are codes with scales (`state_codes_reference.py`).
+
+Other updates are bound by memory, that of codes by instructions: 76 a number on Hopper.
 
 N tensors, C coefficients.
 """
@@ -73,27 +75,26 @@ def adamw_coefficients_kernel(
 def _lerp(old, new, share):
     """(1 - share) * old + share * new, as torch.lerp: so 1 - share is never rounded, which would
     add up over many steps."""
-    change = new - old
-    return tl.where(share < 0.5, tl.fma(share, change, old), tl.fma(share - 1, change, new))
+    is_near = share < 0.5
+    return tl.fma(tl.where(is_near, share, share - 1), new - old, tl.where(is_near, old, new))
 
 
 @triton.jit
-def _random(key, step, first, word: tl.constexpr, BLOCK: tl.constexpr):
-    """32 bits for each number of a block that begins at `first`; of a counter they serve four."""
-    c0 = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.int32)
+def _random(key, step, first, MIXER: tl.constexpr, BLOCK: tl.constexpr):
+    """32 bits for each number of a block that begins at `first`; a counter serves eight."""
+    c0 = (first // 8 + tl.arange(0, BLOCK // 8)).to(tl.int32)
     none = c0 * 0
-    a, b, c, d = tl.philox(key, c0, none + word, none + step, none)
-    return tl.join(tl.join(a, c), tl.join(b, d)).reshape(BLOCK)
+    a, b, c, d = tl.philox(key, c0, none, none + step, none)
+    words = tl.join(tl.join(a, c), tl.join(b, d)).reshape(BLOCK // 2)
+    return tl.join(words, words * MIXER).reshape(BLOCK)
 
 
 @triton.jit
 def _narrowed(x, bits, dtype: tl.constexpr, STOCHASTIC: tl.constexpr):
     """`bits`: the lower 16 are used."""
     if STOCHASTIC and dtype == tl.bfloat16:
-        exact = x.to(tl.int32, bitcast=True)
-        cut = (exact + (bits & 0xFFFF).to(tl.int32)) & -0x10000
-        is_finite = (exact & 0x7F800000) != 0x7F800000
-        x = tl.where(is_finite, cut.to(tl.float32, bitcast=True), x)
+        cut = (x.to(tl.int32, bitcast=True) + (bits & 0xFFFF).to(tl.int32)) & -0x10000
+        x = tl.where(x == x, cut.to(tl.float32, bitcast=True), x)  # an infinity stays one
     return x.to(dtype)
 
 
@@ -136,20 +137,18 @@ def adamw_kernel(
     p -= step_size * m / (tl.sqrt(v) / correction + eps)
     of_p, of_v = i, i
     if STOCHASTIC or CODED:
-        step = tl.load(c_ptr + 9).to(tl.int32)
-        of_p = _random(key, step, first, 0, BLOCK)
-        # The second word is left out by the compiler if it is not used.
-        of_v = (of_p * MIXER) >> 16 if CODED else _random(key, step, first, 1, BLOCK)
+        of_p = _random(key, tl.load(c_ptr + 9).to(tl.int32), first, MIXER, BLOCK)
+        of_v = of_p * MIXER
     new = _narrowed(p, of_p, p_ptr.dtype.element_ty, STOCHASTIC)
     tl.store(p_ptr + i, new, mask=written)
     if CODED:
-        m, m_scale = encoded(m, of_p >> 16, True, NUMBERS, BLOCK)
+        m, m_scale = encoded(m, of_p, True, NUMBERS, BLOCK)
         tl.store(m_scale_ptr + at_scale, m_scale, mask=at_scale < stop // NUMBERS)
         v, v_scale = encoded(v, of_v, False, NUMBERS, BLOCK)
         tl.store(v_scale_ptr + at_scale, v_scale, mask=at_scale < stop // NUMBERS)
     else:
         m = _narrowed(m, of_p >> 16, m_ptr.dtype.element_ty, STOCHASTIC)
-        v = _narrowed(v, of_v, v_ptr.dtype.element_ty, STOCHASTIC)
+        v = _narrowed(v, of_v >> 16, v_ptr.dtype.element_ty, STOCHASTIC)
     tl.store(m_ptr + i, m, mask=written)
     tl.store(v_ptr + i, v, mask=written)
     if AVERAGED:
@@ -206,6 +205,7 @@ def adamw_update(
     args = (torch.stack(steps), coefficients_NC, len(params), rate, *numbers, scale, found, factor)
     args += (1 - ema_decay,)
     launch(adamw_coefficients_kernel, (cdiv(len(params), 32),), args, BLOCK=32, C=C, num_warps=1)
+    block = BLOCK * 2 if exp_avg_scales else BLOCK  # for codes: a tenth fewer instructions
     constants = {
         "MAXIMIZE": maximize,
         "SCALED": grad_scale is not None,
@@ -215,7 +215,7 @@ def adamw_update(
         "AVERAGED": bool(emas),
         "NUMBERS": NUMBERS,
         "MIXER": MIXER,
-        "BLOCK": BLOCK,
+        "BLOCK": block,
         "num_warps": WARPS,
     }
     columns = (
@@ -224,7 +224,7 @@ def adamw_update(
     )  # fmt: skip
     for *tensors, key in zip(*columns, keys or [0] * len(params), strict=True):
         if n := tensors[0].numel():
-            launch(adamw_kernel, (cdiv(n, BLOCK),), (*tensors, n, key), **constants)
+            launch(adamw_kernel, (cdiv(n, block),), (*tensors, n, key), **constants)
     # As the documentation of torch wants it of whoever writes past its operators.
     scales = (*exp_avg_scales, *exp_avg_sq_scales)
     torch.autograd.graph.increment_version([*params, *exp_avgs, *exp_avg_sqs, *emas, *scales])

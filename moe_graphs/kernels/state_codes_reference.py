@@ -1,16 +1,20 @@
-"""Averages in 8 bits: floating-point numbers of 4 exponent bits below the largest of their block.
+"""Averages in 8 bits: small floating-point numbers with a common power of two.
 
 64 numbers that lie behind one another share a scale, a byte: the exponent of the largest of them,
-as fp32 has it (that of E8M0). A code is what is left of fp32's exponent, counted from 15 octaves
-below that, and of its mantissa: 3 bits and a sign for averages of gradients (E4M3), 4 bits for
-those of squares, which have no sign. Code 0 is zero, and so zeros of both are.
+as fp32 has it (that of E8M0). A code is a number of 4 exponent bits below that, and of 3 bits of
+mantissa and a sign for averages of gradients (E4M3), or of 4 bits for those of squares, which have
+no sign (E4M4). As in every such format, 14 octaves below the largest numbers get evenly spaced.
+
+Codes are read and made by what fp32 does with numbers that small: bits of a code in the place of
+fp32's are the number times 2^-112, a part of the evenly spaced ones among them, and a product by a
+power of two is exact.
 
 Neighbouring codes are 1/8 or 1/16 of an octave's start apart wherever a scale moves to: numbers
-that keep still are never rounded again. Rounding is stochastic, by 16 bits, so that an average
-moves by what it gets, on the average, also where that is far less than a code. Below the least code
-of a block the average of gradients is that code or zero, at random; that of squares is the least
-code, never zero, as what is divided by it must not blow up: there, 2^15 below the largest, updates
-are smaller than they ought to be. No code is an infinity or a NaN: they become the largest number.
+that keep still are never rounded again. Rounding is stochastic, by 19 or 20 bits, so that an
+average moves by what it gets, on the average, also where that is far less than a code. An average
+of squares is never rounded to zero, as what is divided by it must not blow up: below the least
+code, 2^-18 of the largest, updates are smaller than they ought to be. No code is an infinity or a
+NaN: they become 2^126, the largest number.
 """
 
 from __future__ import annotations
@@ -19,8 +23,9 @@ import torch
 from torch import Tensor
 
 NUMBERS = 64  # that share a scale
-NEAREST = 0x8000  # for bits
-MIXER = 0x61C88647  # odd: its product with 32 random bits has others in its upper half
+NEAREST = 1 << 31  # for bits
+MOST = 2.0**126
+MIXER = 0x61C88647  # odd: its product with 32 random bits has others
 
 
 def encode(x: Tensor, bits: Tensor | int, *, signed: bool) -> tuple[Tensor, Tensor]:
@@ -28,39 +33,36 @@ def encode(x: Tensor, bits: Tensor | int, *, signed: bool) -> tuple[Tensor, Tens
 
     Args:
         x: ``[..., S * 64]``, any float dtype; not below 0 if not ``signed``.
-        bits: integers, of which the lower 16 are used; like ``x``, or one for all.
+        bits: integers of 32 bits, of which the upper ones are used; like ``x``, or one for all.
 
     Returns:
         uint8 ``[..., S * 64]`` and ``[..., S]``.
     """
-    kept = 3 if signed else 4
-    cut = 23 - kept
-    bits = bits & 0xFFFF
+    cut = 20 if signed else 19
+    noise = (bits & 0xFFFFFFFF) >> (32 - cut)
+    if isinstance(noise, Tensor):
+        noise = noise.int().unflatten(-1, (-1, NUMBERS))
     value = x.float().unflatten(-1, (-1, NUMBERS))
-    exact = (value.view(torch.int32) & 0x7FFFFFFF).clamp_max(0x7F7FFFFF)
-    if isinstance(bits, Tensor):
-        bits = bits.int().unflatten(-1, (-1, NUMBERS))
-    noise = (bits << (cut - 16)) + (1 << (cut - 17))
-    rounded = ((exact + noise) >> cut).clamp_max((255 << kept) - 1)
-    scale = rounded.amax(-1, keepdim=True) >> kept
-    base = (scale - 15).clamp_min(0) << kept
+    size = value.abs().nan_to_num(MOST, MOST).clamp_max(MOST)
+    exact = size.view(torch.int32)
+    scale = (exact + noise).amax(-1, keepdim=True) >> 23
+    scaled = size * _power(254 - scale.clamp_min(1)) * 2.0**-112
+    code = (scaled.view(torch.int32) + noise) >> cut
     if signed:
-        least = (base + 1) << cut
-        is_least = (bits + 0.5) * (1 / 65536) * least.view(torch.float32) < value.abs()
-        code = torch.where(exact < least, is_least.int(), rounded - base)
-        code = code | torch.where(value.view(torch.int32) < 0, 128, 0)
+        code = code | (value.view(torch.int32) >> 24) & 128
     else:
-        code = torch.maximum(rounded - base, exact.clamp_max(1))
+        code = torch.maximum(code, exact.clamp_max(1))
     return code.to(torch.uint8).flatten(-2), scale.to(torch.uint8).squeeze(-1)
 
 
 def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
     """What ``encode`` has made codes of: fp32, like ``codes``."""
-    kept = 3 if signed else 4
     code = codes.int().unflatten(-1, (-1, NUMBERS))
-    base = (scales.int() - 15).clamp_min(0) << kept
-    size = code & 127 if signed else code
-    exact = torch.where(size > 0, (size + base[..., None]) << (23 - kept), 0).view(torch.float32)
-    if signed:
-        exact = torch.where(code > 127, -exact, exact)
-    return exact.flatten(-2)
+    exact = (code & 127) << 20 | (code >> 7) << 31 if signed else code << 19
+    value = exact.view(torch.float32) * 2.0**112 * _power(scales.int().clamp_min(1))[..., None]
+    return value.flatten(-2)
+
+
+def _power(exponent: Tensor) -> Tensor:
+    """2 to ``exponent`` - 127."""
+    return (exponent << 23).view(torch.float32)

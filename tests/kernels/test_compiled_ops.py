@@ -275,9 +275,9 @@ def test_adamw_with_states_of_8_bits(compiled, dtype, rounded):
     check(update, wgmma=False)
     assert "f64" not in update.ptx
     assert update.shared <= 4096
-    assert update.ptx.count("ld.global.v4.b32") == dtype.itemsize
-    assert update.ptx.count("st.global.v4.b32") == dtype.itemsize // 2
-    assert update.ptx.count("global.v2.b32") == 4
+    # Of a thread's 16 numbers; the codes of a state are one access.
+    assert update.ptx.count("ld.global.v4.b32") == 2 * dtype.itemsize + 2
+    assert update.ptx.count("st.global.v4.b32") == dtype.itemsize + 2
     assert update.ptx.count("global.b8") == 4
     assert update.ptx.count("mul.hi.u32") <= 40
 

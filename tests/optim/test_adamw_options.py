@@ -171,8 +171,8 @@ def test_memory_in_another_order_is_rounded_as_it_lies():
 
 def test_philox_is_that_of_the_papers_authors():
     """Its known answer for a key and a counter of zeros."""
-    (words,) = random_bits(0, torch.zeros(()), 4, 1)
-    assert [hex(x) for x in words.tolist()] == [
+    words = random_bits(0, torch.zeros(()), 8)
+    assert [hex(x) for x in words[::2].tolist()] == [
         "0x6627e8d5", "0xe169c58d", "0xbc57ac4c", "0x9b00dbd8",
     ]  # fmt: skip
 
@@ -181,7 +181,7 @@ def test_rounding_is_right_on_the_average_and_to_a_neighbour():
     count = 1 << 16
     for value in (1.001, -3.3e-5, 1e38, 1e-40):
         x = torch.full((count,), value)
-        rounded = round_stochastically(x, random_bits(7, torch.ones(()), count, 1)[0])
+        rounded = round_stochastically(x, random_bits(7, torch.ones(()), count))
         assert torch.equal(rounded.bfloat16().float(), rounded)
         low, high = sorted(set(rounded.tolist()))
         assert low < x[0] < high
@@ -219,7 +219,7 @@ def test_bits_are_of_seed_parameter_part_and_step():
     keys = {rounding_key(seed, n, torch.ones(1)) for seed in (0, 1, 1 << 63) for n in range(50)}
     assert len(keys) == 150
     assert all(1 << 62 < key < 1 << 63 and key % 2 for key in keys)
-    words = [random_bits(5, torch.tensor(float(t)), 64, 2).flatten() for t in (1, 2)]
+    words = [random_bits(5, torch.tensor(float(t)), 128) for t in (1, 2)]
     assert len(set(torch.cat(words).tolist())) == 256
     # Parameters of the same numbers are rounded apart.
     twins = [nn.Parameter(torch.linspace(1, 2, 500).bfloat16()) for _ in range(2)]
