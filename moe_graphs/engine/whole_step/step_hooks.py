@@ -57,7 +57,7 @@ class StepHooks:
 
 
 def _copies(dicts: Iterable[tuple]) -> list[tuple]:
-    return [tuple(hooks and dict(hooks) for hooks in both) for both in dicts]
+    return [tuple(None if hooks is None else dict(hooks) for hooks in both) for both in dicts]
 
 
 def _contents(dicts: Iterable[dict]) -> list[tuple]:

@@ -160,6 +160,22 @@ def test_a_hook_after_the_capture(device):
         step(toy.batch())
 
 
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_parameters_hook_that_comes_where_one_has_gone(device, kind):
+    toy = Toy(device)
+    register = getattr(toy.model.first.weight, kind)
+    register(print).remove()
+    step = warm(toy)
+    handle = register(lambda gradient: None)
+    with pytest.raises(GraphError, match="weight has other hooks now"):
+        step(toy.batch())
+    handle.remove()
+    step(toy.batch())
+    register(print)
+    with pytest.raises(GraphError, match="weight has other hooks now"):
+        step(toy.batch())
+
+
 def test_a_rate_in_a_float_must_stay_as_it_is(device):
     toy = Toy(device, rate=0.01)
     step = warm(toy)
