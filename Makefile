@@ -17,8 +17,8 @@ train: $(STAMP)
 test: $(STAMP) lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
-# With every combination of what tests vary.
-test-all: override ARGS += --full-grids
+# With whole runs of several processes, as CI, and with every combination of what tests vary.
+test-all: override ARGS += --long --full-grids
 test-all: test
 
 lint: $(STAMP)

@@ -27,13 +27,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full-grids", action="store_true", help="every combination of what tests vary, not pairs"
     )
+    parser.addoption(
+        "--long", action="store_true", help="whole runs of several processes, too, as CI does"
+    )
+
+
+def _is_left_out(item: pytest.Item) -> bool:
+    of_gpus = any(map(item.get_closest_marker, ("gpu", "multigpu")))
+    is_long = item.get_closest_marker("long") and not of_gpus
+    is_full = item.get_closest_marker("full")
+    asked = item.config.getoption
+    return bool((is_long and not asked("--long")) or (is_full and not asked("--full-grids")))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--full-grids"):
-        left_out = [item for item in items if item.get_closest_marker("full")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+    left_out = set(filter(_is_left_out, items))
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         wanted = 2 if item.get_closest_marker("multigpu") else 0

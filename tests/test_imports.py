@@ -96,6 +96,7 @@ def imported_by(files: list[Path]) -> set[str]:
     return names - set(sys.stdlib_module_names) - {"moe_graphs", "__future__"}
 
 
+@pytest.mark.long
 def test_every_module_can_be_imported_first():
     """`python -c "import X"`, in an interpreter of its own for each module that a cycle contains.
 

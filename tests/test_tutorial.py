@@ -46,6 +46,7 @@ def run(command: str) -> str:
     return ""
 
 
+@pytest.mark.long
 def test_the_commands_run_as_they_stand(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(REPOSITORY / "examples")

@@ -7,6 +7,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from distributed import run_distributed
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -19,6 +21,7 @@ def smoke(rank: int, world_size: int, out: str) -> None:
     importlib.import_module("activation_memory").main([*options, "--stack-factor", "2.0"])
 
 
+@pytest.mark.long
 def test_a_line_per_contender(tmp_path):
     out = tmp_path / "lines.jsonl"
     run_distributed(smoke, 2, arguments=(str(out),))

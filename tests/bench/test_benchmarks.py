@@ -92,6 +92,7 @@ def test_layer_kernels_times_nothing_but_the_op(modules):
         }
 
 
+@pytest.mark.long
 def test_whole_steps(modules, tmp_path):
     out = tmp_path / "rows.jsonl"
     options = f"--tiny --device cpu --models llama,diffusion --rounds 1 --out {out}"

@@ -37,6 +37,7 @@ def test_a_row_is_compared_and_trained(tmp_path):
     assert ours["environment"]["commit"] == "c"
 
 
+@pytest.mark.long
 def test_a_row_that_fails_says_why(tmp_path):
     (theirs,) = lines(tmp_path, "TE, FP8 block")
     assert "CUDA" in theirs["error"]

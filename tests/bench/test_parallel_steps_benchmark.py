@@ -7,6 +7,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from distributed import run_distributed
 
 FIRST_STEPS, TRACED_STEPS = 6, 1 + 3
@@ -26,6 +28,7 @@ def smoke(rank: int, world_size: int, out: Path) -> None:
     importlib.import_module("parallel_steps").main(options)
 
 
+@pytest.mark.long
 def test_a_line_per_contender(tmp_path):
     out = tmp_path / "lines.jsonl"
     run_distributed(smoke, 2, arguments=(out,))

@@ -108,6 +108,7 @@ def lines(modules, tmp_path_factory):
     return sorted(found, key=lambda line: line["contender"], reverse=True)
 
 
+@pytest.mark.long
 def test_a_line_holds_what_was_measured(lines):
     good = lines[0]
     assert (good["benchmark"], good["model"], good["contender"]) == (

@@ -171,6 +171,7 @@ def trained(request, device, tmp_path_factory) -> Iterator[list[dict[str, Any]]]
     return run_distributed(train_all, RANKS, backend, arguments=arguments, timeout_seconds=280)
 
 
+@pytest.mark.long
 def test_ranks_train_as_lightning_does(trained):
     """What differs has raised on the ranks: this is that graphs did it, and the same on both."""
     first, second = trained

@@ -129,6 +129,7 @@ def runs(tmp_path_factory) -> tuple[Path, Trainer, dict[str, Any], list[dict[Any
     return folder, trainer, saved, [torch.load(folder / f"{rank}.pt") for rank in range(4)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_they_train_as_one_process_does(runs, layout):
     _, one, _, ranks = runs
@@ -144,6 +145,7 @@ def test_they_train_as_one_process_does(runs, layout):
         assert "pp" in layout or found["written"] == written
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("source", "layout"), ON_OTHERS)
 def test_a_checkpoint_is_resumed_on_another_layout(runs, source, layout):
     _, one, saved, ranks = runs
@@ -155,6 +157,7 @@ def test_a_checkpoint_is_resumed_on_another_layout(runs, source, layout):
         torch.testing.assert_close(losses, one.history.loss, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("source", LAYOUTS)
 def test_one_process_goes_on_from_a_checkpoint_of_four(runs, source):
     folder, one, _, ranks = runs
@@ -166,6 +169,7 @@ def test_one_process_goes_on_from_a_checkpoint_of_four(runs, source):
     torch.testing.assert_close(trainer.history.loss, one.history.loss, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 def test_graphed_runs_are_eager_bit_for_bit(runs):
     for of_rank in runs[3]:
         for found in of_rank["compared"]:

@@ -160,6 +160,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return named and all(torch.equal(*pair) for pair in weights)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_graphed_and_resumed_runs_are_eager_ones_bit_for_bit(several, layout):
     found = several[1]
@@ -172,6 +173,7 @@ def test_graphed_and_resumed_runs_are_eager_ones_bit_for_bit(several, layout):
         assert {w.dtype for w in eager["weights"]} == {torch.float32}
 
 
+@pytest.mark.long
 def test_bf16_is_gathered_and_fp32_reduced_and_kept(several):
     for mixed, plain in several[1]["seen"]:
         assert mixed == ["{torch.bfloat16}", "{torch.float32}", "{torch.float32}"]
@@ -180,6 +182,7 @@ def test_bf16_is_gathered_and_fp32_reduced_and_kept(several):
     assert [len(samples) for samples in several[1]["run"]] == [2, 2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_train_alike_and_go_on_in_one_process(several, layout):
     """Ranks draw other random numbers, and bf16 rounds: near, and no nearer."""

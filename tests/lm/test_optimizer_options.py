@@ -249,6 +249,7 @@ def several(tmp_path_factory) -> tuple[float, list[dict]]:
     return nats, [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_go_on_bit_for_bit_from_any_layout(several, layout):
     alone, ranks = several
@@ -262,6 +263,7 @@ def test_ranks_go_on_bit_for_bit_from_any_layout(several, layout):
         assert found[source, layout][1] == pytest.approx(nats, rel=1e-2)
 
 
+@pytest.mark.long
 def test_codes_are_the_same_numbers_in_any_layout(several):
     for found in several[1]:
         one, other = (found["8 bits"][name] for name in ("tensors", "shard"))
@@ -270,6 +272,7 @@ def test_codes_are_the_same_numbers_in_any_layout(several):
         assert all(torch.equal(one[key], other[key]) for key in one)
 
 
+@pytest.mark.long
 def test_copies_stay_copies_and_parts_are_rounded_apart(several):
     first, *others = (found["replicate"]["end"] for found in several[1])
     assert all(same(first, other) for other in others)

@@ -120,6 +120,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 def test_a_pipeline_trains_as_one_process(runs):
     """Loss, norm and held-out loss, with the same aux loss: known on every rank."""
     _, alone, ranks = runs
@@ -140,6 +141,7 @@ def test_a_pipeline_trains_as_one_process(runs):
     assert names[0] | names[1] == set(state_of(alone))
 
 
+@pytest.mark.long
 def test_checkpoints_go_there_and_back(runs):
     folder, alone, ranks = runs
     resumed = trainer_on(None)
@@ -162,6 +164,7 @@ def test_checkpoints_go_there_and_back(runs):
     close(resumed.history.loss, alone.history.loss)
 
 
+@pytest.mark.long
 def test_graphed_runs_are_eager_bit_for_bit(runs):
     for found in runs[2]:
         losses, norms, _ = found["eager"]

@@ -30,6 +30,7 @@ def invoke(*arguments: object) -> Result:
     return CliRunner().invoke(build_app(), ["profile", *map(str, arguments)])
 
 
+@pytest.mark.long
 def test_two_ways_side_by_side(text, tmp_path):
     picture, trace = tmp_path / "step.png", tmp_path / "step.json"
     ways = ["--impl", "attn+moe,full_iteration", "--optimizer-in-graph"]

@@ -239,6 +239,7 @@ def several(one_process, tmp_path_factory) -> tuple[Path, dict]:
     return folder, first
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_several_ranks_train_as_one_process_does(one_process, several, layout):
     _, one, _ = one_process
@@ -253,6 +254,7 @@ def test_several_ranks_train_as_one_process_does(one_process, several, layout):
     assert re.search(r"tps: [\d,]+ .* tps_per_rank: [\d,]+$", found["line"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("source", [*LAYOUTS, "one process"])
 def test_a_checkpoint_is_resumed_on_any_layout(one_process, several, source, layout):
@@ -269,6 +271,7 @@ def test_a_checkpoint_is_resumed_on_any_layout(one_process, several, source, lay
         assert f"random numbers: of 1 ranks in the checkpoint, drawn anew for {RANKS} now" in said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("source", LAYOUTS)
 def test_one_process_goes_on_from_a_checkpoint_of_several(one_process, several, source):
     path = find_checkpoint(several[0] / source)
@@ -294,12 +297,14 @@ def test_one_process_goes_on_from_a_checkpoint_of_several(one_process, several, 
     assert all(torch.equal(model[name], wanted[f"model.{name}"]) for name in model)
 
 
+@pytest.mark.long
 def test_evaluation_between_replays_is_that_between_eager_steps(several):
     eager, graphed = several[1]["evaluated"]
     assert graphed == eager
     assert len(set(eager)) == len(eager)
 
 
+@pytest.mark.long
 def test_a_run_on_parts_of_sequences_samples_and_evaluates_whole_ones(several):
     nats, alone, samples, samples_alone, said = several[1]["run"]
     assert nats == pytest.approx(alone, rel=1e-5)
@@ -308,6 +313,7 @@ def test_a_run_on_parts_of_sequences_samples_and_evaluates_whole_ones(several):
     assert "sequences of 32 tokens and 1 heads equally" in said[1]
 
 
+@pytest.mark.long
 def test_random_numbers_of_every_rank_go_on(several):
     of_ranks = [torch.load(several[0] / f"{rank}.pt")["by chance"] for rank in range(RANKS)]
     for whole, again in of_ranks:
@@ -315,6 +321,7 @@ def test_random_numbers_of_every_rank_go_on(several):
     assert not torch.equal(of_ranks[0][0], of_ranks[1][0])
 
 
+@pytest.mark.long
 def test_a_disk_that_is_full_on_one_rank_is_said_on_all(several):
     assert re.search(
         "step_000004 could not be written: (is the disk full|File too)", several[1]["disk full"]
@@ -322,6 +329,7 @@ def test_a_disk_that_is_full_on_one_rank_is_said_on_all(several):
     assert "Traceback" not in several[1]["disk full"]
 
 
+@pytest.mark.long
 def test_missing_and_damaged_shards_are_refused_before_anything_is_loaded(several):
     names = ["__1_0.distcp", "manifest.json", "settings.json", ".metadata"]
     for name, said in zip(names, zip(*[iter(several[1]["damaged"])] * 2, strict=True), strict=True):

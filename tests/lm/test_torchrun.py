@@ -54,6 +54,7 @@ def log_of(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_a_run_with_a_killed_worker_ends_as_one_that_was_not_interrupted(text, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     hosts = ["--nnodes", 2, "--nproc-per-node", 1, "--max-restarts", 1, "--monitor-interval", 0.1]
@@ -134,6 +135,7 @@ def test_a_worker_that_is_killed_while_graphs_replay_ends_the_run(text, tmp_path
         launcher.communicate()
 
 
+@pytest.mark.long
 def test_an_error_of_one_rank_is_said_once(text, tmp_path):
     """Each of two hosts has been given another number of steps."""
     port = free_port()

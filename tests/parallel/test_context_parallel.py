@@ -131,6 +131,7 @@ def test_training_is_that_of_one_process_on_whole_sequences(layouts):
             assert not {name: far for name, far in furthest.items() if not far < 5e-6}
 
 
+@pytest.mark.long
 def test_graphed_is_eager():
     first, second = run_distributed(compare, 2, arguments=("cpu", GRAPHED, 6))
     assert first == second  # both know the norm of the whole

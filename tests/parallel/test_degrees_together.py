@@ -95,6 +95,7 @@ def check(ranks: list[dict[str, Any]], bound: float) -> None:
         assert "2 ranks cannot share 1 heads (with tp, those of one" in found["refused"]
 
 
+@pytest.mark.long
 def test_four_ranks():
     """Gradients of a step, norms before clipping, parameters and biases of three steps, in fp32;
     whole steps and scopes against eager ones."""

@@ -35,6 +35,7 @@ def _same_numbers(rank: int, world_size: int, device: str, cases: list) -> list[
     return counts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cases", [OF_TWO, OF_FOUR], ids=["two ranks", "four ranks"])
 def test_numbers_are_those_of_one_group_a_layer(cases):
     """Of four layers, two with experts: the last group of three layers has one."""

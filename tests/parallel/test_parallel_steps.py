@@ -23,6 +23,7 @@ OF_TWO = [{"dp_shard": 2, "mixed": True}, {"dp_shard": 2, "ep": 2, "reshard_afte
 OF_FOUR = [{"dp_shard": 4, "ep": 2}, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layouts", [OF_TWO, OF_FOUR], ids=["two ranks", "four ranks"])
 def test_graphed_is_eager(layouts):
     ranks = layouts[0].get("dp_replicate", 1) * layouts[0]["dp_shard"]
@@ -126,6 +127,7 @@ def _evaluated(model, batch) -> float:
         return loss_of(model, batch["tokens"][0])[0].item()
 
 
+@pytest.mark.long
 def test_evaluations_between_replays_see_the_new_parameters():
     """What else is done between replays, with gradients, has been compared on the ranks."""
     for eager, graphed in run_distributed(evaluate_in_between, 2):

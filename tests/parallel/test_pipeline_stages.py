@@ -134,16 +134,19 @@ def check_graphed(ranks: list[dict[str, Any]]) -> None:
             assert reasons.keys() <= {"warmup", "output_held"}, reasons
 
 
+@pytest.mark.long
 def test_divided_training_is_that_of_one_process(two):
     """In fp32: losses, norms, all gradients of a step, parameters and biases after three."""
     for found in two:
         assert all(difference < 1e-5 for difference in found["differences"]), found["differences"]
 
 
+@pytest.mark.long
 def test_graphed_scopes_are_eager(two):
     check_graphed(two)
 
 
+@pytest.mark.long
 def test_misuse_is_told_on_every_rank(two):
     for rank, found in enumerate(two):
         told = found["refused"]
@@ -160,6 +163,7 @@ def test_misuse_is_told_on_every_rank(two):
         assert told["names"] == ["embedding layers", "head layers norm"][rank]
 
 
+@pytest.mark.long
 def test_four_ranks_are_one_process():
     for found in run_distributed(work, 4, arguments=("cpu",)):
         assert all(difference < 1e-5 for difference in found["differences"]), found["differences"]

@@ -93,6 +93,7 @@ def of_four(rank: int, world_size: int) -> tuple[list[dict[str, float]], list]:
     return found, compare(rank, world_size, "cpu", layouts, 5)
 
 
+@pytest.mark.long
 def test_four_ranks_with_fsdp():
     first, *others = run_distributed(of_four, 4)
     for found, norms in (first, *others):

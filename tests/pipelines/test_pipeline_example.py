@@ -16,6 +16,7 @@ ROOT = Path(moe_graphs.__file__).parents[1]
 STEPS = 10
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)])
 def test_it_trains_and_replays(device):
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}

@@ -170,6 +170,7 @@ def test_two_ranks(backend):
     check(2, backend, LOOPED, layers=1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_ranks_with_weight_gradients_apart(backend):
     _skip_if_nodes_are_lost()
@@ -177,10 +178,12 @@ def test_two_ranks_with_weight_gradients_apart(backend):
     check(2, backend, IN_A_V, layers=1, split=True)
 
 
+@pytest.mark.long
 def test_four_ranks():
     check(4, "gloo", ("1F1B", "Interleaved1F1B"), layers=1)
 
 
+@pytest.mark.long
 def test_four_ranks_with_weight_gradients_apart():
     check(4, "gloo", IN_A_V, layers=1, split=True)
 

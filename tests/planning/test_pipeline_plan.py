@@ -117,6 +117,7 @@ def test_what_two_ranks_hold_and_receive_is_what_was_planned():
     check(OF_TWO, run_distributed(real_rank, 2, arguments=(OF_TWO,)))
 
 
+@pytest.mark.long
 def test_what_four_ranks_hold_and_receive_is_what_was_planned():
     check(OF_FOUR, run_distributed(real_rank, 4, arguments=(OF_FOUR,)))
 

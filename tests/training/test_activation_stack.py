@@ -147,6 +147,7 @@ def _runs(rank: int, world_size: int, device: str, name: str) -> list[list[bool]
     return _check_runs(device, dispatcher_named(name, rows_factor=2.0), kind)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("backend", "device", "name"),
     [

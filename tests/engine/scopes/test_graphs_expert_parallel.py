@@ -159,6 +159,7 @@ NCCL = pytest.param("nccl", "cuda", RANKS, marks=pytest.mark.multigpu)
 DISPATCHERS = pytest.mark.parametrize("dispatcher", ["all_gather", "symmetric"])
 
 
+@pytest.mark.long
 @DISPATCHERS
 @pytest.mark.parametrize(("backend", "device", "ranks"), [*GLOO, NCCL])
 def test_whole_layers_and_steps_are_bitwise_eager(backend, device, ranks, dispatcher):

@@ -151,6 +151,7 @@ BACKENDS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)
 def test_what_one_rank_cannot_do_none_does(backend, device):
     """Training is bitwise the eager one in every case (``run_cases``)."""
