@@ -124,6 +124,18 @@ def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Ad
             Muon, matrices that are sharded, or experts of other libraries.
     """
     options = _options(model, settings)
+    optimizer = OPTIMIZERS[settings.optimizer](
+        parameter_groups(model, settings),
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        **options,
+    )
+    tensor_hyperparameters(optimizer)
+    return optimizer
+
+
+def parameter_groups(model: nn.Module, settings: TrainSettings) -> list[dict[str, Any]]:
+    """Of the optimizer, in its order: what a checkpoint of one process numbers them by."""
     splits = _splits_of_matrices(model) if settings.optimizer == "muon" else {}
     # Sharded parameters are updated together only if they lie on the same mesh.
     groups: dict[tuple, dict] = {}
@@ -137,14 +149,7 @@ def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Ad
                 mesh = getattr(p, "device_mesh", None)
                 key = (decayed, mesh, splits.get(p))
                 groups.setdefault(key, group)["params"].append(p)
-    optimizer = OPTIMIZERS[settings.optimizer](
-        list(groups.values()),
-        lr=settings.learning_rate,
-        betas=(settings.beta1, settings.beta2),
-        **options,
-    )
-    tensor_hyperparameters(optimizer)
-    return optimizer
+    return list(groups.values())
 
 
 def _options(model: torch.nn.Module, settings: TrainSettings) -> dict[str, Any]:
