@@ -28,10 +28,11 @@ def check_options(options: RunOptions) -> None:
         return
     settings, model, layout = options.preset.training, options.preset.model, options.workers.layout
     ranks = layout.data_parallel
-    if settings.optimizer == "muon":
+    if settings.optimizer == "muon" and layout.tp > 1:
         raise ValueError(
-            "optimizer: muon on several ranks: FSDP2 and tensor parallelism cut the matrices that "
-            "it needs whole: use --optimizer adamw, or one process"
+            f"optimizer: muon with tp={layout.tp}, which cuts matrices by columns, and rows of "
+            f"each of their parts: use --optimizer adamw, or --tp 1 (--dp-shard, --ep and --pp "
+            f"are fine)"
         )
     if settings.batch_size // settings.microbatches % ranks:
         raise ValueError(

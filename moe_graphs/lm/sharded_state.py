@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_graphs.lm.checkpoint import model_tensors
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.optim import UpdateOptions
+from moe_graphs.optim.muon import complete_momentum
 from moe_graphs.optim.update_options import STATES, code_names
 from moe_graphs.parallel import fused_rows, whole_name
 
@@ -86,8 +87,12 @@ def fused_parts(trainer: Trainer) -> dict[str, tuple[int, ...]]:
 
 @torch.no_grad()
 def _make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """AdamW's, of parameters that have none yet."""
+    """AdamW's and Muon's, of parameters that have none yet."""
     options = getattr(optimizer, "options", UpdateOptions())
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            options.complete(optimizer.state[parameter], parameter)
+            state = optimizer.state[parameter]
+            if group.get("muon"):
+                complete_momentum(state, parameter)
+            else:
+                options.complete(state, parameter)
