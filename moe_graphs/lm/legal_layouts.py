@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe_graphs.config import FullIterationConfig, GraphConfig
 from moe_graphs.lm.run import RunOptions
+from moe_graphs.lm.settings import check_optimizer_layout
 from moe_graphs.lm.workers import Workers
 from moe_graphs.parallel import check_schedule, check_tensor_parallel, layers_of_stages
 
@@ -28,12 +29,7 @@ def check_options(options: RunOptions) -> None:
         return
     settings, model, layout = options.preset.training, options.preset.model, options.workers.layout
     ranks = layout.data_parallel
-    if settings.optimizer == "muon" and layout.tp > 1:
-        raise ValueError(
-            f"optimizer: muon with tp={layout.tp}, which cuts matrices by columns, and rows of "
-            f"each of their parts: use --optimizer adamw, or --tp 1 (--dp-shard, --ep and --pp "
-            f"are fine)"
-        )
+    check_optimizer_layout(settings, layout.tp)
     if settings.batch_size // settings.microbatches % ranks:
         raise ValueError(
             f"batch_size: {settings.batch_size} sequences in {settings.microbatches} "

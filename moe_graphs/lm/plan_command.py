@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from moe_graphs.checkpoints.hf_config import transformer_config
 from moe_graphs.checkpoints.shards import CONFIG, read_json
 from moe_graphs.layers import TransformerConfig, architectures
 from moe_graphs.lm.option_values import dtype_of
 from moe_graphs.lm.run_presets import presets
+from moe_graphs.lm.settings import (
+    TrainSettings,
+    build_optimizer,
+    check_optimizer_layout,
+    make_optimizer_state,
+)
 from moe_graphs.lm.workers import layout_of
+from moe_graphs.optim.whole_matrices import received_bytes, rows_of
 from moe_graphs.planning.layout_plan import plan_layout
 from moe_graphs.planning.plan_table import plan_table, ranks_table
-from moe_graphs.planning.planned_step import PlannedStep
+from moe_graphs.planning.planned_step import OptimizerCosts, PlannedStep, local_part
 from moe_graphs.terminal import errors_in_a_line, make_console, print_json
 
 ARCHITECTURES: dict[str, Callable[[], TransformerConfig]] = {
@@ -44,6 +54,9 @@ def plan(
     rows_factor: float | None,
     schedule: str,
     stages_per_rank: int | None,
+    optimizer: str | None,
+    optimizer_state: str | None,
+    ema_decay: float | None,
     json_: bool,
     **degrees: int | None,
 ) -> None:
@@ -69,6 +82,17 @@ def plan(
         length = sequence_length or defaults.get(
             "sequence_length", min(_SEQUENCE_LENGTH, config.max_sequence_length)
         )
+        asked = {
+            "optimizer": optimizer, "optimizer_state": optimizer_state, "ema_decay": ema_decay
+        }  # fmt: skip
+        settings = TrainSettings(
+            steps=1,
+            batch_size=batch,
+            sequence_length=length,
+            learning_rate=1.0,
+            **{name: value for name, value in asked.items() if value is not None},
+        )
+        check_optimizer_layout(settings, layout.tp)
         step = PlannedStep(
             sequences=batch // ranks,
             sequence_length=length,
@@ -79,6 +103,7 @@ def plan(
             rows_factor=rows_factor,
             schedule=schedule,
             stages_per_rank=stages_per_rank or (2 if schedule == "interleaved_1f1b" else 1),
+            optimizer=functools.partial(optimizer_costs, settings),
         )
         console.print(
             f"{model} on {gpus} GPU(s), {layout}: {batch} sequences of {length} tokens in {parts} "
@@ -91,6 +116,24 @@ def plan(
     console.print(plan_table(found))
     if json_:
         print_json({"model": model, "gpus": gpus, "tokens": batch * length, **found.to_dict()})
+
+
+def optimizer_costs(settings: TrainSettings, model: nn.Module) -> OptimizerCosts:
+    """Of the optimizer that ``moe-graphs train`` makes, on this rank's part of a model, which may
+    be on the meta device.
+
+    Raises:
+        ValueError: what ``build_optimizer`` refuses.
+    """
+    optimizer = build_optimizer(model, settings)
+    make_optimizer_state(optimizer)
+    states = [local_part(v) for state in optimizer.state.values() for v in state.values()]
+    received = 0
+    for group in optimizer.param_groups:
+        if group.get("muon"):
+            rows = (rows_of(parameter) for parameter in group["params"])
+            received += received_bytes([each for each in rows if each is not None])
+    return OptimizerCosts(sum(state.nbytes for state in states), received)
 
 
 def named_model(name: str) -> tuple[TransformerConfig, dict[str, Any]]:

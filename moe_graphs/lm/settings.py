@@ -18,6 +18,7 @@ from moe_graphs.layers.experts import GroupedExperts
 from moe_graphs.layers.latent_attention import LatentAttention
 from moe_graphs.layers.mlp import SwiGLU
 from moe_graphs.optim import AdamW, Muon, UpdateOptions
+from moe_graphs.optim.muon import complete_momentum
 from moe_graphs.training.capturable import tensor_hyperparameters
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.AdamW]] = {
@@ -132,6 +133,32 @@ def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Ad
     )
     tensor_hyperparameters(optimizer)
     return optimizer
+
+
+@torch.no_grad()
+def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """AdamW's and Muon's, of parameters that have none yet: what a first step starts from."""
+    options = getattr(optimizer, "options", UpdateOptions())
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if group.get("muon"):
+                complete_momentum(state, parameter)
+            else:
+                options.complete(state, parameter)
+
+
+def check_optimizer_layout(settings: TrainSettings, tp: int) -> None:
+    """Returns if it can update what ``tp`` ranks leave of a matrix.
+
+    Raises:
+        ValueError: Muon cannot.
+    """
+    if settings.optimizer == "muon" and tp > 1:
+        raise ValueError(
+            f"optimizer: muon with tp={tp}, which cuts matrices by columns, and rows of each of "
+            f"their parts: use --optimizer adamw, or --tp 1 (--dp-shard, --ep and --pp are fine)"
+        )
 
 
 def parameter_groups(model: nn.Module, settings: TrainSettings) -> list[dict[str, Any]]:

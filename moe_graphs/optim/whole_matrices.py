@@ -80,6 +80,17 @@ def in_turn(items: Sequence[T], rows: Callable[[T], Rows]) -> Iterator[list[T]]:
         yield from (of_group[start : start + ranks] for start in range(0, len(of_group), ranks))
 
 
+def received_bytes(rows: Sequence[Rows]) -> int:
+    """What a rank receives in an update of parameters of one group."""
+    found = 0
+    for together in in_turn(rows, lambda each: each):
+        for number, each in enumerate(together if together[0].ranks > 1 else ()):
+            here, width = len(each.own), each.shape[1]
+            others = each.shape[0] - here
+            found += (others if number == each.rank else here) * width
+    return found * torch.bfloat16.itemsize
+
+
 def on_owners(
     parts: Sequence[Tensor], rows: Sequence[Rows], compute: Callable[[Tensor], Tensor]
 ) -> list[Tensor]:
