@@ -74,24 +74,12 @@ def plan(
         parts = microbatches or defaults.get("microbatches", 1)
         ranks = layout.data_parallel * parts
         batch = batch_size or defaults.get("batch_size", ranks)
-        if batch % ranks:
-            raise ValueError(
-                f"batch_size: {batch} sequences in {parts} microbatch(es) cannot be shared equally "
-                f"by {layout.data_parallel} ranks: choose a multiple of {ranks}"
-            )
+        _check_batch(batch, parts, layout.data_parallel)
         length = sequence_length or defaults.get(
             "sequence_length", min(_SEQUENCE_LENGTH, config.max_sequence_length)
         )
-        asked = {
-            "optimizer": optimizer, "optimizer_state": optimizer_state, "ema_decay": ema_decay
-        }  # fmt: skip
-        settings = TrainSettings(
-            steps=1,
-            batch_size=batch,
-            sequence_length=length,
-            learning_rate=1.0,
-            **{name: value for name, value in asked.items() if value is not None},
-        )
+        asked = {"optimizer": optimizer, "optimizer_state": optimizer_state, "ema_decay": ema_decay}
+        settings = _settings(batch, length, asked)
         check_optimizer_layout(settings, layout.tp)
         step = PlannedStep(
             sequences=batch // ranks,
@@ -116,6 +104,21 @@ def plan(
     console.print(plan_table(found))
     if json_:
         print_json({"model": model, "gpus": gpus, "tokens": batch * length, **found.to_dict()})
+
+
+def _check_batch(batch: int, parts: int, ranks: int) -> None:
+    if batch % (ranks * parts):
+        raise ValueError(
+            f"batch_size: {batch} sequences in {parts} microbatch(es) cannot be shared equally "
+            f"by {ranks} ranks: choose a multiple of {ranks * parts}"
+        )
+
+
+def _settings(batch: int, length: int, asked: dict[str, Any]) -> TrainSettings:
+    """``asked``: None for the default."""
+    given = {name: value for name, value in asked.items() if value is not None}
+    sizes = {"batch_size": batch, "sequence_length": length}
+    return TrainSettings(steps=1, learning_rate=1.0, **sizes, **given)
 
 
 def optimizer_costs(settings: TrainSettings, model: nn.Module) -> OptimizerCosts:
