@@ -14,13 +14,19 @@ import torch
 from test_several_ranks import without_chance
 
 from distributed import run_distributed
-from lm_runs import QUIET, advance, fresh_trainer, options, small_corpus, whole_state
+from lm_runs import (
+    QUIET,
+    fresh_trainer,
+    options,
+    resumed_from,
+    saved_on_the_way,
+    small_corpus,
+    whole_state,
+)
 from moe_graphs.config import FullIterationConfig
-from moe_graphs.lm.checkpoint import find_checkpoint, save_checkpoint
 from moe_graphs.lm.compare import compare
 from moe_graphs.lm.legal_layouts import check_options
 from moe_graphs.lm.run import RunOptions, deterministic
-from moe_graphs.lm.sharded_checkpoint import ShardedCheckpoints, resume
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.lm.workers import Workers
 from moe_graphs.optim import Muon
@@ -65,21 +71,10 @@ def work(rank: int, world_size: int, folder: Path) -> None:
     all_workers = {name: Workers.on(layout, CPU) for name, layout in LAYOUTS.items()}
     for name, workers in all_workers.items():
         trainer = trainer_on(workers)
-        checkpoints = ShardedCheckpoints(folder / name, trainer)
-        advance(trainer, SAVED)
-        checkpoints.save()
-        found[name, "saved"] = whole_state(trainer)
-        advance(trainer, STEPS)
-        checkpoints.finish()
-        trainer.settle()
+        found[name, "saved"] = saved_on_the_way(trainer, folder / name, SAVED, STEPS)
         found[name] = trainer.history.loss.clone(), whole_state(trainer)
     for source, name in ON_OTHERS:
-        trainer = trainer_on(all_workers[name])
-        resume(find_checkpoint(folder / source), trainer)
-        resumed = whole_state(trainer)
-        advance(trainer, STEPS)
-        trainer.settle()
-        found[source, name] = resumed, trainer.history.loss.clone()
+        found[source, name] = resumed_from(folder / source, trainer_on(all_workers[name]), STEPS)
     found["graphed"] = {name: graphed(all_workers[name]) for name in ("shard", "experts")}
     torch.save(found, folder / f"{rank}.pt")  # tensors do not outlive their process in a pipe
 
@@ -109,10 +104,7 @@ def runs(tmp_path_factory) -> tuple[Path, Trainer, dict[str, Any], list[dict[Any
     """The folder, a process alone, its state when it was saved, and what the ranks have found."""
     folder = tmp_path_factory.mktemp("runs")
     trainer = trainer_on(None)
-    advance(trainer, SAVED)
-    save_checkpoint(folder / "one process", trainer)
-    saved = {key: value.clone() for key, value in whole_state(trainer).items()}
-    advance(trainer, STEPS)
+    saved = saved_on_the_way(trainer, folder / "one process", SAVED, STEPS)
     run_distributed(work, 2, arguments=(folder,))
     return folder, trainer, saved, [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
@@ -145,12 +137,10 @@ def test_checkpoints_are_resumed_on_any_layout(runs, source, layout):
 
 def test_one_process_goes_on_from_that_of_several(runs):
     folder, one, _, ranks = runs
-    trainer = trainer_on(None)
-    resume(find_checkpoint(folder / "shard"), trainer)
+    state, losses = resumed_from(folder / "shard", trainer_on(None), STEPS)
     wanted = ranks[0]["shard", "saved"]
-    assert all(torch.equal(value, wanted[key]) for key, value in whole_state(trainer).items())
-    advance(trainer, STEPS)
-    torch.testing.assert_close(trainer.history.loss, one.history.loss, rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(value, wanted[key]) for key, value in state.items())
+    torch.testing.assert_close(losses, one.history.loss, rtol=1e-5, atol=1e-5)
 
 
 def test_graphed_runs_are_eager_bit_for_bit(runs):
