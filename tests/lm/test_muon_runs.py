@@ -1,6 +1,6 @@
 """``--optimizer muon`` on several ranks: the run of one process, its checkpoints, its graphs.
 
-Everything that needs ranks is in one spawn.
+Everything that needs ranks is in one spawn. RANKS=4 has two degrees at a time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 import torch
 from test_several_ranks import without_chance
 
-from distributed import run_distributed
+from distributed import RANKS, run_distributed
 from lm_runs import (
     QUIET,
     fresh_trainer,
@@ -34,11 +34,12 @@ from moe_graphs.parallel import ParallelConfig
 
 STEPS, SAVED = 4, 2
 CPU = torch.device("cpu")
+HALF = RANKS // 2
 LAYOUTS = {
-    "shard": ParallelConfig(dp_shard=2),
-    "replicate": ParallelConfig(dp_replicate=2),
-    "experts": ParallelConfig(dp_shard=2, ep=2),
-    "pipeline": ParallelConfig(pp=2),
+    "shard": ParallelConfig(dp_shard=2, cp=HALF),
+    "replicate": ParallelConfig(dp_replicate=2, dp_shard=HALF),
+    "experts": ParallelConfig(dp_shard=2, dp_replicate=HALF, ep=2),
+    "pipeline": ParallelConfig(pp=2, dp_shard=HALF),
 }
 ON_OTHERS = [
     ("shard", "experts"), ("experts", "pipeline"), ("pipeline", "shard"),
@@ -105,8 +106,8 @@ def runs(tmp_path_factory) -> tuple[Path, Trainer, dict[str, Any], list[dict[Any
     folder = tmp_path_factory.mktemp("runs")
     trainer = trainer_on(None)
     saved = saved_on_the_way(trainer, folder / "one process", SAVED, STEPS)
-    run_distributed(work, 2, arguments=(folder,))
-    return folder, trainer, saved, [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    run_distributed(work, RANKS, arguments=(folder,))
+    return folder, trainer, saved, [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -150,5 +151,5 @@ def test_graphed_runs_are_eager_bit_for_bit(runs):
 
 @pytest.mark.multigpu
 def test_graphed_runs_are_eager_bit_for_bit_on_gpus():
-    found = run_distributed(graphed_on_gpus, 2, "nccl", timeout_seconds=300)
-    assert found == [[(True, True, True)] * 3] * 2
+    found = run_distributed(graphed_on_gpus, RANKS, "nccl", timeout_seconds=300)
+    assert found == [[(True, True, True)] * 3] * RANKS
