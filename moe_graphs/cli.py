@@ -29,6 +29,17 @@ Optimizer = Annotated[
     str | None,
     typer.Option(help="adamw (ours), torch_adamw, or muon for matrices.  [default: adamw]"),
 ]
+OptimizerState = Annotated[
+    str | None,
+    typer.Option(
+        help="Dtype of AdamW's states: parameter (the parameter's), float32, bfloat16, 8bit.  "
+        "[default: parameter]"
+    ),
+]
+EmaDecay = Annotated[
+    float | None,
+    typer.Option("--ema", help="Decay of averaged weights, which evaluation then uses."),
+]
 Seed = Annotated[int, typer.Option(help="Of weights, dropout and the order of the text.")]
 Device = Annotated[str | None, typer.Option(help="By default cuda if there is one.")]
 Dtype = Annotated[str, typer.Option(help="Of the parameters: float32, bfloat16.")]
@@ -118,23 +129,14 @@ def train(
     learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     warmup_steps: Annotated[int | None, typer.Option(help="Steps to the peak.")] = None,
     optimizer: Optimizer = None,
-    optimizer_state: Annotated[
-        str | None,
-        typer.Option(
-            help="Dtype of AdamW's states: parameter (the parameter's), float32, bfloat16, 8bit.  "
-            "[default: parameter]"
-        ),
-    ] = None,
+    optimizer_state: OptimizerState = None,
     stochastic_rounding: Annotated[
         bool,
         typer.Option(
             "--stochastic-rounding", help="Of bf16 parameters and states, right on the average."
         ),
     ] = False,
-    ema_decay: Annotated[
-        float | None,
-        typer.Option("--ema", help="Decay of averaged weights, which evaluation then uses."),
-    ] = None,
+    ema_decay: EmaDecay = None,
     seed: Seed = 0,
     device: Device = None,
     dtype: Dtype = "float32",
@@ -275,6 +277,9 @@ def plan(
         int | None, typer.Option(help="Tokens of a sequence.  [default: 4096, or the preset's]")
     ] = None,
     dtype: Dtype = "float32",
+    optimizer: Optimizer = None,
+    optimizer_state: OptimizerState = None,
+    ema_decay: EmaDecay = None,
     mixed_precision: MixedPrecision = False,
     reshard_after_forward: Annotated[
         bool, typer.Option(help="Whether FSDP2 frees gathered weights until the backward.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import json
 import re
 import shutil
@@ -196,15 +197,16 @@ class WholeCheckpoint(NamedTuple):
     settings: dict[str, Any]
 
 
-def read_whole(path: Path) -> WholeCheckpoint:
-    """On the CPU.
+def read_whole(path: Path, *, mapped: bool = False) -> WholeCheckpoint:
+    """On the CPU. ``mapped``: tensors are the files' memory, of which no more is read than is
+    looked at; nothing may keep them.
 
     Raises:
         ValueError: a file is missing or not to be read.
     """
     return WholeCheckpoint(
         read_part(path / MODEL, load_file),
-        read_part(path / STATE, load_state),
+        read_part(path / STATE, functools.partial(load_state, mapped=mapped)),
         read_part(path / SETTINGS, load_settings),
     )
 
@@ -251,8 +253,8 @@ def read_part(part: Path, reader: Callable[[Path], Any]) -> Any:
         ) from error
 
 
-def load_state(path: Path) -> dict[str, Any]:
-    state = torch.load(path, map_location="cpu", weights_only=True)
+def load_state(path: Path, *, mapped: bool) -> dict[str, Any]:
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     missing = {"step", "optimizer", "rng", "history"} - state.keys()
     if missing:
         raise ValueError(f"no {', '.join(sorted(missing))} in it")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe_graphs.config import FullIterationConfig, GraphConfig
 from moe_graphs.lm.run import RunOptions
+from moe_graphs.lm.settings import check_optimizer_layout
 from moe_graphs.lm.workers import Workers
 from moe_graphs.parallel import check_schedule, check_tensor_parallel, layers_of_stages
 
@@ -28,11 +29,7 @@ def check_options(options: RunOptions) -> None:
         return
     settings, model, layout = options.preset.training, options.preset.model, options.workers.layout
     ranks = layout.data_parallel
-    if settings.optimizer == "muon":
-        raise ValueError(
-            "optimizer: muon on several ranks: FSDP2 and tensor parallelism cut the matrices that "
-            "it needs whole: use --optimizer adamw, or one process"
-        )
+    check_optimizer_layout(settings, layout.tp)
     if settings.batch_size // settings.microbatches % ranks:
         raise ValueError(
             f"batch_size: {settings.batch_size} sequences in {settings.microbatches} "

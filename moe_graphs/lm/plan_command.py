@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from moe_graphs.checkpoints.hf_config import transformer_config
 from moe_graphs.checkpoints.shards import CONFIG, read_json
 from moe_graphs.layers import TransformerConfig, architectures
 from moe_graphs.lm.option_values import dtype_of
 from moe_graphs.lm.run_presets import presets
+from moe_graphs.lm.settings import (
+    TrainSettings,
+    build_optimizer,
+    check_optimizer_layout,
+    make_optimizer_state,
+)
 from moe_graphs.lm.workers import layout_of
+from moe_graphs.optim.whole_matrices import received_bytes, rows_of
 from moe_graphs.planning.layout_plan import plan_layout
 from moe_graphs.planning.plan_table import plan_table, ranks_table
-from moe_graphs.planning.planned_step import PlannedStep
+from moe_graphs.planning.planned_step import OptimizerCosts, PlannedStep, local_part
 from moe_graphs.terminal import errors_in_a_line, make_console, print_json
 
 ARCHITECTURES: dict[str, Callable[[], TransformerConfig]] = {
@@ -44,6 +54,9 @@ def plan(
     rows_factor: float | None,
     schedule: str,
     stages_per_rank: int | None,
+    optimizer: str | None,
+    optimizer_state: str | None,
+    ema_decay: float | None,
     json_: bool,
     **degrees: int | None,
 ) -> None:
@@ -61,14 +74,13 @@ def plan(
         parts = microbatches or defaults.get("microbatches", 1)
         ranks = layout.data_parallel * parts
         batch = batch_size or defaults.get("batch_size", ranks)
-        if batch % ranks:
-            raise ValueError(
-                f"batch_size: {batch} sequences in {parts} microbatch(es) cannot be shared equally "
-                f"by {layout.data_parallel} ranks: choose a multiple of {ranks}"
-            )
+        _check_batch(batch, parts, layout.data_parallel)
         length = sequence_length or defaults.get(
             "sequence_length", min(_SEQUENCE_LENGTH, config.max_sequence_length)
         )
+        asked = {"optimizer": optimizer, "optimizer_state": optimizer_state, "ema_decay": ema_decay}
+        settings = _settings(batch, length, asked)
+        check_optimizer_layout(settings, layout.tp)
         step = PlannedStep(
             sequences=batch // ranks,
             sequence_length=length,
@@ -79,6 +91,7 @@ def plan(
             rows_factor=rows_factor,
             schedule=schedule,
             stages_per_rank=stages_per_rank or (2 if schedule == "interleaved_1f1b" else 1),
+            optimizer=functools.partial(optimizer_costs, settings),
         )
         console.print(
             f"{model} on {gpus} GPU(s), {layout}: {batch} sequences of {length} tokens in {parts} "
@@ -91,6 +104,39 @@ def plan(
     console.print(plan_table(found))
     if json_:
         print_json({"model": model, "gpus": gpus, "tokens": batch * length, **found.to_dict()})
+
+
+def _check_batch(batch: int, parts: int, ranks: int) -> None:
+    if batch % (ranks * parts):
+        raise ValueError(
+            f"batch_size: {batch} sequences in {parts} microbatch(es) cannot be shared equally "
+            f"by {ranks} ranks: choose a multiple of {ranks * parts}"
+        )
+
+
+def _settings(batch: int, length: int, asked: dict[str, Any]) -> TrainSettings:
+    """``asked``: None for the default."""
+    given = {name: value for name, value in asked.items() if value is not None}
+    sizes = {"batch_size": batch, "sequence_length": length}
+    return TrainSettings(steps=1, learning_rate=1.0, **sizes, **given)
+
+
+def optimizer_costs(settings: TrainSettings, model: nn.Module) -> OptimizerCosts:
+    """Of the optimizer that ``moe-graphs train`` makes, on this rank's part of a model, which may
+    be on the meta device.
+
+    Raises:
+        ValueError: what ``build_optimizer`` refuses.
+    """
+    optimizer = build_optimizer(model, settings)
+    make_optimizer_state(optimizer)
+    states = [local_part(v) for state in optimizer.state.values() for v in state.values()]
+    received = 0
+    for group in optimizer.param_groups:
+        if group.get("muon"):
+            rows = (rows_of(parameter) for parameter in group["params"])
+            received += received_bytes([each for each in rows if each is not None])
+    return OptimizerCosts(sum(state.nbytes for state in states), received)
 
 
 def named_model(name: str) -> tuple[TransformerConfig, dict[str, Any]]:

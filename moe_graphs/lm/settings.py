@@ -18,6 +18,7 @@ from moe_graphs.layers.experts import GroupedExperts
 from moe_graphs.layers.latent_attention import LatentAttention
 from moe_graphs.layers.mlp import SwiGLU
 from moe_graphs.optim import AdamW, Muon, UpdateOptions
+from moe_graphs.optim.muon import complete_momentum
 from moe_graphs.training.capturable import tensor_hyperparameters
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.AdamW]] = {
@@ -124,6 +125,44 @@ def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Ad
             Muon, matrices that are sharded, or experts of other libraries.
     """
     options = _options(model, settings)
+    optimizer = OPTIMIZERS[settings.optimizer](
+        parameter_groups(model, settings),
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        **options,
+    )
+    tensor_hyperparameters(optimizer)
+    return optimizer
+
+
+@torch.no_grad()
+def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """AdamW's and Muon's, of parameters that have none yet: what a first step starts from."""
+    options = getattr(optimizer, "options", UpdateOptions())
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if group.get("muon"):
+                complete_momentum(state, parameter)
+            else:
+                options.complete(state, parameter)
+
+
+def check_optimizer_layout(settings: TrainSettings, tp: int) -> None:
+    """Returns if it can update what ``tp`` ranks leave of a matrix.
+
+    Raises:
+        ValueError: Muon cannot.
+    """
+    if settings.optimizer == "muon" and tp > 1:
+        raise ValueError(
+            f"optimizer: muon with tp={tp}, which cuts matrices by columns, and rows of each of "
+            f"their parts: use --optimizer adamw, or --tp 1 (--dp-shard, --ep and --pp are fine)"
+        )
+
+
+def parameter_groups(model: nn.Module, settings: TrainSettings) -> list[dict[str, Any]]:
+    """Of the optimizer, in its order: what a checkpoint of one process numbers them by."""
     splits = _splits_of_matrices(model) if settings.optimizer == "muon" else {}
     # Sharded parameters are updated together only if they lie on the same mesh.
     groups: dict[tuple, dict] = {}
@@ -137,14 +176,7 @@ def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Ad
                 mesh = getattr(p, "device_mesh", None)
                 key = (decayed, mesh, splits.get(p))
                 groups.setdefault(key, group)["params"].append(p)
-    optimizer = OPTIMIZERS[settings.optimizer](
-        list(groups.values()),
-        lr=settings.learning_rate,
-        betas=(settings.beta1, settings.beta2),
-        **options,
-    )
-    tensor_hyperparameters(optimizer)
-    return optimizer
+    return list(groups.values())
 
 
 def _options(model: torch.nn.Module, settings: TrainSettings) -> dict[str, Any]:

@@ -42,14 +42,12 @@ from moe_graphs.lm.checkpoint import (
     not_written,
     publish,
     read_part,
-    read_whole,
     save_checkpoint,
     settings_of,
 )
+from moe_graphs.lm.one_process_files import check_shapes, read_by_name
 from moe_graphs.lm.sharded_state import (
-    HISTORY,
     MODEL,
-    OPTIMIZER,
     fused_parts,
     history_state,
     model_state,
@@ -284,31 +282,19 @@ def _read(
 
 
 def _share(path: Path, trainer: Trainer) -> list[str]:
-    """A checkpoint of one process: every rank reads it, and keeps its share."""
-    whole = read_whole(path)
-    step = whole.state["step"]
-    check_step(path, step, trainer)
-    model = model_state(trainer)
-    check_same_model(path, described(whole.tensors), _described(trainer))
-    source = {f"{MODEL}.{name}": value for name, value in whole.tensors.items()}
-    states = whole.state["optimizer"]["state"]
-    # The order in which one process gives its parameters to the optimizer.
-    parameters = {whole_name(name): p for name, p in trainer.whole.named_parameters()}
-    names = list(parameters)
-    names.sort(key=lambda name: parameters[name].ndim < 2)
-    for number, name in enumerate(names):
-        for kind, value in states.get(number, {}).items():
-            source[f"{OPTIMIZER}.{name}.{kind}"] = value
-    source |= {f"{HISTORY}.{name}": value for name, value in whole.state["history"].items()}
-    state = {**model, **optimizer_state(trainer), **history_state(trainer, step)}
-    state = without_new_averages(trainer, state, source)
-    _check_keys(path, state, source)
+    """A checkpoint of one process: every rank reads of its files what is its own."""
+    saved = read_by_name(path, trainer)
+    state = {**model_state(trainer), **optimizer_state(trainer)}
+    state |= history_state(trainer, saved.step)
+    state = without_new_averages(trainer, state, saved.tensors)
+    _check_keys(path, state, saved.tensors)
+    check_shapes(path, state, saved.tensors)
     parts = fused_parts(trainer)
     for key, target in state.items():
         for where, piece in shares(target.detach(), parts.get(key)):
-            piece.copy_(source[key][where])
-    _set_random(trainer, {}, step)
-    return _goes_on(trainer, step, whole.settings, 1)
+            piece.copy_(saved.tensors[key][where])
+    _set_random(trainer, {}, saved.step)
+    return _goes_on(trainer, saved.step, saved.settings, 1)
 
 
 def _check_keys(path: Path, wanted: Collection[str], saved: Collection[str]) -> None:

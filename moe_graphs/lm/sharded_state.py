@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from moe_graphs.lm.checkpoint import model_tensors
+from moe_graphs.lm.settings import make_optimizer_state
 from moe_graphs.lm.trainer import Trainer
-from moe_graphs.optim import UpdateOptions
 from moe_graphs.optim.update_options import STATES, code_names
 from moe_graphs.parallel import fused_rows, whole_name
 
@@ -29,7 +29,7 @@ def model_state(trainer: Trainer) -> dict[str, Tensor]:
 
 def optimizer_state(trainer: Trainer) -> dict[str, Tensor]:
     """By the names of parameters. States that no step has made yet are made, of zeros."""
-    _make_optimizer_state(trainer.optimizer)
+    make_optimizer_state(trainer.optimizer)
     return {
         f"{OPTIMIZER}.{whole_name(name)}.{kind}": value
         for name, parameter in trainer.model.named_parameters()
@@ -82,12 +82,3 @@ def fused_parts(trainer: Trainer) -> dict[str, tuple[int, ...]]:
         states = (f"{OPTIMIZER}.{name}.{kind}" for kind in kinds)
         found.update(dict.fromkeys((f"{MODEL}.{name}", *states), parts))
     return found
-
-
-@torch.no_grad()
-def _make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """AdamW's, of parameters that have none yet."""
-    options = getattr(optimizer, "options", UpdateOptions())
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            options.complete(optimizer.state[parameter], parameter)

@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,17 +20,22 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from moe_graphs.optim.adamw import AdamW
+from moe_graphs.optim.whole_matrices import Rows, in_turn, on_owners, rows_of
 
 _RATIOS = (None, "original", "match_rms_adamw")
 _OPTIONS = (
     "momentum", "nesterov", "ns_coefficients", "ns_steps", "ns_eps", "adjust_lr_fn", "muon", "split"
 )  # fmt: skip
+_FLAGS = ("grad_scale", "grad_factor", "found_inf")
 
 
 class _Row(NamedTuple):
+    """What this rank has of a parameter, its gradient and its momentum."""
+
     parameter: Tensor
     gradient: Tensor
     momentum: Tensor
+    rows: Rows
 
 
 class Muon(AdamW):
@@ -41,8 +48,13 @@ class Muon(AdamW):
     orthogonal each by itself if the group says where they are: ``"split"``, sizes along ``out``.
 
     No host sync; for graphs and ``DeviceStep`` as ``AdamW`` is: tensor learning rates, skipped
-    steps, clipping. What a skipped step leaves alone, it computes all the same. DTensors whose
-    matrices are whole on their ranks (experts sharded by expert) are updated where they are.
+    steps, clipping. What a skipped step leaves alone, it computes all the same.
+
+    DTensors whose matrices are whole on their ranks (experts sharded by expert, replicas) are
+    updated where they are. Matrices of which ranks hold rows (FSDP2) are gathered in bf16, each by
+    one of the ranks in turn, which makes it orthogonal and sends the rows back: no rank has more
+    than one whole matrix at a time, and the numbers are those of one process. Replicas (HSDP) all
+    do the same.
 
     Args:
         params: parameters, all by Muon, or groups.
@@ -55,7 +67,7 @@ class Muon(AdamW):
 
     Raises:
         ValueError: what ``AdamW`` refuses; a group by Muon with parameters that are no matrices, or
-            of which a rank holds parts (FSDP2, tensor parallelism), or another ``split``.
+            of which a rank holds other parts than rows (tensor parallelism), or another ``split``.
     """
 
     starts_from_zeros = True
@@ -110,15 +122,16 @@ class Muon(AdamW):
             if parameter.grad is None:
                 continue
             state = self.state[parameter]
-            if not state:
-                state["momentum_buffer"] = torch.zeros_like(parameter)
+            complete_momentum(state, parameter)
             own = (parameter, parameter.grad, state["momentum_buffer"])
             if len({getattr(tensor, "placements", None) for tensor in own}) > 1:
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} has a gradient or a momentum "
                     f"that is shared by ranks otherwise: redistribute it"
                 )
-            row = _Row(*map(_local, own))
+            of_rank = rows_of(parameter)
+            assert of_rank is not None  # as when it was added
+            row = _Row(_local(own[0]), _local(own[1]), _local(own[2]), of_rank)
             if row.momentum.shape != row.parameter.shape:
                 raise ValueError(
                     f"a parameter of shape {tuple(row.parameter.shape)} has a momentum of shape "
@@ -131,25 +144,35 @@ class Muon(AdamW):
         if not group["muon"]:
             super()._update(group, rows)
             return
-        flags = ("grad_scale", "grad_factor", "found_inf")
-        for row in rows:
-            device = row.parameter.device
-            given = (getattr(self, name, None) for name in flags)
-            _update_row(row, group, *(None if x is None else x.to(device) for x in given))
+        for together in in_turn(rows, lambda row: row.rows):
+            device = together[0].parameter.device
+            given = (
+                getattr(self, name, None) for name in ("grad_scale", "grad_factor", "found_inf")
+            )
+            flags = [None if x is None else x.to(device) for x in given]
+            updates = [_moved_momentum(row, group, *flags) for row in together]
+            compute = functools.partial(_orthogonal, group=group)
+            found = on_owners(updates, [row.rows for row in together], compute)
+            for row, orthogonal in zip(together, found, strict=True):
+                _move(row, orthogonal, group, flags[-1])
 
 
-def _update_row(
+def complete_momentum(state: dict[str, Any], parameter: Tensor) -> None:
+    """Makes what a first step by Muon starts from."""
+    if not state:
+        state["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
+
+
+def _moved_momentum(
     row: _Row,
     group: dict[str, Any],
     grad_scale: Tensor | None,
     grad_factor: Tensor | None,
     found_inf: Tensor | None,
-) -> None:
-    """A skipped step takes the momentum for its gradient, and a rate of 0."""
-    parameter, gradient, momentum = row
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.device != parameter.device:
-        lr = float(lr)
+) -> Tensor:
+    """What is to be made orthogonal, in bf16. A skipped step takes the momentum for its
+    gradient."""
+    _, gradient, momentum, _ = row
     if grad_scale is not None:
         gradient.div_(grad_scale)
     if grad_factor is not None:
@@ -157,21 +180,41 @@ def _update_row(
     gradient = gradient.to(momentum.dtype)
     if found_inf is not None:
         gradient = torch.where(found_inf == 1, momentum, gradient)
-        lr = lr * (found_inf != 1)
     momentum.lerp_(gradient, 1 - group["momentum"])
     update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+    return update.bfloat16()
+
+
+def _orthogonal(matrices: Tensor, group: dict[str, Any]) -> Tensor:
+    """Whole matrices, each of their parts by itself."""
+    out = _out(matrices)
+    options = group["ns_coefficients"], group["ns_steps"], group["ns_eps"]
+    parts = matrices.split(group["split"] or (matrices.shape[out],), out)
+    return torch.cat([orthogonalize(part, *options) for part in parts], out)
+
+
+def _move(row: _Row, orthogonal: Tensor, group: dict[str, Any], found_inf: Tensor | None) -> None:
+    """This rank's part of a parameter. Of a skipped step the rate is 0."""
+    parameter, _, _, rows = row
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.device != parameter.device:
+        lr = float(lr)
+    if found_inf is not None:
+        lr = lr * (found_inf != 1)
     parameter.mul_(1 - lr * group["weight_decay"])
     out = _out(parameter)
-    split = group["split"] or (parameter.shape[out],)
-    for part, of_part in zip(parameter.split(split, out), update.split(split, out), strict=True):
-        orthogonal = orthogonalize(
-            of_part, group["ns_coefficients"], group["ns_steps"], group["ns_eps"]
-        )
-        rate = lr * _ratio(group["adjust_lr_fn"], part.shape[out], part.shape[-3 - out])
+    split = group["split"] or (rows.shape[out],)
+    own = rows.own if rows.ranks > 1 else range(rows.shape[out])
+    ends = list(itertools.accumulate(split, initial=0))
+    # Of every part what is here.
+    here = [max(0, min(b, own.stop) - max(a, own.start)) for a, b in itertools.pairwise(ends)]
+    pairs = zip(parameter.split(here, out), orthogonal.split(here, out), strict=True)
+    for size, (part, of_part) in zip(split, pairs, strict=True):
+        rate = lr * _ratio(group["adjust_lr_fn"], size, rows.shape[-3 - out])
         if isinstance(rate, Tensor):
-            part.addcmul_(orthogonal, rate, value=-1)
+            part.addcmul_(of_part, rate, value=-1)
         else:
-            part.add_(orthogonal, alpha=-rate)
+            part.add_(of_part, alpha=-rate)
 
 
 def orthogonalize(
@@ -236,10 +279,10 @@ def _check(group: dict[str, Any], number: int) -> None:
         split = group["split"]
         if split and sum(split) != shape[_out(parameter)]:
             raise ValueError(f"split: {split} is not the {shape[_out(parameter)]} of {name}")
-        for placement in getattr(parameter, "placements", ()):
-            is_whole = placement.is_replicate() or (placement.is_shard(0) and len(shape) == 3)
-            if not is_whole:
-                raise ValueError(
-                    f"{name}, {shape}, is {placement} over ranks, which would each see a part of "
-                    f"its matrices: keep it whole, or update it by AdamW"
-                )
+        rows = rows_of(parameter)
+        if rows is None or (rows.ranks > 1 and len(_local(parameter)) != len(rows.own)):
+            raise ValueError(
+                f"{name}, {shape}, is {parameter.placements} over ranks, which would each see a "
+                f"part of its matrices that is none of rows, as FSDP2 divides them: keep it whole, "
+                f"or update it by AdamW"
+            )

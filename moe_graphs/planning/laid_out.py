@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,7 +24,7 @@ from moe_graphs.parallel import (
 )
 from moe_graphs.pipelines.formats import from_torch
 from moe_graphs.pipelines.schedule import Schedule
-from moe_graphs.planning.planned_step import PlannedStep
+from moe_graphs.planning.planned_step import OptimizerCosts, PlannedStep, local_part
 from moe_graphs.planning.step_memory import Action
 from moe_graphs.planning.weights_around import Part, fsdp_parts, groups_of
 from moe_graphs.planning.wire_bytes import ShardedWeights
@@ -55,11 +54,13 @@ class LaidOutRank:
 
     Attributes:
         held: as of ``held_between_steps``.
+        update: what its optimizer costs.
         padding: share of its parameters that an equal division would not give it.
     """
 
     stages: list[LaidOutStage]
     held: dict[str, int]
+    update: OptimizerCosts
     padding: float
 
 
@@ -89,9 +90,10 @@ def lay_out(
             parts = fsdp_parts(stage, weights, groups, *step.on_the_wire)
             layers = range(numbers[0], numbers[-1] + 1)
             found.append(LaidOutStage(layers, weights, groups, parts))
-        held = held_between_steps(model)
+        update = step.optimizer(model)
+        held = held_between_steps(model, update)
         padding = max(0.0, 1 - _equal_share(model) / held["parameters"])
-        return LaidOutRank(found, held, padding)
+        return LaidOutRank(found, held, update, padding)
 
 
 def divided(
@@ -143,17 +145,16 @@ def idle_share(schedule: Schedule) -> float:
     return 1 - busy / (length * len(timeline))
 
 
-def held_between_steps(model: nn.Module) -> dict[str, int]:
-    """Parameters, buffers, gradients and AdamW's state of a model that may be sharded: bytes of
-    this rank, each in the dtype of the parameter."""
+def held_between_steps(model: nn.Module, update: OptimizerCosts) -> dict[str, int]:
+    """Parameters, buffers, gradients and the optimizer's state of a model that may be sharded:
+    bytes of this rank, gradients in the dtype of the parameter."""
     parameters = list(model.parameters())
-    own = sum(_local(parameter).nbytes for parameter in parameters)
-    trained = [p for p in parameters if p.requires_grad]
-    gradients = sum(_local(parameter).nbytes for parameter in trained)
-    # The number of steps is an fp32 scalar of every parameter.
-    state = 2 * gradients + 4 * len(trained)
-    buffers = sum(buffer.nbytes for buffer in model.buffers())
-    return {"parameters": own, "gradients": gradients, "optimizer": state, "buffers": buffers}
+    return {
+        "parameters": sum(local_part(p).nbytes for p in parameters),
+        "gradients": sum(local_part(p).nbytes for p in parameters if p.requires_grad),
+        "optimizer": update.states,
+        "buffers": sum(buffer.nbytes for buffer in model.buffers()),
+    }
 
 
 @contextlib.contextmanager
@@ -174,10 +175,6 @@ def as_rank(layout: ParallelConfig, stage_rank: int) -> Iterator[DeviceMesh | No
         yield make_mesh(layout, "cpu")
     finally:
         dist.destroy_process_group()
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _equal_share(model: nn.Module) -> float:

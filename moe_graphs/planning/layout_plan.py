@@ -232,6 +232,8 @@ def _wire(
         both = dispatch_bytes(step.dispatcher, *of_a_layer)
         for name, each in zip(("expert dispatch", "expert combine"), both, strict=True):
             add(name, each * moe_layers * step.microbatches)
+    if rank.update.received:
+        add("matrices of the update", rank.update.received)
     if messages:
         add("messages between stages", messages * step.microbatches)
     return found

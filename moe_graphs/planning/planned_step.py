@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from moe_graphs.parallel import MIXED_PRECISION
 
 DISPATCHERS = ("all_to_all", "all_gather", "symmetric")
+
+
+class OptimizerCosts(NamedTuple):
+    """Bytes of a rank: of its states, and what it receives in an update."""
+
+    states: int
+    received: int = 0
+
+
+def of_torchs_adamw(model: nn.Module) -> OptimizerCosts:
+    """Two averages in the dtype of each parameter, and its number of steps, an fp32 scalar."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return OptimizerCosts(sum(2 * local_part(parameter).nbytes + 4 for parameter in trained))
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """What this rank has of it."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +45,7 @@ class PlannedStep:
             model computes in it; otherwise autocast to bf16, as ``moe-graphs train`` does.
         dispatcher, rows_factor, one_barrier: with expert parallelism, as of ``make_dispatcher``.
         schedule, stages_per_rank: of a pipeline, as of ``Pipeline``.
+        optimizer: what it costs a rank, whose part of the model it is given on the meta device.
         on_gpus: what kernels keep on a GPU; False for the CPU, where nothing is cast.
     """
 
@@ -36,6 +59,7 @@ class PlannedStep:
     one_barrier: bool = False
     schedule: str = "1f1b"
     stages_per_rank: int = 1
+    optimizer: Callable[[nn.Module], OptimizerCosts] = of_torchs_adamw
     on_gpus: bool = True
 
     def __post_init__(self) -> None:

@@ -16,14 +16,21 @@ import torch
 from test_several_ranks import held_out, without_chance
 
 from distributed import run_distributed
-from lm_runs import QUIET, SCOPES, advance, fresh_trainer, options, small_corpus, whole_state
+from lm_runs import (
+    QUIET,
+    SCOPES,
+    fresh_trainer,
+    options,
+    resumed_from,
+    saved_on_the_way,
+    small_corpus,
+    whole_state,
+)
 from moe_graphs.config import FullIterationConfig, GraphConfig
-from moe_graphs.lm.checkpoint import find_checkpoint, save_checkpoint
 from moe_graphs.lm.compare import compare
 from moe_graphs.lm.legal_layouts import check_options
 from moe_graphs.lm.run import RunOptions
 from moe_graphs.lm.sample import continue_tokens
-from moe_graphs.lm.sharded_checkpoint import ShardedCheckpoints, resume
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.lm.workers import Workers
 from moe_graphs.parallel import ParallelConfig, whole_sequences
@@ -74,13 +81,7 @@ def work(rank: int, world_size: int, folder: Path) -> None:
     all_workers = {name: Workers.on(layout, CPU) for name, layout in LAYOUTS.items()}
     for name, workers in all_workers.items():
         trainer = trainer_on(workers)
-        checkpoints = ShardedCheckpoints(folder / name, trainer)
-        advance(trainer, SAVED)
-        checkpoints.save()
-        found[name, "saved"] = whole_state(trainer)
-        advance(trainer, STEPS)  # while it is written
-        checkpoints.finish()
-        trainer.settle()
+        found[name, "saved"] = saved_on_the_way(trainer, folder / name, SAVED, STEPS)
         found[name] = {
             "losses": trainer.history.loss.clone(),
             "norms": trainer.history.grad_norm.clone(),
@@ -89,12 +90,7 @@ def work(rank: int, world_size: int, folder: Path) -> None:
             "written": None if trainer.pipeline is not None else written_by(trainer),
         }
     for source, name in ON_OTHERS:
-        trainer = trainer_on(all_workers[name])
-        resume(find_checkpoint(folder / source), trainer)
-        resumed = whole_state(trainer)
-        advance(trainer, STEPS)
-        trainer.settle()
-        found[source, name] = resumed, trainer.history.loss.clone()
+        found[source, name] = resumed_from(folder / source, trainer_on(all_workers[name]), STEPS)
     found["compared"] = [compared(all_workers[name], graphs) for name, graphs in COMPARED]
     torch.save(found, folder / f"{rank}.pt")  # tensors do not outlive their process in a pipe
 
@@ -121,10 +117,7 @@ def runs(tmp_path_factory) -> tuple[Path, Trainer, dict[str, Any], list[dict[Any
     """The folder, a process alone, its state when it was saved, and what the ranks have found."""
     folder = tmp_path_factory.mktemp("runs")
     trainer = trainer_on(None)
-    advance(trainer, SAVED)
-    save_checkpoint(folder / "one process", trainer)
-    saved = {key: value.clone() for key, value in whole_state(trainer).items()}
-    advance(trainer, STEPS)
+    saved = saved_on_the_way(trainer, folder / "one process", SAVED, STEPS)
     run_distributed(work, 4, arguments=(folder,), timeout_seconds=300)
     return folder, trainer, saved, [torch.load(folder / f"{rank}.pt") for rank in range(4)]
 
@@ -161,12 +154,10 @@ def test_a_checkpoint_is_resumed_on_another_layout(runs, source, layout):
 @pytest.mark.parametrize("source", LAYOUTS)
 def test_one_process_goes_on_from_a_checkpoint_of_four(runs, source):
     folder, one, _, ranks = runs
-    trainer = trainer_on(None)
-    resume(find_checkpoint(folder / source), trainer)
+    state, losses = resumed_from(folder / source, trainer_on(None), STEPS)
     wanted = ranks[0][source, "saved"]
-    assert all(torch.equal(value, wanted[key]) for key, value in whole_state(trainer).items())
-    advance(trainer, STEPS)
-    torch.testing.assert_close(trainer.history.loss, one.history.loss, rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(value, wanted[key]) for key, value in state.items())
+    torch.testing.assert_close(losses, one.history.loss, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.long

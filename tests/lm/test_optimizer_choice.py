@@ -122,8 +122,8 @@ def test_muon_learns_is_the_same_in_graphs_and_goes_on_where_it_was(tmp_path):
 
 
 def test_muon_needs_whole_matrices():
-    workers = SimpleNamespace(layout=ParallelConfig(dp_shard=2))
-    with pytest.raises(ValueError, match="^optimizer: muon on several ranks"):
+    workers = SimpleNamespace(layout=ParallelConfig(tp=2))
+    with pytest.raises(ValueError, match="^optimizer: muon with tp=2, which cuts matrices"):
         check_options(dataclasses.replace(choosing("muon"), workers=workers))
 
     class Others(ExpertsBackend):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from moe_graphs.config import GraphConfig
 from moe_graphs.layers import MoEConfig, TransformerConfig
+from moe_graphs.lm.checkpoint import find_checkpoint, save_checkpoint
 from moe_graphs.lm.chosen_kernels import with_kernels
 from moe_graphs.lm.data import Corpus
 from moe_graphs.lm.run import (
@@ -18,6 +21,7 @@ from moe_graphs.lm.run import (
 )
 from moe_graphs.lm.run_presets import Preset
 from moe_graphs.lm.settings import TrainSettings
+from moe_graphs.lm.sharded_checkpoint import ShardedCheckpoints, resume
 from moe_graphs.lm.sharded_state import (
     fused_parts,
     history_state,
@@ -83,6 +87,33 @@ def fresh_trainer(given: RunOptions) -> Trainer:
 def advance(trainer: Trainer, until: int) -> None:
     while trainer.step < until:
         trainer.train_step()
+
+
+def saved_on_the_way(trainer: Trainer, folder: Path, saved: int, steps: int) -> dict[str, Any]:
+    """Trains to ``steps``, and writes a checkpoint at ``saved`` meanwhile: the whole state then."""
+    if trainer.workers is None:
+        advance(trainer, saved)
+        save_checkpoint(folder, trainer)
+        state = {key: value.clone() for key, value in whole_state(trainer).items()}
+        advance(trainer, steps)
+        return state
+    checkpoints = ShardedCheckpoints(folder, trainer)
+    advance(trainer, saved)
+    checkpoints.save()
+    state = whole_state(trainer)
+    advance(trainer, steps)
+    checkpoints.finish()
+    trainer.settle()
+    return state
+
+
+def resumed_from(folder: Path, trainer: Trainer, steps: int) -> tuple[dict[str, Any], torch.Tensor]:
+    """The whole state that it goes on with, and the losses to ``steps``."""
+    resume(find_checkpoint(folder), trainer)
+    state = whole_state(trainer)
+    advance(trainer, steps)
+    trainer.settle()
+    return state, trainer.history.loss.clone()
 
 
 def whole_state(trainer: Trainer) -> dict[str, torch.Tensor]:
