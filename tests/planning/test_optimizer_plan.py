@@ -77,6 +77,7 @@ def real_cost(layout: ParallelConfig, options: dict[str, Any]) -> OptimizerCosts
     return OptimizerCosts(sum(held.values()), arriving.received)
 
 
+@pytest.mark.long
 def test_what_two_ranks_hold_and_receive_is_what_was_planned():
     every = run_distributed(real_costs, 2)
     for number, (degrees, options) in enumerate(CASES):
