@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -10,8 +11,13 @@ from torch.utils import _pytree as pytree
 from moe_graphs.engine.signature import tensor_leaves
 
 
+@functools.cache
+def _namespace(func: Any) -> str | None:
+    return getattr(func, "namespace", None)
+
+
 def communicates(func: Any) -> bool:
-    return getattr(func, "namespace", None) == "c10d"
+    return _namespace(func) == "c10d"
 
 
 def sends(func: Any) -> bool:
@@ -28,7 +34,7 @@ def wait(results: Any) -> None:
 
 def arrived(func: Any, results: Any) -> None:
     """Waits for communication that gives back tensors (those of DTensors do) instead of work."""
-    if getattr(func, "namespace", None) == "_c10d_functional":
+    if _namespace(func) == "_c10d_functional":
         for tensor in tensor_leaves(results):
             torch.ops._c10d_functional.wait_tensor(tensor)
 

@@ -80,6 +80,7 @@ class Reads:
         self._ran: set[types.CodeType] = set()
         self.of_contexts: dict[str, Any] = {}
         self._seen: dict[int, weakref.ref | None] = {}
+        self._may_have_state = functools.cache(_may_have_state)  # of some thousand calls
 
     def __enter__(self) -> Reads:
         # Dispatch modes and optimizers do so with their first operation, and nobody is to be
@@ -211,7 +212,7 @@ class Reads:
         owner = frame.f_locals.get(code.co_varnames[0])
         if isinstance(owner, torch._C._FunctionBase):
             self._note_context(owner)
-        if id(owner) in self._seen or not _may_have_state(owner):
+        if id(owner) in self._seen or not self._may_have_state(type(owner)):
             return
         # What is made inside of the block is none of its inputs.
         is_made_here = code.co_name in _CONSTRUCTORS
@@ -252,14 +253,13 @@ def _is_filled(cell: types.CellType) -> bool:
         return False
 
 
-def _may_have_state(owner: Any) -> bool:
-    """Whether it is a module, or an object of the user's. Others are found by name."""
-    if isinstance(owner, torch.nn.Module):
+def _may_have_state(kind: type) -> bool:
+    """Whether it is that of a module, or of objects of the user's. Others are found by name."""
+    if issubclass(kind, torch.nn.Module):
         return True
-    if isinstance(owner, (torch.Tensor, torch._C._FunctionBase, *BY_IDENTITY)):
+    if issubclass(kind, (torch.Tensor, torch._C._FunctionBase, *BY_IDENTITY)):
         return False
-    has_attributes = type(owner).__dictoffset__ != 0  # hasattr would run code of the object's
-    return has_attributes and origin_of_class(type(owner)) == "own"
+    return kind.__dictoffset__ != 0 and origin_of_class(kind) == "own"  # if it has attributes
 
 
 def _not_seen_running(

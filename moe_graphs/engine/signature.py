@@ -13,6 +13,8 @@ from torch.utils import _pytree as pytree
 
 from moe_graphs.engine.values import same_value
 
+_CONSTANTS = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout}
+
 
 @dataclass(frozen=True)
 class Mismatch:
@@ -196,7 +198,16 @@ def _of_tensors(count: int) -> pytree.TreeSpec:
 
 
 def tensor_leaves(tree: Any) -> list[torch.Tensor]:
-    """The tensors among the leaves of a pytree, in order."""
+    """The tensors among the leaves of a pytree, in order. Arguments of operations by a shorter way:
+    an operation that is watched asks several times."""
+    kind = type(tree)
+    if kind is torch.Tensor:
+        return [tree]
+    if kind in _CONSTANTS:
+        return []
+    if kind is tuple or kind is list or kind is dict:
+        parts = tree.values() if kind is dict else tree
+        return [tensor for part in parts for tensor in tensor_leaves(part)]
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 

@@ -42,6 +42,6 @@ def is_wrapper(kind: type) -> bool:
 
 def has_no_values(kinds: tuple[type, ...], kwargs: dict) -> bool:
     """Of an operation: it only finds out shapes, as DTensor does."""
-    on_meta = kwargs.get("device") == torch.device("meta")
+    on_meta = "device" in kwargs and kwargs["device"] == torch.device("meta")
     is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     return on_meta or is_fake or any(kind.__name__ == "FakeTensor" for kind in kinds)

@@ -27,14 +27,14 @@ from moe_graphs.engine.stand_for import has_no_values, is_wrapper, local
 from moe_graphs.errors import CaptureError
 
 # Reads of tensor values that never reach the dispatcher on the CPU.
-_HOST_READS = (
+_HOST_READS = {
     torch.Tensor.tolist,
     torch.Tensor.numpy,
     torch.Tensor.cpu,
     torch.Tensor.__array__,
     torch.Tensor.__dlpack__,
-)
-_MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)  # of lists: they read tensors in these
+}
+_MAKERS = {torch.tensor, torch.as_tensor, torch.asarray}  # of lists: they read tensors in these
 _VALUE_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 # Where hooks on saved tensors are in force, autograd makes them itself. They compute nothing.
 _OF_AUTOGRAD = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
@@ -293,9 +293,7 @@ class _RefuseHostReads(TorchFunctionMode):
         self._from_python = from_python
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        is_tensor = bool(args) and isinstance(args[0], Tensor)
-        is_constant = is_tensor and address(args[0]) in self._from_python
-        if (func in _HOST_READS and not is_constant) or (
+        if (func in _HOST_READS and address(args[0]) not in self._from_python) or (
             func in _MAKERS and isinstance(args[0], (list, tuple)) and tensor_leaves(args[0])
         ):
             _refuse(f"Tensor.{func.__name__}", _HOST_READ)

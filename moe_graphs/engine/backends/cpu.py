@@ -9,6 +9,7 @@ memory pool (every intermediate keeps its own memory) or of speed.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -97,6 +98,7 @@ class _Recorder(DispatchMode):
         return out
 
 
+@functools.cache
 def _is_view(func: Any) -> bool:
     returns = func._schema.returns
     return bool(returns) and all(
