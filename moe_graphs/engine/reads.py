@@ -103,7 +103,6 @@ class Reads:
         alive = (reference() for reference in self._seen.values() if reference is not None)
         self.owners = {id(owner): owner for owner in alive if owner is not None}
         self._seen.clear()
-        self._may_have_state.cache_clear()
 
     @classmethod
     def before_running(cls, *functions: Callable[..., Any]) -> Reads:
@@ -260,8 +259,7 @@ def _may_have_state(kind: type) -> bool:
         return True
     if issubclass(kind, (torch.Tensor, torch._C._FunctionBase, *BY_IDENTITY)):
         return False
-    has_attributes = kind.__dictoffset__ != 0  # hasattr would run code of the object's
-    return has_attributes and origin_of_class(kind) == "own"
+    return kind.__dictoffset__ != 0 and origin_of_class(kind) == "own"  # if it has attributes
 
 
 def _not_seen_running(
