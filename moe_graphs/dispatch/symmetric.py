@@ -227,7 +227,7 @@ def sums_backward(
         grad_rows = received_rows(order_R, inverse_GK, weights_GK, memory[0])
     if needed[1] and kept is None:
         grad_weights = received_dots(rows_RD, inverse_GK, memory[0])
-    elif needed[1]:
+    elif needed[1] and kept is not None:
         grad_weights = received_dots_kept(
             kept.state, kept.frame_5, inverse_GK, kept.stack, memory[0]
         )

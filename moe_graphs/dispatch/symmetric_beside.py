@@ -41,7 +41,8 @@ def begin_preprocess(
     """``dispatcher.preprocess``, begun on the side stream, for ``end_preprocess``."""
     local, ranks = dispatcher.local_experts(num_experts), rank_and_size(dispatcher.group)[1]
     memory, held = dispatcher.memory_for(hidden_TD, experts_TK), Held()
-    room = room_for_rows(*experts_TK.shape, local, ranks, dispatcher.rows_factor)
+    tokens, top_k = experts_TK.shape
+    room = room_for_rows(tokens, top_k, local, ranks, dispatcher.rows_factor)
     begun = _BeginDispatch.apply(
         held, hidden_TD, weights_TK.float(), experts_TK, local, num_experts, room, memory
     )

@@ -6,8 +6,8 @@
 The backward is the same from right to left. In every column at most one stream waits for other
 ranks, and no expert waits for any: so a wait always ends, however few of a GPU's multiprocessors
 are left to it, and all exchanges of a rank run one after the other in one order. Both halves so
-have the same peers' memory: half of what the whole batch takes, and a second one if T is odd. Rows for
-experts have room for the worst routing of each half, together that of the whole.
+have the same peers' memory: half of what the whole batch takes, and a second one if T is odd. Rows
+for experts have room for the worst routing of each half, together that of the whole.
 
 The reference is this layer run eagerly, which graphs are to the bit. A token's output is the sum of
 the same addends as uncut, and the same to the bit where the products of a row do not depend on how
