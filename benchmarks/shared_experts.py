@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,7 +71,17 @@ def pairs(ranks: int, smoke: bool) -> Iterator[list[Case]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    measure_pairs("shared_experts", __doc__ or "", pairs, arguments)
+
+
+def measure_pairs(
+    benchmark: str,
+    description: str,
+    pairs: Callable[[int, bool], Iterator[list[Case]]],
+    arguments: list[str] | None,
+) -> None:
+    """``pairs``: of so many ranks, and whether they are tiny."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--out", type=Path, help="JSON lines are appended here")
     parser.add_argument("--smoke", action="store_true", help="tiny models on the CPU, as a test")
     parser.add_argument("--rounds", type=int, default=7)
@@ -79,7 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=45.0, help="no pair begins later")
     parser.add_argument("--commit", help="where there is no .git to ask")
     began, options = time.monotonic(), parser.parse_args(arguments)
-    constant = {"benchmark": "shared_experts", "environment": environment.stamp(options.commit)}
+    constant = {"benchmark": benchmark, "environment": environment.stamp(options.commit)}
     with process_group(options.smoke) as device:
         for pair in pairs(dist.get_world_size(), options.smoke):
             if is_late(began + options.seconds, device):

@@ -8,7 +8,8 @@ the allocator (``record_stream``, which in a capture defers what it frees to the
   stream that forks would be given its memory while the side stream reads it.
 - What was allocated within and is read outside, behind ``join``, may be dropped at any time
   outside: its memory is the side stream's, and that waits for all of it at the next fork.
-- Within ``forked`` nothing is launched that waits for other ranks.
+- Of the two streams at most one is given work that waits for other ranks between a fork and its
+  join: so what is beside always ends, and two waits never hold up one another's ranks.
 - A capture that forks also joins before its end.
 
 On devices other than CUDA's there is one stream: ``forked`` and ``join`` do nothing.

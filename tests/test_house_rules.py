@@ -27,7 +27,7 @@ ALLOWED = {
     "side_stream": set(),
     "kernels": {"kernels", "side_stream"},
     "optim": {"optim", "kernels"},
-    "dispatch": {"dispatch", "kernels", "staged"},
+    "dispatch": {"dispatch", "kernels", "side_stream", "staged"},
     "layers": {"layers", "checkpoints", "dispatch", "kernels", "staged"},
     "checkpoints": {"checkpoints", "layers.model_config", "layers.rope_scaling"},
     "parallel": {"parallel", "checkpoints", "layers", "dispatch", "kernels"},

@@ -75,7 +75,7 @@ class SymmetricDispatcher(ExpertParallel):
             needed = None if self.rows_factor is None else rows.needed
             rows_RD = permute(hidden_TD, rows.order)
             return DispatchPlan(rows_RD, weights_TK, rows.order, rows.dropped, needed)
-        memory = self._memory(hidden_TD, experts_TK)
+        memory = self.memory_for(hidden_TD, experts_TK)
         rows_RD, weights_GK, order_R, inverse_R, offsets_e, dropped, needed = _Dispatch.apply(
             hidden_TD, weights_TK.float(), experts_TK, local, num_experts, room, memory
         )
@@ -91,7 +91,7 @@ class SymmetricDispatcher(ExpertParallel):
             return unpermute(expert_rows, plan.order, plan.weights_TK, dispatched.kept)
         order, experts_TK = plan.order, plan.handle
         local = order.offsets_E.numel()
-        memory = self._memory(expert_rows, experts_TK)
+        memory = self.memory_for(expert_rows, experts_TK)
         return _Combine.apply(
             expert_rows, plan.weights_TK, experts_TK, order.order_R, order.inverse_R, local, memory,
             dispatched.kept,
@@ -100,13 +100,13 @@ class SymmetricDispatcher(ExpertParallel):
     def receive_again(self, hidden_TD: Tensor, order: RowOrder, handle: Any) -> Tensor:
         if handle is None:
             return permute(hidden_TD, order)
-        local, memory = order.offsets_E.numel(), self._memory(hidden_TD, handle)
+        local, memory = order.offsets_E.numel(), self.memory_for(hidden_TD, handle)
         # The routing is there already: rows travel as gradients do.
         push_gradients(hidden_TD, handle, local, *memory)
         inverse_GK = order.inverse_R.view(-1, handle.shape[1])
         return received_rows(order.order_R, inverse_GK, None, memory[0])
 
-    def _memory(self, rows: Tensor, experts_TK: Tensor) -> tuple[int, str]:
+    def memory_for(self, rows: Tensor, experts_TK: Tensor) -> tuple[int, str]:
         """Its number, and the name of the group. Rows of another dtype than the tokens' have
         another memory."""
         group, (tokens, top_k) = self.process_group, experts_TK.shape
@@ -124,6 +124,25 @@ class SymmetricDispatcher(ExpertParallel):
         return number, group.group_name
 
 
+def send(
+    hidden_TD: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    local: range,
+    num_experts: int,
+    room: int,
+    memory: tuple[int, str],
+) -> tuple[Tensor, ...]:
+    """``rows_RD, weights_GK, order_R, inverse_R, offsets_e, dropped, needed``; no gradients."""
+    experts_GK, weights_GK = push_tokens(hidden_TD, experts_TK, weights_TK, len(local), *memory)
+    rows = local_rows(experts_GK, local, num_experts, room)
+    order = rows.order
+    inverse_GK = order.inverse_R.view_as(experts_GK)
+    rows_RD = received_rows(order.order_R, inverse_GK, None, memory[0])
+    plain = (order.order_R, order.inverse_R, order.offsets_E, rows.dropped, rows.needed)
+    return rows_RD, weights_GK, *plain
+
+
 class _Dispatch(torch.autograd.Function):
     """Tokens to the ranks of their experts, in the rows of these; gradients are pulled back."""
 
@@ -139,15 +158,11 @@ class _Dispatch(torch.autograd.Function):
         memory: tuple[int, str],
     ) -> tuple[Tensor, ...]:
         ctx.local, ctx.memory = len(local), memory
-        experts_GK, weights_GK = push_tokens(hidden_TD, experts_TK, weights_TK, len(local), *memory)
-        rows = local_rows(experts_GK, local, num_experts, room)
-        order = rows.order
-        inverse_GK = order.inverse_R.view_as(experts_GK)
-        rows_RD = received_rows(order.order_R, inverse_GK, None, memory[0])
-        ctx.save_for_backward(experts_TK, inverse_GK)
-        plain = (order.order_R, order.inverse_R, order.offsets_E, rows.dropped, rows.needed)
+        sent = send(hidden_TD, weights_TK, experts_TK, local, num_experts, room, memory)
+        weights_GK, *plain = sent[1:]
+        ctx.save_for_backward(experts_TK, plain[1].view_as(weights_GK))
         ctx.mark_non_differentiable(*plain)
-        return rows_RD, weights_GK, *plain
+        return sent
 
     @staticmethod
     @once_differentiable
@@ -185,19 +200,35 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Any, ...]:
-        rows_RD, weights_GK, experts_TK, order_R, inverse_R = ctx.saved_tensors
-        inverse_GK = inverse_R.view_as(weights_GK)
-        # All ranks have to come here, whatever they need of it.
-        push_gradients(grad_TD, experts_TK, ctx.local, *ctx.memory)
-        memory, kept = ctx.memory[0], ctx.kept
-        grad_rows = grad_weights = None
-        if ctx.needs_input_grad[0]:
-            grad_rows = received_rows(order_R, inverse_GK, weights_GK, memory)
-        if ctx.needs_input_grad[1]:
-            if kept is None:
-                grad_weights = received_dots(rows_RD, inverse_GK, memory)
-            else:
-                grad_weights = received_dots_kept(
-                    kept.state, kept.frame_5, inverse_GK, kept.stack, memory
-                )
-        return grad_rows, grad_weights, None, None, None, None, None, None
+        gradients = sums_backward(
+            grad_TD, ctx.saved_tensors, ctx.needs_input_grad[:2], ctx.local, ctx.memory, ctx.kept
+        )
+        return *gradients, None, None, None, None, None, None
+
+
+def sums_backward(
+    grad_TD: Tensor,
+    saved: tuple[Tensor, ...],
+    needed: tuple[bool, bool],
+    local: int,
+    memory: tuple[int, str],
+    kept: KeptRows | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of the experts' rows and of ``weights_GK``, as far as they are needed.
+
+    saved: ``rows_RD`` (None if they are ``kept``), ``weights_GK``, ``experts_TK``, ``order_R`` and
+    ``inverse_R``."""
+    rows_RD, weights_GK, experts_TK, order_R, inverse_R = saved
+    inverse_GK = inverse_R.view_as(weights_GK)
+    # All ranks have to come here, whatever they need of it.
+    push_gradients(grad_TD, experts_TK, local, *memory)
+    grad_rows = grad_weights = None
+    if needed[0]:
+        grad_rows = received_rows(order_R, inverse_GK, weights_GK, memory[0])
+    if needed[1] and kept is None:
+        grad_weights = received_dots(rows_RD, inverse_GK, memory[0])
+    elif needed[1] and kept is not None:
+        grad_weights = received_dots_kept(
+            kept.state, kept.frame_5, inverse_GK, kept.stack, memory[0]
+        )
+    return grad_rows, grad_weights

@@ -39,6 +39,11 @@ class MoEConfig:
             cannot: scopes that hold some of the layer only, tensor parallelism, Transformer
             Engine's projections, hooks on its modules. Split backwards of pipelines compute the
             gradients of its weights with those of the inputs.
+        overlap_halves: tokens are routed together, and then sent, computed and returned in two
+            halves: one half travels on a CUDA stream of its own while the experts work on the
+            other, see ``layers.halves``. Gradients of the experts' weights are sums of two.
+            For dispatcher ``symmetric`` of several ranks, without ``rows_factor``, activation
+            stack, ``shared_side_stream`` and tensor parallelism: others are refused.
         experts: whose kernels the routed experts run on, see ``layers.expert_backends``.
     """
 
@@ -58,6 +63,7 @@ class MoEConfig:
     shared_ffn_hidden_size: int = 0
     shared_gate: bool = False
     shared_side_stream: bool = False
+    overlap_halves: bool = False
     experts: ExpertsKind = "moe_graphs"
 
     def __post_init__(self) -> None:
@@ -77,6 +83,10 @@ class MoEConfig:
         for name in ("shared_gate", "shared_side_stream"):
             if getattr(self, name) and not self.shared_ffn_hidden_size:
                 raise ValueError(f"{name} needs a shared expert: set shared_ffn_hidden_size")
+        if self.overlap_halves and self.shared_side_stream:
+            raise ValueError(
+                "overlap_halves and shared_side_stream are not built together: choose one of them"
+            )
         if self.experts not in EXPERT_BACKENDS:
             raise ValueError(
                 f"experts {self.experts!r} is unknown: choose one of {', '.join(EXPERT_BACKENDS)}"

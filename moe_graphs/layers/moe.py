@@ -22,6 +22,7 @@ from moe_graphs.dispatch import Dispatched, Dispatcher, DispatchPlan, LocalDispa
 from moe_graphs.kernels.row_stack import KeptRows
 from moe_graphs.layers.activation_stack import ActivationStack, push_rows
 from moe_graphs.layers.expert_backends import ExpertsBackend, build_experts
+from moe_graphs.layers.halves import Uncut, check_halves, run_halves
 from moe_graphs.layers.kept_experts import Kept
 from moe_graphs.layers.mlp import SwiGLU
 from moe_graphs.layers.model_config import ExpertsKind, MoEConfig
@@ -51,7 +52,7 @@ class Prepared:
     """``shape`` is that of the layer's input; ``hidden_TD`` what was dispatched, if the backward
     dispatches it again."""
 
-    plan: DispatchPlan
+    plan: DispatchPlan | Uncut
     aux_loss: Tensor
     shared_TD: Tensor | Begun | None
     shape: tuple[int, ...]
@@ -97,10 +98,10 @@ class MoEStages(Staged):
         """Whether the backward brings tokens to their experts once more."""
         return False
 
-    def _kept(self, frame: KeptRows, prepared: Prepared) -> Kept:
+    def _kept(self, frame: KeptRows, prepared: Prepared, plan: DispatchPlan) -> Kept:
         if prepared.hidden_TD is None:
             return Kept(frame)
-        order, handle, again = prepared.plan.order, prepared.plan.handle, self.dispatcher
+        order, handle, again = plan.order, plan.handle, self.dispatcher
         return Kept(
             frame,
             prepared.hidden_TD.detach(),
@@ -126,6 +127,9 @@ class MoEStages(Staged):
         hidden_TD = hidden.reshape(-1, hidden.shape[-1])
         if torch.is_autocast_enabled(hidden_TD.device.type):
             hidden_TD = hidden_TD.to(torch.get_autocast_dtype(hidden_TD.device.type))
+        if self.config.overlap_halves:
+            uncut = Uncut(hidden_TD, routing.weights_TK, routing.experts_TK)
+            return Prepared(uncut, routing.aux_loss, routed.shared_TD, tuple(hidden.shape))
         plan = self.dispatcher.preprocess(
             hidden_TD, routing.weights_TK, routing.experts_TK, self.config.num_experts
         )
@@ -134,16 +138,24 @@ class MoEStages(Staged):
 
     def run_experts(self, prepared: Prepared) -> MoEOutput:
         """Dispatch, experts, combine. The only part that may sync, if its dispatcher does."""
+        if isinstance(prepared.plan, Uncut):
+            halves = run_halves(
+                self.dispatcher, self.experts, prepared.plan, self.config.num_experts
+            )
+            return self._finish(*halves, prepared)
         plan, dropped = prepared.plan, prepared.plan.dropped
         dispatched = self.dispatcher.dispatch(plan)
         frame = self.push(dispatched)
         if frame is None:
             rows = self.experts(dispatched.rows_RD, dispatched.offsets_e)
         else:
-            kept = self._kept(frame, prepared)
+            kept = self._kept(frame, prepared, plan)
             rows = self.experts(dispatched.rows_RD, dispatched.offsets_e, kept)
             dispatched, dropped = replace(dispatched, kept=frame), dropped + frame.lost()
         hidden_TD = self.dispatcher.combine(rows, dispatched, plan)
+        return self._finish(hidden_TD, dropped, prepared)
+
+    def _finish(self, hidden_TD: Tensor, dropped: Tensor, prepared: Prepared) -> MoEOutput:
         shared_TD = prepared.shared_TD
         if shared_TD is not None:
             if isinstance(shared_TD, Begun):
@@ -264,14 +276,21 @@ class MoELayer(MoEStages):
         return self.run_stages(MoEInput(hidden))
 
     def choose(self, hidden_TD: Tensor) -> Routing:
+        if self.config.overlap_halves:
+            check_halves(self.dispatcher, self.activation_stack is not None, hidden_TD.shape[0])
         return self.router(hidden_TD)
 
     def preprocess(self, routed: Routed) -> Prepared:
         prepared = super().preprocess(routed)
-        if self.most_rows is not None and prepared.plan.rows_needed is not None:
+        plan = prepared.plan
+        if (
+            self.most_rows is not None
+            and not isinstance(plan, Uncut)
+            and plan.rows_needed is not None
+        ):
             assert self.rows_room is not None
-            self.most_rows.clamp_(min=prepared.plan.rows_needed)
-            self.rows_room.fill_(prepared.plan.rows_RD.shape[0])
+            self.most_rows.clamp_(min=plan.rows_needed)
+            self.rows_room.fill_(plan.rows_RD.shape[0])
         return prepared
 
     def occupation(self) -> tuple[int, int] | None:

@@ -133,6 +133,7 @@ def check_tensor_parallel(config: TransformerConfig, tp: int) -> None:
         f"linear={config.linear!r}": config.linear != "torch",
         # Sums over ranks on two streams may wait for one another.
         "shared_side_stream=True": config.moe is not None and config.moe.shared_side_stream,
+        "overlap_halves=True": config.moe is not None and config.moe.overlap_halves,
     }
     for name, found in refused.items():
         if found:

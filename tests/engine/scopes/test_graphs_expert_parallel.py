@@ -37,12 +37,14 @@ LISTS = [
 ]
 
 
-def _model(device: str, layers: str, dispatcher: str, beside: bool = False) -> LanguageModel:
-    """``beside``: the shared experts run on a side stream."""
+def _model(
+    device: str, layers: str, dispatcher: str, beside: bool = False, halves: bool = False
+) -> LanguageModel:
+    """``beside``: the shared experts run on a side stream. ``halves``: ``overlap_halves``."""
     count = 1 if layers == "moe" else 2
     model = tiny_model(device, layers, dispatcher=dispatcher_named(dispatcher), count=count)
     for layer in moe_layers(model):
-        layer.config = replace(layer.config, shared_side_stream=beside)
+        layer.config = replace(layer.config, shared_side_stream=beside, overlap_halves=halves)
     return model
 
 
@@ -73,10 +75,16 @@ def _make_step(model: LanguageModel, optimizer: torch.optim.Optimizer) -> Callab
 
 
 def _train(
-    device: str, layers: str, dispatcher: str, scopes: str | None, steps: int, beside: bool = False
+    device: str,
+    layers: str,
+    dispatcher: str,
+    scopes: str | None,
+    steps: int,
+    beside: bool = False,
+    halves: bool = False,
 ) -> tuple:
     """``scopes``: a list of them, "whole step", or None for eager training."""
-    model = _model(device, layers, dispatcher, beside)
+    model = _model(device, layers, dispatcher, beside, halves)
     optimizer = optimizer_of(model, device)
     step = _make_step(model, optimizer)
     config = GraphConfig(impl="none")
@@ -154,6 +162,23 @@ def _train_lists(
     return legal
 
 
+def _train_halves(rank: int, world_size: int, device: str, dispatcher: str) -> None:
+    """Against the eager layer of two halves, whose weights' gradients are sums of two."""
+    steps = 5 if device == "cpu" else STEPS
+
+    def train(scopes: str | None) -> tuple:
+        return _train(device, "moe", dispatcher, scopes, steps, halves=True)
+
+    expected, _ = train(None)
+    lists = (
+        ["full", "whole step"] if dispatcher == ONE_BARRIER else ["moe_router,moe_preprocess,attn"]
+    )
+    for scopes in lists:
+        trace, report = train(scopes)
+        trace.assert_equal(expected)
+        assert report.replayed > 0, (scopes, report)
+
+
 GLOO = [("gloo", "cpu", 2), ("gloo", "cpu", 4)]
 NCCL = pytest.param("nccl", "cuda", RANKS, marks=pytest.mark.multigpu)
 DISPATCHERS = pytest.mark.parametrize("dispatcher", ["all_gather", "symmetric"])
@@ -174,6 +199,12 @@ def test_one_barrier_is_bitwise_eager(backend, device, ranks):
 @pytest.mark.parametrize(("backend", "device", "ranks"), [GLOO[0], NCCL])
 def test_shared_experts_on_a_side_stream_are_bitwise_those_on_one(backend, device, ranks):
     run_distributed(_train_beside, ranks, backend, arguments=(device,))
+
+
+@pytest.mark.parametrize("dispatcher", ["symmetric", ONE_BARRIER])
+@pytest.mark.parametrize(("backend", "device", "ranks"), [GLOO[0], NCCL])
+def test_two_halves_are_bitwise_eager(backend, device, ranks, dispatcher):
+    run_distributed(_train_halves, ranks, backend, arguments=(device, dispatcher))
 
 
 @pytest.mark.parametrize(
