@@ -35,7 +35,7 @@ def pairs(ranks: int, smoke: bool) -> Iterator[list[Case]]:
             f"batch {batch}, {barriers}", "uncut", given.config, layout, batch,
             dispatcher="symmetric", one_barrier=one_barrier, whole=True, our_adamw=True,
         )  # fmt: skip
-        config = replace(given.config, moe=replace(given.config.moe, overlap_halves=True))
+        config = replace(given.config, moe=replace(given.config.moe, overlap="halves"))
         yield [off, replace(off, contender="two halves", config=config)]
 
 

@@ -66,7 +66,7 @@ def pairs(ranks: int, smoke: bool) -> Iterator[list[Case]]:
             f"shared {width}, {dispatcher}", "one stream", given.config, layout, given.batch_size,
             dispatcher=dispatcher, rows_factor=1.25, whole=True, our_adamw=True,
         )  # fmt: skip
-        config = replace(given.config, moe=replace(given.config.moe, shared_side_stream=True))
+        config = replace(given.config, moe=replace(given.config.moe, overlap="shared_experts"))
         yield [off, replace(off, contender="side stream", config=config)]
 
 

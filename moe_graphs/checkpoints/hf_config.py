@@ -23,7 +23,7 @@ _TRAINING_ALONE = (
     "input_jitter",
     "bias_update_rate",
     "experts",
-    "shared_side_stream",
+    "overlap",
 )
 
 

@@ -44,7 +44,7 @@ class Uncut:
 def check_halves(dispatcher: Dispatcher, has_stack: bool, tokens: int) -> None:
     """
     Raises:
-        ValueError: what does not go together with ``overlap_halves``.
+        ValueError: what does not go together with ``overlap="halves"``.
     """
     if not isinstance(dispatcher, SymmetricDispatcher):
         problem = f"it is for dispatcher 'symmetric', and this layer has {dispatcher.name!r}"
@@ -58,7 +58,7 @@ def check_halves(dispatcher: Dispatcher, has_stack: bool, tokens: int) -> None:
         problem = f"{tokens} tokens have no two halves"
     else:
         return
-    raise ValueError(f"overlap_halves=True: {problem}: change one of the two")
+    raise ValueError(f"overlap='halves': {problem}: change one of the two")
 
 
 def run_halves(

@@ -127,7 +127,7 @@ class MoEStages(Staged):
         hidden_TD = hidden.reshape(-1, hidden.shape[-1])
         if torch.is_autocast_enabled(hidden_TD.device.type):
             hidden_TD = hidden_TD.to(torch.get_autocast_dtype(hidden_TD.device.type))
-        if self.config.overlap_halves:
+        if self.config.overlap == "halves":
             uncut = Uncut(hidden_TD, routing.weights_TK, routing.experts_TK)
             return Prepared(uncut, routing.aux_loss, routed.shared_TD, tuple(hidden.shape))
         plan = self.dispatcher.preprocess(
@@ -170,7 +170,7 @@ class MoELayer(MoEStages):
     ``linear``: of the shared expert, as in ``TransformerConfig``.
 
     Raises:
-        ValueError: ``shared_side_stream`` with another ``linear`` than torch's.
+        ValueError: ``overlap="shared_experts"`` with another ``linear`` than torch's.
 
     Attributes:
         most_rows: 0-dim int64 buffer, not saved: the most rows that a call has asked of this rank's
@@ -195,9 +195,9 @@ class MoELayer(MoEStages):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if config.shared_side_stream and linear != "torch":
+        if config.overlap == "shared_experts" and linear != "torch":
             raise ValueError(
-                f"shared_side_stream=True is for projections of torch, and linear is {linear!r}: "
+                f"overlap='shared_experts' is for projections of torch, and linear is {linear!r}: "
                 f"choose one of the two"
             )
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -276,7 +276,7 @@ class MoELayer(MoEStages):
         return self.run_stages(MoEInput(hidden))
 
     def choose(self, hidden_TD: Tensor) -> Routing:
-        if self.config.overlap_halves:
+        if self.config.overlap == "halves":
             check_halves(self.dispatcher, self.activation_stack is not None, hidden_TD.shape[0])
         return self.router(hidden_TD)
 
@@ -315,8 +315,8 @@ class MoELayer(MoEStages):
     def run_shared(self, hidden_TD: Tensor) -> Tensor | Begun | None:
         if self.shared_expert is None:
             return None
-        if self.config.shared_side_stream:
-            what = "shared_side_stream=True: the shared expert runs until the end of moe_experts"
+        if self.config.overlap == "shared_experts":
+            what = "overlap='shared_experts': the shared expert runs until the end of moe_experts"
             check_uncut(("moe_preprocess", "moe_experts"), self.dynamic, what)
             return begin_shared(self.shared_expert, self.shared_gate, hidden_TD)
         shared_TD = self.shared_expert(hidden_TD)

@@ -40,8 +40,8 @@ def begin_shared(expert: SwiGLU, gate: nn.Linear | None, hidden_TD: Tensor) -> B
     kind = hidden_TD.device.type
     if torch.is_autocast_enabled(kind) and torch.is_autocast_cache_enabled():
         raise ValueError(
-            "shared_side_stream=True: autocast shares casts of weights between calls, on one "
-            "stream: use torch.autocast(..., cache_enabled=False), or shared_side_stream=False"
+            "overlap='shared_experts': autocast shares casts of weights between calls, on one "
+            "stream: use torch.autocast(..., cache_enabled=False), or overlap='none'"
         )
     # Each projection has a cast of its own, as by autocast: their gradients meet behind it.
     inputs_TD, w1, w2 = _cast(hidden_TD), _cast(expert.w1.weight), _cast(expert.w2.weight)
@@ -61,11 +61,11 @@ def _check_plain(module: nn.Module) -> None:
     name = type(module).__name__
     if type(module) not in (SwiGLU, nn.Linear) or getattr(module, "bias", None) is not None:
         raise ValueError(
-            f"shared_side_stream=True: the shared expert has a {name}: only plain nn.Linear "
-            f"without bias runs beside: pass shared_side_stream=False"
+            f"overlap='shared_experts': the shared expert has a {name}: only plain nn.Linear "
+            f"without bias runs beside: pass overlap='none'"
         )
     if any(getattr(module, hooks) for hooks in _HOOKS) or "forward" in module.__dict__:
         raise ValueError(
-            f"shared_side_stream=True: the {name} of the shared expert has hooks, and it is not "
-            f"called: remove them, or pass shared_side_stream=False"
+            f"overlap='shared_experts': the {name} of the shared expert has hooks, and it is not "
+            f"called: remove them, or pass overlap='none'"
         )

@@ -98,9 +98,9 @@ def plan_layout(config: TransformerConfig, layout: ParallelConfig, step: Planned
             f"sequence_length: {layout.cp} ranks (cp) cannot share {step.sequence_length} tokens "
             f"equally: choose a multiple"
         )
-    if config.moe is not None and config.moe.overlap_halves:
+    if config.moe is not None and config.moe.overlap == "halves":
         raise ValueError(
-            "overlap_halves: what two halves hold is not planned: plan without it (peers' memory "
+            "overlap='halves': what two halves hold is not planned: plan without it (peers' memory "
             "is half of that, the rest about the same)"
         )
     if layout.pp == 1 and (step.schedule, step.stages_per_rank) != ("1f1b", 1):

@@ -32,7 +32,7 @@ CONFIG = MoEConfig(
     ffn_hidden_size=F,
     aux_loss_coef=0.1,
     shared_ffn_hidden_size=8,
-    overlap_halves=True,
+    overlap="halves",
 )
 SOME = ["random", "all-at-the-first-rank", "all-at-the-last-rank"]
 ON_BOTH = [("gloo", "cpu"), pytest.param("nccl", "cuda", marks=pytest.mark.multigpu)]
@@ -40,7 +40,7 @@ ON_BOTH = [("gloo", "cpu"), pytest.param("nccl", "cuda", marks=pytest.mark.multi
 
 def layer_of(dispatcher: Dispatcher, device: str = "cpu", halves: bool = True) -> MoELayer:
     torch.manual_seed(0)
-    config = replace(CONFIG, overlap_halves=halves)
+    config = replace(CONFIG, overlap="halves" if halves else "none")
     return MoELayer(config, D, dispatcher, device=device)
 
 
@@ -142,11 +142,11 @@ def _refused(rank: int, world_size: int) -> None:
         (SymmetricDispatcher(), 1, "1 tokens have no two halves"),
     ]
     for dispatcher, tokens, message in cases:
-        with pytest.raises(ValueError, match=f"overlap_halves=True: .*{message}"):
+        with pytest.raises(ValueError, match=f"overlap='halves': .*{message}"):
             layer_of(dispatcher)(torch.randn(tokens, D))
     layer = layer_of(SymmetricDispatcher())
     layer.use_activation_stack(ActivationStack(64, D, F))
-    with pytest.raises(ValueError, match="overlap_halves=True: .*activation stack"):
+    with pytest.raises(ValueError, match="overlap='halves': .*activation stack"):
         layer(torch.randn(4, D))
     dist.barrier()
 
@@ -156,14 +156,14 @@ def test_what_is_refused_on_ranks():
 
 
 def test_what_is_refused_on_one():
-    with pytest.raises(ValueError, match="overlap_halves=True: .*one rank"):
+    with pytest.raises(ValueError, match="overlap='halves': .*one rank"):
         layer_of(SymmetricDispatcher())(torch.randn(4, D))
-    with pytest.raises(ValueError, match="overlap_halves and shared_side_stream"):
-        replace(CONFIG, shared_side_stream=True)
+    with pytest.raises(ValueError, match="overlap 'half' is unknown: choose one of none, shared"):
+        replace(CONFIG, overlap="half")
     config = TransformerConfig(
         hidden_size=D, num_layers=1, num_heads=2, vocab_size=8, moe=CONFIG, max_sequence_length=8
     )
-    with pytest.raises(ValueError, match="overlap_halves: what two halves hold is not planned"):
+    with pytest.raises(ValueError, match="overlap='halves': what two halves hold is not planned"):
         plan_layout(config, ParallelConfig(), PlannedStep(sequences=1, sequence_length=8))
-    with pytest.raises(ValueError, match="tp: overlap_halves=True is not built"):
+    with pytest.raises(ValueError, match="tp: overlap='halves' is not built"):
         check_tensor_parallel(config, 2)

@@ -33,15 +33,16 @@ CONFIG = MoEConfig(
     ffn_hidden_size=16,
     shared_ffn_hidden_size=24,
     aux_loss_coef=0.1,
-    shared_side_stream=True,
+    overlap="shared_experts",
 )
 WIDTH = 32
+OVERLAP = {True: "shared_experts", False: "none"}
 on_devices = pytest.mark.parametrize("device", DEVICES)
 
 
 def beside(model: nn.Module, on: bool = True) -> nn.Module:
     for layer in moe_layers(model):
-        layer.config = replace(layer.config, shared_side_stream=on)
+        layer.config = replace(layer.config, overlap=OVERLAP[on])
     return model
 
 
@@ -104,7 +105,7 @@ def test_a_split_backward_is_bitwise_one_stream(device):
     results = []
     for on in (False, True):
         torch.manual_seed(0)
-        layer = MoELayer(replace(CONFIG, shared_side_stream=on), WIDTH, device=device)
+        layer = MoELayer(replace(CONFIG, overlap=OVERLAP[on]), WIDTH, device=device)
         hidden = torch.randn(64, WIDTH).to(device).requires_grad_()
         with torch.autocast(device, torch.bfloat16, cache_enabled=False):
             output = layer(hidden * 1.5)
@@ -159,9 +160,9 @@ def test_a_graph_that_is_not_of_the_engine(late):
         graph.replay()
         replayed = [tensor.clone() for tensor in static]
         assert all(map(torch.equal, replayed, both()))
-        layer.config = replace(layer.config, shared_side_stream=False)
+        layer.config = replace(layer.config, overlap=OVERLAP[False])
         assert all(map(torch.equal, replayed, both()))
-        layer.config = replace(layer.config, shared_side_stream=True)
+        layer.config = replace(layer.config, overlap=OVERLAP[True])
 
 
 @pytest.mark.gpu
@@ -241,7 +242,9 @@ class HostSync(LocalDispatcher):
 def test_scopes_that_hold_a_part_are_refused(device, scopes):
     model = beside(tiny_model(device))
     graphs = moe_graphs.graph(model, GraphConfig(scopes, warmup_steps=1))
-    with pytest.raises(CaptureError, match=r"shared_side_stream.*begins before.*'moe' or 'full'"):
+    with pytest.raises(
+        CaptureError, match=r"overlap='shared_experts'.*begins before.*'moe' or 'full'"
+    ):
         train(model, graphs, device, 3)
 
 
@@ -297,7 +300,7 @@ def test_autocast_without_a_cache_is_bitwise_one_stream(device, gate):
     results = []
     for on in (False, True):
         torch.manual_seed(0)
-        config = replace(CONFIG, shared_gate=gate, shared_side_stream=on)
+        config = replace(CONFIG, shared_gate=gate, overlap=OVERLAP[on])
         layer = MoELayer(config, WIDTH, device=device)
         hidden = torch.randn(64, WIDTH).to(device).requires_grad_()
         with torch.autocast(device, torch.bfloat16, cache_enabled=False):
@@ -309,7 +312,7 @@ def test_autocast_without_a_cache_is_bitwise_one_stream(device, gate):
 
 
 def test_configurations():
-    with pytest.raises(ValueError, match="shared_side_stream needs a shared expert"):
+    with pytest.raises(ValueError, match="overlap='shared_experts' needs a shared expert"):
         replace(CONFIG, shared_ffn_hidden_size=0)
     with pytest.raises(ValueError, match="linear is 'transformer_engine'"):
         MoELayer(CONFIG, WIDTH, linear="transformer_engine")
@@ -317,6 +320,6 @@ def test_configurations():
         hidden_size=WIDTH, num_layers=1, num_heads=2, vocab_size=VOCABULARY, moe=CONFIG,
         max_sequence_length=SEQUENCE,
     )  # fmt: skip
-    assert LanguageModel(config, device="meta").layers[0].moe.config.shared_side_stream
-    with pytest.raises(ValueError, match="tp: shared_side_stream=True is not built"):
+    assert LanguageModel(config, device="meta").layers[0].moe.config.overlap == "shared_experts"
+    with pytest.raises(ValueError, match="tp: overlap='shared_experts' is not built"):
         check_tensor_parallel(config, 2)

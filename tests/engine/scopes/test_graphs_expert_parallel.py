@@ -40,11 +40,12 @@ LISTS = [
 def _model(
     device: str, layers: str, dispatcher: str, beside: bool = False, halves: bool = False
 ) -> LanguageModel:
-    """``beside``: the shared experts run on a side stream. ``halves``: ``overlap_halves``."""
+    """``beside``: the shared experts run on a side stream. ``halves``: of the tokens travel so."""
+    overlap = "shared_experts" if beside else "halves" if halves else "none"
     count = 1 if layers == "moe" else 2
     model = tiny_model(device, layers, dispatcher=dispatcher_named(dispatcher), count=count)
     for layer in moe_layers(model):
-        layer.config = replace(layer.config, shared_side_stream=beside, overlap_halves=halves)
+        layer.config = replace(layer.config, overlap=overlap)
     return model
 
 
