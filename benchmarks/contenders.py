@@ -267,7 +267,11 @@ class LanguageRun(Run):
 
 def adamw(model: nn.Module, ours: bool = False, **options: Any) -> torch.optim.AdamW:
     kind = AdamW if ours else torch.optim.AdamW
-    return kind(model.parameters(), lr=1e-4, fused=True, capturable=True, **options)
+    groups: dict[bool, list[nn.Parameter]] = {}
+    for parameter in model.parameters():  # torch's kernel takes DTensors or others at a time
+        groups.setdefault(hasattr(parameter, "to_local"), []).append(parameter)
+    given = [{"params": parameters} for parameters in groups.values()]
+    return kind(given, lr=1e-4, fused=True, capturable=True, **options)
 
 
 def synchronize(device: torch.device) -> None:

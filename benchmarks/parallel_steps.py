@@ -4,8 +4,8 @@
 
 A dense model like Llama that launches more than it computes, sharded by FSDP2; and the two MoE
 models of `partial_graphs.py` at 2,048 and 8,192 tokens a rank, their experts shared by all ranks
-and the rest sharded by FSDP2. Scopes refuse FSDP2: there the rest is replicated, its gradients
-averaged, and nothing is clipped. "alone" is the same step on one rank by itself, with all experts.
+and the rest sharded by FSDP2, or whole on every rank ("replicated", and with scopes, which refuse
+FSDP2). "alone" is the same step on one rank by itself, with all experts.
 Forward, backward, clipping and AdamW, torch's fused one if nothing is said. Contenders take turns;
 times are medians of rank 0, a line for each as soon as it is known. `loss_difference` is the
 largest between the first losses and those of eager, `reserved_bytes` what the allocator took for a
@@ -31,16 +31,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from contenders import WARMUP_STEPS, Setting, adamw, free_memory, gpu_bound, launch_bound
 from full_iteration import llama
 from moe_graphs import DeviceStep, FullIteration, GraphConfig, graph
 from moe_graphs.bench import environment
-from moe_graphs.dispatch import make_dispatcher
 from moe_graphs.kernels import cross_entropy
 from moe_graphs.layers import LanguageModel, TransformerConfig
-from moe_graphs.layers.moe import moe_layers
-from moe_graphs.parallel import ParallelConfig, make_mesh, parallelize, shard_experts
+from moe_graphs.parallel import (
+    ParallelConfig,
+    data_mesh,
+    make_mesh,
+    parallelize,
+    replicate,
+    sum_gradients,
+)
 from moe_graphs.profiling.communication_share import Communication
 from moe_graphs.profiling.profiler import keep_profiler_ready
 from several_ranks import communication_in, keep, milliseconds_of, process_group
@@ -67,6 +73,7 @@ class Case:
     scopes: str = ""
     whole: bool = False
     our_adamw: bool = False
+    replicated: bool = False
 
     @property
     def is_alone(self) -> bool:
@@ -109,25 +116,25 @@ def _moe(name: str, setting: Setting, ranks: int, smoke: bool, trace: bool) -> I
     layout = ParallelConfig(dp_shard=ranks, ep=ranks, reshard_after_forward=False)
     case = Case(name, "eager, all_to_all", setting.config, layout, setting.batch_size)
     yield case
-    yield replace(case, contender="recipe, all_to_all", scopes=RECIPE)
+    yield replace(case, contender="recipe, all_to_all", scopes=RECIPE, replicated=True)
     for dispatcher in ["symmetric"] if smoke else ["all_gather", "symmetric"]:
         case = replace(case, dispatcher=dispatcher)
         if trace:
             yield replace(case, contender=f"eager, {dispatcher}")
-        yield replace(case, contender=f"attn,moe, {dispatcher}", scopes="attn,moe")
+        in_scopes = replace(case, scopes="attn,moe", replicated=True)
+        yield replace(in_scopes, contender=f"attn,moe, {dispatcher}")
         yield replace(case, contender=f"whole step, {dispatcher}", whole=True)
     # The last of them.
     name, bounded = f"whole step, {dispatcher}", replace(case, whole=True)
     if not smoke:
         name, bounded = f"{name}, 1.25", replace(bounded, rows_factor=1.25)
         yield from _with_both_optimizers(bounded, name)
-        yield replace(
-            case, contender=f"attn,moe, {dispatcher}, our AdamW", scopes="attn,moe", our_adamw=True
-        )
+        yield replace(in_scopes, contender=f"attn,moe, {dispatcher}, our AdamW", our_adamw=True)
     once = replace(bounded, one_barrier=True, our_adamw=True)
     yield replace(once, contender=f"{name}, one barrier, our AdamW")
     grouped = replace(once, layout=replace(layout, layers_per_group=2 if smoke else 4))
     yield replace(grouped, contender=f"{name}, one barrier, groups of layers, our AdamW")
+    yield replace(once, contender=f"{name}, one barrier, replicated, our AdamW", replicated=True)
     alone = replace(case, layout=ALONE, dispatcher="local", whole=True)
     yield from _with_both_optimizers(alone, "whole step, alone")
 
@@ -146,13 +153,17 @@ class Run:
         before = _reserved()
         torch.manual_seed(0)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.model = _laid_out(LanguageModel(case.config, device=device, dtype=dtype), case)
+        self.model = LanguageModel(case.config, device=device, dtype=dtype)
+        self.replicas: DeviceMesh | None = None
+        if not case.is_alone:
+            mesh = make_mesh(case.layout, device.type)
+            self.replicas = data_mesh(mesh) if case.replicated else None
+            _lay_out(self.model, case, mesh, self.replicas)
         if case.compiled:
             for layer in self.model.layers:
                 layer.compile()
         optimizer = adamw(self.model, case.our_adamw)
-        clip_norm = None if case.scopes else 1.0
-        self.update = DeviceStep(optimizer, clip_norm=clip_norm, set_to_none=True)
+        self.update = DeviceStep(optimizer, clip_norm=1.0, set_to_none=True)
         self.graphs = None
         self.step: Callable[[Tensor], Tensor] = self._step
         if case.scopes:
@@ -173,13 +184,15 @@ class Run:
 
     def _step(self, tokens: Tensor) -> Tensor:
         loss = self._forward_backward(tokens)
+        if self.replicas is not None:
+            sum_gradients(self.model, self.replicas)
         self.update()
         return loss
 
     def _step_in_scopes(self, tokens: Tensor) -> Tensor:
         with self.graphs.step():
             loss = self._forward_backward(tokens)
-        _average(self.model)
+        sum_gradients(self.model, self.replicas)
         self.update()
         return loss
 
@@ -187,7 +200,7 @@ class Run:
         output = self.model(tokens[:, :-1])
         logits = output.logits_BSV.flatten(0, 1)
         loss = cross_entropy(logits, tokens[:, 1:].flatten()) + output.aux_loss
-        loss.backward()
+        (loss if self.replicas is None else loss / self.replicas.size()).backward()
         return loss.detach()
 
     def turn(self, steps: int) -> None:
@@ -231,31 +244,14 @@ class Run:
         return found | {"replayed": report.replayed, "eager_calls": report.eager_calls}
 
 
-def _laid_out(model: LanguageModel, case: Case) -> LanguageModel:
-    if case.is_alone:
-        return model
-    device_type = model.head.weight.device.type
+def _lay_out(
+    model: LanguageModel, case: Case, mesh: DeviceMesh, replicas: DeviceMesh | None
+) -> None:
     options = {"dispatcher": case.dispatcher, **case.dispatcher_options}
-    if not case.scopes:
-        given = options if case.layout.ep > 1 else {}
-        return parallelize(model, case.layout, make_mesh(case.layout, device_type), **given)
-    name = options.pop("dispatcher")
-    dispatcher = make_dispatcher(name, group=dist.group.WORLD, **options)
-    for layer in moe_layers(model):
-        shard_experts(layer, dispatcher)
-    return model
-
-
-def _average(model: LanguageModel) -> None:
-    """Gradients are then those of the mean over ranks; of experts they are sums already."""
-    experts = {p for layer in moe_layers(model) for p in layer.experts.parameters()}
-    every = [p for p in model.parameters() if p.grad is not None]
-    torch._foreach_mul_([p.grad for p in every], 1 / dist.get_world_size())
-    others = [p.grad for p in every if p not in experts]
-    flat = torch.cat([gradient.flatten() for gradient in others])
-    dist.all_reduce(flat)
-    parts = flat.split([gradient.numel() for gradient in others])
-    torch._foreach_copy_(others, [p.view_as(g) for p, g in zip(parts, others, strict=True)])
+    if replicas is not None:
+        replicate(model, replicas, **options)
+    else:
+        parallelize(model, case.layout, mesh, **(options if case.layout.ep > 1 else {}))
 
 
 def _reserved() -> int:

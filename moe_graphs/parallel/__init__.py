@@ -18,6 +18,7 @@ from moe_graphs.parallel.pipeline import (
     layers_of_stages,
     pipeline_stages,
 )
+from moe_graphs.parallel.replicated import replicate, sum_gradients
 from moe_graphs.parallel.sharded_init import init_weights_sharded, load_pretrained_sharded
 from moe_graphs.parallel.tensor_parallel import (
     check_tensor_parallel,
@@ -63,11 +64,13 @@ __all__ = [
     "parallelize",
     "part_of_sequences",
     "pipeline_stages",
+    "replicate",
     "runs_of",
     "shard_experts",
     "shard_mesh",
     "share_tensors",
     "shares",
+    "sum_gradients",
     "vocabulary_cross_entropy",
     "vocabulary_group",
     "whole_name",

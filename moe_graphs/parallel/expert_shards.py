@@ -6,6 +6,9 @@ Shapes: D model, F ffn, e experts of this rank.
 from __future__ import annotations
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from moe_graphs.dispatch import Dispatcher
 from moe_graphs.layers import MoELayer
@@ -37,3 +40,15 @@ def shard_experts(layer: MoELayer, dispatcher: Dispatcher) -> MoELayer:
     if not w1_eD2F.is_meta:
         after.load_stacked_weights(w1_eD2F, w2_eFD)
     return layer
+
+
+def make_global(experts: nn.Module, mesh: DeviceMesh) -> None:
+    """Local blocks as shards of weights that have all experts: what checkpoints and gradient norms
+    go by.
+
+    Args:
+        mesh: of one dimension, the ranks that share the experts.
+    """
+    for name, parameter in list(experts.named_parameters()):
+        whole = DTensor.from_local(parameter.detach(), mesh, [Shard(0)], run_check=False)
+        experts.register_parameter(name, nn.Parameter(whole, parameter.requires_grad))

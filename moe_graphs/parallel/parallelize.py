@@ -9,13 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
 
 from moe_graphs.dispatch import make_dispatcher
 from moe_graphs.layers import GroupedExperts, HeadExchange, LanguageModel
 from moe_graphs.layers.moe import moe_layers
 from moe_graphs.parallel.context_parallel import divide_sequences
-from moe_graphs.parallel.expert_shards import shard_experts
+from moe_graphs.parallel.expert_shards import make_global, shard_experts
 from moe_graphs.parallel.layout import ParallelConfig
 from moe_graphs.parallel.mesh import expert_mesh, shard_mesh
 from moe_graphs.parallel.model_stage import ModelStage
@@ -77,7 +76,7 @@ def parallelize(
         shards = _shards(config, experts, "efsdp")
         for layer in moe_layers(model):
             shard_experts(layer, make_dispatcher(dispatcher, group=group, **dispatcher_options))
-            _make_global(layer.experts, experts["ep"])
+            make_global(layer.experts, experts["ep"])
         for blocks in _groups(model, config):
             together: list[nn.Module] = [
                 layer.experts for block in blocks for layer in moe_layers(block)
@@ -159,14 +158,6 @@ def _groups(model: LanguageModel | ModelStage, config: ParallelConfig) -> list[l
 
 def _shards(config: ParallelConfig, mesh: DeviceMesh, dim: str) -> DeviceMesh:
     return mesh["dp_replicate", dim] if config.dp_replicate > 1 else mesh[dim]
-
-
-def _make_global(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Local blocks as shards of weights that have all experts: what checkpoints and gradient norms
-    go by."""
-    for name, parameter in list(experts.named_parameters()):
-        whole = DTensor.from_local(parameter.detach(), mesh, [Shard(0)], run_check=False)
-        experts.register_parameter(name, nn.Parameter(whole, parameter.requires_grad))
 
 
 def _divide_by_all(experts: nn.Module, shards: DeviceMesh, config: ParallelConfig) -> None:

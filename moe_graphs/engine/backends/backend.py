@@ -58,8 +58,9 @@ class Backend(abc.ABC):
         """Around eager work on the stream of the captures, ordered with the caller's stream."""
 
     @abc.abstractmethod
-    def new_pool(self) -> Any:
-        """Memory that graphs captured and replayed in one order may share."""
+    def new_pool(self, nbytes: int = 0) -> Any:
+        """Memory that graphs captured and replayed in one order may share. ``nbytes``: what they
+        will need together, if that is known."""
 
     @abc.abstractmethod
     def record(self, pool: Any) -> contextlib.AbstractContextManager[list[Graph]]:

@@ -165,7 +165,7 @@ class CpuRecorder(Backend):
     def on_stream(self) -> Iterator[None]:
         yield
 
-    def new_pool(self) -> None:
+    def new_pool(self, nbytes: int = 0) -> None:
         return None
 
     @contextlib.contextmanager

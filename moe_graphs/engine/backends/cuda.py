@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,6 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from moe_graphs import side_stream
 from moe_graphs.engine.backends.backend import Backend, Graph, MemoryMeter
 from moe_graphs.engine.preserve import no_garbage_collection
+
+_LARGE_POOL = 64 << 20
 
 
 class CudaGraph(Graph):
@@ -80,6 +83,7 @@ class CudaGraphs(Backend):
         self.stream = stream or torch.cuda.Stream(device)
         self._workspaces: list[Graph] = []  # which keep a pool of nothing else alive
         self._pool_of_workspaces: Any = None
+        self._pieces: dict[Any, int] = {}  # bytes, of pools in which nothing was captured yet
 
     def make_room(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -95,14 +99,28 @@ class CudaGraphs(Backend):
         finally:
             outside.wait_stream(self.stream)
 
-    def new_pool(self) -> Any:
-        return torch.cuda.graph_pool_handle()
+    def new_pool(self, nbytes: int = 0) -> Any:
+        """A large one is made of one piece: gradients do not fit into what single activations
+        leave, and the allocator joins free memory within a piece only. Small tensors (below 1 MiB)
+        lie elsewhere, so a small pool could take twice as much."""
+        pool = torch.cuda.graph_pool_handle()
+        if nbytes >= _LARGE_POOL and not _pieces_are_not_split():
+            self._pieces[pool] = nbytes
+        return pool
 
     @contextlib.contextmanager
     def record(self, pool: Any) -> Iterator[list[Graph]]:
         self._make_workspaces()
         with self._record(pool) as graphs:
+            self._make_piece(self._pieces.pop(pool, 0))
             yield graphs
+
+    def _make_piece(self, nbytes: int) -> None:
+        """Free again at once, it stays with the pool. Not a tensor: that might be filled."""
+        if nbytes:
+            with contextlib.suppress(torch.OutOfMemoryError):  # then as many pieces as it takes
+                piece = torch.cuda.caching_allocator_alloc(nbytes)
+                torch.cuda.caching_allocator_delete(piece)
 
     def _make_workspaces(self) -> None:
         """cuBLAS keeps one per thread and stream, made by the first product there, and recorded
@@ -206,6 +224,13 @@ class CudaGraphs(Backend):
         self._workspaces = []
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
+
+
+def _pieces_are_not_split() -> bool:
+    """By options of the allocator that the user has set."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    given = " ".join(os.environ.get(name, "") for name in names)
+    return "max_split_size_mb" in given or "cudaMallocAsync" in given
 
 
 def _multiply(device: torch.device) -> None:

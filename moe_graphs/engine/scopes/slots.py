@@ -33,9 +33,22 @@ _NOT_CAPTURED = Mismatch(
 
 
 class Slot:
-    """The recordings of one microbatch in flight, and how far the running microbatch has come."""
+    """The recordings of one microbatch in flight, and how far the running microbatch has come.
 
-    def __init__(self, calls: Sequence[PlannedCall], backend: Backend, pool: Any = None) -> None:
+    Args:
+        pool: theirs, if it is not a new one.
+        pool_bytes: what they are predicted to take of a new one.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[PlannedCall],
+        backend: Backend,
+        pool: Any = None,
+        *,
+        pool_bytes: int = 0,
+    ) -> None:
+        self._pool_bytes = pool_bytes
         self.places = tuple(Place(call, position) for position, call in enumerate(calls))
         self._backend = backend
         self._of_scope: dict[str, list[Place]] = {}
@@ -45,7 +58,7 @@ class Slot:
         self._begin_anew(pool)
 
     def _begin_anew(self, pool: Any) -> None:
-        self.pool = self._backend.new_pool() if pool is None else pool
+        self.pool = self._backend.new_pool(self._pool_bytes) if pool is None else pool
         # Weights' gradients come in any order: what is captured after one of them must not get
         # the memory that it works in.
         self.pool_of_weights = self._backend.new_pool()
