@@ -59,8 +59,8 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def new_pool(self, nbytes: int = 0) -> Any:
-        """Memory that graphs captured and replayed in one order may share. ``nbytes``: what they
-        will need together, if that is known."""
+        """Memory that graphs captured and replayed in one order may share. ``nbytes``: it begins
+        with so much in one piece."""
 
     @abc.abstractmethod
     def record(self, pool: Any) -> contextlib.AbstractContextManager[list[Graph]]:

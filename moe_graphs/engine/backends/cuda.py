@@ -100,9 +100,8 @@ class CudaGraphs(Backend):
             outside.wait_stream(self.stream)
 
     def new_pool(self, nbytes: int = 0) -> Any:
-        """A large one is made of one piece: gradients do not fit into what single activations
-        leave, and the allocator joins free memory within a piece only. Small tensors (below 1 MiB)
-        lie elsewhere, so a small pool could take twice as much."""
+        """A piece is for large ones: small tensors (below 1 MiB) lie elsewhere, so that a small
+        pool could take twice as much."""
         pool = torch.cuda.graph_pool_handle()
         if nbytes >= _LARGE_POOL and not _pieces_are_not_split():
             self._pieces[pool] = nbytes

@@ -229,9 +229,9 @@ class Graphs:
         chunks = []
         for chunk, of_chunk in zip(planned.chunks, memory.chunks, strict=True):
             calls = [self._planned_call(number, chunk.slots) for number in chunk.calls]
-            of_pool = 0 if config.split_backward else of_chunk.pool()  # weights' pool has a part
-            slots = (Slot(calls, self.backend, pool_bytes=of_pool) for _ in range(chunk.slots))
-            chunks.append(Chunk(list(slots)))
+            piece = of_chunk.piece()
+            slots = [Slot(calls, self.backend, pool_bytes=piece) for _ in range(chunk.slots)]
+            chunks.append(Chunk(slots))
         self.observation.tell_of_weights_apart(split=config.split_backward)
         recorder = Recorder(
             self.model, self.backend, split=config.split_backward, verify=config.verify

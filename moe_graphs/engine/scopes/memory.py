@@ -53,6 +53,11 @@ class ChunkMemory:
                 kept -= call.kept - call.outputs - call.weights
         return peak
 
+    def piece(self) -> int:
+        """Bytes that a pool begins with in one piece: weights' gradients that stay do not fit into
+        what single activations leave, and the allocator joins free memory within a piece only."""
+        return self.pool() if any(call.weights for call in self.calls) else 0
+
     def inputs(self) -> int:
         return sum(call.inputs for call in self.calls)
 

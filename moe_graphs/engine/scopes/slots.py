@@ -37,7 +37,7 @@ class Slot:
 
     Args:
         pool: theirs, if it is not a new one.
-        pool_bytes: what they are predicted to take of a new one.
+        pool_bytes: of one piece, that a new one begins with.
     """
 
     def __init__(
