@@ -7,12 +7,9 @@ Writes a picture with the same name beside the lines, or to ``--out``.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
 import matplotlib
 
@@ -23,17 +20,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from environment import describe
+from plot_partial_graphs import draw_file
 from real_runs import SETS, Row, spread
 
 TITLES = {
     "small": "everything on, everything off: points held out, lines behind them training",
     "optimizers": "optimizers: means over seeds, held out from least to most, training behind",
 }
-
-
-def read_rows(path: Path) -> list[Row]:
-    rows = (json.loads(text) for text in path.read_text().splitlines() if text.strip())
-    return [row for row in rows if row["benchmark"] == "real_runs"]
 
 
 def draw(rows: Sequence[Row]) -> Figure:
@@ -95,13 +88,7 @@ def _draw_variant(axis: Axes, rows: Sequence[Row], color: str, column: int) -> N
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--out", type=Path, help="the ending says the format")
-    options = parser.parse_args(arguments)
-    out = options.out or options.results.with_suffix(".png")
-    draw(read_rows(options.results)).savefig(out, dpi=150)
-    print(out)
+    draw_file(draw, __doc__, arguments)
 
 
 if __name__ == "__main__":
