@@ -109,14 +109,21 @@ def _draw_panel(axis: Axes, rows: Sequence[Row], panel: Panel) -> None:
         axis.spines[side].set_visible(False)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def draw_file(
+    draw: Callable[[Sequence[Row]], Figure], about: str | None, arguments: Sequence[str] | None
+) -> None:
+    """The command line of a script that draws all rows of a file; ``about`` is its docstring."""
+    parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
     parser.add_argument("results", type=Path)
     parser.add_argument("--out", type=Path, help="the ending says the format; default: .png")
     options = parser.parse_args(arguments)
     out = options.out or options.results.with_suffix(".png")
     draw(read_rows(options.results)).savefig(out, dpi=150)
     print(out)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    draw_file(draw, __doc__, arguments)
 
 
 if __name__ == "__main__":
