@@ -180,6 +180,13 @@ def train(
     ep: Ep = None,
     pp: Pp = None,
     layers_per_group: LayersPerGroup = None,
+    fsdp: Annotated[
+        bool,
+        typer.Option(
+            help="Shards weights over data-parallel ranks; or all have them, but shared experts: "
+            "faster for small models, and legal with scopes."
+        ),
+    ] = True,
     schedule: ScheduleName = "1f1b",
     stages_per_rank: StagesPerRank = None,
     timeout: Annotated[

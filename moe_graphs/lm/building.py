@@ -34,6 +34,7 @@ from moe_graphs.parallel import (
     init_weights_sharded,
     load_pretrained_sharded,
     parallelize,
+    replicate,
 )
 
 
@@ -158,7 +159,10 @@ def _on_ranks(
     by: dict[str, Any] = {"mixed_precision": policy}
     if layout.ep > 1:
         by["dispatcher"] = options.dispatcher
-    if layout.pp > 1:
+    if not workers.fsdp:
+        if layout.ep > 1:
+            replicate(model, workers.data, dispatcher=options.dispatcher)
+    elif layout.pp > 1:
         of_a_rank = {"stages_per_rank": options.stages_per_rank, "autocast": autocast}
         stages = lay_out_stages(model, workers, **of_a_rank, **by)
     else:

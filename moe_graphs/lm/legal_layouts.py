@@ -27,6 +27,8 @@ def check_options(options: RunOptions) -> None:
     _check_mixed_precision(options)
     if options.workers is None:
         return
+    if not options.workers.fsdp:
+        _check_whole_weights(options.workers)
     settings, model, layout = options.preset.training, options.preset.model, options.workers.layout
     ranks = layout.data_parallel
     check_optimizer_layout(settings, layout.tp)
@@ -48,10 +50,10 @@ def check_options(options: RunOptions) -> None:
         check_schedule(options.schedule, pp, options.stages_per_rank, settings.microbatches)
         layers_of_stages(model.num_layers, pp * options.stages_per_rank)
     graphs, sharded = options.graph_config, ranks * layout.cp > 1
-    if isinstance(graphs, GraphConfig) and sharded:
+    if isinstance(graphs, GraphConfig) and sharded and options.workers.fsdp:
         raise ValueError(
             "impl: scopes on several ranks: FSDP2 gathers parameters at other addresses in every "
-            "step, and a graph of a scope reads those it was captured with: use --impl "
+            "step, and a graph of a scope reads those it was captured with: use --no-fsdp, --impl "
             "full_iteration, or none, or share by --tp and --pp alone"
         )
     shared = sharded or layout.tp > 1
@@ -83,11 +85,22 @@ def _check_experts(options: RunOptions, ep: int) -> None:
         )
 
 
-def _check_mixed_precision(options: RunOptions) -> None:
-    if options.mixed_precision and (
-        options.workers is None or options.workers.layout.with_tokens == 1
-    ):
+def _check_whole_weights(workers: Workers) -> None:
+    layout = workers.layout
+    if layout.dp_shard != workers.count or layout.ep not in (1, workers.count):
         raise ValueError(
-            "mixed_precision: it is FSDP2's, which shards nothing on one process nor by --tp or "
-            "--pp alone: drop it, GPUs compute in bfloat16 by autocast without it, too"
+            f"no-fsdp: the layout is {workers.described()}: without FSDP2 ranks are data-parallel "
+            f"(--dp-shard) and share experts all together (--ep {workers.count}) or not at all"
+        )
+    if layout.layers_per_group > 1:
+        raise ValueError("layers_per_group: of FSDP2: drop it, or --no-fsdp")
+
+
+def _check_mixed_precision(options: RunOptions) -> None:
+    workers = options.workers
+    sharded = workers is not None and workers.fsdp and workers.layout.with_tokens > 1
+    if options.mixed_precision and not sharded:
+        raise ValueError(
+            "mixed_precision: it is FSDP2's, which shards nothing on one process, with --no-fsdp, "
+            "or by --tp or --pp alone: drop it, GPUs compute in bfloat16 by autocast without it"
         )

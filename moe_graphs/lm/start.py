@@ -24,6 +24,7 @@ def start(
     *,
     nproc: int | None,
     timeout: float,
+    fsdp: bool,
     dp_replicate: int | None,
     dp_shard: int | None,
     tp: int | None,
@@ -45,13 +46,15 @@ def start(
             layout_of(nproc, **degrees)
         elif place.world_size == 1:
             layout_of(1, **degrees)
+        if not fsdp and (nproc or place.world_size) == 1:
+            raise ValueError("no-fsdp: one process has whole weights anyway: drop it")
     if nproc is not None and nproc > 1:
-        _launch(nproc, degrees, timeout, options)
+        _launch(nproc, degrees, timeout, fsdp, options)
     elif nproc == 1 or place.world_size == 1:
         with errors_in_a_line(*train_command.EXPECTED):
             train_command.train(None, **options)
     else:
-        _work(degrees, timeout, options)
+        _work(degrees, timeout, fsdp, options)
 
 
 def _check_workers(nproc: int, place: Place) -> None:
@@ -64,7 +67,9 @@ def _check_workers(nproc: int, place: Place) -> None:
         )
 
 
-def _launch(nproc: int, degrees: dict[str, int | None], timeout: float, options: Any) -> None:
+def _launch(
+    nproc: int, degrees: dict[str, int | None], timeout: float, fsdp: bool, options: Any
+) -> None:
     """Waits for workers of this host. One that fails has said why."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
     config = LaunchConfig(
@@ -80,7 +85,7 @@ def _launch(nproc: int, degrees: dict[str, int | None], timeout: float, options:
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # tracebacks of processes that ended
     try:
-        elastic_launch(config, _work)(degrees, timeout, options)
+        elastic_launch(config, _work)(degrees, timeout, fsdp, options)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:  # it could not say so itself
@@ -89,16 +94,18 @@ def _launch(nproc: int, degrees: dict[str, int | None], timeout: float, options:
         raise typer.Exit(1) from error
 
 
-def _work(degrees: dict[str, int | None], timeout: float, options: dict[str, Any]) -> None:
+def _work(
+    degrees: dict[str, int | None], timeout: float, fsdp: bool, options: dict[str, Any]
+) -> None:
     """As one of the workers."""
     place = Place.of_environment()
     on_gpu = options["device"] != "cpu" and torch.cuda.is_available()
     with meeting(place, on_gpu, timeout, *train_command.EXPECTED):
         versions = {"torch": torch.__version__, "on a GPU": on_gpu}
-        check_equal({**options, **degrees, **versions}, _SAME)
+        check_equal({**options, **degrees, **versions, "fsdp": fsdp}, _SAME)
         layout = layout_of(place.world_size, **degrees)
         device = _device(options["device"], place)
-        train_command.train(Workers.on(layout, device, timeout), **options)
+        train_command.train(Workers.on(layout, device, timeout, fsdp=fsdp), **options)
 
 
 def _device(name: str | None, place: Place) -> torch.device:

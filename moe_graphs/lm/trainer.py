@@ -31,6 +31,7 @@ from moe_graphs.optim import AdamW
 from moe_graphs.parallel import (
     Pipeline,
     free_gathered,
+    sum_gradients,
     vocabulary_cross_entropy,
     vocabulary_group,
 )
@@ -112,7 +113,8 @@ class Trainer:
             default none. Evaluation is outside of it, in bf16: so it leaves the scales of FP8 as
             they are, and takes sequences of any length.
         autocast: makes the context of every forward (default: ``autocast_of`` the device).
-        workers: the ranks that train together, of which ``parallelize`` has sharded the model.
+        workers: the ranks that train together, for which ``parallelize`` has sharded the model, or
+            ``replicate`` has shared its experts.
         pipeline: runs the stages of this rank, if the ranks are a pipeline; ``model`` is what
             ``pipeline_stages`` has left.
 
@@ -309,7 +311,9 @@ class Trainer:
     def forward_backward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """All microbatches of a step: the mean loss and the dropped rows, on the device; of a
         pipeline's ranks the loss is 0 but on the last one, until they are settled."""
-        count = self.settings.microbatches
+        count, addends = self.settings.microbatches, self.settings.microbatches
+        if self.workers is not None and not self.workers.fsdp:  # which makes sums means
+            addends *= self.workers.data.size()
         losses, dropped = [], []
         step = self.graphs.step() if self.graphs is not None else contextlib.nullcontext()
         with step:
@@ -319,13 +323,15 @@ class Trainer:
                 with self.autocast():
                     output = self.model(part[:, :-1])
                 loss = cross_entropy(output.logits_BSV, part[:, 1:], self.vocabulary)
-                ((loss + output.aux_loss) / count).backward()
+                ((loss + output.aux_loss) / addends).backward()
                 losses.append(loss.detach())
                 dropped.append(output.dropped_tokens)
         return torch.stack(losses).mean(), torch.stack(dropped).sum()
 
     def update(self) -> Tensor:
         """Clips, steps and drops the gradients. Returns their norm before that."""
+        if self.workers is not None and not self.workers.fsdp:
+            sum_gradients(self.model, self.workers.data)
         norm = self.device_step().grad_norm
         # Does nothing unless the config asks for the aux-loss-free balancing of DeepSeek-V3.
         self.model.update_expert_bias(None if self.workers is None else self.workers.group)

@@ -85,6 +85,7 @@ class Workers:
     Attributes:
         on_hosts: a gloo group of all ranks, for what travels between hosts.
         agents: what has started each of the ranks.
+        fsdp: or all of them have whole weights, but experts that they share (``replicate``).
     """
 
     layout: ParallelConfig
@@ -92,13 +93,21 @@ class Workers:
     device: torch.device
     on_hosts: dist.ProcessGroup
     agents: tuple[str, ...] = ()
+    fsdp: bool = True
 
     @classmethod
-    def on(cls, layout: ParallelConfig, device: torch.device, seconds: float = 600.0) -> Workers:
+    def on(
+        cls,
+        layout: ParallelConfig,
+        device: torch.device,
+        seconds: float = 600.0,
+        *,
+        fsdp: bool = True,
+    ) -> Workers:
         """On the initialised process group. ``seconds``: as of ``meeting``."""
         mesh = make_mesh(layout, device.type)
         on_hosts = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=seconds))
-        workers = cls(layout, mesh, device, on_hosts)
+        workers = cls(layout, mesh, device, on_hosts, fsdp=fsdp)
         return replace(workers, agents=tuple(workers.gather(agent())))
 
     @property
@@ -197,7 +206,7 @@ class Workers:
         """The degrees above 1, and how many ranks."""
         found = {k: v for k, v in asdict(self.layout).items() if v is not True and v != 1}
         degrees = ", ".join(f"{name} {degree}" for name, degree in found.items())
-        return f"{degrees} on {self.count} ranks"
+        return f"{degrees} on {self.count} ranks{'' if self.fsdp else ', without FSDP2'}"
 
 
 def check_equal(values: Mapping[str, Any], remedy: str) -> None:
