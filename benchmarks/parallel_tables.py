@@ -34,6 +34,9 @@ WAYS = {
     "whole step, symmetric, 1.25, one barrier, groups of layers, our AdamW": (
         "the same, FSDP2 in groups of 4 layers"
     ),
+    "whole step, symmetric, 1.25, one barrier, replicated, our AdamW": (
+        "the same, no FSDP2: whole weights on every GPU (`--no-fsdp`)"
+    ),
 }
 STACKS = {
     "": "",
@@ -97,8 +100,8 @@ def shared_experts(lines: Sequence[Line]) -> str:
     first = f"experts shared by {ranks} GPUs: a step, reserved memory"
     header = " | ".join([first, *SHARED.values()])
     note = (
-        "FSDP2 shards the rest, but under graphs of scopes, where it is replicated and nothing is "
-        "clipped. torch's AdamW but where it says ours; -: not run."
+        "FSDP2 shards the rest; under graphs of scopes every GPU has it whole. torch's AdamW but "
+        "where it says ours; -: not run."
     )
     return f"{table(header, rows)}\n\n{note} {sources(used)}"
 

@@ -116,7 +116,8 @@ def _check_not_sharded(model: nn.Module) -> None:
         raise ValueError(
             "fully_shard (FSDP2) gathers parameters into other memory in every step, with "
             "reshard_after_forward=False, too, and graphs of scopes read them where they lay: "
-            "capture whole steps with FullIteration, which holds the gathering itself"
+            "capture whole steps with FullIteration, which holds the gathering itself, or leave "
+            "weights whole on all ranks (moe_graphs.parallel.replicate)"
         )
 
 
