@@ -62,6 +62,7 @@ def test_json_is_the_only_thing_on_stdout(text, tmp_path):
 
 
 @pytest.mark.parametrize("dispatcher", ["local", "all_to_all", "all_gather"])
+@pytest.mark.long
 def test_compare_reports_both_sides(text, dispatcher):
     arguments = ["--steps", 8, "--dispatcher", dispatcher, "--compare", "--json"]
     result = invoke(*SMALL, "--data", text, *arguments)

@@ -129,6 +129,7 @@ def test_its_command_runs(clean, tmp_path):
     assert "train" in run(clean / "moe-graphs", "--help", cwd=tmp_path)
 
 
+@pytest.mark.long
 def test_it_is_imported_captures_and_replays(clean, tmp_path):
     said = run(clean / "python", "-W", "ignore", "-c", USE, *PUBLIC, cwd=tmp_path)
     files, replayed = json.loads(said)

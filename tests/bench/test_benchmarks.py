@@ -38,6 +38,7 @@ def rows(modules, tmp_path_factory):
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_one_line_per_contender(rows):
     assert [row["contender"] for row in rows] == [
         "eager", "attn", "attn,moe_router,moe_preprocess", "attn,moe",
@@ -114,6 +115,7 @@ def test_whole_steps(modules, tmp_path):
 # Dynamo does both itself.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated", "ignore:The .grad attribute")
 @pytest.mark.parametrize("factor", [1, 10])
+@pytest.mark.long
 def test_a_compiled_contender_is_judged_when_it_is_built(modules, monkeypatch, tmp_path, factor):
     """The model is really compiled, by a backend of ours; too far from eager, it is not timed."""
 

@@ -71,6 +71,7 @@ def fit(folder, device, *callbacks, ckpt=None):
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", CALLBACKS)
+@pytest.mark.long
 def test_it_is_lightnings_training(tmp_path, device, kind):
     eager, _ = fit(tmp_path / "eager", device)
     callback = CALLBACKS[kind]()

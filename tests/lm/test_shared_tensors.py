@@ -51,6 +51,7 @@ def train(rank: int, world_size: int) -> list[dict]:
     return found
 
 
+@pytest.mark.long
 def test_graphed_is_eager():
     of_ranks = run_distributed(train, 2)
     for eager, *graphed in of_ranks:

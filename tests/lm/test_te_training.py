@@ -90,6 +90,7 @@ GRAPHS = {
 
 @pytest.mark.parametrize(("config", "experts"), GRAPHS.values(), ids=GRAPHS)
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.long
 def test_graphs_in_fp8_are_bitwise_around_an_evaluation(engine, recipe, config, experts):
     found = []
     for graphs in (None, config):

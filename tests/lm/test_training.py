@@ -91,6 +91,7 @@ def check_resumed(folder, given, config, saved_at):
 
 
 @pytest.mark.parametrize("config", FULL.values(), ids=FULL)
+@pytest.mark.long
 def test_whole_steps_are_resumed_bit_by_bit(tmp_path, config):
     """By a trainer that captures afterwards, and by one that has captured before."""
     given = options(steps=12)

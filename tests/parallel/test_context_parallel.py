@@ -124,6 +124,7 @@ def compare_with_one_process(
 
 
 @pytest.mark.parametrize("layouts", [OF_TWO, OF_FOUR], ids=["two ranks", "four ranks"])
+@pytest.mark.long
 def test_training_is_that_of_one_process_on_whole_sequences(layouts):
     ranks = ParallelConfig(**{k: v for k, v in layouts[0].items() if k != "kind"}).world_size
     for found in run_distributed(compare_with_one_process, ranks, arguments=(layouts,)):
@@ -177,6 +178,7 @@ def compare_scopes(rank: int, world_size: int, device: str, lists: list[str]) ->
     return found
 
 
+@pytest.mark.long
 def test_scopes_hold_the_exchange():
     """Two layers, two microbatches; two steps in which rank 1 cannot replay the first layer, whose
     eager calls meet the replays of rank 0."""

@@ -103,7 +103,10 @@ def compare_with_one_process(
     "layouts",
     [
         [{"dp_shard": 2}, {"dp_replicate": 2}, {"dp_shard": 2, "ep": 2}],
-        [{"dp_shard": 4, "ep": 2}, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}],
+        pytest.param(
+            [{"dp_shard": 4, "ep": 2}, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}],
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["two ranks", "four ranks"],
 )

@@ -61,6 +61,7 @@ def go_wrong(rank: int, world_size: int) -> dict[str, str]:
     return told
 
 
+@pytest.mark.long
 def test_what_a_replay_would_not_do_is_refused():
     for told in run_distributed(go_wrong, 2):
         assert "reshard_after_forward=False, too" in told["scopes"]

@@ -70,7 +70,8 @@ def train(device: str, dispatcher: str, graphed: str | None, steps: int) -> Trac
         trace.note(name, local_part(parameter))
     report = graphs.report() if scopes else whole.report() if graphed else None
     if report is not None:
-        assert report.state == "captured" and report.replayed, report
+        assert report.state == "captured", report
+        assert report.replayed, report
         assert set(report.eager_calls) == {"warmup"}, report
     for made in (graphs, whole):
         if hasattr(made, "release"):
@@ -132,6 +133,6 @@ def make_mesh_of(ranks: int) -> Any:
 
 def test_gradients_are_those_of_one_process_and_misuse_is_told():
     for furthest, norm, refused in run_distributed(with_one_process, 2):
-        assert furthest < 1e-6 and norm < 1e-6
+        assert max(furthest, norm) < 1e-6
         assert "FSDP2 sums its gradients itself" in refused[0]
         assert refused[1].startswith("a mesh of 5 dimensions")

@@ -74,6 +74,7 @@ def losses(group: dist.ProcessGroup, device: str = "cpu") -> dict[str, float]:
     return found
 
 
+@pytest.mark.long
 def test_two_ranks():
     first, second = run_distributed(of_two, 2)
     for found in (first, second):

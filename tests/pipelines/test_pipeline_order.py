@@ -60,11 +60,20 @@ def cases(names: Sequence[str], sizes: Sequence[int]) -> list:
     ]
 
 
+def marked(places: list) -> list:
+    """Four ranks take long."""
+    long = {4: (pytest.mark.long,)}
+    return [
+        pytest.param(*place.values, marks=(*place.marks, *long.get(place.values[1], ())))
+        for place in places
+    ]
+
+
 PLACES = ("name", "pp", "rank", "layers")
 LAYERS = {1: "attn,moe", 2: SCOPES["layers"]}
 
 
-@pytest.mark.parametrize(PLACES, pairs(cases(SCHEDULES, [2]) + cases(WHOLE, [4])))
+@pytest.mark.parametrize(PLACES, marked(pairs(cases(SCHEDULES, [2]) + cases(WHOLE, [4]))))
 def test_graphed_is_eager_at_every_rank(name, pp, rank, layers):
     schedule = make_schedule(name, pp, 2 * pp)
     report = check_rank(schedule, rank, scopes=LAYERS[layers], layers=layers)
@@ -74,6 +83,7 @@ def test_graphed_is_eager_at_every_rank(name, pp, rank, layers):
 
 @pytest.mark.parametrize("rank", range(2))
 @pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.long
 def test_a_plain_sequential_at_every_rank(name, rank):
     schedule = make_schedule(name, 2, 4)
     assert check_rank(schedule, rank, "plain").replayed
@@ -81,7 +91,7 @@ def test_a_plain_sequential_at_every_rank(name, rank):
         assert check_rank(schedule, rank, "plain", split=True).replayed
 
 
-@pytest.mark.parametrize(PLACES, pairs(cases(SPLIT, [2, 4])))
+@pytest.mark.parametrize(PLACES, marked(pairs(cases(SPLIT, [2, 4]))))
 def test_weight_gradients_apart(name, pp, rank, layers):
     schedule = make_schedule(name, pp, 2 * pp)
     check_rank(schedule, rank, scopes=LAYERS[layers], layers=layers, split=True)

@@ -165,6 +165,7 @@ def check(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.long
 def test_two_ranks(backend):
     check(2, backend, SINGLE)
     check(2, backend, LOOPED, layers=1)

@@ -113,6 +113,7 @@ def check(layouts: list[tuple[dict[str, Any], PlannedStep]], ranks: list[list[An
                 assert most == pytest.approx(found["peak"], rel=0.05), (degrees, step, rank)
 
 
+@pytest.mark.long
 def test_what_two_ranks_hold_and_receive_is_what_was_planned():
     check(OF_TWO, run_distributed(real_rank, 2, arguments=(OF_TWO,)))
 

@@ -166,6 +166,7 @@ def test_ranks_train_as_without_a_stack(backend, device, name):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.long
 def test_one_rank_trains_as_without_a_stack(device):
     dispatcher = SomeExperts()
     expected, *_ = _train(device, dispatcher, None, None, in_flight=False)

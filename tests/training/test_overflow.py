@@ -131,6 +131,7 @@ def _runs(rank: int, world_size: int, device: str, name: str) -> list:
         pytest.param("nccl", "cuda", "symmetric", marks=pytest.mark.multigpu),
     ],
 )
+@pytest.mark.long
 def test_run_again_it_is_training_with_room(backend, device, name):
     first, last = run_distributed(_runs, 2, backend, arguments=(device, name))
     skipped = [overflowed for _, overflowed in first]

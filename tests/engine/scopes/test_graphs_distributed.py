@@ -47,6 +47,7 @@ def train_every_list(rank: int, world_size: int, device: str) -> list[tuple[int,
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.long
 def test_graphed_training_over_two_ranks_is_bitwise_eager_training(backend):
     results = run_distributed(train_every_list, RANKS, backend, arguments=(device_of(backend),))
     for counted in results:

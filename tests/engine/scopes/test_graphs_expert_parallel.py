@@ -192,6 +192,7 @@ def test_whole_layers_and_steps_are_bitwise_eager(backend, device, ranks, dispat
 
 
 @pytest.mark.parametrize(("backend", "device", "ranks"), [GLOO[0], NCCL])
+@pytest.mark.long
 def test_one_barrier_is_bitwise_eager(backend, device, ranks):
     run_distributed(_train_what_holds_all, ranks, backend, arguments=(device, ONE_BARRIER))
 

@@ -44,6 +44,7 @@ def test_twenty_steps_are_bitwise_eager(device, kind):
 
 
 @pytest.mark.parametrize("ahead", [True, False], ids=["ahead of time", "after warm-up"])
+@pytest.mark.long
 def test_a_run_that_is_saved_and_resumed_is_the_uninterrupted_run(device, ahead):
     uninterrupted = Run(device, graphed=True)
     expected, _ = train(uninterrupted, steps=14)

@@ -208,6 +208,7 @@ def differ_once(rank: int, world_size: int, device: str, policy: str) -> list:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.long
 def test_ranks_agree_when_the_batch_of_one_differs(backend):
     """Each for itself, another rank would wait for ever for the one that raises or captures."""
     arguments = (device_of(backend),)
@@ -318,6 +319,7 @@ SCRIPT += """
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.long
 def test_scripts_end_without_hanging(backend, tmp_path):
     """Also if they raise while graphs that hold collectives are alive."""
     endings = ["raises", "releases", "destroys first"]
