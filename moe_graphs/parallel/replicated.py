@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from moe_graphs.dispatch import make_dispatcher
 from moe_graphs.layers.moe import moe_layers
-from moe_graphs.optim.gradient_factor import by_dtype
 from moe_graphs.parallel.expert_shards import make_global, shard_experts
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -58,7 +57,7 @@ def sum_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
         ValueError: a mesh of several dimensions, or gradients on another one (FSDP2).
     """
     _check(mesh)
-    whole: list[Tensor] = []
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
         if isinstance(gradient, DTensor):
@@ -68,8 +67,8 @@ def sum_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
                     f"of replicate(): FSDP2 sums its gradients itself"
                 )
         elif gradient is not None:
-            whole.append(gradient)
-    for alike in by_dtype(whole):
+            by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for alike in by_dtype.values():
         together = torch.cat([gradient.flatten() for gradient in alike])
         dist.all_reduce(together, group=mesh.get_group())
         parts = together.split([gradient.numel() for gradient in alike])
