@@ -35,6 +35,9 @@ from moe_graphs.parallel import (
 _A_MOMENT = datetime.timedelta(seconds=5)
 _NO_FACTORS = ("ep", "layers_per_group")  # of the number of ranks
 _FAILURES = "moe_graphs: how many ranks have failed"  # the key in the store
+# torch's name. NCCL's watchdog ends a rank four times as long after the timeout, whether or not it
+# writes its flight recorder meanwhile (a second or two): torch's own 15 s would be a minute.
+_DUMP_WAIT, _DUMP_MILLISECONDS = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "2500"
 
 
 @dataclass(frozen=True)
@@ -272,15 +275,21 @@ def meeting(
     waits for a group that is broken.
 
     Args:
-        seconds: after which a rank gives up to wait for the others.
+        seconds: after which a rank gives up to wait for the others, in groups that are made for the
+            duration as well. NCCL's watchdog then ends the process ten seconds later, if the
+            environment has no other ``TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC``.
     """
     patience = datetime.timedelta(seconds=seconds)
+    os.environ.setdefault(_DUMP_WAIT, _DUMP_MILLISECONDS)
     store, rank, size = next(iter(dist.rendezvous("env://", timeout=patience)))
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     try:
         store = fresh_store(store, rank, size, patience)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
-        yield
+        with _patience_of_groups(patience):
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=size, timeout=patience
+            )
+            yield
         dist.destroy_process_group()
     except BaseException as error:
         _report(error, store, place, expected)
@@ -288,6 +297,20 @@ def meeting(
         sys.stderr.flush()
         # Threads that write a checkpoint and communicators would wait for ranks that are gone.
         os._exit(1)
+
+
+@contextlib.contextmanager
+def _patience_of_groups(patience: datetime.timedelta) -> Iterator[None]:
+    """Groups that are made meanwhile have this timeout, if they are given none. torch would wait
+    half an hour in those of a mesh's dimensions, whatever the first group was given."""
+    c10d = dist.distributed_c10d
+    names = ("default_pg_timeout", "default_pg_nccl_timeout")
+    before = {name: getattr(c10d, name) for name in names}
+    vars(c10d).update(dict.fromkeys(names, patience))
+    try:
+        yield
+    finally:
+        vars(c10d).update(before)
 
 
 def _report(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import re
@@ -15,11 +16,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from moe_graphs.cli import build_app
 from moe_graphs.lm.sharded_checkpoint import read_model
+from moe_graphs.lm.workers import Place, meeting
 
 ROOT = Path(__file__).parents[2]
 KILLED = ROOT / "tests" / "support" / "killed_worker.py"
@@ -94,6 +97,25 @@ def test_a_run_with_a_killed_worker_ends_as_one_that_was_not_interrupted(text, t
     both = "".join(said[1:])
     assert len(re.findall("error: rank", both)) <= 1, both
     assert 'Traceback (most recent call last):\n  File "/work' not in both
+
+
+def test_all_groups_of_a_run_have_its_timeout(monkeypatch):
+    """Those of a mesh's dimensions, too; not only the first one."""
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", raising=False)
+    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail("the ranks did not meet"))
+    before = vars(dist.constants).copy()
+    with meeting(Place(0, 0, 1), False, 7.0):
+        groups = [dist.group.WORLD, dist.new_group([0]), dist.new_group([0], backend="gloo")]
+        backends = [group._get_backend(torch.device("cpu")) for group in groups]
+        found = {backend.options._timeout for backend in backends}
+        watchdog = os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"]
+    assert found == {datetime.timedelta(seconds=7)}
+    assert int(watchdog) * 4 == 10_000
+    for name in dist.constants.__all__:
+        assert getattr(dist.distributed_c10d, name) == before[name]
 
 
 def workers_of(launcher: int) -> list[int]:
