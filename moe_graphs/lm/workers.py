@@ -35,6 +35,8 @@ from moe_graphs.parallel import (
 _A_MOMENT = datetime.timedelta(seconds=5)
 _NO_FACTORS = ("ep", "layers_per_group")  # of the number of ranks
 _FAILURES = "moe_graphs: how many ranks have failed"  # the key in the store
+# Words of gloo's errors, which have no class of their own, when another rank is the cause.
+_OF_OTHERS = ("onnection", "Timed out waiting")
 # torch's name. NCCL's watchdog ends a rank four times as long after the timeout, whether or not it
 # writes its flight recorder meanwhile (a second or two): torch's own 15 s would be a minute.
 _DUMP_WAIT, _DUMP_MILLISECONDS = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "2500"
@@ -328,7 +330,7 @@ def _report(
     if isinstance(error, expected):
         line = " ".join(str(error).split())
         print(f"error: rank {place.rank}: {line}", file=sys.stderr)
-    elif isinstance(error, dist.DistError) or "onnection" in str(error):
+    elif isinstance(error, dist.DistError) or any(map(str(error).__contains__, _OF_OTHERS)):
         line = " ".join(str(error).split())
         print(
             f"error: rank {place.rank}: another rank is gone, or did not come in time: {line}",

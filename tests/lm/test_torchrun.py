@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -125,36 +126,67 @@ def workers_of(launcher: int) -> list[int]:
     return [pid for pid, command in commands.items() if b"spawn_main" in command]
 
 
-@pytest.mark.parametrize(
+ON_BOTH = pytest.mark.parametrize(
     "device",
     [pytest.param("cpu", marks=pytest.mark.full), pytest.param("cuda", marks=pytest.mark.multigpu)],
 )
-def test_a_worker_that_is_killed_while_graphs_replay_ends_the_run(text, tmp_path, device):
-    """NCCL's watchdog does not know of collectives in a graph: whoever has started the others ends
-    them."""
+
+
+@contextlib.contextmanager
+def training(text: Path, run: Path, device: str, *options: object) -> Iterator[tuple]:
+    """A run of two workers that has trained for some steps, and them. Killed at the end."""
     launcher = start(
         "moe_graphs", "train", "--preset", "tiny", "--batch-size", 2, "--sequence-length", 32,
-        "--steps", 100_000, "--device", device, "--data", text, "--out", tmp_path / "run",
-        "--nproc", 2, "--impl", "full_iteration", "--optimizer-in-graph",
+        "--steps", 100_000, "--device", device, "--data", text, "--out", run, "--nproc", 2,
+        *options,
     )  # fmt: skip
-    log = tmp_path / "run" / "log.jsonl"
+    log = run / "log.jsonl"
     try:
         until = time.monotonic() + 100
         while not (log.exists() and '"loss"' in log.read_text()):  # of twenty steps
             assert launcher.poll() is None, launcher.communicate()[0]
             assert time.monotonic() < until
             time.sleep(0.1)
-        first, last = workers_of(launcher.pid)
-        os.kill(last, signal.SIGKILL)
-        said = launcher.communicate(timeout=45)[0]  # workers have 30 s to end by themselves
-        assert launcher.returncode == 1
-        assert re.search("error: rank [01] was ended by SIGKILL|error: rank [01]: ", said), said
-        status = Path(f"/proc/{first}/status")
-        assert not status.exists() or "State:\tZ" in status.read_text()  # nobody has reaped it
+        yield launcher, *workers_of(launcher.pid)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(launcher.pid, signal.SIGKILL)
         launcher.communicate()
+
+
+def has_ended(process: int) -> bool:
+    status = Path(f"/proc/{process}/status")
+    return not status.exists() or "State:\tZ" in status.read_text()  # nobody has reaped it
+
+
+@ON_BOTH
+def test_a_worker_that_is_killed_while_graphs_replay_ends_the_run(text, tmp_path, device):
+    """NCCL's watchdog does not know of collectives in a graph: whoever has started the others ends
+    them."""
+    whole = ("--impl", "full_iteration", "--optimizer-in-graph")
+    with training(text, tmp_path / "run", device, *whole) as (launcher, first, last):
+        os.kill(last, signal.SIGKILL)
+        said = launcher.communicate(timeout=45)[0]  # workers have 30 s to end by themselves
+        assert launcher.returncode == 1
+        assert re.search("error: rank [01] was ended by SIGKILL|error: rank [01]: ", said), said
+        assert has_ended(first)
+
+
+@ON_BOTH
+def test_a_worker_that_hangs_ends_the_run_behind_the_timeout(text, tmp_path, device):
+    with training(text, tmp_path / "run", device, "--timeout", 10) as (launcher, first, last):
+        os.kill(last, signal.SIGSTOP)
+        until = time.monotonic() + 50  # NCCL's watchdog: ten seconds behind it
+        while not has_ended(first) and time.monotonic() < until:
+            time.sleep(0.1)
+        ended = has_ended(first)
+        os.kill(last, signal.SIGCONT)  # or its launcher waits 30 s before it kills it
+        said = launcher.communicate(timeout=45)[0]
+        assert ended, said
+        assert launcher.returncode == 1
+        words = {"cpu": "rank 0: another rank is gone, or did not come in time: .*Timed out",
+                 "cuda": "rank 0 was ended by SIGABRT"}  # fmt: skip
+        assert re.search(f"error: {words[device]}", said), said
 
 
 @pytest.mark.long
