@@ -37,8 +37,8 @@ _NO_FACTORS = ("ep", "layers_per_group")  # of the number of ranks
 _FAILURES = "moe_graphs: how many ranks have failed"  # the key in the store
 # Words of gloo's errors, which have no class of their own, when another rank is the cause.
 _OF_OTHERS = ("onnection", "Timed out waiting")
-# torch's name. NCCL's watchdog ends a rank four times as long after the timeout, whether or not it
-# writes its flight recorder meanwhile (a second or two): torch's own 15 s would be a minute.
+# Behind the timeout NCCL's watchdog waits four times as long before it ends a rank, so that all can
+# write their flight recorders (a second or two): with torch's own 15 s a minute.
 _DUMP_WAIT, _DUMP_MILLISECONDS = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "2500"
 
 
