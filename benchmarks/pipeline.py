@@ -9,32 +9,39 @@ was allocated before the step; its temporaries are the peak above that. The boun
 scheme of the seeds' systems: two per layer and microbatch.
 
 Capture: 96 scopes and 4 microbatches in flight, against torch.cuda.make_graphed_callables on as
-many callables of the same modules.
+many modules. Seconds: of graphs the steps that capture, with their proofs; of
+callables the call that makes them, with its warm-up.
+
+A row that fails says so, and the others go on. `--smoke`: tiny modules on the CPU, as a test.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import copy
 import functools
 import gc
 import json
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # every optimizer imports it: three seconds that belong to no capture
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import moe_graphs
 from moe_graphs.bench import environment
+from moe_graphs.engine.backends.cuda import CudaGraphs
 from moe_graphs.layers import MoEConfig, TransformerConfig, TransformerLayer
 from moe_graphs.pipelines.builders import gpipe, interleaved_1f1b
 from moe_graphs.pipelines.schedule import Action
-from timed_replays import check_replayed
+from timed_replays import NotReplayed, check_replayed
 
 CASES = tuple(
     (pp, vpp, microbatches, rank)
@@ -42,18 +49,24 @@ CASES = tuple(
     for microbatches in (8, 64)
     for rank in ranks
 )
+SMOKE_CASES = ((2, 1, 4, 0), (2, 2, 4, 0))
+STEPS = 4  # one to watch, one to capture: the first microbatch that takes a slot records it
+LAYERS = 2  # of a chunk
+SLOTS = 4  # of what is captured against the clock
+Row = dict[str, Any]
+Attempt = Callable[[], Row]
 
 
 class Layers(nn.Module):
-    def __init__(self, count: int, hidden: int, sequence: int) -> None:
+    def __init__(self, hidden: int, sequence: int, device: torch.device) -> None:
         super().__init__()
         moe = MoEConfig(num_experts=32, top_k=4, ffn_hidden_size=hidden // 2)
         config = TransformerConfig(
-            hidden_size=hidden, num_layers=count, num_heads=hidden // 128,
+            hidden_size=hidden, num_layers=LAYERS, num_heads=hidden // 128,
             ffn_hidden_size=2 * hidden, vocab_size=1, max_sequence_length=sequence, moe=moe,
         )  # fmt: skip
-        options = {"device": "cuda", "dtype": torch.bfloat16}
-        layers = [TransformerLayer(config, i, **options) for i in range(count)]
+        options = {"device": device, "dtype": dtype_on(device)}
+        layers = [TransformerLayer(config, i, **options) for i in range(LAYERS)]
         for layer in layers:
             layer.init_weights(0.02, 0.02)
         self.layers = nn.ModuleList(layers)
@@ -62,6 +75,10 @@ class Layers(nn.Module):
         for layer in self.layers:
             hidden_BSD = layer(hidden_BSD).hidden_BSD
         return hidden_BSD
+
+
+def dtype_on(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def drive(chunks: nn.ModuleList, order: Iterable[Action], x: Tensor, baseline: int) -> int:
@@ -80,122 +97,183 @@ def drive(chunks: nn.ModuleList, order: Iterable[Action], x: Tensor, baseline: i
     return most
 
 
-def memory_row(pp: int, vpp: int, microbatches: int, rank: int) -> dict[str, Any]:
-    schedule = interleaved_1f1b(pp, vpp, microbatches)
-    order, layers = schedule.local_order(rank), 2
-    chunks = nn.ModuleList(Layers(layers, 1024, 2048) for _ in range(vpp))
-    x = torch.randn(1, 2048, 1024, device="cuda", dtype=torch.bfloat16)
+@contextlib.contextmanager
+def trained(
+    model: nn.Module, config: moe_graphs.GraphConfig, step: Callable[[], object]
+) -> Iterator[moe_graphs.Report]:
+    """The report behind some steps, when what eager ones have left is given back.
+
+    Raises:
+        NotReplayed: not everything was captured, or replayed since.
+    """
+    graphs = moe_graphs.graph(model, config)
+    try:
+        for _ in range(STEPS):
+            with graphs.step():
+                step()
+        give_back()
+        report = graphs.report()
+        if report.state != "captured":
+            raise NotReplayed(f"{report.state}, eager calls {dict(report.eager_calls)}")
+        check_replayed(report)
+        yield report
+    finally:
+        graphs.release()
+
+
+def give_back() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def memory_row(device: torch.device, pp: int, vpp: int, microbatches: int, rank: int) -> Row:
+    """Bytes are 0 on the CPU, where nobody counts them."""
+    on_gpu = device.type == "cuda"
+    hidden, sequence = (1024, 2048) if on_gpu else (128, 8)
+    order = interleaved_1f1b(pp, vpp, microbatches).local_order(rank)
+    chunks = nn.ModuleList(Layers(hidden, sequence, device) for _ in range(vpp))
+    x = torch.randn(1, sequence, hidden, device=device, dtype=dtype_on(device))
     for parameter in chunks.parameters():
         parameter.grad = torch.zeros_like(parameter)
     drive(chunks, order, x, 0)
-    torch.cuda.reset_peak_memory_stats()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
     baseline = torch.cuda.memory_allocated()
     saved = drive(chunks, order, x, baseline)
     temporaries = torch.cuda.max_memory_allocated() - baseline - saved
-    graphs = moe_graphs.graph(chunks, moe_graphs.GraphConfig("attn,moe", warmup_steps=1))
-    for _ in range(3):
-        with graphs.step():
-            drive(chunks, order, x, baseline)
-    report = graphs.report()
-    check_replayed(report)
-    slots = sum(report.slots)
-    bound = 1.05 * saved + slots * temporaries
-    row = {
-        "benchmark": "pipeline memory", "pp": pp, "vpp": vpp, "microbatches": microbatches,
-        "rank": rank, "layers": layers * vpp, "slots": report.slots,
-        "graphs": 2 * report.captured, "graphs_of_the_seeds": 2 * layers * vpp * microbatches,
-        "eager_calls": report.eager_calls, "pool_bytes": report.pool_bytes,
-        "predicted_pool_bytes": report.predicted_pool_bytes, "static_bytes": report.static_bytes,
-        "eager_saved_bytes": saved, "eager_temporary_bytes": temporaries,
-        "bound_bytes": int(bound), "pool_over_bound": report.pool_bytes / bound,
-        "pool_over_saved": report.pool_bytes / saved, "capture_seconds": report.capture_seconds,
-    }  # fmt: skip
-    graphs.release()
-    return row
+    config = moe_graphs.GraphConfig("attn,moe", warmup_steps=1)
+    with trained(chunks, config, lambda: drive(chunks, order, x, baseline)) as report:
+        bound = 1.05 * saved + sum(report.slots) * temporaries
+        over = report.pool_bytes / bound if on_gpu else None
+        return {
+            "layers": LAYERS * vpp, "slots": report.slots, "graphs": 2 * report.captured,
+            "graphs_of_the_seeds": 2 * LAYERS * vpp * microbatches,
+            "eager_calls": report.eager_calls, "pool_bytes": report.pool_bytes,
+            "predicted_pool_bytes": report.predicted_pool_bytes,
+            "static_bytes": report.static_bytes, "eager_saved_bytes": saved,
+            "eager_temporary_bytes": temporaries, "bound_bytes": int(bound),
+            "pool_over_bound": over,
+            "pool_over_saved": report.pool_bytes / saved if on_gpu else None,
+            "capture_seconds": report.capture_seconds,
+        }  # fmt: skip
 
 
-def mlps(count: int, width: int) -> list[nn.Module]:
-    parts = (nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
-             for _ in range(count))  # fmt: skip
-    return [part.to("cuda", torch.bfloat16) for part in parts]
+class Modules:
+    """As many as there are scopes, warm, and a sample of their input."""
+
+    def __init__(self, device: torch.device) -> None:
+        count, self.width = (96, 512) if device.type == "cuda" else (12, 8)
+        self.options = {"device": device, "dtype": dtype_on(device)}
+        linear = functools.partial(nn.Linear, self.width, self.width, **self.options)
+        parts = (nn.Sequential(linear(), nn.GELU(), linear()) for _ in range(count))
+        self.model = nn.Sequential(*parts)
+        for _ in range(3):  # libraries load their kernels
+            self.model(self.sample()).sum().backward()
+        give_back()
+
+    def sample(self) -> Tensor:
+        return torch.randn(256, self.width, requires_grad=True, **self.options)
 
 
-def capture_rows(count: int = 96, slots: int = 4, width: int = 512) -> Iterable[dict[str, Any]]:
-    import torch._dynamo  # every optimizer imports it: three seconds that belong to neither
+def captured_as_graphs(device: torch.device) -> Row:
+    modules = Modules(device)
+    model = modules.model
 
-    modules = mlps(count, width)
-
-    def sample() -> Tensor:
-        return torch.randn(256, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-
-    common = {"benchmark": "pipeline capture", "scopes": count, "slots": slots}
-    model = nn.Sequential(*modules)
-    for _ in range(3):  # libraries load their kernels
-        model(sample()).sum().backward()
-    config = moe_graphs.GraphConfig(["[0-9]", "[0-9][0-9]"], warmup_steps=1)
-    graphs = moe_graphs.graph(model, config)
-    with graphs.step():
-        losses = [model(sample()).sum() for _ in range(slots)]
+    def step() -> None:
+        losses = [model(modules.sample()).sum() for _ in range(SLOTS)]
         for loss in losses:
             loss.backward()
-    del losses
-    report = graphs.report()
-    assert report.captured == count * slots, report
-    yield {**common, "contender": "moe_graphs.graph", "seconds": report.capture_seconds,
-           "pool_bytes": report.pool_bytes}  # fmt: skip
-    graphs.release()
 
+    config = moe_graphs.GraphConfig(["[0-9]", "[0-9][0-9]"], warmup_steps=1)
+    with trained(model, config, step) as report:
+        return counted(len(model), report.captured, report.capture_seconds, report.pool_bytes)
+
+
+def captured_as_callables(device: torch.device) -> Row:
+    modules = Modules(device)
+    parts, order = tuple(modules.model), gpipe(1, SLOTS).local_order(0)
+    samples = ((modules.sample(),),) * len(parts)
     started = time.perf_counter()
-    order = gpipe(1, slots).local_order(0)
-    samples = ((sample(),),) * count
-    moe_graphs.make_graphed_callables(tuple(modules), samples, schedule=order, warmup_steps=3)
+    moe_graphs.make_graphed_callables(parts, samples, schedule=order, warmup_steps=3)
     seconds = time.perf_counter() - started
-    made = modules[0].graphs
+    made = parts[0].graphs
     pool = sum(map(made.backend.pool_bytes, made.captured.pools))
-    yield {**common, "contender": "moe_graphs.make_graphed_callables", "seconds": seconds,
-           "pool_bytes": pool}  # fmt: skip
     made.release()
+    return counted(len(parts), SLOTS * len(parts), seconds, pool)
 
-    gc.collect()
-    torch.cuda.empty_cache()
-    callables = tuple(functools.partial(m.forward) for _ in range(slots) for m in modules)
-    before = torch.cuda.memory_reserved()
+
+def captured_by_torch(device: torch.device) -> Row:
+    """Of copies: what is no module has no gradients of weights there."""
+    modules = Modules(device)
+    scopes = len(modules.model)
+    parts = tuple(part for _ in range(SLOTS) for part in copy.deepcopy(modules.model))
+    samples = tuple((modules.sample(),) for _ in parts)
+    pool = torch.cuda.graph_pool_handle()
     started = time.perf_counter()
-    kept = torch.cuda.make_graphed_callables(callables, tuple((sample(),) for _ in callables))
+    torch.cuda.make_graphed_callables(parts, samples, pool=pool)
     torch.cuda.synchronize()
     seconds = time.perf_counter() - started
-    yield {**common, "contender": "torch.cuda.make_graphed_callables", "seconds": seconds,
-           "pool_bytes": torch.cuda.memory_reserved() - before}  # fmt: skip
-    del kept
+    give_back()  # what its warm-up has left is no graph's
+    return counted(scopes, len(parts), seconds, CudaGraphs(device).pool_bytes(pool))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def counted(scopes: int, recordings: int, seconds: float, pool_bytes: int) -> Row:
+    """
+    Raises:
+        NotReplayed: not every scope was recorded for every slot.
+    """
+    if recordings != scopes * SLOTS:
+        raise NotReplayed(f"{recordings} recordings of {scopes} scopes and {SLOTS} slots")
+    return {"scopes": scopes, "slots": SLOTS, "seconds": seconds, "pool_bytes": pool_bytes}
+
+
+CAPTURES = {
+    "moe_graphs.graph": captured_as_graphs,
+    "moe_graphs.make_graphed_callables": captured_as_callables,
+    "torch.cuda.make_graphed_callables": captured_by_torch,
+}
+
+
+def rows(device: torch.device, only: str | None, cases: int) -> Iterator[tuple[Row, Attempt]]:
+    """What a row is of, and what measures it: memory first, which decides."""
+    on_gpu = device.type == "cuda"
+    if only != "capture":
+        for case in (CASES if on_gpu else SMOKE_CASES)[:cases]:
+            named = dict(zip(("pp", "vpp", "microbatches", "rank"), case, strict=True))
+            attempt = functools.partial(memory_row, device, *case)
+            yield {"benchmark": "pipeline memory", **named}, attempt
+    if only != "memory":
+        for name, captured in CAPTURES.items():
+            if on_gpu or "torch" not in name:
+                named = {"benchmark": "pipeline capture", "contender": name}
+                yield named, functools.partial(captured, device)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="JSON lines")
     parser.add_argument("--commit", help="for the stamp, where there is no .git")
     parser.add_argument("--only", choices=("memory", "capture"))
     parser.add_argument("--cases", type=int, default=len(CASES), help="of memory: the first ones")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("this needs a CUDA device")
-    stamp = environment.stamp(options.commit)
-    lines = []
-
-    def note(row: dict[str, Any]) -> None:
+    parser.add_argument("--smoke", action="store_true", help="tiny modules on the CPU, as a test")
+    options = parser.parse_args(arguments)
+    if not options.smoke and not torch.cuda.is_available():
+        parser.error("this needs a CUDA device, or --smoke")
+    device = torch.device("cpu" if options.smoke else "cuda")
+    stamp, lines, failed = environment.stamp(options.commit), [], 0
+    for named, attempt in rows(device, options.only, options.cases):
+        try:
+            row = {**named, **attempt()}
+        except Exception as error:
+            row, failed = {**named, "error": repr(error)[:500]}, failed + 1
         lines.append(json.dumps({**row, "environment": stamp}))
         print(json.dumps(row), flush=True)
         if options.out is not None:
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text("\n".join(lines) + "\n")
-        gc.collect()
-        torch.cuda.empty_cache()
-
-    if options.only != "memory":
-        for row in capture_rows():
-            note(row)
-    if options.only != "capture":
-        for case in CASES[: options.cases]:
-            note(memory_row(*case))
+        give_back()
+    if failed:
+        sys.exit(f"{failed} of {len(lines)} rows failed")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ the allocator (``record_stream``, which in a capture defers what it frees to the
 - Of the two streams at most one is given work that waits for other ranks between a fork and its
   join: so what is beside always ends, and two waits never hold up one another's ranks.
 - A capture that forks also joins before its end.
+- Nobody else allocates on a side stream without waiting for the stream that forks it. torch hands
+  out the same 32 streams by turns, so one that a program makes later may be a side stream, too.
 
 On devices other than CUDA's there is one stream: ``forked`` and ``join`` do nothing.
 """

@@ -81,8 +81,9 @@ class ShardedCheckpoints:
         assert trainer.workers is not None
         self._directory, self._trainer, self._keep = run_directory, trainer, keep
         self._workers: Workers = trainer.workers
-        # Of its own, since the thread talks while training does, too.
-        self._group = dist.new_group(backend="gloo")
+        # Of its own, since the thread talks while training does, too. One rank's files may take
+        # longer than another's, and nobody waits for them: not bounded by --timeout.
+        self._group = dist.new_group(backend="gloo", timeout=dist.constants.default_pg_timeout)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: tuple[int, Future[Path]] | None = None
 

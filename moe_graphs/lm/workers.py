@@ -35,6 +35,11 @@ from moe_graphs.parallel import (
 _A_MOMENT = datetime.timedelta(seconds=5)
 _NO_FACTORS = ("ep", "layers_per_group")  # of the number of ranks
 _FAILURES = "moe_graphs: how many ranks have failed"  # the key in the store
+# Words of gloo's errors, which have no class of their own, when another rank is the cause.
+_OF_OTHERS = ("onnection", "Timed out waiting")
+# Behind the timeout NCCL's watchdog waits four times as long before it ends a rank, so that all can
+# write their flight recorders (a second or two): with torch's own 15 s a minute.
+_DUMP_WAIT, _DUMP_MILLISECONDS = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "2500"
 
 
 @dataclass(frozen=True)
@@ -281,15 +286,21 @@ def meeting(
     waits for a group that is broken.
 
     Args:
-        seconds: after which a rank gives up to wait for the others.
+        seconds: after which a rank gives up to wait for the others, in groups that are made for the
+            duration as well. NCCL's watchdog then ends the process ten seconds later, if the
+            environment has no other ``TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC``.
     """
     patience = datetime.timedelta(seconds=seconds)
+    os.environ.setdefault(_DUMP_WAIT, _DUMP_MILLISECONDS)
     store, rank, size = next(iter(dist.rendezvous("env://", timeout=patience)))
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     try:
         store = fresh_store(store, rank, size, patience)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
-        yield
+        with _patience_of_groups(patience):
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=size, timeout=patience
+            )
+            yield
         dist.destroy_process_group()
     except BaseException as error:
         _report(error, store, place, expected)
@@ -297,6 +308,20 @@ def meeting(
         sys.stderr.flush()
         # Threads that write a checkpoint and communicators would wait for ranks that are gone.
         os._exit(1)
+
+
+@contextlib.contextmanager
+def _patience_of_groups(patience: datetime.timedelta) -> Iterator[None]:
+    """Groups that are made meanwhile have this timeout, if they are given none. torch would wait
+    half an hour in those of a mesh's dimensions, whatever the first group was given."""
+    c10d = dist.distributed_c10d
+    names = ("default_pg_timeout", "default_pg_nccl_timeout")
+    before = {name: getattr(c10d, name) for name in names}
+    vars(c10d).update(dict.fromkeys(names, patience))
+    try:
+        yield
+    finally:
+        vars(c10d).update(before)
 
 
 def _report(
@@ -314,7 +339,7 @@ def _report(
     if isinstance(error, expected):
         line = " ".join(str(error).split())
         print(f"error: rank {place.rank}: {line}", file=sys.stderr)
-    elif isinstance(error, dist.DistError) or "onnection" in str(error):
+    elif isinstance(error, dist.DistError) or any(map(str(error).__contains__, _OF_OTHERS)):
         line = " ".join(str(error).split())
         print(
             f"error: rank {place.rank}: another rank is gone, or did not come in time: {line}",

@@ -18,7 +18,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 def modules():
     """The benchmark's files as they import each other when run as a script."""
     names = ("environment", "contenders", "measure", "phases", "partial_graphs",
-        "denoiser", "unet", "full_iteration", "layer_kernels", "optimizers",
+        "denoiser", "unet", "full_iteration", "layer_kernels", "optimizers", "pipeline",
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TEARDOWN_CUPTI", "0")  # the script sets both: undone with the patch
@@ -79,6 +79,25 @@ def test_optimizers(modules, tmp_path, monkeypatch):
     monkeypatch.setitem(contenders, "ours", lambda p: torch.optim.AdamW(p, **wrong))
     with pytest.raises(RuntimeError, match="tiny.*errors"):
         modules.optimizers.measure(modules.optimizers.cases(tiny=True)[0], "cpu", 1)
+
+
+def test_pipeline(modules, tmp_path, monkeypatch):
+    """A row that fails does not cost the others."""
+    out = tmp_path / "rows.jsonl"
+    monkeypatch.setitem(modules.pipeline.CAPTURES, "moe_graphs.graph", lambda device: 1 / 0)
+    with pytest.raises(SystemExit, match="1 of 3 rows failed"):
+        modules.pipeline.main(["--smoke", "--cases", "1", "--out", str(out)])
+    memory, failed, made = [json.loads(line) for line in out.read_text().splitlines()]
+    assert (memory["slots"], memory["graphs"], memory["graphs_of_the_seeds"]) == ([2], 8, 16)
+    assert memory["eager_calls"] == {"warmup": 8}
+    assert (failed["contender"], failed["error"][:17]) == ("moe_graphs.graph", "ZeroDivisionError")
+    assert (made["scopes"], made["slots"]) == (12, 4)
+    monkeypatch.undo()
+    row = modules.pipeline.captured_as_graphs(torch.device("cpu"))
+    assert row["seconds"] > 0
+    monkeypatch.setattr(modules.pipeline, "STEPS", 1)
+    with pytest.raises(modules.pipeline.NotReplayed, match="capturing, eager calls {'warmup': 48}"):
+        modules.pipeline.captured_as_graphs(torch.device("cpu"))
 
 
 def test_layer_kernels_times_nothing_but_the_op(modules):

@@ -36,12 +36,13 @@ CONFIG = MoEConfig(
 )
 SOME = ["random", "all-at-the-first-rank", "all-at-the-last-rank"]
 ON_BOTH = [("gloo", "cpu"), pytest.param("nccl", "cuda", marks=pytest.mark.multigpu)]
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}  # grouped products on CUDA are bf16
 
 
 def layer_of(dispatcher: Dispatcher, device: str = "cpu", halves: bool = True) -> MoELayer:
     torch.manual_seed(0)
     config = replace(CONFIG, overlap="halves" if halves else "none")
-    return MoELayer(config, D, dispatcher, device=device)
+    return MoELayer(config, D, dispatcher, device=device, dtype=DTYPES[device])
 
 
 def results(layer: MoELayer, hidden: torch.Tensor, experts_TK: torch.Tensor) -> list[torch.Tensor]:
@@ -68,12 +69,22 @@ def _equals_uncut(rank: int, world_size: int, device: str) -> None:
     cases += [("random", 3, SymmetricDispatcher())]
     for name, tokens, dispatcher in cases:
         torch.manual_seed(10 + rank)
-        hidden = torch.randn(tokens, D).to(device)
+        hidden = torch.randn(tokens, D).to(device, DTYPES[device])
         experts_TK = ROUTINGS[name][0](tokens, world_size).to(device)
         uncut = results(layer_of(dispatcher, device, False), hidden, experts_TK)
         first, again = (results(layer_of(dispatcher, device), hidden, experts_TK) for _ in range(2))
         assert all(map(torch.equal, first, again)), name
-        torch.testing.assert_close(first, uncut, rtol=1e-4, atol=1e-5)
+        if device == "cpu":
+            torch.testing.assert_close(first, uncut, rtol=1e-4, atol=1e-5)
+        for there, here in zip(uncut, first, strict=True):
+            _check_rounding(here.float(), there.float(), name)
+
+
+def _check_rounding(here: torch.Tensor, there: torch.Tensor, name: str) -> None:
+    """A sum of two halves has two more roundings of bf16 than the whole, 2**-9 of what is rounded
+    each: 0.002 to 0.004 of the norm on the CPU. Four times that is allowed; a token that goes wrong
+    is 0.2 of it. Elements may cancel, so they are not compared by themselves."""
+    assert (here - there).norm() <= 2**-6 * there.norm(), name
 
 
 @pytest.mark.parametrize(("backend", "device"), ON_BOTH)

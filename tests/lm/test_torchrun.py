@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import re
@@ -11,15 +12,18 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from moe_graphs.cli import build_app
 from moe_graphs.lm.sharded_checkpoint import read_model
+from moe_graphs.lm.workers import Place, meeting
 
 ROOT = Path(__file__).parents[2]
 KILLED = ROOT / "tests" / "support" / "killed_worker.py"
@@ -96,6 +100,25 @@ def test_a_run_with_a_killed_worker_ends_as_one_that_was_not_interrupted(text, t
     assert 'Traceback (most recent call last):\n  File "/work' not in both
 
 
+def test_all_groups_of_a_run_have_its_timeout(monkeypatch):
+    """Those of a mesh's dimensions, too; not only the first one."""
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", raising=False)
+    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail("the ranks did not meet"))
+    before = vars(dist.constants).copy()
+    with meeting(Place(0, 0, 1), False, 7.0):
+        groups = [dist.group.WORLD, dist.new_group([0]), dist.new_group([0], backend="gloo")]
+        backends = [group._get_backend(torch.device("cpu")) for group in groups]
+        found = {backend.options._timeout for backend in backends}
+        watchdog = os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"]
+    assert found == {datetime.timedelta(seconds=7)}
+    assert int(watchdog) * 4 == 10_000
+    for name in dist.constants.__all__:
+        assert getattr(dist.distributed_c10d, name) == before[name]
+
+
 def workers_of(launcher: int) -> list[int]:
     """Its processes that train."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
@@ -103,36 +126,67 @@ def workers_of(launcher: int) -> list[int]:
     return [pid for pid, command in commands.items() if b"spawn_main" in command]
 
 
-@pytest.mark.parametrize(
+ON_BOTH = pytest.mark.parametrize(
     "device",
     [pytest.param("cpu", marks=pytest.mark.full), pytest.param("cuda", marks=pytest.mark.multigpu)],
 )
-def test_a_worker_that_is_killed_while_graphs_replay_ends_the_run(text, tmp_path, device):
-    """NCCL's watchdog does not know of collectives in a graph: whoever has started the others ends
-    them."""
+
+
+@contextlib.contextmanager
+def training(text: Path, run: Path, device: str, *options: object) -> Iterator[tuple]:
+    """A run of two workers that has trained for some steps, and them. Killed at the end."""
     launcher = start(
         "moe_graphs", "train", "--preset", "tiny", "--batch-size", 2, "--sequence-length", 32,
-        "--steps", 100_000, "--device", device, "--data", text, "--out", tmp_path / "run",
-        "--nproc", 2, "--impl", "full_iteration", "--optimizer-in-graph",
+        "--steps", 100_000, "--device", device, "--data", text, "--out", run, "--nproc", 2,
+        *options,
     )  # fmt: skip
-    log = tmp_path / "run" / "log.jsonl"
+    log = run / "log.jsonl"
     try:
         until = time.monotonic() + 100
         while not (log.exists() and '"loss"' in log.read_text()):  # of twenty steps
             assert launcher.poll() is None, launcher.communicate()[0]
             assert time.monotonic() < until
             time.sleep(0.1)
-        first, last = workers_of(launcher.pid)
-        os.kill(last, signal.SIGKILL)
-        said = launcher.communicate(timeout=45)[0]  # workers have 30 s to end by themselves
-        assert launcher.returncode == 1
-        assert re.search("error: rank [01] was ended by SIGKILL|error: rank [01]: ", said), said
-        status = Path(f"/proc/{first}/status")
-        assert not status.exists() or "State:\tZ" in status.read_text()  # nobody has reaped it
+        yield launcher, *workers_of(launcher.pid)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(launcher.pid, signal.SIGKILL)
         launcher.communicate()
+
+
+def has_ended(process: int) -> bool:
+    status = Path(f"/proc/{process}/status")
+    return not status.exists() or "State:\tZ" in status.read_text()  # nobody has reaped it
+
+
+@ON_BOTH
+def test_a_worker_that_is_killed_while_graphs_replay_ends_the_run(text, tmp_path, device):
+    """NCCL's watchdog does not know of collectives in a graph: whoever has started the others ends
+    them."""
+    whole = ("--impl", "full_iteration", "--optimizer-in-graph")
+    with training(text, tmp_path / "run", device, *whole) as (launcher, first, last):
+        os.kill(last, signal.SIGKILL)
+        said = launcher.communicate(timeout=45)[0]  # workers have 30 s to end by themselves
+        assert launcher.returncode == 1
+        assert re.search("error: rank [01] was ended by SIGKILL|error: rank [01]: ", said), said
+        assert has_ended(first)
+
+
+@ON_BOTH
+def test_a_worker_that_hangs_ends_the_run_behind_the_timeout(text, tmp_path, device):
+    with training(text, tmp_path / "run", device, "--timeout", 10) as (launcher, first, last):
+        os.kill(last, signal.SIGSTOP)
+        until = time.monotonic() + 50  # NCCL's watchdog: ten seconds behind it
+        while not has_ended(first) and time.monotonic() < until:
+            time.sleep(0.1)
+        ended = has_ended(first)
+        os.kill(last, signal.SIGCONT)  # or its launcher waits 30 s before it kills it
+        said = launcher.communicate(timeout=45)[0]
+        assert ended, said
+        assert launcher.returncode == 1
+        words = {"cpu": "rank 0: another rank is gone, or did not come in time: .*Timed out",
+                 "cuda": "rank 0 was ended by SIGABRT"}  # fmt: skip
+        assert re.search(f"error: {words[device]}", said), said
 
 
 @pytest.mark.long
