@@ -25,6 +25,7 @@ from collections.abc import Iterator
 import torch
 
 _sides: dict[tuple[int, int], torch.cuda.Stream] = {}
+_not_joined: set[tuple[int, int]] = set()
 
 
 def is_used(device: torch.device) -> bool:
@@ -41,20 +42,28 @@ def forked(device: torch.device) -> Iterator[None]:
         return
     here = torch.cuda.current_stream(device)
     side = _side_of(here)
+    _not_joined.add(_key(here))
     side.wait_stream(here)
     with torch.cuda.stream(side):
         yield
 
 
 def join(device: torch.device) -> None:
-    """What the current stream is given from now on waits for its side stream."""
+    """What the current stream is given from now on waits for its side stream, if that has been
+    given anything since the last join: a capture may wait for what it has forked itself alone."""
     if device.type == "cuda":
         here = torch.cuda.current_stream(device)
-        here.wait_stream(_side_of(here))
+        if _key(here) in _not_joined:
+            _not_joined.remove(_key(here))
+            here.wait_stream(_side_of(here))
+
+
+def _key(stream: torch.cuda.Stream) -> tuple[int, int]:
+    return stream.device.index, stream.cuda_stream
 
 
 def _side_of(stream: torch.cuda.Stream) -> torch.cuda.Stream:
-    key = (stream.device.index, stream.cuda_stream)
+    key = _key(stream)
     if key not in _sides:
         side = torch.cuda.Stream(stream.device)
         while side.cuda_stream == stream.cuda_stream:  # torch hands out the same few by turns

@@ -146,23 +146,23 @@ def test_a_graph_that_is_not_of_the_engine(late):
         loss = output.hidden.float().square().sum() + output.aux_loss
         return [output.hidden, *torch.autograd.grad(loss, [hidden, *layer.parameters()])]
 
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # of everything: gradients accumulate where they first did
     stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         both()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        static = both()
-    for _ in range(5):
-        with torch.no_grad():
-            hidden.normal_()
-        graph.replay()
-        replayed = [tensor.clone() for tensor in static]
-        assert all(map(torch.equal, replayed, both()))
-        layer.config = replace(layer.config, overlap=OVERLAP[False])
-        assert all(map(torch.equal, replayed, both()))
-        layer.config = replace(layer.config, overlap=OVERLAP[True])
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            static = both()
+        for _ in range(5):
+            with torch.no_grad():
+                hidden.normal_()
+            graph.replay()
+            replayed = [tensor.clone() for tensor in static]
+            assert all(map(torch.equal, replayed, both()))
+            layer.config = replace(layer.config, overlap=OVERLAP[False])
+            assert all(map(torch.equal, replayed, both()))
+            layer.config = replace(layer.config, overlap=OVERLAP[True])
 
 
 @pytest.mark.gpu

@@ -145,8 +145,9 @@ def _weights_part(
     if pending.kept is not None:
         return pending.kept
     if place.weights is None:
+        second_uses = place.run.second_uses  # a capture that fails lets go of the run
         gradients = recorder.backward_of_weights(slot, pending)
-        return dict(zip(place.run.second_uses, gradients, strict=True))
+        return dict(zip(second_uses, gradients, strict=True))
     slot.call_in_gradients()
     if place.weights.graph is not None:
         place.weights.graph.replay()
