@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -318,6 +319,33 @@ def training(lines: list[Line]) -> str:
     return f"{table(header, rows)}\n\n{sources(used)}"
 
 
+def real_runs(lines: list[Line]) -> str:
+    """A row per variant, its newest line of every seed."""
+    newest: dict[tuple, Line] = {}
+    for line in sorted(Select("real_runs").lines(lines), key=lambda line: line.run):
+        if not line.failed:
+            newest[line["set"], line["contender"], line["seed"]] = line
+    variants: dict[tuple[str, str], list[Line]] = {}
+    for (name, contender, _), line in newest.items():
+        variants.setdefault((name, contender), []).append(line)
+    rows = []
+    for (_, contender), seeds in variants.items():
+        bits = [line["held_out_bits_per_byte"] for line in seeds]
+        spread = f" ± {statistics.stdev(bits):.3f}" if len(bits) > 1 else ""
+        alone, reached = seeds[0]["jobs_per_gpu"] == 1, seeds[0]["seconds_to_target"]
+        cells = [f"{seeds[0]['tokens_per_second'] / 1e3:,.0f} k", f"{reached or 0:.0f} s"]
+        rows.append([
+            f"`{seeds[0]['model']}`, {seeds[0]['steps']} steps: {contender}", str(len(seeds)),
+            f"{statistics.mean(bits):.3f}{spread}", *(cells if alone else ["-", "-"]),
+        ])  # fmt: skip
+    header = "a run | seeds | held out, bits per byte | tokens/s | to 0.85 bits per byte"
+    note = (
+        "Everything off: eager, torch's AdamW; on: whole steps with our AdamW, bf16 parameters "
+        "rounded stochastically. Times have captures and compilation in them; -: many runs on one GPU."
+    )
+    return f"{table(header, rows)}\n\n{note} {sources(newest.values())}"
+
+
 TABLES: Mapping[str, Callable[[list[Line]], str]] = {
     f.__name__: f
     for f in (
@@ -334,6 +362,7 @@ TABLES: Mapping[str, Callable[[list[Line]], str]] = {
         layer_kernels,
         optimizers,
         training,
+        real_runs,
     )
 }
 TABLES_OF_MANY_GPUS: Mapping[str, Callable[[list[Line]], str]] = {
