@@ -341,7 +341,8 @@ def real_runs(lines: list[Line]) -> str:
     header = "a run | seeds | held out, bits per byte | tokens/s | to 0.85 bits per byte"
     note = (
         "Everything off: eager, torch's AdamW; on: whole steps with our AdamW, bf16 parameters "
-        "rounded stochastically. Times have captures and compilation in them; -: many runs on one GPU."
+        "rounded stochastically. Times have captures and compilation in them; -: many runs on a "
+        "GPU."
     )
     return f"{table(header, rows)}\n\n{note} {sources(newest.values())}"
 
