@@ -66,7 +66,8 @@ class Captured:
 
     @property
     def pools(self) -> list[Any]:
-        return [pool for slot in self.slots for pool in (slot.pool, slot.pool_of_weights)]
+        of_slots = ((s.pool, s.pool_of_weights, s.backwards.pool) for s in self.slots)
+        return list(dict.fromkeys(pool for pools in of_slots for pool in pools))
 
     @property
     def is_complete(self) -> bool:

@@ -46,7 +46,7 @@ from moe_graphs.engine.scopes.plan import Plan, plan
 from moe_graphs.engine.scopes.recorder import Recorder
 from moe_graphs.engine.scopes.reporting import report_of
 from moe_graphs.engine.scopes.select import find_scopes
-from moe_graphs.engine.scopes.slots import Slot
+from moe_graphs.engine.scopes.slots import Backwards, Slot
 from moe_graphs.engine.scopes.without_trace import without_trace
 from moe_graphs.engine.signature import Mismatch
 from moe_graphs.errors import CaptureError, GraphError
@@ -225,13 +225,13 @@ class Graphs:
         return memory
 
     def _places(self, planned: Plan, memory: MemoryPlan) -> Captured:
-        config = self.config
-        chunks = []
+        config, chunks = self.config, []
+        shared = Backwards(self.backend)
         for chunk, of_chunk in zip(planned.chunks, memory.chunks, strict=True):
             calls = [self._planned_call(number, chunk.slots) for number in chunk.calls]
-            piece = of_chunk.piece()
-            slots = [Slot(calls, self.backend, pool_bytes=piece) for _ in range(chunk.slots)]
-            chunks.append(Chunk(slots))
+            given: dict[str, Any] = {"pool_bytes": of_chunk.piece()}
+            given |= {"backwards": shared} if of_chunk.shares_backwards else {}
+            chunks.append(Chunk([Slot(calls, self.backend, **given) for _ in range(chunk.slots)]))
         self.observation.tell_of_weights_apart(split=config.split_backward)
         recorder = Recorder(
             self.model, self.backend, split=config.split_backward, verify=config.verify

@@ -35,19 +35,24 @@ class CallMemory:
 
 @dataclass(frozen=True)
 class ChunkMemory:
-    """One chunk: its calls in forward order, and how many slots it gets."""
+    """One chunk: its calls in forward order, and how many slots it gets.
+
+    shares_backwards: they work in a pool that all slots of all chunks share.
+    """
 
     calls: tuple[CallMemory, ...]
     slots: int
     split: bool
+    shares_backwards: bool = False
 
     def pool(self) -> int:
-        """Bytes that the pool of one slot needs at least: all forwards, then all backwards."""
+        """Bytes that the pool of one slot needs at least: all forwards, then all backwards that do
+        not work elsewhere."""
         kept, peak = 0, 0
         for call in self.calls:
             peak = max(peak, kept + call.forward)
             kept += call.kept
-        for call in reversed(self.calls):
+        for call in () if self.shares_backwards else reversed(self.calls):
             peak = max(peak, kept + call.backward)
             if not self.split:
                 kept -= call.kept - call.outputs - call.weights
@@ -80,9 +85,15 @@ class MemoryPlan:
     gradients: int
 
     @property
+    def backwards(self) -> int:
+        """Bytes of the pool that backwards share."""
+        sharing = (chunk.calls for chunk in self.chunks if chunk.shares_backwards)
+        return max((call.backward for calls in sharing for call in calls), default=0)
+
+    @property
     def pool_bytes(self) -> int:
         """At least: fragmentation and the allocator's rounding come on top."""
-        return sum(chunk.slots * chunk.pool() for chunk in self.chunks)
+        return self.backwards + sum(chunk.slots * chunk.pool() for chunk in self.chunks)
 
     @property
     def total_bytes(self) -> int:
@@ -95,7 +106,7 @@ class MemoryPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        totals = ("pool_bytes", "total_bytes", "saved_by_sharing")
+        totals = ("backwards", "pool_bytes", "total_bytes", "saved_by_sharing")
         return {**asdict(self), **{name: getattr(self, name) for name in totals}}
 
     def __str__(self) -> str:
@@ -113,6 +124,8 @@ class MemoryPlan:
                 f"chunk {number}: {chunk.slots} slots of {_mib(chunk.pool())} pool and "
                 f"{_mib(chunk.inputs())} inputs"
             )
+        if self.backwards:
+            lines.append(f"backwards, by turns {_mib(self.backwards)}")
         lines.append(
             f"incoming gradients {_mib(self.gradients)}; total {_mib(self.total_bytes)} MiB, with "
             f"{_mib(self.saved_by_sharing)} MiB saved by sharing"
@@ -138,7 +151,8 @@ def memory_plan(
         if accumulated is not None and chunk.slots == 1 and not split:
             copied &= set(accumulated)
         calls = [replace(call, weights=0) if call.scope in copied else call for call in calls]
-        chunks.append(ChunkMemory(tuple(calls), chunk.slots, split))
+        shares = accumulated is not None and chunk.slots > 1 and not split
+        chunks.append(ChunkMemory(tuple(calls), chunk.slots, split, shares))
     gradients = [call.gradients for chunk in chunks for call in chunk.calls]
     own = sum(chunk.slots * call.gradients for chunk in chunks for call in chunk.calls)
     return MemoryPlan(tuple(chunks), own if split else max(gradients, default=0))

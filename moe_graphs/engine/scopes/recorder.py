@@ -276,7 +276,7 @@ class Recorder:
         graph, made = None, Allocations()
         with Loan.of_our_own(slot.loans()):
             if run.first_uses:
-                with self.backend.record(slot.pool) as graphs, made:
+                with self.backend.record(slot.backwards.pool) as graphs, made:
                     gradients = run.first_part(static, last=not self.split)
                 (graph,) = graphs
             else:

@@ -4,7 +4,8 @@ A microbatch takes a ``Slot`` with its first forward and gives it back with its 
 recordings of a slot share a memory pool, so they may only be replayed in the order of their
 capture: all forwards, then the backwards. Leaving some out is right; going back is not, and is
 found here by comparing two integers. Slots have pools of their own, so any interleaving of
-microbatches that fits the slots is right.
+microbatches that fits the slots is right. Backwards of several slots work in one more pool, which
+they share: one runs after the other, and what it leaves is taken before the next one begins.
 
 Every slot is captured by the first microbatch that takes it.
 """
@@ -32,12 +33,33 @@ _NOT_CAPTURED = Mismatch(
 )
 
 
+class Backwards:
+    """Where backwards work, one after the other.
+
+    Attributes:
+        lent: gradients in it that autograd adds to others just now.
+    """
+
+    def __init__(self, backend: Backend, pool: Any = None) -> None:
+        self._backend, self._stream = backend, None
+        self.pool = backend.new_pool() if pool is None else pool
+        self.lent: list[GradientLoan] = []
+
+    def begin(self) -> None:
+        """The next one works here, on the current stream."""
+        stream = self._backend.current_stream()
+        if self._stream is not None and stream != self._stream:
+            self._backend.wait_for(self._stream)
+        self._stream = stream
+
+
 class Slot:
     """The recordings of one microbatch in flight, and how far the running microbatch has come.
 
     Args:
         pool: theirs, if it is not a new one.
         pool_bytes: of one piece, that a new one begins with.
+        backwards: where those of several slots work; None: in the pool of the slot.
     """
 
     def __init__(
@@ -47,8 +69,9 @@ class Slot:
         pool: Any = None,
         *,
         pool_bytes: int = 0,
+        backwards: Backwards | None = None,
     ) -> None:
-        self._pool_bytes = pool_bytes
+        self._pool_bytes, self._shared = pool_bytes, backwards
         self.places = tuple(Place(call, position) for position, call in enumerate(calls))
         self._backend = backend
         self._of_scope: dict[str, list[Place]] = {}
@@ -62,7 +85,7 @@ class Slot:
         # Weights' gradients come in any order: what is captured after one of them must not get
         # the memory that it works in.
         self.pool_of_weights = self._backend.new_pool()
-        self._lent: list[GradientLoan] = []
+        self.backwards = self._shared or Backwards(self._backend, self.pool)
         self._in_place: list[GradientLoan] = []
         self._clock, self._backwards = -1, 0
         self._stream: Any = None
@@ -83,9 +106,12 @@ class Slot:
 
     def may_record_backward(self) -> bool:
         """All forwards have to be there: their memory lies before that of the backwards."""
-        return not self.is_closed and all(
+        complete = not self.is_closed and all(
             place.forward is not None or place.planned.refused for place in self.places
         )
+        if complete and self._shared is not None:
+            self._shared.begin()
+        return complete and self.call_in_gradients()
 
     def backward_recorded(self, place: Place) -> None:
         """The order in which they are captured is the one in which they may be replayed."""
@@ -168,16 +194,17 @@ class Slot:
     def lend(self, *, added: list[GradientLoan], in_place: list[GradientLoan]) -> None:
         """Gradients in the pool's memory: autograd holds those that it adds just now; the others
         become ``.grad``, until the next microbatch comes."""
-        self._lent += added
+        self.backwards.lent += added
         self._in_place += in_place
 
     def call_in_gradients(self, *, collecting: bool = False) -> bool:
         """Those that were added. ``collecting``: what only garbage holds comes back, too."""
-        self._lent = [loan for loan in self._lent if not loan.call_in()]
-        if self._lent and collecting:
+        at = self.backwards
+        at.lent = [loan for loan in at.lent if not loan.call_in()]
+        if at.lent and collecting:
             gc.collect()
-            self._lent = [loan for loan in self._lent if not loan.call_in()]
-        return not self._lent
+            at.lent = [loan for loan in at.lent if not loan.call_in()]
+        return not at.lent
 
     def in_flight(self) -> list[PendingBackward]:
         """Replayed forwards whose backward may still come."""
@@ -237,6 +264,8 @@ class Slot:
         """Its backward has run, or is about to be replayed."""
         if replayed:
             self._clock = pending.place.backward_position
+            if self._shared is not None:
+                self._shared.begin()
         pending.is_done = True
         self._forget_if_over(pending)
 

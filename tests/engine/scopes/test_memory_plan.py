@@ -41,7 +41,11 @@ def test_weights_gradients_in_place_stay_in_the_pool():
     assert memory_plan(plan, measured, False, accumulated=("b",)).pool_bytes == 55
     assert memory_plan(plan, measured, False).pool_bytes == 55
     two_slots = Plan((PlannedChunk((0, 1), slots=2),))
-    assert memory_plan(two_slots, measured, False, accumulated=()).pool_bytes == 2 * 55
+    assert memory_plan(two_slots, measured, False).pool_bytes == 2 * 55
+    # Forwards: 10 + 21 in each; backwards by turns: 30.
+    shared = memory_plan(two_slots, measured, False, accumulated=())
+    assert (shared.backwards, shared.pool_bytes) == (30, 2 * 31 + 30)
+    assert "backwards, by turns 0.0" in str(shared)
 
 
 def test_totals_and_table():
