@@ -179,7 +179,7 @@ def test_graphed_runs_are_eager_bit_for_bit(runs):
     ],
 )
 def test_what_is_refused_by_name(layout, config, words):
-    workers: Any = SimpleNamespace(layout=ParallelConfig(**layout))
+    workers: Any = SimpleNamespace(layout=ParallelConfig(**layout), fsdp=True)
     given = of_four_heads(options(microbatches=2, workers=workers))
     with pytest.raises(ValueError, match=words):
         check_options(dataclasses.replace(given, graph_config=config))

@@ -213,7 +213,7 @@ def test_graphed_is_eager_on_gpus():
 
 @pytest.mark.parametrize("degrees", [None, {"tp": 2}, {"pp": 2}])
 def test_where_fsdp2_shards_nothing_it_is_refused(degrees):
-    workers: Any = degrees and SimpleNamespace(layout=ParallelConfig(**degrees))
+    workers: Any = degrees and SimpleNamespace(layout=ParallelConfig(**degrees), fsdp=True)
     with pytest.raises(ValueError, match="mixed_precision: it is FSDP2's, which shards nothing"):
         check_options(chosen(workers))
 

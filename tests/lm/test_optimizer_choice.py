@@ -122,7 +122,7 @@ def test_muon_learns_is_the_same_in_graphs_and_goes_on_where_it_was(tmp_path):
 
 
 def test_muon_needs_whole_matrices():
-    workers = SimpleNamespace(layout=ParallelConfig(tp=2))
+    workers = SimpleNamespace(layout=ParallelConfig(tp=2), fsdp=True)
     with pytest.raises(ValueError, match="^optimizer: muon with tp=2, which cuts matrices"):
         check_options(dataclasses.replace(choosing("muon"), workers=workers))
 

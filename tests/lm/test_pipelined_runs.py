@@ -178,6 +178,7 @@ def test_graphed_runs_are_eager_bit_for_bit(runs):
 @dataclasses.dataclass(frozen=True)
 class _Layout:
     layout: ParallelConfig
+    fsdp: bool = True
 
 
 @pytest.mark.parametrize(

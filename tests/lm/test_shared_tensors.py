@@ -71,7 +71,7 @@ def test_graphed_is_eager():
     ],
 )
 def test_what_is_refused(layout, config, words):
-    workers = SimpleNamespace(layout=ParallelConfig(**layout))
+    workers = SimpleNamespace(layout=ParallelConfig(**layout), fsdp=True)
     given = dataclasses.replace(options(), graph_config=config, workers=workers)
     with pytest.raises(ValueError, match=words):
         check_options(given)
