@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +25,8 @@ from moe_graphs.optim.update_options import STATES, UpdateOptions, code_names
 LARGE = 1 << 16  # numbers of a parameter that are worth a launch
 _UNSUPPORTED = {"amsgrad": False, "differentiable": False, "foreach": None}
 _ALWAYS = {"fused": True, "capturable": True}
+_CODES, _SCALES = zip(*map(code_names, STATES), strict=True)
+_dtype_and_device = operator.attrgetter("dtype", "device")
 
 
 class _Row(NamedTuple):
@@ -188,50 +192,49 @@ class AdamW(torch.optim.AdamW):
         return loss
 
     def _rows(self, group: dict[str, Any]) -> list[_Row]:
-        if not self.options.are_torchs:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self.options.complete(self.state[parameter], parameter)
-        if self.options.are_torchs:
-            columns: list[list[Any]] = [[] for _ in range(5)]
-            parameters, gradients, exp_avgs, exp_avg_sqs, steps = columns
-            self._init_group(group, parameters, gradients, exp_avgs, exp_avg_sqs, [], steps)
-            rows = [_local(_Row(*each)) for each in zip(*columns, strict=True)]
-        else:
-            keys, updated = self._keys(group), [p for p in group["params"] if p.grad is not None]
-            rows = [_local(_row(p, self.state[p], keys.get(p))) for p in updated]
-        for row in rows:
-            _check_memory(row)
-            if not (self.options.are_torchs or _is_plain(row.parameter)):
+        options, rows = self.options, []
+        averaged, drawn = options.ema_decay is not None, options.stochastic_rounding
+        for number, parameter in enumerate(group["params"], self._first(group)):
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            state = self.state[parameter]
+            if not state or (averaged and "ema" not in state):
+                options.complete(state, parameter)
+            coded = "exp_avg_code" in state
+            has_key = options.are_random and (drawn or coded)
+            key = rounding_key(group["seed"], number, parameter) if has_key else None
+            row = _row(parameter, gradient, state, key)
+            if _is_plain(parameter) or _is_plain((row := _local(row)).parameter):
+                _check_memory(row)
+            elif not options.are_torchs:
                 raise ValueError(
                     f"a parameter of shape {tuple(row.parameter.shape)} is a "
                     f"{type(row.parameter).__name__}, which torch alone can update: pass none of "
                     f"state_dtype, stochastic_rounding, ema_decay; of a DTensor, load its state in "
                     f"its layout"
                 )
+            rows.append(row)
         return rows
 
-    def _keys(self, group: dict[str, Any]) -> dict[Tensor, int]:
-        if not self.options.are_random:
-            return {}
-        own, numbered = set(group["params"]), enumerate(self._parameters())
-        drawn = self.options.stochastic_rounding
-        return {
-            p: rounding_key(group["seed"], n, p)
-            for n, p in numbered
-            if p in own and (drawn or "exp_avg_code" in self.state[p])
-        }
+    def _first(self, group: dict[str, Any]) -> int:
+        """The number of a group's first parameter among all."""
+        before = itertools.takewhile(lambda other: other is not group, self.param_groups)
+        return sum(len(other["params"]) for other in before)
 
     def _update(self, group: dict[str, Any], rows: Sequence[_Row]) -> None:
         flags = ("found_inf", "grad_scale", "grad_factor")
         found_inf, grad_scale, grad_factor = (getattr(self, name, None) for name in flags)
         own = not self.options.are_torchs
+        kinds: dict[Any, list[_Row]] = {}
+        for row in rows:
+            kinds.setdefault(_kind(row), []).append(row)
         ours: dict[tuple[torch.device, bool, bool], list[_Row]] = {}
         by_torch: list[_Row] = []
-        for row in rows:
-            served = _is_served(row, small=own)
+        for alike in kinds.values():
+            row, served = alike[0], _is_served(alike[0], small=own)
             key = (row.parameter.device, served, bool(row.scales))
-            (ours.setdefault(key, []) if served or own else by_torch).append(row)
+            (ours.setdefault(key, []) if served or own else by_torch).extend(alike)
         for (device, served, _), of_device in ours.items():
             with torch.cuda.device_of(of_device[0].parameter):
                 given = [_moved(flag, device) for flag in (grad_scale, found_inf, grad_factor)]
@@ -255,14 +258,16 @@ def _columns(rows: Sequence[_Row]) -> tuple[list[Any], ...]:
     return tuple(map(list, zip(*rows, strict=True)))
 
 
-def _row(parameter: Tensor, state: dict[str, Any], key: int | None) -> _Row:
+def _row(parameter: Tensor, gradient: Tensor, state: dict[str, Any], key: int | None) -> _Row:
     names: tuple[str, ...] = STATES
-    scales: tuple[str, ...] = ()
+    scales: tuple[Tensor, ...] = ()
     if "exp_avg_code" in state:
-        names, scales = zip(*map(code_names, STATES), strict=True)
-    exp_avg, exp_avg_sq, step = (state[name] for name in (*names, "step"))
-    row = _Row(parameter, cast(Tensor, parameter.grad), exp_avg, exp_avg_sq, step)
-    return row._replace(ema=state.get("ema"), key=key, scales=tuple(state[name] for name in scales))
+        names = _CODES
+        scales = tuple(state[name] for name in _SCALES)
+    m, v = names
+    return _Row(
+        parameter, gradient, state[m], state[v], state["step"], state.get("ema"), key, scales
+    )
 
 
 def _local(row: _Row) -> _Row:
@@ -281,6 +286,13 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, torch.nn.Parameter)
 
 
+def _kind(row: _Row) -> tuple[Any, ...]:
+    """All that it depends on who updates it."""
+    parameter = row.parameter
+    own = type(parameter), parameter.numel() >= LARGE, bool(row.scales)
+    return *own, *map(_dtype_and_device, row[:5])
+
+
 def _is_served(row: _Row, *, small: bool) -> bool:
     """By our kernel, and worth it: torch's takes no gradient of another dtype."""
     parameter, gradient = row[:2]
@@ -294,20 +306,26 @@ def _is_served(row: _Row, *, small: bool) -> bool:
 
 def _check_memory(row: _Row) -> None:
     """Torch's fused update takes it as one row, too: on CUDA it refuses others, on the CPU not."""
-    p, g, m, v = row[:4]
-    if not _is_plain(p):
-        return
-    shape, states = p.shape, [m, v, *([] if row.ema is None else [row.ema])]
-    of_scales = (*shape[:-1], shape[-1] // NUMBERS) if row.scales else ()
-    if any(state.shape != shape for state in states) or any(
-        scales.shape != of_scales for scales in row.scales
-    ):
+    p, g, m, v, _, ema, _, scales = row
+    shape = p.shape
+    states = [m, v] if ema is None else [m, v, ema]
+    fits = m.shape == shape == v.shape == states[-1].shape
+    if scales:
+        of_scales = (*shape[:-1], shape[-1] // NUMBERS)
+        fits = fits and all(each.shape == of_scales for each in scales)
+    if not fits:
         raise ValueError(
             f"a parameter of shape {tuple(shape)} has states of shapes "
             f"{' and '.join(str(tuple(state.shape)) for state in states)}: load the state of this "
             f"model"
         )
-    if all(tensor.is_contiguous() for tensor in (p, g, *states)):
+    if (
+        p.is_contiguous()
+        and g.is_contiguous()
+        and m.is_contiguous()
+        and v.is_contiguous()
+        and (ema is None or ema.is_contiguous())
+    ):
         return
     orders = [_order(tensor) for tensor in (p, g, *states)]
     if orders[0] is None or any(order != orders[0] for order in orders):
@@ -377,7 +395,9 @@ def _check(options: dict[str, Any]) -> None:
 def _check_gradients(parameters: Sequence[Tensor], group: int) -> None:
     for number, parameter in enumerate(parameters):
         gradient = parameter.grad
-        if gradient is None or (gradient.layout is torch.strided and not gradient.is_complex()):
+        if gradient is None or (
+            gradient.layout is torch.strided and not gradient.dtype.is_complex
+        ):
             continue
         kind = "complex" if gradient.is_complex() else "sparse"
         raise ValueError(
