@@ -313,24 +313,26 @@ def _table(
     odd: Iterable[int] = sizes
     for of_column in addresses[1 : 1 + len(columns)]:
         odd = map(operator.or_, odd, of_column)
-    dtypes = zip(*(map(operator.attrgetter("dtype"), of) for of in columns), strict=True)
-    rows = zip(*addresses, *([keys] if keys else []), strict=True)
-    kinds: dict[Any, list[tuple[int, tuple[int, ...]]]] = {}
-    for n, bits, of_columns, row in zip(sizes, odd, dtypes, rows, strict=True):
-        if n:
-            kinds.setdefault((bits % 16 == 0, *of_columns), []).append((n, row))
-    numbers: list[int] = []
-    launches, span = [], 0
-    for (aligned, *of_columns), of_kind in kinds.items():
-        begin = span
-        for n, row in of_kind:
-            numbers += (n + WIDE.value, span + WIDE.value, *row)
-            span += cdiv(n, block * SPAN)
-        constants = {"ALIGNED": aligned, "E": None}
-        constants |= zip("PGMVE", map(_triton_dtype, of_columns), strict=False)
-        launches.append((constants, begin, span))
+    aligned = [bits % 16 == 0 for bits in odd]
+    dtypes = (map(operator.attrgetter("dtype"), of) for of in columns)
+    kinds = list(zip(map(bool, sizes), aligned, *dtypes, strict=True))
+    fields, numbers, launches, span = [sizes, *addresses, *([keys] if keys else [])], [], [], 0
+    for kind in dict.fromkeys(kinds):
+        if not kind[0]:
+            continue
+        alike = [each == kind for each in kinds]
+        ns, *of_kind = (list(itertools.compress(of, alike)) for of in fields)
+        spans = [-(-n // (block * SPAN)) for n in ns]
+        begin, end = span, span + sum(spans)
+        firsts = itertools.accumulate(spans, initial=begin + WIDE.value)
+        rows = zip([n + WIDE.value for n in ns], firsts, *of_kind, strict=False)
+        numbers += itertools.chain.from_iterable(rows)
+        constants = {"ALIGNED": kind[1], "E": None}
+        constants |= zip("PGMVE", map(_triton_dtype, kind[2:]), strict=False)
+        launches.append((constants, begin, end))
+        span = end
     device = columns[0][0].device
-    table_NW = _on_device(numbers, 2 + len(addresses) + bool(keys), device)
+    table_NW = _on_device(numbers, len(fields) + 1, device)
     return table_NW, torch.empty(span, dtype=torch.int32, device=device), launches
 
 

@@ -26,7 +26,7 @@ LARGE = 1 << 16  # numbers of a parameter that are worth a launch
 _UNSUPPORTED = {"amsgrad": False, "differentiable": False, "foreach": None}
 _ALWAYS = {"fused": True, "capturable": True}
 _CODES, _SCALES = zip(*map(code_names, STATES), strict=True)
-_dtype_and_device = operator.attrgetter("dtype", "device")
+_dtype, _device, _shape = map(operator.attrgetter, ("dtype", "device", "shape"))
 
 
 class _Row(NamedTuple):
@@ -204,17 +204,11 @@ class AdamW(torch.optim.AdamW):
             coded = "exp_avg_code" in state
             has_key = options.are_random and (drawn or coded)
             key = rounding_key(group["seed"], number, parameter) if has_key else None
-            row = _row(parameter, gradient, state, key)
-            if _is_plain(parameter) or _is_plain((row := _local(row)).parameter):
-                _check_memory(row)
-            elif not options.are_torchs:
-                raise ValueError(
-                    f"a parameter of shape {tuple(row.parameter.shape)} is a "
-                    f"{type(row.parameter).__name__}, which torch alone can update: pass none of "
-                    f"state_dtype, stochastic_rounding, ema_decay; of a DTensor, load its state in "
-                    f"its layout"
-                )
-            rows.append(row)
+            rows.append(_row(parameter, gradient, state, key))
+        if not _are_whole(rows):
+            rows = list(map(_local, rows))
+            for row in rows:
+                _check_memory(row, may_be_torchs=options.are_torchs)
         return rows
 
     def _first(self, group: dict[str, Any]) -> int:
@@ -226,12 +220,11 @@ class AdamW(torch.optim.AdamW):
         flags = ("found_inf", "grad_scale", "grad_factor")
         found_inf, grad_scale, grad_factor = (getattr(self, name, None) for name in flags)
         own = not self.options.are_torchs
-        kinds: dict[Any, list[_Row]] = {}
-        for row in rows:
-            kinds.setdefault(_kind(row), []).append(row)
         ours: dict[tuple[torch.device, bool, bool], list[_Row]] = {}
         by_torch: list[_Row] = []
-        for alike in kinds.values():
+        kinds = _kinds(rows) if rows else []
+        for kind in dict.fromkeys(kinds):
+            alike = list(itertools.compress(rows, [each == kind for each in kinds]))
             row, served = alike[0], _is_served(alike[0], small=own)
             key = (row.parameter.device, served, bool(row.scales))
             (ours.setdefault(key, []) if served or own else by_torch).extend(alike)
@@ -286,11 +279,15 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, torch.nn.Parameter)
 
 
-def _kind(row: _Row) -> tuple[Any, ...]:
-    """All that it depends on who updates it."""
-    parameter = row.parameter
-    own = type(parameter), parameter.numel() >= LARGE, bool(row.scales)
-    return *own, *map(_dtype_and_device, row[:5])
+def _kinds(rows: Sequence[_Row]) -> list[tuple[Any, ...]]:
+    """Of each all that it depends on who updates it."""
+    columns = _columns(rows)
+    parameters, scales = columns[0], columns[-1]
+    large = [n >= LARGE for n in map(Tensor.numel, parameters)]
+    dtypes = (map(_dtype, of) for of in columns[:4])
+    devices = (map(_device, of) for of in columns[:5])
+    own = map(type, parameters), large, map(bool, scales)
+    return list(zip(*own, *dtypes, *devices, strict=True))
 
 
 def _is_served(row: _Row, *, small: bool) -> bool:
@@ -304,29 +301,46 @@ def _is_served(row: _Row, *, small: bool) -> bool:
     )
 
 
-def _check_memory(row: _Row) -> None:
+def _are_whole(rows: Sequence[_Row]) -> bool:
+    """What `_check_memory` would find out one by one, if there is nothing special."""
+    if not rows:
+        return True
+    parameters, gradients, exp_avgs, exp_avg_sqs, _, emas, _, scales = _columns(rows)
+    alike = [parameters, exp_avgs, exp_avg_sqs, *([] if None in emas else [emas])]
+    shapes, *others = (list(map(_shape, of)) for of in alike)
+    return (
+        all(map(_is_plain, parameters))
+        and all(map(Tensor.is_contiguous, itertools.chain(gradients, *alike)))
+        and all(of == shapes for of in others)
+        and all(
+            each.shape == (*shape[:-1], shape[-1] // NUMBERS)
+            for shape, of_row in zip(shapes, scales, strict=True)
+            for each in of_row
+        )
+    )
+
+
+def _check_memory(row: _Row, *, may_be_torchs: bool) -> None:
     """Torch's fused update takes it as one row, too: on CUDA it refuses others, on the CPU not."""
-    p, g, m, v, _, ema, _, scales = row
-    shape = p.shape
-    states = [m, v] if ema is None else [m, v, ema]
-    fits = m.shape == shape == v.shape == states[-1].shape
-    if scales:
-        of_scales = (*shape[:-1], shape[-1] // NUMBERS)
-        fits = fits and all(each.shape == of_scales for each in scales)
-    if not fits:
+    p, g, m, v = row[:4]
+    shape, states = p.shape, [m, v, *([] if row.ema is None else [row.ema])]
+    if not _is_plain(p):
+        if may_be_torchs:
+            return
+        raise ValueError(
+            f"a parameter of shape {tuple(shape)} is a {type(p).__name__}, which torch alone can "
+            f"update: pass none of state_dtype, stochastic_rounding, ema_decay; of a DTensor, load "
+            f"its state in its layout"
+        )
+    of_scales = (*shape[:-1], shape[-1] // NUMBERS) if row.scales else ()
+    if any(state.shape != shape for state in states) or any(
+        scales.shape != of_scales for scales in row.scales
+    ):
         raise ValueError(
             f"a parameter of shape {tuple(shape)} has states of shapes "
             f"{' and '.join(str(tuple(state.shape)) for state in states)}: load the state of this "
             f"model"
         )
-    if (
-        p.is_contiguous()
-        and g.is_contiguous()
-        and m.is_contiguous()
-        and v.is_contiguous()
-        and (ema is None or ema.is_contiguous())
-    ):
-        return
     orders = [_order(tensor) for tensor in (p, g, *states)]
     if orders[0] is None or any(order != orders[0] for order in orders):
         raise ValueError(
