@@ -15,9 +15,9 @@ operations. States of 8 bits are codes with scales (`state_codes_reference.py`).
 
 Other updates are bound by memory, that of codes by instructions: 76 a number on Hopper.
 
-All tensors of the same dtypes are one launch. Gradients lie elsewhere at every step, and a graph must
-not read a table from the host again: so addresses are arguments of a launch that stores them into a
-table on the device. A program looks up there what it works on.
+All tensors of the same dtypes are one launch. Gradients lie elsewhere at every step, and a graph
+must not read host memory again: so addresses are arguments of launches that store them into a table
+on the device. A program looks up there what it works on.
 
 N tensors, F fields that come from the host, W fields of a row of the table.
 """
@@ -38,10 +38,10 @@ from moe_graphs.kernels.ops import define_op
 from moe_graphs.kernels.state_codes_reference import MIXER, NUMBERS
 from moe_graphs.kernels.state_codes_triton import decoded, encoded
 
-# A row of the table, fields of 64 bits: numbers, first span, addresses of step, parameter, gradient,
-# states, and of the average and the scales if there are, the key if there is. Behind these F fields
-# in fp32: lr * decay, lr / (1 - beta1^t), sqrt(1 - beta2^t), 1 - beta1, 1 - beta2, eps, scale, live,
-# factor, t, 1 - the decay of the average.
+# A row of the table has fields of 64 bits: numbers, first span, addresses of step, parameter,
+# gradient, states, and of the average and the scales if there are, the key if there is. Behind
+# these F, in fp32: lr * decay, lr / (1 - beta1^t), sqrt(1 - beta2^t), 1 - beta1, 1 - beta2, eps,
+# scale, live, factor, t, 1 - the decay of the average.
 COEFFICIENTS = 6  # fields that these take
 BLOCK, WARPS = 1024, 4  # 16 bytes of bf16 for a thread: the fastest of those tried on an H200
 SPAN = 16  # blocks that an entry of the map is for: its tensor
@@ -121,6 +121,16 @@ def _lerp(old, new, share):
 
 
 @triton.jit
+def _moved(p, g, m, v, c_ptr):
+    decay, step_size, correction = tl.load(c_ptr), tl.load(c_ptr + 1), tl.load(c_ptr + 2)
+    share1, share2, eps = tl.load(c_ptr + 3), tl.load(c_ptr + 4), tl.load(c_ptr + 5)
+    p = tl.fma(-decay, p, p)
+    m = _lerp(m, g, share1)
+    v = _lerp(v, g * g, share2)
+    return p - step_size * m / (tl.sqrt(v) / correction + eps), m, v
+
+
+@triton.jit
 def _random(key, step, first, MIXER: tl.constexpr, BLOCK: tl.constexpr):
     """32 bits for each number of a block that begins at `first`; a counter serves eight."""
     c0 = (first // 8 + tl.arange(0, BLOCK // 8)).to(tl.int32)
@@ -140,6 +150,20 @@ def _narrowed(x, bits, dtype: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
+def _place(
+    table_ptr, map_ptr, begin, ALIGNED: tl.constexpr, W: tl.constexpr, SPAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The row of a program's tensor, how many numbers that has, and the first of the program's."""
+    block = tl.program_id(0)
+    row = table_ptr + tl.load(map_ptr + begin + block // SPAN) * W
+    n = tl.load(row)
+    if ALIGNED:
+        n = tl.multiple_of(n, 16)
+    return row, n, (block + (begin - tl.load(row + 1)) * SPAN) * BLOCK
+
+
+@triton.jit
 def adamw_kernel(
     table_ptr, map_ptr, begin,
     P: tl.constexpr, G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, E: tl.constexpr,
@@ -149,12 +173,7 @@ def adamw_kernel(
     W: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`begin`: the first span of this launch. `E` is None if there is no average."""
-    block = tl.program_id(0)
-    row = table_ptr + tl.load(map_ptr + begin + block // SPAN) * W
-    n = tl.load(row)
-    if ALIGNED:
-        n = tl.multiple_of(n, 16)
-    first = (block + (begin - tl.load(row + 1)) * SPAN) * BLOCK
+    row, n, first = _place(table_ptr, map_ptr, begin, ALIGNED, W, SPAN, BLOCK)
     p_ptr, g_ptr = _at(row + 3, P, ALIGNED), _at(row + 4, G, ALIGNED)
     m_ptr, v_ptr = _at(row + 5, M, ALIGNED), _at(row + 6, V, ALIGNED)
     c_ptr = _coefficients(row, F)
@@ -175,8 +194,6 @@ def adamw_kernel(
         v_scale = tl.load(v_scale_ptr + at_scale, mask=has_scale, other=0)
         v = decoded(v, v_scale, False, NUMBERS, BLOCK)
     m, v = m.to(tl.float32), v.to(tl.float32)
-    decay, step_size, correction = tl.load(c_ptr), tl.load(c_ptr + 1), tl.load(c_ptr + 2)
-    share1, share2, eps = tl.load(c_ptr + 3), tl.load(c_ptr + 4), tl.load(c_ptr + 5)
     stop = tl.where(tl.load(c_ptr + 7) > 0, n, 0)
     written = i < stop
     if SCALED:
@@ -186,10 +203,7 @@ def adamw_kernel(
         g *= tl.load(c_ptr + 8)
     if MAXIMIZE:
         g = -g
-    p = tl.fma(-decay, p, p)
-    m = _lerp(m, g, share1)
-    v = _lerp(v, g * g, share2)
-    p -= step_size * m / (tl.sqrt(v) / correction + eps)
+    p, m, v = _moved(p, g, m, v, c_ptr)
     of_p, of_v = i, i
     if STOCHASTIC or CODED:
         of_p = _random(tl.load(row + F - 1), tl.load(c_ptr + 9).to(tl.int32), first, MIXER, BLOCK)

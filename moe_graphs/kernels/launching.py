@@ -27,8 +27,8 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple, **constants: Any) ->
     """`kernel[grid](*args, **constants)` on the current stream.
 
     `args` are positional, all constants and options go by name. Descriptors must be of this file:
-    their bases are aligned to 16 bytes. A tuple is of integers of 64 bits, which the kernel must not
-    be specialized for.
+    their bases are aligned to 16 bytes. A tuple is of integers of 64 bits, and the kernel
+    not specialized for it.
     """
     known = _compiled(kernel, *constants.values(), *map(_kind, args))
     grid = (*grid, 1, 1)[:3]
