@@ -163,7 +163,7 @@ def _place(
     return row, n, (block + (begin - tl.load(row + 1)) * SPAN) * BLOCK
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin"])
 def adamw_kernel(
     table_ptr, map_ptr, begin,
     P: tl.constexpr, G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, E: tl.constexpr,
