@@ -1,4 +1,4 @@
-"""AdamW's kernel on many tensors at once: what each would get alone, in as few launches as kinds."""
+"""AdamW's kernel on many tensors at once: what each would get alone, in a launch for each kind."""
 
 from __future__ import annotations
 
