@@ -13,7 +13,7 @@ are Philox's of a key of the tensor's, the step and the place in memory: a word 
 which parameter and both states use parts and products. `adamw_reference.py` has the same in torch's
 operations. States of 8 bits are codes with scales (`state_codes_reference.py`).
 
-Other updates are bound by memory, that of codes by instructions: 76 a number on Hopper.
+Other updates are bound by memory, that of codes by instructions: 80 a number on Hopper.
 
 All tensors of the same dtypes are one launch. Gradients lie elsewhere at every step, and a graph
 must not read host memory again: so addresses are arguments of launches that store them into a table
