@@ -54,11 +54,11 @@ def checked(rows: list[Row], *, may_be_torchs: bool) -> list[Row]:
         ValueError: there is no update for memory like that; or for a subclass of tensors, unless it
             may be torch's to update.
     """
-    if _are_whole(rows):
-        return rows
-    rows = list(map(_local, rows))
-    for row in rows:
-        _check_memory(row, may_be_torchs=may_be_torchs)
+    if not {type(row.parameter) for row in rows} <= _PLAIN:
+        rows = list(map(_local, rows))
+    if not _are_whole(rows):
+        for row in rows:
+            _check_memory(row, may_be_torchs=may_be_torchs)
     return rows
 
 
