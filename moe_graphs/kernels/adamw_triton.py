@@ -13,27 +13,49 @@ are Philox's of a key of the tensor's, the step and the place in memory: a word 
 which parameter and both states use parts and products. `adamw_reference.py` has the same in torch's
 operations. States of 8 bits are codes with scales (`state_codes_reference.py`).
 
-Other updates are bound by memory, that of codes by instructions: 76 a number on Hopper.
+Other updates are bound by memory, that of codes by instructions: 80 a number on Hopper.
 
-N tensors, C coefficients.
+All tensors of the same dtypes are one launch. Gradients lie elsewhere at every step, and a graph
+must not read host memory again: so addresses are arguments of launches that store them into a table
+on the device. A program looks up there what it works on.
+
+N tensors, F fields that come from the host, W fields of a row of the table.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from moe_graphs.kernels.launching import cdiv, launch
+from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2
 from moe_graphs.kernels.ops import define_op
 from moe_graphs.kernels.state_codes_reference import MIXER, NUMBERS
 from moe_graphs.kernels.state_codes_triton import decoded, encoded
 
-# lr * decay, lr / (1 - beta1^t), sqrt(1 - beta2^t), 1 - beta1, 1 - beta2, eps, scale, live, factor,
-# t, 1 - the decay of the average
-C = 11
+# A row of the table has fields of 64 bits: numbers, first span, addresses of step, parameter,
+# gradient, states, and of the average and the scales if there are, the key if there is. Behind
+# these F, in fp32: lr * decay, lr / (1 - beta1^t), sqrt(1 - beta2^t), 1 - beta1, 1 - beta2, eps,
+# scale, live, factor, t, 1 - the decay of the average.
+COEFFICIENTS = 6  # fields that these take
 BLOCK, WARPS = 1024, 4  # 16 bytes of bf16 for a thread: the fastest of those tried on an H200
+SPAN = 16  # blocks that an entry of the map is for: its tensor
+SENT = 32  # rows of the table that are arguments of one launch: at most 4 KiB, which all GPUs take
+WIDE = tl.constexpr(1 << 62)  # makes a number one of 64 bits for Triton, as addresses are
+
+
+@triton.jit(do_not_specialize=["numbers"], do_not_specialize_on_alignment=["numbers"])
+def adamw_table_kernel(table_ptr, numbers, F: tl.constexpr, W: tl.constexpr):
+    for i in tl.static_range(len(numbers)):
+        number = numbers[i]
+        if i % F < 2:
+            number -= WIDE
+        tl.store(table_ptr + i // F * W + i % F, number)
 
 
 @triton.jit
@@ -46,29 +68,48 @@ def _value(x):
 
 
 @triton.jit
+def _at(address_ptr, dtype: tl.constexpr, ALIGNED: tl.constexpr = False):
+    """Said of the number, before it is a pointer, Triton 3.6 forgets what divides it."""
+    found = tl.load(address_ptr).to(tl.pointer_type(dtype))
+    return tl.multiple_of(found, 16) if ALIGNED else found
+
+
+@triton.jit
+def _coefficients(row, F: tl.constexpr):
+    return (row + F).to(tl.pointer_type(tl.float32), bitcast=True)
+
+
+@triton.jit
 def adamw_coefficients_kernel(
-    step_ptr, out_ptr, N, lr, share1, share2, log_beta1, log_beta2, eps, weight_decay,
-    grad_scale, found_inf, grad_factor, ema_share, BLOCK: tl.constexpr, C: tl.constexpr,
+    table_ptr, map_ptr, lr, share1, share2, log_beta1, log_beta2, eps, weight_decay,
+    grad_scale, found_inf, grad_factor, ema_share,
+    F: tl.constexpr, W: tl.constexpr, SPAN: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = i < N
-    step = tl.load(step_ptr + i, mask=live, other=1.0).to(tl.float64)
+    """A program for a tensor: also its part of the map, `SPAN` numbers an entry."""
+    i = tl.program_id(0)
+    row = table_ptr + i * W
+    spans = tl.cdiv(tl.load(row), SPAN)
+    of_spans = map_ptr + tl.load(row + 1)
+    for first in range(0, spans, LANES):
+        at = first + tl.arange(0, LANES)
+        tl.store(of_spans + at, i, mask=at < spans)
+    step = tl.load(_at(row + 2, tl.float32)).to(tl.float64)
     lr = _value(lr)
-    out = out_ptr + i * C
-    tl.store(out, (lr * weight_decay).to(tl.float32), mask=live)
+    out = _coefficients(row, F)
+    tl.store(out, (lr * weight_decay).to(tl.float32))
     correction1 = 1 - tl.exp(step * _value(log_beta1))
     correction2 = 1 - tl.exp(step * _value(log_beta2))
-    tl.store(out + 1, (lr / correction1).to(tl.float32), mask=live)
-    tl.store(out + 2, tl.sqrt(correction2).to(tl.float32), mask=live)
-    tl.store(out + 3, share1, mask=live)
-    tl.store(out + 4, share2, mask=live)
-    tl.store(out + 5, eps, mask=live)
-    tl.store(out + 6, _value(grad_scale).to(tl.float32), mask=live)
-    tl.store(out + 7, tl.where(_value(found_inf) == 1, 0.0, 1.0), mask=live)
-    tl.store(out + 8, _value(grad_factor).to(tl.float32), mask=live)
-    tl.store(out + 9, step.to(tl.float32), mask=live)
+    tl.store(out + 1, (lr / correction1).to(tl.float32))
+    tl.store(out + 2, tl.sqrt(correction2).to(tl.float32))
+    tl.store(out + 3, share1)
+    tl.store(out + 4, share2)
+    tl.store(out + 5, eps)
+    tl.store(out + 6, _value(grad_scale).to(tl.float32))
+    tl.store(out + 7, tl.where(_value(found_inf) == 1, 0.0, 1.0))
+    tl.store(out + 8, _value(grad_factor).to(tl.float32))
+    tl.store(out + 9, step.to(tl.float32))
     # The first average is the parameter: so that of zeros is none.
-    tl.store(out + 10, tl.where(step > 1, ema_share, 1.0), mask=live)
+    tl.store(out + 10, tl.where(step > 1, ema_share, 1.0))
 
 
 @triton.jit
@@ -77,6 +118,16 @@ def _lerp(old, new, share):
     add up over many steps."""
     is_near = share < 0.5
     return tl.fma(tl.where(is_near, share, share - 1), new - old, tl.where(is_near, old, new))
+
+
+@triton.jit
+def _moved(p, g, m, v, c_ptr):
+    decay, step_size, correction = tl.load(c_ptr), tl.load(c_ptr + 1), tl.load(c_ptr + 2)
+    share1, share2, eps = tl.load(c_ptr + 3), tl.load(c_ptr + 4), tl.load(c_ptr + 5)
+    p = tl.fma(-decay, p, p)
+    m = _lerp(m, g, share1)
+    v = _lerp(v, g * g, share2)
+    return p - step_size * m / (tl.sqrt(v) / correction + eps), m, v
 
 
 @triton.jit
@@ -99,13 +150,35 @@ def _narrowed(x, bits, dtype: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
-def adamw_kernel(
-    p_ptr, g_ptr, m_ptr, v_ptr, c_ptr, ema_ptr, m_scale_ptr, v_scale_ptr, n, key,
-    MAXIMIZE: tl.constexpr, SCALED: tl.constexpr, MULTIPLIED: tl.constexpr,
-    STOCHASTIC: tl.constexpr, CODED: tl.constexpr, AVERAGED: tl.constexpr,
-    NUMBERS: tl.constexpr, MIXER: tl.constexpr, BLOCK: tl.constexpr,
+def _place(
+    table_ptr, map_ptr, begin, ALIGNED: tl.constexpr, W: tl.constexpr, SPAN: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0).to(tl.int64) * BLOCK
+    """The row of a program's tensor, how many numbers that has, and the first of the program's."""
+    block = tl.program_id(0)
+    row = table_ptr + tl.load(map_ptr + begin + block // SPAN) * W
+    n = tl.load(row)
+    if ALIGNED:
+        n = tl.multiple_of(n, 16)
+    return row, n, (block + (begin - tl.load(row + 1)) * SPAN) * BLOCK
+
+
+@triton.jit(do_not_specialize=["begin"])
+def adamw_kernel(
+    table_ptr, map_ptr, begin,
+    P: tl.constexpr, G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, E: tl.constexpr,
+    ALIGNED: tl.constexpr, MAXIMIZE: tl.constexpr, SCALED: tl.constexpr,
+    MULTIPLIED: tl.constexpr, STOCHASTIC: tl.constexpr, CODED: tl.constexpr,
+    NUMBERS: tl.constexpr, MIXER: tl.constexpr, F: tl.constexpr,
+    W: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`begin`: the first span of this launch. `E` is None if there is no average."""
+    row, n, first = _place(table_ptr, map_ptr, begin, ALIGNED, W, SPAN, BLOCK)
+    p_ptr, g_ptr = _at(row + 3, P, ALIGNED), _at(row + 4, G, ALIGNED)
+    m_ptr, v_ptr = _at(row + 5, M, ALIGNED), _at(row + 6, V, ALIGNED)
+    c_ptr = _coefficients(row, F)
+    if first >= n:  # the last span of a tensor
+        return
     i = first + tl.arange(0, BLOCK)
     inside = i < n
     p = tl.load(p_ptr + i, mask=inside).to(tl.float32)
@@ -114,14 +187,13 @@ def adamw_kernel(
     v = tl.load(v_ptr + i, mask=inside)
     at_scale = first // NUMBERS + tl.arange(0, BLOCK // NUMBERS)
     if CODED:
+        m_scale_ptr, v_scale_ptr = _at(row + F - 3, tl.uint8), _at(row + F - 2, tl.uint8)
         has_scale = at_scale < n // NUMBERS
         m_scale = tl.load(m_scale_ptr + at_scale, mask=has_scale, other=0)
         m = decoded(m, m_scale, True, NUMBERS, BLOCK)
         v_scale = tl.load(v_scale_ptr + at_scale, mask=has_scale, other=0)
         v = decoded(v, v_scale, False, NUMBERS, BLOCK)
     m, v = m.to(tl.float32), v.to(tl.float32)
-    decay, step_size, correction = tl.load(c_ptr), tl.load(c_ptr + 1), tl.load(c_ptr + 2)
-    share1, share2, eps = tl.load(c_ptr + 3), tl.load(c_ptr + 4), tl.load(c_ptr + 5)
     stop = tl.where(tl.load(c_ptr + 7) > 0, n, 0)
     written = i < stop
     if SCALED:
@@ -131,13 +203,10 @@ def adamw_kernel(
         g *= tl.load(c_ptr + 8)
     if MAXIMIZE:
         g = -g
-    p = tl.fma(-decay, p, p)
-    m = _lerp(m, g, share1)
-    v = _lerp(v, g * g, share2)
-    p -= step_size * m / (tl.sqrt(v) / correction + eps)
+    p, m, v = _moved(p, g, m, v, c_ptr)
     of_p, of_v = i, i
     if STOCHASTIC or CODED:
-        of_p = _random(key, tl.load(c_ptr + 9).to(tl.int32), first, MIXER, BLOCK)
+        of_p = _random(tl.load(row + F - 1), tl.load(c_ptr + 9).to(tl.int32), first, MIXER, BLOCK)
         of_v = of_p * MIXER
     new = _narrowed(p, of_p, p_ptr.dtype.element_ty, STOCHASTIC)
     tl.store(p_ptr + i, new, mask=written)
@@ -151,7 +220,8 @@ def adamw_kernel(
         v = _narrowed(v, of_v >> 16, v_ptr.dtype.element_ty, STOCHASTIC)
     tl.store(m_ptr + i, m, mask=written)
     tl.store(v_ptr + i, v, mask=written)
-    if AVERAGED:
+    if E is not None:
+        ema_ptr = _at(row + 7, E, ALIGNED)
         ema = tl.load(ema_ptr + i, mask=inside).to(tl.float32)
         ema = _lerp(ema, new.to(tl.float32), tl.load(c_ptr + 10))
         tl.store(ema_ptr + i, ema.to(ema_ptr.dtype.element_ty), mask=written)
@@ -192,42 +262,46 @@ def adamw_update(
     and fp32. `lr_tensor`, if given, is read instead of `lr`. With `grad_scale` gradients are
     divided by it first, in place. `grad_factor` multiplies them on their way, which leaves them as
     they are. `emas`, if not empty, has a moving average of each parameter, which its new value
-    goes into. `rounded`: what is of bf16 is rounded stochastically, by `keys` of up to 63 bits.
+    goes into. `rounded`: what is of bf16 is rounded stochastically, by `keys` of 63 bits.
     With scales, and keys, states are contiguous uint8 codes, and 64 divides a parameter's numbers.
     If `found_inf` is 1, nothing changes.
     """
-    coefficients_NC = torch.empty(len(params), C, dtype=torch.float32, device=params[0].device)
+    scales, block = [], BLOCK
+    if exp_avg_scales:
+        scales = [exp_avg_scales, exp_avg_sq_scales]
+        block = BLOCK * 2  # a tenth fewer instructions
+    columns = [params, grads, exp_avgs, exp_avg_sqs, *([emas] if emas else [])]
+    table_NW, map_, launches = _table(columns, steps, scales, keys, block)
+    if not launches:
+        return
     rate = lr if lr_tensor is None else lr_tensor
     numbers = (1 - beta1, 1 - beta2, *map(_log, (beta1, beta2)), eps, weight_decay)
     scale = 1.0 if grad_scale is None else grad_scale
     found = 0.0 if found_inf is None else found_inf
     factor = 1.0 if grad_factor is None else grad_factor
-    args = (torch.stack(steps), coefficients_NC, len(params), rate, *numbers, scale, found, factor)
-    args += (1 - ema_decay,)
-    launch(adamw_coefficients_kernel, (cdiv(len(params), 32),), args, BLOCK=32, C=C, num_warps=1)
-    block = BLOCK * 2 if exp_avg_scales else BLOCK  # for codes: a tenth fewer instructions
-    constants = {
+    args = (table_NW, map_, rate, *numbers, scale, found, factor, 1 - ema_decay)
+    N, W = table_NW.shape
+    sizes = {"F": W - COEFFICIENTS, "W": W}
+    spans = {"SPAN": SPAN * block, "LANES": 128, "num_warps": 1}
+    launch(adamw_coefficients_kernel, (N,), args, **sizes, **spans)
+    constants = sizes | {
         "MAXIMIZE": maximize,
         "SCALED": grad_scale is not None,
         "MULTIPLIED": grad_factor is not None,
         "STOCHASTIC": rounded,
-        "CODED": bool(exp_avg_scales),
-        "AVERAGED": bool(emas),
+        "CODED": bool(scales),
         "NUMBERS": NUMBERS,
         "MIXER": MIXER,
+        "SPAN": SPAN,
         "BLOCK": block,
         "num_warps": WARPS,
     }
-    columns = (
-        params, grads, exp_avgs, exp_avg_sqs, coefficients_NC.unbind(), emas or params,
-        exp_avg_scales or params, exp_avg_sq_scales or params,
-    )  # fmt: skip
-    for *tensors, key in zip(*columns, keys or [0] * len(params), strict=True):
-        if n := tensors[0].numel():
-            launch(adamw_kernel, (cdiv(n, block),), (*tensors, n, key), **constants)
+    for kind, begin, end in launches:
+        args = (table_NW, map_, begin)
+        launch(adamw_kernel, ((end - begin) * SPAN,), args, **kind, **constants)
     # As the documentation of torch wants it of whoever writes past its operators.
-    scales = (*exp_avg_scales, *exp_avg_sq_scales)
-    torch.autograd.graph.increment_version([*params, *exp_avgs, *exp_avg_sqs, *emas, *scales])
+    written = (params, exp_avgs, exp_avg_sqs, emas, *scales)
+    torch.autograd.graph.increment_version(list(itertools.chain.from_iterable(written)))
 
 
 @torch.library.register_fake("moe_graphs::adamw_update")
@@ -237,3 +311,56 @@ def _(*_):
 
 def _log(beta: float) -> float:
     return math.log(beta) if beta > 0 else -math.inf
+
+
+def _table(
+    columns: Sequence[Sequence[Tensor]],
+    steps: Sequence[Tensor],
+    scales: Sequence[Sequence[Tensor]],
+    keys: Sequence[int],
+    block: int,
+) -> tuple[Tensor, Tensor, list[tuple[dict[str, Any], int, int]]]:
+    """Of tensors that are not empty the table, room for the map, and the launches: what tensors
+    of one kind are, their first span and their end."""
+    sizes = list(map(Tensor.numel, columns[0]))
+    addresses = [list(map(Tensor.data_ptr, of)) for of in (steps, *columns, *scales)]
+    odd: Iterable[int] = sizes
+    for of_column in addresses[1 : 1 + len(columns)]:
+        odd = map(operator.or_, odd, of_column)
+    aligned = [bits % 16 == 0 for bits in odd]
+    dtypes = (map(operator.attrgetter("dtype"), of) for of in columns)
+    kinds = list(zip(map(bool, sizes), aligned, *dtypes, strict=True))
+    fields, numbers, launches, span = [sizes, *addresses, *([keys] if keys else [])], [], [], 0
+    for kind in dict.fromkeys(kinds):
+        if not kind[0]:
+            continue
+        alike = [each == kind for each in kinds]
+        ns, *of_kind = (list(itertools.compress(of, alike)) for of in fields)
+        spans = [-(-n // (block * SPAN)) for n in ns]
+        begin, end = span, span + sum(spans)
+        firsts = itertools.accumulate(spans, initial=begin + WIDE.value)
+        rows = zip([n + WIDE.value for n in ns], firsts, *of_kind, strict=False)
+        numbers += itertools.chain.from_iterable(rows)
+        constants = {"ALIGNED": kind[1], "E": None}
+        constants |= zip("PGMVE", map(_triton_dtype, kind[2:]), strict=False)
+        launches.append((constants, begin, end))
+        span = end
+    device = columns[0][0].device
+    table_NW = _on_device(numbers, len(fields) + 1, device)
+    return table_NW, torch.empty(span, dtype=torch.int32, device=device), launches
+
+
+def _on_device(numbers: list[int], F: int, device: torch.device) -> Tensor:
+    """[N, W]"""
+    N, sizes = len(numbers) // F, {"F": F, "W": F + COEFFICIENTS}
+    room = torch.empty(cdiv(N, SENT) * SENT, sizes["W"], dtype=torch.int64, device=device)
+    for first in range(0, N, SENT):
+        part = numbers[first * F : (first + SENT) * F]
+        wanted = min(SENT, next_power_of_2(N - first))  # few kinds of launches
+        part += part[:F] * (wanted - len(part) // F)
+        launch(adamw_table_kernel, (1,), (room[first:], tuple(part)), **sizes, num_warps=1)
+    return room[:N]
+
+
+def _triton_dtype(dtype: torch.dtype) -> tl.dtype:
+    return getattr(tl, str(dtype).removeprefix("torch."))

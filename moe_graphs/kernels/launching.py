@@ -27,7 +27,8 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple, **constants: Any) ->
     """`kernel[grid](*args, **constants)` on the current stream.
 
     `args` are positional, all constants and options go by name. Descriptors must be of this file:
-    their bases are aligned to 16 bytes.
+    their bases are aligned to 16 bytes. A tuple is of integers of 64 bits, and the kernel
+    not specialized for it.
     """
     known = _compiled(kernel, *constants.values(), *map(_kind, args))
     grid = (*grid, 1, 1)[:3]
@@ -51,6 +52,8 @@ def _kind(arg: Any) -> Any:
         return float
     if isinstance(arg, torch.Tensor):
         return arg.dtype, arg.get_device(), arg.data_ptr() % 16 == 0
+    if isinstance(arg, tuple):
+        return len(arg)
     return type(arg), arg.base.dtype, *arg.block_shape
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,29 +15,17 @@ from torch.optim.optimizer import ParamsT
 
 from moe_graphs.kernels.adamw_reference import adamw_update_reference
 from moe_graphs.kernels.availability import has_kernel
-from moe_graphs.kernels.state_codes_reference import NUMBERS
 from moe_graphs.optim.averages import swapped_in
 from moe_graphs.optim.gradient_factor import multiply
 from moe_graphs.optim.loaded_states import noting_loaded, take_states
 from moe_graphs.optim.rounding_key import rounding_key
-from moe_graphs.optim.update_options import STATES, UpdateOptions, code_names
+from moe_graphs.optim.update_options import UpdateOptions
+from moe_graphs.optim.update_rows import Row, checked, columns_of, is_plain, row_of
 
 LARGE = 1 << 16  # numbers of a parameter that are worth a launch
 _UNSUPPORTED = {"amsgrad": False, "differentiable": False, "foreach": None}
 _ALWAYS = {"fused": True, "capturable": True}
-
-
-class _Row(NamedTuple):
-    """A parameter with all that its update reads and writes, in the order of torch's functions."""
-
-    parameter: Tensor
-    gradient: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    step: Tensor
-    ema: Tensor | None = None
-    key: int | None = None  # of stochastic rounding
-    scales: tuple[Tensor, ...] = ()  # of exp_avg and exp_avg_sq, if these are codes
+_dtype, _device = operator.attrgetter("dtype"), operator.attrgetter("device")
 
 
 class AdamW(torch.optim.AdamW):
@@ -47,13 +37,13 @@ class AdamW(torch.optim.AdamW):
     gradients on their way (clipping). A tensor learning rate is read on the device at every step;
     everything else of a group is a number that a graph freezes.
 
-    A parameter of bf16, fp16 or fp32 with at least 65,536 numbers is one launch of a Triton kernel
-    that computes in fp32 and rounds once. Its gradient may have another dtype. Torch's own fused
-    kernel serves all others, together: small ones, fp64, subclasses of tensors, and everything on
-    the CPU and on other devices, or without Triton. With one of the last four arguments our kernel
-    serves small ones, too, and torch's plain operations the rest, with the same formulas and the
-    same random bits; subclasses of tensors are refused. Of DTensors (FSDP2, tensor parallelism)
-    each rank updates what it has.
+    Parameters of bf16, fp16 or fp32 with at least 65,536 numbers are updated by a Triton kernel
+    that computes in fp32 and rounds once, all of the same dtypes in one launch. A gradient may have
+    another dtype. Torch's own fused kernel serves all others: small ones, fp64, subclasses of
+    tensors, and everything on the CPU and on other devices, or without Triton. With one of the last
+    four arguments our kernel serves small ones, too, and torch's plain operations the rest, with
+    the same formulas and the same random bits; subclasses of tensors are refused. Of DTensors
+    (FSDP2, tensor parallelism) each rank updates what it has.
 
     Args:
         params: as torch's.
@@ -187,57 +177,45 @@ class AdamW(torch.optim.AdamW):
             self._update(group, of_group)
         return loss
 
-    def _rows(self, group: dict[str, Any]) -> list[_Row]:
-        if not self.options.are_torchs:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self.options.complete(self.state[parameter], parameter)
-        if self.options.are_torchs:
-            columns: list[list[Any]] = [[] for _ in range(5)]
-            parameters, gradients, exp_avgs, exp_avg_sqs, steps = columns
-            self._init_group(group, parameters, gradients, exp_avgs, exp_avg_sqs, [], steps)
-            rows = [_local(_Row(*each)) for each in zip(*columns, strict=True)]
-        else:
-            keys, updated = self._keys(group), [p for p in group["params"] if p.grad is not None]
-            rows = [_local(_row(p, self.state[p], keys.get(p))) for p in updated]
-        for row in rows:
-            _check_memory(row)
-            if not (self.options.are_torchs or _is_plain(row.parameter)):
-                raise ValueError(
-                    f"a parameter of shape {tuple(row.parameter.shape)} is a "
-                    f"{type(row.parameter).__name__}, which torch alone can update: pass none of "
-                    f"state_dtype, stochastic_rounding, ema_decay; of a DTensor, load its state in "
-                    f"its layout"
-                )
-        return rows
+    def _rows(self, group: dict[str, Any]) -> list[Row]:
+        options, states, rows = self.options, self.state, []
+        averaged, drawn = options.ema_decay is not None, options.stochastic_rounding
+        are_random = options.are_random
+        for number, parameter in enumerate(group["params"], self._first(group)):
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            state = states[parameter]
+            if not state or (averaged and "ema" not in state):
+                options.complete(state, parameter)
+            has_key = are_random and (drawn or "exp_avg_code" in state)
+            key = rounding_key(group["seed"], number, parameter) if has_key else None
+            rows.append(row_of(parameter, gradient, state, key))
+        return checked(rows, may_be_torchs=options.are_torchs)
 
-    def _keys(self, group: dict[str, Any]) -> dict[Tensor, int]:
-        if not self.options.are_random:
-            return {}
-        own, numbered = set(group["params"]), enumerate(self._parameters())
-        drawn = self.options.stochastic_rounding
-        return {
-            p: rounding_key(group["seed"], n, p)
-            for n, p in numbered
-            if p in own and (drawn or "exp_avg_code" in self.state[p])
-        }
+    def _first(self, group: dict[str, Any]) -> int:
+        """The number of a group's first parameter among all."""
+        before = itertools.takewhile(lambda other: other is not group, self.param_groups)
+        return sum(len(other["params"]) for other in before)
 
-    def _update(self, group: dict[str, Any], rows: Sequence[_Row]) -> None:
+    def _update(self, group: dict[str, Any], rows: Sequence[Row]) -> None:
         flags = ("found_inf", "grad_scale", "grad_factor")
         found_inf, grad_scale, grad_factor = (getattr(self, name, None) for name in flags)
         own = not self.options.are_torchs
-        ours: dict[tuple[torch.device, bool, bool], list[_Row]] = {}
-        by_torch: list[_Row] = []
-        for row in rows:
-            served = _is_served(row, small=own)
+        ours: dict[tuple[torch.device, bool, bool], list[Row]] = {}
+        by_torch: list[Row] = []
+        kinds = _kinds(rows) if rows else []
+        for kind in dict.fromkeys(kinds):
+            alike = list(itertools.compress(rows, [each == kind for each in kinds]))
+            row, served = alike[0], _is_served(alike[0], small=own)
             key = (row.parameter.device, served, bool(row.scales))
-            (ours.setdefault(key, []) if served or own else by_torch).append(row)
+            (ours.setdefault(key, []) if served or own else by_torch).extend(alike)
         for (device, served, _), of_device in ours.items():
             with torch.cuda.device_of(of_device[0].parameter):
                 given = [_moved(flag, device) for flag in (grad_scale, found_inf, grad_factor)]
                 _update_ours(of_device, served, group, self.options, *given)
         if by_torch:
-            parameters, gradients, exp_avgs, exp_avg_sqs, steps = _columns(by_torch)[:5]
+            parameters, gradients, exp_avgs, exp_avg_sqs, steps = columns_of(by_torch)[:5]
             if grad_factor is not None:
                 multiply(gradients, grad_factor)
             beta1, beta2 = group["betas"]
@@ -251,83 +229,30 @@ class AdamW(torch.optim.AdamW):
             torch.autograd.graph.increment_version([*parameters, *exp_avgs, *exp_avg_sqs])
 
 
-def _columns(rows: Sequence[_Row]) -> tuple[list[Any], ...]:
-    return tuple(map(list, zip(*rows, strict=True)))
+def _kinds(rows: Sequence[Row]) -> list[tuple[Any, ...]]:
+    """Of each all that it depends on who updates it."""
+    columns = columns_of(rows)
+    parameters, scales = columns[0], columns[-1]
+    large = [n >= LARGE for n in map(Tensor.numel, parameters)]
+    dtypes = (map(_dtype, of) for of in columns[:4])
+    indices = (map(Tensor.get_device, of) for of in columns[:5])
+    own = map(type, parameters), large, map(bool, scales), map(_device, parameters)
+    return list(zip(*own, *dtypes, *indices, strict=True))
 
 
-def _row(parameter: Tensor, state: dict[str, Any], key: int | None) -> _Row:
-    names: tuple[str, ...] = STATES
-    scales: tuple[str, ...] = ()
-    if "exp_avg_code" in state:
-        names, scales = zip(*map(code_names, STATES), strict=True)
-    exp_avg, exp_avg_sq, step = (state[name] for name in (*names, "step"))
-    row = _Row(parameter, cast(Tensor, parameter.grad), exp_avg, exp_avg_sq, step)
-    return row._replace(ema=state.get("ema"), key=key, scales=tuple(state[name] for name in scales))
-
-
-def _local(row: _Row) -> _Row:
-    """What this rank has of DTensors that are sharded alike: an update is element by element."""
-    shared: list[Any] = [*row[:4], *row.scales, *([] if row.ema is None else [row.ema])]
-    if not all(hasattr(tensor, "to_local") for tensor in shared):
-        return row
-    if len({(tensor.device_mesh, tensor.placements) for tensor in shared}) > 1:
-        return row
-    parameter, gradient, exp_avg, exp_avg_sq, *others = (tensor.to_local() for tensor in shared)
-    ema = None if row.ema is None else others.pop()
-    return _Row(parameter, gradient, exp_avg, exp_avg_sq, row.step, ema, row.key, tuple(others))
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, torch.nn.Parameter)
-
-
-def _is_served(row: _Row, *, small: bool) -> bool:
+def _is_served(row: Row, *, small: bool) -> bool:
     """By our kernel, and worth it: torch's takes no gradient of another dtype."""
     parameter, gradient = row[:2]
     return (
         (small or parameter.numel() >= LARGE or gradient.dtype != parameter.dtype)
-        and _is_plain(parameter)
+        and is_plain(parameter)
         and all(map(has_kernel, row[:2] if row.scales else row[:4]))
         and all(tensor.device == parameter.device for tensor in row[:5])
     )
 
 
-def _check_memory(row: _Row) -> None:
-    """Torch's fused update takes it as one row, too: on CUDA it refuses others, on the CPU not."""
-    p, g, m, v = row[:4]
-    if not _is_plain(p):
-        return
-    shape, states = p.shape, [m, v, *([] if row.ema is None else [row.ema])]
-    of_scales = (*shape[:-1], shape[-1] // NUMBERS) if row.scales else ()
-    if any(state.shape != shape for state in states) or any(
-        scales.shape != of_scales for scales in row.scales
-    ):
-        raise ValueError(
-            f"a parameter of shape {tuple(shape)} has states of shapes "
-            f"{' and '.join(str(tuple(state.shape)) for state in states)}: load the state of this "
-            f"model"
-        )
-    if all(tensor.is_contiguous() for tensor in (p, g, *states)):
-        return
-    orders = [_order(tensor) for tensor in (p, g, *states)]
-    if orders[0] is None or any(order != orders[0] for order in orders):
-        raise ValueError(
-            f"a parameter of shape {tuple(shape)} and strides {p.stride()} has a gradient with "
-            f"{g.stride()} and states with {' and '.join(str(x.stride()) for x in states)}: make "
-            f"all dense and alike, or use torch.optim.AdamW(foreach=True)"
-        )
-
-
-def _order(tensor: Tensor) -> list[int] | None:
-    """Of its dimensions in memory; None if there are gaps."""
-    long = [d for d in range(tensor.ndim) if tensor.size(d) > 1]
-    order = sorted(long, key=tensor.stride, reverse=True)
-    ones = [d for d in range(tensor.ndim) if tensor.size(d) <= 1]
-    return order if tensor.permute(*order, *ones).is_contiguous() else None
-
-
 def _update_ours(
-    rows: Sequence[_Row],
+    rows: Sequence[Row],
     by_kernel: bool,
     group: dict[str, Any],
     options: UpdateOptions,
@@ -340,7 +265,7 @@ def _update_ours(
         from moe_graphs.kernels.adamw_triton import adamw_update as update
     else:
         update = adamw_update_reference
-    parameters, gradients, exp_avgs, exp_avg_sqs, steps, emas, keys, scales = _columns(rows)
+    parameters, gradients, exp_avgs, exp_avg_sqs, steps, emas, keys, scales = columns_of(rows)
     torch._foreach_add_(steps, 1)
     lr, (beta1, beta2) = group["lr"], group["betas"]
     at_hand = lr.device.type == "cpu" != steps[0].device.type if isinstance(lr, Tensor) else True
@@ -377,7 +302,7 @@ def _check(options: dict[str, Any]) -> None:
 def _check_gradients(parameters: Sequence[Tensor], group: int) -> None:
     for number, parameter in enumerate(parameters):
         gradient = parameter.grad
-        if gradient is None or (gradient.layout is torch.strided and not gradient.is_complex()):
+        if gradient is None or (gradient.layout is torch.strided and not gradient.dtype.is_complex):
             continue
         kind = "complex" if gradient.is_complex() else "sparse"
         raise ValueError(

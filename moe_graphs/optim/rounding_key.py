@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor
@@ -21,8 +22,13 @@ def rounding_key(seed: int, number: int, parameter: Tensor) -> int:
     Returns:
         63 bits, the first and the last of them 1: for a kernel all keys are of one kind.
     """
+    return _mixed(seed, number, _part_of(parameter))
+
+
+@functools.cache
+def _mixed(*parts: int) -> int:
     key = 0
-    for part in (seed, number, _part_of(parameter)):
+    for part in parts:
         key = key + part + 0x9E3779B97F4A7C15 & _BITS  # SplitMix64
         key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9 & _BITS
         key = (key ^ key >> 27) * 0x94D049BB133111EB & _BITS

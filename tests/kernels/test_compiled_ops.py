@@ -248,8 +248,8 @@ def test_adamw(compiled, dtype, of_gradients, in_memory):
         rest = (*options, [], 0.0, [], [], [], False)
         adamw_triton.adamw_update([p], [g], [m], [v], [step], *given, *rest)
 
-    coefficients, update = compiled(launches)
-    for kernel in (coefficients, update):
+    table, coefficients, update = compiled(launches)
+    for kernel in (table, coefficients, update):
         check(kernel, wgmma=False)
     assert "f64" in coefficients.ptx
     assert "f64" not in update.ptx
@@ -271,7 +271,7 @@ def test_adamw_with_states_of_8_bits(compiled, dtype, rounded):
         step = [torch.ones(())]
         adamw_triton.adamw_update([p], [g], [m], [v], step, *options, *scales, rounded)
 
-    _, update = compiled(launches)
+    *_, update = compiled(launches)
     check(update, wgmma=False)
     assert "f64" not in update.ptx
     assert update.shared <= 4096
@@ -295,7 +295,7 @@ def test_adamw_rounding_stochastically(compiled, dtype, states, averaged):
     def launches():
         adamw_triton.adamw_update([p], [g], [m], [v], [torch.ones(())], *options)
 
-    _, update = compiled(launches)
+    *_, update = compiled(launches)
     check(update, wgmma=False)
     assert "f64" not in update.ptx
     assert update.shared <= 4096

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 pytest.importorskip("triton")
 
 from captured_updates import captured_update
+from many_tensors import alone, together
 from moe_graphs.kernels import adamw_triton
 from moe_graphs.optim import AdamW, adamw
 from moe_graphs.training.capturable import tensor_hyperparameters
@@ -219,3 +220,30 @@ def test_a_device_step_in_a_graph_skips():
         assert same(everything(steps[0].optimizer), everything(steps[1].optimizer))
         assert all(x.isfinite().all() for x in everything(steps[1].optimizer))
     assert steps[1].optimizer.state[graphed[0]]["step"].item() == 5.0
+
+
+@pytest.mark.parametrize("coded", [False, True])
+def test_many_tensors_get_what_each_gets_alone(coded):
+    """Of odd sizes, empty, unaligned, of several dtypes."""
+    assert same(together("cuda", coded), alone("cuda", coded))
+
+
+@pytest.mark.parametrize("options", [{}, {"state_dtype": torch.uint8, "ema_decay": 0.9}])
+def test_gradients_that_lie_elsewhere_at_every_step(options):
+    """Nobody waits for a step before the next one; a graph has the addresses of its capture."""
+    eager, graphed = (AdamW(parameters(), lr=1e-2, **options) for _ in range(2))
+    for optimizer in (eager, graphed):
+        set_gradients(optimizer.param_groups[0]["params"], 0)
+    graph = captured_update(eager, graphed)
+    held, kept = eager.param_groups[0]["params"], []
+    for step in range(1, 6):
+        kept += [p.grad for p in held]  # so that new ones are elsewhere
+        eager.zero_grad(set_to_none=True)
+        for optimizer in (eager, graphed):
+            set_gradients(optimizer.param_groups[0]["params"], step)
+        eager.step()
+        graph.replay()
+        for gradient in kept:
+            gradient.fill_(torch.nan)
+    assert same(everything(eager), everything(graphed))
+    assert all(x.isfinite().all() for x in everything(eager))
