@@ -33,6 +33,7 @@ class Setting:
         rounds: in each, every contender has one turn, in shuffled order.
         steps: timed steps of a turn; a step before them is not timed.
         host_steps: steps of a turn whose host time is taken, each after a synchronisation.
+        microbatches: batches of a step, whose gradients are accumulated.
     """
 
     name: str
@@ -43,20 +44,25 @@ class Setting:
     steps: int
     host_steps: int = 3
     seed: int = 0
+    microbatches: int = 1
 
     @property
     def tokens(self) -> int:
-        return self.batch_size * self.config.max_sequence_length
+        """Of a step."""
+        return self.microbatches * self.batch_size * self.config.max_sequence_length
 
     def describe(self) -> str:
         config, moe = self.config, self.config.moe
         mlp = f"dense of {config.ffn_hidden_size}"
         if moe is not None:
             mlp = f"{moe.num_experts} experts of {moe.ffn_hidden_size}, top-{moe.top_k}"
+        batch = f"{self.batch_size}x{config.max_sequence_length}"
+        if self.microbatches > 1:
+            batch = f"{self.microbatches} microbatches of {batch}"
         return (
             f"{config.num_layers} layers, hidden {config.hidden_size}, {mlp}, {self.tokens:,} "
-            f"tokens ({self.batch_size}x{config.max_sequence_length}), vocabulary "
-            f"{config.vocab_size:,}, {str(self.dtype).removeprefix('torch.')}"
+            f"tokens ({batch}), vocabulary {config.vocab_size:,}, "
+            f"{str(self.dtype).removeprefix('torch.')}"
         )
 
     def tiny(self, device: torch.device) -> Setting:
@@ -159,6 +165,7 @@ class Run:
 
     Args:
         state: what a whole step reads or changes besides model and optimizer.
+        microbatches: batches of a step that is not a whole one.
     """
 
     def __init__(
@@ -168,8 +175,10 @@ class Run:
         optimizer: torch.optim.Optimizer,
         batches: Tensor,
         state: Sequence[Any] = (),
+        microbatches: int = 1,
     ) -> None:
         self.contender, self.model, self.optimizer = contender, model, optimizer
+        self.microbatches = microbatches
         self.device = batches.device
         self.graphs: Graphs | None = None
         self.full_iteration: FullIteration | None = None
@@ -205,19 +214,23 @@ class Run:
         return loss
 
     def step(self) -> Tensor:
-        """Forward, loss, backward, optimizer. Returns the loss; does not synchronise."""
-        batch = self._batches[self._next % len(self._batches)]
-        self._next += 1
+        """Forward, loss, backward, optimizer. Returns the last loss; does not synchronise."""
         if self.contender.compiled:
             torch.compiler.cudagraph_mark_step_begin()
         if self.full_iteration is not None:
-            loss = self.full_iteration(batch)
+            loss = self.full_iteration(self._batch())
         else:
             with self.graphs.step() if self.graphs is not None else contextlib.nullcontext():
-                loss = self.forward_backward(batch)
+                for _ in range(self.microbatches):
+                    loss = self.forward_backward(self._batch())
         if not self.contender.optimizer_in_graph:
             self.update()
         return loss
+
+    def _batch(self) -> Tensor:
+        """The next one."""
+        self._next += 1
+        return self._batches[(self._next - 1) % len(self._batches)]
 
     def warm_up(self) -> None:
         """Until graphs are captured and every path has run twice."""
@@ -255,7 +268,7 @@ class LanguageRun(Run):
         options = {"state_dtype": contender.state_dtype} if contender.state_dtype else {}
         optimizer = adamw(model, contender.our_adamw, **options)
         tokens = torch.randint(setting.config.vocab_size, shape, device=device)
-        super().__init__(contender, model, optimizer, tokens)
+        super().__init__(contender, model, optimizer, tokens, microbatches=setting.microbatches)
 
     def forward_backward(self, batch: Tensor) -> Tensor:
         output = self.forward(batch[:, :-1])

@@ -97,7 +97,7 @@ def first_losses(
             run.release()
     if counted is not None:
         captured, replayed = counted["captured"], counted["replayed"]
-        expected = captured * (GATE_STEPS - WARMUP_STEPS)
+        expected = captured * (GATE_STEPS - WARMUP_STEPS) * setting.microbatches
         if not captured or replayed != expected:
             raise RuntimeError(
                 f"{captured} captured, {replayed} replayed instead of {expected}; "

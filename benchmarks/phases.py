@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -30,11 +31,12 @@ def parser(description: str, models: Sequence[str]) -> argparse.ArgumentParser:
     made.add_argument("--compile", action="store_true", help="also torch.compile (cudagraphs)")
     made.add_argument("--compile-limit", type=float, default=120.0, help="seconds per build")
     made.add_argument("--rounds", type=int, help="instead of each model's own")
+    made.add_argument("--contenders", default="", help="expression: those besides eager")
     made.add_argument("--batch-size", type=int, help="sequences, instead of each model's own")
     made.add_argument("--commit", help="for the stamp, where there is no .git")
     made.add_argument("--device", help="default: cuda if there is a GPU")
     made.add_argument("--tiny", action="store_true", help="small models, to test this on a CPU")
-    made.set_defaults(dispatcher="local")
+    made.set_defaults(dispatcher="local", microbatches=None)
     return made
 
 
@@ -77,7 +79,7 @@ class Benchmark:
         self.name, self.options, self.console = name, options, console
         self.device = options.device
         self.environment = environment.stamp(options.commit)
-        self.plan = [(self._sized(setting), contenders) for setting, contenders in plan]
+        self.plan = [(self._sized(setting), self._chosen(found)) for setting, found in plan]
         self.rows = {s.name: {c.name: self._row(s, c) for c in cs} for s, cs in self.plan}
         self._references: dict[str, torch.Tensor] = {}
         self._started = time.perf_counter()
@@ -107,9 +109,13 @@ class Benchmark:
             self.options.out.write_text("\n".join(lines) + "\n")
 
     def _sized(self, setting: Setting) -> Setting:
-        chosen = {"rounds": self.options.rounds, "batch_size": self.options.batch_size}
+        chosen = {n: getattr(self.options, n) for n in ("rounds", "batch_size", "microbatches")}
         changes = {name: value for name, value in chosen.items() if value is not None}
         return replace(setting.tiny(self.device) if self.options.tiny else setting, **changes)
+
+    def _chosen(self, contenders: list[Contender]) -> list[Contender]:
+        first, *others = contenders
+        return [first, *(c for c in others if re.search(self.options.contenders, c.name))]
 
     def _row(self, setting: Setting, contender: Contender) -> Row:
         return {

@@ -152,6 +152,34 @@ def test_accumulated_in_the_warm_up_nothing_is_kept(device):
     assert not any(scope.gradients_in_place for scope in report.scopes)
 
 
+@on_devices
+@pytest.mark.parametrize("accumulating", [False, True])
+def test_a_weight_gets_gradients_from_elsewhere_in_a_later_microbatch(device, accumulating):
+    """Autograd adds up what comes in one backward, and that to what is there: a graph that added to
+    ``.grad`` by itself would do so in another order, and cannot know."""
+
+    def step(model, graphs, microbatches):
+        model.zero_grad()
+        with graphs.step():
+            for number in range(microbatches):
+                loss = model(data(device)).square().mean()
+                if number > 0:
+                    loss = loss + 0.1 * model.first.linear.weight.pow(2).sum()
+                loss.backward()
+        update(model)
+
+    found = []
+    for config in (GraphConfig(impl="none"), scopes(warmup_steps=2, on_mismatch="error")):
+        model = build(device)
+        graphs = moe_graphs.graph(model, config)
+        for _ in range(3):
+            step(model, graphs, 2 if accumulating else 1)
+        for _ in range(3):
+            step(model, graphs, 4)
+        found.append([*(p.grad for p in model.parameters()), *model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 # ---- references that outlive the step
 
 
