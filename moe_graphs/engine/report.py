@@ -23,7 +23,7 @@ class ScopeReport:
     not_reproducible: whether eager runs differ from one another, so that replays cannot be equal.
     not_guarded: what its Python can have read and nobody compares.
     gradients_in_place: how many gradients of weights its graphs leave where ``.grad`` finds them.
-    copied_gradients: reason -> how many others are copied, once each ("accumulated",
+    copied_gradients: reason -> how many others are copied, once each ("never_unset",
         "several_slots", "split", "used_again", "shared_memory", "other_layout"), and how often
         one of the former was: "hooks", "asked_for" (``autograd.grad``), "still_held" (moved away
         before the memory was written again), "view_held" (from then on it is always copied).

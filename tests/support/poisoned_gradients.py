@@ -13,26 +13,36 @@ from moe_graphs.engine.scopes.place import Place
 from moe_graphs.engine.scopes.slots import Slot
 
 _NEVER_IN_PLACE = {
-    "not_observed", "split", "several_slots", "accumulated", "used_again", "other_type",
+    "not_observed", "split", "several_slots", "never_unset", "used_again", "other_type",
     "shared_memory", "other_layout",
 }  # fmt: skip
 
 
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward may overwrite the gradients of all backwards, a backward its own and those of the
-    backwards captured after it. The CPU's recorder reuses no memory by itself."""
-    begin, replayed = Slot.begin_replay, replay._replayed
+    backwards captured after it. Where they are accumulated, only that of a first microbatch may.
+    The CPU's recorder reuses no memory by itself."""
+    begin, replayed, call_in_place = Slot.begin_replay, replay._replayed, Slot.call_in_place
 
     def begin_replay(slot, place, leaves):
-        _overwrite(slot.places)
+        _overwrite([] if slot.accumulates else slot.places)
         return begin(slot, place, leaves)
 
+    def later(slot, place):
+        return [e for e in slot.places if e.backward_position >= place.backward_position]
+
     def backward(slot, place, incoming, nodes):
-        later = [e for e in slot.places if e.backward_position >= place.backward_position]
-        _overwrite(later)
+        _overwrite([] if slot.accumulates else later(slot, place))
         return replayed(slot, place, incoming, nodes)
 
+    def begin_first(slot, place=None):
+        free = call_in_place(slot, place)
+        if free and place is not None:
+            _overwrite(later(slot, place))
+        return free
+
     monkeypatch.setattr(Slot, "begin_replay", begin_replay)
+    monkeypatch.setattr(Slot, "call_in_place", begin_first)
     monkeypatch.setattr(replay, "_replayed", backward)
 
 

@@ -66,7 +66,9 @@ class Captured:
 
     @property
     def pools(self) -> list[Any]:
-        of_slots = ((s.pool, s.pool_of_weights, s.backwards.pool) for s in self.slots)
+        of_slots = (
+            (s.pool, s.pool_of_first, s.pool_of_weights, s.backwards.pool) for s in self.slots
+        )
         return list(dict.fromkeys(pool for pools in of_slots for pool in pools))
 
     @property

@@ -39,7 +39,7 @@ from moe_graphs.engine.scopes.delayed_weights import DelayedWeights
 from moe_graphs.engine.scopes.dry_run import DryRun, ScopeCall
 from moe_graphs.engine.scopes.examined import Examined
 from moe_graphs.engine.scopes.graphed_scope import install_all
-from moe_graphs.engine.scopes.memory import CallMemory, MemoryPlan, memory_plan
+from moe_graphs.engine.scopes.memory import CallMemory, ChunkMemory, MemoryPlan, memory_plan
 from moe_graphs.engine.scopes.observation import Observation
 from moe_graphs.engine.scopes.place import PlannedCall
 from moe_graphs.engine.scopes.plan import Plan, plan
@@ -166,9 +166,10 @@ class Graphs:
     def _warmup_step_ended(self) -> None:
         self.observation.end_step()
         self._fail_together(self._failure)
+        accumulates = self._ranks.any(self.observation.accumulates)
         if self.observation.steps:
             planned = plan(self.observation.steps)
-            self._memory = self._predicted(planned)
+            self._memory = self._predicted(planned, accumulates)
             if len(self.observation.steps) == self.config.warmup_steps:
                 self._resources.captured = self._places(planned, self._memory)
                 self._examined.clear()
@@ -213,9 +214,9 @@ class Graphs:
         except CaptureError as error:
             self._failure = error
 
-    def _predicted(self, planned: Plan) -> MemoryPlan:
-        accumulated = self.observation.with_gradients
-        memory = memory_plan(planned, self._measured, self.config.split_backward, accumulated)
+    def _predicted(self, planned: Plan, accumulates: bool) -> MemoryPlan:
+        copied, split = self.observation.with_gradients, self.config.split_backward
+        memory = memory_plan(planned, self._measured, split, copied, accumulates=accumulates)
         limit = self.config.memory_limit
         if limit is not None and memory.total_bytes > limit:
             self._fail(CaptureError(
@@ -225,28 +226,27 @@ class Graphs:
         return memory
 
     def _places(self, planned: Plan, memory: MemoryPlan) -> Captured:
-        config, chunks = self.config, []
+        split, chunks = self.config.split_backward, []
         shared = Backwards(self.backend)
         for chunk, of_chunk in zip(planned.chunks, memory.chunks, strict=True):
-            calls = [self._planned_call(number, chunk.slots) for number in chunk.calls]
+            calls = [self._planned_call(number, of_chunk) for number in chunk.calls]
             given: dict[str, Any] = {"pool_bytes": of_chunk.piece()}
+            given |= {"first_bytes": of_chunk.first_gradients}
             given |= {"backwards": shared} if of_chunk.shares_backwards else {}
             chunks.append(Chunk([Slot(calls, self.backend, **given) for _ in range(chunk.slots)]))
-        self.observation.tell_of_weights_apart(split=config.split_backward)
-        recorder = Recorder(
-            self.model, self.backend, split=config.split_backward, verify=config.verify
-        )
+        self.observation.tell_of_weights_apart(split=split)
+        recorder = Recorder(self.model, self.backend, split=split, verify=self.config.verify)
         return Captured(chunks, recorder, memory)
 
-    def _planned_call(self, alike: int, slots: int) -> PlannedCall:
-        observed, split = self.observation.alike[alike], self.config.split_backward
+    def _planned_call(self, alike: int, chunk: ChunkMemory) -> PlannedCall:
+        observed = self.observation.alike[alike]
         return PlannedCall(
             observed.scope,
             observed.signature,
             examined=self._examined.get(alike),
             ranks=self._ranks if alike in self._communicating else ALONE,
-            refused=self.observation.refusal(observed.scope, split=split),
-            copies_gradients=self.observation.copies_gradients(observed.scope, slots, split),
+            refused=self.observation.refusal(observed.scope, split=chunk.split),
+            copies_gradients=self.observation.copies_gradients(observed.scope, chunk),
         )
 
     # ---- ahead of time

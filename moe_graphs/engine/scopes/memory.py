@@ -38,12 +38,15 @@ class ChunkMemory:
     """One chunk: its calls in forward order, and how many slots it gets.
 
     shares_backwards: they work in a pool that all slots of all chunks share.
+    first_gradients: of the pool in which the backwards of first microbatches work, where gradients
+        are accumulated; those stay there, as ``.grad``.
     """
 
     calls: tuple[CallMemory, ...]
     slots: int
     split: bool
     shares_backwards: bool = False
+    first_gradients: int = 0
 
     def pool(self) -> int:
         """Bytes that the pool of one slot needs at least: all forwards, then all backwards that do
@@ -93,7 +96,8 @@ class MemoryPlan:
     @property
     def pool_bytes(self) -> int:
         """At least: fragmentation and the allocator's rounding come on top."""
-        return self.backwards + sum(chunk.slots * chunk.pool() for chunk in self.chunks)
+        own = (chunk.slots * chunk.pool() + chunk.first_gradients for chunk in self.chunks)
+        return self.backwards + sum(own)
 
     @property
     def total_bytes(self) -> int:
@@ -120,9 +124,10 @@ class MemoryPlan:
             for row in (headings, *rows)
         ]
         for number, chunk in enumerate(self.chunks):
+            first = chunk.first_gradients
             lines.append(
                 f"chunk {number}: {chunk.slots} slots of {_mib(chunk.pool())} pool and "
-                f"{_mib(chunk.inputs())} inputs"
+                f"{_mib(chunk.inputs())} inputs" + (f"; gradients {_mib(first)}" if first else "")
             )
         if self.backwards:
             lines.append(f"backwards, by turns {_mib(self.backwards)}")
@@ -137,22 +142,28 @@ def memory_plan(
     plan: Plan,
     measured: Mapping[int, CallMemory],
     split: bool,
-    accumulated: Collection[str] | None = None,
+    copied: Collection[str] | None = None,
+    *,
+    accumulates: bool = False,
 ) -> MemoryPlan:
     """
     Args:
         measured: by the number of the calls alike.
-        accumulated: names of scopes whose weights' gradients are copied; None: those of all.
+        copied: names of scopes whose weights' gradients are copied; None: those of all.
+        accumulates: microbatches of a step add to the gradients of the first.
     """
     chunks = []
     for chunk in plan.chunks:
         calls = [measured[n] for n in chunk.calls if n in measured]
-        copied = {call.scope for call in calls}
-        if accumulated is not None and chunk.slots == 1 and not split:
-            copied &= set(accumulated)
-        calls = [replace(call, weights=0) if call.scope in copied else call for call in calls]
-        shares = accumulated is not None and chunk.slots > 1 and not split
-        chunks.append(ChunkMemory(tuple(calls), chunk.slots, split, shares))
+        stay = copied is not None and chunk.slots == 1 and not split
+        of_first = 0
+        if stay and accumulates:
+            temporaries = max((call.backward - call.weights for call in calls), default=0)
+            of_first = temporaries + sum(call.weights for call in calls)
+        at_once = set(copied or ()) if stay and not of_first else {c.scope for c in calls}
+        calls = [replace(c, weights=0) if c.scope in at_once else c for c in calls]
+        shares = copied is not None and chunk.slots > 1 and not split
+        chunks.append(ChunkMemory(tuple(calls), chunk.slots, split, shares, of_first))
     gradients = [call.gradients for chunk in chunks for call in chunk.calls]
     own = sum(chunk.slots * call.gradients for chunk in chunks for call in chunk.calls)
     return MemoryPlan(tuple(chunks), own if split else max(gradients, default=0))

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from moe_graphs.engine.autograd import is_wanted, nodes_behind
 from moe_graphs.engine.proof import warn
+from moe_graphs.engine.scopes.memory import ChunkMemory
 from moe_graphs.engine.scopes.plan import Event
 from moe_graphs.engine.scopes.select import Scope
 from moe_graphs.engine.signature import Mismatch, Signature, flatten
@@ -35,7 +36,8 @@ class Observation:
         steps: the events of each step.
         with_double_backward: names of scopes whose gradients were differentiated again.
         with_weights_apart: names of scopes whose weights had a backward of their own.
-        with_gradients: names of scopes that were called while a weight had a ``.grad``.
+        with_gradients: names of scopes whose first call in the last step was while a weight had a
+            ``.grad``; ``accumulating``: of those of which a later one was.
     """
 
     def __init__(self) -> None:
@@ -44,6 +46,7 @@ class Observation:
         self.with_double_backward: set[str] = set()
         self.with_weights_apart: set[str] = set()
         self.with_gradients: set[str] = set()
+        self.accumulating: set[str] = set()
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -62,8 +65,11 @@ class Observation:
         alike, is_new = self._alike(scope, inputs)
         number = self._calls
         self._calls += 1
+        if not self.events:
+            self.with_gradients, self.accumulating = set(), set()
         if any(parameter.grad is not None for parameter in scope.module.parameters()):
-            self.with_gradients.add(scope.name)
+            is_later = any(event.scope == scope.name for event in self.events)
+            (self.accumulating if is_later else self.with_gradients).add(scope.name)
         self.events.append(Event("F", scope.name, number, alike=alike))
         return number, alike, is_new
 
@@ -105,12 +111,19 @@ class Observation:
             return _DOUBLE_BACKWARD
         return _WEIGHTS_APART if scope.name in self.with_weights_apart and not split else None
 
-    def copies_gradients(self, scope: Scope, slots: int, split: bool) -> str | None:
+    @property
+    def accumulates(self) -> bool:
+        """Whether later microbatches of a step add to gradients that the first one makes."""
+        return bool(self.accumulating - self.with_gradients)
+
+    def copies_gradients(self, scope: Scope, chunk: ChunkMemory) -> str | None:
         """Why no gradient of its weights becomes ``.grad`` without a copy, None if they may: where
         they are added up, the memory of the first one would soon be needed again."""
-        if split or slots > 1:
-            return "split" if split else "several_slots"
-        return "accumulated" if scope.name in self.with_gradients else None
+        if chunk.split or chunk.slots > 1:
+            return "split" if chunk.split else "several_slots"
+        if scope.name in self.with_gradients:
+            return "never_unset"
+        return "accumulated" if chunk.first_gradients else None
 
     def tell_of_weights_apart(self, *, split: bool) -> None:
         apart = sorted(self.with_weights_apart - self.with_double_backward)

@@ -10,13 +10,17 @@ from torch.autograd.graph import Node
 
 from moe_graphs.engine.autograd import accumulates
 from moe_graphs.engine.scopes.gradient_loans import GradientLoan
+from moe_graphs.engine.scopes.place import Place
 from moe_graphs.engine.scopes.recording import RecordedBackward
 from moe_graphs.engine.scopes.slots import Slot
 from moe_graphs.engine.stand_for import local
 
 
 def outgoing(
-    slot: Slot, recorded: RecordedBackward, nodes: Callable[[], Sequence[Node | None]]
+    slot: Slot,
+    place: Place,
+    recorded: RecordedBackward,
+    nodes: Callable[[], Sequence[Node | None]],
 ) -> dict[int, Tensor | None]:
     """By use, the gradients as tensors that autograd may take.
 
@@ -31,7 +35,7 @@ def outgoing(
     results: dict[int, Tensor | None] = {}
     launches = recorded.launches
     if recorded.has_some_in_place or any(map(_has_grad, recorded.parameters)):
-        results |= lent(slot, recorded, nodes)
+        results |= lent(slot, place, recorded, nodes)
         launches = recorded.launches_without(tuple(results))
     for launch in launches:
         copies = list(map(torch.empty_like, launch.likes))
@@ -46,6 +50,7 @@ def outgoing(
 
 def lent(
     slot: Slot,
+    place: Place,
     recorded: RecordedBackward,
     nodes: Callable[[], Sequence[Node | None]],
     *,
@@ -69,8 +74,19 @@ def lent(
             loans.append(loan)
         elif there is None:
             loan.copied["hooks" if parameter._backward_hooks else "asked_for"] += 1
-    slot.lend(added=added, in_place=in_place)
+    slot.lend(place, added=added, in_place=in_place)
     return found
+
+
+def is_first(recorded: RecordedBackward, nodes: Callable[[], Sequence[Node | None]]) -> bool:
+    """Whether autograd takes all gradients that may stay in place, as ``.grad``: none is there,
+    nobody listens, and nobody has asked for them instead."""
+    in_place = [(use, p) for use, p, loan in recorded.of_parameters if loan.is_in_place]
+    return (
+        bool(in_place)
+        and all(p.grad is None and not p._backward_hooks for _, p in in_place)
+        and all(accumulates(nodes()[use]) for use, _ in in_place)
+    )
 
 
 def _has_grad(parameter: Tensor) -> bool:

@@ -67,6 +67,8 @@ class Place:
     Attributes:
         backward: computes all gradients or, if they are split, those of the inputs, and
             ``weights`` the rest.
+        first: the same for the first microbatch of a step in which gradients are accumulated: they
+            stay where they are, as ``.grad``.
         open: autograd's graph of the forward, until everything is recorded.
         run: the backward of it that was begun last.
         proven_layouts: of incoming gradients, with which a replay was compared with eager as well.
@@ -79,6 +81,7 @@ class Place:
     def clear(self) -> None:
         self.forward: RecordedForward | None = None
         self.backward: RecordedBackward | None = None
+        self.first: RecordedBackward | None = None
         self.weights: RecordedBackward | None = None
         self.backward_position = -1
         self.proven_layouts: set[Layouts] = set()
@@ -119,11 +122,11 @@ class Place:
 
     def gradient_loans(self) -> list[GradientLoan]:
         """Of the weights' gradients."""
-        recorded = (self.backward, self.weights)
+        recorded = (self.first or self.backward, self.weights)
         return [row[-1] for each in recorded if each is not None for row in each.of_parameters]
 
     def graphs(self) -> list[Graph]:
-        recorded = (self.forward, self.backward, self.weights)
+        recorded = (self.forward, self.backward, self.first, self.weights)
         return [each.graph for each in recorded if each is not None and each.graph is not None]
 
     def opened(

@@ -265,7 +265,9 @@ class Recorder:
         place, run = pending.place, pending.place.run
         with place.planned.ranks.together():
             self._record_backward(slot, place, surroundings)
-        self.proofs.backward(pending, run.given, place.backward, eager, again, effects)
+        for recorded in (place.first, place.backward):  # as they were captured
+            if recorded is not None and place.planned.refused is None:
+                self.proofs.backward(pending, run.given, recorded, eager, again, effects)
 
     def _record_backward(self, slot: Slot, place: Place, surroundings: Surroundings) -> None:
         run = place.run
@@ -273,24 +275,27 @@ class Recorder:
         targets = tuple(map(target_of, static))
         for target, gradient in zip(targets, run.incoming, strict=True):
             copy_to(target, gradient)
-        graph, made = None, Allocations()
-        with Loan.of_our_own(slot.loans()):
+
+        def recorded(pool: Any, *, last: bool, copies: str | None) -> RecordedBackward:
+            graph, made = None, Allocations()
             if run.first_uses:
-                with self.backend.record(slot.backwards.pool) as graphs, made:
-                    gradients = run.first_part(static, last=not self.split)
+                with self.backend.record(pool) as graphs, made:
+                    gradients = run.first_part(static, last=last)
                 (graph,) = graphs
             else:
                 gradients = run.first_part(static)
+            of_uses = self._by_use(slot, place, run.first_uses, gradients, made, copies)
+            return RecordedBackward(graph, surroundings, run.layouts, targets, *of_uses)
+
+        first, copies = None, place.planned.copies_gradients
+        with Loan.of_our_own(slot.loans()):
+            if copies == "accumulated" and not place.planned.backward_runs_once:
+                first = recorded(slot.pool_of_first, last=False, copies=None)
+            backward = recorded(slot.backwards.pool, last=not self.split, copies=copies)
             if not self.split:
                 run.close()
                 place.open = place.run = None
-        place.backward = RecordedBackward(
-            graph,
-            surroundings,
-            run.layouts,
-            targets,
-            *self._by_use(slot, place, run.first_uses, gradients, made),
-        )
+        place.first, place.backward = first, backward
         slot.backward_recorded(place)
 
     def _record_weights(
@@ -313,7 +318,14 @@ class Recorder:
             first.surroundings,
             first.layouts,
             (),
-            *self._by_use(slot, place, run.second_uses, gradients, Allocations()),
+            *self._by_use(
+                slot,
+                place,
+                run.second_uses,
+                gradients,
+                Allocations(),
+                place.planned.copies_gradients,
+            ),
         )
         self.proofs.backward(pending, run.given, place.weights, eager, again, effects)
 
@@ -338,15 +350,17 @@ class Recorder:
         uses: tuple[int, ...],
         gradients: Sequence[Tensor | None],
         made: Allocations,
+        copies: str | None,
     ) -> tuple[tuple, ...]:
-        """``uses``, ``listed``, ``gradients`` and ``loans`` of a ``RecordedBackward``."""
+        """``uses``, ``listed``, ``gradients`` and ``loans`` of a ``RecordedBackward``. ``copies``:
+        why none of the gradients stays in place."""
         listed = tuple(place.forward.listed[use] for use in uses)
         static: list[Tensor | None] = []
         loans: list[GradientLoan | None] = []
         for each, gradient in zip(listed, gradients, strict=True):
             reason: str | None = "of_an_input"
             if isinstance(each, Tensor) and gradient is not None:
-                reason = place.planned.copies_gradients or slot.uses_again(each)
+                reason = copies or slot.uses_again(each)
                 reason = reason or reason_to_copy(each, gradient, gradients, made)
             kept = None if gradient is None else local(gradient.detach())
             if kept is not None and reason is not None:

@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 from moe_graphs.engine import fp8
 from moe_graphs.engine.autograd import is_wanted
 from moe_graphs.engine.scopes.delayed_weights import DelayedWeights, WeightsPart
-from moe_graphs.engine.scopes.outgoing_gradients import lent, outgoing
+from moe_graphs.engine.scopes.outgoing_gradients import is_first, lent, outgoing
 from moe_graphs.engine.scopes.place import PendingBackward, Place
 from moe_graphs.engine.scopes.recompute import recompute
 from moe_graphs.engine.scopes.recorder import Recorder
@@ -153,7 +153,7 @@ def _weights_part(
         place.weights.graph.replay()
     if nodes is None:
         return dict(zip(place.weights.uses, place.weights.gradients, strict=True))
-    return outgoing(slot, place.weights, nodes)
+    return outgoing(slot, place, place.weights, nodes)
 
 
 def _first_part(
@@ -174,7 +174,7 @@ def _first_part(
         slot.backward_done(pending, replayed=place.backward is not None)
         failed = place.planned.refused or recorder.failure
         if place.backward is not None and not failed:  # its replay has left the same in place
-            results |= lent(slot, place.backward, nodes, in_place_only=True)
+            results |= lent(slot, place, place.first or place.backward, nodes, in_place_only=True)
         return results
     place.planned.eager_backwards[reason] += 1
     gradients = dict(enumerate(recompute(recorder.backend, pending, incoming)))
@@ -196,10 +196,12 @@ def _replayed(
     slot: Slot, place: Place, incoming: Sequence[Tensor | None], nodes: _Nodes
 ) -> dict[int, Tensor | None]:
     recorded = place.backward
+    if place.first is not None and is_first(place.first, nodes) and slot.call_in_place(place):
+        recorded = place.first
     _copy_in(place, incoming)
     if recorded.graph is not None:
         recorded.graph.replay()
-    return outgoing(slot, recorded, nodes)
+    return outgoing(slot, place, recorded, nodes)
 
 
 def _fits(place: Place, incoming: Sequence[Tensor | None]) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -60,6 +61,8 @@ class Slot:
         pool: theirs, if it is not a new one.
         pool_bytes: of one piece, that a new one begins with.
         backwards: where those of several slots work; None: in the pool of the slot.
+        first_bytes: where gradients are accumulated, what the pool of those of first microbatches
+            begins with in one piece; 0: they are not.
     """
 
     def __init__(
@@ -70,8 +73,9 @@ class Slot:
         *,
         pool_bytes: int = 0,
         backwards: Backwards | None = None,
+        first_bytes: int = 0,
     ) -> None:
-        self._pool_bytes, self._shared = pool_bytes, backwards
+        self._pool_bytes, self._first_bytes, self._shared = pool_bytes, first_bytes, backwards
         self.places = tuple(Place(call, position) for position, call in enumerate(calls))
         self._backend = backend
         self._of_scope: dict[str, list[Place]] = {}
@@ -85,8 +89,10 @@ class Slot:
         # Weights' gradients come in any order: what is captured after one of them must not get
         # the memory that it works in.
         self.pool_of_weights = self._backend.new_pool()
+        # Nothing but first microbatches' backwards writes where ``.grad`` is until the next step.
+        self.pool_of_first = self._backend.new_pool(self._first_bytes)
         self.backwards = self._shared or Backwards(self._backend, self.pool)
-        self._in_place: list[GradientLoan] = []
+        self._in_place: dict[int, list[GradientLoan]] = {}  # by the position of the backward
         self._clock, self._backwards = -1, 0
         self._stream: Any = None
         # By position: a recording waits for one backward at most.
@@ -94,6 +100,10 @@ class Slot:
         self.is_closed = False
 
     # ---- being captured
+
+    @property
+    def accumulates(self) -> bool:
+        return self._first_bytes > 0
 
     def may_record(self, place: Place) -> bool:
         """Forwards are captured in their order, before all backwards."""
@@ -183,19 +193,35 @@ class Slot:
         called_in = [each.call_in() for each in writes]  # all of them, come what may
         held, kind = "output", "an output"
         if all(called_in):
-            # Forwards may write where the gradients of the last microbatch are.
-            self._in_place = [loan for loan in self._in_place if not loan.call_in()]
-            if self.call_in_gradients() and not self._in_place:
+            # Forwards may write where the gradients of the last microbatch are, unless these have a
+            # pool of their own.
+            free = self.accumulates or self.call_in_place()
+            if self.call_in_gradients() and free:
                 return None
             held, kind = "gradient", "a weight's gradient"
         message = f"a view of {kind} of its last replay is still in use: clone() what you keep"
         return Mismatch(f"{held}_held", message)
 
-    def lend(self, *, added: list[GradientLoan], in_place: list[GradientLoan]) -> None:
-        """Gradients in the pool's memory: autograd holds those that it adds just now; the others
-        become ``.grad``, until the next microbatch comes."""
+    def lend(
+        self, place: Place, *, added: list[GradientLoan], in_place: list[GradientLoan]
+    ) -> None:
+        """Gradients in a pool's memory: autograd holds those that it adds just now; the others
+        become ``.grad``, until a graph needs their memory again."""
         self.backwards.lent += added
-        self._in_place += in_place
+        if in_place:
+            self._in_place[place.backward_position] = in_place
+
+    def call_in_place(self, place: Place | None = None) -> bool:
+        """Those that have become ``.grad``. ``place``: only where its backward may write, in the
+        memory of those that were captured with it or later."""
+        first = -1 if place is None else place.backward_position
+        for position in [each for each in self._in_place if each >= first]:
+            held = [loan for loan in self._in_place[position] if not loan.call_in()]
+            if held:
+                self._in_place[position] = held
+            else:
+                del self._in_place[position]
+        return all(position < first for position in self._in_place)
 
     def call_in_gradients(self, *, collecting: bool = False) -> bool:
         """Those that were added. ``collecting``: what only garbage holds comes back, too."""
@@ -291,7 +317,7 @@ class Slot:
             self.abandoned += 1
         self._pending.clear()
         self._clock = -1
-        for loan in self._in_place:
+        for loan in chain.from_iterable(self._in_place.values()):
             loan.note_holder()
         begun = any(place.forward is not None for place in self.places)
         if not self.is_closed and (begun or all(place.planned.refused for place in self.places)):

@@ -139,20 +139,6 @@ def test_accumulated_only_after_the_capture(device):
 
 
 @on_devices
-def test_accumulated_in_the_warm_up_nothing_is_kept(device):
-    model = build(device)
-    graphs = moe_graphs.graph(model, scopes(warmup_steps=1))
-    for _ in range(3):
-        model.zero_grad()
-        with graphs.step():
-            for _ in range(2):
-                model(data(device)).square().mean().backward()
-    report = graphs.report()
-    assert copied(report) == {"accumulated": 4}
-    assert not any(scope.gradients_in_place for scope in report.scopes)
-
-
-@on_devices
 @pytest.mark.parametrize("accumulating", [False, True])
 def test_a_weight_gets_gradients_from_elsewhere_in_a_later_microbatch(device, accumulating):
     """Autograd adds up what comes in one backward, and that to what is there: a graph that added to

@@ -37,13 +37,13 @@ def test_weights_gradients_in_place_stay_in_the_pool():
     assert ChunkMemory((first, second), 1, split=False).pool() == 62
     plan = Plan((PlannedChunk((0, 1), slots=1),))
     measured = {0: first, 1: second}
-    assert memory_plan(plan, measured, False, accumulated=()).pool_bytes == 62
-    assert memory_plan(plan, measured, False, accumulated=("b",)).pool_bytes == 55
+    assert memory_plan(plan, measured, False, copied=()).pool_bytes == 62
+    assert memory_plan(plan, measured, False, copied=("b",)).pool_bytes == 55
     assert memory_plan(plan, measured, False).pool_bytes == 55
     two_slots = Plan((PlannedChunk((0, 1), slots=2),))
     assert memory_plan(two_slots, measured, False).pool_bytes == 2 * 55
     # Forwards: 10 + 21 in each; backwards by turns: 30.
-    shared = memory_plan(two_slots, measured, False, accumulated=())
+    shared = memory_plan(two_slots, measured, False, copied=())
     assert (shared.backwards, shared.pool_bytes) == (30, 2 * 31 + 30)
     assert "backwards, by turns 0.0" in str(shared)
 
