@@ -124,6 +124,7 @@ def test_a_line_holds_what_was_measured(lines):
     assert good["environment"]["commit"] == "c"
 
 
+@pytest.mark.long
 def test_a_library_that_is_missing_leaves_its_error(lines):
     assert lines[1]["contender"] == "megatron"
     assert "No module named 'megatron'" in lines[1]["error"]
