@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--full-grids", action="store_true", help="every combination of what tests vary, not pairs"
     )
     parser.addoption(
-        "--long", action="store_true", help="whole runs of several processes, too, as CI does"
+        "--long", action="store_true", help="what cheaper tests hold as well, too, as CI does"
     )
 
 

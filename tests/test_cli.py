@@ -101,7 +101,9 @@ def test_dropped_tokens_are_in_the_line_and_in_the_document(text, tmp_path):
     assert f"dropped: {document['dropped']:,}" in result.stderr
 
 
-@pytest.mark.parametrize(("before", "after"), [([], EAGER), (EAGER, WHOLE)])
+@pytest.mark.parametrize(
+    ("before", "after"), [pytest.param([], EAGER, marks=pytest.mark.long), (EAGER, WHOLE)]
+)
 def test_resume_goes_on_bit_by_bit(text, tmp_path, before, after):
     whole, again = tmp_path / "whole", tmp_path / "again"
     common = [*SMALL, "--data", text, "--steps", 8, "--microbatches", 1]

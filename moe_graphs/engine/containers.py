@@ -21,7 +21,10 @@ class Elements:
 
     def __init__(self, holder: Any) -> None:
         self._holder = holder
-        self._kind: Any = next(kind for kind in _KINDS if isinstance(holder, kind))
+        kind: Any = type(holder)
+        if kind not in _KINDS:
+            kind = next(kind for kind in _KINDS if isinstance(holder, kind))
+        self._kind = kind
 
     def __len__(self) -> int:
         return self._kind.__len__(self._holder)
@@ -29,6 +32,8 @@ class Elements:
     def __iter__(self) -> Iterator[Any]:
         """Values of a dictionary."""
         if isinstance(self._holder, dict):
+            if self._kind is dict:
+                return iter(dict.values(self._holder))
             return (dict.__getitem__(self._holder, key) for key in self.keys())
         return self._kind.__iter__(self._holder)
 

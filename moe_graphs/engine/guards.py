@@ -297,7 +297,7 @@ def reads_before_running(
     owners = {id(module): module for module in modules}
     todo = [*functions, *(type(module).forward for module in owners.values())]
     while True:
-        reads = Reads.before_running(*todo)
+        reads = Reads.before_running(*todo, with_inner=True)
         reads.owners.update(owners)
         new = [each for each in guards_of(reads).functions if each not in todo]
         if not new:

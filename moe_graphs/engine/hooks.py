@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,6 +17,12 @@ OF_ALL_OPTIMIZERS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hook
 
 def hooks_of(module: nn.Module) -> list[dict]:
     return [getattr(module, kind) for kind in OF_MODULES]
+
+
+def tensor_hooks_of(tensors: Iterable[Tensor]) -> list[Callable[..., Any]]:
+    """What tensors call when they get a gradient."""
+    dicts = [getattr(tensor, kind) or {} for tensor in tensors for kind in OF_TENSORS]
+    return [hook for hooks in dicts for hook in hooks.values()]
 
 
 def hooks_of_updates(optimizers: Iterable[Optimizer]) -> list[dict]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import decimal
+import functools
+import itertools
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -25,6 +27,13 @@ def contents_of_cell(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:
         return GONE
+
+
+@functools.cache
+def with_inner_code(code: types.CodeType) -> tuple[types.CodeType, ...]:
+    """Of a function, and of all functions and lambdas that stand in it."""
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    return (code, *itertools.chain.from_iterable(map(with_inner_code, inner)))
 
 
 def has_dictionary(value: Any) -> bool:

@@ -26,6 +26,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine import doors
+from moe_graphs.engine.looking_into import contents_of_cell, with_inner_code
 from moe_graphs.engine.origins import origin_of, origin_of_class
 from moe_graphs.engine.values import BY_IDENTITY
 from moe_graphs.errors import CaptureError
@@ -105,9 +106,9 @@ class Reads:
         self._seen.clear()
 
     @classmethod
-    def before_running(cls, *functions: Callable[..., Any]) -> Reads:
+    def before_running(cls, *functions: Callable[..., Any], with_inner: bool = False) -> Reads:
         """What can be told of functions without running them: their own code and that of functions
-        that they name or enclose."""
+        that they name or enclose. with_inner: and of functions that they make, as hooks are."""
         reads, todo = cls(), [*functions]
         while todo:
             each = todo.pop()
@@ -117,11 +118,11 @@ class Reads:
             code = _attribute(each, "__code__")
             if code is None or code in reads.code or origin_of(code.co_filename) == "internal":
                 continue
-            reads.code[code] = each.__globals__
-            reads._mentions(code)
-            enclosed = (cell.cell_contents for cell in each.__closure__ or () if _is_filled(cell))
-            named = (each.__globals__.get(name) for name in global_names_of(code))
-            todo += [value for value in (*enclosed, *named) if callable(value)]
+            todo += filter(callable, map(contents_of_cell, each.__closure__ or ()))
+            for inner in with_inner_code(code) if with_inner else (code,):
+                reads.code[inner] = each.__globals__
+                reads._mentions(inner)
+                todo += filter(callable, map(each.__globals__.get, global_names_of(inner)))
         return reads
 
     @classmethod
@@ -244,13 +245,6 @@ def _attribute(value: Any, name: str) -> Any:
         return getattr(value, name, None)
     except Exception:
         return None
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
 
 
 def _may_have_state(kind: type) -> bool:

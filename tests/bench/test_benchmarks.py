@@ -81,6 +81,7 @@ def test_optimizers(modules, tmp_path, monkeypatch):
         modules.optimizers.measure(modules.optimizers.cases(tiny=True)[0], "cpu", 1)
 
 
+@pytest.mark.long
 def test_pipeline(modules, tmp_path, monkeypatch):
     """A row that fails does not cost the others."""
     out = tmp_path / "rows.jsonl"

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 
 from distributed import run_distributed
@@ -27,6 +28,7 @@ def _smoke(rank: int, world_size: int, out: str) -> None:
         assert not dispatch.gate(dispatch.Inputs(dispatch.Case(8, 16, 2), torch.device("cpu")))
 
 
+@pytest.mark.long
 def test_a_line_of_layers_and_one_of_kernels(tmp_path):
     out = tmp_path / "lines.jsonl"
     run_distributed(_smoke, 2, arguments=(str(out),))

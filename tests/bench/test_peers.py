@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import library_stand_ins
+from grids import by_turns
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 CPU = torch.device("cpu")
@@ -53,9 +54,12 @@ def first_losses(modules, name, case):
     return torch.tensor(run.first_losses), run
 
 
-@pytest.mark.parametrize("case", ["launch_bound", "mixtral"])
 @pytest.mark.parametrize(
-    "name", ["torchtitan", "huggingface", "te", "te-fp8-block", "megablocks-grouped"]
+    ("name", "case"),
+    by_turns(
+        ["torchtitan", "huggingface", "te", "te-fp8-block", "megablocks-grouped"],
+        ["mixtral", "launch_bound"],
+    ),
 )
 def test_a_peer_computes_what_we_compute(modules, libraries, case, name):
     """Five steps of the same weights and tokens: the first shows that every weight is where it
@@ -124,6 +128,7 @@ def test_a_line_holds_what_was_measured(lines):
     assert good["environment"]["commit"] == "c"
 
 
+@pytest.mark.long
 def test_a_library_that_is_missing_leaves_its_error(lines):
     assert lines[1]["contender"] == "megatron"
     assert "No module named 'megatron'" in lines[1]["error"]

@@ -21,6 +21,7 @@ def smoke(rank: int, world_size: int, benchmark: str, out: str) -> None:
     importlib.import_module(benchmark).main(options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("benchmark", "contenders", "rounding"),
     [

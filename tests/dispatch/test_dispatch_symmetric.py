@@ -100,7 +100,7 @@ def _check_all(rank: int, world_size: int, device: str) -> None:
     assert len(peer_rows._numbered) <= 32  # one for each shape, dtype, group and kind
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_equals_all_gather_and_one_process(world_size):
     run_distributed(_check_all, world_size, arguments=("cpu",))
 

@@ -32,7 +32,7 @@ import warnings
 import pytest
 import torch
 
-from grids import grid
+from grids import by_turns, grid
 from lightning_pairs import (
     Halves,
     HalvesAfterBackward,
@@ -127,9 +127,9 @@ def test_hooks_of_the_module_do_what_they_do_without_graphs(
     assert all_replayed(both(tmp_path, made, device=device, **options))
 
 
-@pytest.mark.parametrize("accumulated", [1, 3])
 @pytest.mark.parametrize(
-    "hook", ["on_after_backward", "on_before_optimizer_step", "on_train_batch_start"]
+    ("hook", "accumulated"),
+    by_turns(["on_after_backward", "on_before_optimizer_step", "on_train_batch_start"], [1, 3]),
 )
 def test_hooks_of_callbacks_do_what_they_do_without_graphs(tmp_path, hook, accumulated):
     for make in (Regression, fused()):

@@ -6,7 +6,8 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,6 +144,11 @@ def train_all(rank: int, world_size: int, folder: str, device: str, kind: type) 
     found["behind"] = compare(folder, device, kind, **{**FULL, **BEHIND, **SHORT})
     found["mixed"] = compare(folder, device, kind, **MIXED)
     found["true"] = compare(folder, device, kind, **TRUE)
+    return found
+
+
+def train_few(rank: int, world_size: int, folder: str, device: str, kind: type) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     if kind is Sharded:
         found["language"] = compare(folder, device, Language, **SHORT)
     else:
@@ -163,12 +169,22 @@ def device(request) -> str:
     return "cuda" if request.param == "nccl" else "cpu"
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def trained(request, device, tmp_path_factory) -> Iterator[list[dict[str, Any]]]:
-    """What each rank has found: bitwise differences have raised there."""
-    arguments = (str(tmp_path_factory.mktemp("trained")), device, KINDS[request.param])
+def on_ranks(work: Callable[..., Any], kind: str, device: str, folder: Path) -> list[Any]:
+    arguments = (str(folder), device, KINDS[kind])
     backend = "nccl" if device == "cuda" else "gloo"
-    return run_distributed(train_all, RANKS, backend, arguments=arguments, timeout_seconds=280)
+    return run_distributed(work, RANKS, backend, arguments=arguments, timeout_seconds=280)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def trained(request, device, tmp_path_factory) -> list[dict[str, Any]]:
+    """What each rank has found: bitwise differences have raised there."""
+    return on_ranks(train_all, request.param, device, tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def few(request, device, tmp_path_factory) -> list[dict[str, Any]]:
+    """As ``trained``, of what does not take long."""
+    return on_ranks(train_few, request.param, device, tmp_path_factory.mktemp("few"))
 
 
 @pytest.mark.long
@@ -183,19 +199,20 @@ def test_ranks_train_as_lightning_does(trained):
     assert sum(replayed for _, replayed, _ in first["full"]) == steps - 2 * len(first["full"])
 
 
-def test_other_models_and_precisions(trained):
-    for found in trained:
+def test_other_models_and_precisions(few):
+    for found in few:
         (report,) = found.get("half") or found["language"]
         assert report == ("captured", BATCHES - 2, {"warmup": 2})
 
 
+@pytest.mark.long
 def test_two_ranks_are_one_process_with_both_batches(trained, device):
     for found in trained:
         assert found["from one process"] < (1e-5 if device == "cpu" else 1e-3)
 
 
-def test_a_batch_of_another_shape_on_one_rank(trained):
-    first, second = trained
+def test_a_batch_of_another_shape_on_one_rank(few):
+    first, second = few
     eager = {"warmup": 2, "another_rank": 1}
     assert first["differs, eager"] == [[("captured", BATCHES - 3, eager)]]
     eager = {"warmup": 2, "shape": 1}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from grids import by_turns
 from lightning_pairs import HalvesAfterBackward, StepsItself, all_replayed, both, fused, halve
 from lightning_runs import BATCHES, QUIET, Regression, loader, pl, trainer
 from moe_graphs.optim import AdamW
@@ -24,26 +26,24 @@ def decay(optimizer):
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
+MAKES = [
+    fused(),
+    fused([0.01], decay),
+    fused([0.01], decay, kind=AdamW),
+    fused(kind=torch.optim.SGD, momentum=0.9),
+]
+OPTIONS: list[dict[str, Any]] = [
+    {}, {"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.05}, {"precision": "bf16-mixed"},
+    {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, {"val_check_interval": 4},
+]  # fmt: skip
+
+
 def updates_in_the_graph(caplog) -> bool:
     return "the update runs behind the graph" not in caplog.text
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.05}, {"precision": "bf16-mixed"},
-     {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, {"val_check_interval": 4}],
-)  # fmt: skip
-@pytest.mark.parametrize(
-    "make",
-    [
-        fused(),
-        fused([0.01], decay),
-        fused([0.01], decay, kind=AdamW),
-        fused(kind=torch.optim.SGD, momentum=0.9),
-    ],
-    ids=["AdamW", "AdamW with a schedule", "our AdamW with a schedule", "SGD"],
-)
+@pytest.mark.parametrize(("make", "options"), by_turns(MAKES, OPTIONS))
 def test_an_update_in_the_graph_is_lightnings(tmp_path, caplog, device, make, options):
     reports = both(tmp_path, make, device=device, **options)
     assert all_replayed(reports)

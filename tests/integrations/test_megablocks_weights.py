@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import moe_graphs
+from grids import by_turns
 from megablocks_stand_in import MODULES, megablocks  # noqa: F401
 from moe_graphs import GraphConfig
 from moe_graphs.dispatch import LocalDispatcher, PaddedDispatcher
@@ -190,15 +191,17 @@ def _eager(experts: str, dispatcher=None) -> list[torch.Tensor]:
 
 
 @needs_stand_in
-@pytest.mark.parametrize("dispatcher", [LocalDispatcher(), PaddedDispatcher(1.0)], ids=repr)
 @pytest.mark.parametrize(
-    ("experts", "scopes"),
-    [
-        ("megablocks", "attn,moe_router,moe_preprocess"),
-        ("megablocks", "*.router"),
-        ("megablocks", "layers.*"),  # up to the experts
-        ("megablocks_sparse", "attn,moe"),
-    ],
+    ("experts", "scopes", "dispatcher"),
+    by_turns(
+        [
+            ("megablocks", "attn,moe_router,moe_preprocess"),
+            ("megablocks", "*.router"),
+            ("megablocks", "layers.*"),  # up to the experts
+            ("megablocks_sparse", "attn,moe"),
+        ],
+        [LocalDispatcher(), PaddedDispatcher(1.0)],
+    ),
 )
 def test_graphed_training_is_bitwise_eager_training(experts, scopes, dispatcher):
     model = _model(experts, dispatcher)

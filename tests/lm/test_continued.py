@@ -120,7 +120,10 @@ def test_the_loss_before_and_after_is_the_one_that_transformers_finds(here, trai
     assert trained["report"]["replayed"] == 2 * 17
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [f if f in ("mixtral", "llama") else pytest.param(f, marks=pytest.mark.long) for f in FAMILIES],
+)
 def test_transformers_computes_our_logits_from_what_was_saved(here, tmp_path, family):
     init = write_checkpoint(tmp_path / family, family)
     arguments = ["--steps", 6, "--json", "--out", tmp_path / "run"]

@@ -110,6 +110,7 @@ def runs(tmp_path_factory) -> tuple[Path, Trainer, dict[str, Any], list[dict[Any
     return folder, trainer, saved, [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_train_as_one_process_does(runs, layout):
     """Gradients differ in their last bits, which bf16 may round to its next number."""
@@ -123,6 +124,7 @@ def test_ranks_train_as_one_process_does(runs, layout):
             torch.testing.assert_close(state[key], value, rtol=1e-3, atol=2e-4, msg=key)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("source", "layout"), ON_OTHERS)
 def test_checkpoints_are_resumed_on_any_layout(runs, source, layout):
     _, one, saved, ranks = runs
@@ -136,6 +138,7 @@ def test_checkpoints_are_resumed_on_any_layout(runs, source, layout):
             assert torch.equal(losses, found[layout][0])
 
 
+@pytest.mark.long
 def test_one_process_goes_on_from_that_of_several(runs):
     folder, one, _, ranks = runs
     state, losses = resumed_from(folder / "shard", trainer_on(None), STEPS)
@@ -144,6 +147,7 @@ def test_one_process_goes_on_from_that_of_several(runs):
     torch.testing.assert_close(losses, one.history.loss, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 def test_graphed_runs_are_eager_bit_for_bit(runs):
     for found in runs[3]:
         assert found["graphed"] == dict.fromkeys(("shard", "experts"), (True, True, True))

@@ -33,6 +33,13 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "bf16": {"optimizer_state": "bfloat16"},
     "muon": {"optimizer": "muon"},
 }
+# Every optimizer and every layout, by turns; the others take long.
+FEW = [
+    ("shard", "bf16"),
+    ("experts", "muon"),
+    ("tensors", "8 bits and averages"),
+    ("pipeline", "bf16"),
+]
 LAYOUTS = {
     "shard": ParallelConfig(dp_shard=2),
     "experts": ParallelConfig(dp_shard=2, ep=2),
@@ -99,13 +106,19 @@ def own_bytes(trainer: Trainer) -> tuple[int, int, int]:
     return sum(sizes.values()), of_state, max(sizes.values())
 
 
-def work(rank: int, world_size: int, folder: Path) -> None:
+REST = [
+    (layout, optimizer)
+    for layout in LAYOUTS
+    for optimizer in OPTIMIZERS
+    if (layout, optimizer) not in (*FEW, ("tensors", "muon"))
+]
+
+
+def work(rank: int, world_size: int, folder: Path, cases: list[tuple[str, str]]) -> None:
     found: dict[Any, Any] = {}
     for name, layout in LAYOUTS.items():
         workers = Workers.on(layout, torch.device("cpu"))
-        for optimizer in OPTIMIZERS:
-            if (name, optimizer) == ("tensors", "muon"):
-                continue
+        for optimizer in [each for of_layout, each in cases if of_layout == name]:
             trainer = fresh_trainer(chosen(optimizer, workers))
             path = find_checkpoint(folder / optimizer)
             with Reading(path) as reading:
@@ -115,8 +128,11 @@ def work(rank: int, world_size: int, folder: Path) -> None:
     torch.save(found, folder / f"{rank}.pt")  # tensors do not outlive their process in a pipe
 
 
-@pytest.fixture(scope="module")
-def resumed(tmp_path_factory) -> tuple[dict[str, Any], list[dict[Any, Any]]]:
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(FEW, id="few"), pytest.param(REST, id="rest", marks=pytest.mark.long)],
+)
+def resumed(request, tmp_path_factory) -> tuple[dict[str, Any], list[dict[Any, Any]]]:
     """The states that were saved, and what the ranks found."""
     folder, saved = tmp_path_factory.mktemp("resumed"), {}
     for optimizer in OPTIMIZERS:
@@ -124,7 +140,7 @@ def resumed(tmp_path_factory) -> tuple[dict[str, Any], list[dict[Any, Any]]]:
         advance(trainer, 2)
         save_checkpoint(folder / optimizer, trainer)
         saved[optimizer] = {name: value.clone() for name, value in whole_state(trainer).items()}
-    run_distributed(work, 2, arguments=(folder,))
+    run_distributed(work, 2, arguments=(folder, request.param))
     return saved, [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
+from grids import by_turns
 from moe_graphs.engine.whole_step.full_iteration import FullIteration
 from moe_graphs.kernels.adamw_reference import (
     adamw_update_reference,
@@ -278,8 +279,7 @@ def test_a_first_step_that_is_skipped_leaves_no_average():
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy: inf / inf
-@pytest.mark.parametrize("by_kernel", [False, True])
-@pytest.mark.parametrize("skipped", [False, True])
+@pytest.mark.parametrize(("by_kernel", "skipped"), by_turns([False, True], [False, True]))
 def test_replays_are_eager_steps_with_new_bits_each(request, monkeypatch, by_kernel, skipped):
     """Also if the first is left out."""
     if by_kernel:

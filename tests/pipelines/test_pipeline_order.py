@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import moe_graphs
-from grids import pairs
+from grids import by_turns, pairs
 from moe_graphs import GraphConfig
 from moe_graphs.pipelines.builders import interleaved_1f1b, one_f_one_b
 from moe_graphs.pipelines.schedule import Schedule, slots
@@ -61,11 +61,13 @@ def cases(names: Sequence[str], sizes: Sequence[int]) -> list:
 
 
 def marked(places: list) -> list:
-    """Four ranks take long."""
-    long = {4: (pytest.mark.long,)}
+    """Four ranks take long, and so do both ranks of two: one of them by turns."""
+    names = list(dict.fromkeys(place.values[0] for place in places))
+    by_turn = {(name, 2, number % 2) for number, name in enumerate(names)}
     return [
-        pytest.param(*place.values, marks=(*place.marks, *long.get(place.values[1], ())))
+        pytest.param(*place.values, marks=(*place.marks, *marks))
         for place in places
+        for marks in [() if place.values[:3] in by_turn else (pytest.mark.long,)]
     ]
 
 
@@ -97,14 +99,16 @@ def test_weight_gradients_apart(name, pp, rank, layers):
     check_rank(schedule, rank, scopes=LAYERS[layers], layers=layers, split=True)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("name", ["1f1b", pytest.param("interleaved", marks=pytest.mark.long)])
 def test_the_dispatch_may_stay_eager(name):
     check_rank(make_schedule(name, 2, 4), 0, scopes="attn,mlp,moe_router,moe_preprocess")
     check_rank(make_schedule(name, 2, 4), 0, scopes="moe_router")
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zero_bubble", "InterleavedZeroBubble"])
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    by_turns(["1f1b", "interleaved", "zero_bubble", "InterleavedZeroBubble"], [0, 2]),
+)
 def test_as_many_graphs_at_64_microbatches_as_at_8(name, rank):
     captured = []
     for microbatches in (8, 64):

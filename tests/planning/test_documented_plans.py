@@ -39,6 +39,7 @@ def few_layers(monkeypatch):
         monkeypatch.setitem(known, name, lambda config=config: replace(config, num_layers=8))
 
 
+@pytest.mark.long
 def test_the_commands_run(few_layers, tmp_path):
     assert len(COMMANDS) > 3
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_CONFIG))

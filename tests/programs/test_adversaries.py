@@ -1,4 +1,7 @@
-"""Hand-written adversaries under every engine: equal, counted and equal, or a named error."""
+"""Hand-written adversaries under every engine: equal, counted and equal, or a named error.
+
+Under one engine each, by turns, without ``--long``.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,16 @@ CASES = {
     for file in FILES
     for case in importlib.import_module(f"programs.{file}").case.cases
 }
-PAIRS = [(name, engine) for name, case in CASES.items() for engine in case.engines]
+PAIRS = [
+    pytest.param(name, engine, id=f"{name}, {engine}", marks=marks)
+    for number, (name, case) in enumerate(CASES.items())
+    for turn, engine in enumerate(case.engines)
+    for marks in [() if turn == number % len(case.engines) else pytest.mark.long]
+]
 pytestmark = pytest.mark.usefixtures("thawed")
 
 
-@pytest.mark.parametrize(("name", "engine"), PAIRS, ids=[f"{n}, {e}" for n, e in PAIRS])
+@pytest.mark.parametrize(("name", "engine"), PAIRS)
 def test_an_adversary_is_not_silently_different(name, engine):
     case: Case = CASES[name]
     verdict = judge(case, engine)

@@ -20,7 +20,8 @@ from programs.running import judge
 from programs.specification import BlockSpec, Event, Program
 from programs.stepping import train_step
 
-ALWAYS, ALL, CHUNK = 200, 2000, 100
+OFTEN, ALWAYS, ALL, CHUNK = 80, 200, 2000, 100
+SEEDS = [pytest.param(n, marks=pytest.mark.long if n >= OFTEN else ()) for n in range(ALWAYS)]
 pytestmark = pytest.mark.usefixtures("thawed")
 
 
@@ -34,7 +35,7 @@ def problem(seed: int) -> str | None:
     return f"seed {seed}: {small.outcome}: {small.program.engine} {features}: {small.detail}"
 
 
-@pytest.mark.parametrize("seed", range(ALWAYS))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_random_program_is_not_silently_different(seed):
     found = problem(seed)
     assert found is None, found

@@ -1,4 +1,5 @@
-"""Combinations of what a test varies: all pairs of values by default, all of them if asked."""
+"""Combinations of what a test varies: all pairs of values, or every value, by default, all of them
+if asked."""
 
 from __future__ import annotations
 
@@ -20,6 +21,16 @@ def grid(*axes: Sequence[Any]) -> list[Any]:
     combinations = list(itertools.product(*(range(len(axis)) for axis in axes)))
     chosen = covering(combinations)
     return [_parameter(axes, c, () if c in chosen else pytest.mark.full) for c in combinations]
+
+
+def by_turns(*axes: Sequence[Any]) -> list[Any]:
+    """As ``grid``, every combination in CI; `long` marks those but one for each value, by turns.
+
+    Example: ``by_turns("abc", "de")`` leaves ad, be and cd unmarked.
+    """
+    turns = {tuple(i % len(axis) for axis in axes) for i in range(max(map(len, axes)))}
+    combinations = itertools.product(*(range(len(axis)) for axis in axes))
+    return [_parameter(axes, c, () if c in turns else pytest.mark.long) for c in combinations]
 
 
 def pairs(combinations: Sequence[tuple]) -> list[Any]:

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from moe_graphs.engine import fp8
 from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.guards import Guards, reads_before_running
+from moe_graphs.engine.hooks import tensor_hooks_of
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.whole_step.fsdp import Sharding
 from moe_graphs.engine.whole_step.grad_fields import gradients_of, keep_apart
@@ -59,7 +60,8 @@ class StepDefinition:
 
     def reads_before(self) -> Reads:
         """The Python that the step may run, as far as can be told without running it."""
-        return reads_before_running([self.step], self.model.modules(), self.guards)
+        hooks = tensor_hooks_of(self.model.parameters())
+        return reads_before_running([self.step, *hooks], self.model.modules(), self.guards)
 
     def guards(
         self,

@@ -202,7 +202,9 @@ def test_shared_experts_on_a_side_stream_are_bitwise_those_on_one(backend, devic
     run_distributed(_train_beside, ranks, backend, arguments=(device,))
 
 
-@pytest.mark.parametrize("dispatcher", ["symmetric", ONE_BARRIER])
+@pytest.mark.parametrize(
+    "dispatcher", [pytest.param("symmetric", marks=pytest.mark.long), ONE_BARRIER]
+)
 @pytest.mark.parametrize(("backend", "device", "ranks"), [GLOO[0], NCCL])
 def test_two_halves_are_bitwise_eager(backend, device, ranks, dispatcher):
     run_distributed(_train_halves, ranks, backend, arguments=(device, dispatcher))
@@ -211,9 +213,9 @@ def test_two_halves_are_bitwise_eager(backend, device, ranks, dispatcher):
 @pytest.mark.parametrize(
     ("backend", "device", "dispatcher"),
     [
-        ("gloo", "cpu", "all_gather"),
+        pytest.param("gloo", "cpu", "all_gather", marks=pytest.mark.long),
         ("gloo", "cpu", "symmetric"),
-        ("gloo", "cpu", ONE_BARRIER),
+        pytest.param("gloo", "cpu", ONE_BARRIER, marks=pytest.mark.long),
         pytest.param("nccl", "cuda", "symmetric", marks=pytest.mark.multigpu),
         pytest.param("nccl", "cuda", ONE_BARRIER, marks=pytest.mark.multigpu),
     ],

@@ -25,9 +25,12 @@ RUNS = {
     "moe, 4 microbatches, optimizer inside": ("moe", 4, True),
     "mixed, 2 microbatches, optimizer inside": ("mixed", 2, True),
 }
+# What it has, others have by twos.
+TAKES_LONG = "dense, 4 microbatches, optimizer outside"
+SOME = [pytest.param(kind, marks=pytest.mark.long if kind == TAKES_LONG else ()) for kind in RUNS]
 
 
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("kind", SOME)
 def test_twenty_steps_are_bitwise_eager(device, kind):
     """Dropout, jitter, clipping and a rate that changes every step; validation in between."""
     layers, microbatches, inside = RUNS[kind]

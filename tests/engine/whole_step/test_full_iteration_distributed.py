@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_scripts import TRAINING
 from distributed import RANKS, run_distributed
 from full_iterations import batches, optimizer_of
+from grids import by_turns
 from moe_graphs import CaptureError, GraphError
 from moe_graphs.engine.whole_step import data_parallel
 from moe_graphs.engine.whole_step.full_iteration import FullIteration
@@ -89,8 +90,7 @@ def compare(rank: int, world_size: int, device: str, steps: int, inside: bool, o
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("inside", [True, False], ids=["optimizer inside", "optimizer outside"])
-@pytest.mark.parametrize("as_view", [True, False], ids=["bucket views", "buckets"])
+@pytest.mark.parametrize(("inside", "as_view"), by_turns([True, False], [True, False]))
 def test_ranks_are_bitwise_eager(backend, inside, as_view):
     arguments = (device_of(backend), 8, inside, {"gradient_as_bucket_view": as_view})
     ends = run_distributed(compare, RANKS, backend, arguments=arguments)
@@ -256,7 +256,7 @@ def differ_in_the_proof(rank: int, world_size: int, device: str, policy: str) ->
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("policy", ["error", "recapture"])
+@pytest.mark.parametrize("policy", ["error", pytest.param("recapture", marks=pytest.mark.long)])
 def test_no_rank_replays_what_differs_on_another(backend, policy):
     found = run_distributed(
         differ_in_the_proof, RANKS, backend, arguments=(device_of(backend), policy)
