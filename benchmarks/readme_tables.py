@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from markdown_cells import geometric_mean, gibibytes, idle, milliseconds, span, table, times
+from more_tables import accumulated, on_an_h100
 from parallel_tables import (
     activation_memory,
     communication,
@@ -353,6 +354,8 @@ TABLES: Mapping[str, Callable[[list[Line]], str]] = {
         whole_steps,
         huggingface,
         partial_graphs,
+        accumulated,
+        on_an_h100,
         peers,
         fp8_training,
         dispatch,

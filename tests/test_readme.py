@@ -35,7 +35,10 @@ MEASUREMENT = re.compile(
 
 @pytest.fixture(scope="module")
 def tables() -> typing.Iterator[ModuleType]:
-    names = ("result_lines", "readme_tables", "weak_scaling", "parallel_tables", "markdown_cells")
+    names = (
+        "result_lines", "readme_tables", "more_tables", "weak_scaling", "parallel_tables",
+        "markdown_cells",
+    )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "benchmarks")
         import readme_tables
