@@ -38,8 +38,8 @@ class ChunkMemory:
     """One chunk: its calls in forward order, and how many slots it gets.
 
     shares_backwards: they work in a pool that all slots of all chunks share.
-    first_gradients: of the pool in which the backwards of first microbatches work, where gradients
-        are accumulated; those stay there, as ``.grad``.
+    first_gradients: bytes of the pool in which backwards of first microbatches work, where
+        gradients are accumulated; those stay there, as ``.grad``.
     """
 
     calls: tuple[CallMemory, ...]

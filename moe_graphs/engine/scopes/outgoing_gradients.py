@@ -78,16 +78,5 @@ def lent(
     return found
 
 
-def is_first(recorded: RecordedBackward, nodes: Callable[[], Sequence[Node | None]]) -> bool:
-    """Whether autograd takes all gradients that may stay in place, as ``.grad``: none is there,
-    nobody listens, and nobody has asked for them instead."""
-    in_place = [(use, p) for use, p, loan in recorded.of_parameters if loan.is_in_place]
-    return (
-        bool(in_place)
-        and all(p.grad is None and not p._backward_hooks for _, p in in_place)
-        and all(accumulates(nodes()[use]) for use, _ in in_place)
-    )
-
-
 def _has_grad(parameter: Tensor) -> bool:
     return parameter.grad is not None

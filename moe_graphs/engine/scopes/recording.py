@@ -172,6 +172,11 @@ class RecordedBackward:
         """Whether it was captured with gradients that may become ``.grad``."""
         return any(loan.is_in_place for _, _, loan in self.of_parameters)
 
+    def finds_no_gradient(self) -> bool:
+        """Whether those that may become ``.grad`` would: there is none yet to add to."""
+        in_place = [parameter for _, parameter, loan in self.of_parameters if loan.is_in_place]
+        return bool(in_place) and all(parameter.grad is None for parameter in in_place)
+
     @cached_property
     def launches(self) -> list[Launch]:
         """What copies all gradients. The kernel for many tensors takes those of one dtype and

@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 from moe_graphs.engine import fp8
 from moe_graphs.engine.autograd import is_wanted
 from moe_graphs.engine.scopes.delayed_weights import DelayedWeights, WeightsPart
-from moe_graphs.engine.scopes.outgoing_gradients import is_first, lent, outgoing
+from moe_graphs.engine.scopes.outgoing_gradients import lent, outgoing
 from moe_graphs.engine.scopes.place import PendingBackward, Place
 from moe_graphs.engine.scopes.recompute import recompute
 from moe_graphs.engine.scopes.recorder import Recorder
@@ -196,7 +196,8 @@ def _replayed(
     slot: Slot, place: Place, incoming: Sequence[Tensor | None], nodes: _Nodes
 ) -> dict[int, Tensor | None]:
     recorded = place.backward
-    if place.first is not None and is_first(place.first, nodes) and slot.call_in_place(place):
+    is_first = place.first is not None and place.first.finds_no_gradient()
+    if is_first and slot.call_in_place(place):
         recorded = place.first
     _copy_in(place, incoming)
     if recorded.graph is not None:
