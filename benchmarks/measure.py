@@ -90,6 +90,7 @@ def first_losses(
     """
     with deterministic(device.type == "cuda"):
         run = setting.run(contender, dispatcher, device)
+        calls = (GATE_STEPS - WARMUP_STEPS) * run.microbatches
         try:
             losses = gate_losses(run)
             counted = counters(run)
@@ -97,7 +98,7 @@ def first_losses(
             run.release()
     if counted is not None:
         captured, replayed = counted["captured"], counted["replayed"]
-        expected = captured * (GATE_STEPS - WARMUP_STEPS) * setting.microbatches
+        expected = captured * calls
         if not captured or replayed != expected:
             raise RuntimeError(
                 f"{captured} captured, {replayed} replayed instead of {expected}; "
