@@ -1,8 +1,8 @@
 # Two commands for a stranger: `make train` and `make test`. Both set up .venv by themselves.
 PYTHON ?= python3
-# The CPU build on a machine without a GPU. On a GPU machine: make train TORCH="torch>=2.11"
 TORCH ?= torch==2.13.0
-# The Triton that torch 2.11 ships; kernels are compiled ahead of time for sm_90 with it in CI.
+# Builds of torch for CUDA bring their Triton, those for CPUs none. This is torch 2.11's: kernels are
+# compiled ahead of time for sm_90 with it in CI.
 TRITON ?= triton==3.6.0
 WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
 VENV ?= .venv
@@ -34,7 +34,8 @@ format: $(STAMP)
 $(STAMP): pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet "$(TORCH)" "$(TRITON)"
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -c "import triton" 2> /dev/null || $(BIN)/python -m pip install --quiet "$(TRITON)"
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $@
 

@@ -134,9 +134,13 @@ def share_one_loop() -> None:
     gloo = dist.ProcessGroupGloo
     create, device = gloo.__init__, gloo.create_default_device()
 
-    def create_on_device(self: Any, store: Any, rank: int, size: int, timeout: Any) -> None:
+    def create_on_device(
+        self: Any, store: Any, rank: int, size: int, timeout: Any, **more: Any
+    ) -> None:
         options = gloo._Options()
         options._devices, options._timeout = [device], timeout
+        for name, value in more.items():  # from torch 2.15 on
+            setattr(options, name, value)
         create(self, store, rank, size, options)
 
     gloo.__init__ = create_on_device

@@ -45,7 +45,29 @@ def interpreter() -> Iterator[None]:
         # Triton 3.6 calls int() on one-element arrays, which numpy 2.4 refuses.
         tl.tensor.__index__ = lambda self: int(self.handle.data.item())
         stack.enter_context(mock.patch.object(tritons, "_patch_lang", _nothing))
+        # That of Triton 3.9 rounds once, as GPUs do and torch's operations do not.
+        builder = tritons.InterpreterBuilder
+        stack.enter_context(mock.patch.object(builder, "create_fma", _product_and_sum))
+        # Triton 3.9 refuses the masks of integers that it makes of a comparison of scalars.
+        for name in ("create_masked_load", "create_masked_store"):
+            stack.enter_context(_with_masks_of_bools(name))
         yield
+
+
+def _product_and_sum(_: Any, x: Any, y: Any, z: Any) -> Any:
+    return tritons.TensorHandle(x.data * y.data + z.data, z.dtype.scalar)
+
+
+def _with_masks_of_bools(name: str) -> Any:
+    builder = tritons.InterpreterBuilder
+    move = getattr(builder, name)
+
+    def moved(self: Any, pointers: Any, *args: Any) -> Any:
+        mask = args[name == "create_masked_store"]
+        mask.data = mask.data.astype(bool)
+        return move(self, pointers, *args)
+
+    return mock.patch.object(builder, name, moved)
 
 
 @functools.cache

@@ -22,6 +22,8 @@ class BatchIndex:
         return int
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what torch and numpy ask of any object; no int has more of them
+            raise AttributeError(name)
         return _looked_at(self)
 
 

@@ -17,12 +17,11 @@ kernels, and holds reproductions of the first two, which are silent miscompiles,
    a partition may read the barrier's initial value, 0x1ffffe, instead of its argument.
 """
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from moe_graphs.kernels.gemm.gluon_copies import tma_add, tma_load, tma_store
 from moe_graphs.kernels.gemm.tiles import BAND
 
 # Base of a ragged TMA coordinate: see `ragged` below and triton.tools.ragged_tma.
@@ -76,18 +75,6 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return barriers
 
 
-@builtin
-def async_add_shared_to_global(desc, coord, src, _semantic=None):
-    """`tma.async_copy_shared_to_global` that adds instead of overwriting (cp.reduce.async.bulk).
-
-    Triton 3.6 has the operation but no Gluon name for it. Every element is added to once per
-    launch, so the result does not depend on the order of tiles.
-    """
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
-    _semantic.builder.create_async_tma_reduce(kind, desc.handle, coord, src.handle)
-
-
 @gluon.jit
 def halves(x):
     """[M, N] -> two [M, N/2]; renames registers, moves nothing."""
@@ -128,13 +115,13 @@ def store_rows(acc, desc, buffers, FIRST: gl.constexpr, PIECES: gl.constexpr, ro
     pieces = pieces_of(acc, PIECES)
     for i in gl.static_range(PIECES):
         _stage(pieces[i], desc, buffer, 1)
-        tma.async_copy_shared_to_global(desc, [above, below, at, column + i * WIDTH], buffer)
+        tma_store(desc, [above, below, at, column + i * WIDTH], buffer)
 
 
 @gluon.jit
 def _fetch(desc, buffer, arrived, e, row, column):
     mbarrier.expect(arrived, desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, [e, row, column], arrived, buffer)
+    tma_load(desc, [e, row, column], arrived, buffer)
 
 
 @gluon.jit
@@ -176,9 +163,9 @@ def store_weights(
         buffer.store(value.reshape(desc.block_shape))
         fence_async_shared()
         if ADD == "reduce":
-            async_add_shared_to_global(desc, [e, row, column + i * WIDTH], buffer)
+            tma_add(desc, [e, row, column + i * WIDTH], buffer)
         else:
-            tma.async_copy_shared_to_global(desc, [e, row, column + i * WIDTH], buffer)
+            tma_store(desc, [e, row, column + i * WIDTH], buffer)
         if ADD == "fetch" and i >= BUFFERS - 1 and i + 1 < PIECES:
             # The buffer of the next piece: its store is the oldest of BUFFERS in flight.
             tma.store_wait(pendings=BUFFERS - 1)

@@ -40,6 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from moe_graphs.kernels.gemm.gluon_copies import load_rows, tma_load
 from moe_graphs.kernels.gemm.gluon_parts import (
     make_barriers,
     next_slot,
@@ -166,14 +167,12 @@ def produce(x_desc, w_desc, work, ring, barriers, KIND: gl.constexpr):
             k = step * KIND.BLOCK_K
             # The box is always counted in full: rows past the group's end arrive as zeros.
             mbarrier.expect(landed, BYTES)
-            tma.async_copy_global_to_shared(
-                x_desc, [above, below, at, k], landed, ring.x.index(slot)
-            )
+            tma_load(x_desc, [above, below, at, k], landed, ring.x.index(slot))
             if KIND.TRANSPOSED:
                 at_w = [e, tile_n * KIND.BLOCK_N, k]
             else:
                 at_w = [e, k, tile_n * KIND.BLOCK_N]
-            tma.async_copy_global_to_shared(w_desc, at_w, landed, ring.w.index(slot))
+            tma_load(w_desc, at_w, landed, ring.w.index(slot))
             slot, phase = next_slot(slot, phase, KIND.STAGES)
 
 
@@ -201,10 +200,8 @@ def _produce_gathered(x_ptr, order_ptr, top_k, w_desc, work, K, ring, barriers, 
             mbarrier.wait(barriers.empty.index(slot), phase)
             landed = barriers.full.index(slot)
             mbarrier.expect(landed, w_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                w_desc, [e, step * BLOCK_K, tile_n * KIND.BLOCK_N], landed, ring.w.index(slot)
-            )
-            async_copy.async_copy_global_to_shared(ring.x.index(slot), at)
+            tma_load(w_desc, [e, step * BLOCK_K, tile_n * KIND.BLOCK_N], landed, ring.w.index(slot))
+            load_rows(ring.x.index(slot), at)
             async_copy.mbarrier_arrive(landed, increment_count=False)
             at += BLOCK_K
             slot, phase = next_slot(slot, phase, KIND.STAGES)

@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from moe_graphs.kernels.gemm.gluon_copies import tma_load
 from moe_graphs.kernels.gemm.gluon_parts import (
     fetch_weights,
     make_barriers,
@@ -157,10 +158,8 @@ def _produce(x_desc, dy_desc, dw_ptr, work, ring, barriers, KIND: gl.constexpr):
             mbarrier.wait(barriers.empty.index(slot), phase)
             landed = barriers.full.index(slot)
             mbarrier.expect(landed, BYTES)
-            tma.async_copy_global_to_shared(
-                x_desc, [above, below, at, tile_m * KIND.BLOCK_M], landed, ring.x.index(slot)
-            )
-            tma.async_copy_global_to_shared(
+            tma_load(x_desc, [above, below, at, tile_m * KIND.BLOCK_M], landed, ring.x.index(slot))
+            tma_load(
                 dy_desc, [above, below, at, tile_n * KIND.BLOCK_N], landed, ring.dy.index(slot)
             )
             slot, phase = next_slot(slot, phase, KIND.STAGES)
