@@ -150,7 +150,9 @@ def _narrowed(x, bits, dtype: tl.constexpr, STOCHASTIC: tl.constexpr):
     if STOCHASTIC and dtype == tl.bfloat16:
         exact = x.to(tl.int32, bitcast=True)
         more = exact + (bits & 0xFFFF).to(tl.int32)  # an infinity stays one
-        more = tl.maximum(more, exact)  # what is no number could become one: all bits but the sign's
+        more = tl.maximum(
+            more, exact
+        )  # what is no number could become one: all bits but the sign's
         return (more >> 16).to(tl.int16).to(dtype, bitcast=True)
     return x.to(dtype)
 
