@@ -48,7 +48,7 @@ def adamw_update_reference(
         p, g, m, v = (tensor.to(wide) for tensor in (*row[:2], *_read_states(row[2:], scales)))
         t, rate = steps[number].double(), _number(lr, p) if lr_tensor is None else lr_tensor
         step_size = (rate.double() / (1 - _power(beta1, t, p))).to(wide)
-        correction = (1 - _power(beta2, t, p)).sqrt().to(wide)
+        factor = (1 / (1 - _power(beta2, t, p)).sqrt()).to(wide)
         if grad_scale is not None:
             g = _divided(g, grad_scale.to(wide))
             _write(row[1], g, found_inf)
@@ -60,7 +60,8 @@ def adamw_update_reference(
         m = _lerp(m, g, _number(1 - beta1, p))
         v = _lerp(v, g * g, _number(1 - beta2, p))
         root = v.double().sqrt().to(wide)  # on the CPU that of fp32 is off by a last bit
-        p = p - step_size * m / (_divided(root, correction) + eps)
+        r = 1 / (root * factor + eps).double().sqrt().to(wide)
+        p = p - step_size * (m * r * r)
         kept: Sequence[Tensor] = (p, m, v)
         if keys:
             kept = _rounded(kept, (row[0], *row[2:]), keys[number], steps[number], rounded)
@@ -101,8 +102,8 @@ def _rounded(
 
 
 def random_bits(key: int, step: Tensor, count: int) -> Tensor:
-    """Philox4x32-10 of a counter (place // 8, 0, step, 0): its four words are for places 0, 2, 4
-    and 6 of eight, their products with ``MIXER`` for those behind them.
+    """Philox4x32-10 of a counter (place // 16, 0, step, 0): its four words are for places 0, 4, 8
+    and 12 of sixteen, their products with powers of ``MIXER`` for those behind them.
 
     Args:
         key: of up to 63 bits.
@@ -111,7 +112,7 @@ def random_bits(key: int, step: Tensor, count: int) -> Tensor:
     Returns:
         ``[count]``, int64 on the device of ``step``.
     """
-    c0 = torch.arange(-(-count // 8), device=step.device)
+    c0 = torch.arange(-(-count // 16), device=step.device)
     c1, c2, c3 = c0 * 0, step.long(), c0 * 0
     k0, k1 = key & _LOW, key >> 32
     for _ in range(10):
@@ -119,7 +120,8 @@ def random_bits(key: int, step: Tensor, count: int) -> Tensor:
         c0, c1, c2, c3 = high2 ^ c1 ^ k0, low2, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
     words = torch.stack((c0, c1, c2, c3), 1).flatten()
-    return torch.stack((words, _product(MIXER, words)[1]), 1).flatten()[:count]
+    factors = [MIXER**power & _LOW for power in (0, 2, 1, 3)]
+    return torch.stack([_product(each, words)[1] for each in factors], 1).flatten()[:count]
 
 
 def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:

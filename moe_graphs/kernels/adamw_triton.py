@@ -9,11 +9,11 @@ two roundings to fp32. What all numbers of a tensor share is computed once, in f
 kernel: fp64 in every program would cost more than the memory does.
 
 Stochastic rounding to bf16 adds 16 random bits below the last one that is kept, and cuts. The bits
-are Philox's of a key of the tensor's, the step and the place in memory: a word for two numbers, of
+are Philox's of a key of the tensor's, the step and the place in memory: a word for four numbers, of
 which parameter and both states use parts and products. `adamw_reference.py` has the same in torch's
 operations. States of 8 bits are codes with scales (`state_codes_reference.py`).
 
-Other updates are bound by memory, that of codes by instructions: 80 a number on Hopper.
+Other updates are bound by memory, that of codes by instructions: 60 a number on Hopper.
 
 All tensors of the same dtypes are one launch. Gradients lie elsewhere at every step, and a graph
 must not read host memory again: so addresses are arguments of launches that store them into a table
@@ -40,7 +40,7 @@ from moe_graphs.kernels.state_codes_triton import decoded, encoded
 
 # A row of the table has fields of 64 bits: numbers, first span, addresses of step, parameter,
 # gradient, states, and of the average and the scales if there are, the key if there is. Behind
-# these F, in fp32: lr * decay, lr / (1 - beta1^t), sqrt(1 - beta2^t), 1 - beta1, 1 - beta2, eps,
+# these F, in fp32: lr * decay, lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), 1 - beta1, 1 - beta2, eps,
 # scale, live, factor, t, 1 - the decay of the average.
 COEFFICIENTS = 6  # fields that these take
 BLOCK, WARPS = 1024, 4  # 16 bytes of bf16 for a thread: the fastest of those tried on an H200
@@ -100,7 +100,7 @@ def adamw_coefficients_kernel(
     correction1 = 1 - tl.exp(step * _value(log_beta1))
     correction2 = 1 - tl.exp(step * _value(log_beta2))
     tl.store(out + 1, (lr / correction1).to(tl.float32))
-    tl.store(out + 2, tl.sqrt(correction2).to(tl.float32))
+    tl.store(out + 2, (1 / tl.sqrt(correction2)).to(tl.float32))
     tl.store(out + 3, share1)
     tl.store(out + 4, share2)
     tl.store(out + 5, eps)
@@ -113,39 +113,47 @@ def adamw_coefficients_kernel(
 
 
 @triton.jit
-def _lerp(old, new, share):
+def _lerp(old, new, share, NEAR: tl.constexpr):
     """(1 - share) * old + share * new, as torch.lerp: so 1 - share is never rounded, which would
-    add up over many steps."""
+    add up over many steps. NEAR: share is known to be below 0.5."""
+    if NEAR:
+        return tl.fma(share, new - old, old)
     is_near = share < 0.5
     return tl.fma(tl.where(is_near, share, share - 1), new - old, tl.where(is_near, old, new))
 
 
 @triton.jit
-def _moved(p, g, m, v, c_ptr):
-    decay, step_size, correction = tl.load(c_ptr), tl.load(c_ptr + 1), tl.load(c_ptr + 2)
+def _moved(p, g, m, v, c_ptr, NEAR: tl.constexpr):
+    decay, step_size, factor = tl.load(c_ptr), tl.load(c_ptr + 1), tl.load(c_ptr + 2)
     share1, share2, eps = tl.load(c_ptr + 3), tl.load(c_ptr + 4), tl.load(c_ptr + 5)
     p = tl.fma(-decay, p, p)
-    m = _lerp(m, g, share1)
-    v = _lerp(v, g * g, share2)
-    return p - step_size * m / (tl.sqrt(v) / correction + eps), m, v
+    m = _lerp(m, g, share1, NEAR)
+    v = _lerp(v, g * g, share2, NEAR)
+    r = tl.rsqrt(tl.fma(tl.sqrt(v), factor, eps))  # a division costs nine instructions, this three
+    return tl.fma(-step_size, m * r * r, p), m, v
 
 
 @triton.jit
 def _random(key, step, first, MIXER: tl.constexpr, BLOCK: tl.constexpr):
-    """32 bits for each number of a block that begins at `first`; a counter serves eight."""
-    c0 = (first // 8 + tl.arange(0, BLOCK // 8)).to(tl.int32)
+    """32 bits for each number of a block that begins at `first`; a counter serves sixteen."""
+    c0 = (first // 16 + tl.arange(0, BLOCK // 16)).to(tl.int32)
     none = c0 * 0
     a, b, c, d = tl.philox(key, c0, none, none + step, none)
-    words = tl.join(tl.join(a, c), tl.join(b, d)).reshape(BLOCK // 2)
-    return tl.join(words, words * MIXER).reshape(BLOCK)
+    words = tl.join(tl.join(a, c), tl.join(b, d)).reshape(BLOCK // 4)
+    more = tl.join(words, words * MIXER).reshape(BLOCK // 2)
+    return tl.join(more, more * (MIXER * MIXER & 0xFFFFFFFF)).reshape(BLOCK)
 
 
 @triton.jit
 def _narrowed(x, bits, dtype: tl.constexpr, STOCHASTIC: tl.constexpr):
     """`bits`: the lower 16 are used."""
     if STOCHASTIC and dtype == tl.bfloat16:
-        cut = (x.to(tl.int32, bitcast=True) + (bits & 0xFFFF).to(tl.int32)) & -0x10000
-        x = tl.where(x == x, cut.to(tl.float32, bitcast=True), x)  # an infinity stays one
+        exact = x.to(tl.int32, bitcast=True)
+        more = exact + (bits & 0xFFFF).to(tl.int32)  # an infinity stays one
+        more = tl.maximum(
+            more, exact
+        )  # what is no number could become one: all bits but the sign's
+        return (more >> 16).to(tl.int16).to(dtype, bitcast=True)
     return x.to(dtype)
 
 
@@ -169,7 +177,7 @@ def adamw_kernel(
     P: tl.constexpr, G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, E: tl.constexpr,
     ALIGNED: tl.constexpr, MAXIMIZE: tl.constexpr, SCALED: tl.constexpr,
     MULTIPLIED: tl.constexpr, STOCHASTIC: tl.constexpr, CODED: tl.constexpr,
-    NUMBERS: tl.constexpr, MIXER: tl.constexpr, F: tl.constexpr,
+    NEAR: tl.constexpr, NUMBERS: tl.constexpr, MIXER: tl.constexpr, F: tl.constexpr,
     W: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`begin`: the first span of this launch. `E` is None if there is no average."""
@@ -203,7 +211,7 @@ def adamw_kernel(
         g *= tl.load(c_ptr + 8)
     if MAXIMIZE:
         g = -g
-    p, m, v = _moved(p, g, m, v, c_ptr)
+    p, m, v = _moved(p, g, m, v, c_ptr, NEAR)
     of_p, of_v = i, i
     if STOCHASTIC or CODED:
         of_p = _random(tl.load(row + F - 1), tl.load(c_ptr + 9).to(tl.int32), first, MIXER, BLOCK)
@@ -223,7 +231,7 @@ def adamw_kernel(
     if E is not None:
         ema_ptr = _at(row + 7, E, ALIGNED)
         ema = tl.load(ema_ptr + i, mask=inside).to(tl.float32)
-        ema = _lerp(ema, new.to(tl.float32), tl.load(c_ptr + 10))
+        ema = _lerp(ema, new.to(tl.float32), tl.load(c_ptr + 10), False)
         tl.store(ema_ptr + i, ema.to(ema_ptr.dtype.element_ty), mask=written)
 
 
@@ -290,6 +298,7 @@ def adamw_update(
         "MULTIPLIED": grad_factor is not None,
         "STOCHASTIC": rounded,
         "CODED": bool(scales),
+        "NEAR": min(beta1, beta2) > 0.5,
         "NUMBERS": NUMBERS,
         "MIXER": MIXER,
         "SPAN": SPAN,

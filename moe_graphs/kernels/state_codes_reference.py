@@ -1,7 +1,7 @@
 """Averages in 8 bits: small floating-point numbers with a common power of two.
 
 64 numbers that lie behind one another share a scale, a byte: the exponent of the largest of them,
-as fp32 has it (that of E8M0). A code is a number of 4 exponent bits below that, and of 3 bits of
+rounded up to a code, as fp32 has it (that of E8M0). A code is a number of 4 exponent bits below that, and of 3 bits of
 mantissa and a sign for averages of gradients (E4M3), or of 4 bits for those of squares, which have
 no sign (E4M4). As in every such format, 14 octaves below the largest numbers get evenly spaced.
 
@@ -45,7 +45,7 @@ def encode(x: Tensor, bits: Tensor | int, *, signed: bool) -> tuple[Tensor, Tens
     value = x.float().unflatten(-1, (-1, NUMBERS))
     size = value.abs().nan_to_num(MOST, MOST).clamp_max(MOST)
     exact = size.view(torch.int32)
-    scale = (exact + noise).amax(-1, keepdim=True) >> 23
+    scale = exact.amax(-1, keepdim=True) + ((1 << cut) - 1) >> 23
     scaled = size * _power(254 - scale.clamp_min(1)) * 2.0**-112
     code = (scaled.view(torch.int32) + noise) >> cut
     if signed:

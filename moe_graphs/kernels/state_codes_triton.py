@@ -37,7 +37,7 @@ def encoded(x, bits, SIGNED: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.cons
     noise = (bits.to(tl.uint32) >> (32 - cut)).to(tl.int32)
     size = tl.minimum(tl.abs(x), most)
     exact = size.to(tl.int32, bitcast=True)
-    scales = tl.max((exact + noise).reshape(BLOCK // NUMBERS, NUMBERS), 1) >> 23
+    scales = (tl.max(exact.reshape(BLOCK // NUMBERS, NUMBERS), 1) + ((1 << cut) - 1)) >> 23
     scaled = size * _power(254 - tl.maximum(scales, 1), BLOCK, NUMBERS) * down
     code = (scaled.to(tl.int32, bitcast=True) + noise) >> cut
     if SIGNED:

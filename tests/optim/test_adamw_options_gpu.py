@@ -140,6 +140,19 @@ def test_rounding_is_right_on_the_average_and_the_same_every_time():
     assert ends[0].double().mean().item() == pytest.approx(1 - 200 * 1e-4, abs=5e-5)
 
 
+def test_what_is_no_number_stays_so_however_it_is_rounded():
+    """Its bits and any that are added up would be those of a zero."""
+    p = nn.Parameter(torch.ones(1 << 16, device="cuda", dtype=BF16))
+    optimizer = AdamW([p], state_dtype=BF16, stochastic_rounding=True)
+    p.grad = torch.ones_like(p)
+    p.grad[1::2] = torch.nan
+    for _ in range(3):
+        optimizer.step()
+    for x in (p, optimizer.state[p]["exp_avg"], optimizer.state[p]["exp_avg_sq"]):
+        assert x[1::2].isnan().all()
+        assert x[::2].isfinite().all()
+
+
 @pytest.mark.parametrize(
     "options",
     [
