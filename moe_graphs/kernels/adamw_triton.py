@@ -40,8 +40,8 @@ from moe_graphs.kernels.state_codes_triton import decoded, encoded
 
 # A row of the table has fields of 64 bits: numbers, first span, addresses of step, parameter,
 # gradient, states, and of the average and the scales if there are, the key if there is. Behind
-# these F, in fp32: lr * decay, lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), 1 - beta1, 1 - beta2, eps,
-# scale, live, factor, t, 1 - the decay of the average.
+# these F, in fp32: lr * decay, lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), 1 - beta1, 1 - beta2,
+# eps, scale, live, factor, t, 1 - the decay of the average.
 COEFFICIENTS = 6  # fields that these take
 BLOCK, WARPS = 1024, 4  # 16 bytes of bf16 for a thread: the fastest of those tried on an H200
 SPAN = 16  # blocks that an entry of the map is for: its tensor

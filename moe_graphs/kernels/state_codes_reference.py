@@ -1,9 +1,10 @@
 """Averages in 8 bits: small floating-point numbers with a common power of two.
 
 64 numbers that lie behind one another share a scale, a byte: the exponent of the largest of them,
-rounded up to a code, as fp32 has it (that of E8M0). A code is a number of 4 exponent bits below that, and of 3 bits of
-mantissa and a sign for averages of gradients (E4M3), or of 4 bits for those of squares, which have
-no sign (E4M4). As in every such format, 14 octaves below the largest numbers get evenly spaced.
+rounded up to a code, as fp32 has it (that of E8M0). A code is a number of 4 exponent bits below
+that, and of 3 bits of mantissa and a sign for averages of gradients (E4M3), or of 4 bits for those
+of squares, which have no sign (E4M4). As in every such format, 14 octaves below the largest numbers
+get evenly spaced.
 
 Codes are read and made by what fp32 does with numbers that small: bits of a code in the place of
 fp32's are the number times 2^-112, a part of the evenly spaced ones among them, and a product by a
