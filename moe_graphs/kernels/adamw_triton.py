@@ -293,18 +293,11 @@ def adamw_update(
     spans = {"SPAN": SPAN * block, "LANES": 128, "num_warps": 1}
     launch(adamw_coefficients_kernel, (N,), args, **sizes, **spans)
     constants = sizes | {
-        "MAXIMIZE": maximize,
-        "SCALED": grad_scale is not None,
-        "MULTIPLIED": grad_factor is not None,
-        "STOCHASTIC": rounded,
-        "CODED": bool(scales),
-        "NEAR": min(beta1, beta2) > 0.5,
-        "NUMBERS": NUMBERS,
-        "MIXER": MIXER,
-        "SPAN": SPAN,
-        "BLOCK": block,
-        "num_warps": WARPS,
-    }
+        "MAXIMIZE": maximize, "SCALED": grad_scale is not None,
+        "MULTIPLIED": grad_factor is not None, "STOCHASTIC": rounded, "CODED": bool(scales),
+        "NEAR": min(beta1, beta2) > 0.5, "NUMBERS": NUMBERS, "MIXER": MIXER, "SPAN": SPAN,
+        "BLOCK": block, "num_warps": WARPS,
+    }  # fmt: skip
     for kind, begin, end in launches:
         args = (table_NW, map_, begin)
         launch(adamw_kernel, ((end - begin) * SPAN,), args, **kind, **constants)

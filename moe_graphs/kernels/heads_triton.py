@@ -185,17 +185,22 @@ def _backward_heads(
         heads = HEADS - done
         dy = _load_gradients(dy_ptr, dy_stride, rank_stride, done, HEADS, RANKS, LANES, Q)
         dy_first, dy_second = dy
-        first, second = dy_first * cos + dy_second * sin, dy_second * cos - dy_first * sin
+        # Which products are fused is said: the same bits with the weights' gradients and without.
+        first = tl.fma(dy_first, cos, dy_second * sin)
+        second = tl.fma(dy_second, cos, dy_first * sin * -1.0)  # a minus would be a subtraction
         if NORM != "none":
             x_first, x_second = _load_halves(x_ptr + done * Q, Q, heads, LANES, Q)
-            square = _mean(x_first * x_first + x_second * x_second, HEADS, Q, NORM == "full")
+            square = tl.fma(x_first, x_first, x_second * x_second)
+            square = _mean(square, HEADS, Q, NORM == "full")
             scale = tl.rsqrt(square + EPS)
             x_first, x_second = x_first * scale, x_second * scale
             dw_first, dw_second = dw_first + first * x_first, dw_second + second * x_second
             weight = _load_weight(weight_ptr, HEADS, LANES, Q, NORM == "full")
             first, second = first * weight[0], second * weight[1]
-            along = _mean(first * x_first + second * x_second, HEADS, Q, NORM == "full")
-            first, second = (first - x_first * along) * scale, (second - x_second * along) * scale
+            along = tl.fma(first, x_first, second * x_second)
+            along = _mean(along, HEADS, Q, NORM == "full")
+            first = tl.fma(x_first, -along, first) * scale
+            second = tl.fma(x_second, -along, second) * scale
         _store_halves(dx_ptr + done * Q, (first, second), heads, LANES, Q)
     return dw_first, dw_second
 

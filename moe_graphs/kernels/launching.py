@@ -28,7 +28,8 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple, **constants: Any) ->
 
     `args` are positional, all constants and options go by name. Descriptors must be of this file:
     their bases are aligned to 16 bytes. A tuple is of integers of 64 bits, and the kernel
-    not specialized for it.
+    not specialized for it. Which sums and products become one operation is up to the compiler: what
+    has to have the same bits in two kernels says it by `tl.fma`.
     """
     known = _compiled(kernel, *constants.values(), *map(_kind, args))
     grid = (*grid, 1, 1)[:3]

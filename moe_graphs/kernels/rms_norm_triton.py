@@ -94,7 +94,8 @@ def rms_norm_backward_kernel(
         x *= r
         if SUMS:
             dw += dy * x
-        dx = r * (dy * scale - x * (along * r))
+        # Which product is fused is said: the same bits with the weight's gradient and without.
+        dx = r * tl.fma(x, -along * r, dy * scale)
         if ADD:
             dsum = _load(dsum_ptr, tile, rows, dsum_stride, N, ROWS, COLS)
             dx = dx.to(dx_ptr.dtype.element_ty).to(tl.float32) + dsum
