@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import pathlib
 import sys
 import sysconfig
@@ -20,16 +21,22 @@ _INTERNAL = ("torch", "triton", "numpy")
 def origin_of(filename: str) -> str:
     """Of code: "internal" (torch, the standard library, the engine), "library" or "own"."""
     parts = pathlib.PurePath(filename).parts
-    installed = next((parts.index(name) for name in _INSTALLED if name in parts), None)
     if filename.startswith(_NOT_READ) or filename in ("<string>", "?") or "<frozen" in filename:
         return "internal"
-    if filename.startswith(_PACKAGE):
+    if filename.startswith(_internal_places()):
+        return "internal"
+    if filename.startswith(_PACKAGE) or any(name in parts for name in _INSTALLED):
         return "library"
-    if installed is not None:
-        return "internal" if parts[installed + 1] in _INTERNAL else "library"
     if filename.startswith(_STANDARD_LIBRARY):
         return "internal"
     return "library" if any(map(filename.startswith, _other_places_of_packages())) else "own"
+
+
+@functools.cache
+def _internal_places() -> tuple[str, ...]:
+    """Also of a torch that was built where its sources are."""
+    found = filter(None, map(importlib.util.find_spec, _INTERNAL))
+    return tuple(f"{place}/" for spec in found for place in spec.submodule_search_locations or ())
 
 
 @functools.cache

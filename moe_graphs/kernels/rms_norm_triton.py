@@ -85,16 +85,16 @@ def rms_norm_backward_kernel(
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), programs, num_stages=STAGES):
         x = _load(x_ptr, tile, rows, stride, N, ROWS, COLS)
         dy = _load(dy_ptr, tile, rows, dy_stride, N, ROWS, COLS)
-        # Two sums that do not wait for one another.
-        square = tl.sum(x * x, 1, keep_dims=True) / N
-        along = tl.sum(x * dy * scale, 1, keep_dims=True) / N
+        # Two sums that do not wait for one another. Which products are fused is said, here and
+        # below: the same bits with the weight's gradient and without.
+        square = tl.sum(tl.fma(x, x, 0.0), 1, keep_dims=True) / N
+        along = tl.sum(tl.fma(x * dy, scale, 0.0), 1, keep_dims=True) / N
         # Without eps, a row that is not there has no finite r, and would be in the sums.
         there = tile * ROWS + tl.arange(0, ROWS)[:, None] < rows
         r = tl.where(there, tl.rsqrt(square + EPS), 0.0)
         x *= r
         if SUMS:
             dw += dy * x
-        # Which product is fused is said: the same bits with the weight's gradient and without.
         dx = r * tl.fma(x, -along * r, dy * scale)
         if ADD:
             dsum = _load(dsum_ptr, tile, rows, dsum_stride, N, ROWS, COLS)

@@ -1,0 +1,34 @@
+"""Whose code is compared, and whose is taken for granted."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import hypothesis
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from moe_graphs.engine import origins
+from moe_graphs.engine.whole_step.full_iteration import FullIteration
+
+
+def test_what_is_installed_is_no_users():
+    found = [origins.origin_of(each.__file__) for each in (torch, triton, json, hypothesis)]
+    assert found == ["internal", "internal", "internal", "library"]
+    assert origins.origin_of(__file__) == "own"
+    assert origins.origin_of(FullIteration.__call__.__code__.co_filename) == "internal"
+
+
+def test_a_torch_that_was_built_where_its_sources_are_is_torch(tmp_path, monkeypatch):
+    (tmp_path / "built_in_place").mkdir()
+    file = tmp_path / "built_in_place" / "__init__.py"
+    file.touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(origins, "_INTERNAL", ("not_there", "built_in_place"))
+    places = functools.cache(origins._internal_places.__wrapped__)
+    monkeypatch.setattr(origins, "_internal_places", places)
+    assert origins.origin_of.__wrapped__(str(file)) == "internal"
+    assert origins.origin_of.__wrapped__(str(tmp_path / "built_in_place_by_me.py")) == "own"
