@@ -9,13 +9,12 @@ import hypothesis
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
-
 from moe_graphs.engine import origins
 from moe_graphs.engine.whole_step.full_iteration import FullIteration
 
 
 def test_what_is_installed_is_no_users():
+    triton = pytest.importorskip("triton")
     found = [origins.origin_of(each.__file__) for each in (torch, triton, json, hypothesis)]
     assert found == ["internal", "internal", "internal", "library"]
     assert origins.origin_of(__file__) == "own"
