@@ -149,10 +149,8 @@ def _narrowed(x, bits, dtype: tl.constexpr, STOCHASTIC: tl.constexpr):
     """`bits`: the lower 16 are used."""
     if STOCHASTIC and dtype == tl.bfloat16:
         exact = x.to(tl.int32, bitcast=True)
-        more = exact + (bits & 0xFFFF).to(tl.int32)  # an infinity stays one
-        more = tl.maximum(
-            more, exact
-        )  # what is no number could become one: all bits but the sign's
+        # An infinity stays one. Of a NaN whose bits are all set the sum is a zero's.
+        more = tl.maximum(exact + (bits & 0xFFFF).to(tl.int32), exact)
         return (more >> 16).to(tl.int16).to(dtype, bitcast=True)
     return x.to(dtype)
 
