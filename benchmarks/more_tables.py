@@ -18,12 +18,9 @@ _PARAMETERS = "12 layers of 1024, 32 experts of 512"
 def accumulated(lines: list[Line]) -> str:
     """Several microbatches a step."""
     rows, used = [], []
+    given = [line for line in lines if "4 microbatches" in (line.get("setting") or "")]
     for model, label in MODELS.items():
-        newest = max(
-            (line for line in lines if _is_accumulated(line, model)), key=lambda line: line.run
-        )
-        of_run = [line for line in lines if line.run == newest.run and line["model"] == model]
-        run = {line["contender"]: line for line in of_run}
+        run = Select("partial_graphs", {"model": model}, ("eager", "attn,moe")).run(given)
         eager, graphed = run["eager"], run["attn,moe"]
         memory = [f"{line['reserved_steady_bytes'] / 2**30:.1f} GiB" for line in (eager, graphed)]
         rows.append([
@@ -36,17 +33,6 @@ def accumulated(lines: list[Line]) -> str:
         "reserved"
     )
     return f"{table(header, rows)}\n\nLosses bitwise eager's. {sources(used)}"
-
-
-def _is_accumulated(line: Line, model: str) -> bool:
-    return (
-        line["benchmark"] == "partial_graphs"
-        and line["model"] == model
-        and "4 microbatches" in line["setting"]
-        and line["contender"] == "attn,moe"
-        and line["environment"]["gpu"] == "NVIDIA H200"
-        and not line.failed
-    )
 
 
 def on_an_h100(lines: list[Line]) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from markdown_cells import geometric_mean, gibibytes, idle, milliseconds, span, table, times
-from more_tables import accumulated, on_an_h100
+from more_tables import OUR_ADAMW, accumulated, on_an_h100
 from parallel_tables import (
     activation_memory,
     communication,
@@ -35,7 +35,6 @@ README = Path(__file__).resolve().parents[1] / "README.md"
 MANY_GPUS = README.parent / "docs" / "many_gpus.md"
 BLOCK = re.compile(r"<!-- table: (\w+) -->\n(.*?)<!-- /table -->", re.DOTALL)
 WHOLE, COMPILED = "full iteration, optimizer", "torch.compile"
-OUR_ADAMW = "full iteration, our AdamW"
 SCOPES = ("attn", "attn,moe_router,moe_preprocess", "attn,moe")
 LAYERS = ("ours, eager", "ours, scope moe", "HF grouped_mm")
 

@@ -13,19 +13,18 @@ _ENGINE = str(pathlib.Path(__file__).parent)
 _OTHERS = ("staged.py", "side_stream.py", "kernels", "optim")
 _NOT_READ = (_ENGINE, *(f"{_PACKAGE}/{name}" for name in _OTHERS))
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
-_INSTALLED = ("site-packages", "dist-packages")
+_INSTALLED = {"site-packages", "dist-packages"}
 _INTERNAL = ("torch", "triton", "numpy")
 
 
 @functools.cache
 def origin_of(filename: str) -> str:
     """Of code: "internal" (torch, the standard library, the engine), "library" or "own"."""
-    parts = pathlib.PurePath(filename).parts
-    if filename.startswith(_NOT_READ) or filename in ("<string>", "?") or "<frozen" in filename:
+    if filename in ("<string>", "?") or "<frozen" in filename:
         return "internal"
-    if filename.startswith(_internal_places()):
+    if filename.startswith(_NOT_READ + _internal_places()):
         return "internal"
-    if filename.startswith(_PACKAGE) or any(name in parts for name in _INSTALLED):
+    if filename.startswith(_PACKAGE) or not _INSTALLED.isdisjoint(pathlib.PurePath(filename).parts):
         return "library"
     if filename.startswith(_STANDARD_LIBRARY):
         return "internal"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 
 import hypothesis
@@ -27,7 +26,6 @@ def test_a_torch_that_was_built_where_its_sources_are_is_torch(tmp_path, monkeyp
     file.touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(origins, "_INTERNAL", ("not_there", "built_in_place"))
-    places = functools.cache(origins._internal_places.__wrapped__)
-    monkeypatch.setattr(origins, "_internal_places", places)
+    monkeypatch.setattr(origins, "_internal_places", origins._internal_places.__wrapped__)
     assert origins.origin_of.__wrapped__(str(file)) == "internal"
     assert origins.origin_of.__wrapped__(str(tmp_path / "built_in_place_by_me.py")) == "own"
