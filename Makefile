@@ -8,8 +8,12 @@ WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Each worker of `make test-gpu` takes some 4 GiB of the GPU's memory.
+GPU_PYTHON ?= $(BIN)/python
+GPU_WORKERS ?= 12
+RECORD ?= docs/development/suite_runs.jsonl
 
-.PHONY: train test test-all lint format clean
+.PHONY: train test test-all test-gpu lint format clean
 
 train: $(STAMP)
 	$(BIN)/moe-graphs train $(ARGS)
@@ -20,6 +24,12 @@ test: $(STAMP) lint
 # With whole runs of several processes, as CI, and with every combination of what tests vary.
 test-all: override ARGS += --long --full-grids
 test-all: test
+
+# Every test that needs a GPU, with whichever extras are installed; tests of several GPUs wait for them.
+# Another Python that has torch: `make test-gpu GPU_PYTHON=python3`. The run leaves a line in RECORD.
+test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))
+	$(GPU_PYTHON) -m pytest -m "gpu or multigpu" -n $(GPU_WORKERS) --dist worksteal -p no:benchmark \
+	  --record-run $(RECORD) --record-suite "make test-gpu $(ARGS)" $(if $(COMMIT),--record-commit $(COMMIT)) $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -6,10 +6,13 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
+
+import suite_runs
 
 # The same examples in every run: what CI says is about the change. make test-all finds new ones.
 hypothesis.settings.register_profile("same", derandomize=True)
@@ -21,6 +24,10 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that they start
     hypothesis.settings.load_profile("new" if config.getoption("--full-grids") else "same")
+    if (path := config.getoption("--record-run")) and not hasattr(config, "workerinput"):
+        suite = config.getoption("--record-suite") or " ".join(config.invocation_params.args)
+        commit = config.getoption("--record-commit")
+        config.pluginmanager.register(suite_runs.Recorder(Path(path), commit, suite))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,6 +37,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--long", action="store_true", help="what cheaper tests hold as well, too, as CI does"
     )
+    parser.addoption("--record-run", help="append a line about this run to a file")
+    parser.addoption("--record-suite", help="the suite's name in that line")
+    parser.addoption("--record-commit", help="the commit in that line, where there is no .git")
 
 
 def _is_left_out(item: pytest.Item) -> bool:

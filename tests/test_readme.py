@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import sys
-import typing
 from pathlib import Path
 from types import ModuleType
 
@@ -15,6 +13,7 @@ import torch
 from torch import nn
 
 import moe_graphs
+import readme_tables as tables
 from lm_runs import small_preset
 from moe_graphs.layers import LanguageModel
 from moe_graphs.lm.run_presets import presets
@@ -33,29 +32,14 @@ MEASUREMENT = re.compile(
 )
 
 
-@pytest.fixture(scope="module")
-def tables() -> typing.Iterator[ModuleType]:
-    names = (
-        "result_lines", "readme_tables", "more_tables", "weak_scaling", "parallel_tables",
-        "markdown_cells",
-    )  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "benchmarks")
-        import readme_tables
-
-        yield readme_tables
-        for name in names:
-            sys.modules.pop(name, None)
-
-
 # ---- numbers
 
 
-def test_the_tables_are_those_of_the_lines(tables, capsys):
+def test_the_tables_are_those_of_the_lines(capsys):
     assert tables.main(["--check"]) == 0, capsys.readouterr().out
 
 
-def test_a_number_that_is_not_of_the_lines_is_found(tables, tmp_path, monkeypatch, capsys):
+def test_a_number_that_is_not_of_the_lines_is_found(tmp_path, monkeypatch, capsys):
     block = tables.BLOCK.search(README)
     row = next(line for line in block[2].splitlines() if " ms, " in line)
     wrong = tmp_path / "README.md"
@@ -71,26 +55,26 @@ def test_a_number_that_is_not_of_the_lines_is_found(tables, tmp_path, monkeypatc
     assert "](../benchmarks/results/parallel_steps_h200.jsonl)" in other.read_text()
 
 
-def test_a_measurement_stands_in_a_table(tables):
+def test_a_measurement_stands_in_a_table():
     rest = tables.BLOCK.sub("", README)
     rest = re.sub(r"^```.*?^```", "", rest, flags=re.DOTALL | re.MULTILINE)
     assert MEASUREMENT.findall(rest) == []
     assert all(MEASUREMENT.search(text) for text in ("3.6x eager", "15.9 ms stays", "two minutes"))
 
 
-def line(tables, contender: str, ms: float, commit: str, hour: int, error: str | None = None):
+def line(contender: str, ms: float, commit: str, hour: int, error: str | None = None):
     stamp = {"gpu": "a GPU", "commit": commit, "date": f"2026-01-01T{hour:02}", "torch": "2"}
     values = dict(benchmark="b", model="m", contender=contender, error=error, environment=stamp)
     return tables.Line(values | {"setting": "s", "step_ms": {"median": ms}}, f"{hour}.jsonl")
 
 
-def test_lines_are_those_of_the_newest_commit_that_has_all(tables):
-    old = [line(tables, "eager", 1.0, "old", 1), line(tables, "graphs", 1.0, "old", 1)]
-    slow = [line(tables, "eager", 9.0, "new", 3), line(tables, "graphs", 2.0, "new", 3)]
-    fast = [line(tables, "eager", 5.0, "new", 2), line(tables, "graphs", 2.0, "new", 2)]
+def test_lines_are_those_of_the_newest_commit_that_has_all():
+    old = [line("eager", 1.0, "old", 1), line("graphs", 1.0, "old", 1)]
+    slow = [line("eager", 9.0, "new", 3), line("graphs", 2.0, "new", 3)]
+    fast = [line("eager", 5.0, "new", 2), line("graphs", 2.0, "new", 2)]
     failed = [
-        line(tables, "eager", 5.0, "newest", 4),
-        line(tables, "graphs", 2.0, "newest", 4, "x"),
+        line("eager", 5.0, "newest", 4),
+        line("graphs", 2.0, "newest", 4, "x"),
     ]
     lines = [*slow, *fast, *old, *failed]
     select = tables.Select("b", {"model": "m"}, ("eager", "graphs"), gpu="a GPU")
@@ -103,9 +87,9 @@ def test_lines_are_those_of_the_newest_commit_that_has_all(tables):
             tables.Select(**other).run(lines)
 
 
-def test_a_slow_host_is_said(tables):
-    fast, slow = (line(tables, "eager", ms, "c", hour) for ms, hour in ((50.0, 1), (80.0, 2)))
-    best = line(tables, "graphs", 10.0, "c", 2)
+def test_a_slow_host_is_said():
+    fast, slow = (line("eager", ms, "c", hour) for ms, hour in ((50.0, 1), (80.0, 2)))
+    best = line("graphs", 10.0, "c", 2)
     assert tables.slow_host([fast, slow], best, fast, "a: b") is None
     said = tables.slow_host([fast, slow], best, slow, "a model: b")
     assert said.startswith("a model: ")

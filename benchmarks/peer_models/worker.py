@@ -6,7 +6,6 @@ import fcntl
 import importlib
 import json
 import os
-import sys
 import time
 import traceback
 from dataclasses import asdict
@@ -124,9 +123,6 @@ def memory(device: torch.device) -> Record:
 
 
 def prepare() -> None:
-    """What a process needs before it imports a library: this folder's `grouped_gemm.py` behind
-    the library of that name, and what the profiler wants."""
-    folder = str(Path(__file__).resolve().parents[1])
-    sys.path = [*(path for path in sys.path if path != folder), folder]
+    """Set what the profiler and torch.compile read from the environment before a library starts."""
     keep_profiler_ready()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # several compile side by side

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
 from distributed import run_distributed
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
 
 def smoke(rank: int, world_size: int, out: str) -> None:
-    sys.path.insert(0, str(BENCHMARKS))
     options = ["--smoke", "--rounds", "1", "--steps", "1", "--out", out, "--commit", "c"]
     options += ["--model", "launch_bound", "--rows-factors", "worst", "1.75"]
     importlib.import_module("activation_memory").main([*options, "--stack-factor", "2.0"])
@@ -48,7 +43,6 @@ def test_a_line_per_contender(tmp_path):
 
 def table(lines: list[dict]) -> str:
     """As if they were measured on GPUs, which have memory."""
-    sys.path.append(str(BENCHMARKS))
     parallel_tables = importlib.import_module("parallel_tables")
     result_lines = importlib.import_module("result_lines")
     given = []

@@ -23,7 +23,6 @@ def modules():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TEARDOWN_CUPTI", "0")  # the script sets both: undone with the patch
         patch.setenv("DISABLE_CUPTI_LAZY_REINIT", "1")
-        patch.syspath_prepend(BENCHMARKS)
         yield types.SimpleNamespace(**{name: __import__(name) for name in names})
         for name in names:
             sys.modules.pop(name, None)

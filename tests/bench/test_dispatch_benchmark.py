@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
-from distributed import run_distributed
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import dispatch
+from distributed import run_distributed
 
 
 def _smoke(rank: int, world_size: int, out: str) -> None:

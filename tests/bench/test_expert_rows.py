@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import expert_rows
+import timed_replays
 from distributed import run_distributed
 from lm_runs import small_corpus, small_preset
 from moe_graphs.dispatch import SymmetricDispatcher
 from moe_graphs.lm.workers import Workers
 from moe_graphs.parallel import ParallelConfig
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 STEPS = 3
-
-
-def module(name: str):
-    if str(BENCHMARKS) not in sys.path:
-        sys.path.append(str(BENCHMARKS))
-    return importlib.import_module(name)
 
 
 def on_ranks(rank: int, world_size: int) -> tuple:
@@ -40,11 +32,10 @@ def on_ranks(rank: int, world_size: int) -> tuple:
     SymmetricDispatcher.dispatch = noting  # of this process
     workers = Workers.on(ParallelConfig(dp_shard=world_size, ep=world_size), torch.device("cpu"))
     preset = small_preset(steps=STEPS, microbatches=2)
-    shares = module("expert_rows").shares_of(preset, small_corpus(), workers, STEPS)
+    shares = expert_rows.shares_of(preset, small_corpus(), workers, STEPS)
     eager = {"warmup": 3} | ({"attribute": 2} if rank else {})
-    replays = module("timed_replays")
-    with pytest.raises(replays.NotReplayed) as error:
-        replays.check_replayed(SimpleNamespace(replayed=5, eager_calls=eager))
+    with pytest.raises(timed_replays.NotReplayed) as error:
+        timed_replays.check_replayed(SimpleNamespace(replayed=5, eager_calls=eager))
     dist.barrier()
     return shares, received, str(error.value)
 
@@ -63,7 +54,6 @@ def test_shares_are_those_of_the_rows_that_arrive():
 
 
 def test_highest_shares_and_what_would_have_overflowed():
-    expert_rows = module("expert_rows")
     counts_CE = torch.tensor([[3, 1, 2, 2], [2, 2, 2, 2]])
     assert [expert_rows.share(counts_CE, ranks) for ranks in (2, 4)] == [1.0, 1.5]
     found = expert_rows.summed_up([1.8] * 10 + [1.3] * 40 + [1.2, 1.6, 1.1])
@@ -74,8 +64,7 @@ def test_highest_shares_and_what_would_have_overflowed():
 
 @pytest.mark.parametrize("report", [(0, {"warmup": 3}), (7, {"warmup": 3, "shape": 1})])
 def test_what_was_not_replayed_has_no_time(report):
-    replays = module("timed_replays")
-    replays.check_replayed(None)
-    replays.check_replayed(SimpleNamespace(replayed=1, eager_calls={"warmup": 9}))
-    with pytest.raises(replays.NotReplayed, match="no time of a graph"):
-        replays.check_replayed(SimpleNamespace(replayed=report[0], eager_calls=report[1]))
+    timed_replays.check_replayed(None)
+    timed_replays.check_replayed(SimpleNamespace(replayed=1, eager_calls={"warmup": 9}))
+    with pytest.raises(timed_replays.NotReplayed, match="no time of a graph"):
+        timed_replays.check_replayed(SimpleNamespace(replayed=report[0], eager_calls=report[1]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ import pytest
 from distributed import run_distributed
 
 FIRST_STEPS, TRACED_STEPS = 6, 1 + 3
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 MOE = (
     "eager, all_to_all", "recipe, all_to_all", "eager, symmetric", "attn,moe, symmetric",
     "whole step, symmetric",
@@ -23,7 +21,6 @@ MOE = (
 
 
 def smoke(rank: int, world_size: int, out: Path) -> None:
-    sys.path.insert(0, str(BENCHMARKS))
     options = ["--smoke", "--rounds", "2", "--steps", "2", "--out", str(out), "--commit", "c"]
     options += ["--models", "dense,moe", "--trace", "--contenders", "^(?!whole step, alone, our)"]
     importlib.import_module("parallel_steps").main(options)

@@ -6,35 +6,21 @@ import fcntl
 import importlib
 import json
 import sys
-import types
 from dataclasses import replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
 import torch
 
 import library_stand_ins
+import peers
 from grids import by_turns
+from peer_models import cases, entries, worker
+from peer_models import lines as result_rows
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def modules():
-    """The benchmark's files as they import each other when run as a script."""
-    before = set(sys.modules)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        import peers
-        from peer_models import cases, entries, lines, peer, worker
-
-        yield types.SimpleNamespace(
-            peers=peers, cases=cases, entries=entries, lines=lines, peer=peer, worker=worker
-        )
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(BENCHMARKS)):
-            del sys.modules[name]
 
 
 @pytest.fixture
@@ -47,9 +33,9 @@ def libraries(monkeypatch):
         sys.modules.pop(f"peer_models.{name}", None)
 
 
-def first_losses(modules, name, case):
-    library = importlib.import_module(f"peer_models.{modules.entries.ENTRIES[name].module}")
-    run = modules.worker.build(library, name, case, CPU)
+def first_losses(name, case):
+    library = importlib.import_module(f"peer_models.{entries.ENTRIES[name].module}")
+    run = worker.build(library, name, case, CPU)
     run.warm_up()
     return torch.tensor(run.first_losses), run
 
@@ -61,24 +47,24 @@ def first_losses(modules, name, case):
         ["mixtral", "launch_bound"],
     ),
 )
-def test_a_peer_computes_what_we_compute(modules, libraries, case, name):
+def test_a_peer_computes_what_we_compute(libraries, case, name):
     """Five steps of the same weights and tokens: the first shows that every weight is where it
     belongs, the others that every gradient is."""
-    smoke = modules.cases.cases()[case].smoke()
-    expected, ours = first_losses(modules, "ours", smoke)
-    losses, run = first_losses(modules, name, smoke)
+    smoke = cases.cases()[case].smoke()
+    expected, ours = first_losses("ours", smoke)
+    losses, run = first_losses(name, smoke)
     torch.testing.assert_close(losses, expected, rtol=2e-6, atol=0)
     assert losses.unique().numel() == 5
     numbers = [sum(p.numel() for p in each.model.parameters()) for each in (run, ours)]
     assert numbers[0] == numbers[1]
 
 
-def test_a_weight_that_is_elsewhere_shows(modules, libraries, monkeypatch):
+def test_a_weight_that_is_elsewhere_shows(libraries, monkeypatch):
     """So the comparison above can fail: here keys and values are exchanged."""
     import peer_models.weights as weights
 
-    smoke = modules.cases.cases()["launch_bound"].smoke()
-    expected, _ = first_losses(modules, "ours", smoke)
+    smoke = cases.cases()["launch_bound"].smoke()
+    expected, _ = first_losses("ours", smoke)
     real = weights.LayerWeights.of
 
     def exchanged(*arguments):
@@ -86,28 +72,37 @@ def test_a_weight_that_is_elsewhere_shows(modules, libraries, monkeypatch):
         return replace(found, key=found.value, value=found.key)
 
     monkeypatch.setattr(weights.LayerWeights, "of", exchanged)
-    losses, _ = first_losses(modules, "te", smoke)
+    losses, _ = first_losses("te", smoke)
     assert (losses - expected).abs().max() > 1e-4
 
 
-def test_every_contender_has_a_file_and_a_title_of_its_own(modules):
-    entries = modules.entries.ENTRIES
-    assert len({entry.title for entry in entries.values()}) == len(entries)
-    for entry in entries.values():
+def test_every_contender_has_a_file_and_a_title_of_its_own():
+    found = entries.ENTRIES.values()
+    assert len({entry.title for entry in found}) == len(found)
+    for entry in found:
         assert (BENCHMARKS / "peer_models" / f"{entry.module}.py").exists()
 
 
+def test_no_benchmark_hides_a_library():
+    """This folder is on the path of tests and benchmarks. `grouped_gemm` is MegaBlocks' library."""
+    libraries = {"grouped_gemm", "megablocks", "megatron", "stk", "transformer_engine", "trl"}
+    path = [folder for folder in sys.path if Path(folder).name.endswith("-packages")]
+    for file in BENCHMARKS.glob("*.py"):
+        assert file.stem not in libraries
+        assert PathFinder.find_spec(file.stem, path) is None, file
+
+
 @pytest.fixture(scope="module")
-def lines(modules, tmp_path_factory):
+def lines(tmp_path_factory):
     """Through processes of their own: one in whole steps, and one whose library is not there."""
     out = tmp_path_factory.mktemp("peers") / "lines.jsonl"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modules.peers, "ENTRIES", dict(modules.entries.ENTRIES))
-        megatron = modules.entries.ENTRIES["megatron"]
-        there = modules.entries.Entry(megatron.title, megatron.module, {}, runs_on_cpu=True)
-        patch.setitem(modules.peers.ENTRIES, "megatron", there)
+        patch.setattr(peers, "ENTRIES", dict(entries.ENTRIES))
+        megatron = entries.ENTRIES["megatron"]
+        there = entries.Entry(megatron.title, megatron.module, {}, runs_on_cpu=True)
+        patch.setitem(peers.ENTRIES, "megatron", there)
         options = "--smoke --device cpu --contenders ours-whole,megatron --parallel 2 --commit c"
-        modules.peers.main([*options.split(), "--out", str(out)])
+        peers.main([*options.split(), "--out", str(out)])
     found = [json.loads(text) for text in out.read_text().splitlines()]
     return sorted(found, key=lambda line: line["contender"], reverse=True)
 
@@ -135,16 +130,16 @@ def test_a_library_that_is_missing_leaves_its_error(lines):
     assert "step_ms" not in lines[1]
 
 
-def test_what_takes_too_long_is_stopped(modules, capsys):
+def test_what_takes_too_long_is_stopped(capsys):
     options = "--smoke --device cpu --contenders ours --time-limit 0.2 --json"
-    modules.peers.main(options.split())
+    peers.main(options.split())
     (line,) = json.loads(capsys.readouterr().out.splitlines()[-1])["lines"]
     assert "took more than 0.2 s" in line["error"]
 
 
-def test_one_process_at_a_time_is_past_the_gate(modules, tmp_path):
+def test_one_process_at_a_time_is_past_the_gate(tmp_path):
     gate = tmp_path / "gate"
-    held = modules.worker.take_turn(gate)
+    held = worker.take_turn(gate)
     with gate.open() as other, pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     held.close()
@@ -161,26 +156,26 @@ def record(step_ms, loss=2.0, **changes):
     } | changes  # fmt: skip
 
 
-def test_samples_of_several_processes_are_one_line(modules):
-    case = modules.cases.cases()["launch_bound"]
+def test_samples_of_several_processes_are_one_line():
+    case = cases.cases()["launch_bound"]
     records = [record([1.0, 2.0, 3.0]), record([5.0, 6.0, 7.0], reserved_bytes=2**31)]
-    line = modules.lines.line("te", case, records, {})
+    line = result_rows.line("te", case, records, {})
     assert line["round_ms"] == [2.0, 6.0]
     assert (line["step_ms"]["median"], line["step_ms"]["count"]) == (4.0, 6)
     assert (line["reserved_bytes"], line["error"]) == (2**31, None)
-    half = modules.lines.line("te", case, [record([1.0]), {"error": "it died"}], {})
+    half = result_rows.line("te", case, [record([1.0]), {"error": "it died"}], {})
     assert (half["error"], half["step_ms"]["count"]) == ("it died", 1)
 
 
-def test_the_table_says_who_is_ahead(modules):
-    case = modules.cases.cases()["launch_bound"]
+def test_the_table_says_who_is_ahead():
+    case = cases.cases()["launch_bound"]
     made = [
-        modules.lines.line("ours", case, [record([10.0])], {}),
-        modules.lines.line("te", case, [record([8.0], loss=2.2)], {}),
-        modules.lines.line("torchtitan", case, [record([20.0])], {}),
-        modules.lines.line("megatron", case, [{"error": "Traceback\nIt died"}], {}),
+        result_rows.line("ours", case, [record([10.0])], {}),
+        result_rows.line("te", case, [record([8.0], loss=2.2)], {}),
+        result_rows.line("torchtitan", case, [record([20.0])], {}),
+        result_rows.line("megatron", case, [{"error": "Traceback\nIt died"}], {}),
     ]
-    drawn = modules.lines.table(case, made)
+    drawn = result_rows.table(case, made)
     assert [next(iter(drawn.columns[0].cells))] == ["Transformer Engine, bf16"]
     assert list(drawn.columns[3].cells) == ["0.80", "1.00", "2.00"]
     assert next(iter(drawn.columns[10].cells)) == "1.0e-01"
@@ -189,14 +184,14 @@ def test_the_table_says_who_is_ahead(modules):
     assert "It died" in drawn.caption
 
 
-def test_the_table_of_the_readme(modules):
+def test_the_table_of_the_readme():
     from peers_table import CASES, peers
     from result_lines import Line
 
     def stored(contender, ms, date, case="launch_bound", error=None):
         stamp = {"gpu": "a GPU", "commit": "abc", "date": date, "torch": "2"}
         measured = {} if ms is None else {"step_ms": {"median": ms}, "reserved_bytes": 2**30}
-        title = modules.entries.ENTRIES[contender].title
+        title = entries.ENTRIES[contender].title
         values = dict(benchmark="peers", model=case, contender=contender, title=title, error=error)
         return Line(values | measured | {"environment": stamp}, f"{date}.jsonl")
 
@@ -231,7 +226,7 @@ def test_the_table_of_the_readme(modules):
         ("--smoke --rounds 0", "must be at least 1"),
     ],
 )
-def test_options_that_cannot_be_are_refused(modules, capsys, options, message):
+def test_options_that_cannot_be_are_refused(capsys, options, message):
     with pytest.raises(SystemExit):
-        modules.peers.main(options.split())
+        peers.main(options.split())
     assert message in capsys.readouterr().err

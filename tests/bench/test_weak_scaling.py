@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-import types
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-NAMES = ("result_lines", "parallel_tables", "weak_scaling", "plot_weak_scaling", "markdown_cells")
-
-
-@pytest.fixture
-def modules(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    yield types.SimpleNamespace(**{name: importlib.import_module(name) for name in NAMES})
-    for name in (*NAMES, "environment"):
-        sys.modules.pop(name, None)
+import parallel_tables
+import plot_weak_scaling
+import result_lines
+import weak_scaling
 
 
 def row(model: str, contender: str, ms: float, ranks: int = 2, day: int = 1, **more) -> dict:
@@ -46,10 +36,10 @@ ROWS = [
 ]
 
 
-def test_weak_scaling(modules):
+def test_weak_scaling():
     """The newest line of a way counts; it is compared with its own optimizer and as many tokens."""
-    lines = [modules.result_lines.Line(each, "f.jsonl") for each in ROWS]
-    found = modules.weak_scaling.points(lines)
+    lines = [result_lines.Line(each, "f.jsonl") for each in ROWS]
+    found = weak_scaling.points(lines)
     assert list(found) == ["moe", "gpu_bound"]
     shown = [
         (each.ranks, each.way, each.tokens_per_second, each.efficiency) for each in found["moe"]
@@ -61,29 +51,29 @@ def test_weak_scaling(modules):
         (4, "symmetric", 5e4, 0.5),
     ]
     assert [each.efficiency for each in found["gpu_bound"]] == [1.0, None]
-    table = modules.weak_scaling.weak_scaling(lines)
+    table = weak_scaling.weak_scaling(lines)
     assert "| 4 | symmetric | 20.0 ms | 50,000 | 0.50 |" in table
     assert "| 2 | symmetric, our AdamW | 11.0 ms | 90,909 | - |" in table
 
 
-def test_the_picture(modules, tmp_path):
+def test_the_picture(tmp_path):
     results = tmp_path / "parallel_steps_here.jsonl"
     results.write_text("\n".join(map(json.dumps, ROWS)))
-    modules.plot_weak_scaling.main([str(results)])
+    plot_weak_scaling.main([str(results)])
     assert (tmp_path / "weak_scaling_here.png").stat().st_size > 10_000
     with pytest.raises(ValueError, match="no line is a whole step"):
-        modules.plot_weak_scaling.draw([])
+        plot_weak_scaling.draw([])
 
 
-def test_communication(modules):
+def test_communication():
     traced = {"benchmark": "parallel_steps_traced", "reshard_after_forward": True}
     rows = [
         row("dense", name, ms, traced_ms=ms, communication_ms=talk, exposed_ms=exposed, **traced)
         for name, ms, talk, exposed in (("eager", 61.0, 8.0, 6.0), ("whole step", 4.0, 2.0, 0.5))
     ]
-    make = modules.parallel_tables.communication
-    table = make([modules.result_lines.Line(each, "f.jsonl") for each in rows])
+    make = parallel_tables.communication
+    table = make([result_lines.Line(each, "f.jsonl") for each in rows])
     where = "dense, `reshard_after_forward=True`"
     assert f"| {where} | eager | 61.00 ms | 8.00 ms | 6.00 ms | 25% |" in table
     assert f"| {where} | whole step | 4.00 ms | 2.00 ms | 0.50 ms | 75% |" in table
-    assert "Not measured yet" in make([modules.result_lines.Line(each, "f") for each in ROWS])
+    assert "Not measured yet" in make([result_lines.Line(each, "f") for each in ROWS])

@@ -7,12 +7,10 @@ path in the same dtype.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+import kernel_check as check
 from moe_graphs.kernels import (
     RowOrder,
     gather_gemm,
@@ -24,9 +22,6 @@ from moe_graphs.kernels import (
     unpermute,
 )
 from moe_graphs.kernels.gemm import reference
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import kernel_check as check
 from replays import check_replays
 
 pytestmark = pytest.mark.gpu

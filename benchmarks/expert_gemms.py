@@ -1,8 +1,8 @@
 """Grouped GEMM, measured into this folder's results: the command ``moe-graphs bench gemm``.
 
-    python benchmarks/grouped_gemm.py                            all models, within --budget seconds
-    python benchmarks/grouped_gemm.py --quick                    four models, one token count
-    python benchmarks/grouped_gemm.py --plot benchmarks/results/grouped_gemm_h200.png
+    python benchmarks/expert_gemms.py                            all models, within --budget seconds
+    python benchmarks/expert_gemms.py --quick                    four models, one token count
+    python benchmarks/expert_gemms.py --plot benchmarks/results/grouped_gemm_h200.png
 
 JSON lines are appended to benchmarks/results/grouped_gemm_h200.jsonl unless --out says otherwise.
 """
