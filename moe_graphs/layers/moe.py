@@ -12,6 +12,7 @@ Shapes: T tokens, D model, K top-k, R routed rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from moe_graphs.dispatch import Dispatched, Dispatcher, DispatchPlan, LocalDispa
 from moe_graphs.kernels.row_stack import KeptRows
 from moe_graphs.layers.activation_stack import ActivationStack, push_rows
 from moe_graphs.layers.expert_backends import ExpertsBackend, build_experts
+from moe_graphs.layers.expert_layouts import Experts, layout_of
 from moe_graphs.layers.halves import Uncut, check_halves, run_halves
 from moe_graphs.layers.kept_experts import Kept
 from moe_graphs.layers.mlp import SwiGLU
@@ -216,6 +218,83 @@ class MoELayer(MoEStages):
             self.shared_expert = SwiGLU(hidden_size, width, linear=linear, **factory)
         if config.shared_gate:
             self.shared_gate = nn.Linear(hidden_size, 1, bias=False, **factory)
+
+    @classmethod
+    def from_experts(
+        cls,
+        experts: Experts,
+        router: nn.Module | Tensor,
+        *,
+        top_k: int,
+        names: Sequence[str] | None = None,
+        dispatcher: Dispatcher | None = None,
+        **options: Any,
+    ) -> MoELayer:
+        """A ``MoELayer`` with copies of the weights of a MoE block of one's own.
+
+        The layer is made on the device and in the dtypes of the given weights. Compare it with
+        the block before training: ``layer(x).hidden`` beside ``block(x)``.
+
+        Args:
+            experts: a ``ModuleList`` of SwiGLU networks, a module with stacked weights
+                (``gate_up_proj`` and ``down_proj``), or a dictionary of such weights; see
+                ``layers.expert_layouts``.
+            router: ``nn.Linear`` without bias, any module with such a ``weight``, or the weight
+                itself, ``[num_experts, hidden_size]``.
+            top_k: experts per token.
+            names: the attributes that hold gate, up and down (or gate-up and down) in an expert.
+            options: further fields of ``MoEConfig``, such as ``normalize_top_k=False`` or
+                ``aux_loss_coef=0.01``.
+
+        Raises:
+            ValueError: the experts or the router compute something else; says what.
+        """
+        if getattr(router, "bias", None) is not None:
+            raise ValueError("from_experts: the router has a bias, which MoELayer does not compute")
+        weight = router if isinstance(router, Tensor) else getattr(router, "weight", None)
+        if not isinstance(weight, Tensor) or weight.dim() != 2:
+            raise ValueError(
+                f"from_experts: the router ({type(router).__name__}) has no weight of shape "
+                f"[num_experts, hidden_size]"
+            )
+        num_experts, hidden_size = weight.shape
+        w1_ED2F, w2_EFD = layout_of(experts, num_experts, hidden_size, names).stacked()
+        sizes = dict(num_experts=num_experts, top_k=top_k, ffn_hidden_size=w2_EFD.shape[1])
+        config = MoEConfig(**(sizes | options))
+        with torch.random.fork_rng(devices=[w1_ED2F.device] if w1_ED2F.is_cuda else []):
+            layer = cls(config, hidden_size, dispatcher, device=w1_ED2F.device, dtype=w1_ED2F.dtype)
+        layer.router.to(weight.dtype)
+        with torch.no_grad():
+            layer.router.weight.copy_(weight)
+        local = layer.experts.local_experts
+        layer.experts.load_stacked_weights(
+            w1_ED2F[local.start : local.stop], w2_EFD[local.start : local.stop]
+        )
+        return layer
+
+    def copy_to_experts(
+        self,
+        experts: Experts,
+        router: nn.Module | Tensor | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        """Copy the weights of now into a block like the one ``from_experts`` has read.
+
+        Raises:
+            ValueError: this rank does not hold all experts, or ``experts`` does not fit.
+        """
+        if len(self.experts.local_experts) != self.config.num_experts:
+            raise ValueError(
+                f"copy_to_experts: this rank holds experts {self.experts.local_experts} of "
+                f"{self.config.num_experts}"
+            )
+        num_experts, hidden_size = self.router.weight.shape
+        layout = layout_of(experts, num_experts, hidden_size, names)
+        layout.load(*self.experts.stacked_weights())
+        if router is not None:
+            with torch.no_grad():
+                given = router if isinstance(router, Tensor) else router.weight
+                given.copy_(self.router.weight)  # type: ignore[operator]
 
     def use_experts(self, kind: ExpertsKind) -> None:
         """Replaces the experts by those of another backend (``MoEConfig.experts``), with the same

@@ -146,7 +146,11 @@ def _reason_to_leave(block: Any, tried: dict[Any, str | None]) -> str | None:
     if isinstance(block, SwappedMoE):
         return "are ours already"
     if type(block).__name__ not in _KINDS:
-        return "its router or its parts are none that we compute"
+        return (
+            "its class is not one that we have read; if it is a router with SwiGLU experts, "
+            "MoELayer.from_experts(block.experts, block.gate, top_k=...) makes a layer of ours "
+            "(docs/own_block.md)"
+        )
     reason = _other_parts(block) or _other_experts(block.experts) or _other_weights(block)
     if reason is not None:
         return reason
