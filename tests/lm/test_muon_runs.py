@@ -113,7 +113,12 @@ def runs(tmp_path_factory) -> tuple[Path, Trainer, dict[str, Any], list[dict[Any
 @pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_train_as_one_process_does(runs, layout):
-    """Gradients differ in their last bits, which bf16 may round to its next number."""
+    """Each tensor is within a thousandth of its norm; four steps move it by 2 to 16 hundredths.
+
+    The order of the ranks' sums changes the last bits of gradients. Newton-Schulz computes in bf16,
+    which may round such an element to the next number: which element, and whether by more than a
+    limit per element, depends on the CPU.
+    """
     _, one, _, ranks = runs
     now = whole_state(one)
     for found in ranks:
@@ -121,7 +126,8 @@ def test_ranks_train_as_one_process_does(runs, layout):
         torch.testing.assert_close(losses, one.history.loss, rtol=1e-5, atol=1e-5)
         assert state.keys() == now.keys()
         for key, value in now.items():
-            torch.testing.assert_close(state[key], value, rtol=1e-3, atol=2e-4, msg=key)
+            distance = torch.linalg.vector_norm((state[key] - value).double())
+            assert distance <= 1e-3 * torch.linalg.vector_norm(value.double()), key
 
 
 @pytest.mark.long
