@@ -68,7 +68,6 @@ class Case:
     batch_size: int
     dispatcher: str = "all_to_all"
     rows_factor: float | None = None
-    one_barrier: bool = False
     compiled: bool = False
     scopes: str = ""
     whole: bool = False
@@ -85,8 +84,7 @@ class Case:
 
     @property
     def dispatcher_options(self) -> dict[str, Any]:
-        found = {} if self.rows_factor is None else {"rows_factor": self.rows_factor}
-        return found | ({"one_barrier": True} if self.one_barrier else {})
+        return {} if self.rows_factor is None else {"rows_factor": self.rows_factor}
 
 
 def cases(ranks: int, smoke: bool, models: list[str], trace: bool = False) -> Iterator[Case]:
@@ -130,11 +128,10 @@ def _moe(name: str, setting: Setting, ranks: int, smoke: bool, trace: bool) -> I
         name, bounded = f"{name}, 1.25", replace(bounded, rows_factor=1.25)
         yield from _with_both_optimizers(bounded, name)
         yield replace(in_scopes, contender=f"attn,moe, {dispatcher}, our AdamW", our_adamw=True)
-    once = replace(bounded, one_barrier=True, our_adamw=True)
-    yield replace(once, contender=f"{name}, one barrier, our AdamW")
-    grouped = replace(once, layout=replace(layout, layers_per_group=2 if smoke else 4))
-    yield replace(grouped, contender=f"{name}, one barrier, groups of layers, our AdamW")
-    yield replace(once, contender=f"{name}, one barrier, replicated, our AdamW", replicated=True)
+    ours = replace(bounded, our_adamw=True)
+    grouped = replace(ours, layout=replace(layout, layers_per_group=2 if smoke else 4))
+    yield replace(grouped, contender=f"{name}, groups of layers, our AdamW")
+    yield replace(ours, contender=f"{name}, replicated, our AdamW", replicated=True)
     alone = replace(case, layout=ALONE, dispatcher="local", whole=True)
     yield from _with_both_optimizers(alone, "whole step, alone")
 

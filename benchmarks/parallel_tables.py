@@ -1,9 +1,9 @@
-"""Tables of several GPUs, from the lines of `dispatch.py`, `parallel_steps.py`,
-`activation_memory.py` and `expert_rows.py`."""
+"""Tables of several GPUs, from the lines of `dispatch.py`, `parallel_steps.py` and
+`expert_rows.py`."""
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,21 +30,13 @@ WAYS = {
     "whole step, symmetric": "whole step, `symmetric`",
     "whole step, symmetric, 1.25": "the same, `rows_factor=1.25`",
     "whole step, symmetric, 1.25, our AdamW": "the same, our AdamW",
-    "whole step, symmetric, 1.25, one barrier, our AdamW": "the same, `one_barrier=True`",
-    "whole step, symmetric, 1.25, one barrier, groups of layers, our AdamW": (
+    "whole step, symmetric, 1.25, groups of layers, our AdamW": (
         "the same, FSDP2 in groups of 4 layers"
     ),
-    "whole step, symmetric, 1.25, one barrier, replicated, our AdamW": (
+    "whole step, symmetric, 1.25, replicated, our AdamW": (
         "the same, no FSDP2: whole weights on every GPU (`--no-fsdp`)"
     ),
 }
-STACKS = {
-    "": "",
-    ", stack": ", activation stack",
-    ", stack, dispatched again": ", the stack, dispatched again",
-}
-MODELS = {"launch_bound": SHARED["moe"], "gpu_bound": SHARED["gpu_bound"]}
-MEMORY = ("training_gib", "peak_gib", "pool_gib", "stack_gib")
 
 
 def dispatch(lines: Sequence[Line]) -> str:
@@ -87,11 +79,7 @@ def parallel_steps(lines: Sequence[Line]) -> str:
 
 def shared_experts(lines: Sequence[Line]) -> str:
     """A row per way to run a step, first the one that shares nothing."""
-    found = {
-        (model, name): _newest_if_any(lines, {"model": model, "contender": name})
-        for model in SHARED
-        for name in WAYS
-    }
+    found = {(model, name): _newest_way(lines, model, name) for model in SHARED for name in WAYS}
     rows = [
         [shown, *(_step(found[model, name]) for model in SHARED)] for name, shown in WAYS.items()
     ]
@@ -101,43 +89,10 @@ def shared_experts(lines: Sequence[Line]) -> str:
     header = " | ".join([first, *SHARED.values()])
     note = (
         "FSDP2 shards the rest; under graphs of scopes every GPU has it whole. torch's AdamW but "
-        "where it says ours; -: not run."
+        "where it says ours; the last two with one barrier an exchange, which gained 1 % and is "
+        "no option any more; -: not run."
     )
     return f"{table(header, rows)}\n\n{note} {sources(used)}"
-
-
-def activation_memory(lines: Sequence[Line]) -> str:
-    """A row per room for experts' rows, with an activation stack and without."""
-    benchmark, rows, used = "activation_memory", [], []
-    for model, label in MODELS.items():
-        named = {"model": model, "contender": "eager, all_to_all"}
-        cells = [("eager, `all_to_all`", named)]
-        for factor, (stack, shown) in itertools.product((None, 2.0, 1.5, 1.25), STACKS.items()):
-            room = "the worst case" if factor is None else f"`rows_factor={factor}`"
-            named = {"model": model, "contender": f"whole step{stack}", "rows_factor": factor}
-            cells.append((f"whole step, {room}{shown}", named))
-        found = [(f"{label}: {shown}", _newest_if_any(lines, c, benchmark)) for shown, c in cells]
-        rows += [[shown, *_memory(line)] for shown, line in found if line is not None]
-        used += [line for _, line in found if line is not None]
-    header = (
-        "of a GPU | step | reserved in training | before it, with warm-up and capture | "
-        "graph's pool | stack | first steps that overflowed"
-    )
-    note = (
-        f"{used[0]['ranks']} GPUs, where the worst case is a factor of 2.0. Random tokens and "
-        "weights. -: not measured, or not there."
-    )
-    return f"{table(header, rows)}\n\n{note} {sources(used)}"
-
-
-def _memory(line: Line) -> list[str]:
-    memory = (line.get(key) for key in MEMORY)
-    overflowed = line["first_steps_overflowed"]
-    return [
-        f"{line['step_ms']:.1f} ms",
-        *("-" if value is None else f"{value:.2f} GiB" for value in memory),
-        f"{overflowed} of {line['first_steps']}" if line.get("first_steps") else f"{overflowed}",
-    ]
 
 
 def expert_rows(lines: Sequence[Line]) -> str:
@@ -199,13 +154,14 @@ def _step(line: Line | None) -> str:
     return "-" if line is None else f"{line['step_ms']:.1f} ms, {gibibytes(line)}"
 
 
-def _newest_if_any(
-    lines: Sequence[Line], where: dict, benchmark: str = "parallel_steps"
-) -> Line | None:
-    try:
-        return _newest(lines, benchmark, where)
-    except LookupError:
-        return None
+def _newest_way(lines: Sequence[Line], model: str, name: str) -> Line | None:
+    """Of either name: until commit 15b9e35 some contenders had one barrier an exchange."""
+    for contender in (name, name.replace("1.25, ", "1.25, one barrier, ")):
+        where = {"model": model, "contender": contender}
+        if contender != "whole step, symmetric, 1.25, one barrier, our AdamW":
+            with contextlib.suppress(LookupError):
+                return _newest(lines, "parallel_steps", where)
+    return None
 
 
 def _newest(lines: Sequence[Line], benchmark: str, where: dict) -> Line:

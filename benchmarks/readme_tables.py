@@ -20,7 +20,6 @@ from pathlib import Path
 from markdown_cells import geometric_mean, gibibytes, idle, milliseconds, span, table, times
 from more_tables import OUR_ADAMW, accumulated, on_an_h100
 from parallel_tables import (
-    activation_memory,
     communication,
     dispatch,
     expert_rows,
@@ -369,7 +368,7 @@ TABLES: Mapping[str, Callable[[list[Line]], str]] = {
     )
 }
 TABLES_OF_MANY_GPUS: Mapping[str, Callable[[list[Line]], str]] = {
-    f.__name__: f for f in (activation_memory, communication, expert_rows, weak_scaling)
+    f.__name__: f for f in (communication, expert_rows, weak_scaling)
 }
 
 

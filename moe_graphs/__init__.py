@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from moe_graphs.engine.scopes.memory import CallMemory, ChunkMemory, MemoryPlan
     from moe_graphs.engine.whole_step.full_iteration import FullIteration, FullIterationReport
     from moe_graphs.errors import CaptureError, GraphError, GraphWarning
-    from moe_graphs.layers.activation_stack import ActivationStack
     from moe_graphs.pipelines.schedule import Action, Schedule, Span
     from moe_graphs.profiling.floors import Floor, Rates, measure_rates
     from moe_graphs.profiling.profiler import profile_step
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Action",
-    "ActivationStack",
     "CallMemory",
     "CaptureError",
     "ChunkMemory",
@@ -84,7 +82,6 @@ _HOMES = {
     "engine.scopes.memory": ("CallMemory", "ChunkMemory", "MemoryPlan"),
     "engine.whole_step.full_iteration": ("FullIteration", "FullIterationReport"),
     "errors": ("CaptureError", "GraphError", "GraphWarning"),
-    "layers.activation_stack": ("ActivationStack",),
     "pipelines.schedule": ("Action", "Schedule", "Span"),
     "profiling.floors": ("Floor", "Rates", "measure_rates"),
     "profiling.profiler": ("profile_step",),

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, dataclass_transform
 
@@ -116,26 +116,6 @@ class MoETensorStore:
         return None
 
 
-# Not a context variable: autograd runs backwards on a thread of its own.
-_repeated = 0
-
-
-@contextlib.contextmanager
-def repeated() -> Iterator[None]:
-    """Around backwards that have run before, and are run again from the state of that time."""
-    global _repeated
-    _repeated += 1
-    try:
-        yield
-    finally:
-        _repeated -= 1
-
-
-def is_repeated() -> bool:
-    """For a backward that can be run only once: whether what it has used up was put back."""
-    return _repeated > 0
-
-
 _stop: contextvars.ContextVar[Stop | None] = contextvars.ContextVar("moe_graphs_stop", default=None)
 _store: contextvars.ContextVar[MoETensorStore | None] = contextvars.ContextVar(
     "moe_graphs_store", default=None
@@ -183,27 +163,6 @@ def end_capture_here(reason: str) -> None:
     stop = _stop.get()
     if stop is not None and stop.capturing:
         raise CaptureInterrupt(reason)
-
-
-def check_uncut(stages: Collection[str], dynamic: str | None, what: str) -> None:
-    """Called by a stage that begins ``what`` goes on beside the stages behind it. Does nothing in
-    an ordinary forward.
-
-    Raises:
-        CaptureError: if the forward ends at one of these stages, or is captured and cannot be
-            beyond a component of theirs (``dynamic`` says why).
-    """
-    stop = _stop.get()
-    if stop is None:
-        return
-    where = f"before stage {stop.stage!r}" if stop.stage in stages else None
-    if where is None and stop.capturing and dynamic is not None:
-        where = f"at {dynamic}"
-    if where is not None:
-        raise CaptureError(
-            f"{what}, and here a graph ends or begins {where}: choose a scope that holds all of it "
-            f"('moe' or 'full'), or leave that option out"
-        )
 
 
 def run_until(stop: Stop, call: Callable[[], Any]) -> tuple[Any, Boundary | None]:

@@ -18,16 +18,14 @@ TESTS = sorted(Path(__file__).parent.rglob("*.py"))
 # What tests share, and what tries to break what all of the package promises.
 OF_TESTS_ALONE = {"support", "programs"}
 # Which parts of the package a part may import. `staged` is the marker and the interrupt: the one
-# piece of the engine that layers and dispatchers see; `side_stream` what captures have to know of
-# streams that kernels fork.
+# piece of the engine that layers and dispatchers see.
 ALLOWED = {
     "errors": set(),
     "config": {"errors"},
     "staged": {"errors"},
-    "side_stream": set(),
-    "kernels": {"kernels", "side_stream"},
+    "kernels": {"kernels"},
     "optim": {"optim", "kernels"},
-    "dispatch": {"dispatch", "kernels", "side_stream", "staged"},
+    "dispatch": {"dispatch", "kernels", "staged"},
     "layers": {"layers", "checkpoints", "dispatch", "kernels", "staged"},
     "checkpoints": {"checkpoints", "layers.model_config", "layers.rope_scaling"},
     "parallel": {"parallel", "checkpoints", "layers", "dispatch", "kernels"},
@@ -39,7 +37,6 @@ ALLOWED = {
         "pipelines",
         "profiling",
         "staged",
-        "side_stream",
         "config",
         "errors",
     },

@@ -23,7 +23,6 @@ _TRAINING_ALONE = (
     "input_jitter",
     "bias_update_rate",
     "experts",
-    "overlap",
 )
 
 

@@ -20,7 +20,7 @@ from moe_graphs.dispatch.dispatcher import Dispatched, DispatchPlan
 from moe_graphs.dispatch.equal_tokens import check_equal_tokens
 from moe_graphs.dispatch.expert_group import ExpertParallel, rank_and_size
 from moe_graphs.dispatch.local_rows import check_rows_factor, local_rows, room_for_rows
-from moe_graphs.kernels import RowOrder, permute, unpermute
+from moe_graphs.kernels import permute, unpermute
 
 
 @final
@@ -75,14 +75,10 @@ class AllGatherDispatcher(ExpertParallel):
         return Dispatched(plan.rows_RD, plan.order.offsets_E)
 
     def combine(self, expert_rows: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
-        partial_GD = unpermute(expert_rows, plan.order, plan.weights_TK, dispatched.kept)
+        partial_GD = unpermute(expert_rows, plan.order, plan.weights_TK)
         if self.process_group is None:
             return partial_GD
         return _ReduceScatter.apply(partial_GD, self.process_group)
-
-    def receive_again(self, hidden_TD: Tensor, order: RowOrder, handle: Any) -> Tensor:
-        group = self.process_group
-        return permute(hidden_TD if group is None else _all_gather(hidden_TD, group), order)
 
 
 class _AllGather(torch.autograd.Function):

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_graphs.kernels import RowOrder
-from moe_graphs.kernels.row_stack import KeptRows
 from moe_graphs.staged import record
 
 
@@ -51,13 +50,11 @@ class Dispatched:
     Attributes:
         offsets_e: int32 cumulative ends on the device.
         handle: what the same dispatcher's ``combine`` needs to send the rows back, if anything.
-        kept: where ``combine`` keeps the experts' results for its backward, if not as ever.
     """
 
     rows_RD: Tensor
     offsets_e: Tensor
     handle: Any = None
-    kept: KeptRows | None = None
 
 
 class Dispatcher(abc.ABC):
@@ -96,11 +93,6 @@ class Dispatcher(abc.ABC):
     @abc.abstractmethod
     def combine(self, expert_rows: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
         """Brings the experts' results back: ``hidden_TD``, each token's rows summed by weight."""
-
-    def receive_again(self, hidden_TD: Tensor, order: RowOrder, handle: Any) -> Tensor:
-        """In a backward: ``rows_RD`` of ``preprocess`` once more, of the same tokens, from the
-        order and the handle of its plan; all ranks together. Of those with a ``rows_factor``."""
-        raise NotImplementedError(f"dispatcher {self.name!r} does not exchange tokens again")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Dispatcher:
         """A copy of a model uses the same dispatcher: process groups cannot be copied."""

@@ -19,7 +19,7 @@ def make_dispatcher(name: str, **options: Any) -> Dispatcher:
 
     Args:
         options: fields of that dispatcher: ``capacity_factor`` for ``padded``, ``group`` for
-            the last three, ``rows_factor`` for the last two, ``one_barrier`` for the last.
+            the last three, ``rows_factor`` for the last two.
 
     Raises:
         ValueError: no such name, or an option that this dispatcher does not have.

@@ -3,7 +3,7 @@
 On GPUs it is torch's symmetric memory (``torch.distributed._symmetric_memory``), on the CPU an
 anonymous file that every rank maps: it has no name, so nothing stays when a process is killed.
 
-Shapes: T tokens of a rank, W ranks, G = W * T, D model, K top-k, H halves (``kernels.peer_rows``).
+Shapes: T tokens of a rank, W ranks, G = W * T, D model, K top-k.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moe_graphs.kernels.peer_rows import PeerMemory, number_of
 # Milliseconds that a kernel waits for the other ranks, then it ends the process: as long as NCCL.
 BARRIER_TIMEOUT = 600_000
 _ALIGNED = 256  # bytes
-_Shape = tuple[int, int, int, int]  # H, G, D, K
+_Shape = tuple[int, int, int]  # G, D, K
 
 
 @functools.cache
@@ -39,7 +39,6 @@ def peer_memory(
     top_k: int,
     dtype: torch.dtype,
     device: torch.device,
-    halves: int = 1,
 ) -> int:
     """The number of the memory for these shapes (``kernels.peer_rows``), the same in every call.
 
@@ -60,7 +59,7 @@ def peer_memory(
                 f"be in a capture: run a step eagerly first"
             )
         _check_reach(group, device)
-        shape = (halves, dist.get_world_size(group) * tokens, hidden_size, top_k)
+        shape = (dist.get_world_size(group) * tokens, hidden_size, top_k)
         make = _on_gpus if device.type == "cuda" else _on_the_cpu
         made: PeerMemory | None = None
         try:
@@ -130,12 +129,12 @@ def _on_gpus(
 ) -> PeerMemory:
     from torch.distributed import _symmetric_memory as symmetric_memory
 
-    H, G, D, K = shape
+    G, D, K = shape
     sizes = ((D, dtype), (K, torch.int64), (K, torch.float32))
     rank, made, owned, problem, lies_at = dist.get_rank(group), [], [], "", ""
     try:
         for width, kind in sizes:
-            made.append(symmetric_memory.empty(max(H * G, 1), width, dtype=kind, device=device))
+            made.append(symmetric_memory.empty(max(G, 1), width, dtype=kind, device=device))
     except RuntimeError as error:
         problem = str(error)
     # A rendezvous waits for all ranks, also for one that has no memory left.
@@ -153,31 +152,29 @@ def _on_gpus(
         raise RuntimeError("another rank could not")
     parts = [
         tuple(
-            handle.get_buffer(peer, own.shape, own.dtype, int(each[part]) // own.itemsize)[: H * G]
+            handle.get_buffer(peer, own.shape, own.dtype, int(each[part]) // own.itemsize)[:G]
             for peer, each in enumerate(offsets)
         )
         for part, (own, handle) in enumerate(owned)
     ]
     barrier = functools.partial(owned[0][1].barrier, channel=0, timeout_ms=BARRIER_TIMEOUT)
-    return PeerMemory.of(rank, parts, barrier, owned, H)
+    return PeerMemory.of(rank, parts, barrier, owned)
 
 
 def _on_the_cpu(
     group: dist.ProcessGroup, shape: _Shape, dtype: torch.dtype, device: torch.device
 ) -> PeerMemory:
-    (rank, world_size), (H, G, D, K) = rank_and_size(group), shape
+    (rank, world_size), (G, D, K) = rank_and_size(group), shape
     sizes = [(D, dtype), (K, torch.int64), (K, torch.float32)]
     lengths = [
-        -(-max(H * G, 1) * width * kind.itemsize // _ALIGNED) * _ALIGNED for width, kind in sizes
+        -(-max(G, 1) * width * kind.itemsize // _ALIGNED) * _ALIGNED for width, kind in sizes
     ]
     mapped = _mapped(group, world_size * sum(lengths)).view(world_size, -1).split(lengths, 1)
     parts = [
-        tuple(
-            bytes_[: H * G * width * kind.itemsize].view(kind).view(H * G, width) for bytes_ in part
-        )
+        tuple(bytes_[: G * width * kind.itemsize].view(kind).view(G, width) for bytes_ in part)
         for part, (width, kind) in zip(mapped, sizes, strict=True)
     ]
-    return PeerMemory.of(rank, parts, _barrier_on_the_cpu(group), None, H)
+    return PeerMemory.of(rank, parts, _barrier_on_the_cpu(group))
 
 
 def _mapped(group: dist.ProcessGroup, length: int) -> Tensor:

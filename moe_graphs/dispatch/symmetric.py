@@ -28,10 +28,8 @@ from moe_graphs.kernels.peer_rows import (
     push_gradients,
     push_tokens,
     received_dots,
-    received_dots_kept,
     received_rows,
 )
-from moe_graphs.kernels.row_stack import RETURNED, KeptRows
 
 
 @final
@@ -42,21 +40,16 @@ class SymmetricDispatcher(ExpertParallel):
 
     The same rows, the same ``rows_factor``, the same refusal of unequal numbers of tokens and the
     same bits as ``AllGatherDispatcher``, for up to four ranks; torch adds up more than that in
-    another order. Memory for W * T rows is shared by all layers, or for twice as many:
+    another order. Memory for W * T rows is shared by all layers:
     ``kernels.peer_rows`` says why that is enough. It is made in the first call with a number of
     tokens, together by all ranks and before any capture, and kept. On GPUs a rank that waits ten
     minutes for another one ends with a CUDA error.
-
-    Attributes:
-        one_barrier: an exchange waits once for the other ranks, not twice, for twice the memory.
-            Of a launch-bound step on two H200s that is 1 %.
 
     Raises (in the first call):
         ValueError: on every rank, where memory cannot be shared, with what to take instead.
     """
 
     rows_factor: float | None = None
-    one_barrier: bool = False
     name: ClassVar[str] = "symmetric"
     host_sync: ClassVar[bool] = False
     leaves_tail: ClassVar[bool] = True
@@ -88,23 +81,13 @@ class SymmetricDispatcher(ExpertParallel):
 
     def combine(self, expert_rows: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
         if plan.handle is None:
-            return unpermute(expert_rows, plan.order, plan.weights_TK, dispatched.kept)
+            return unpermute(expert_rows, plan.order, plan.weights_TK)
         order, experts_TK = plan.order, plan.handle
         local = order.offsets_E.numel()
         memory = self.memory_for(expert_rows, experts_TK)
         return _Combine.apply(
-            expert_rows, plan.weights_TK, experts_TK, order.order_R, order.inverse_R, local, memory,
-            dispatched.kept,
-        )  # fmt: skip
-
-    def receive_again(self, hidden_TD: Tensor, order: RowOrder, handle: Any) -> Tensor:
-        if handle is None:
-            return permute(hidden_TD, order)
-        local, memory = order.offsets_E.numel(), self.memory_for(hidden_TD, handle)
-        # The routing is there already: rows travel as gradients do.
-        push_gradients(hidden_TD, handle, local, *memory)
-        inverse_GK = order.inverse_R.view(-1, handle.shape[1])
-        return received_rows(order.order_R, inverse_GK, None, memory[0])
+            expert_rows, plan.weights_TK, experts_TK, order.order_R, order.inverse_R, local, memory
+        )
 
     def memory_for(self, rows: Tensor, experts_TK: Tensor) -> tuple[int, str]:
         """Its number, and the name of the group. Rows of another dtype than the tokens' have
@@ -112,35 +95,8 @@ class SymmetricDispatcher(ExpertParallel):
         group, (tokens, top_k) = self.process_group, experts_TK.shape
         assert group is not None
         check_equal_tokens(group, tokens, self.name)
-        number = peer_memory(
-            group,
-            tokens,
-            rows.shape[1],
-            top_k,
-            rows.dtype,
-            rows.device,
-            2 if self.one_barrier else 1,
-        )
+        number = peer_memory(group, tokens, rows.shape[1], top_k, rows.dtype, rows.device)
         return number, group.group_name
-
-
-def send(
-    hidden_TD: Tensor,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
-    local: range,
-    num_experts: int,
-    room: int,
-    memory: tuple[int, str],
-) -> tuple[Tensor, ...]:
-    """``rows_RD, weights_GK, order_R, inverse_R, offsets_e, dropped, needed``; no gradients."""
-    experts_GK, weights_GK = push_tokens(hidden_TD, experts_TK, weights_TK, len(local), *memory)
-    rows = local_rows(experts_GK, local, num_experts, room)
-    order = rows.order
-    inverse_GK = order.inverse_R.view_as(experts_GK)
-    rows_RD = received_rows(order.order_R, inverse_GK, None, memory[0])
-    plain = (order.order_R, order.inverse_R, order.offsets_E, rows.dropped, rows.needed)
-    return rows_RD, weights_GK, *plain
 
 
 class _Dispatch(torch.autograd.Function):
@@ -158,11 +114,15 @@ class _Dispatch(torch.autograd.Function):
         memory: tuple[int, str],
     ) -> tuple[Tensor, ...]:
         ctx.local, ctx.memory = len(local), memory
-        sent = send(hidden_TD, weights_TK, experts_TK, local, num_experts, room, memory)
-        weights_GK, *plain = sent[1:]
-        ctx.save_for_backward(experts_TK, plain[1].view_as(weights_GK))
+        experts_GK, weights_GK = push_tokens(hidden_TD, experts_TK, weights_TK, len(local), *memory)
+        rows = local_rows(experts_GK, local, num_experts, room)
+        order = rows.order
+        inverse_GK = order.inverse_R.view_as(experts_GK)
+        rows_RD = received_rows(order.order_R, inverse_GK, None, memory[0])
+        plain = (order.order_R, order.inverse_R, order.offsets_E, rows.dropped, rows.needed)
+        ctx.save_for_backward(experts_TK, inverse_GK)
         ctx.mark_non_differentiable(*plain)
-        return sent
+        return rows_RD, weights_GK, *plain
 
     @staticmethod
     @once_differentiable
@@ -187,48 +147,22 @@ class _Combine(torch.autograd.Function):
         inverse_R: Tensor,
         local: int,
         memory: tuple[int, str],
-        kept: KeptRows | None,
     ) -> Tensor:
-        ctx.local, ctx.memory, ctx.kept = local, memory, kept
-        if kept is not None:
-            kept.store(RETURNED, rows_RD)
-        held = rows_RD if kept is None else None
-        ctx.save_for_backward(held, weights_GK, experts_TK, order_R, inverse_R)
+        ctx.local, ctx.memory = local, memory
+        ctx.save_for_backward(rows_RD, weights_GK, experts_TK, order_R, inverse_R)
         inverse_GK = inverse_R.view_as(weights_GK)
         return pull_sums(rows_RD, inverse_GK, weights_GK, experts_TK, local, *memory)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Any, ...]:
-        gradients = sums_backward(
-            grad_TD, ctx.saved_tensors, ctx.needs_input_grad[:2], ctx.local, ctx.memory, ctx.kept
-        )
-        return *gradients, None, None, None, None, None, None
-
-
-def sums_backward(
-    grad_TD: Tensor,
-    saved: tuple[Tensor, ...],
-    needed: tuple[bool, bool],
-    local: int,
-    memory: tuple[int, str],
-    kept: KeptRows | None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of the experts' rows and of ``weights_GK``, as far as they are needed.
-
-    saved: ``rows_RD`` (None if they are ``kept``), ``weights_GK``, ``experts_TK``, ``order_R`` and
-    ``inverse_R``."""
-    rows_RD, weights_GK, experts_TK, order_R, inverse_R = saved
-    inverse_GK = inverse_R.view_as(weights_GK)
-    # All ranks have to come here, whatever they need of it.
-    push_gradients(grad_TD, experts_TK, local, *memory)
-    grad_rows = grad_weights = None
-    if needed[0]:
-        grad_rows = received_rows(order_R, inverse_GK, weights_GK, memory[0])
-    if needed[1] and kept is None:
-        grad_weights = received_dots(rows_RD, inverse_GK, memory[0])
-    elif needed[1] and kept is not None:
-        grad_weights = received_dots_kept(
-            kept.state, kept.frame_5, inverse_GK, kept.stack, memory[0]
-        )
-    return grad_rows, grad_weights
+        rows_RD, weights_GK, experts_TK, order_R, inverse_R = ctx.saved_tensors
+        inverse_GK = inverse_R.view_as(weights_GK)
+        # All ranks have to come here, whatever they need of it.
+        push_gradients(grad_TD, experts_TK, ctx.local, *ctx.memory)
+        grad_rows = grad_weights = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = received_rows(order_R, inverse_GK, weights_GK, ctx.memory[0])
+        if ctx.needs_input_grad[1]:
+            grad_weights = received_dots(rows_RD, inverse_GK, ctx.memory[0])
+        return grad_rows, grad_weights, None, None, None, None, None

@@ -10,7 +10,7 @@ import sysconfig
 
 _PACKAGE = str(pathlib.Path(__file__).parent.parent)
 _ENGINE = str(pathlib.Path(__file__).parent)
-_OTHERS = ("staged.py", "side_stream.py", "kernels", "optim")
+_OTHERS = ("staged.py", "kernels", "optim")
 _NOT_READ = (_ENGINE, *(f"{_PACKAGE}/{name}" for name in _OTHERS))
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _INSTALLED = {"site-packages", "dist-packages"}

@@ -10,26 +10,9 @@ so a rank that has come to it has no reads left to do. The second one says that 
 has been written. So one memory serves all layers and microbatches, no call needs to know which one
 came before it, and a graph may replay them in any order that all ranks share.
 
-In memory of two halves a call is writing, a barrier, reading: call n has half n % 2. The invariant:
-**a rank writes into a half for call n + 2 only when every rank has come to the barrier of call
-n + 1, and a rank comes to that one only when it has read all that it will ever read of call n.**
-The first part holds since writing follows the barrier of the call before, the second since a rank's
-calls, reads behind their barriers included, run one after the other on one stream. No rank is ahead
-of another one by more, so two halves are what it takes;
-``tests/dispatch/test_exchange_protocol.py`` goes through all interleavings.
-
-Which half a call has cannot be known before it runs: graphs are replayed in any order, and eager
-calls come between them. So the count of calls lies on the device (``turn_2``), where kernels read
-it. The last program of the kernel that moves rows between ranks moves it on; what reads what was
-pushed comes later and takes the half of the call before. All ranks count the same, because they run
-the same calls in the same order, which a barrier demands anyway. A capture runs nothing and counts
-nothing. The count is no state of a model: what is put back after a run beside the real one does not
-include it, and must not, since the invariant stands on its going on.
-
 What was received (``received_rows``, ``received_dots``) is there until the next call.
 
-Shapes: T tokens of a rank, W ranks, G = W * T, D model, K top-k, R rows of local experts, H halves
-of the memory: 1 or 2.
+Shapes: T tokens of a rank, W ranks, G = W * T, D model, K top-k, R rows of local experts.
 """
 
 from __future__ import annotations
@@ -44,8 +27,7 @@ from torch import Tensor
 from moe_graphs.kernels import peer_rows_reference
 from moe_graphs.kernels.availability import has_kernel
 from moe_graphs.kernels.ops import define_op
-from moe_graphs.kernels.permute import collect_rows_into, dot_rows, rows_in_part, spread_rows
-from moe_graphs.kernels.row_stack import RETURNED, part_of
+from moe_graphs.kernels.permute import collect_rows_into, dot_rows, spread_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,12 +35,10 @@ class PeerMemory:
     """What all ranks hold at fixed addresses, as this rank sees it.
 
     Attributes:
-        rows: per rank ``[H * G, D]``: tokens or gradients that were pushed to it, or partial sums
+        rows: per rank ``[G, D]``: tokens or gradients that were pushed to it, or partial sums
             that it has for others.
-        experts, weights: per rank ``[H * G, K]``, int64 and fp32; gradients of weights likewise.
+        experts, weights: per rank ``[G, K]``, int64 and fp32; gradients of weights likewise.
         addresses_3W: int64 on the device, of those three on every rank.
-        turn_2: int64 on the device, None if there is one half: how many calls this rank has done,
-            and how many programs of the kernel that runs now have.
         barrier: enqueued between kernels, or waits on the CPU.
         owned: what keeps the memory alive.
     """
@@ -68,7 +48,6 @@ class PeerMemory:
     experts: tuple[Tensor, ...]
     weights: tuple[Tensor, ...]
     addresses_3W: Tensor
-    turn_2: Tensor | None
     barrier: Callable[[], None]
     owned: Any = None
 
@@ -79,32 +58,13 @@ class PeerMemory:
         parts: Sequence[tuple[Tensor, ...]],
         barrier: Callable[[], None],
         owned: Any = None,
-        halves: int = 1,
     ) -> PeerMemory:
         """parts: rows, experts and weights; with the addresses of these tensors."""
         rows, experts, weights = parts
         device = rows[rank].device
         addresses = [[each.data_ptr() for each in part] for part in parts]
         table = torch.tensor(addresses, dtype=torch.int64, device=device)
-        turn_2 = torch.zeros(2, dtype=torch.int64, device=device) if halves == 2 else None
-        return cls(rank, rows, experts, weights, table, turn_2, barrier, owned)
-
-    def begin(self) -> None:
-        """Before anything is written."""
-        if self.turn_2 is None:
-            self.barrier()
-
-    def half(self, part: tuple[Tensor, ...], ago: int) -> list[Tensor]:
-        """Of every rank what the call of so many calls ago had. Looks at the count on the host:
-        for the CPU."""
-        if self.turn_2 is None:
-            return list(part)
-        return [each.chunk(2)[(int(self.turn_2[0]) - ago) % 2] for each in part]
-
-    def count(self) -> None:
-        """What kernels do themselves."""
-        if self.turn_2 is not None:
-            self.turn_2[0] += 1
+        return cls(rank, rows, experts, weights, table, barrier, owned)
 
 
 # An op takes numbers, and its memory stays where it is as long as a graph may know the number.
@@ -137,10 +97,10 @@ def push_tokens(
     that communicates says with whom.
     """
     peers = memory_of(memory)
-    peers.begin()
+    peers.barrier()
     push_rows(hidden_TD, experts_TK, weights_TK, local, peers)
     peers.barrier()
-    return _received_routing(peers)
+    return peers.experts[peers.rank], peers.weights[peers.rank].clone()
 
 
 @define_op(device="default")
@@ -149,7 +109,7 @@ def push_gradients(
 ) -> None:
     """As tokens travel, without their routing."""
     peers = memory_of(memory)
-    peers.begin()
+    peers.barrier()
     push_rows(grad_TD, experts_TK, None, local, peers)
     peers.barrier()
 
@@ -161,30 +121,15 @@ def received_rows(
     """``rows_RD``: what the last call has pushed to this rank, times its weights, in the rows of
     the local experts."""
     peers = memory_of(memory)
-    own = peers.rows[peers.rank]
-    if peers.turn_2 is not None and has_kernel(own):
-        from moe_graphs.kernels import permute_triton
-
-        rows = order_R.numel()
-        return permute_triton.spread_rows(own, inverse_GK, weights_GK, rows, True, peers.turn_2)
-    rows_GD = peers.half(peers.rows, 1)[peers.rank]
-    return spread_rows(rows_GD, order_R, inverse_GK, weights_GK, True)
+    return spread_rows(peers.rows[peers.rank], order_R, inverse_GK, weights_GK, True)
 
 
 @define_op(device="default")
 def received_dots(rows_RD: Tensor, inverse_GK: Tensor, memory: int) -> Tensor:
     """``dots_GK``: the inner products of what the last call has pushed to this rank with the rows
     of the local experts."""
-    return _dots(rows_RD, inverse_GK, memory_of(memory))
-
-
-@define_op(device="default")
-def received_dots_kept(
-    state: Tensor, frame_5: Tensor, inverse_GK: Tensor, stack: int, memory: int
-) -> Tensor:
-    """The same with rows of a frame of a stack (``KeptRows``)."""
-    where_GK = rows_in_part(frame_5, inverse_GK)
-    return _dots(part_of(stack, RETURNED), where_GK, memory_of(memory))
+    peers = memory_of(memory)
+    return dot_rows(rows_RD, inverse_GK, peers.rows[peers.rank], True)
 
 
 @define_op(device="default")
@@ -200,8 +145,8 @@ def pull_sums(
     """``out_TD``: each token's rows, weighted, summed where they are and rounded, then over the
     ranks, in their order and in fp32, and rounded once more."""
     peers = memory_of(memory)
-    peers.begin()
-    _collect(peers, rows_RD, inverse_GK, weights_GK)
+    peers.barrier()
+    collect_rows_into(peers.rows[peers.rank], rows_RD, inverse_GK, weights_GK)
     peers.barrier()
     return pull_rows(experts_TK, local, peers, False)[0]
 
@@ -219,50 +164,11 @@ def pull_gradients(
     """``grad_TD`` as sums are pulled, without weights, and the weights' own gradients ``[T, K]``
     from the ranks of their experts."""
     peers = memory_of(memory)
-    peers.begin()
-    _collect(peers, grad_RD, inverse_GK, None)
-    own = peers.weights[peers.rank]
-    if peers.turn_2 is not None and has_kernel(own):
-        from moe_graphs.kernels import peer_rows_triton
-
-        peer_rows_triton.push_weights(grad_weights_GK, own, peers.turn_2)
-    else:
-        peers.half(peers.weights, 0)[peers.rank].copy_(grad_weights_GK)
+    peers.barrier()
+    collect_rows_into(peers.rows[peers.rank], grad_RD, inverse_GK, None)
+    peers.weights[peers.rank].copy_(grad_weights_GK)
     peers.barrier()
     return pull_rows(experts_TK, local, peers, True)
-
-
-def _received_routing(peers: PeerMemory) -> tuple[Tensor, Tensor]:
-    experts, weights = peers.experts[peers.rank], peers.weights[peers.rank]
-    if peers.turn_2 is not None and has_kernel(weights):
-        from moe_graphs.kernels import peer_rows_triton
-
-        return peer_rows_triton.pull_routing(experts, weights, peers.turn_2)
-    own = peers.rank
-    return peers.half(peers.experts, 1)[own], peers.half(peers.weights, 1)[own].clone()
-
-
-def _dots(rows_RD: Tensor, inverse_GK: Tensor, peers: PeerMemory) -> Tensor:
-    own = peers.rows[peers.rank]
-    if peers.turn_2 is not None and has_kernel(own):
-        from moe_graphs.kernels import permute_triton
-
-        return permute_triton.dot_rows(rows_RD, inverse_GK, own, peers.turn_2)
-    return dot_rows(rows_RD, inverse_GK, peers.half(peers.rows, 1)[peers.rank], True)
-
-
-def _collect(
-    peers: PeerMemory, rows_RD: Tensor, inverse_GK: Tensor, weights_GK: Tensor | None
-) -> None:
-    """Sums for the other ranks."""
-    own = peers.rows[peers.rank]
-    if peers.turn_2 is not None and has_kernel(own):
-        from moe_graphs.kernels import permute_triton
-
-        permute_triton.collect_rows_into(own, rows_RD, inverse_GK, weights_GK, peers.turn_2)
-    else:
-        own_GD = peers.half(peers.rows, 0)[peers.rank]
-        collect_rows_into(own_GD, rows_RD, inverse_GK, weights_GK)
 
 
 def push_rows(
@@ -277,12 +183,11 @@ def push_rows(
         from moe_graphs.kernels import peer_rows_triton
 
         peer_rows_triton.push_rows(
-            source_TD, experts_TK, weights_TK, peers.addresses_3W, peers.rank, local, peers.turn_2
+            source_TD, experts_TK, weights_TK, peers.addresses_3W, peers.rank, local
         )
     else:
-        parts = (peers.half(part, 0) for part in (peers.rows, peers.experts, peers.weights))
+        parts = (peers.rows, peers.experts, peers.weights)
         peer_rows_reference.push_rows(source_TD, experts_TK, weights_TK, *parts, peers.rank, local)
-        peers.count()
 
 
 def pull_rows(
@@ -297,10 +202,9 @@ def pull_rows(
         from moe_graphs.kernels import peer_rows_triton
 
         peer_rows_triton.pull_rows(
-            out_TD, out_TK, experts_TK, peers.addresses_3W, peers.rank, local, peers.turn_2
+            out_TD, out_TK, experts_TK, peers.addresses_3W, peers.rank, local
         )
     else:
-        parts = (peers.half(part, 0) for part in (peers.rows, peers.weights))
+        parts = (peers.rows, peers.weights)
         peer_rows_reference.pull_rows(out_TD, out_TK, experts_TK, *parts, peers.rank, local)
-        peers.count()
     return out_TD, out_TK

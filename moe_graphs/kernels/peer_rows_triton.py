@@ -5,9 +5,6 @@ on the device. A push reads a token once and stores it at every rank that wants 
 first, so that not all ranks store to the same one at once; a pull loads from all ranks at once and
 adds in their order in fp32. A rank that holds no expert of a token is left alone.
 
-With turns the memory has two halves, and a call the one that the count of calls says, which is on
-the device. The last program of a call moves it on.
-
 T tokens of a rank, W ranks, D model (`width` eighths of it), K top-k. Addresses: of rows, experts
 and weights on every rank, `[3, W]`.
 """
@@ -16,12 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2
+from moe_graphs.kernels.launching import launch, next_power_of_2
 
 WIDEST = 2048  # numbers of a row that a program of four warps has in flight
 # Programs. Stores are not waited for, loads of other ranks' memory take microseconds.
 PUSHING, PULLING = 528, 1056
-PAIRS = 1024  # of a program that moves routing
 
 
 @triton.jit
@@ -32,36 +28,16 @@ def _at(addresses_ptr, index, dtype: tl.constexpr):
 
 
 @triton.jit
-def _first_row(own, half, turn_ptr, TURNS: tl.constexpr):
-    """Where the rows of this rank's tokens begin, in this call's half."""
-    if TURNS:
-        own = own + (tl.load(turn_ptr) & 1) * half
-    return own
-
-
-@triton.jit
-def _end_turn(turn_ptr, TURNS: tl.constexpr):
-    """The last statement of every program: the last one to come here counts the call."""
-    if TURNS:
-        tl.debug_barrier()  # all warps of this program know their turn
-        done = tl.atomic_add(turn_ptr + 1, 1) + 1
-        if done == tl.num_programs(0):
-            tl.store(turn_ptr + 1, tl.zeros_like(done))
-            tl.store(turn_ptr, tl.load(turn_ptr) + 1)
-
-
-@triton.jit
 def push_kernel(
-    source_ptr, experts_ptr, weights_ptr, addresses_ptr, turn_ptr, tokens, width, rank, local,
+    source_ptr, experts_ptr, weights_ptr, addresses_ptr, tokens, width, rank, local,
     W: tl.constexpr, K: tl.constexpr, K_LANES: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROUTED: tl.constexpr, TURNS: tl.constexpr,
+    ROUTED: tl.constexpr,
 ):  # fmt: skip
-    first = _first_row(rank * tokens, W * tokens, turn_ptr, TURNS)
     D = width * 8
     slot = tl.arange(0, K_LANES)
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
         here = tl.core.to_tensor(token).to(tl.int64)  # the interpreter's is Python's
-        row = here + first
+        row = here + rank * tokens
         expert = tl.load(experts_ptr + here * K + slot, mask=slot < K, other=0)
         holder = tl.where(slot < K, expert.to(tl.int32) // local, -1)
         for base in range(0, D, BLOCK_D):
@@ -80,21 +56,19 @@ def push_kernel(
                 to_weights = _at(addresses_ptr, 2 * W + i, tl.float32)
                 tl.store(to_experts + row * K + slot, expert, mask=slot < K)
                 tl.store(to_weights + row * K + slot, weight, mask=slot < K)
-    _end_turn(turn_ptr, TURNS)
 
 
 @triton.jit
 def pull_kernel(
-    out_ptr, out_weights_ptr, experts_ptr, addresses_ptr, turn_ptr, tokens, width, rank, local,
+    out_ptr, out_weights_ptr, experts_ptr, addresses_ptr, tokens, width, rank, local,
     W: tl.constexpr, K: tl.constexpr, K_LANES: tl.constexpr, BLOCK_D: tl.constexpr,
-    WEIGHTS: tl.constexpr, TURNS: tl.constexpr,
+    WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    first = _first_row(rank * tokens, W * tokens, turn_ptr, TURNS)
     D = width * 8
     slot = tl.arange(0, K_LANES)
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
         here = tl.core.to_tensor(token).to(tl.int64)  # the interpreter's is Python's
-        row = here + first
+        row = here + rank * tokens
         expert = tl.load(experts_ptr + here * K + slot, mask=slot < K, other=0)
         holder = tl.where(slot < K, expert.to(tl.int32) // local, -1)
         for base in range(0, D, BLOCK_D):
@@ -114,29 +88,6 @@ def pull_kernel(
                 weights_ptr = _at(addresses_ptr, 2 * W + peer, tl.float32)
                 found += tl.load(weights_ptr + row * K + slot, mask=holder == peer, other=0.0)
             tl.store(out_weights_ptr + here * K + slot, found, mask=slot < K)
-    _end_turn(turn_ptr, TURNS)
-
-
-@triton.jit
-def pull_routing_kernel(
-    experts_ptr, weights_ptr, out_experts_ptr, out_weights_ptr, turn_ptr, pairs,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    half = (tl.load(turn_ptr) - 1) & 1  # the call has been counted
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = at < pairs
-    there = half * pairs + at
-    tl.store(out_experts_ptr + at, tl.load(experts_ptr + there, mask=live), mask=live)
-    tl.store(out_weights_ptr + at, tl.load(weights_ptr + there, mask=live), mask=live)
-
-
-@triton.jit
-def push_weights_kernel(source_ptr, weights_ptr, turn_ptr, pairs, BLOCK: tl.constexpr):
-    half = tl.load(turn_ptr) & 1
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = at < pairs
-    value = tl.load(source_ptr + at, mask=live)
-    tl.store(weights_ptr + half * pairs + at, value, mask=live)
 
 
 def push_rows(
@@ -146,16 +97,15 @@ def push_rows(
     addresses_3W: torch.Tensor,
     rank: int,
     local: int,
-    turn_2: torch.Tensor | None = None,
 ) -> None:
     """Each token to the ranks that hold any of its experts; its routing, if given, to all."""
     tokens, D = source_TD.shape
     weights = experts_TK if weights_TK is None else weights_TK.contiguous()
     args = (
         source_TD.contiguous(), experts_TK.contiguous(), weights, addresses_3W,
-        addresses_3W if turn_2 is None else turn_2, tokens, _eighths(D), rank, local,
+        tokens, _eighths(D), rank, local,
     )  # fmt: skip
-    tile = _tile(addresses_3W, experts_TK, D, turn_2)
+    tile = _tile(addresses_3W, experts_TK, D)
     launch(push_kernel, (PUSHING,), args, ROUTED=weights_TK is not None, **tile)
 
 
@@ -166,38 +116,15 @@ def pull_rows(
     addresses_3W: torch.Tensor,
     rank: int,
     local: int,
-    turn_2: torch.Tensor | None = None,
 ) -> None:
     """`out_TD`: the sum of a token's rows at the ranks that hold any of its experts; `out_TK`,
     unless it is empty: each pair's number at the rank of its expert."""
     tokens, D = out_TD.shape
     args = (
-        out_TD, out_TK, experts_TK.contiguous(), addresses_3W,
-        addresses_3W if turn_2 is None else turn_2, tokens, _eighths(D), rank, local,
+        out_TD, out_TK, experts_TK.contiguous(), addresses_3W, tokens, _eighths(D), rank, local,
     )  # fmt: skip
-    tile = _tile(addresses_3W, experts_TK, D, turn_2)
+    tile = _tile(addresses_3W, experts_TK, D)
     launch(pull_kernel, (PULLING,), args, WEIGHTS=out_TK.numel() > 0, **tile)
-
-
-def pull_routing(
-    experts_2GK: torch.Tensor, weights_2GK: torch.Tensor, turn_2: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies of the half that the call before had."""
-    pairs = experts_2GK.numel() // 2
-    shape = (experts_2GK.shape[0] // 2, experts_2GK.shape[1])
-    experts_GK, weights_GK = experts_2GK.new_empty(shape), weights_2GK.new_empty(shape)
-    if pairs:
-        args = (experts_2GK, weights_2GK, experts_GK, weights_GK, turn_2, pairs)
-        launch(pull_routing_kernel, (cdiv(pairs, PAIRS),), args, BLOCK=PAIRS)
-    return experts_GK, weights_GK
-
-
-def push_weights(source_GK: torch.Tensor, weights_2GK: torch.Tensor, turn_2: torch.Tensor) -> None:
-    """Into the half that this call has."""
-    pairs = source_GK.numel()
-    if pairs:
-        args = (source_GK.contiguous(), weights_2GK, turn_2, pairs)
-        launch(push_weights_kernel, (cdiv(pairs, PAIRS),), args, BLOCK=PAIRS)
 
 
 def _eighths(D: int) -> int:
@@ -205,11 +132,9 @@ def _eighths(D: int) -> int:
     return D // 8
 
 
-def _tile(
-    addresses_3W: torch.Tensor, experts_TK: torch.Tensor, D: int, turn_2: torch.Tensor | None
-) -> dict[str, int]:
+def _tile(addresses_3W: torch.Tensor, experts_TK: torch.Tensor, D: int) -> dict[str, int]:
     block, top_k = min(WIDEST, next_power_of_2(max(D, 1))), experts_TK.shape[1]
     return {
         "W": addresses_3W.shape[1], "K": top_k, "K_LANES": next_power_of_2(top_k),
-        "BLOCK_D": block, "TURNS": turn_2 is not None, "num_warps": 4 if block > WIDEST // 4 else 2,
+        "BLOCK_D": block, "num_warps": 4 if block > WIDEST // 4 else 2,
     }  # fmt: skip

@@ -14,9 +14,7 @@ from torch import Tensor
 
 from moe_graphs.kernels import permute_reference
 from moe_graphs.kernels.availability import has_kernel
-from moe_graphs.kernels.ops import define_op
 from moe_graphs.kernels.row_order import RowOrder, pairs_per_token
-from moe_graphs.kernels.row_stack import RETURNED, KeptRows, part_of
 
 
 def permute(hidden_TD: Tensor, order: RowOrder) -> Tensor:
@@ -31,21 +29,16 @@ def permute(hidden_TD: Tensor, order: RowOrder) -> Tensor:
     return _Permute.apply(hidden_TD, order.order_R, order.inverse_R, order.has_gaps)
 
 
-def unpermute(
-    rows_RD: Tensor, order: RowOrder, weights_TK: Tensor, kept: KeptRows | None = None
-) -> Tensor:
+def unpermute(rows_RD: Tensor, order: RowOrder, weights_TK: Tensor) -> Tensor:
     """Sums each token's K rows by weight, in fp32 and in k order, rounded once at the end.
 
     Example: rows ``[[10], [20], [30], [40], [50], [60]]`` in the order of ``route_rows`` with
     weights ``[[.5, .5], [1, 0], [0, 1]]`` give ``[[30], [20], [40]]``.
 
     Returns:
-        ``hidden_TD`` in the dtype of ``rows_RD``. Saves rows, order and weights for backward, the
-        rows in a frame of a stack if there is one.
+        ``hidden_TD`` in the dtype of ``rows_RD``. Saves rows, order and weights for backward.
     """
-    return _Unpermute.apply(
-        rows_RD, weights_TK, order.order_R, order.inverse_R, order.has_gaps, kept
-    )
+    return _Unpermute.apply(rows_RD, weights_TK, order.order_R, order.inverse_R, order.has_gaps)
 
 
 def sum_rows(rows_RD: Tensor, inverse_TK: Tensor) -> Tensor:
@@ -76,12 +69,9 @@ class _Permute(torch.autograd.Function):
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows_RD, weights_TK, order_R, inverse_R, has_gaps, kept):
-        if kept is not None:
-            kept.store(RETURNED, rows_RD)
-        held = rows_RD if kept is None else None
-        ctx.save_for_backward(held, weights_TK, order_R, inverse_R)
-        ctx.has_gaps, ctx.kept = has_gaps, kept
+    def forward(ctx, rows_RD, weights_TK, order_R, inverse_R, has_gaps):
+        ctx.save_for_backward(rows_RD, weights_TK, order_R, inverse_R)
+        ctx.has_gaps = has_gaps
         return _collect(rows_RD, inverse_R.view_as(weights_TK), weights_TK, has_gaps)
 
     @staticmethod
@@ -92,12 +82,9 @@ class _Unpermute(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_rows = spread_rows(grad_TD, order_R, inverse_TK, weights_TK, ctx.has_gaps)
         if ctx.needs_input_grad[1]:
-            if ctx.kept is None:
-                grad_weights = dot_rows(rows_RD, inverse_TK, grad_TD, ctx.has_gaps)
-            else:
-                grad_weights = dot_kept(ctx.kept, inverse_TK, grad_TD)
+            grad_weights = dot_rows(rows_RD, inverse_TK, grad_TD, ctx.has_gaps)
             grad_weights = grad_weights.to(weights_TK.dtype)
-        return grad_rows, grad_weights, None, None, None, None
+        return grad_rows, grad_weights, None, None, None
 
 
 def spread_rows(
@@ -147,21 +134,3 @@ def dot_rows(rows_RD: Tensor, inverse_TK: Tensor, other_TD: Tensor, has_gaps: bo
 
         return permute_triton.dot_rows(rows_RD, inverse_TK, other_TD)
     return permute_reference.dot_rows(rows_RD, inverse_TK, other_TD, has_gaps)
-
-
-def dot_kept(kept: KeptRows, inverse_TK: Tensor, other_TD: Tensor) -> Tensor:
-    """``dot_rows`` of the rows that the experts returned, read where they are kept."""
-    return stack_dot(kept.state, kept.frame_5, inverse_TK, other_TD, kept.stack)
-
-
-@define_op(device="default")
-def stack_dot(
-    state: Tensor, frame_5: Tensor, inverse_TK: Tensor, other_TD: Tensor, stack: int
-) -> Tensor:
-    return dot_rows(part_of(stack, RETURNED), rows_in_part(frame_5, inverse_TK), other_TD, True)
-
-
-def rows_in_part(frame_5: Tensor, inverse_TK: Tensor) -> Tensor:
-    """Where a frame's rows are in a part of the stack; -1 in a frame without room."""
-    has_row_TK = (inverse_TK >= 0) & (frame_5[1] > 0)
-    return torch.where(has_row_TK, inverse_TK + frame_5[0], -1)

@@ -24,22 +24,12 @@ DOT_NUMBERS, DOT_LEAST = 4096, 128  # of the [K, D] tile of `dot`, and of D at l
 
 
 @triton.jit
-def _in_half(token, turn_ptr, ago: tl.constexpr, TURNS: tl.constexpr):
-    """A token's row in memory of two halves that calls have by turns (`peer_rows`): in that of so
-    many calls ago. As many programs as a half has rows. Without turns it is the token's number."""
-    row = token.to(tl.int64)
-    if TURNS:
-        row += ((tl.load(turn_ptr) - ago) & 1) * tl.num_programs(0)
-    return row
-
-
-@triton.jit
 def spread_kernel(
-    source_ptr, inverse_ptr, weights_ptr, rows_ptr, turn_ptr, D,
-    K: tl.constexpr, BLOCK_D: tl.constexpr, WEIGHTED: tl.constexpr, TURNS: tl.constexpr,
+    source_ptr, inverse_ptr, weights_ptr, rows_ptr, D,
+    K: tl.constexpr, BLOCK_D: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
-    here = _in_half(token, turn_ptr, 1, TURNS)
+    here = token.to(tl.int64)
     for base in range(0, D, BLOCK_D):
         column = base + tl.arange(0, BLOCK_D)
         live = column < D
@@ -55,11 +45,11 @@ def spread_kernel(
 
 @triton.jit
 def collect_kernel(
-    rows_ptr, inverse_ptr, weights_ptr, out_ptr, turn_ptr, D,
-    K: tl.constexpr, BLOCK_D: tl.constexpr, WEIGHTED: tl.constexpr, TURNS: tl.constexpr,
+    rows_ptr, inverse_ptr, weights_ptr, out_ptr, D,
+    K: tl.constexpr, BLOCK_D: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
-    there = _in_half(token, turn_ptr, 0, TURNS)
+    there = token.to(tl.int64)
     for base in range(0, D, BLOCK_D):
         column = base + tl.arange(0, BLOCK_D)
         live = column < D
@@ -77,11 +67,11 @@ def collect_kernel(
 
 @triton.jit
 def dot_kernel(
-    rows_ptr, inverse_ptr, other_ptr, out_ptr, turn_ptr, D,
-    K: tl.constexpr, K_LANES: tl.constexpr, BLOCK_D: tl.constexpr, TURNS: tl.constexpr,
+    rows_ptr, inverse_ptr, other_ptr, out_ptr, D,
+    K: tl.constexpr, K_LANES: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
-    here = _in_half(token, turn_ptr, 1, TURNS)
+    here = token.to(tl.int64)
     slot = tl.arange(0, K_LANES)
     row = tl.load(inverse_ptr + token * K + slot, mask=slot < K, other=-1).to(tl.int64)
     total = tl.zeros((K_LANES,), dtype=tl.float32)
@@ -102,24 +92,15 @@ def spread_rows(
     weights_TK: torch.Tensor | None,
     num_rows: int,
     has_gaps: bool,
-    turn_2: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`rows_RD`: every token's vector in its K rows; rows without a pair are zero (`has_gaps`).
-    With a turn, of the half of `source_TD` that the call before had (`peer_rows`)."""
+    """`rows_RD`: every token's vector in its K rows; rows without a pair are zero (`has_gaps`)."""
     tokens, D = inverse_TK.shape[0], source_TD.shape[1]
     make = source_TD.new_zeros if has_gaps else source_TD.new_empty
     rows_RD = make((num_rows, D))
     if tokens and D:
         source_TD, inverse_TK = source_TD.contiguous(), inverse_TK.contiguous()
-        args = (
-            source_TD,
-            inverse_TK,
-            _or(weights_TK, source_TD),
-            rows_RD,
-            _or(turn_2, source_TD),
-            D,
-        )
-        tile = _tile(inverse_TK, D, turn_2)
+        args = (source_TD, inverse_TK, _or(weights_TK, source_TD), rows_RD, D)
+        tile = _tile(inverse_TK, D)
         launch(spread_kernel, (tokens,), args, WEIGHTED=weights_TK is not None, **tile)
     return rows_RD
 
@@ -139,40 +120,34 @@ def collect_rows_into(
     rows_RD: torch.Tensor,
     inverse_TK: torch.Tensor,
     weights_TK: torch.Tensor | None,
-    turn_2: torch.Tensor | None = None,
 ) -> None:
-    """`collect_rows` into contiguous memory that there is already; with a turn into the half of it
-    that this call has."""
+    """`collect_rows` into contiguous memory that there is already."""
     tokens, D = inverse_TK.shape[0], out_TD.shape[1]
     if tokens and D:
         rows_RD, inverse_TK = rows_RD.contiguous(), inverse_TK.contiguous()
-        args = (rows_RD, inverse_TK, _or(weights_TK, rows_RD), out_TD, _or(turn_2, rows_RD), D)
-        tile = _tile(inverse_TK, D, turn_2)
+        args = (rows_RD, inverse_TK, _or(weights_TK, rows_RD), out_TD, D)
+        tile = _tile(inverse_TK, D)
         launch(collect_kernel, (tokens,), args, WEIGHTED=weights_TK is not None, **tile)
 
 
 @define_op(device="default")
 def dot_rows(
-    rows_RD: torch.Tensor,
-    inverse_TK: torch.Tensor,
-    other_TD: torch.Tensor,
-    turn_2: torch.Tensor | None = None,
+    rows_RD: torch.Tensor, inverse_TK: torch.Tensor, other_TD: torch.Tensor
 ) -> torch.Tensor:
-    """`out_TK`: the inner products of every token's K rows with its vector, in fp32. With a turn,
-    of the half of `other_TD` that the call before had."""
+    """`out_TK`: the inner products of every token's K rows with its vector, in fp32."""
     (tokens, K), D = inverse_TK.shape, rows_RD.shape[1]
     out_TK = torch.zeros((tokens, K), dtype=torch.float32, device=rows_RD.device)
     if tokens and D:
-        tile = _tile(inverse_TK, D, turn_2) | {"K_LANES": next_power_of_2(K)}
+        tile = _tile(inverse_TK, D) | {"K_LANES": next_power_of_2(K)}
         tile["BLOCK_D"] = min(tile["BLOCK_D"], max(DOT_LEAST, DOT_NUMBERS // tile["K_LANES"]))
         rows_RD, inverse_TK = rows_RD.contiguous(), inverse_TK.contiguous()
-        args = (rows_RD, inverse_TK, other_TD.contiguous(), out_TK, _or(turn_2, rows_RD), D)
+        args = (rows_RD, inverse_TK, other_TD.contiguous(), out_TK, D)
         launch(dot_kernel, (tokens,), args, **tile)
     return out_TK
 
 
 @torch.library.register_fake("moe_graphs::spread_rows")
-def _(source_TD, inverse_TK, weights_TK, num_rows, has_gaps, turn_2=None):
+def _(source_TD, inverse_TK, weights_TK, num_rows, has_gaps):
     return source_TD.new_empty((num_rows, source_TD.shape[1]))
 
 
@@ -182,7 +157,7 @@ def _(rows_RD, inverse_TK, weights_TK):
 
 
 @torch.library.register_fake("moe_graphs::dot_rows")
-def _(rows_RD, inverse_TK, other_TD, turn_2=None):
+def _(rows_RD, inverse_TK, other_TD):
     return rows_RD.new_empty(inverse_TK.shape, dtype=torch.float32)
 
 
@@ -191,9 +166,7 @@ def _or(given: torch.Tensor | None, anything: torch.Tensor) -> torch.Tensor:
     return anything if given is None else given.contiguous()
 
 
-def _tile(inverse_TK: torch.Tensor, D: int, turn_2: torch.Tensor | None) -> dict:
+def _tile(inverse_TK: torch.Tensor, D: int) -> dict:
     block = min(WIDEST, next_power_of_2(D))
     warps = 4 if block > WIDEST // 4 else 2
-    return {
-        "K": inverse_TK.shape[1], "BLOCK_D": block, "TURNS": turn_2 is not None, "num_warps": warps,
-    }  # fmt: skip
+    return {"K": inverse_TK.shape[1], "BLOCK_D": block, "num_warps": warps}

@@ -1,6 +1,5 @@
 """Modules written as stages: attention, router, experts, layers, model, and their configuration."""
 
-from moe_graphs.layers.activation_stack import ActivationStack
 from moe_graphs.layers.architectures import (
     deepseek_v3,
     deepseek_v3_moe,
@@ -26,7 +25,6 @@ from moe_graphs.layers.router import Routing, TopKRouter
 from moe_graphs.layers.transformer import LayerOutput, TransformerLayer
 
 __all__ = [
-    "ActivationStack",
     "Attention",
     "GroupedExperts",
     "HeadExchange",

@@ -26,12 +26,10 @@ class ExpertsBackend(nn.Module):
     Attributes:
         host_sync: why their forward cannot be captured, or None.
         takes_tail: whether rows may follow that are no expert's, as some dispatchers leave them.
-        takes_stack: whether ``forward`` takes a frame of an ``ActivationStack``.
     """
 
     host_sync: str | None = None
     takes_tail: bool = False
-    takes_stack: bool = False
 
     def __init__(
         self,

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from moe_graphs.kernels import swiglu_gemms
 from moe_graphs.layers.expert_backends import ExpertsBackend
-from moe_graphs.layers.kept_experts import Kept, swiglu_experts_kept
 
 
 class GroupedExperts(ExpertsBackend):
@@ -22,7 +21,6 @@ class GroupedExperts(ExpertsBackend):
     """
 
     takes_tail = True
-    takes_stack = True
 
     def make_weights(
         self,
@@ -41,12 +39,8 @@ class GroupedExperts(ExpertsBackend):
         self.draw_experts(self.w1, std)
         self.draw_experts(self.w2, out_std)
 
-    def forward(self, rows_RD: Tensor, offsets_e: Tensor, kept: Kept | None = None) -> Tensor:
-        """``kept``: where their backward finds what it needs (``ActivationStack``)."""
-        w1_eD2F, w2_eFD = _local(self.w1), _local(self.w2)
-        if kept is None:
-            return swiglu_gemms(rows_RD, w1_eD2F, w2_eFD, offsets_e)
-        return swiglu_experts_kept(rows_RD, w1_eD2F, w2_eFD, offsets_e, kept)
+    def forward(self, rows_RD: Tensor, offsets_e: Tensor) -> Tensor:
+        return swiglu_gemms(rows_RD, _local(self.w1), _local(self.w2), offsets_e)
 
     def stacked_weights(self) -> tuple[Tensor, Tensor]:
         return self.w1.detach(), self.w2.detach()

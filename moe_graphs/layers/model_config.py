@@ -8,7 +8,6 @@ from typing import Literal, get_args
 from moe_graphs.layers.rope_scaling import Llama3Scaling, YarnScaling
 
 ExpertsKind = Literal["moe_graphs", "transformer_engine", "megablocks", "megablocks_sparse"]
-Overlap = Literal["none", "shared_experts", "halves"]
 LinearKind = Literal["torch", "transformer_engine"]
 EXPERT_BACKENDS: tuple[str, ...] = get_args(ExpertsKind)
 LINEARS: tuple[str, ...] = get_args(LinearKind)
@@ -35,16 +34,6 @@ class MoEConfig:
             ``bias_update_rate`` at every ``update_expert_bias``.
         shared_ffn_hidden_size: width of an expert that sees every token; 0 for none.
         shared_gate: its output is multiplied by a learned sigmoid gate (Qwen2-MoE).
-        overlap: what runs beside tokens that travel, on a CUDA stream of its own; on the CPU
-            there is one stream. Not with tensor parallelism.
-            "shared_experts": the expert that sees every token, beside routing and experts, too, the
-            same to the bit. Refused where it cannot: scopes that hold some of the layer only,
-            Transformer Engine's projections, hooks on its modules. Split backwards of pipelines
-            compute the gradients of its weights with those of the inputs.
-            "halves": tokens are routed together, and then sent, computed and returned in two
-            halves: one half travels while the experts work on the other, see ``layers.halves``.
-            Gradients of the experts' weights are sums of two. For dispatcher ``symmetric`` of
-            several ranks, without ``rows_factor`` and activation stack: others are refused.
         experts: whose kernels the routed experts run on, see ``layers.expert_backends``.
     """
 
@@ -63,7 +52,6 @@ class MoEConfig:
     bias_update_rate: float = 1e-3
     shared_ffn_hidden_size: int = 0
     shared_gate: bool = False
-    overlap: Overlap = "none"
     experts: ExpertsKind = "moe_graphs"
 
     def __post_init__(self) -> None:
@@ -80,16 +68,8 @@ class MoEConfig:
             )
         if not 0 <= self.input_jitter < 1:
             raise ValueError(f"input_jitter must be in [0, 1), got {self.input_jitter}")
-        if self.overlap not in get_args(Overlap):
-            accepted = ", ".join(get_args(Overlap))
-            raise ValueError(f"overlap {self.overlap!r} is unknown: choose one of {accepted}")
-        for name in ("shared_gate", "overlap"):
-            wants_shared = getattr(self, name) in (True, "shared_experts")
-            if wants_shared and not self.shared_ffn_hidden_size:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} needs a shared expert: set "
-                    f"shared_ffn_hidden_size"
-                )
+        if self.shared_gate and not self.shared_ffn_hidden_size:
+            raise ValueError("shared_gate=True needs a shared expert: set shared_ffn_hidden_size")
         if self.experts not in EXPERT_BACKENDS:
             raise ValueError(
                 f"experts {self.experts!r} is unknown: choose one of {', '.join(EXPERT_BACKENDS)}"

@@ -1,6 +1,6 @@
 """The mixture-of-experts layer, in the three stages at which it can be cut.
 
-    moe_router      route: scores, top-k, losses, and the shared expert (or its begin)
+    moe_router      route: scores, top-k, losses, and the shared expert
     moe_preprocess  preprocess: sort the rows by expert and permute them
     moe_experts     run_experts: dispatch, experts, combine, plus the shared expert's output
 
@@ -19,18 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moe_graphs.dispatch import Dispatched, Dispatcher, DispatchPlan, LocalDispatcher
-from moe_graphs.kernels.row_stack import KeptRows
-from moe_graphs.layers.activation_stack import ActivationStack, push_rows
+from moe_graphs.dispatch import Dispatcher, DispatchPlan, LocalDispatcher
 from moe_graphs.layers.expert_backends import ExpertsBackend, build_experts
 from moe_graphs.layers.expert_layouts import Experts, layout_of
-from moe_graphs.layers.halves import Uncut, check_halves, run_halves
-from moe_graphs.layers.kept_experts import Kept
 from moe_graphs.layers.mlp import SwiGLU
 from moe_graphs.layers.model_config import ExpertsKind, MoEConfig
 from moe_graphs.layers.router import Routing, TopKRouter
-from moe_graphs.layers.shared_beside import Begun, begin_shared
-from moe_graphs.staged import Stage, Staged, check_uncut, record
+from moe_graphs.staged import Stage, Staged, record
 
 
 @record
@@ -46,19 +41,17 @@ class Routed:
 
     hidden: Tensor
     routing: Routing
-    shared_TD: Tensor | Begun | None
+    shared_TD: Tensor | None
 
 
 @record
 class Prepared:
-    """``shape`` is that of the layer's input; ``hidden_TD`` what was dispatched, if the backward
-    dispatches it again."""
+    """``shape`` is that of the layer's input."""
 
-    plan: DispatchPlan | Uncut
+    plan: DispatchPlan
     aux_loss: Tensor
-    shared_TD: Tensor | Begun | None
+    shared_TD: Tensor | None
     shape: tuple[int, ...]
-    hidden_TD: Tensor | None = None
 
 
 @record
@@ -66,8 +59,7 @@ class MoEOutput:
     """Attributes:
     hidden: in the shape of the input.
     aux_loss: 0-dim fp32, to be added to the loss; its gradient goes to the router.
-    dropped_tokens: 0-dim int64 on the device, (token, expert) pairs without an expert's answer, or
-        without room on the activation stack for their backward.
+    dropped_tokens: 0-dim int64 on the device, (token, expert) pairs without an expert's answer.
     """
 
     hidden: Tensor
@@ -87,28 +79,9 @@ class MoEStages(Staged):
     def choose(self, hidden_TD: Tensor) -> Routing:
         raise NotImplementedError
 
-    def run_shared(self, hidden_TD: Tensor) -> Tensor | Begun | None:
-        """The output of the expert that sees every token, if there is one, or that it has begun."""
+    def run_shared(self, hidden_TD: Tensor) -> Tensor | None:
+        """The output of the expert that sees every token, if there is one."""
         raise NotImplementedError
-
-    def push(self, dispatched: Dispatched) -> KeptRows | None:
-        """Room on a stack for what experts and ``combine`` keep for their backward, if any."""
-        return None
-
-    @property
-    def dispatches_again(self) -> bool:
-        """Whether the backward brings tokens to their experts once more."""
-        return False
-
-    def _kept(self, frame: KeptRows, prepared: Prepared, plan: DispatchPlan) -> Kept:
-        if prepared.hidden_TD is None:
-            return Kept(frame)
-        order, handle, again = plan.order, plan.handle, self.dispatcher
-        return Kept(
-            frame,
-            prepared.hidden_TD.detach(),
-            lambda hidden_TD: again.receive_again(hidden_TD, order, handle),
-        )
 
     @property
     def dynamic(self) -> str | None:
@@ -129,41 +102,20 @@ class MoEStages(Staged):
         hidden_TD = hidden.reshape(-1, hidden.shape[-1])
         if torch.is_autocast_enabled(hidden_TD.device.type):
             hidden_TD = hidden_TD.to(torch.get_autocast_dtype(hidden_TD.device.type))
-        if self.config.overlap == "halves":
-            uncut = Uncut(hidden_TD, routing.weights_TK, routing.experts_TK)
-            return Prepared(uncut, routing.aux_loss, routed.shared_TD, tuple(hidden.shape))
         plan = self.dispatcher.preprocess(
             hidden_TD, routing.weights_TK, routing.experts_TK, self.config.num_experts
         )
-        again_TD = hidden_TD if self.dispatches_again else None
-        return Prepared(plan, routing.aux_loss, routed.shared_TD, tuple(hidden.shape), again_TD)
+        return Prepared(plan, routing.aux_loss, routed.shared_TD, tuple(hidden.shape))
 
     def run_experts(self, prepared: Prepared) -> MoEOutput:
         """Dispatch, experts, combine. The only part that may sync, if its dispatcher does."""
-        if isinstance(prepared.plan, Uncut):
-            halves = run_halves(
-                self.dispatcher, self.experts, prepared.plan, self.config.num_experts
-            )
-            return self._finish(*halves, prepared)
-        plan, dropped = prepared.plan, prepared.plan.dropped
+        plan = prepared.plan
         dispatched = self.dispatcher.dispatch(plan)
-        frame = self.push(dispatched)
-        if frame is None:
-            rows = self.experts(dispatched.rows_RD, dispatched.offsets_e)
-        else:
-            kept = self._kept(frame, prepared, plan)
-            rows = self.experts(dispatched.rows_RD, dispatched.offsets_e, kept)
-            dispatched, dropped = replace(dispatched, kept=frame), dropped + frame.lost()
+        rows = self.experts(dispatched.rows_RD, dispatched.offsets_e)
         hidden_TD = self.dispatcher.combine(rows, dispatched, plan)
-        return self._finish(hidden_TD, dropped, prepared)
-
-    def _finish(self, hidden_TD: Tensor, dropped: Tensor, prepared: Prepared) -> MoEOutput:
-        shared_TD = prepared.shared_TD
-        if shared_TD is not None:
-            if isinstance(shared_TD, Begun):
-                shared_TD = shared_TD.end()
-            hidden_TD = hidden_TD + shared_TD
-        return MoEOutput(hidden_TD.view(prepared.shape), prepared.aux_loss, dropped)
+        if prepared.shared_TD is not None:
+            hidden_TD = hidden_TD + prepared.shared_TD
+        return MoEOutput(hidden_TD.view(prepared.shape), prepared.aux_loss, plan.dropped)
 
 
 class MoELayer(MoEStages):
@@ -171,20 +123,15 @@ class MoELayer(MoEStages):
 
     ``linear``: of the shared expert, as in ``TransformerConfig``.
 
-    Raises:
-        ValueError: ``overlap="shared_experts"`` with another ``linear`` than torch's.
-
     Attributes:
         most_rows: 0-dim int64 buffer, not saved: the most rows that a call has asked of this rank's
             experts; whoever reads it zeroes it. None where the dispatcher has no ``rows_factor``.
         rows_room: likewise, the rows that the last call had room for.
-        activation_stack: see ``use_activation_stack``.
     """
 
     experts: ExpertsBackend
     most_rows: Tensor | None
     rows_room: Tensor | None
-    activation_stack: ActivationStack | None
 
     def __init__(
         self,
@@ -197,11 +144,6 @@ class MoELayer(MoEStages):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if config.overlap == "shared_experts" and linear != "torch":
-            raise ValueError(
-                f"overlap='shared_experts' is for projections of torch, and linear is {linear!r}: "
-                f"choose one of the two"
-            )
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config = config
         self.dispatcher = LocalDispatcher() if dispatcher is None else dispatcher
@@ -210,7 +152,6 @@ class MoELayer(MoEStages):
         self.experts = build_experts(config, hidden_size, local, **factory)
         _check_tail(self.dispatcher, self.experts, config.experts)
         self._make_counters()
-        self.register_module("activation_stack", None)
         self.shared_expert: SwiGLU | None = None
         self.shared_gate: nn.Linear | None = None
         if config.shared_ffn_hidden_size:
@@ -306,7 +247,6 @@ class MoELayer(MoEStages):
             config, size, before.local_experts, device=w1_eD2F.device, dtype=w1_eD2F.dtype
         )
         _check_tail(self.dispatcher, after, kind)
-        _check_stack(self, self.dispatcher, after, self.activation_stack)
         self.config, self.experts = config, after
         self.experts.load_stacked_weights(w1_eD2F, w2_eFD)
 
@@ -317,28 +257,8 @@ class MoELayer(MoEStages):
             ValueError: these experts cannot take the rows of this dispatcher.
         """
         _check_tail(dispatcher, experts, self.config.experts)
-        _check_stack(self, dispatcher, experts, self.activation_stack)
         self.dispatcher, self.experts = dispatcher, experts
         self._make_counters()
-
-    def use_activation_stack(self, stack: ActivationStack | None) -> None:
-        """What the experts keep for their backward lies there from now on; None for as ever.
-
-        Raises:
-            ValueError: the dispatcher has room for as many rows as there are, the experts are
-                another library's, or the stack is for layers of other sizes.
-        """
-        _check_stack(self, self.dispatcher, self.experts, stack)
-        self.activation_stack = stack
-
-    def push(self, dispatched: Dispatched) -> KeptRows | None:
-        if self.activation_stack is None:
-            return None
-        return push_rows(self.activation_stack, dispatched.rows_RD, dispatched.offsets_e)
-
-    @property
-    def dispatches_again(self) -> bool:
-        return self.activation_stack is not None and self.activation_stack.recompute_dispatch
 
     def stages(self) -> tuple[Stage, ...]:
         return (
@@ -355,18 +275,12 @@ class MoELayer(MoEStages):
         return self.run_stages(MoEInput(hidden))
 
     def choose(self, hidden_TD: Tensor) -> Routing:
-        if self.config.overlap == "halves":
-            check_halves(self.dispatcher, self.activation_stack is not None, hidden_TD.shape[0])
         return self.router(hidden_TD)
 
     def preprocess(self, routed: Routed) -> Prepared:
         prepared = super().preprocess(routed)
         plan = prepared.plan
-        if (
-            self.most_rows is not None
-            and not isinstance(plan, Uncut)
-            and plan.rows_needed is not None
-        ):
+        if self.most_rows is not None and plan.rows_needed is not None:
             assert self.rows_room is not None
             self.most_rows.clamp_(min=plan.rows_needed)
             self.rows_room.fill_(plan.rows_RD.shape[0])
@@ -391,13 +305,9 @@ class MoELayer(MoEStages):
             self.most_rows.zero_()
             self.rows_room.zero_()
 
-    def run_shared(self, hidden_TD: Tensor) -> Tensor | Begun | None:
+    def run_shared(self, hidden_TD: Tensor) -> Tensor | None:
         if self.shared_expert is None:
             return None
-        if self.config.overlap == "shared_experts":
-            what = "overlap='shared_experts': the shared expert runs until the end of moe_experts"
-            check_uncut(("moe_preprocess", "moe_experts"), self.dynamic, what)
-            return begin_shared(self.shared_expert, self.shared_gate, hidden_TD)
         shared_TD = self.shared_expert(hidden_TD)
         if self.shared_gate is not None:
             shared_TD = self.shared_gate(hidden_TD).sigmoid() * shared_TD
@@ -421,32 +331,6 @@ def _check_tail(dispatcher: Dispatcher, experts: ExpertsBackend, kind: str) -> N
             f"dispatcher {dispatcher.name!r} leaves rows that are no expert's, which "
             f"experts={kind!r} cannot take: choose experts='moe_graphs', or dispatcher "
             f"'all_to_all'"
-        )
-
-
-def _check_stack(
-    layer: MoELayer,
-    dispatcher: Dispatcher,
-    experts: ExpertsBackend,
-    stack: ActivationStack | None,
-) -> None:
-    if stack is None:
-        return
-    if not hasattr(dispatcher, "rows_factor"):
-        raise ValueError(
-            f"activation stack: dispatcher {dispatcher.name!r} has room for the rows that there "
-            f"are and no more: a stack is for 'all_gather' and 'symmetric'"
-        )
-    if not experts.takes_stack:
-        raise ValueError(
-            f"activation stack: {type(experts).__name__} keep what their library keeps: choose "
-            f"experts='moe_graphs'"
-        )
-    sizes = (layer.router.weight.shape[1], layer.config.ffn_hidden_size)
-    if sizes != (stack.width, stack.ffn_hidden_size):
-        raise ValueError(
-            f"activation stack: made for hidden and ffn sizes {stack.width} and "
-            f"{stack.ffn_hidden_size}, the layer has {sizes[0]} and {sizes[1]}"
         )
 
 

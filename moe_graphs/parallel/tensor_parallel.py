@@ -116,7 +116,6 @@ def check_tensor_parallel(config: TransformerConfig, tp: int) -> None:
     if tp == 1:
         return
     shared = 0 if config.moe is None else config.moe.shared_ffn_hidden_size
-    overlap = "none" if config.moe is None else config.moe.overlap
     dense = not all(map(config.is_moe_layer, range(config.num_layers)))
     sizes = {
         "num_heads": config.num_heads,
@@ -132,8 +131,6 @@ def check_tensor_parallel(config: TransformerConfig, tp: int) -> None:
         "latent attention": config.latent is not None,
         "qk_norm='full', a norm over all heads together,": config.qk_norm == "full",
         f"linear={config.linear!r}": config.linear != "torch",
-        # Sums over ranks on two streams may wait for one another.
-        f"overlap={overlap!r}": overlap != "none",
     }
     for name, found in refused.items():
         if found:

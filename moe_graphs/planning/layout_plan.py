@@ -98,11 +98,6 @@ def plan_layout(config: TransformerConfig, layout: ParallelConfig, step: Planned
             f"sequence_length: {layout.cp} ranks (cp) cannot share {step.sequence_length} tokens "
             f"equally: choose a multiple"
         )
-    if config.moe is not None and config.moe.overlap == "halves":
-        raise ValueError(
-            "overlap='halves': what two halves hold is not planned: plan without it (peers' memory "
-            "is half of that, the rest about the same)"
-        )
     if layout.pp == 1 and (step.schedule, step.stages_per_rank) != ("1f1b", 1):
         raise ValueError("schedule, stages_per_rank: of a pipeline: add --pp, or drop them")
     # From here on a rank's own tokens.
@@ -200,10 +195,8 @@ def _shared_with_peers(
         return 0
     if not any(map(config.is_moe_layer, stage.layers)):
         return 0
-    itemsize, halves = step.compute_dtype.itemsize, 2 if step.one_barrier else 1
-    return peer_memory_bytes(
-        config.moe, config.hidden_size, step.tokens, layout.ep, itemsize, halves
-    )
+    itemsize = step.compute_dtype.itemsize
+    return peer_memory_bytes(config.moe, config.hidden_size, step.tokens, layout.ep, itemsize)
 
 
 def _wire(

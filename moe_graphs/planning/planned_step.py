@@ -43,7 +43,7 @@ class PlannedStep:
         dtype: of the parameters.
         mixed_precision: FSDP2 gathers bf16 and reduces fp32 (``MixedPrecisionPolicy``), and the
             model computes in it; otherwise autocast to bf16, as ``moe-graphs train`` does.
-        dispatcher, rows_factor, one_barrier: with expert parallelism, as of ``make_dispatcher``.
+        dispatcher, rows_factor: with expert parallelism, as of ``make_dispatcher``.
         schedule, stages_per_rank: of a pipeline, as of ``Pipeline``.
         optimizer: what it costs a rank, whose part of the model it is given on the meta device.
         on_gpus: what kernels keep on a GPU; False for the CPU, where nothing is cast.
@@ -56,7 +56,6 @@ class PlannedStep:
     mixed_precision: bool = False
     dispatcher: str = "all_to_all"
     rows_factor: float | None = None
-    one_barrier: bool = False
     schedule: str = "1f1b"
     stages_per_rank: int = 1
     optimizer: Callable[[nn.Module], OptimizerCosts] = of_torchs_adamw
@@ -74,10 +73,6 @@ class PlannedStep:
         if self.rows_factor is not None and self.dispatcher == "all_to_all":
             raise ValueError(
                 "rows_factor: all_to_all has room for what arrives: take all_gather or symmetric"
-            )
-        if self.one_barrier and self.dispatcher != "symmetric":
-            raise ValueError(
-                f"one_barrier: of symmetric, which {self.dispatcher!r} is not: drop it"
             )
 
     @property

@@ -86,8 +86,7 @@ def dispatch_bytes(
 
 
 def peer_memory_bytes(
-    config: MoEConfig, hidden_size: int, tokens: int, ranks: int, itemsize: int, halves: int
+    config: MoEConfig, hidden_size: int, tokens: int, ranks: int, itemsize: int
 ) -> int:
-    """What ``symmetric`` shares with the other ranks, once for all layers. With ``one_barrier``
-    it has two halves."""
-    return halves * ranks * tokens * (hidden_size * itemsize + config.top_k * (8 + 4))
+    """What ``symmetric`` shares with the other ranks, once for all layers."""
+    return ranks * tokens * (hidden_size * itemsize + config.top_k * (8 + 4))

@@ -37,10 +37,10 @@ GROUPS = (
     ),
     Group(
         "grouped GEMM",
-        r"^(gathered_)?(rows|weights)_(pointer|tma|gluon)_kernel|^swiglu_(back_)?gluon_kernel"
+        r"^(gathered_)?(rows|weights)_(pointer|tma|gluon)_kernel"
         r"|^(zero_tail|row_tiles|add_tail|expert_order|add_partials)_kernel"
         r"|GroupProblemShape|grouped_?gemm|^_(sdd|dsd|dds)_kernel",
-        r"grouped_gemm|(gather|swiglu)_gemm|_(Grouped|Gather|SwiGLU)Gemm|_GemmOfSwiGLU|_grouped_mm",
+        r"grouped_gemm|(gather|swiglu)_gemm|_(Grouped|Gather)Gemm|_grouped_mm",
     ),
     Group(
         "attention",
@@ -75,7 +75,7 @@ GROUPS = (
     ),
     Group(
         "permute",
-        r"^(spread|collect|dot)_kernel|^stack_(push|pop|store|load)_kernel|permute",
+        r"^(spread|collect|dot)_kernel|permute",
         r"_Permute|_Unpermute|(spread|collect|dot)_rows",
     ),
     Group("swiglu", r"swiglu|[sS]i_?[lL][uU]", r"swiglu|_SwiGLU|silu|Silu"),

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.optim import Optimizer
 
-from moe_graphs.layers.activation_stack import ActivationStack
 from moe_graphs.optim.gradient_factor import by_dtype, local_part, multiply
 from moe_graphs.training.capturable import check_capturable_optimizer
 from moe_graphs.training.ema import ExponentialMovingAverage
@@ -83,7 +82,6 @@ class DeviceStep:
         shard_group: dist.ProcessGroup | None = None,
         stage_group: dist.ProcessGroup | None = None,
         set_to_none: bool = False,
-        activation_stack: ActivationStack | None = None,
     ) -> None:
         check_capturable_optimizer(optimizer)
         if scaler is not None:
@@ -93,7 +91,6 @@ class DeviceStep:
         self.optimizer, self.scaler, self.ema = optimizer, scaler, ema
         self.clip_norm, self.set_to_none = clip_norm, set_to_none
         self.process_group, self.shard_group = process_group, shard_group
-        self.activation_stack = activation_stack
         self.stage_group = stage_group
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -120,8 +117,6 @@ class DeviceStep:
         if self.ema is not None:
             self.ema.update(skipped)
         self._zero(gradients)
-        if self.activation_stack is not None:
-            self.activation_stack.empty()
         return StepResult(norm, found_inf, scale, overflowed)
 
     def _zero(self, gradients: list[Tensor]) -> None:

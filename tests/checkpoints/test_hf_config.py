@@ -183,5 +183,3 @@ def test_options_of_training_alone_are_left_out():
     config = replace(olmoe_1b_7b(), hidden_dropout=0.1)
     assert transformer_config(hf_config(config)).hidden_dropout == 0.0
     assert transformer_config(hf_config(config)).moe.z_loss_coef == 0.0
-    beside = replace(DEEPSEEK, moe=replace(DEEPSEEK.moe, overlap="shared_experts"))
-    assert hf_config(beside) == hf_config(DEEPSEEK)

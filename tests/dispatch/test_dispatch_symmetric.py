@@ -61,11 +61,10 @@ def _equals_all_gather(
     given = [each[mine].to(device) for each in batch]
     given += [each.to(device, dtype) for each in (w1, w2, grad_GD[mine])]
     want = run_layer(AllGatherDispatcher(group, factor), *given)
-    for one_barrier in (False, True):
-        _poison(group)
-        found = run_layer(SymmetricDispatcher(group, factor, one_barrier), *given)
-        for number, (got, expected) in enumerate(zip(found, want, strict=True)):
-            assert torch.equal(got, expected), f"{name}: {number}"
+    _poison(group)
+    found = run_layer(SymmetricDispatcher(group, factor), *given)
+    for number, (got, expected) in enumerate(zip(found, want, strict=True)):
+        assert torch.equal(got, expected), f"{name}: {number}"
     _check_counts(group, factor, *given[:3])
 
 
@@ -239,7 +238,7 @@ def _torchs_memory(rank: int, world_size: int) -> list:
         mock.patch.object(_symmetric_memory, "rendezvous", rendezvous),
         mock.patch.object(peer_memory, "_on_the_cpu", peer_memory._on_gpus),
     ):
-        given = (dist.group.WORLD, 3, 8, 2, torch.bfloat16, torch.device("cpu"), 2)
+        given = (dist.group.WORLD, 3, 8, 2, torch.bfloat16, torch.device("cpu"))
         memory = peer_rows.memory_of(peer_memory.peer_memory(*given))
         fails = True
         with pytest.raises(ValueError, match="symmetric needs peer access: cannot") as error:
@@ -253,9 +252,9 @@ def _torchs_memory(rank: int, world_size: int) -> list:
 def test_tensors_of_torchs_memory_are_found_where_they_lie():
     for asked, said in run_distributed(_torchs_memory, 2):
         assert asked == [
-            [(0, (12, 8), 8), (1, (12, 8), 16)],
-            [(0, (12, 2), 2), (1, (12, 2), 4)],
-            [(0, (12, 2), 4), (1, (12, 2), 8)],
+            [(0, (6, 8), 8), (1, (6, 8), 16)],
+            [(0, (6, 2), 2), (1, (6, 2), 4)],
+            [(0, (6, 2), 4), (1, (6, 2), 8)],
         ]
         assert "cannot share memory (another rank could not) (rank 0): take 'all_gather'" in said
 
@@ -265,11 +264,11 @@ def test_by_name():
     assert not SymmetricDispatcher.host_sync
 
 
-def _out_of_step(rank: int, world_size: int, device: str, one_barrier: bool) -> None:
+def _out_of_step(rank: int, world_size: int, device: str) -> None:
     """Ranks that dawdle at other times, and calls in any order: tokens sent twice before anything
     comes back, two microbatches open at once, sums that come back twice."""
     torch.manual_seed(rank)
-    dispatcher = SymmetricDispatcher(one_barrier=one_barrier)
+    dispatcher = SymmetricDispatcher()
     calls = random.Random(5)  # the same on all ranks
     dawdle = random.Random(rank)
     opened: list[tuple] = []
@@ -295,11 +294,10 @@ def _out_of_step(rank: int, world_size: int, device: str, one_barrier: bool) -> 
             torch.testing.assert_close(found_TD, want_TD, msg=f"gradient of call {number}")
 
 
-@pytest.mark.parametrize("one_barrier", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_ranks_out_of_step_and_calls_in_any_order(backend, one_barrier):
+def test_ranks_out_of_step_and_calls_in_any_order(backend):
     device = "cuda" if backend == "nccl" else "cpu"
-    run_distributed(_out_of_step, RANKS, backend, arguments=(device, one_barrier))
+    run_distributed(_out_of_step, RANKS, backend, arguments=(device,))
 
 
 def _one_dies(rank: int, world_size: int) -> None:

@@ -1,8 +1,9 @@
 """The protocol of `kernels.peer_rows`, through all interleavings of two and three ranks.
 
 A rank is a list of atomic actions: writing a cell, coming to a barrier, going on from it, reading
-a cell. A cell is the rows of one rank's tokens in one half of one rank's memory. Every read has to
-find what the same call has written, whoever else is how far by then.
+a cell. A cell is the rows of one rank's tokens in one rank's memory. Every read has to
+find what the same call has written, whoever else is how far by then. A call of the dispatcher
+waits twice: `Protocol()`.
 """
 
 from __future__ import annotations
@@ -19,20 +20,13 @@ from moe_graphs.kernels import peer_rows
 from moe_graphs.kernels.peer_rows import PeerMemory
 
 PUSH, PULL = "push", "pull"
-Cell = tuple[int, int, int]  # whose memory, which half, whose tokens
+Cell = tuple[int, int]  # whose memory, whose tokens
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """half: of a call, by its number and its kind."""
-
-    half: Callable[[int, str], int] = lambda number, kind: number % 2
-    barrier_before: bool = False
+    barrier_before: bool = True
     barrier_between: bool = True
-
-
-ONE_BARRIER = Protocol()
-TWO_BARRIERS = Protocol(half=lambda number, kind: 0, barrier_before=True)
 
 
 def actions(rank: int, ranks: int, calls: tuple[str, ...], protocol: Protocol) -> list[tuple]:
@@ -40,9 +34,8 @@ def actions(rank: int, ranks: int, calls: tuple[str, ...], protocol: Protocol) -
     everyone, found = range(ranks), []
     meeting = [("come",), ("go",)]
     for number, kind in enumerate(calls):
-        half = protocol.half(number, kind)
-        of_others = [(peer, half, rank) for peer in everyone]
-        own = [(rank, half, peer) for peer in everyone]
+        of_others = [(peer, rank) for peer in everyone]
+        own = [(rank, peer) for peer in everyone]
         written, read = (of_others, own) if kind == PUSH else (own, of_others)
         found += meeting if protocol.barrier_before else []
         found += [("write", cell, number) for cell in written]
@@ -93,28 +86,21 @@ def sequences(length: int) -> list[tuple[str, ...]]:
     return list(itertools.product((PUSH, PULL), repeat=length))
 
 
-@pytest.mark.parametrize("protocol", [ONE_BARRIER, TWO_BARRIERS], ids=["one", "two"])
-def test_every_read_of_two_ranks_finds_its_call(protocol):
-    for calls in sequences(4):
-        assert wrong_read(2, calls, protocol) is None
-
-
-def test_every_read_of_three_ranks_finds_its_call():
-    for calls in sequences(3):
-        assert wrong_read(3, calls, ONE_BARRIER) is None
+@pytest.mark.parametrize(("ranks", "length"), [(2, 4), (3, 3)])
+def test_every_read_finds_its_call(ranks, length):
+    for calls in sequences(length):
+        assert wrong_read(ranks, calls, Protocol()) is None
 
 
 @pytest.mark.parametrize(
     "broken",
     [
-        Protocol(half=lambda number, kind: 0),
-        Protocol(barrier_between=False),
-        # What would need no count on the device, and is wrong as soon as a kind comes twice.
-        Protocol(half=lambda number, kind: int(kind == PULL)),
+        Protocol(barrier_before=False),
         # The barrier before says nothing about what is written behind it.
-        Protocol(barrier_before=True, barrier_between=False),
+        Protocol(barrier_between=False),
+        Protocol(barrier_before=False, barrier_between=False),
     ],
-    ids=["one half", "no barrier", "a half for each kind", "the other barrier"],
+    ids=["none before", "none between", "none"],
 )
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_what_is_taken_away_is_missed(broken, ranks):
@@ -123,21 +109,14 @@ def test_what_is_taken_away_is_missed(broken, ranks):
     assert all("reads" in each for each in found if each)
 
 
-def test_a_half_for_each_kind_is_wrong_only_where_one_comes_twice():
-    by_kind = Protocol(half=lambda number, kind: int(kind == PULL))
-    for calls in sequences(3):
-        twice = any(a == b for a, b in itertools.pairwise(calls))
-        assert (wrong_read(2, calls, by_kind) is not None) == twice
-
-
-def _watched(halves: int, monkeypatch) -> tuple[list[str], PeerMemory]:
+def _watched(monkeypatch) -> tuple[list[str], PeerMemory]:
     """One rank alone, and what its calls do: the order of its writing, barriers and reading."""
     done: list[str] = []
     parts = [
-        (torch.zeros(halves * 2, width, dtype=dtype),)
+        (torch.zeros(2, width, dtype=dtype),)
         for width, dtype in ((8, torch.float32), (1, torch.int64), (1, torch.float32))
     ]
-    memory = PeerMemory.of(0, parts, lambda: done.append("barrier"), None, halves)
+    memory = PeerMemory.of(0, parts, lambda: done.append("barrier"))
     reference = SimpleNamespace(**vars(peer_rows.peer_rows_reference))
     for name, action in (("push_rows", "write"), ("pull_rows", "read")):
         monkeypatch.setattr(reference, name, _noting(getattr(reference, name), done, action))
@@ -155,15 +134,13 @@ def _noting(function: Callable, done: list[str], action: str) -> Callable:
     return noting
 
 
-@pytest.mark.parametrize("halves", [1, 2])
-def test_calls_do_what_is_checked_here(halves, monkeypatch):
-    """In the order of the protocol, in halves that take turns, whatever the calls are."""
-    done, memory = _watched(halves, monkeypatch)
+def test_calls_do_what_is_checked_here(monkeypatch):
+    """In the order of the protocol, whatever the calls are."""
+    done, memory = _watched(monkeypatch)
     number = peer_rows.number_of(memory)
     rows_TD, experts_T1 = torch.arange(16.0).view(2, 8), torch.zeros(2, 1, dtype=torch.int64)
     weights_T1, order_R = torch.ones(2, 1), torch.arange(2)
     inverse_G1 = order_R.view(2, 1)
-    waited = ["barrier"] * (halves == 1)
     for call, kind in enumerate([PUSH, PUSH, PULL, PULL, PUSH]):
         given = rows_TD + 100 * call
         if kind == PUSH:
@@ -172,9 +149,6 @@ def test_calls_do_what_is_checked_here(halves, monkeypatch):
         else:
             found = peer_rows.pull_sums(given, inverse_G1, None, experts_T1, 1, number, "")
         assert torch.equal(found, given)
-        assert done == [*waited, "write", "barrier", "read"]
+        assert done == ["barrier", "write", "barrier", "read"]
         done.clear()
-        half = memory.rows[0].chunk(halves)[call % halves]
-        assert torch.equal(half, given)
-        if halves == 2:
-            assert memory.turn_2.tolist() == [call + 1, 0]
+        assert torch.equal(memory.rows[0], given)

@@ -20,7 +20,6 @@ from moe_graphs.kernels import (
     heads_triton,
     permute_triton,
     rms_norm_triton,
-    row_stack_triton,
     swiglu_triton,
 )
 from moe_graphs.kernels.rotary_triton import turn_heads
@@ -51,31 +50,6 @@ def test_elementwise(compiled, dtype):
     for kernel in found:
         check(kernel, wgmma=False)
         assert "atom" not in kernel.ptx
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_row_stack(compiled, dtype):
-    state, offsets = torch.zeros(9000, dtype=torch.int64), torch.zeros(16, dtype=torch.int32)
-    frame, part, dh = state[:6][:5], torch.empty(512, 2048, dtype=dtype), torch.empty(64, 1024)
-    rows = torch.empty(64, 2048, dtype=dtype)
-
-    def launches():
-        row_stack_triton.push_frame(state, offsets, 512)
-        row_stack_triton.pop_frame(state, frame)
-        row_stack_triton.store_rows(rows, frame, part)
-        row_stack_triton.load_rows(state, frame, part, 64)
-        row_stack_triton.swiglu(rows, frame, part)
-        row_stack_triton.swiglu_again(state, frame, part, 64)
-        row_stack_triton.swiglu_backward(state, dh.to(dtype), frame, part)
-
-    found = compiled(launches)
-    assert len(found) == 7
-    for kernel in found:
-        check(kernel, wgmma=False)
-        assert "atom" not in kernel.ptx
-    for kernel in found[2:]:  # what moves rows reads and writes 16 bytes at once
-        assert "ld.global.v4.b32" in kernel.ptx, kernel.name
-        assert "st.global.v4.b32" in kernel.ptx, kernel.name
 
 
 @pytest.mark.parametrize(

@@ -79,11 +79,6 @@ def test_activations_grow_with_what_is_sent_to_a_rank():
     assert more == pytest.approx(2 * (512 - 128) * (row + 8), abs=16)
     shared = planned(MOE, layout, replace(balanced, dispatcher="symmetric"))
     assert shared.estimated["memory shared with peers"] == 4 * 64 * (32 * 2 + 2 * 12)
-    step = replace(balanced, dispatcher="symmetric", one_barrier=True)
-    halves = planned(MOE, layout, step).estimated["memory shared with peers"]
-    assert halves == 2 * shared.estimated["memory shared with peers"]
-    with pytest.raises(ValueError, match="one_barrier: of symmetric, which 'all_to_all' is not"):
-        replace(balanced, dispatcher="all_to_all", rows_factor=None, one_barrier=True)
 
 
 def test_dropout_of_a_gpu_keeps_a_byte():

@@ -1,5 +1,4 @@
-"""Replays every grouped GEMM kernel, and a stack's, beside another process; prints how many results
-were wrong.
+"""Replays every grouped GEMM kernel beside another process; prints how many results were wrong.
 
 A program of its own: a kernel that loses its way hangs, and takes its process along. Arguments: the
 seconds for each kernel, or `hog` for the process beside.
@@ -16,8 +15,6 @@ import torch
 
 from moe_graphs.kernels.gemm import launch as gemm
 from moe_graphs.kernels.gemm.variants import row_variant, weight_variant
-from moe_graphs.kernels.row_stack import RECEIVED
-from moe_graphs.layers.activation_stack import ActivationStack, push_rows
 
 ROWS, EXPERTS, WIDTH = 32768, 32, 768
 LAUNCHES = 40  # per replay
@@ -54,33 +51,6 @@ def cases() -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
         return gemm.matmul_weights(x, dy, ends, out=total.zero_(), accumulate=True)
 
     yield "accumulated", accumulated
-    yield from stack_cases(random, ends)
-
-
-def stack_cases(
-    random: Callable[..., torch.Tensor], ends: torch.Tensor
-) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-    """Frames are pushed and popped between; others lie below them."""
-    stack = ActivationStack(2 * ROWS, WIDTH, WIDTH, dtype=torch.bfloat16, device="cuda")
-    rows, wide = random(ROWS, WIDTH).requires_grad_(), random(ROWS, 2 * WIDTH)
-    push_rows(stack, rows, ends[:5])
-
-    def there_and_back(part: int, given: torch.Tensor) -> torch.Tensor:
-        frame = push_rows(stack, rows, ends)
-        frame.store(part, given)
-        found = frame.load(part, ROWS)
-        frame.pop()
-        return found
-
-    def activations() -> torch.Tensor:
-        frame = push_rows(stack, rows, ends)
-        frame.swiglu(wide)
-        found = frame.swiglu_backward(frame.swiglu_again(ROWS))
-        frame.pop()
-        return found
-
-    yield "stack rows", lambda: there_and_back(RECEIVED, rows.detach())
-    yield "stack activations", activations
 
 
 def wrong_results(function: Callable[[], torch.Tensor], seconds: float) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from moe_graphs.dispatch import Dispatcher, LocalDispatcher, make_dispatcher
+from moe_graphs.dispatch import Dispatcher, LocalDispatcher
 from moe_graphs.kernels import swiglu_gemms
 
 T, D, F, E = 24, 16, 8, 8
@@ -93,12 +93,3 @@ def check_routing(dispatcher: Dispatcher, device: str, dtype: torch.dtype, name:
         # On GPUs the GEMMs choose their tiles, and so the order of their sums, by the rows.
         bound = (4 if device == "cpu" else 8) * torch.finfo(dtype).eps * expected.abs().max()
         assert (found - expected).abs().max() <= bound, f"{name}: {what}"
-
-
-ONE_BARRIER = "symmetric, one barrier"
-
-
-def dispatcher_named(name: str, **options: object) -> Dispatcher:
-    """``make_dispatcher``, and what exchanges with a barrier less."""
-    kind, *rest = name.split(", ")
-    return make_dispatcher(kind, **options, **({"one_barrier": True} if rest else {}))

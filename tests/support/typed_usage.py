@@ -35,7 +35,6 @@ from moe_graphs.kernels import (
     unpermute,
 )
 from moe_graphs.layers import (
-    ActivationStack,
     HeadExchange,
     LanguageModel,
     LayerOutput,
@@ -60,7 +59,6 @@ from moe_graphs.parallel import (
     pipeline_stages,
 )
 from moe_graphs.pipelines.builders import one_f_one_b
-from moe_graphs.training.activation_memory import other_activation_stack, use_activation_stack
 from moe_graphs.training.grad_norm import clip_grad_norm
 from moe_graphs.training.overflow import other_rows_factor
 from moe_graphs.training.static_loader import StaticBatches
@@ -104,9 +102,7 @@ def layers() -> None:
     assert_type(moe(hidden_BSD).aux_loss, Tensor)
     assert_type(moe.dispatcher, Dispatcher)
     bounded = LanguageModel(CONFIG, make_dispatcher("symmetric", rows_factor=1.5))
-    stack = use_activation_stack(bounded, rows=64)
-    assert_type(stack, ActivationStack)
-    with other_rows_factor(bounded, None), other_activation_stack(bounded, None):
+    with other_rows_factor(bounded, None):
         assert_type(bounded(torch.randint(32, (2, 8))).dropped_tokens, Tensor)
     assert_type(moe.router(hidden_BSD[0]), Routing)
     layer = TransformerLayer(CONFIG, 0)

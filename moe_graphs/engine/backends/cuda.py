@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from moe_graphs import side_stream
 from moe_graphs.engine.backends.backend import Backend, Graph, MemoryMeter
 from moe_graphs.engine.preserve import no_garbage_collection
 
@@ -133,10 +132,6 @@ class CudaGraphs(Backend):
             self._pool_of_workspaces = self.new_pool()
         with _disable_current_modes(), self._record(self._pool_of_workspaces) as self._workspaces:
             _multiply(self.device)
-            if side_stream.is_used(self.device):
-                with side_stream.forked(self.device):
-                    _multiply(self.device)
-                side_stream.join(self.device)
         for graph in before:
             graph.release()
 

@@ -10,7 +10,6 @@ from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.preserve import HiddenState, Values
 from moe_graphs.engine.proof import Difference, first_difference
 from moe_graphs.engine.tracing import Trace
-from moe_graphs.staged import repeated
 
 
 class Effects:
@@ -40,8 +39,7 @@ class Effects:
     def once(self) -> Iterator[None]:
         """Around all other runs."""
         try:
-            with repeated():
-                yield
+            yield
         finally:
             self._after.put_back()
             self._values.put_back()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -21,10 +20,9 @@ from distributed import RANKS, run_distributed
 from full_iterations import optimizer_of
 from moe_graphs import GraphConfig
 from moe_graphs.config import SCOPE_STAGES
+from moe_graphs.dispatch import make_dispatcher
 from moe_graphs.engine.whole_step.full_iteration import FullIteration
 from moe_graphs.layers import LanguageModel
-from moe_graphs.layers.moe import moe_layers
-from routed_ranks import ONE_BARRIER, dispatcher_named
 from training_runs import Trace, loss_of, microbatches, tiny_model
 
 STEPS = 20
@@ -37,16 +35,9 @@ LISTS = [
 ]
 
 
-def _model(
-    device: str, layers: str, dispatcher: str, beside: bool = False, halves: bool = False
-) -> LanguageModel:
-    """``beside``: the shared experts run on a side stream. ``halves``: of the tokens travel so."""
-    overlap = "shared_experts" if beside else "halves" if halves else "none"
+def _model(device: str, layers: str, dispatcher: str) -> LanguageModel:
     count = 1 if layers == "moe" else 2
-    model = tiny_model(device, layers, dispatcher=dispatcher_named(dispatcher), count=count)
-    for layer in moe_layers(model):
-        layer.config = replace(layer.config, overlap=overlap)
-    return model
+    return tiny_model(device, layers, dispatcher=make_dispatcher(dispatcher), count=count)
 
 
 def _reduce_shared(model: nn.Module) -> None:
@@ -81,11 +72,9 @@ def _train(
     dispatcher: str,
     scopes: str | None,
     steps: int,
-    beside: bool = False,
-    halves: bool = False,
 ) -> tuple:
     """``scopes``: a list of them, "whole step", or None for eager training."""
-    model = _model(device, layers, dispatcher, beside, halves)
+    model = _model(device, layers, dispatcher)
     optimizer = optimizer_of(model, device)
     step = _make_step(model, optimizer)
     config = GraphConfig(impl="none")
@@ -121,13 +110,11 @@ def _is_legal(device: str, scopes: str) -> bool:
     return True
 
 
-def _compare(
-    device: str, layers: str, dispatcher: str, lists: list[str], steps: int, beside: bool = False
-) -> None:
-    """With the eager training of all-gather, and of one stream."""
+def _compare(device: str, layers: str, dispatcher: str, lists: list[str], steps: int) -> None:
+    """With the eager training of all-gather."""
     expected, _ = _train(device, layers, "all_gather", None, steps)
     for scopes in lists:  # in the first of them peers' memory is made
-        trace, report = _train(device, layers, dispatcher, scopes, steps, beside)
+        trace, report = _train(device, layers, dispatcher, scopes, steps)
         try:
             trace.assert_equal(expected)
         except AssertionError as error:
@@ -141,18 +128,12 @@ def _compare(
         assert report.replayed == 2 * (steps - 2) * count, (scopes, report)
         assert report.eager_calls == {"warmup": 2 * 2 * count}, (scopes, report)
     if dispatcher != "all_gather":
-        _train(device, layers, dispatcher, None, steps, beside)[0].assert_equal(expected)
+        _train(device, layers, dispatcher, None, steps)[0].assert_equal(expected)
 
 
 def _train_what_holds_all(rank: int, world_size: int, device: str, dispatcher: str) -> None:
     steps = 8 if device == "cpu" and world_size > 2 else STEPS
     _compare(device, "moe", dispatcher, ["full", "whole step"], steps)
-
-
-def _train_beside(rank: int, world_size: int, device: str) -> None:
-    steps = 5 if device == "cpu" else STEPS
-    lists = ["whole step"] if device == "cpu" else ["attn,moe", "whole step"]
-    _compare(device, "moe", "symmetric", lists, steps, beside=True)
 
 
 def _train_lists(
@@ -161,22 +142,6 @@ def _train_lists(
     legal = [scopes for scopes in lists if _is_legal(device, scopes)]
     _compare(device, "mixed", dispatcher, legal, 5)
     return legal
-
-
-def _train_halves(rank: int, world_size: int, device: str, dispatcher: str) -> None:
-    """Against the eager layer of two halves, whose weights' gradients are sums of two."""
-    steps = 5 if device == "cpu" else STEPS
-
-    def train(scopes: str | None) -> tuple:
-        return _train(device, "moe", dispatcher, scopes, steps, halves=True)
-
-    expected, _ = train(None)
-    cut = ["moe", "moe_router,moe_preprocess,attn"]
-    lists = ["full", "whole step"] if dispatcher == ONE_BARRIER else cut
-    for scopes in lists:
-        trace, report = train(scopes)
-        trace.assert_equal(expected)
-        assert report.replayed > 0, (scopes, report)
 
 
 GLOO = [("gloo", "cpu", 2), ("gloo", "cpu", 4)]
@@ -191,33 +156,12 @@ def test_whole_layers_and_steps_are_bitwise_eager(backend, device, ranks, dispat
     run_distributed(_train_what_holds_all, ranks, backend, arguments=(device, dispatcher))
 
 
-@pytest.mark.parametrize(("backend", "device", "ranks"), [GLOO[0], NCCL])
-@pytest.mark.long
-def test_one_barrier_is_bitwise_eager(backend, device, ranks):
-    run_distributed(_train_what_holds_all, ranks, backend, arguments=(device, ONE_BARRIER))
-
-
-@pytest.mark.parametrize(("backend", "device", "ranks"), [GLOO[0], NCCL])
-def test_shared_experts_on_a_side_stream_are_bitwise_those_on_one(backend, device, ranks):
-    run_distributed(_train_beside, ranks, backend, arguments=(device,))
-
-
-@pytest.mark.parametrize(
-    "dispatcher", [pytest.param("symmetric", marks=pytest.mark.long), ONE_BARRIER]
-)
-@pytest.mark.parametrize(("backend", "device", "ranks"), [GLOO[0], NCCL])
-def test_two_halves_are_bitwise_eager(backend, device, ranks, dispatcher):
-    run_distributed(_train_halves, ranks, backend, arguments=(device, dispatcher))
-
-
 @pytest.mark.parametrize(
     ("backend", "device", "dispatcher"),
     [
         pytest.param("gloo", "cpu", "all_gather", marks=pytest.mark.long),
         ("gloo", "cpu", "symmetric"),
-        pytest.param("gloo", "cpu", ONE_BARRIER, marks=pytest.mark.long),
         pytest.param("nccl", "cuda", "symmetric", marks=pytest.mark.multigpu),
-        pytest.param("nccl", "cuda", ONE_BARRIER, marks=pytest.mark.multigpu),
     ],
 )
 def test_scope_lists_are_bitwise_eager(backend, device, dispatcher):
