@@ -1,0 +1,213 @@
+"""LoRA on all 48 layers of Qwen3-30B-A3B on one GPU: tokens per second and memory.
+
+    python benchmarks/lora.py --out benchmarks/results/lora_h200.jsonl
+
+transformers with PEFT (`grouped_mm`), beside the same model with `accelerate_model`, at two sizes:
+16,384 tokens with gradient checkpointing, and 2,048 tokens without. Weights are random and made on
+the GPU; LoRA of rank 16 is on the projections of attention. Each contender runs in a process of its
+own, since one model fills half of the memory. A contender fails if its losses differ from those of
+transformers by more than `TOLERANCE`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from environment import stamp
+from moe_graphs.lm.metrics import peak_flops
+
+WARMUP, MEASURED = 5, 5
+TOLERANCE = 2e-2  # of the loss: kernels round otherwise
+AS_IT_COMES, ACCELERATED, GRAPHS = "transformers", "accelerate_model", "accelerate_model, graphs"
+QWEN3_30B_A3B = dict(
+    hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4,
+    head_dim=128, intermediate_size=6144, moe_intermediate_size=768, num_experts=128,
+    num_experts_per_tok=8, vocab_size=151_936, max_position_embeddings=40_960,
+)  # fmt: skip
+SMALL = QWEN3_30B_A3B | dict(
+    hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    intermediate_size=64, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2,
+    vocab_size=128,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One contender at one size. ``smoke``: a model that trains on a CPU in seconds."""
+
+    contender: str
+    sequences: int
+    sequence: int
+    checkpointing: bool
+    smoke: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.sequence
+
+
+def cases(smoke: bool) -> Iterator[Case]:
+    length = 16 if smoke else 2048
+    for contender in (AS_IT_COMES, ACCELERATED):
+        yield Case(contender, 8, length, True, smoke)
+    for contender in (AS_IT_COMES, ACCELERATED, GRAPHS):
+        yield Case(contender, 1, length, False, smoke)
+
+
+# ---- one contender, in a process of its own
+
+
+def model_of(case: Case, device: torch.device) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = SMALL if case.smoke else QWEN3_30B_A3B
+    config = Qwen3MoeConfig(**sizes, norm_topk_prob=True, experts_implementation="grouped_mm")
+    config.dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    torch.set_default_dtype(config.dtype)
+    with device:
+        model = Qwen3MoeForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    lora = LoraConfig(
+        r=16,
+        lora_alpha=32,
+        task_type="CAUSAL_LM",
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+    )
+    model = get_peft_model(model, lora).train()
+    if case.checkpointing:  # as Trainer and TRL set it
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def flops_per_token(model: nn.Module, sequence: int) -> float:
+    """Forward, and gradients of what is between layers: frozen weights get none. What checkpointing
+    computes again does not count."""
+    config = model.config
+    dense = experts = 0
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            experts += parameter.numel()
+        elif parameter.dim() == 2 and "embed_tokens" not in name:
+            dense += parameter.numel()
+    active = dense + experts * config.num_experts_per_tok / config.num_experts
+    attention = config.num_hidden_layers * config.num_attention_heads * config.head_dim * sequence
+    return 2 * 2 * active + 3 * 2 * attention  # causal: half of 4 per pair, backward twice that
+
+
+def measure(case: Case) -> dict[str, Any]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, accelerated = model_of(case, device), None
+    if case.contender != AS_IT_COMES:
+        from moe_graphs.integrations.transformers import accelerate_model
+
+        accelerated = accelerate_model(model, graphs=case.contender == GRAPHS)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    generator = torch.Generator().manual_seed(3)
+    losses, seconds = [], []
+    for _ in range(WARMUP + MEASURED):
+        shape = (case.sequences, case.sequence)
+        tokens = torch.randint(model.config.vocab_size, shape, generator=generator).to(device)
+        _wait(device)
+        begin = time.perf_counter()
+        with contextlib.nullcontext() if accelerated is None else accelerated.step():
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        _wait(device)
+        seconds.append(time.perf_counter() - begin)
+        losses.append(loss.item())
+    step = statistics.median(seconds[WARMUP:])
+    per_second = case.tokens / step
+    flops, peak = per_second * flops_per_token(model, case.sequence), peak_flops(device)
+    found = {
+        "step_ms": 1e3 * step,
+        "tokens_per_second": per_second,
+        "model_tflops": flops / 1e12,
+        "mfu": None if peak is None else flops / peak,
+        "losses": losses,
+    }
+    if device.type == "cuda":
+        found["reserved_bytes"] = torch.cuda.max_memory_reserved()
+        found["max_allocated_bytes"] = torch.cuda.max_memory_allocated()
+    if case.contender == GRAPHS and accelerated is not None:
+        report = accelerated.graphs.report()
+        found["graphs"] = {"replayed": report.replayed, "eager_calls": report.eager_calls}
+    return found
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+# ---- all of them
+
+
+def in_own_process(case: Case, timeout: float) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--one", json.dumps(asdict(case))]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return {"error": f"no result after {timeout:.0f} s"}
+    last = (done.stdout.strip().splitlines() or [""])[-1]
+    if done.returncode or not last.startswith("{"):
+        return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1][:500]}
+    return {"error": None} | json.loads(last)
+
+
+def compared(found: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
+    """With the losses of transformers' model at the same size, where both have some."""
+    if found["error"] or reference["error"]:
+        return found
+    apart = max(abs(a - b) / b for a, b in zip(found["losses"], reference["losses"], strict=True))
+    error = f"losses are {apart:.3f} of their size apart" if apart > TOLERANCE else None
+    speedup = reference["step_ms"] / found["step_ms"]
+    return found | {"error": error, "loss_difference": apart, "speedup": speedup}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", help="a file of JSON lines to append to")
+    parser.add_argument("--commit", help="the commit to stamp, where .git does not say it")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, also on a CPU")
+    parser.add_argument("--timeout", type=float, default=180, help="seconds for a contender")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.one:
+        print(json.dumps(measure(Case(**json.loads(options.one)))))
+        return 0
+    environment, references, failed = stamp(options.commit), {}, 0
+    for case in cases(options.smoke):
+        found = in_own_process(case, options.timeout)
+        reference = references.setdefault(case.tokens, found)
+        line = {"benchmark": "lora", "tokens": case.tokens, **asdict(case)}
+        line |= compared(found, reference) | {"environment": environment}
+        failed += line["error"] is not None
+        print(json.dumps({key: line.get(key) for key in SHOWN}), flush=True)
+        if options.out:
+            with open(options.out, "a") as file:
+                file.write(json.dumps(line) + "\n")
+    return int(failed > 0)
+
+
+SHOWN = ("contender", "tokens", "checkpointing", "tokens_per_second", "speedup", "mfu", "error")
+
+if __name__ == "__main__":
+    sys.exit(main())
