@@ -1,4 +1,4 @@
-"""Writes tables of README.md, docs/many_gpus.md from lines of `results/`, or checks them.
+"""Writes the tables of the documents in `DOCUMENTS` from lines of `results/`, or checks them.
 
     python benchmarks/readme_tables.py            # writes
     python benchmarks/readme_tables.py --check    # says what differs, exit status 1
@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from markdown_cells import geometric_mean, gibibytes, idle, milliseconds, span, table, times
-from more_tables import OUR_ADAMW, accumulated, on_an_h100
+from more_tables import OUR_ADAMW, accumulated, on_an_h100, results
 from parallel_tables import (
     communication,
     dispatch,
@@ -32,6 +32,7 @@ from weak_scaling import weak_scaling
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 MANY_GPUS = README.parent / "docs" / "many_gpus.md"
+PERFORMANCE = README.parent / "docs" / "performance.md"
 BLOCK = re.compile(r"<!-- table: (\w+) -->\n(.*?)<!-- /table -->", re.DOTALL)
 WHOLE, COMPILED = "full iteration, optimizer", "torch.compile"
 SCOPES = ("attn", "attn,moe_router,moe_preprocess", "attn,moe")
@@ -346,9 +347,16 @@ def real_runs(lines: list[Line]) -> str:
     return f"{table(header, rows)}\n\n{note} {sources(newest.values())}"
 
 
-TABLES: Mapping[str, Callable[[list[Line]], str]] = {
-    f.__name__: f
-    for f in (
+Tables = Mapping[str, Callable[[list[Line]], str]]
+
+
+def _named(*tables: Callable[[list[Line]], str]) -> Tables:
+    return {table.__name__: table for table in tables}
+
+
+DOCUMENTS: Mapping[Path, Tables] = {
+    README: _named(results),
+    PERFORMANCE: _named(
         whole_steps,
         huggingface,
         partial_graphs,
@@ -365,17 +373,15 @@ TABLES: Mapping[str, Callable[[list[Line]], str]] = {
         optimizers,
         training,
         real_runs,
-    )
-}
-TABLES_OF_MANY_GPUS: Mapping[str, Callable[[list[Line]], str]] = {
-    f.__name__: f for f in (communication, expert_rows, weak_scaling)
+    ),
+    MANY_GPUS: _named(communication, expert_rows, weak_scaling),
 }
 
 
 # ---- documents
 
 
-def written(text: str, lines: list[Line], tables: Mapping[str, Callable] = TABLES) -> str:
+def written(text: str, lines: list[Line], tables: Tables) -> str:
     """``text`` with every table anew. Raises ``ValueError`` unless it has each of them once."""
     names = sorted(match[1] for match in BLOCK.finditer(text))
     if names != sorted(tables):
@@ -394,10 +400,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args(arguments).check
     lines, differ = load(), False
-    for path, tables in ((README, TABLES), (MANY_GPUS, TABLES_OF_MANY_GPUS)):
+    for path, tables in DOCUMENTS.items():
         before = path.read_text()
         after = written(before, lines, tables)
-        if path is MANY_GPUS:
+        if path != README:
             after = after.replace("](benchmarks/", "](../benchmarks/")
         if not check:
             path.write_text(after)

@@ -1,4 +1,5 @@
-"""README.md is true: its code runs, what it names exists, its numbers are those of the lines."""
+"""README.md and docs/guide.md are true: their code runs, what they name exists, tables are those of
+the lines."""
 
 from __future__ import annotations
 
@@ -20,11 +21,14 @@ from moe_graphs.lm.run_presets import presets
 from moe_graphs.pipelines.builders import one_f_one_b
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text()
-CODE = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-SHELL = [line for text in re.findall(r"^```\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "guide.md"]
+README, GUIDE = (path.read_text() for path in DOCUMENTS)
+BOTH = README + GUIDE
+PERFORMANCE = tables.PERFORMANCE.read_text()
+CODE = re.findall(r"^```python\n(.*?)^```", BOTH, re.DOTALL | re.MULTILINE)
+SHELL = [line for text in re.findall(r"^```\n(.*?)^```", BOTH, re.DOTALL | re.MULTILINE)
          for line in text.splitlines()]  # fmt: skip
-SHELL += re.findall(r"`((?:make|torchrun|moe-graphs) [^`]*)`", README)
+SHELL += re.findall(r"`((?:make|torchrun|moe-graphs) [^`]*)`", BOTH)
 # A measurement: a ratio, a time, a rate, an amount of memory, a share. Not the measure of a shape.
 MEASUREMENT = re.compile(
     r"\b\d[\d.,]* ?(?:x\b(?! ?\d)|ms\b|us\b|seconds|minutes|hours|GiB|TFLOP|bits per byte)"
@@ -40,23 +44,24 @@ def test_the_tables_are_those_of_the_lines(capsys):
 
 
 def test_a_number_that_is_not_of_the_lines_is_found(tmp_path, monkeypatch, capsys):
-    block = tables.BLOCK.search(README)
+    copies = {tmp_path / path.name: path.read_text() for path in tables.DOCUMENTS}
+    block = tables.BLOCK.search(tables.PERFORMANCE.read_text())
     row = next(line for line in block[2].splitlines() if " ms, " in line)
-    wrong = tmp_path / "README.md"
-    wrong.write_text(README.replace(row, row.replace(" ms, ", "1 ms, ", 1)))
-    monkeypatch.setattr(tables, "README", wrong)
-    other = tmp_path / "many_gpus.md"
-    other.write_text(tables.MANY_GPUS.read_text())
-    monkeypatch.setattr(tables, "MANY_GPUS", other)
+    wrong = tmp_path / "performance.md"
+    for path, text in copies.items():
+        path.write_text(text.replace(row, row.replace(" ms, ", "1 ms, ", 1)))
+    documents = dict(zip(copies, tables.DOCUMENTS.values(), strict=True))
+    monkeypatch.setattr(tables, "DOCUMENTS", documents)
+    monkeypatch.setattr(tables, "README", tmp_path / "README.md")
     assert tables.main(["--check"]) == 1
     assert f"+{row}" in capsys.readouterr().out
     assert tables.main([]) == 0
-    assert wrong.read_text() == README
-    assert "](../benchmarks/results/parallel_steps_h200.jsonl)" in other.read_text()
+    assert wrong.read_text() == tables.PERFORMANCE.read_text()
+    assert "](../benchmarks/results/parallel_steps_h200.jsonl)" in wrong.read_text()
 
 
 def test_a_measurement_stands_in_a_table():
-    rest = tables.BLOCK.sub("", README)
+    rest = tables.BLOCK.sub("", BOTH)
     rest = re.sub(r"^```.*?^```", "", rest, flags=re.DOTALL | re.MULTILINE)
     assert MEASUREMENT.findall(rest) == []
     assert all(MEASUREMENT.search(text) for text in ("3.6x eager", "15.9 ms stays", "two minutes"))
@@ -137,13 +142,16 @@ def test_the_callables_are_graphed():
     assert torch.equal(names["second"](names["first"](x)), expected)
 
 
-def test_the_whole_step_is_replayed():
-    (code,) = [text for text in CODE if "FullIteration" in text]
+@pytest.mark.parametrize("code", [text for text in CODE if "FullIteration" in text])
+def test_the_whole_step_is_replayed(code):
+    model, has_microbatches = language_model(), "# microbatches" in code
+    batch = {"tokens": torch.stack([tokens(), tokens()]) if has_microbatches else tokens()}
     names = dict(
-        torch=torch, moe_graphs=moe_graphs, model=language_model(), loss_of=loss_of,
-        scaler=moe_graphs.GradScaler("cpu"), device="cpu",
-        loader=[{"tokens": torch.stack([tokens(), tokens()])} for _ in range(6)],
+        torch=torch, moe_graphs=moe_graphs, model=model, loss_of=loss_of, device="cpu",
+        scaler=moe_graphs.GradScaler("cpu"), loader=[batch for _ in range(6)],
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True),
     )  # fmt: skip
+    moe_graphs.tensor_hyperparameters(names["optimizer"])
     exec(code, names)
     report = names["step"].report()
     assert (report.captures, report.eager_calls) == (1, {"warmup": 3})
@@ -154,7 +162,7 @@ def test_the_whole_step_is_replayed():
 
 
 def test_what_it_names_exists():
-    names = set(re.findall(r"\bmoe_graphs((?:\.\w+)+)", README))
+    names = set(re.findall(r"\bmoe_graphs((?:\.\w+)+)", BOTH))
     assert len(names) > 8
     for name in names:
         found = moe_graphs
@@ -163,14 +171,30 @@ def test_what_it_names_exists():
                 found = pytest.importorskip(f"{found.__name__}.{part}")
             else:
                 found = getattr(found, part)
-    for method in re.findall(r"\bgraphs\.(\w+)\(", README):
+    for method in re.findall(r"\bgraphs\.(\w+)\(", BOTH):
         assert callable(getattr(moe_graphs.Graphs, method))
 
 
-def test_links_and_files_exist():
-    targets = re.findall(r"\]\(([^)#]+)\)", README) + re.findall(r"\bexamples/\w+\.py", README)
-    assert len(targets) > 15
-    assert [target for target in targets if not (ROOT / target).exists()] == []
+@pytest.mark.parametrize("document", [*tables.DOCUMENTS, *DOCUMENTS[1:]], ids=lambda p: p.name)
+def test_links_and_files_exist(document):
+    text = document.read_text()
+    targets = re.findall(r"\]\(([^)#]+)(?:#[\w-]+)?\)", text)
+    targets += [f"{ROOT}/{path}" for path in re.findall(r"\bexamples/\w+\.py", text)]
+    assert len(targets) > 5
+    assert [
+        target
+        for target in targets
+        if not target.startswith("https:") and not (document.parent / target).exists()
+    ] == []
+
+
+def test_links_to_sections_exist():
+    for document in (*tables.DOCUMENTS, *DOCUMENTS):
+        for target, section in re.findall(r"\]\(([^)#]*)#([\w-]+)\)", document.read_text()):
+            there = (document.parent / target if target else document).read_text()
+            titles = re.findall(r"^#+ (.*)$", there, re.MULTILINE)
+            names = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+            assert section in names, f"{document.name}: {target}#{section}"
 
 
 def test_commands_of_make_are_targets():
@@ -183,7 +207,7 @@ def test_commands_of_make_are_targets():
 def test_scopes_are_those_of_the_configuration():
     from moe_graphs.config import SCOPE_STAGES
 
-    rows = re.findall(r"^\| `\"?([\w.*]+)\"?` \| ", README.split("| scope |")[1].split("\n\n")[0],
+    rows = re.findall(r"^\| `\"?([\w.*]+)\"?` \| ", GUIDE.split("| scope |")[1].split("\n\n")[0],
                       re.MULTILINE)  # fmt: skip
     assert set(rows) - {"*.self_attn"} == set(SCOPE_STAGES)
 
@@ -192,7 +216,7 @@ def test_scopes_are_those_of_the_configuration():
 
 
 def test_presets_are_those_of_the_table():
-    said = dict(re.findall(r"^\| `(\w+)`, .*?([\d.]+) M parameters", README, re.MULTILINE))
+    said = dict(re.findall(r"^\| `(\w+)`, .*?([\d.]+) M parameters", PERFORMANCE, re.MULTILINE))
     assert set(said) == set(presets())
     for name, make in presets().items():
         preset = make()
@@ -201,4 +225,4 @@ def test_presets_are_those_of_the_table():
         assert f"{parameters / 1e6:.3g}" == said[name]
         (summary,) = (ROOT / "benchmarks" / "results").glob(f"train_{name}_*/summary.json")
         assert json.loads(summary.read_text())["steps"] == preset.training.steps
-    assert "`tiny` on a CPU, `small` on a GPU" in README
+    assert "`tiny` on a CPU, `small` on a GPU" in GUIDE
