@@ -143,10 +143,7 @@ def train(
     mixed_precision: MixedPrecision = False,
     experts: Annotated[
         str,
-        typer.Option(
-            help="Kernels of the experts: moe_graphs, transformer_engine, megablocks, "
-            "megablocks_sparse."
-        ),
+        typer.Option(help="Kernels of the experts: moe_graphs, transformer_engine, megablocks."),
     ] = "moe_graphs",
     linear: Annotated[
         str, typer.Option(help="Kernels of the projections: torch, transformer_engine.")

@@ -81,12 +81,7 @@ ENTRIES: dict[str, Entry] = {
     "megatron-router": _megatron("alltoall", "transformer_engine", MEGATRON_SCOPES),
     "megatron-allgather": _megatron("allgather"),
     "megatron-allgather-router": _megatron("allgather", "transformer_engine", MEGATRON_SCOPES),
-    "megablocks-grouped": Entry(
-        "MegaBlocks, grouped", "megablocks_peer", dict(implementation="grouped")
-    ),
-    "megablocks-sparse": Entry(
-        "MegaBlocks, sparse", "megablocks_peer", dict(implementation="sparse")
-    ),
+    "megablocks-grouped": Entry("MegaBlocks, grouped", "megablocks_peer"),
     "te": _te(),
     "te-graphs": _te(graphs=True),
     "te-fp8-delayed": _te("delayed"),

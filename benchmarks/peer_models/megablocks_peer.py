@@ -31,11 +31,9 @@ def build(
     state: Mapping[str, Tensor],
     device: torch.device,
     dtype: torch.dtype,
-    implementation: str = "grouped",
 ) -> Peer:
-    """``implementation``: ``grouped``, or ``sparse`` (which refuses triton from 3.2 on)."""
     config = case.config
-    made = Arguments(**_arguments(config, implementation), device=device)
+    made = Arguments(**_arguments(config), device=device)
     # Of ours only what is not MoE is taken: the experts' memory is never filled.
     ours = LanguageModel(config, device="meta", dtype=dtype)
     layers: list[nn.Module] = []
@@ -47,13 +45,13 @@ def build(
     _fill_dense(model, state, device)
     ours.rope.reset_tables()
     settings = {
-        "megablocks": version_of("megablocks"), "mlp_impl": implementation, "mlp_type": "glu",
+        "megablocks": version_of("megablocks"), "mlp_impl": "grouped", "mlp_type": "glu",
         "memory_optimized_mlp": False, "around it": "moe_graphs' attention, norms, cross entropy",
     }  # fmt: skip
     return MegaBlocksPeer(model.train(), settings)
 
 
-def _arguments(config: TransformerConfig, implementation: str) -> dict[str, Any]:
+def _arguments(config: TransformerConfig) -> dict[str, Any]:
     moe = config.moe
     assert moe is not None
     return dict(
@@ -68,7 +66,7 @@ def _arguments(config: TransformerConfig, implementation: str) -> dict[str, Any]
         moe_normalize_expert_weights=1,
         moe_loss_weight=0.0,
         mlp_type="glu",
-        mlp_impl=implementation,
+        mlp_impl="grouped",
         fp16=False,
         bf16=True,
     )

@@ -106,7 +106,6 @@ _WHERE = {
     "moe_graphs": ("moe_graphs.layers.experts", "GroupedExperts"),
     "transformer_engine": ("moe_graphs.integrations.transformer_engine", "TEExperts"),
     "megablocks": ("moe_graphs.integrations.megablocks", "MegaBlocksExperts"),
-    "megablocks_sparse": ("moe_graphs.integrations.megablocks", "MegaBlocksSparseExperts"),
 }
 assert tuple(_WHERE) == EXPERT_BACKENDS
 

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from moe_graphs.layers.rope_scaling import Llama3Scaling, YarnScaling
 
-ExpertsKind = Literal["moe_graphs", "transformer_engine", "megablocks", "megablocks_sparse"]
+ExpertsKind = Literal["moe_graphs", "transformer_engine", "megablocks"]
 LinearKind = Literal["torch", "transformer_engine"]
 EXPERT_BACKENDS: tuple[str, ...] = get_args(ExpertsKind)
 LINEARS: tuple[str, ...] = get_args(LinearKind)

@@ -16,7 +16,7 @@ import torch
 import moe_graphs
 from moe_graphs import FullIteration, GraphConfig, GraphError
 from moe_graphs.dispatch import AllToAllDispatcher, LocalDispatcher, PaddedDispatcher
-from moe_graphs.integrations.megablocks import MegaBlocksExperts, MegaBlocksSparseExperts
+from moe_graphs.integrations.megablocks import MegaBlocksExperts
 from moe_graphs.layers import GroupedExperts, LanguageModel, MoEConfig, MoELayer, TransformerConfig
 from training_runs import SEQUENCE, VOCABULARY, Trace, loss_of, microbatches, train
 
@@ -30,7 +30,6 @@ pytestmark = [
 ]
 
 DEVICE, HALF = "cuda", torch.bfloat16
-BACKENDS = {"megablocks": MegaBlocksExperts, "megablocks_sparse": MegaBlocksSparseExperts}
 DISPATCHERS = {
     "local": LocalDispatcher(),
     "padded": PaddedDispatcher(1.0),
@@ -51,22 +50,16 @@ MOE = MoEConfig(
     z_loss_coef=0.001,
     shared_ffn_hidden_size=128,
 )
-WITHOUT_SYNC = ["attn", "attn,moe", "attn,moe_router", "attn,moe_router,moe_preprocess", "full",
-                "moe", "moe_router", "moe_router,moe_preprocess"]  # fmt: skip
-
-
-def legal_scopes(experts: str, dispatcher: str) -> list[str]:
-    syncs = experts == "megablocks" or dispatcher == "all_to_all"
-    return [s for s in WITHOUT_SYNC if not syncs or s not in ("moe", "attn,moe", "full")]
+SCOPES = ["attn", "attn,moe_router", "attn,moe_router,moe_preprocess", "moe_router",
+          "moe_router,moe_preprocess", "layers.*"]  # fmt: skip
 
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("rows_e", ROWS.values(), ids=ROWS)
-@pytest.mark.parametrize("experts", BACKENDS)
-def test_output_and_gradients_are_as_exact_as_ours(experts, rows_e):
+def test_output_and_gradients_are_as_exact_as_ours(rows_e):
     torch.manual_seed(0)
     ours, theirs = (
-        kind(4, 128, 256, device=DEVICE, dtype=HALF) for kind in (GroupedExperts, BACKENDS[experts])
+        kind(4, 128, 256, device=DEVICE, dtype=HALF) for kind in (GroupedExperts, MegaBlocksExperts)
     )
     ours.init_weights(0.2, 0.2)
     theirs.load_stacked_weights(*ours.stacked_weights())
@@ -103,11 +96,10 @@ def _assert_as_exact(theirs, ours, exact) -> None:
 
 
 @pytest.mark.parametrize("dispatcher", ["local", "padded"])
-@pytest.mark.parametrize("experts", BACKENDS)
-def test_a_layer_is_as_exact_as_with_our_experts(experts, dispatcher):
+def test_a_layer_is_as_exact_as_with_our_experts(dispatcher):
     runs = []
     for kind, device, dtype in (
-        (experts, DEVICE, HALF),
+        ("megablocks", DEVICE, HALF),
         ("moe_graphs", DEVICE, HALF),
         ("moe_graphs", "cpu", torch.float64),
     ):
@@ -135,28 +127,9 @@ def _layer_run(layer, device, dtype) -> dict[str, torch.Tensor]:
     return {**found, **_in_our_layout(layer.experts)}
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_sparse_experts_in_float16_and_under_autocast(dtype):
-    torch.manual_seed(0)
-    experts = MegaBlocksSparseExperts(4, 128, 256, device=DEVICE, dtype=dtype)
-    exact = GroupedExperts(4, 128, 256, dtype=torch.float64)
-    exact.load_stacked_weights(*(weight.double().cpu() for weight in experts.stacked_weights()))
-    rows_RD, offsets = torch.randn(495, 128).half(), torch.tensor([1, 128, 428, 495]).int()
-    right = exact(rows_RD.double(), offsets)
-    with torch.autocast("cuda", torch.float16, enabled=dtype == torch.float32):
-        found = experts(rows_RD.to(DEVICE), offsets.to(DEVICE))
-    found.float().square().sum().backward()
-    assert found.dtype == torch.float16
-    assert (found.cpu() - right).norm() < 2e-3 * right.norm()
-    for parameter in experts.parameters():
-        assert parameter.grad.dtype == dtype
-        assert parameter.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("experts", BACKENDS)
-def test_weights_come_back_bitwise(experts):
+def test_weights_come_back_bitwise():
     ours = GroupedExperts(4, 128, 384, device=DEVICE, dtype=HALF)
-    theirs = BACKENDS[experts](4, 128, 384, device=DEVICE, dtype=HALF)
+    theirs = MegaBlocksExperts(4, 128, 384, device=DEVICE, dtype=HALF)
     assert {name: each.shape for name, each in theirs.named_parameters()} == dict.fromkeys(
         ("mlp.w1", "mlp.w2", "mlp.v1"), (4 * 384, 128)
     )
@@ -164,18 +137,7 @@ def test_weights_come_back_bitwise(experts):
     assert all(map(torch.equal, theirs.stacked_weights(), ours.stacked_weights()))
 
 
-def test_sparse_experts_do_not_sync():
-    layer = MoELayer(replace(MOE, experts="megablocks_sparse"), 128, device=DEVICE, dtype=HALF)
-    hidden = torch.randn(300, 128, device=DEVICE, dtype=HALF, requires_grad=True)
-    for mode in ("default", "error"):
-        torch.cuda.set_sync_debug_mode(mode)
-        try:
-            layer(hidden).hidden.sum().backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-
-def tiny(experts: str, dispatcher: str) -> LanguageModel:
+def tiny(dispatcher: str) -> LanguageModel:
     torch.manual_seed(0)
     config = TransformerConfig(
         hidden_size=128,
@@ -184,30 +146,23 @@ def tiny(experts: str, dispatcher: str) -> LanguageModel:
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
         hidden_dropout=0.1,
-        moe=replace(MOE, experts=experts, input_jitter=0.01),
+        moe=replace(MOE, experts="megablocks", input_jitter=0.01),
     )
     return LanguageModel(config, DISPATCHERS[dispatcher], device=DEVICE, dtype=HALF)
 
 
 @functools.cache
-def reference(experts: str, dispatcher: str) -> Trace:
-    model = tiny(experts, dispatcher)
+def reference(dispatcher: str) -> Trace:
+    model = tiny(dispatcher)
     return train(model, moe_graphs.graph(model, GraphConfig(impl="none")), DEVICE)
 
 
-@pytest.mark.parametrize(
-    ("experts", "dispatcher", "scopes"),
-    [
-        (experts, dispatcher, scopes)
-        for experts in BACKENDS
-        for dispatcher in DISPATCHERS
-        for scopes in [*legal_scopes(experts, dispatcher), "layers.*"]
-    ],
-)
-def test_graphed_training_is_bitwise_eager_training(experts, dispatcher, scopes):
-    model = tiny(experts, dispatcher)
+@pytest.mark.parametrize("scopes", SCOPES)
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+def test_graphed_training_is_bitwise_eager_training(dispatcher, scopes):
+    model = tiny(dispatcher)
     graphs = moe_graphs.graph(model, GraphConfig(scopes, warmup_steps=2, on_mismatch="error"))
-    train(model, graphs, DEVICE).assert_equal(reference(experts, dispatcher))
+    train(model, graphs, DEVICE).assert_equal(reference(dispatcher))
     report = graphs.report()
     assert report.captured == len(report.scopes)
     assert report.replayed == 2 * 5 * report.captured
@@ -217,12 +172,12 @@ def test_graphed_training_is_bitwise_eager_training(experts, dispatcher, scopes)
 @pytest.mark.parametrize("scopes", ["moe", "attn,moe", "full"])
 def test_scopes_that_would_read_on_the_host_are_refused(scopes):
     with pytest.raises(ValueError, match=r"host \(experts='megablocks' read their numbers of rows"):
-        moe_graphs.graph(tiny("megablocks", "local"), GraphConfig(scopes))
+        moe_graphs.graph(tiny("local"), GraphConfig(scopes))
 
 
-def _whole_steps(experts: str, graphed: bool) -> tuple[list[torch.Tensor], list[str], int]:
+def _whole_steps(graphed: bool) -> tuple[list[torch.Tensor], list[str], int]:
     """Losses and parameters; what was refused; replays."""
-    model = tiny(experts, "local")
+    model = tiny("local")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
@@ -244,14 +199,9 @@ def _whole_steps(experts: str, graphed: bool) -> tuple[list[torch.Tensor], list[
     return [*seen, *(p.detach().clone() for p in model.parameters())], refused, replayed
 
 
-@pytest.mark.parametrize("experts", BACKENDS)
-def test_whole_steps_are_bitwise_eager_or_refused(experts):
-    expected, _, _ = _whole_steps(experts, graphed=False)
-    found, refused, replayed = _whole_steps(experts, graphed=True)
+def test_whole_steps_are_refused_and_bitwise_eager():
+    expected, _, _ = _whole_steps(graphed=False)
+    found, refused, replayed = _whole_steps(graphed=True)
     assert all(map(torch.equal, found, expected))
-    if experts == "megablocks":
-        assert "host" in refused[0]
-        assert replayed == 0
-    else:
-        assert not refused
-        assert replayed == 4
+    assert "host" in refused[0]
+    assert replayed == 0

@@ -1,6 +1,6 @@
 """MegaBlocks' experts and layers in our layout and back, on a stand-in for MegaBlocks.
 
-Shapes: D model, F ffn, e experts, R rows, M blocks of rows.
+Shapes: D model, F ffn, e experts, R rows.
 """
 
 from __future__ import annotations
@@ -16,25 +16,18 @@ from grids import by_turns
 from megablocks_stand_in import MODULES, megablocks  # noqa: F401
 from moe_graphs import GraphConfig
 from moe_graphs.dispatch import LocalDispatcher, PaddedDispatcher
-from moe_graphs.integrations.megablocks import (
-    MegaBlocksExperts,
-    MegaBlocksSparseExperts,
-    to_megablocks,
-)
-from moe_graphs.integrations.megablocks.block_layout import block_layout, num_blocks, topology
+from moe_graphs.integrations.megablocks import MegaBlocksExperts, to_megablocks
 from moe_graphs.layers import GroupedExperts, LanguageModel, MoEConfig, MoELayer, TransformerConfig
 
-BACKENDS = {"megablocks": MegaBlocksExperts, "megablocks_sparse": MegaBlocksSparseExperts}
 MOE = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=128, aux_loss_coef=0.02, z_loss_coef=0.01)
 ROWS = {"some": (3, 130, 1, 40), "empty": (0, 128, 0, 5), "one": (0, 0, 300, 0), "none": (0,) * 4}
 needs_stand_in = pytest.mark.usefixtures("megablocks")
 
 
-@pytest.mark.parametrize("experts", BACKENDS)
-def test_without_megablocks_it_says_what_to_install(experts, monkeypatch):
+def test_without_megablocks_it_says_what_to_install(monkeypatch):
     for name in MODULES:
         monkeypatch.setitem(sys.modules, f"megablocks.{name}", None)
-    config = replace(MOE, experts=experts)
+    config = replace(MOE, experts="megablocks")
     with pytest.raises(ImportError, match=r"pip install \"moe_graphs\[megablocks\]\""):
         MoELayer(config, 128, dtype=torch.bfloat16)
     with pytest.raises(ImportError, match=r"to_megablocks needs MegaBlocks"):
@@ -49,12 +42,11 @@ def test_without_grouped_gemm_it_says_so(megablocks, monkeypatch):  # noqa: F811
 
 
 @needs_stand_in
-@pytest.mark.parametrize("experts", BACKENDS)
-def test_weights_lie_as_megablocks_keeps_them_and_come_back_bitwise(experts):
+def test_weights_lie_as_megablocks_keeps_them_and_come_back_bitwise():
     torch.manual_seed(0)
     ours = GroupedExperts(3, 128, 256, first_expert=1, num_experts=4, dtype=torch.bfloat16)
     torch.manual_seed(0)
-    theirs = BACKENDS[experts](3, 128, 256, first_expert=1, num_experts=4, dtype=torch.bfloat16)
+    theirs = MegaBlocksExperts(3, 128, 256, first_expert=1, num_experts=4, dtype=torch.bfloat16)
     assert list(theirs.state_dict()) == ["mlp.w1", "mlp.w2", "mlp.v1"]
     assert torch.equal(theirs.mlp.w1[256:512], ours.w1[1, :, :256].t())
     assert torch.equal(theirs.mlp.v1[256:512], ours.w1[1, :, 256:].t())
@@ -69,10 +61,10 @@ def test_weights_lie_as_megablocks_keeps_them_and_come_back_bitwise(experts):
 
 @needs_stand_in
 @pytest.mark.parametrize("rows_e", ROWS.values(), ids=ROWS)
-@pytest.mark.parametrize("experts", BACKENDS)
-def test_output_and_gradients_are_as_exact_as_ours(experts, rows_e):
+def test_output_and_gradients_are_as_exact_as_ours(rows_e):
     torch.manual_seed(0)
-    theirs, ours = (kind(4, 128, 256, dtype=torch.bfloat16) for kind in _pair(experts))
+    kinds = (MegaBlocksExperts, GroupedExperts)
+    theirs, ours = (kind(4, 128, 256, dtype=torch.bfloat16) for kind in kinds)
     theirs.init_weights(0.2, 0.2)
     ours.load_stacked_weights(*theirs.stacked_weights())
     exact = GroupedExperts(4, 128, 256, dtype=torch.float64)
@@ -83,10 +75,6 @@ def test_output_and_gradients_are_as_exact_as_ours(experts, rows_e):
     for found, usual, right in zip(*runs, strict=True):
         error, usual = ((each.double() - right).norm() for each in (found, usual))
         assert error <= 2 * usual
-
-
-def _pair(experts: str) -> tuple[type, type]:
-    return BACKENDS[experts], GroupedExperts
 
 
 def _forward_and_backward(experts, rows_RD, offsets_e) -> list[torch.Tensor]:
@@ -102,65 +90,22 @@ def _forward_and_backward(experts, rows_RD, offsets_e) -> list[torch.Tensor]:
     return [out_RD.detach(), rows_RD.grad, *experts.stacked_weights()]
 
 
-@pytest.mark.parametrize("rows_e", [each for name, each in ROWS.items() if name != "none"])
-def test_blocks_of_rows_are_each_of_one_expert(rows_e):
-    rows, offsets_e = sum(rows_e), torch.tensor(rows_e).cumsum(0).int()
-    layout = block_layout(offsets_e, rows)
-    held_MB = layout.padded.order_R.view(-1, 128)
-    assert held_MB.shape[0] == num_blocks(rows, 4) == layout.blocks_e.sum()
-    expert_R = torch.arange(4).repeat_interleave(torch.tensor(rows_e))
-    for block, expert in zip(held_MB, layout.expert_M, strict=True):
-        assert expert_R[block[block >= 0]].eq(expert).all()
-    held = layout.padded.order_R
-    assert held[held >= 0].tolist() == list(range(rows))
-    assert torch.equal(held[layout.padded.inverse_R], torch.arange(rows))
-    assert torch.equal(layout.expert_M.bincount(minlength=4), layout.blocks_e)
-
-
-@needs_stand_in
-def test_the_topology_and_its_transpose_say_the_same():
-    layout = block_layout(torch.tensor([130, 130, 135], dtype=torch.int32), 135)
-    matrix = topology(layout, 256, torch.bfloat16)
-    dense = torch.zeros(matrix.size[0] // 128, matrix.size[1] // 128, dtype=torch.bool)
-    for row, expert in enumerate(layout.expert_M.tolist()):
-        dense[row, 2 * expert : 2 * expert + 2] = True
-    rows, columns = dense.nonzero().t()
-    assert torch.equal(matrix.row_indices, rows.int())
-    assert torch.equal(matrix.column_indices, columns.int())
-    assert matrix.offsets.tolist() == [0, *dense.sum(1).cumsum(0).tolist()]
-    assert matrix.offsets_t.tolist() == [0, *dense.sum(0).cumsum(0).tolist()]
-    assert torch.equal(matrix.column_indices_t, dense.t().nonzero()[:, 1].int())
-    assert torch.equal(
-        matrix.column_indices[matrix.block_offsets_t.long()], columns.sort()[0].int()
-    )
-    assert torch.equal(matrix.row_indices[matrix.block_offsets_t.long()], matrix.column_indices_t)
-    assert matrix.data.shape == (rows.numel(), 128, 128)
-
-
 @needs_stand_in
 def test_what_megablocks_does_not_multiply_is_refused():
     with pytest.raises(ValueError, match=r"multiply bfloat16 only, got torch.float32: build"):
         MegaBlocksExperts(2, 8, 16)
-    with pytest.raises(ValueError, match=r"multiples of 128, got ffn_hidden_size=64"):
-        MegaBlocksSparseExperts(2, 128, 64, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"got torch.float64"):
-        MegaBlocksSparseExperts(2, 128, 128, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"count elements in 32 bits, and the weights"):
-        MegaBlocksSparseExperts(256, 7168, 2048, dtype=torch.bfloat16, device="meta")
     offsets = torch.tensor([1, 2], dtype=torch.int32)
     grouped = MegaBlocksExperts(2, 8, 16, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"got rows of torch.float32"):
         grouped(torch.randn(2, 8), offsets)
     with pytest.raises(ValueError, match=r"weights of torch.float32: keep both"):
         grouped.float()(torch.randn(2, 8).bfloat16(), offsets)
-    with pytest.raises(ValueError, match=r"rounded to TF32"):
-        MegaBlocksSparseExperts(2, 128, 128)(torch.randn(2, 128), offsets)
 
 
-def _model(experts: str, dispatcher=None) -> LanguageModel:
+def _model(dispatcher=None) -> LanguageModel:
     torch.manual_seed(0)
     sizes = dict(hidden_size=128, num_layers=2, num_heads=2, vocab_size=32)
-    config = TransformerConfig(**sizes, moe=replace(MOE, experts=experts))
+    config = TransformerConfig(**sizes, moe=replace(MOE, experts="megablocks"))
     return LanguageModel(config, dispatcher, dtype=torch.bfloat16)
 
 
@@ -185,30 +130,25 @@ def _trained(model: LanguageModel, graphs: moe_graphs.Graphs) -> tuple[list, lis
     return seen, refused
 
 
-def _eager(experts: str, dispatcher=None) -> list[torch.Tensor]:
-    model = _model(experts, dispatcher)
+def _eager(dispatcher=None) -> list[torch.Tensor]:
+    model = _model(dispatcher)
     return _trained(model, moe_graphs.graph(model, GraphConfig(impl="none")))[0]
 
 
 @needs_stand_in
 @pytest.mark.parametrize(
-    ("experts", "scopes", "dispatcher"),
+    ("scopes", "dispatcher"),
     by_turns(
-        [
-            ("megablocks", "attn,moe_router,moe_preprocess"),
-            ("megablocks", "*.router"),
-            ("megablocks", "layers.*"),  # up to the experts
-            ("megablocks_sparse", "attn,moe"),
-        ],
+        ["attn,moe_router,moe_preprocess", "*.router", "layers.*"],  # up to the experts
         [LocalDispatcher(), PaddedDispatcher(1.0)],
     ),
 )
-def test_graphed_training_is_bitwise_eager_training(experts, scopes, dispatcher):
-    model = _model(experts, dispatcher)
+def test_graphed_training_is_bitwise_eager_training(scopes, dispatcher):
+    model = _model(dispatcher)
     graphs = moe_graphs.graph(model, GraphConfig(scopes, warmup_steps=2, on_mismatch="error"))
     seen, refused = _trained(model, graphs)
     assert not refused
-    assert all(map(torch.equal, seen, _eager(experts, dispatcher)))
+    assert all(map(torch.equal, seen, _eager(dispatcher)))
     assert graphs.report().replayed == 2 * 2 * 2
 
 
@@ -216,12 +156,12 @@ def test_graphed_training_is_bitwise_eager_training(experts, scopes, dispatcher)
 @pytest.mark.parametrize("scopes", ["moe", "attn,moe", "full"])
 def test_scopes_that_would_read_on_the_host_are_refused(scopes):
     with pytest.raises(ValueError, match=r"host \(experts='megablocks' read their numbers of rows"):
-        moe_graphs.graph(_model("megablocks"), GraphConfig(scopes))
+        moe_graphs.graph(_model(), GraphConfig(scopes))
 
 
 @needs_stand_in
 def test_the_experts_alone_are_no_scope():
-    model = _model("megablocks")
+    model = _model()
     graphs = moe_graphs.graph(model, GraphConfig("*.experts", warmup_steps=1))
     message = r"MegaBlocksExperts \(experts='megablocks' read their numbers of rows on the host\)"
     with pytest.raises(moe_graphs.GraphError, match=message), graphs.step():

@@ -1,7 +1,7 @@
 """MegaBlocks in plain torch, for machines without a GPU: the names, layouts and maths that we rely
-on, of megablocks 0.10 and stk 0.7.
+on, of megablocks 0.10.
 
-Shapes: D model, F ffn, e experts, N blocks.
+Shapes: D model, F ffn, e experts.
 """
 
 from __future__ import annotations
@@ -81,32 +81,6 @@ class GroupedGLU(GLU):
         return torch.cat([(act(r @ w1.t()) * (r @ v1.t())) @ w2 for r, (w1, v1, w2) in rows])
 
 
-class SparseGLU(GLU):
-    def forward(self, x: Tensor, topo: Matrix) -> Tensor:
-        assert self.args.mlp_impl == "sparse"
-        x_N = x.view(-1, 128, x.shape[1])[topo.row_indices.long()]
-        w1_N, v1_N, w2_N = (
-            weight.view(-1, 128, weight.shape[1])[topo.column_indices.long()]
-            for weight in (self.w1, self.v1, self.w2)
-        )
-        hidden_N = self.args.activation_fn(x_N @ w1_N.mT) * (x_N @ v1_N.mT)
-        out = torch.zeros(x.shape[0] // 128, 128, x.shape[1], dtype=torch.float32)
-        out = out.index_add(0, topo.row_indices.long(), (hidden_N @ w2_N).float())
-        return out.view(x.shape).to(x.dtype)
-
-
-@dataclass
-class Matrix:
-    size: tuple[int, int]
-    data: Tensor
-    row_indices: Tensor
-    column_indices: Tensor
-    offsets: Tensor
-    column_indices_t: Tensor
-    offsets_t: Tensor
-    block_offsets_t: Tensor
-
-
 class LearnedRouter(nn.Module):
     def __init__(self, args: Arguments) -> None:
         super().__init__()
@@ -165,12 +139,10 @@ def megablocks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     names = dict(
         Arguments=Arguments,
         GroupedGLU=GroupedGLU,
-        SparseGLU=SparseGLU,
         dMoE=dMoE,
-        Matrix=Matrix,
         grouped_gemm_is_available=lambda: True,
     )
-    for name in (*(f"megablocks.{each}" for each in MODULES), "stk"):
+    for name in (f"megablocks.{each}" for each in MODULES):
         module = ModuleType(name)
         vars(module).update(names)
         monkeypatch.setitem(sys.modules, name, module)

@@ -19,14 +19,12 @@ def import_megablocks(wanted: str) -> SimpleNamespace:
         from megablocks.grouped_gemm_util import grouped_gemm_is_available
         from megablocks.layers.arguments import Arguments
         from megablocks.layers.dmoe import dMoE
-        from megablocks.layers.glu import GroupedGLU, SparseGLU
+        from megablocks.layers.glu import GroupedGLU
     except ImportError as error:
         raise ImportError(_advice(wanted, str(error))) from error
     if not grouped_gemm_is_available():
         raise ImportError(_advice(wanted, "grouped_gemm is not installed"))
-    return SimpleNamespace(
-        Arguments=Arguments, dMoE=dMoE, GroupedGLU=GroupedGLU, SparseGLU=SparseGLU
-    )
+    return SimpleNamespace(Arguments=Arguments, dMoE=dMoE, GroupedGLU=GroupedGLU)
 
 
 def swiglu_arguments(library: SimpleNamespace, *, dtype: torch.dtype, **fields: Any) -> Any:
