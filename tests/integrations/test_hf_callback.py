@@ -9,22 +9,10 @@ from moe_graphs import GraphError
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
-from hf_families import tiny  # noqa: E402
+from hf_families import Texts, tiny  # noqa: E402
 from moe_graphs.integrations.transformers import GraphCallback  # noqa: E402
 
 STEPS, SAVED_AT = 12, 6
-
-
-class Texts(torch.utils.data.Dataset):
-    def __init__(self, count):
-        generator = torch.Generator().manual_seed(3)
-        self.tokens = torch.randint(3, 128, (count, 16), generator=generator)
-
-    def __len__(self):
-        return len(self.tokens)
-
-    def __getitem__(self, index):
-        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
 
 
 def trained(folder, callback, resume=None, dtype=torch.float32, **options):

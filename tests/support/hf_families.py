@@ -96,6 +96,20 @@ def tokens(device: str = "cpu") -> torch.Tensor:
     return torch.randint(3, 128, (2, 16), generator=generator).to(device)
 
 
+class Texts(torch.utils.data.Dataset):
+    """Random tokens for Trainer, all of one length."""
+
+    def __init__(self, count):
+        generator = torch.Generator().manual_seed(3)
+        self.tokens = torch.randint(3, 128, (count, 16), generator=generator)
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+
+
 def tiny(family: str, implementation: str | None, **overrides: Any) -> nn.Module:
     """A causal language model of two layers. The same weights for every implementation of the
     experts; None for a dense one."""

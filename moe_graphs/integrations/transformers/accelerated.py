@@ -53,7 +53,8 @@ def accelerate_model(
     graphs: GraphConfig | bool = True,
     whole_steps: bool = False,
 ) -> Accelerated:
-    """Changes a ``PreTrainedModel`` in place; its weights, names and checkpoints stay as they are.
+    """Changes a ``PreTrainedModel`` in place, or the one within PEFT's model; its weights, names
+    and checkpoints stay as they are.
 
     Args:
         experts: whole MoE blocks on our stages (``swap_moe_layers``), the experts of others on our
@@ -78,7 +79,8 @@ def accelerate_model(
         kernels add in another order. With or without ``graphs`` they are bitwise the same.
 
     Raises:
-        ValueError: the model has graphs already, or is none of transformers'; ``whole_steps``
+        ValueError: the model has graphs already, or is neither transformers' nor PEFT's;
+            ``whole_steps``
             together with a ``GraphConfig``.
     """
     if whole_steps and isinstance(graphs, GraphConfig):
@@ -88,10 +90,10 @@ def accelerate_model(
             f"accelerate_model takes a PreTrainedModel of transformers 5, got a "
             f"{type(model).__name__}: use moe_graphs.graph for other models"
         )
-    done = Accelerated(model)
+    done, inner = Accelerated(model), without_wrappers(model)
     try:
         if experts:
-            _change_experts(model, done)
+            _change_experts(inner, done)
         with trying():
             if norms:
                 change_norms(model, done)
@@ -100,9 +102,9 @@ def accelerate_model(
             if rotary:
                 change_rotary(model, done)
         if loss:
-            _change_loss(model, done)
+            _change_loss(inner, done)
         if whole_steps:
-            static_attention(model, done)
+            static_attention(inner, done)
             done.left("graphs", "layers", 0, "FullIteration makes one graph of the whole step")
         elif graphs:
             _graph_layers(model, done, None if graphs is True else graphs)
@@ -110,6 +112,13 @@ def accelerate_model(
         done.undo()
         raise
     return done
+
+
+def without_wrappers(model: Any) -> Any:
+    """The model of transformers inside of PEFT's: its attributes are what the forward reads."""
+    while hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    return model
 
 
 def _change_experts(model: Any, done: Accelerated) -> None:
@@ -193,9 +202,10 @@ def _graph_layers(model: Any, done: Accelerated, config: GraphConfig | None) -> 
     if not scopes:
         done.left("graphs", what, 0, "no list of decoder layers found")
         return
+    inner = without_wrappers(model)
     # ``save_pretrained`` writes it there: a change of the configuration that layers may read.
-    model.config.dtype = str(model.dtype).removeprefix("torch.")
-    uncached = model.base_model.register_forward_pre_hook(_stop_caching, with_kwargs=True)
+    inner.config.dtype = str(inner.dtype).removeprefix("torch.")
+    uncached = inner.base_model.register_forward_pre_hook(_stop_caching, with_kwargs=True)
     graphs = done.graphs = graph(model, config or GraphConfig(scopes))
 
     def undo() -> None:
