@@ -22,8 +22,9 @@ OF_TESTS_ALONE = {"support", "programs"}
 ALLOWED = {
     "errors": set(),
     "config": {"errors"},
+    "portable_launches": set(),
     "staged": {"errors"},
-    "kernels": {"kernels"},
+    "kernels": {"kernels", "portable_launches"},
     "optim": {"optim", "kernels"},
     "dispatch": {"dispatch", "kernels", "staged"},
     "layers": {"layers", "checkpoints", "dispatch", "kernels", "staged"},
@@ -39,6 +40,7 @@ ALLOWED = {
         "staged",
         "config",
         "errors",
+        "portable_launches",
     },
 }
 

@@ -13,6 +13,7 @@ import torch
 
 from moe_graphs.bench.timing import group_ends, group_sizes, matrices
 from moe_graphs.kernels.gemm import launch
+from moe_graphs.kernels.gpu_architectures import architecture_of
 
 Call = Callable[[], torch.Tensor]
 DIRECTIONS = ("fwd", "dgrad", "wgrad")
@@ -106,8 +107,9 @@ def ours(p: Problem, name: str | None) -> dict[str, Call]:
     _, K, N = p.w_EKN.shape
     forward, dgrad, wgrad = None, None, None
     if name is not None:
-        forward, dgrad = launch.row_variant(name, N), launch.row_variant(name, K)
-        wgrad = launch.weight_variant(name, N, torch.bfloat16)
+        gpu = architecture_of(p.x_RK.device)
+        forward, dgrad = launch.row_variant(name, N, gpu), launch.row_variant(name, K, gpu)
+        wgrad = launch.weight_variant(name, N, torch.bfloat16, gpu)
     return {
         "fwd": lambda: launch.matmul_rows(p.x_RK, p.w_EKN, p.ends_E, out=y, variant=forward),
         "dgrad": lambda: launch.matmul_rows(
@@ -167,9 +169,7 @@ def contenders(p: Problem) -> dict[str, dict[str, Call]]:
         "loop 4 streams": loop(p, streams=4),
         "torch": torch_grouped(p),
         "ours": ours(p, None),
-        "ours tma": ours(p, "tma"),
-        "ours split": ours(p, "split"),
-        "ours pingpong": ours(p, "pingpong"),
+        **{f"ours {name}": ours(p, name) for name in _variants(p)},
         "ours f32": ours_fp32(p, accumulate=False),
         "ours f32 add": ours_fp32(p, accumulate=True),
     }
@@ -178,6 +178,11 @@ def contenders(p: Problem) -> dict[str, dict[str, Call]]:
     if _installed("transformer_engine.pytorch"):
         found["TE"] = te_grouped_linear(p)
     return found
+
+
+def _variants(p: Problem) -> list[str]:
+    """Those with which the chosen ones are compared, as far as this GPU runs them."""
+    return [n for n in ("tma", "split", "pingpong") if n in architecture_of(p.x_RK.device).gemms]
 
 
 def _installed(module: str) -> bool:

@@ -57,6 +57,8 @@ class Report:
         ``graphs.plan()`` predicted, without fragmentation.
     abandoned: forwards that were replayed and whose backward never came.
     occupation: as ``occupation_of`` the model.
+    portable_launches: kernel and architecture -> launches in this process on a GPU for which the
+        kernels have no tuned row (``docs/development/architectures.md``).
     """
 
     backend: str
@@ -72,6 +74,7 @@ class Report:
     abandoned: int
     capture_seconds: float
     occupation: dict[str, tuple[int, int]] = field(default_factory=dict)
+    portable_launches: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from moe_graphs.kernels.add_sums_triton import PROGRAMS, add_sums
+from moe_graphs.kernels.gpu_architectures import stages_that_fit
 from moe_graphs.kernels.launching import launch, next_power_of_2
 from moe_graphs.kernels.ops import define_op
 
@@ -433,7 +434,7 @@ def _launch_backward(
     if dqkv.numel():
         tensors = (*inputs, *_weights(*weights, dqkv), dqkv, sums)
         args = (*gradients, *tensors, B * S, S, *strides)
-        stages = _stages(kinds, dqkv.element_size()) if wants_weights else 1
+        stages = _stages(kinds, dqkv) if wants_weights else 1
         launch(heads_backward_kernel, (programs,), args, SUMS=wants_weights, STAGES=stages, **kinds)
     if wants_weights:
         add_sums(sums, *made[1:])
@@ -463,12 +464,12 @@ def _variant(
     }  # fmt: skip
 
 
-def _stages(variant: dict, element_size: int) -> int:
+def _stages(variant: dict, dqkv: torch.Tensor) -> int:
     """With sums, a token is worked on while the next one or two are on their way."""
+    element_size = dqkv.element_size()
     tiles = 2 * variant["QUERY_LANES"] + 3 * variant["KEY_LANES"]
     if variant["NORM"] == "full":  # and the weights, of up to four bytes
         tiles += (variant["QUERY_LANES"] + variant["KEY_LANES"]) * 4 // element_size
     in_flight = tiles * 2 * next_power_of_2(variant["Q"] // 2) * element_size
-    if in_flight <= THREE_STAGES:
-        return 3
-    return 2 if in_flight <= TWO_STAGES else 1
+    wanted = 3 if in_flight <= THREE_STAGES else 2 if in_flight <= TWO_STAGES else 1
+    return stages_that_fit(dqkv.device, in_flight, wanted)

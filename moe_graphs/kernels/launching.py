@@ -15,12 +15,17 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moe_graphs import portable_launches
+from moe_graphs.kernels.gpu_architectures import architecture_of
+
 
 class _Compiled:
-    """What the first launch of a kind left: the compiled kernel, and its constants in order."""
+    """What the first launch of a kind left: the compiled kernel, its constants in order, and under
+    which name its launches are counted, if they are."""
 
     kernel: Any = None
     constants: tuple = ()
+    counted: str | None = None
 
 
 def launch(kernel: Any, grid: tuple[int, ...], args: tuple, **constants: Any) -> None:
@@ -30,15 +35,27 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple, **constants: Any) ->
     their bases are aligned to 16 bytes. A tuple is of integers of 64 bits, and the kernel
     not specialized for it. Which sums and products become one operation is up to the compiler: what
     has to have the same bits in two kernels says it by `tl.fma`.
+
+    Raises:
+        ValueError: the GPU is older than the kernels; nothing is launched.
     """
     known = _compiled(kernel, *constants.values(), *map(_kind, args))
     grid = (*grid, 1, 1)[:3]
     if known.kernel is None:  # the first time, and always under Triton's interpreter
+        known.counted = _counted(kernel, args)
         # Products and sums are fused, which Triton 3.10 would not do unasked.
         known.kernel = kernel[grid](*args, **constants, enable_fp_fusion=True)
         known.constants = tuple(constants[n] for n in kernel.arg_names if n in constants)
     else:
         known.kernel[grid](*args, *known.constants)
+    if known.counted is not None:
+        portable_launches.count(known.counted)
+
+
+def _counted(kernel: Any, args: tuple) -> str | None:
+    """The name under which launches on a GPU are counted whose architecture is not in the table."""
+    gpu = architecture_of(next(arg.device for arg in args if isinstance(arg, torch.Tensor)))
+    return None if gpu.known else f"{kernel.__name__} on {gpu.name}"
 
 
 @functools.cache

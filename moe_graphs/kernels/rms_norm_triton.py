@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from moe_graphs.kernels.add_sums_triton import PROGRAMS, add_sums
+from moe_graphs.kernels.gpu_architectures import stages_that_fit
 from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2
 from moe_graphs.kernels.ops import define_op
 
@@ -165,9 +166,13 @@ def rms_norm_backward(
         dsum = rows if dsum_RN is None else _rows(dsum_RN)
         strides = dy.stride(0), rows.stride(0), dsum.stride(0)
         args = (dy, rows, dsum, weight_N.contiguous(), dx_RN, sums, len(rows), *strides)
+        stages = 1
         # Numbers are copied ahead of time by sixteens; one by one, it takes too many registers.
-        ahead = wants_weight and len(weight_N) % 16 == 0
-        kinds = {"ADD": dsum_RN is not None, "SUMS": wants_weight, "STAGES": STAGES if ahead else 1}
+        if wants_weight and len(weight_N) % 16 == 0:
+            read = (dy, rows) if dsum_RN is None else (dy, rows, dsum)
+            tile = variant["ROWS"] * variant["COLS"] * sum(x.element_size() for x in read)
+            stages = stages_that_fit(x_RN.device, tile, STAGES)
+        kinds = {"ADD": dsum_RN is not None, "SUMS": wants_weight, "STAGES": stages}
         launch(rms_norm_backward_kernel, (programs,), args, **variant, **kinds)
     if wants_weight:
         add_sums(sums, *dw)

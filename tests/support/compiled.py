@@ -25,6 +25,8 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.runtime.jit import JITFunction
 
+from pretended_gpu import pretended_gpu
+
 SHARED_LIMIT = 232448  # bytes a block may use on Hopper
 # Bytes: three kernels that need all registers there are spill some with the ptxas of Triton 3.9.
 SPILLS = 96 if hasattr(tma, "async_load") else 0
@@ -110,7 +112,8 @@ class Compiled:
 
 
 def launch_compiler(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Compiled]]:
-    """`compiled(function)`: calls it with every launch only compiled, returns the kernels."""
+    """`compiled(function, arch)`: calls it with every launch only compiled for that architecture,
+    which the kernels take for the GPU's, unless they are told another; returns the kernels."""
     kernels = []
     run = JITFunction.run
 
@@ -119,12 +122,13 @@ def launch_compiler(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Compi
             kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         kernels.append(_inspect(self.__name__, kernel, said.getvalue()))
 
-    def compiled(function: Callable, arch: int = 90) -> list[Compiled]:
+    def compiled(function: Callable, arch: int = 90, told: int | None = None) -> list[Compiled]:
         kernels.clear()
         # Not set_active: its undoing looks for a GPU.
         monkeypatch.setattr(triton.runtime.driver, "_active", CompileOnlyDriver(arch))
         monkeypatch.setattr(knobs.nvidia, "dump_ptxas_log", True)  # to standard output
-        function()
+        with pretended_gpu(told or arch):
+            function()
         return list(kernels)
 
     monkeypatch.setattr(JITFunction, "run", only_compile)

@@ -12,6 +12,7 @@ from moe_graphs.engine.report import Report, ScopeReport, occupation_of
 from moe_graphs.engine.scopes.captured import Captured
 from moe_graphs.engine.scopes.graphed_scope import GraphedScope
 from moe_graphs.engine.scopes.place import Place
+from moe_graphs.portable_launches import portable_launches
 
 
 def report_of(
@@ -41,6 +42,7 @@ def report_of(
         abandoned=captured.abandoned if captured else 0,
         capture_seconds=capture_seconds,
         occupation=occupation_of(model),
+        portable_launches=portable_launches(),
     )
 
 

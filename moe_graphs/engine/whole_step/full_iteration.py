@@ -47,6 +47,7 @@ from moe_graphs.engine.whole_step.capture_step import record_step
 from moe_graphs.engine.whole_step.recorded_step import RecordedStep
 from moe_graphs.engine.whole_step.step_definition import StepDefinition
 from moe_graphs.errors import CaptureError, GraphError
+from moe_graphs.portable_launches import portable_launches
 
 _NAME = "full iteration"
 BatchT = TypeVar("BatchT")
@@ -66,6 +67,7 @@ class FullIterationReport:
     not_reproducible: whether eager steps differ from one another, so that replays cannot be equal.
     not_guarded: what the step's Python can have read and nobody compares.
     occupation: as ``engine.report.occupation_of`` the model: rows that were asked for, and there.
+    portable_launches: as in ``engine.report.Report``.
     """
 
     backend: str
@@ -81,6 +83,7 @@ class FullIterationReport:
     not_reproducible: bool = False
     not_guarded: tuple[str, ...] = ()
     occupation: dict[str, tuple[int, int]] = field(default_factory=dict)
+    portable_launches: dict[str, int] = field(default_factory=dict)
 
 
 class FullIteration(Generic[BatchT, ResultT]):
@@ -240,6 +243,7 @@ class FullIteration(Generic[BatchT, ResultT]):
             not_reproducible=self._not_reproducible,
             not_guarded=tuple(recorded.guards.not_followed) if recorded else (),
             occupation=occupation_of(self._definition.model),
+            portable_launches=portable_launches(),
         )
 
     @property

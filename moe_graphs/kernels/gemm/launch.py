@@ -30,14 +30,15 @@ from moe_graphs.kernels.gemm.variants import (
     GLUON,
     LONG_SUM,
     Variant,
+    check_variant,
     choose_rows,
     choose_weights,
     row_variant,
     sm_count,
     way_to_add,
     weight_variant,
-    without_wgmma,
 )
+from moe_graphs.kernels.gpu_architectures import architecture_of
 from moe_graphs.kernels.launching import (
     cdiv,
     launch,
@@ -86,7 +87,8 @@ def matmul_rows(
     if rows == 0:
         return out
     if variant is None:
-        variant = row_variant(choose_rows(x_RK.device, rows, experts), columns)
+        gpu = architecture_of(x_RK.device)
+        variant = row_variant(choose_rows(gpu, rows, experts), columns, gpu)
     _run_rows(variant, x_RK, w_EKN, out, offsets_E, transposed)
     return out
 
@@ -115,7 +117,7 @@ def _run_rows(
 
 def can_gather(x: torch.Tensor) -> bool:
     """Whether `matmul_gathered` takes these tokens: a Hopper GPU, and a width it copies whole."""
-    return without_wgmma(x.device) is None and x.shape[1] % 64 == 0
+    return "gather" in architecture_of(x.device).gemms and x.shape[1] % 64 == 0
 
 
 def matmul_gathered(
@@ -156,6 +158,7 @@ def gathered_launch(
     grid: int,
 ) -> Launch:
     """The launch of the gathered rows kernel over `work`."""
+    check_variant(variant, x_TK.device)
     v, (_, K, N) = variant, w_EKN.shape
     args = (
         x_TK, order_R, top_k, matrix_descriptor(w_EKN, (v.block_k, v.block_n), gluon=True),
@@ -195,8 +198,8 @@ def matmul_weights(
     if rows == 0:
         return out if accumulate else out.zero_()
     if variant is None:
-        name = choose_weights(x_RK.device, out.dtype)
-        variant = weight_variant(name, shape[2], out.dtype)
+        gpu = architecture_of(x_RK.device)
+        variant = weight_variant(choose_weights(gpu, out.dtype), shape[2], out.dtype, gpu)
     _run_weights(variant, x_RK, dy_RN, out, offsets_E, accumulate)
     return out
 
@@ -238,6 +241,7 @@ def rows_launch(
 
     `partials` fp32 [grid, BLOCK_M, BLOCK_N] takes what `work` cuts along K; split only.
     """
+    check_variant(variant, x_RK.device)
     v = variant
     K, N = x_RK.shape[1], out_RN.shape[1]
     tile = {"TRANSPOSED": transposed, "BLOCK_M": v.block_m, "BLOCK_N": v.block_n}
@@ -274,6 +278,7 @@ def weights_launch(
 
     `partials` fp32 [slots, K, N] takes what `work` splits; the Gluon kernels know how to.
     """
+    check_variant(variant, x_RK.device)
     v = variant
     _, M, N = dw_EKN.shape
     tile = {"ADD": accumulate, "BLOCK_M": v.block_m, "BLOCK_N": v.block_n, "BLOCK_R": v.block_k}

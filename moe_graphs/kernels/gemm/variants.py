@@ -5,10 +5,11 @@ mean of 13 shapes on an H200: noise, so nothing is tuned at run time.
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from moe_graphs.kernels.gpu_architectures import HOPPER, Architecture, architecture_of
 from moe_graphs.kernels.launching import cdiv
 
 GLUON = ("split", "pingpong", "gather")
@@ -36,7 +37,7 @@ class Variant:
 
 
 @functools.cache
-def row_variant(name: str, columns: int) -> Variant:
+def row_variant(name: str, columns: int, gpu: Architecture = HOPPER) -> Variant:
     """The tile of a rows kernel: narrow where wide ones would waste a seventh of `columns`."""
     wide = cdiv(columns, 256) * 256 <= 1.15 * columns
     variants = {
@@ -48,11 +49,13 @@ def row_variant(name: str, columns: int) -> Variant:
         "tma": Variant("tma", 128, 256 if wide else 128, 64, 3, warps=8),
         "pointer": Variant("pointer", 64, 128, 32, 3, warps=4),
     }
-    return _named(variants, name)
+    return _on(gpu, _named(variants, name))
 
 
 @functools.cache
-def weight_variant(name: str, columns: int, out_dtype: torch.dtype) -> Variant:
+def weight_variant(
+    name: str, columns: int, out_dtype: torch.dtype, gpu: Architecture = HOPPER
+) -> Variant:
     """The tile of a weight-gradient kernel; fp32 output tiles are stored in pieces to fit.
 
     Steps of 32 rows: an expert's last step is half empty on average, which with 64 rows took 6 %
@@ -72,7 +75,7 @@ def weight_variant(name: str, columns: int, out_dtype: torch.dtype) -> Variant:
     if not wide:
         variants["split"] = Variant("split", 128, 128, 32, 8, pieces=2 if long else 1)
         variants["tma"] = replace(variants["tma"], block_n=128)
-    return _named(variants, name)
+    return _on(gpu, _named(variants, name))
 
 
 def _named(variants: dict[str, Variant], name: str) -> Variant:
@@ -81,21 +84,35 @@ def _named(variants: dict[str, Variant], name: str) -> Variant:
     return variants[name]
 
 
-def choose_rows(device: torch.device, rows: int, experts: int) -> str:
+def _on(gpu: Architecture, variant: Variant) -> Variant:
+    """The variant with the tile that this GPU's row has for it."""
+    own = gpu.tile if variant.name == gpu.gemms[0] else None
+    return variant if own is None else replace(variant, **asdict(own))
+
+
+def choose_rows(gpu: Architecture, rows: int, experts: int) -> str:
     """The variant for these static averages. Measured on H200, see gluon_rows."""
-    return without_wgmma(device) or ("pingpong" if rows < 400 * experts else "split")
+    if gpu is HOPPER:
+        return "pingpong" if rows < 400 * experts else "split"
+    return gpu.gemms[0]
 
 
-def choose_weights(device: torch.device, out_dtype: torch.dtype) -> str:
+def choose_weights(gpu: Architecture, out_dtype: torch.dtype) -> str:
     """The variant for this output. Measured on H200, see gluon_weights."""
-    return without_wgmma(device) or ("pingpong" if out_dtype == torch.float32 else "split")
+    if gpu is HOPPER:
+        return "pingpong" if out_dtype == torch.float32 else "split"
+    return gpu.gemms[0]
 
 
-@functools.cache
-def without_wgmma(device: torch.device) -> str | None:
-    """The variant for a GPU that is not a Hopper: WGMMA, which Gluon variants need, is Hopper's."""
-    major = torch.cuda.get_device_capability(device)[0]
-    return None if major == 9 else ("pointer" if major < 9 else "tma")
+def check_variant(variant: Variant, device: torch.device) -> None:
+    """Raises where the GPU does not have what the variant is made of: before a launch, since a
+    Gluon variant that is compiled for a foreign architecture ends the process."""
+    gpu = architecture_of(device)
+    if variant.name not in gpu.gemms:
+        raise ValueError(
+            f"variant {variant.name!r} does not run on {device}, which is {gpu.name} ({gpu.gpus}): "
+            f"accepted there are {', '.join(gpu.gemms)}"
+        )
 
 
 def way_to_add(rows: int, experts: int) -> str:

@@ -1,0 +1,214 @@
+"""A call of every kernel on the largest blocks it takes, for tests that compile them all.
+
+The calls are those that users' calls lead to: what they choose depends on the GPU. Tensors are the
+CPU's, so a call must be compiled only (`compiled.launch_compiler`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moe_graphs import kernels
+from moe_graphs.kernels import (
+    adamw_triton,
+    choose_experts_triton,
+    cross_entropy_triton,
+    heads_triton,
+    peer_rows_triton,
+    permute_triton,
+    rms_norm_triton,
+    row_order_triton,
+    swiglu_triton,
+)
+from moe_graphs.kernels.gemm import launch as gemm
+from moe_graphs.kernels.gemm import tiles
+from moe_graphs.kernels.rotary_triton import turn_heads
+
+BF16, FP32 = torch.bfloat16, torch.float32
+PROGRAMS = 132
+
+
+def kernel_cases() -> dict[str, Callable[[], None]]:
+    """Name -> calls of the kernels of that name, one after the other."""
+    cases = {
+        "grouped GEMM, rows": lambda: _rows(1024),
+        "grouped GEMM, narrow rows": lambda: _rows(384),
+        "grouped GEMM, long sums": lambda: _rows(1024, K=4096),
+        "grouped GEMM, gathered rows": _gathered_rows,
+        "grouped GEMM, weights": lambda: _weights(1024),
+        "grouped GEMM, narrow weights": lambda: _weights(384),
+        "work lists": _work_lists,
+        "order of rows": lambda: _order_of_rows(512),
+        "permutation": _permutation,
+        "SwiGLU": _swiglu,
+        "router": lambda: _router(128, 8, 1, 1),
+        "router, groups": lambda: _router(512, 8, 8, 4),
+        "cross entropy": _cross_entropy,
+        "rotary positions": _rotary,
+        "AdamW": _adamw,
+        "AdamW, states of 8 bits": _adamw_8bit,
+        "rows between ranks": _peer_rows,
+    }
+    for norm in ("none", "head", "full"):
+        cases[f"heads, norm {norm}"] = lambda norm=norm: _heads(norm)
+    for size in (128, 2048, 4096, 8192):
+        cases[f"RMS norm, {size}"] = lambda size=size: _rms_norm(size)
+        cases[f"RMS norm of a sum, {size}"] = lambda size=size: _add_rms_norm(size)
+    return cases
+
+
+def _offsets(experts: int) -> Tensor:
+    return torch.zeros(experts, dtype=torch.int32)
+
+
+def _rows(columns: int, K: int = 512) -> None:
+    """For many rows per expert and for few, which Hopper has kernels of its own for."""
+    for experts in (4, 64):
+        x, out = torch.empty(4096, K, dtype=BF16), torch.empty(4096, columns, dtype=BF16)
+        for transposed in (False, True):
+            shape = (experts, columns, K) if transposed else (experts, K, columns)
+            w = torch.empty(shape, dtype=BF16)
+            gemm.matmul_rows(x, w, _offsets(experts), transposed=transposed, out=out)
+
+
+def _gathered_rows() -> None:
+    hidden, order = torch.empty(512, 512, dtype=BF16), torch.zeros(4096, dtype=torch.int64)
+    if gemm.can_gather(hidden):
+        for columns in (1024, 384):
+            w = torch.empty(8, 512, columns, dtype=BF16)
+            gemm.matmul_gathered(hidden, order, 8, w, _offsets(8))
+
+
+def _weights(columns: int) -> None:
+    for experts in (4, 8):  # 1024 rows per expert, or 512
+        x, dy = torch.empty(4096, 512, dtype=BF16), torch.empty(4096, columns, dtype=BF16)
+        for dtype, add in ((BF16, False), (FP32, False), (FP32, True)):
+            dw = torch.empty(experts, 512, columns, dtype=dtype)
+            gemm.matmul_weights(x, dy, _offsets(experts), out=dw, accumulate=add)
+
+
+def _work_lists() -> None:
+    offsets = _offsets(1024)
+    tail = tiles.Tail(16, 64, PROGRAMS)
+    rows = tiles.row_tiles(offsets, 4096, 128, tail)
+    tiles.add_tail_(torch.empty(64, 512, dtype=BF16), torch.empty(PROGRAMS, 128, 256), rows, tail)
+    order = tiles.expert_order(offsets, skip_empty=True, limit=512)
+    tiles.add_partials_(torch.empty(8, 64, 64), torch.empty(4, 64, 64), order, True)
+    tiles.zero_tail_(torch.empty(64, 512, dtype=BF16), offsets)
+
+
+def _order_of_rows(experts: int) -> None:
+    row_order_triton.sort_pairs(torch.zeros(16384, 8, dtype=torch.int64), experts)
+
+
+def _permutation() -> None:
+    inverse, weights = torch.zeros(64, 8, dtype=torch.int64), torch.zeros(64, 8)
+    for dtype in (BF16, FP32):
+        hidden, rows = torch.empty(64, 8192, dtype=dtype), torch.empty(512, 8192, dtype=dtype)
+        for given in (weights, None):
+            permute_triton.spread_rows(hidden, inverse, given, 512, False)
+            permute_triton.collect_rows(rows, inverse, given)
+        permute_triton.dot_rows(rows, inverse, hidden)
+
+
+def _swiglu() -> None:
+    for dtype in (BF16, FP32):
+        rows = torch.empty(512, 2880, dtype=dtype)
+        swiglu_triton.swiglu_forward(rows)
+        swiglu_triton.swiglu_backward(rows, rows[:, :1440])
+
+
+def _router(experts: int, top_k: int, groups: int, top_groups: int) -> None:
+    logits, weights = torch.empty(64, experts), torch.empty(64, top_k)
+    ranks, counts = torch.zeros(64, experts, dtype=torch.int8), torch.zeros(experts).long()
+    rule = kernels.RoutingRule(top_k, groups > 1, True, 2.5, groups, top_groups, 0.01, 0.01)
+    choose_experts_triton.choose_experts(logits, torch.empty(experts), *rule)
+    given = (logits, ranks, counts, weights, torch.zeros(()), True)
+    choose_experts_triton.choose_experts_backward(*given, *rule[:4], 0.01, 0.01)
+
+
+def _cross_entropy() -> None:
+    targets = torch.zeros(4, dtype=torch.int64)
+    for dtype in (BF16, FP32):
+        logits = torch.empty(4, 151936, dtype=dtype)
+        losses, logsumexp = cross_entropy_triton.cross_entropy_rows(logits, targets, -100)
+        mean, count = cross_entropy_triton.mean_of_counted(losses, targets, -100)
+        for divisor in (count, None):
+            cross_entropy_triton.cross_entropy_backward(
+                logits, targets, logsumexp, mean, divisor, -100
+            )
+
+
+def _rotary() -> None:
+    for dtype, columns in ((BF16, 128), (FP32, 64)):
+        query, key = (torch.empty(2, 64, n, 128, dtype=dtype) for n in (64, 8))
+        table = torch.empty(1, 64, columns, dtype=dtype)
+        for back in (False, True):
+            turn_heads(query.transpose(1, 2), key.transpose(1, 2), table, table, back)
+
+
+def _heads(norm: str) -> None:
+    for dtype, heads, kv_heads, size in ((BF16, 32, 4, 128), (FP32, 64, 8, 64)):
+        qkv = torch.empty(2, 64, (heads + 2 * kv_heads) * size, dtype=dtype)
+        table, counts = torch.empty(64, size // 2), (heads, kv_heads)
+        spans = {"none": None, "head": (1, 1), "full": counts}[norm]
+        weights = [None if spans is None else torch.empty(span * size) for span in spans or "ab"]
+        grads = [torch.empty(2, n, 64, size, dtype=dtype) for n in (heads, kv_heads, kv_heads)]
+        grads = [dy.transpose(1, 2) for dy in grads]
+        heads_triton.heads_forward(qkv, table, table, *weights, *counts, 1e-5)
+        for wanted in {norm != "none", False}:
+            heads_triton.heads_backward(*grads, qkv, table, table, *weights, 1e-5, wanted)
+        sent = heads_triton.heads_by_rank_forward(qkv, table, table, *weights, *counts, 2, 1e-5)
+        given = (sent, None if norm == "none" else qkv, table, table, *weights, *counts, 1e-5)
+        heads_triton.heads_by_rank_backward(*given, norm != "none")
+
+
+def _rms_norm(size: int) -> None:
+    for dtype in (BF16, FP32):
+        x = torch.empty(64, size, dtype=dtype)
+        for weight in {torch.empty(size, dtype=kind) for kind in {dtype, FP32}}:
+            rms_norm_triton.rms_norm_forward(x, weight, 1e-6, True)
+            for wanted in (True, False):
+                rms_norm_triton.rms_norm_backward(x, x, weight, 1e-6, True, wanted)
+
+
+def _add_rms_norm(size: int) -> None:
+    for dtype, update_dtype in ((BF16, BF16), (FP32, BF16), (FP32, FP32)):
+        x, update = torch.empty(64, size, dtype=dtype), torch.empty(64, size, dtype=update_dtype)
+        for gradient in {dtype, FP32}:  # of the sum, and of its norm
+            weight, dy = torch.empty(size, dtype=dtype), torch.empty(64, size, dtype=gradient)
+            rms_norm_triton.add_rms_norm_forward(x, update, weight, 1e-6, False)
+            for wanted in (True, False):
+                rms_norm_triton.rms_norm_backward(dy, x, weight, 1e-6, False, wanted, x)
+
+
+def _adamw() -> None:
+    for dtype, states, of_gradients in ((BF16, BF16, BF16), (FP32, FP32, FP32), (BF16, FP32, FP32)):
+        p, m, v, g = (
+            torch.empty(1 << 16, dtype=kind) for kind in (dtype, states, states, of_gradients)
+        )
+        options = (0.1, None, 0.9, 0.999, 1e-8, 0.01, False, None, None, None, [], 0.0)
+        rounded = dtype == BF16
+        keys = [1 << 62] if rounded else []
+        given = ([p], [g], [m], [v], [torch.ones(())])
+        adamw_triton.adamw_update(*given, *options, keys, [], [], rounded)
+
+
+def _adamw_8bit() -> None:
+    p, g = (torch.empty(1 << 16, dtype=BF16) for _ in range(2))
+    m, v = (torch.empty(1 << 16, dtype=torch.uint8) for _ in range(2))
+    scales = [torch.empty((1 << 16) // adamw_triton.NUMBERS, dtype=torch.uint8) for _ in range(2)]
+    options = (0.1, None, 0.9, 0.999, 1e-8, 0.01, False, None, None, None, [], 0.0, [1 << 62])
+    given = ([p], [g], [m], [v], [torch.ones(())])
+    adamw_triton.adamw_update(*given, *options, *([scale] for scale in scales), True)
+
+
+def _peer_rows() -> None:
+    for dtype in (BF16, FP32):
+        source, experts = torch.empty(64, 8192, dtype=dtype), torch.zeros(64, 8).long()
+        weights, where = torch.empty(64, 8), torch.zeros(3, 8, dtype=torch.int64)
+        peer_rows_triton.push_rows(source, experts, weights, where, 0, 4)
+        peer_rows_triton.pull_rows(source, weights, experts, where, 0, 4)
