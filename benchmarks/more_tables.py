@@ -119,6 +119,28 @@ def _lora(lines: list[Line]) -> Iterator[Row]:
         yield what, f"`{best['contender']}`", first["tokens_per_second"], rate, flops
 
 
+def lora(lines: list[Line]) -> str:
+    """Every contender at both sizes, with memory."""
+    rows, used = [], []
+    for tokens, runs in _lora_runs(lines).items():
+        first = next(iter(runs.values()))
+        for name, line in runs.items():
+            rows.append([
+                f"{tokens:,}, {LORA[tokens]}" if line is first else "", f"`{name}`",
+                f"{line['step_ms']:.0f} ms", f"{line['tokens_per_second']:,.0f}",
+                times(line["tokens_per_second"] / first["tokens_per_second"]),
+                f"{line['max_allocated_bytes'] / 2**30:.1f} GiB",
+            ])  # fmt: skip
+            used.append(line)
+    header = "tokens a step | contender | step | tokens/s | x | allocated at most"
+    note = (
+        "LoRA of rank 16 on the projections of attention, all 48 layers of Qwen3-30B-A3B with "
+        "random weights, bf16, torch's fused AdamW; losses equal to rounding. Checkpointed layers "
+        "run eagerly, so graphs are measured without checkpointing."
+    )
+    return f"{table(header, rows)}\n\n{note} {sources(used)}"
+
+
 FULL = {
     "huggingface": ({"model": "hf_4k"}, ("eager", "with AdamW, whole steps")),
     "full_iteration": ({"model": "launch_bound"}, ("eager", OUR_ADAMW)),

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from markdown_cells import geometric_mean, gibibytes, idle, milliseconds, span, table, times
-from more_tables import OUR_ADAMW, accumulated, on_an_h100, results
+from more_tables import OUR_ADAMW, accumulated, lora, on_an_h100, results
 from parallel_tables import (
     communication,
     dispatch,
@@ -359,6 +359,7 @@ DOCUMENTS: Mapping[Path, Tables] = {
     PERFORMANCE: _named(
         whole_steps,
         huggingface,
+        lora,
         partial_graphs,
         accumulated,
         on_an_h100,
