@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from moe_graphs import __version__
 from moe_graphs.bench.command import bench_app
 
 DEFAULT_SCOPES = "attn,moe_router,moe_preprocess"
@@ -73,10 +74,17 @@ LayersPerGroup = Annotated[
 
 
 def build_app() -> typer.Typer:
-    app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+    app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
     @app.callback()
-    def moe_graphs() -> None:
+    def moe_graphs(
+        version: Annotated[
+            bool,
+            typer.Option(
+                "--version", callback=_print_version, is_eager=True, help="Prints the version."
+            ),
+        ] = False,
+    ) -> None:
         """MoE training on PyTorch with partial CUDA graphs."""
 
     app.command()(train)
@@ -85,6 +93,12 @@ def build_app() -> typer.Typer:
     app.command()(plan)
     app.add_typer(bench_app(), name="bench")
     return app
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"moe-graphs {__version__}")
+        raise typer.Exit
 
 
 def main() -> None:

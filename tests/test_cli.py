@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import typer
 from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
+from moe_graphs import __version__
 from moe_graphs.cli import build_app
 from moe_graphs.terminal import print_json
 
@@ -261,6 +263,43 @@ def test_help_imports_no_torch():
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     for word in ("train", "bench", "--optimizer-in-graph", "--scopes", "--budget"):
         assert word in done.stdout
+
+
+def test_the_version_is_that_of_the_package():
+    result = CliRunner().invoke(build_app(), ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"moe-graphs {__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [("moe-graphs tr", "train"), ("moe-graphs train --optimizer-i", "--optimizer-in-graph")],
+)
+def test_a_shell_completes_commands_and_options(words, completed):
+    """As bash asks, behind ``moe-graphs --install-completion``."""
+    code = "from moe_graphs.cli import main; import sys; sys.argv = ['moe-graphs']; main()"
+    asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "_MOE_GRAPHS_COMPLETE": "complete_bash", **asked},
+        capture_output=True,
+        text=True,
+    )
+    assert completed in done.stdout.split(), done.stderr
+    shown = subprocess.run(
+        [sys.executable, "-m", "moe_graphs", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "--install-completion" in shown.stdout
+
+
+def test_an_export_that_cannot_be_written_is_a_line(finished, tmp_path):
+    (tmp_path / "file").touch()
+    for out in ("/proc/x", tmp_path / "file" / "below"):
+        result = CliRunner().invoke(build_app(), ["export", str(finished), "--out", str(out)])
+        assert result.exit_code == 1
+        (line,) = result.stderr.splitlines()
+        assert line.startswith(f"error: out: {out} could not be written: ")
+        assert line.endswith(": give another --out")
+        assert "disk full" not in line
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():

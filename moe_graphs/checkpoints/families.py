@@ -75,7 +75,7 @@ def family_name(values: Values) -> str:
         ValueError: it is none of those known here.
     """
     name = values.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ValueError(
             f"config.json: model_type={name!r} is not known: load one of {', '.join(FAMILIES)}, or "
             f"train the model of transformers with moe_graphs.integrations.transformers"

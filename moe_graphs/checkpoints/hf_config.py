@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+from moe_graphs.checkpoints.config_types import check_types
 from moe_graphs.checkpoints.families import (
     FAMILIES,
     REQUIRED,
@@ -41,10 +42,11 @@ def transformer_config(
         max_sequence_length: positions of the rotary tables (default: max_position_embeddings).
 
     Raises:
-        ValueError: an unknown model_type, a missing field, or one that asks for something that
-            our layers do not compute; the message names it.
+        ValueError: an unknown model_type, a missing field, one of another type, or one that asks
+            for something that our layers do not compute; the message names it.
     """
     name = family_name(values)
+    check_types(values)
     family = FAMILIES[name]
     length = max_sequence_length or needed(values, "max_position_embeddings")
     _check_required(values, {**REQUIRED, **family.required}, length)
@@ -176,12 +178,12 @@ def _read_latent(values: Values) -> LatentAttentionConfig:
 
 
 def _read_rope(values: Values, family: Family) -> tuple[float, YarnScaling | Llama3Scaling | None]:
-    """From ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling``."""
+    """From ``rope_scaling``, or where that is empty from ``rope_parameters`` (transformers 5). If
+    config.json has both, transformers reads nothing of the second."""
     rope = {
         "rope_theta": values.get("rope_theta") or family.rope_theta,
         "partial_rotary_factor": values.get("partial_rotary_factor"),
-        **(values.get("rope_scaling") or {}),
-        **(values.get("rope_parameters") or {}),
+        **(values.get("rope_scaling") or values.get("rope_parameters") or {}),
     }
     kind = rope.get("rope_type") or rope.get("type") or "default"
     readers: dict[str, Callable[[Values], Any]] = {

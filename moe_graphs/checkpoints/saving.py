@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from moe_graphs.checkpoints.flushing import flush, rename_whole
 from moe_graphs.checkpoints.hf_config import describes, hf_config
 from moe_graphs.checkpoints.shards import CONFIG, INDEX, SINGLE
 from moe_graphs.checkpoints.weight_names import Piece, pieces, tensors_of
@@ -115,7 +115,7 @@ def _write_shards(
             file = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
         theirs = {piece.theirs: _theirs(piece, tensors[piece.ours]) for piece in shard}
         save_file(theirs, folder / file, metadata={"format": "pt"})
-        _flush(folder / file)
+        flush(folder / file)
         placed |= dict.fromkeys(theirs, file)
     return dict(sorted(placed.items()))
 
@@ -135,16 +135,14 @@ def _publish(partial: Path, directory: Path) -> None:
     for old in directory.iterdir():
         if _SHARD.fullmatch(old.name):
             old.unlink()
-    for file in sorted(partial.iterdir(), key=lambda file: file.name == last):
-        file.rename(directory / file.name)
+    for file in partial.iterdir():
+        if file.name != last:
+            file.rename(directory / file.name)
+    flush(directory)
+    rename_whole(partial / last, directory / last)
     partial.rmdir()
 
 
 def _write_json(file: Path, values: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(values, indent=2) + "\n")
-    _flush(file)
-
-
-def _flush(file: Path) -> None:
-    with file.open("rb") as opened:
-        os.fsync(opened.fileno())
+    flush(file)

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from moe_graphs.checkpoints.flushing import rename_whole
 from moe_graphs.integrations.transformer_engine import fp8_state, load_fp8_state
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.optim import AdamW
@@ -119,7 +120,7 @@ def publish(partial: Path, run_id: str, step: int, keep: int) -> Path:
     """Gives ``partial``, which is complete, the name of its step; deletes all but the last few."""
     path = partial.with_name(name_of(step))
     shutil.rmtree(path, ignore_errors=True)
-    partial.rename(path)
+    rename_whole(partial, path)
     own = [c for c in _checkpoints(partial.parents[1]) if _run_id(c) == run_id]
     for old in [c for c in own if _step(c) <= step][:-keep]:
         shutil.rmtree(old)

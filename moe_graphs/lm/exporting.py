@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from moe_graphs.checkpoints.flushing import rename_whole
 from moe_graphs.lm.checkpoint import MODEL, find_checkpoint, read_part
 from moe_graphs.lm.sharded_checkpoint import is_sharded, read_model
 from moe_graphs.terminal import errors_in_a_line, make_console
@@ -18,11 +22,27 @@ def export_model(run: Path, out: Path) -> None:
             raise ValueError(f"out: {out} exists: give another --out")
         path = find_checkpoint(run)
         tensors = read_model(path) if is_sharded(path) else read_part(path / MODEL, load_file)
-        partial = out.with_name(f"{out.name}.partial")
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, partial, metadata={"format": "pt"})
-        partial.rename(out)
+        _write(tensors, out)
         size = sum(tensor.nbytes for tensor in tensors.values()) / 1e6
         make_console(stderr=False).print(
             f"{out}: {len(tensors)} tensors, {size:.1f} MB, of {path}", markup=False
         )
+
+
+def _write(tensors: dict[str, Tensor], out: Path) -> None:
+    """Whole or not at all.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    partial = out.with_name(f"{out.name}.partial")
+    try:
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        partial.touch()  # its error has a name, that of safetensors has none
+        save_file(tensors, partial, metadata={"format": "pt"})
+        rename_whole(partial, out)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or f"is the disk full? {error}"
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise OSError(f"out: {out} could not be written: {reason}: give another --out") from error

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import warnings
 import zlib
@@ -178,10 +177,7 @@ def _write_manifest(
     (partial / SETTINGS).write_text(json.dumps(settings, indent=1) + "\n")
     others = {name: _checksum(partial / name) for name in (SETTINGS, _METADATA)}
     manifest = {"step": step, "ranks": ranks, "files": {**files, **others}}
-    with (partial / MANIFEST).open("w") as file:
-        file.write(json.dumps(manifest, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
 
 
 def _checksum(path: Path) -> dict[str, int]:

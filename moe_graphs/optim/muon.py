@@ -64,10 +64,12 @@ class Muon(AdamW):
             ``sqrt(max(1, out / in))``; "match_rms_adamw" by ``0.2 sqrt(max(out, in))``, so that
             one learning rate and decay suit both kinds.
         muon, split: of groups that say nothing else.
+        maximize: of both kinds; the update goes along the gradient instead of against it.
 
     Raises:
         ValueError: what ``AdamW`` refuses; a group by Muon with parameters that are no matrices, or
-            of which a rank holds other parts than rows (tensor parallelism), or another ``split``.
+            of which a rank holds other parts than rows (tensor parallelism), or another ``split``;
+            a ``momentum`` that is not from 0 to below 1, and so on.
     """
 
     starts_from_zeros = True
@@ -89,12 +91,13 @@ class Muon(AdamW):
         adjust_lr_fn: str | None = None,
         muon: bool = True,
         split: Sequence[int] = (),
+        maximize: bool = False,
     ) -> None:
         values = (
             momentum, nesterov, ns_coefficients, ns_steps, ns_eps, adjust_lr_fn, muon, tuple(split)
         )  # fmt: skip
         self._of_muon = dict(zip(_OPTIONS, values, strict=True))
-        super().__init__(params, lr, betas, eps, weight_decay)
+        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize)
         self.defaults |= self._of_muon
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -177,6 +180,8 @@ def _moved_momentum(
         gradient.div_(grad_scale)
     if grad_factor is not None:
         gradient = gradient * grad_factor
+    if group["maximize"]:
+        gradient = -gradient
     gradient = gradient.to(momentum.dtype)
     if found_inf is not None:
         gradient = torch.where(found_inf == 1, momentum, gradient)
@@ -269,6 +274,7 @@ def _local(tensor: Any) -> Tensor:
 def _check(group: dict[str, Any], number: int) -> None:
     if group["adjust_lr_fn"] not in _RATIOS:
         raise ValueError(f"adjust_lr_fn: {group['adjust_lr_fn']!r} is not one of {_RATIOS}")
+    _check_numbers(group)
     for index, parameter in enumerate(group["params"]):
         name, shape = f"parameter {index} of group {number}", tuple(parameter.shape)
         if len(shape) not in (2, 3) or not parameter.is_floating_point():
@@ -286,3 +292,19 @@ def _check(group: dict[str, Any], number: int) -> None:
                 f"part of its matrices that is none of rows, as FSDP2 divides them: keep it whole, "
                 f"or update it by AdamW"
             )
+
+
+def _check_numbers(group: dict[str, Any]) -> None:
+    """What torch's Muon and its orthogonalization can compute with."""
+    momentum, steps, eps = group["momentum"], group["ns_steps"], group["ns_eps"]
+    if isinstance(momentum, Tensor) or not 0 <= momentum < 1:
+        raise ValueError(f"momentum: {momentum!r} must be a number from 0 to below 1")
+    if not isinstance(steps, int) or not 1 <= steps < 100:  # as torch has it
+        raise ValueError(f"ns_steps: {steps!r} must be a whole number from 1 to 99")
+    if not eps > 0:
+        raise ValueError(f"ns_eps: {eps!r} must be above 0")
+    if len(group["ns_coefficients"]) != 3:
+        raise ValueError(f"ns_coefficients: {group['ns_coefficients']} must be three numbers")
+    for name in ("lr", "weight_decay"):
+        if not isinstance(group[name], Tensor) and not 0 <= group[name] < math.inf:
+            raise ValueError(f"{name}: {group[name]!r} must be at least 0 and finite")

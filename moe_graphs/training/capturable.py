@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from moe_graphs.engine.whole_step.optimizers import remedy_for
+from moe_graphs.optim.gradient_factor import local_part
 
 
 def check_capturable_optimizer(optimizer: Optimizer) -> None:
@@ -38,8 +39,10 @@ def tensor_hyperparameters(optimizer: Optimizer, *, weight_decay: bool = False) 
 
     Args:
         weight_decay: AdamW's decay, too. No optimizer of torch reads that from a tensor, so it
-            moves to ``group["tensor_weight_decay"]``, which ``DeviceStep`` applies and which is
-            changed by ``group["tensor_weight_decay"].fill_(...)``.
+            moves to ``group["tensor_weight_decay"]``, which is changed by
+            ``group["tensor_weight_decay"].fill_(...)``. A hook before ``optimizer.step()`` applies
+            it, with and without ``DeviceStep``. ``copy.deepcopy`` of an optimizer loses its hooks,
+            as torch does it: call this function again for the copy.
 
     Raises:
         ValueError: if ``weight_decay`` is asked for and not decoupled from the gradient.
@@ -54,6 +57,48 @@ def tensor_hyperparameters(optimizer: Optimizer, *, weight_decay: bool = False) 
                 )
             group["tensor_weight_decay"] = _scalar(group["weight_decay"], group)
             group["weight_decay"] = 0.0
+    if weight_decay and not applies_tensor_decay(optimizer):
+        optimizer.register_step_pre_hook(_decay_before_update)
+
+
+def applies_tensor_decay(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer.step()`` applies ``group["tensor_weight_decay"]``."""
+    return _decay_before_update in optimizer._optimizer_step_pre_hooks.values()
+
+
+@torch.no_grad()
+def decay_weights(optimizer: Optimizer, skipped: Tensor | None = None) -> None:
+    """AdamW's decay by a tensor, to be called before the update as AdamW does it.
+
+    Args:
+        skipped: 1.0 if the step changes nothing, else 0.0.
+    """
+    for group in optimizer.param_groups:
+        decay = group.get("tensor_weight_decay")
+        decayed = [p for p in group["params"] if p.grad is not None]
+        if decay is not None and decayed:
+            step = group["lr"] * decay
+            step = step if skipped is None else step * (1 - skipped)
+            torch._foreach_mul_(list(map(local_part, decayed)), 1 - step)
+
+
+def _decay_before_update(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A hook of torch: called before every step, with its arguments."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        # As torch.amp.GradScaler and DeviceStep tell fused optimizers to leave out a step.
+        decay_weights(optimizer, getattr(optimizer, "found_inf", None))
+        return None
+
+    def with_decay() -> Any:
+        """The gradients that say which parameters decay are made by the closure."""
+        loss = closure()
+        decay_weights(optimizer, getattr(optimizer, "found_inf", None))
+        return loss
+
+    return (args[0],), {**kwargs, "closure": with_decay}
 
 
 def check_capturable_scheduler(scheduler: LRScheduler) -> None:

@@ -21,7 +21,11 @@ from torch import distributed as dist
 from torch.optim import Optimizer
 
 from moe_graphs.optim.gradient_factor import by_dtype, local_part, multiply
-from moe_graphs.training.capturable import check_capturable_optimizer
+from moe_graphs.training.capturable import (
+    applies_tensor_decay,
+    check_capturable_optimizer,
+    decay_weights,
+)
 from moe_graphs.training.ema import ExponentialMovingAverage
 from moe_graphs.training.grad_norm import clip_factor, total_norm
 from moe_graphs.training.grad_scaler import GradScaler
@@ -111,7 +115,8 @@ class DeviceStep:
         if self.clip_norm is not None:
             norm = total_norm(gradients, self.shard_group, self.stage_group)
             factor = clip_factor(self.clip_norm, norm)
-        self._decay_weights(skipped)
+        if not applies_tensor_decay(self.optimizer):  # a copy has lost its hooks
+            decay_weights(self.optimizer, skipped)
         with _skipped_if(self.optimizer, skipped), _multiplied(self.optimizer, gradients, factor):
             self.optimizer.step()
         if self.ema is not None:
@@ -139,16 +144,6 @@ class DeviceStep:
         if self.process_group is not None:
             dist.all_reduce(overflowed, op=dist.ReduceOp.MAX, group=self.process_group)
         return overflowed
-
-    def _decay_weights(self, skipped: Tensor | None) -> None:
-        """AdamW's decay by a tensor, before the update as AdamW does it."""
-        for group in self.optimizer.param_groups:
-            decay = group.get("tensor_weight_decay")
-            decayed = [p for p in group["params"] if p.grad is not None]
-            if decay is not None and decayed:
-                step = group["lr"] * decay
-                step = step if skipped is None else step * (1 - skipped)
-                torch._foreach_mul_(list(map(local_part, decayed)), 1 - step)
 
 
 def _either(first: Tensor | None, second: Tensor | None) -> Tensor | None:

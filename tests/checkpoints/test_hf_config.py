@@ -117,6 +117,21 @@ def test_rotary_scaling_of_both_spellings():
     assert yarn.rope_theta == 10_000.0
 
 
+def test_rope_scaling_replaces_rope_parameters_as_in_transformers():
+    """Model cards tell users to add ``rope_scaling`` to a file that has ``rope_parameters``."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    both = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+    values = {**PUBLISHED[qwen3_30b_a3b], **both, "rope_scaling": scaling}
+    del values["rope_theta"]
+    config = transformer_config(values)
+    want = YarnScaling(factor=4.0, original_max_sequence_length=16)
+    assert (config.rope_scaling, config.rope_theta) == (want, 10_000.0)
+    theirs_rope = pytest.importorskip("transformers").Qwen3MoeConfig(**values).rope_parameters
+    assert theirs_rope == {**scaling, "rope_theta": config.rope_theta}
+    without = transformer_config({**values, "rope_scaling": None})
+    assert (without.rope_scaling, without.rope_theta) == (None, 500.0)
+
+
 def test_the_length_of_the_tables_can_be_chosen():
     assert transformer_config(PUBLISHED[llama3_8b]).max_sequence_length == 8192
     config = transformer_config(PUBLISHED[llama3_8b], max_sequence_length=100)
@@ -146,6 +161,27 @@ REFUSED = [
     (deepseek_v3, dict(topk_method="greedy"), "topk_method='greedy'"),
     (deepseek_v3, dict(moe_layer_freq=2), "moe_layer_freq=2"),
     (deepseek_v3, dict(n_shared_experts=None), "n_shared_experts is missing"),
+    # Fields of another type.
+    (llama3_8b, dict(model_type=["llama"]), r"model_type=\['llama'\] is not known"),
+    (llama3_8b, dict(hidden_size="4096"), "hidden_size='4096' must be a whole number: correct it"),
+    (llama3_8b, dict(hidden_size=0), "hidden_size=0 must be above 0"),
+    (llama3_8b, dict(num_hidden_layers=2.5), "num_hidden_layers=2.5 must be a whole number"),
+    (llama3_8b, dict(vocab_size=True), "vocab_size=True must be a whole number"),
+    (llama3_8b, dict(rms_norm_eps="1e-5"), "rms_norm_eps='1e-5' must be a number"),
+    (llama3_8b, dict(rope_scaling="yarn"), "rope_scaling='yarn' must be an object"),
+    (
+        llama3_8b,
+        dict(rope_scaling={**YARN, "factor": "4"}),
+        "factor='4' must be a number in rope_s",
+    ),
+    (qwen3_30b_a3b, dict(mlp_only_layers=3), "mlp_only_layers=3 must be a list of whole numbers"),
+    (qwen3_30b_a3b, dict(mlp_only_layers=["3"]), r"mlp_only_layers=\['3'\] must be a list"),
+    (qwen3_30b_a3b, dict(norm_topk_prob="no"), "norm_topk_prob='no' must be true or false"),
+    (
+        qwen3_30b_a3b,
+        dict(num_experts="128", head_dim=[128]),
+        r"(?=.*num_experts='128' must be a whole number)(?=.*head_dim=\[128\] must be a whole)",
+    ),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import resource
 import shutil
@@ -49,6 +50,29 @@ def test_only_the_last_checkpoints_are_kept_and_the_latest_is_found(tmp_path):
     assert find_checkpoint(tmp_path / "checkpoints" / "step_000002").name == "step_000002"
     with pytest.raises(ValueError, match="no checkpoint at"):
         find_checkpoint(tmp_path / "elsewhere")
+
+
+def test_files_and_names_are_on_the_disk_before_a_checkpoint_has_its_name(tmp_path, monkeypatch):
+    """A power failure behind the rename leaves a whole checkpoint."""
+    trainer, events = fresh_trainer(options()), []
+    advance(trainer, 1)
+    fsync, rename = os.fsync, Path.rename
+
+    def noting_fsync(descriptor: int) -> None:
+        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def noting_rename(path: Path, target: Path) -> Path:
+        events.append("renamed")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", noting_fsync)
+    monkeypatch.setattr(Path, "rename", noting_rename)
+    path = save_checkpoint(tmp_path, trainer)
+    partial, folder = path.with_name("partial"), path.parent
+    renamed = events.index("renamed")
+    assert set(events[:renamed]) == {partial, *(partial / file.name for file in path.iterdir())}
+    assert events[renamed + 1 :] == [folder]
 
 
 def test_resuming_with_another_setting_says_so_and_with_another_model_fails(tmp_path):

@@ -257,6 +257,13 @@ def test_whole_steps_hold_it(skipped):
         ((2, 6, 4), {"split": (3, 3)}, r"split: \(3, 3\) is not the 4 of parameter 0"),
         ((6, 4), {"adjust_lr_fn": "other"}, "adjust_lr_fn: 'other'"),
         ((6, 4), {"foreach": True}, "^foreach: "),
+        ((6, 4), {"momentum": -1}, "^momentum: -1 must be a number from 0 to below 1"),
+        ((6, 4), {"momentum": 1.0}, "^momentum: 1.0"),
+        ((6, 4), {"ns_steps": 0}, "^ns_steps: 0 must be a whole number from 1 to 99"),
+        ((6, 4), {"ns_eps": 0.0}, "^ns_eps: 0.0 must be above 0"),
+        ((6, 4), {"ns_coefficients": (1.0, 2.0)}, "^ns_coefficients: .* three numbers"),
+        ((6, 4), {"lr": -1.0}, "^lr: -1.0 must be at least 0"),
+        ((6, 4), {"weight_decay": math.nan}, "^weight_decay: nan must be at least 0"),
     ],
 )
 def test_what_it_has_not_is_refused_by_name(shape, options, words):
@@ -264,6 +271,29 @@ def test_what_it_has_not_is_refused_by_name(shape, options, words):
     with pytest.raises(ValueError, match=words.replace("group 0", "group 1")):
         optimizer.add_param_group({"params": parameters(shape), **options})
     assert len(optimizer.param_groups) == 1
+
+
+def test_numbers_of_the_constructor_are_checked_as_those_of_a_group():
+    with pytest.raises(ValueError, match="^momentum: -1 must be"):
+        Muon(parameters((3, 3)), momentum=-1)
+
+
+@pytest.mark.parametrize("by_group", [False, True])
+@pytest.mark.parametrize("muon", [False, True])
+def test_maximize_is_a_step_along_the_gradient(muon, by_group):
+    """It is what minimizing does with the negative gradient, bit for bit."""
+    found = []
+    for sign in (1, -1):
+        weights = parameters((4, 3))
+        option = {"maximize": True} if sign == 1 else {}
+        groups = [{"params": weights, "muon": muon, **(option if by_group else {})}]
+        optimizer = Muon(groups, lr=0.1, **({} if by_group else option))
+        for step in range(3):
+            set_gradients(weights, step)
+            weights[0].grad *= sign
+            optimizer.step()
+        found.append(weights[0].detach())
+    assert torch.equal(*found)
 
 
 def test_a_state_of_another_optimizer_is_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 
 import pytest
@@ -269,6 +270,59 @@ def test_a_captured_step_goes_on_after_its_optimizers_state_was_loaded(device):
     whole(torch.ones(2, 4, device=device))
     assert (whole.report().captures, whole.report().replayed) == (1, 3)
     whole.release()
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_a_decay_that_is_a_tensor_applies_in_a_plain_step(with_closure):
+    """Torch's AdamW with the same number as its decay is the same, up to rounding."""
+    found = []
+    for as_tensor in (False, True):
+        parameter = torch.nn.Parameter(torch.linspace(-1, 1, 8))
+        unused = torch.nn.Parameter(torch.ones(2))
+        options = {"lr": 0.1, "weight_decay": 0.5, "fused": True, "capturable": True}
+        optimizer = optim.AdamW([parameter, unused], **options)
+        tensor_hyperparameters(optimizer, weight_decay=as_tensor)
+        tensor_hyperparameters(optimizer, weight_decay=as_tensor)  # a second time changes nothing
+
+        def closure(parameter=parameter, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = parameter.square().sum()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            if with_closure:
+                assert optimizer.step(closure) > 0
+            else:
+                closure()
+                optimizer.step()
+        assert torch.equal(unused, torch.ones(2))  # without a gradient AdamW leaves it alone
+        found.append(parameter.detach())
+    torch.testing.assert_close(*found)
+
+
+def test_a_scaler_of_torch_that_skips_a_step_skips_the_decay():
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = optim.AdamW([parameter], lr=0.1, weight_decay=0.5, fused=True, capturable=True)
+    tensor_hyperparameters(optimizer, weight_decay=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale((parameter * math.inf).sum()).backward()
+    scaler.step(optimizer)
+    assert torch.equal(parameter, torch.ones(4))
+
+
+def test_a_copy_of_a_step_decays_as_the_original():
+    """``copy.deepcopy`` of an optimizer loses its hooks: ``DeviceStep`` decays without them."""
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = optim.AdamW([parameter], lr=0.1, weight_decay=0.5, fused=True, capturable=True)
+    tensor_hyperparameters(optimizer, weight_decay=True)
+    found = []
+    for step in (DeviceStep(optimizer), copy.deepcopy(DeviceStep(optimizer))):
+        (weights,) = step.optimizer.param_groups[0]["params"]
+        weights.grad = torch.full_like(weights, 0.25)
+        step()
+        found.append(weights.detach())
+    assert torch.equal(*found)
 
 
 def test_a_decay_goes_where_the_optimizer_has_it():
