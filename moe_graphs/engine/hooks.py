@@ -19,6 +19,12 @@ def hooks_of(module: nn.Module) -> list[dict]:
     return [getattr(module, kind) for kind in OF_MODULES]
 
 
+def forward_hooks_of(module: nn.Module) -> dict:
+    """For code within a scope: if that named the attribute itself, graphs would depend on the hooks
+    of the scope's own module, which run outside of them."""
+    return module._forward_hooks
+
+
 def tensor_hooks_of(tensors: Iterable[Tensor]) -> list[Callable[..., Any]]:
     """What tensors call when they get a gradient."""
     dicts = [getattr(tensor, kind) or {} for tensor in tensors for kind in OF_TENSORS]

@@ -59,6 +59,7 @@ class Report:
     occupation: as ``occupation_of`` the model.
     portable_launches: kernel and architecture -> launches in this process on a GPU for which the
         kernels have no tuned row (``docs/development/architectures.md``).
+    off_because: why there are no graphs at all, where there are none.
     """
 
     backend: str
@@ -75,6 +76,7 @@ class Report:
     capture_seconds: float
     occupation: dict[str, tuple[int, int]] = field(default_factory=dict)
     portable_launches: dict[str, int] = field(default_factory=dict)
+    off_because: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

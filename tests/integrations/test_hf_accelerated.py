@@ -110,7 +110,10 @@ def test_it_says_what_it_did_and_left():
     assert not lines["norms"].done
     assert not lines["graphs"].done
     assert "gradient checkpointing" in str(accelerated)
-    assert accelerated.graphs is None
+    with accelerated.step():
+        loss_and_gradients(model, tokens())
+    report = accelerated.graphs.report()
+    assert report.eager_calls == {"gradient_checkpointing": 2}
     again = accelerate_model(model, norms=False, loss=False, graphs=False)
     assert "already" in str(again)
 
@@ -126,6 +129,27 @@ def test_an_accelerated_model_can_be_copied_and_saved(tmp_path):
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
     assert loaded.state_dict().keys() == model.state_dict().keys()
+
+
+@pytest.mark.parametrize("options", [{"graphs": False}, {"whole_steps": True}])
+def test_where_there_are_no_graphs_the_report_says_why(options):
+    accelerated = accelerate_model(tiny("llama", None), **options)
+    report = accelerated.graphs.report()
+    assert report.state == "off"
+    assert report.replayed == 0
+    expected = "FullIteration" if options.get("whole_steps") else "graphs=False"
+    assert expected in report.off_because
+    assert expected in str(report)
+    with accelerated.step():
+        pass
+    accelerated.undo()
+    assert accelerated.graphs.report().state == "off"
+
+
+def test_the_report_is_there_after_undo():
+    accelerated = accelerate_model(tiny("llama", None))
+    accelerated.undo()
+    assert accelerated.graphs.report().state == "released"
 
 
 def test_a_failure_leaves_the_model_as_it_was(monkeypatch):

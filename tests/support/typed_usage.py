@@ -258,7 +258,7 @@ def hugging_face(model: nn.Module) -> None:
     accelerated = accelerate_model(model, graphs=moe_graphs.GraphConfig(scopes="model.layers.*"))
     assert_type(accelerated, Accelerated)
     assert_type(accelerated.changes, list[Change])
-    assert_type(accelerated.graphs, moe_graphs.Graphs | None)
+    assert_type(accelerated.graphs.report(), moe_graphs.Report)
     with accelerated.step():
         pass
     accelerated.undo()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from moe_graphs.engine.fp8 import with_flag_on_device
 from moe_graphs.engine.reads import Reads
@@ -48,6 +49,8 @@ class GraphedScope:
     """Stands in for the forward of one scope's module, on that instance only.
 
     installed: the attributes that it has set on the module, itself among them.
+    why_eager: asked at every call with the module. Where it gives a word, the call runs eagerly and
+    is counted by that word.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class GraphedScope:
         self.delayed = delayed  # where backwards wait for their weights' part
         self.eager_calls: Counter[str] = Counter()
         self.installed: dict[str, Any] = {}
+        self.why_eager: Callable[[nn.Module], str | None] = lambda module: None
 
     def check_unpatched(self) -> None:
         """
@@ -93,7 +97,7 @@ class GraphedScope:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.scope.forward(*args, **kwargs)
-        reason = self.graphs.eager_reason()
+        reason = self.graphs.eager_reason() or self.why_eager(self.scope.module)
         if reason is not None:
             self.eager_calls[reason] += 1
             return self.scope.forward(*args, **kwargs)

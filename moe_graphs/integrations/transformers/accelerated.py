@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from moe_graphs.config import GraphConfig
+from moe_graphs.engine.report import Report
 from moe_graphs.engine.scopes.graphs import Graphs, graph
 from moe_graphs.integrations.transformers.changes import Changes, trying
+from moe_graphs.integrations.transformers.collected_outputs import collect_outputs
 from moe_graphs.integrations.transformers.experts_interface import NAME, register
 from moe_graphs.integrations.transformers.rms_norms import change_norms, fuse_residuals
 from moe_graphs.integrations.transformers.rotary_positions import change_rotary
@@ -21,25 +23,61 @@ from moe_graphs.integrations.transformers.swapped_layers import swap_moe_layers
 from moe_graphs.kernels import cross_entropy
 
 
+class NoGraphs:
+    """What stands where the graphs would, and says why there are none.
+
+    Attributes:
+        state: "off".
+        reason: why.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self.state, self.reason = "off", reason
+
+    def step(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def report(self) -> Report:
+        """Nothing was captured or replayed; ``off_because`` says why."""
+        return Report(
+            backend="none",
+            state=self.state,
+            scopes=(),
+            captured=0,
+            slots=(),
+            replayed=0,
+            eager_calls={},
+            static_bytes=0,
+            predicted_pool_bytes=0,
+            pool_bytes=0,
+            abandoned=0,
+            capture_seconds=0.0,
+            off_because=self.reason,
+        )
+
+    def release(self) -> None:
+        """There is nothing to release."""
+
+
 class Accelerated(Changes):
     """What ``accelerate_model`` did to a model.
 
     Attributes:
-        graphs: of the decoder layers, or None.
+        graphs: of the decoder layers; where there are none, their ``report()`` says why.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self.graphs: Graphs | None = None
+        self.graphs: Graphs | NoGraphs = NoGraphs("accelerate_model was called with graphs=False")
 
     def step(self) -> contextlib.AbstractContextManager[None]:
         """Around the forwards and backwards of one update, as ``Graphs.step``."""
-        return self.graphs.step() if self.graphs is not None else contextlib.nullcontext()
+        return self.graphs.step()
 
-    def undo(self) -> None:
-        """The model is transformers' own again, with the weights of now."""
-        super().undo()
-        self.graphs = None
+    def no_graphs(self, what: str, reason: str) -> None:
+        """Notes why there are none."""
+        self.left("graphs", what, 0, reason)
+        self.graphs = NoGraphs(reason)
 
 
 def accelerate_model(
@@ -69,7 +107,9 @@ def accelerate_model(
         graphs: the decoder layers as CUDA graphs: put ``with accelerated.step():`` around the
             forwards and backwards of an update. Worth most where the host's launches take longer
             than the GPU's work; with 16k tokens of a large model it wins nothing. A
-            ``GraphConfig`` chooses other scopes and settings.
+            ``GraphConfig`` chooses other scopes and settings. Layers run eagerly, counted as
+            ``gradient_checkpointing``, while that is on. What flags such as
+            ``output_router_logits`` collect leaves the graphs of whole layers as outputs.
         whole_steps: makes the model ready for ``FullIteration`` instead: transformers builds no
             masks any more, and batches that need one are errors (``static_batch``). No ``graphs``
             of layers then.
@@ -105,7 +145,7 @@ def accelerate_model(
             _change_loss(inner, done)
         if whole_steps:
             static_attention(inner, done)
-            done.left("graphs", "layers", 0, "FullIteration makes one graph of the whole step")
+            done.no_graphs("layers", "FullIteration makes one graph of the whole step")
         elif graphs:
             _graph_layers(model, done, None if graphs is True else graphs)
     except BaseException:
@@ -195,25 +235,27 @@ def _graph_layers(model: Any, done: Accelerated, config: GraphConfig | None) -> 
     layers = [layer for module in lists.values() for layer in module]
     scopes = tuple(f"{name}.*" for name in lists) if config is None else tuple(config.scopes or ())
     what = ", ".join(scopes) or "none"
-    if any(layer.gradient_checkpointing for layer in layers):
-        note = "gradient checkpointing runs forwards inside of backwards: switch it off for graphs"
-        done.left("graphs", what, len(layers), note)
-        return
     if not scopes:
-        done.left("graphs", what, 0, "no list of decoder layers found")
+        done.no_graphs(what, "no list of decoder layers found")
         return
     inner = without_wrappers(model)
     # ``save_pretrained`` writes it there: a change of the configuration that layers may read.
     inner.config.dtype = str(inner.dtype).removeprefix("torch.")
-    uncached = inner.base_model.register_forward_pre_hook(_stop_caching, with_kwargs=True)
     graphs = done.graphs = graph(model, config or GraphConfig(scopes))
+    uncached = inner.base_model.register_forward_pre_hook(_stop_caching, with_kwargs=True)
+    undo_collecting = collect_outputs(graphs)
 
     def undo() -> None:
         graphs.release()
+        undo_collecting()
         uncached.remove()
 
     note = "captured in the steps after the warm-up: with accelerated.step(): ..."
     done.changed("graphs", what, len(layers), note, undo)
+    checkpointed = sum(bool(layer.gradient_checkpointing) for layer in layers)
+    if checkpointed:
+        note = "gradient checkpointing runs forwards inside of backwards: eager while it is on"
+        done.left("graphs", what, checkpointed, note)
 
 
 def _stop_caching(

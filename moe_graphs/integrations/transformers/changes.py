@@ -70,15 +70,8 @@ class Changes:
         self, part: str, modules: list[Any], kind: type[nn.Module], note: str
     ) -> None:
         """``modules`` are of one class, ``kind`` is derived from it."""
-        before = type(modules[0])
-
-        def undo() -> None:
-            for module in modules:
-                module.__class__ = before
-
-        for module in modules:
-            module.__class__ = kind
-        self.changed(part, before.__name__, len(modules), note, undo)
+        name = type(modules[0]).__name__
+        self.changed(part, name, len(modules), note, change_class(modules, kind))
 
     def add(self, others: Changes) -> None:
         """All of theirs, undone together."""
@@ -97,6 +90,36 @@ def trying() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(dtype)
+
+
+@functools.cache
+def derived(kind: type[Any], maker: Callable[[type[Any]], Any]) -> type[Any]:
+    """``kind`` with the forward that ``maker`` makes of it, under the same name; once for each."""
+    own = {
+        "forward": maker(kind),
+        "_makers": (*makers_of(kind), maker),
+        "__module__": kind.__module__,
+        "__doc__": kind.__doc__,
+    }
+    return type(kind.__name__, (kind,), own)
+
+
+def makers_of(kind: type[Any]) -> tuple[Callable[[type[Any]], Any], ...]:
+    """By which ``derived`` has made it, one after the other."""
+    return getattr(kind, "_makers", ())
+
+
+def change_class(modules: list[Any], kind: type[nn.Module]) -> Callable[[], None]:
+    """Returns the undo. ``modules`` are of one class, ``kind`` is derived from it."""
+    before = type(modules[0])
+    for module in modules:
+        module.__class__ = kind
+
+    def undo() -> None:
+        for module in modules:
+            module.__class__ = before
+
+    return undo
 
 
 def by_class(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:

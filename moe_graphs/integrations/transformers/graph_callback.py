@@ -20,7 +20,7 @@ class GraphCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fol
     ``graphs=False`` training is the same bit for bit. Batches of another shape than the first ones
     run eagerly and are counted: pad to one length (``static_batch`` in the collator keeps masks
     from coming and going) and set ``dataloader_drop_last=True``. Layers with gradient checkpointing
-    stay eager.
+    run eagerly, counted as ``gradient_checkpointing``.
 
     To resume, make the model by ``from_pretrained(checkpoint)``: of transformers 5.23's own,
     ``train(resume_from_checkpoint=checkpoint)`` does not load experts that are stored one by one
@@ -61,9 +61,8 @@ class GraphCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fol
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         assert self.accelerated is not None
-        graphs = self.accelerated.graphs
-        self.report = None if graphs is None else graphs.report()
-        if self.report is not None and state.is_world_process_zero:
+        self.report = self.accelerated.graphs.report()
+        if state.is_world_process_zero:
             print(self.report)
         self._undo()
 

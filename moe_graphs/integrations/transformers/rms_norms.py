@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_graphs.integrations.transformers.changes import Changes, by_class
+from moe_graphs.engine.hooks import hooks_of
+from moe_graphs.integrations.transformers.changes import Changes, by_class, derived
 from moe_graphs.kernels import add_rms_norm, rms_norm
 
 # What a decoder layer's forward mentions, if it is the one that is computed here.
@@ -69,8 +70,7 @@ def is_changed(norm: nn.Module) -> Callable[..., Tensor] | None:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    hooks = module._forward_hooks, module._forward_pre_hooks
-    return any(hooks) or bool(module._backward_hooks or module._backward_pre_hooks)
+    return any(hooks_of(module))
 
 
 def fuse_residuals(model: nn.Module, done: Changes) -> None:
@@ -84,14 +84,13 @@ def fuse_residuals(model: nn.Module, done: Changes) -> None:
 
     layers = (m for m in model.modules() if isinstance(m, GradientCheckpointingLayer))
     for modules in by_class(layers):
-        kind = type(modules[0])
+        kind: Any = type(modules[0])
         reason = _why_not(modules)
         if reason is not None:
             done.left("residual", kind.__name__, len(modules), reason)
             continue
-        own = {"forward": _fused(kind), "__module__": kind.__module__, "__doc__": kind.__doc__}
-        made = type(kind.__name__, (kind,), own)
-        done.changed_classes("residual", modules, made, "residual sums in the norms' kernels")
+        note = "residual sums in the norms' kernels"
+        done.changed_classes("residual", modules, derived(kind, fused_forward), note)
 
 
 def _why_not(layers: list[Any]) -> str | None:
@@ -112,7 +111,7 @@ def _norms(layer: Any) -> tuple[nn.Module, nn.Module]:
     return layer.input_layernorm, layer.post_attention_layernorm
 
 
-def _fused(kind: type[nn.Module]) -> Callable[..., Tensor]:
+def fused_forward(kind: type[nn.Module]) -> Callable[..., Tensor]:
     parameters = inspect.signature(kind.forward).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
 
@@ -135,7 +134,7 @@ def _add_norm(norm: Any, residual: Tensor, update: Tensor | None) -> tuple[Tenso
 
 def _compare(layer: Any) -> str | None:
     tried, given = _stood_in(layer)
-    runs = [_run(tried, forward) for forward in (type(layer).forward, _fused(type(layer)))]
+    runs = [_run(tried, forward) for forward in (type(layer).forward, fused_forward(type(layer)))]
     expected, found = given
     if expected.keys() != found.keys() or any(expected[n] is not found[n] for n in expected):
         return f"hands on something else: {list(expected)}"

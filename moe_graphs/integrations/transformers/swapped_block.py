@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_graphs.dispatch import LocalDispatcher
+from moe_graphs.engine.hooks import forward_hooks_of
 from moe_graphs.kernels import route, swiglu_gemms
 from moe_graphs.layers import MoEConfig, Routing
 from moe_graphs.layers.moe import MoEInput, MoEStages, Prepared, Routed
@@ -86,7 +87,7 @@ class SwappedMoE(MoEStages):
         router = getattr(self, self._router)
         own = self._buffers.get(BIAS)
         bias_E = getattr(router, BIAS, own)
-        if router._forward_hooks:
+        if forward_hooks_of(router):
             router(hidden_TD) if own is None else router(hidden_TD, own)
         if bias_E is not None:
             bias_E = bias_E.float()
