@@ -35,7 +35,7 @@ def test_it_trains_as_before_and_is_undone(family):
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     accelerated = accelerate_model(model, graphs=False)
     parts = {change.part for change in accelerated.changes if change.done}
-    assert parts == {"loss", "norms"} | OWN.get(family, {"rotary", "moe", "residual"})
+    assert parts == {"loss", "norms", "caching"} | OWN.get(family, {"rotary", "moe", "residual"})
     assert model.state_dict().keys() == state.keys()
     found = loss_and_gradients(model, tokens())
     for name, value in expected.items():
@@ -58,9 +58,6 @@ def test_its_graphs_are_eager_bit_for_bit(family):
     runs = []
     for graphs in (False, True):
         model = tiny(family, implementation_of(family))
-        # As graphs have it. For a cache nobody uses, convolutions of linear attention cut their
-        # outputs from others, and SiLU rounds those otherwise on CPUs without AVX-512.
-        model.config.use_cache = False
         accelerated = accelerate_model(model, graphs=graphs)
         runs.append(trained(model, accelerated.step))
     assert accelerated.graphs.report().replayed > 0
@@ -144,6 +141,14 @@ def test_where_there_are_no_graphs_the_report_says_why(options):
         pass
     accelerated.undo()
     assert accelerated.graphs.report().state == "off"
+
+
+def test_undo_restores_the_dtype_of_the_configuration():
+    model = tiny("llama", None)
+    model.config.dtype = before = torch.float32
+    accelerated = accelerate_model(model)
+    accelerated.undo()
+    assert model.config.dtype is before
 
 
 def test_the_report_is_there_after_undo():

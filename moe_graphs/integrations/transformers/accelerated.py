@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from moe_graphs.config import GraphConfig
 from moe_graphs.engine.report import Report
 from moe_graphs.engine.scopes.graphs import Graphs, graph
+from moe_graphs.integrations.transformers.caching import stop_caching
 from moe_graphs.integrations.transformers.changes import Changes, trying
 from moe_graphs.integrations.transformers.collected_outputs import collect_outputs
 from moe_graphs.integrations.transformers.experts_interface import NAME, register
@@ -117,6 +118,8 @@ def accelerate_model(
     Returns:
         What was done and left; ``print`` it. Losses are equal to rounding, not bitwise: other
         kernels add in another order. With or without ``graphs`` they are bitwise the same.
+        Training mode caches no keys and values unless ``use_cache=True`` is given: rows packed by
+        ``position_ids`` without a mask do not see one another then, as with ``use_cache=False``.
 
     Raises:
         ValueError: the model has graphs already, or is neither transformers' nor PEFT's;
@@ -143,6 +146,7 @@ def accelerate_model(
                 change_rotary(model, done)
         if loss:
             _change_loss(inner, done)
+        stop_caching(inner, done)
         if whole_steps:
             static_attention(inner, done)
             done.no_graphs("layers", "FullIteration makes one graph of the whole step")
@@ -240,15 +244,18 @@ def _graph_layers(model: Any, done: Accelerated, config: GraphConfig | None) -> 
         return
     inner = without_wrappers(model)
     # ``save_pretrained`` writes it there: a change of the configuration that layers may read.
-    inner.config.dtype = str(inner.dtype).removeprefix("torch.")
+    before, written = inner.config.dtype, str(inner.dtype).removeprefix("torch.")
+    inner.config.dtype = written
     graphs = done.graphs = graph(model, config or GraphConfig(scopes))
-    uncached = inner.base_model.register_forward_pre_hook(_stop_caching, with_kwargs=True)
+    kept = inner.base_model.register_forward_pre_hook(_keep_no_casts)
     undo_collecting = collect_outputs(graphs)
 
     def undo() -> None:
         graphs.release()
         undo_collecting()
-        uncached.remove()
+        kept.remove()
+        if inner.config.dtype == written:
+            inner.config.dtype = before
 
     note = "captured in the steps after the warm-up: with accelerated.step(): ..."
     done.changed("graphs", what, len(layers), note, undo)
@@ -258,13 +265,7 @@ def _graph_layers(model: Any, done: Accelerated, config: GraphConfig | None) -> 
         done.left("graphs", what, checkpointed, note)
 
 
-def _stop_caching(
-    base_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Of keys and values, which training has no use for, unless they are asked for; and of casts
-    until the caller's autocast ends: graphs would keep stale ones. Neither changes a number."""
-    if base_model.training and kwargs.get("use_cache") is None:
-        kwargs = {**kwargs, "use_cache": False}
+def _keep_no_casts(base_model: nn.Module, args: tuple[Any, ...]) -> None:
+    """Until the caller's autocast ends: graphs would keep stale casts. No number changes."""
     if any(map(torch.is_autocast_enabled, ("cuda", "cpu"))):
         torch.set_autocast_cache_enabled(False)
-    return args, kwargs

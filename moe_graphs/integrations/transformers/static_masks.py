@@ -47,8 +47,6 @@ def static_attention(model: Any, done: Changes) -> None:
     @functools.wraps(forward)  # not a hook, which a graph could not call
     def checked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         _check(signature.bind(self, *args, **kwargs).arguments)
-        if self.training and kwargs.get("use_cache") is None:
-            kwargs["use_cache"] = False  # training has no use for keys and values
         return forward(self, *args, **kwargs)
 
     def undo() -> None:
