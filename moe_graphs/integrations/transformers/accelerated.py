@@ -112,8 +112,9 @@ def accelerate_model(
             ``gradient_checkpointing``, while that is on. What flags such as
             ``output_router_logits`` collect leaves the graphs of whole layers as outputs.
         whole_steps: makes the model ready for ``FullIteration`` instead: transformers builds no
-            masks any more, and batches that need one are errors (``static_batch``). No ``graphs``
-            of layers then.
+            masks in training any more, and batches that need one are errors (``static_batch``).
+            Evaluation and ``generate()`` stay transformers' own. A model whose masks are not known
+            to be causal is left. No ``graphs`` of layers then.
 
     Returns:
         What was done and left; ``print`` it. Losses are equal to rounding, not bitwise: other

@@ -3,7 +3,8 @@
 transformers reads the attention mask, or the positions, in every forward, to find out whether there
 is padding or packing: a host sync, and a branch that a graph would freeze. With
 ``static_attention`` nobody looks: attention is causal, or follows the 4-D mask of the batch;
-``static_batch`` makes such batches from padded ones, on the host, before they are copied.
+``static_batch`` makes such batches from padded ones, on the host, before they are copied. What
+needs a mask is an error in training, and transformers' own in evaluation and ``generate()``.
 
 Shapes: B batch, S sequence.
 """
@@ -12,49 +13,80 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from moe_graphs.integrations.transformers.changes import Changes, restore_forwards
+from moe_graphs.integrations.transformers.changes import Changes, change_class, derived
+from moe_graphs.integrations.transformers.mask_rules import (
+    MaskRule,
+    UnknownMasksError,
+    builder_of,
+    configs_of,
+    mask_rule,
+)
 
 STATIC_SDPA = "moe_graphs_sdpa"
+_RULE = "_moe_graphs_masks"
 IGNORED = -100  # what transformers' losses leave out
 
 
 def static_attention(model: Any, done: Changes) -> None:
-    """Lets a model with ``sdpa`` attention build no masks; batches that would need one are errors.
+    """Lets a model with ``sdpa`` attention build no masks; training with batches that would need
+    one is an error.
 
-    ``done`` takes the change, and undoes it.
+    A model whose masks are not known to be causal is left. ``done`` takes the change.
     """
-    before = model.config._attn_implementation
+    before, base = model.config._attn_implementation, builder_of(model)
     if before != "sdpa":
         done.left("masks", before, 1, "only sdpa's are known: set_attn_implementation('sdpa')")
         return
-    if "forward" in vars(model):
+    if "forward" in vars(base):
         done.left("masks", before, 1, "the model has a forward of its own: change it before that")
+        return
+    try:
+        rule = mask_rule(base)
+    except UnknownMasksError as error:
+        done.left("masks", before, 1, f"{error}: transformers builds masks as before")
         return
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     # One with a name that no function for masks is known for: transformers then builds none.
     ALL_ATTENTION_FUNCTIONS.register(STATIC_SDPA, _attention)
-    model.set_attn_implementation(STATIC_SDPA)
-    forward = type(model).forward
-    signature = inspect.signature(forward)
-
-    @functools.wraps(forward)  # not a hook, which a graph could not call
-    def checked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        _check(signature.bind(self, *args, **kwargs).arguments)
-        return forward(self, *args, **kwargs)
+    configs = [c for c in configs_of(base) if c._attn_implementation == "sdpa"]
+    setattr(base, _RULE, (rule, configs))
+    restore = change_class([base], derived(type(base), _static))
 
     def undo() -> None:
-        model.set_attn_implementation(before)
-        restore_forwards([model])
+        restore()
+        delattr(base, _RULE)
 
-    model.forward = types.MethodType(checked, model)
-    done.changed("masks", before, 1, "none is built: see static_batch", undo)
+    limit = "" if rule.window is None else f" up to {rule.window} tokens"
+    done.changed("masks", before, 1, f"none is built{limit}: see static_batch", undo)
+
+
+def _static(kind: type[Any]) -> Any:
+    forward = kind.forward
+    signature = inspect.signature(forward)
+
+    @functools.wraps(forward)
+    def static(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        rule, configs = getattr(self, _RULE)
+        needs = _why_masks(rule, signature.bind(self, *args, **kwargs).arguments)
+        if needs is not None and self.training and torch.is_grad_enabled():
+            raise ValueError(needs)
+        if needs is not None:  # evaluation and generation are transformers' own
+            return forward(self, *args, **kwargs)
+        for config in configs:
+            config._attn_implementation_internal = STATIC_SDPA
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            for config in configs:
+                config._attn_implementation_internal = "sdpa"
+
+    return static
 
 
 def _attention(
@@ -64,28 +96,37 @@ def _attention(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     window = kwargs.get("sliding_window")
-    if attention_mask is None and window is not None and key.shape[2] > window:
-        raise ValueError(
-            f"a sliding window of {window} needs a mask at {key.shape[2]} tokens, and whole steps "
-            f"build none: shorten the sequences, or use graphs of layers"
-        )
+    if attention_mask is None and window is not None:
+        too_long = MaskRule(window, "sliding_window").too_long(key.shape[2])
+        if too_long is not None:
+            raise ValueError(too_long)
     return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
 
 
-def _check(given: dict[str, Any]) -> None:
+def _why_masks(rule: MaskRule, given: dict[str, Any]) -> str | None:
+    """Why what is given to a forward needs transformers' masks, None if it does not."""
     given = {**given, **given.get("kwargs", {})}
     mask = given.get("attention_mask")
-    if mask is not None and mask.dim() != 4:
-        raise ValueError(
+    has_four = isinstance(mask, Tensor) and mask.dim() == 4
+    if mask is not None and not has_four:
+        return (
             f"attention_mask {tuple(mask.shape)}: in a whole step nobody looks for padding in it. "
             f"Pass batches through static_batch, or undo()"
         )
+    if has_four and rule.reads_padding:
+        return (
+            "attention_mask: layers of linear attention read no padding from one of four "
+            "dimensions. Pad on the right, and pass batches through static_batch"
+        )
     for name in ("position_ids", "past_key_values"):
         if mask is None and given.get(name) is not None:
-            raise ValueError(
+            return (
                 f"{name}: in a whole step no mask is built from it. Pass a 4-D attention_mask, or "
                 f"undo()"
             )
+    ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
+    tokens = embeddings if ids is None else ids
+    return None if tokens is None else rule.too_long(tokens.shape[1])
 
 
 def static_batch(
