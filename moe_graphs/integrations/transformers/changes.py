@@ -39,14 +39,24 @@ class Changes:
         self.model = model
         self.changes: list[Change] = []
         self._undo: list[Callable[[], None]] = []
+        self._watched: list[Callable[[], list[Change]]] = []
 
     def undo(self) -> None:
         """The model is transformers' own again, with the weights of now."""
+        self._watched.clear()
         while self._undo:
             self._undo.pop()()
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.changes))
+        return "\n".join(map(str, [*self.changes, *self.since()]))
+
+    def since(self) -> list[Change]:
+        """What no longer holds, since somebody else has changed the model."""
+        return [change for look in self._watched for change in look()]
+
+    def watch(self, look: Callable[[], list[Change]]) -> None:
+        """``look`` is called whenever somebody asks what no longer holds."""
+        self._watched.append(look)
 
     def changed(
         self, part: str, what: str, count: int, note: str, undo: Callable[[], None]
@@ -77,6 +87,7 @@ class Changes:
         """All of theirs, undone together."""
         self._undo.append(others.undo)
         self.changes += others.changes
+        self._watched.append(others.since)
 
 
 @contextlib.contextmanager

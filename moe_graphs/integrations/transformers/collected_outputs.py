@@ -218,6 +218,11 @@ def _hooks_in_place(hooks: list[Hook], found: dict[str, list[Tensor]]) -> Iterat
             del place[hook.number]
 
 
+def is_collecting(hooks: dict[int, Callable[..., Any]]) -> bool:
+    """Whether all of them are transformers' own, which collect and change nothing."""
+    return _COLLECTOR is None or all(_key_of(hook) is not None for hook in hooks.values())
+
+
 def _key_of(hook: Any) -> str | None:
     """What a hook of transformers collects; None of any other hook."""
     if getattr(hook, "__module__", None) != output_capturing.__name__:

@@ -7,13 +7,16 @@ Shapes: T tokens, D model, F ffn, E experts, R rows.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_graphs.dispatch import LocalDispatcher
-from moe_graphs.engine.hooks import forward_hooks_of
+from moe_graphs.engine.hooks import forward_hooks_of, hooks_of
+from moe_graphs.errors import GraphWarning
+from moe_graphs.integrations.transformers.collected_outputs import is_collecting
 from moe_graphs.kernels import route, swiglu_gemms
 from moe_graphs.layers import MoEConfig, Routing
 from moe_graphs.layers.moe import MoEInput, MoEStages, Prepared, Routed
@@ -24,6 +27,7 @@ ROUTERS = ("gate", "router")
 SHARED = ("shared_expert", "shared_experts", "shared_mlp")
 SHARED_GATE = "shared_expert_gate"
 BIAS = "e_score_correction_bias"
+SETTINGS = (bool, int, float, str, type(None))
 
 
 @record
@@ -56,9 +60,10 @@ class SwappedExperts(nn.Module):
 class SwappedMoE(MoEStages):
     """``block`` with the same router and shared expert, our choice of experts and our GEMMs.
 
-    Logits are fp32 in every precision. A router with hooks is called as well, so that they see
-    its logits (the load-balancing loss of ``output_router_logits=True`` comes from there); what
-    hooks return is not used.
+    Logits are fp32 in every precision. A router from which transformers collects logits is called
+    as well (the load-balancing loss of ``output_router_logits=True`` comes from there). A router
+    that was changed since the swap (LoRA around it, another ``top_k``, forward, class or hook)
+    chooses experts by itself, with one warning: ``why_own`` says why.
     """
 
     def __init__(self, block: nn.Module, config: MoEConfig) -> None:
@@ -72,6 +77,30 @@ class SwappedMoE(MoEStages):
         self.training = block.training
         self._router = next(name for name in ROUTERS if name in parts)
         self._shared = next((name for name in SHARED if name in parts), None)
+        router = parts[self._router]
+        self._router_kind, self._router_forward = type(router), type(router).forward
+        self._router_settings = router_settings(router)
+        for name, value in settings_of(block).items():
+            if not hasattr(self, name):
+                setattr(self, name, value)
+
+    def why_own(self) -> str | None:
+        """Why the router chooses experts by its own forward, None if ours does."""
+        router = getattr(self, self._router)
+        if not isinstance(router, self._router_kind):
+            return f"its router is a {type(router).__name__} now"
+        if type(router).forward is not self._router_forward or "forward" in vars(router):
+            return "its router has another forward now"
+        if type(router) is not self._router_kind:
+            return "its router has another class now"
+        now = router_settings(router)
+        for name, value in self._router_settings.items():
+            if now[name] != value:
+                return f"its router's {name} is {now[name]} now, not {value}"
+        before, after, *backward = hooks_of(router)
+        if before or any(backward) or not is_collecting(after):
+            return "its router has hooks"
+        return None
 
     def stages(self) -> tuple[Stage, ...]:
         return (
@@ -84,11 +113,27 @@ class SwappedMoE(MoEStages):
         return self.run_stages(MoEInput(hidden_states))
 
     def choose(self, hidden_TD: Tensor) -> Routing:
+        name = jitter_of(self)
+        if name is not None:
+            raise ValueError(
+                f"{name} was set on a {type(self).__name__}, which adds no noise: set it before "
+                f"the swap, and the block is left"
+            )
         router = getattr(self, self._router)
         own = self._buffers.get(BIAS)
-        bias_E = getattr(router, BIAS, own)
+        given = (hidden_TD,) if own is None else (hidden_TD, own)
+        reason = self.why_own()
+        if reason is not None:
+            warnings.warn(
+                f"{reason}: its own forward chooses experts from now on", GraphWarning, stacklevel=2
+            )
+            _, weights_TK, experts_TK = router(*given)
+            zero = hidden_TD.new_zeros((), dtype=torch.float32)
+            counts_E = experts_TK.new_zeros(self.config.num_experts)  # nobody reads them
+            return Routing(weights_TK.float(), experts_TK, zero, counts_E)
         if forward_hooks_of(router):
-            router(hidden_TD) if own is None else router(hidden_TD, own)
+            router(*given)
+        bias_E = getattr(router, BIAS, own)
         if bias_E is not None:
             bias_E = bias_E.float()
         return Routing(*route(hidden_TD, router.weight, bias_E, self.rule))
@@ -105,3 +150,30 @@ class SwappedMoE(MoEStages):
 
     def _run_rows(self, rows: PreparedRows) -> Tensor:
         return self.run_experts(rows.prepared).hidden.to(rows.dtype)
+
+
+def settings_of(module: nn.Module) -> dict[str, Any]:
+    """Plain attributes of ``module``, but for its mode."""
+    found = {name: value for name, value in vars(module).items() if isinstance(value, SETTINGS)}
+    found.pop("training", None)
+    return found
+
+
+# Guards of graphs compare attributes whose names stand in the code that ran, as they do here.
+
+
+def router_settings(router: nn.Module) -> dict[str, Any]:
+    """What the forwards of transformers' routers read."""
+    names = (
+        "top_k", "norm_topk_prob", "routed_scaling_factor", "num_group", "topk_group",
+        "topk_method", "num_experts", "hidden_dim",
+    )  # fmt: skip
+    return {name: getattr(router, name, None) for name in names}
+
+
+def jitter_of(module: nn.Module) -> str | None:
+    """The name of a noise that is not zero."""
+    for name in ("jitter_noise", "input_jitter_noise", "router_jitter_noise"):
+        if getattr(module, name, 0):
+            return name
+    return None

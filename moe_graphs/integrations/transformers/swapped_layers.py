@@ -7,13 +7,14 @@ Blocks are found by a table of the classes whose modeling files were read (trans
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from moe_graphs.engine.hooks import hooks_of
-from moe_graphs.integrations.transformers.changes import Changes
+from moe_graphs.integrations.transformers.changes import Change, Changes
 from moe_graphs.integrations.transformers.experts_interface import is_swiglu
 from moe_graphs.integrations.transformers.swapped_block import (
     BIAS,
@@ -21,6 +22,8 @@ from moe_graphs.integrations.transformers.swapped_block import (
     SHARED,
     SHARED_GATE,
     SwappedMoE,
+    jitter_of,
+    settings_of,
 )
 from moe_graphs.integrations.transformers.tried_block import why_it_differs
 from moe_graphs.layers import MoEConfig
@@ -60,8 +63,6 @@ _KINDS = {
     "SolarOpenMoE": _SIGMOID,
 }
 _PARTS = {*ROUTERS, *SHARED, SHARED_GATE, "experts"}
-_SETTINGS = (bool, int, float, str, type(None))
-_JITTER = ("jitter_noise", "input_jitter_noise", "router_jitter_noise")
 
 
 def swap_moe_layers(model: nn.Module) -> Changes:
@@ -100,6 +101,7 @@ def swap_moe_layers(model: nn.Module) -> Changes:
             swap.do()
         note = "our stages, choice of experts and grouped GEMMs"
         done.changed("moe", kind, len(blocks), note, functools.partial(_undo, swaps))
+        done.watch(functools.partial(_own_choices, kind, [swap.swapped for swap in swaps]))
     if not outcomes:
         done.left("moe", "none", 0, "the model has no blocks with experts")
     return done
@@ -121,10 +123,19 @@ class _Swap:
         """With the tensors of now, which may be others after ``model.to()``."""
         block, swapped = self.block, self.swapped
         block._buffers.update(swapped._buffers)
+        parts = {name: part for name, part in swapped._modules.items() if name != "experts"}
+        block._modules.update(parts)  # a router may have been wrapped since
         block.experts._parameters.update(swapped.experts._parameters)
         block.training, block.experts.training = swapped.training, swapped.experts.training
         for parent, name in self.places:
             setattr(parent, name, block)
+
+
+def _own_choices(kind: str, blocks: list[SwappedMoE]) -> list[Change]:
+    """Blocks whose routers were changed since."""
+    reasons = Counter(reason for block in blocks if (reason := block.why_own()) is not None)
+    note = "its own forward chooses experts"
+    return [Change("moe", kind, n, False, f"{reason}: {note}") for reason, n in reasons.items()]
 
 
 def _undo(swaps: list[_Swap]) -> None:
@@ -158,10 +169,7 @@ def _reason_to_leave(block: Any, tried: dict[Any, str | None]) -> str | None:
         config = _config(block)
     except (AttributeError, ValueError) as error:
         return str(error)
-    settings = [
-        (name, type(module), {k: v for k, v in vars(module).items() if isinstance(v, _SETTINGS)})
-        for name, module in block.named_modules()
-    ]
+    settings = [(name, type(module), settings_of(module)) for name, module in block.named_modules()]
     shapes = [p.shape for p in block.parameters()]
     kind = repr((config, settings, shapes))
     if kind not in tried:
@@ -202,9 +210,9 @@ def _other_parts(block: Any) -> str | None:
     others |= {name for name, _ in router.named_buffers()} - {BIAS}
     if others:
         return f"its router has {', '.join(sorted(others))} besides"
-    for name in _JITTER:
-        if getattr(block, name, 0) or getattr(router, name, 0):
-            return f"{name} is not zero, and the noise is not ours"
+    name = jitter_of(block) or jitter_of(router)
+    if name is not None:
+        return f"{name} is not zero, and the noise is not ours"
     parts = {"it": block, "its router": router, "its experts": block.experts}
     for name, module in parts.items():
         before, after, *backward = hooks_of(module)
