@@ -1,8 +1,8 @@
 """MoE training on PyTorch with partial CUDA graphs.
 
-The engine's modules lie in ``moe_graphs.engine`` and are imported from there
-(``from moe_graphs.engine.scopes.plan import Plan``). What is here is imported at its first use, so
-that ``moe-graphs --help`` does not wait for torch.
+The engine's modules are in ``moe_graphs.engine`` and are imported from there
+(``from moe_graphs.engine.scopes.plan import Plan``). The names of this module are imported at their
+first use, so that ``moe-graphs --help`` does not wait for torch.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-# The imports above once more, for the moment when they are needed: a test compares the two.
+# The same names as in the imports above, for `__getattr__`; a test compares the two lists.
 _HOMES = {
     "config": ("GraphConfig",),
     "engine.callables.callables": ("make_graphed_callables",),
@@ -101,7 +101,7 @@ def __getattr__(name: str) -> Any:
     for module, names in _HOMES.items():
         if name in names:
             found = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-            globals()[name] = found  # the next use does not come here
+            globals()[name] = found  # so that the next use does not call __getattr__
             return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

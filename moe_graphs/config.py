@@ -1,4 +1,4 @@
-"""What to capture, and the one table that says which choices are legal and why."""
+"""Configuration of captures, and the table of rules that says which choices are legal."""
 
 from __future__ import annotations
 
@@ -23,8 +23,12 @@ SCOPE_STAGES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """What a rule looks at. ``stages`` (stage name -> why it cannot be captured, or None) is what
-    the model offers, and None as long as no model is at hand."""
+    """The choice that rules check.
+
+    Attributes:
+        stages: the model's stages, each with the reason why it cannot be captured, or None; None
+            as long as no model is known.
+    """
 
     impl: str
     scopes: tuple[str, ...]
@@ -40,7 +44,7 @@ class Choice:
 
 
 def is_pattern(scope: str) -> bool:
-    """Patterns and dotted names select submodules; anything else must be a scope name."""
+    """Whether ``scope`` selects submodules: a pattern or a dotted name, not a scope name."""
     return any(character in scope for character in "*?[.")
 
 
@@ -124,7 +128,7 @@ def _stage_can_be_captured(choice: Choice) -> str | None:
     return None
 
 
-# The first broken rule is the one reported. Rules of MODEL_RULES need to know the model.
+# The first broken rule is reported. The rules of MODEL_RULES need to know the model.
 CONFIG_RULES: tuple[Callable[[Choice], str | None], ...] = (
     _unknown,
     _duplicate,
@@ -138,7 +142,11 @@ MODEL_RULES: tuple[Callable[[Choice], str | None], ...] = (_stage_exists, _stage
 
 
 def check(choice: Choice) -> None:
-    """Raises ``ValueError`` with the first rule that the choice breaks."""
+    """Check all rules.
+
+    Raises:
+        ValueError: the choice breaks a rule; the message is that of the first one.
+    """
     rules = CONFIG_RULES if choice.stages is None else CONFIG_RULES + MODEL_RULES
     for rule in rules:
         message = rule(choice)
@@ -148,27 +156,30 @@ def check(choice: Choice) -> None:
 
 @dataclass(frozen=True)
 class GraphConfig:
-    """What ``moe_graphs.graph`` captures.
+    """Configuration of ``moe_graphs.graph``.
 
-    scopes: names (attn, mlp, moe, moe_router, moe_preprocess, full) and patterns on submodule
-        names (``"*.self_attn"``), as a sequence or comma-separated. Default: attn.
-    impl: "local" captures scopes, "none" nothing. "transformer_engine" is Megatron's name for
-        another implementation that captures the same scopes: it becomes "local".
-    warmup_steps: eager steps that are observed before the capture.
-    on_mismatch: a call that differs from what was captured runs eagerly and is counted ("eager"),
-        raises ``GraphError`` ("error"), or runs eagerly, and the next steps are observed and
-        captured anew ("recapture").
-    split_backward: capture the gradients of the weights apart from those of the inputs, so that
-        zero-bubble schedules can delay them: torch's own, or ``graphs.delayed_weights()``. Costs
-        memory: what the weights' part needs is kept until then. Without it, scopes of which the
-        warm-up has seen that stay eager, with a warning.
-    memory_limit: bytes; a capture that is predicted to take more is refused with
-        ``graphs.plan()``'s table.
-    verify: the first replay of every recording, forward and backward, is compared bit for bit with
-        the eager call. Costs about one eager step, once. False only for those who know.
+    Args:
+        scopes: names (attn, mlp, moe, moe_router, moe_preprocess, full) and patterns on submodule
+            names (``"*.self_attn"``), as a sequence or comma-separated. Default: attn.
+        impl: "local" captures scopes, "none" captures nothing. "transformer_engine" is Megatron's
+            name for another implementation that captures the same scopes; here it becomes "local".
+        warmup_steps: number of eager steps that are observed before the capture.
+        on_mismatch: what happens to a call that differs from its capture. "eager" runs the call
+            eagerly and counts it, "error" raises ``GraphError``, "recapture" runs it eagerly, then
+            observes the next steps and captures anew.
+        split_backward: capture the gradients of weights apart from the gradients of inputs, so
+            that zero-bubble schedules (torch's, or by ``graphs.delayed_weights()``) can compute
+            them later. The tensors that the weights' part needs are kept until then, which takes
+            memory. Without this option, a scope whose weights had a backward of their own in the
+            warm-up stays eager, with a warning.
+        memory_limit: bytes; a capture that is predicted to take more is refused, with the table of
+            ``graphs.plan()``.
+        verify: compare the first replay of every recording, forward and backward, bit for bit with
+            the eager call. The comparison takes the time of about one eager step, once. With
+            False, nothing finds a replay that differs from eager.
 
     Raises:
-        ValueError: for a combination that is not legal; the message says what to change.
+        ValueError: a combination that is not legal; the message says what to change.
     """
 
     scopes: Sequence[str] | str | None = None
@@ -180,7 +191,7 @@ class GraphConfig:
     verify: bool = True
 
     def __post_init__(self) -> None:
-        if self.impl == "full_iteration":  # of Megatron, where it is one more choice
+        if self.impl == "full_iteration":  # Megatron has it as one more choice of this option
             raise ValueError(
                 "impl='full_iteration' captures the function that makes a step, which "
                 "moe_graphs.graph never sees: use moe_graphs.FullIteration(step, model=model)"
@@ -213,16 +224,20 @@ class GraphConfig:
         cuda_graph_warmup_steps: int = 3,
         **options: Any,
     ) -> GraphConfig:
-        """The same from Megatron-LM's flags; as there, no scope at all means the whole layer.
+        """Make the configuration from Megatron-LM's flags; no scope means the whole layer there.
 
-        "local" and "transformer_engine" both become "local". What differs from Megatron: its
-        "transformer_engine" captures every microbatch of a schedule that it is told, ours as many
-        as it has seen in flight; its "local" captures "moe_preprocess" whenever it is given
-        "moe_router", ours what is named. A call that differs from what was captured runs eagerly
-        and is counted, where Megatron replays or stops.
+        "local" and "transformer_engine" both become "local". Three things differ from Megatron:
+
+        - Its "transformer_engine" captures every microbatch of a declared schedule. We capture as
+          many microbatches as the warm-up has seen in flight.
+        - Its "local" captures "moe_preprocess" together with "moe_router". We capture the scopes
+          that are named.
+        - Megatron replays or stops if a call differs from its capture. Here the call runs eagerly
+          and is counted.
 
         Raises:
-            ValueError: as above, and for "full_iteration", which is ``moe_graphs.FullIteration``.
+            ValueError: an illegal combination, or "full_iteration", which is
+                ``moe_graphs.FullIteration`` here.
         """
         if cuda_graph_scope and cuda_graph_modules:
             raise ValueError("cuda_graph_scope is the older name of cuda_graph_modules: set one")
@@ -234,10 +249,12 @@ class GraphConfig:
 
 @dataclass(frozen=True)
 class FullIterationConfig:
-    """That the trainer runs whole steps as one graph (``moe_graphs.FullIteration``).
+    """Choice of whole steps as one graph (``moe_graphs.FullIteration``), for trainers.
 
-    optimizer_in_graph: clipping, the optimizer's update and the zeroing of gradients, too.
-    warmup_steps: eager steps before the capture.
+    Args:
+        optimizer_in_graph: put clipping, the optimizer's update and the zeroing of gradients into
+            the graph, too.
+        warmup_steps: number of eager steps before the capture.
     """
 
     optimizer_in_graph: bool = False

@@ -1,4 +1,4 @@
-"""What the engine raises and prints. Bad arguments raise ``ValueError`` instead."""
+"""Errors and warnings of the engine. Bad arguments raise ``ValueError`` instead."""
 
 
 class GraphError(RuntimeError):
@@ -10,4 +10,4 @@ class CaptureError(GraphError):
 
 
 class GraphWarning(UserWarning):
-    """Something runs eagerly from now on that was to be replayed, and why."""
+    """Something that was to be replayed runs eagerly from now on; the message says why."""

@@ -1,4 +1,4 @@
-"""Launches of portable kernels: kernels count them, reports say them."""
+"""Counter of portable kernels' launches: kernels count, reports print."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ _launches: Counter[str] = Counter()
 
 
 def count(kernel: str) -> None:
-    """One launch of this kernel on a GPU whose architecture has no row in the table of kernels."""
+    """Count a launch of ``kernel`` on a GPU whose architecture has no row in the kernels' table."""
     _launches[kernel] += 1
 
 
 def portable_launches() -> dict[str, int]:
-    """Kernel and architecture -> launches in this process, those recorded into graphs included.
-    Replays launch nothing by themselves."""
+    """Number of launches in this process, by kernel and architecture.
+
+    Launches recorded into a graph count once; replays are not counted.
+    """
     return dict(_launches)

@@ -1,18 +1,18 @@
-"""How a capture ends in the middle of a forward, and how the eager rest resumes there.
+"""Forwards that a capture can leave in the middle, and that the eager rest can resume there.
 
 A ``Staged`` module writes its forward as an ordered list of named stages, each from one frozen
-record of tensors to the next. That is all the engine needs to cut it:
+record of tensors to the next. With this list the engine can cut the forward:
 
-- ``run_until`` runs the ordinary forward and stops it, by raising ``CaptureInterrupt``, before a
-  named stage, or wherever a component says that it cannot be captured (``end_capture_here``).
+- ``run_until`` runs the ordinary forward and ends it by raising ``CaptureInterrupt``: before a
+  named stage, or where a component says that it cannot be captured (``end_capture_here``).
 - The interrupt unwinds to the caller. Every staged module that it passes adds a ``Frame``: the
-  stage it was in and the record that entered it, so that whatever was still live in that module
-  (a residual) travels along. The frames together are the ``Boundary``.
+  module's current stage and the record that entered the stage, so tensors that are still needed in
+  that module (a residual) travel along. All frames together are the ``Boundary``.
 - ``MoETensorStore`` holds a boundary while the same forward is entered again: each staged module
   takes its frame and goes on from there instead of starting anew.
 
-The same two verbs make a graph start in the middle of a layer: the eager prefix leaves by the
-interrupt, the captured part enters by the store and leaves by the interrupt, the eager rest
+A graph can start in the middle of a layer by the same two means: the eager prologue leaves by the
+interrupt, the captured part enters by the store and leaves by the interrupt, the eager epilogue
 enters by the store.
 """
 
@@ -34,9 +34,9 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True)
 def record(cls: type[T]) -> type[T]:
-    """Class decorator: a frozen dataclass whose fields may cross a capture boundary.
+    """Class decorator for a frozen dataclass whose fields may cross a capture boundary.
 
-    Registered as a pytree node, so fields may be tensors, constants, or other records.
+    The class becomes a pytree node, so fields may be tensors, constants, or other records.
     """
     cls = dataclass(frozen=True)(cls)
     pytree.register_dataclass(cls)
@@ -47,7 +47,7 @@ def record(cls: type[T]) -> type[T]:
 class Stage:
     """One named step of a staged module: ``run`` maps a record to the next record.
 
-    ``dynamic`` says why the stage cannot be captured (it synchronises with the host), if so.
+    ``dynamic`` is the reason why the stage cannot be captured (it waits for the device), or None.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Frame:
-    """A staged module that was left before, or inside, ``stage``; ``record`` enters that stage."""
+    """Place where a staged module was left: before or inside ``stage``, which ``record`` enters."""
 
     module: nn.Module
     stage: str
@@ -66,14 +66,17 @@ class Frame:
 
 @dataclass(frozen=True)
 class Boundary:
-    """Where a forward was left: frames from the outermost module to the innermost, and why."""
+    """Place where a forward was left: frames from the outermost to the innermost, and why."""
 
     frames: tuple[Frame, ...]
     reason: str
 
 
 class CaptureInterrupt(BaseException):
-    """Ends a forward at a boundary. Not an ``Exception``: no handler on the way may swallow it."""
+    """Signal that ends a forward at a boundary.
+
+    It is not an ``Exception``, so that no handler on the way swallows it.
+    """
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -81,7 +84,7 @@ class CaptureInterrupt(BaseException):
         self._frames: list[Frame] = []
 
     def passed(self, frame: Frame) -> None:
-        """Adds a module that the interrupt unwinds through, innermost first."""
+        """Add the frame of a module that the interrupt unwinds through, innermost first."""
         self._frames.append(frame)
 
     def boundary(self) -> Boundary:
@@ -90,7 +93,10 @@ class CaptureInterrupt(BaseException):
 
 @dataclass(frozen=True)
 class Stop:
-    """Where the running forward has to end. ``capturing``: dynamic components end it too."""
+    """Place where the running forward has to end.
+
+    With ``capturing``, components that cannot be captured end the forward, too.
+    """
 
     module: nn.Module | None = None
     stage: str | None = None
@@ -99,9 +105,10 @@ class Stop:
 
 @dataclass
 class MoETensorStore:
-    """The boundary of one call while its eager rest runs. Each frame is taken once, by its module.
+    """The boundary of one call while its eager rest runs; each module takes its frame once.
 
-    A value of that call, never kept on a module: an exception in the rest drops it.
+    The store is a value of that call and never kept on a module, so an exception in the eager rest
+    drops it.
     """
 
     frames: list[Frame] = field(default_factory=list)
@@ -125,17 +132,17 @@ _store: contextvars.ContextVar[MoETensorStore | None] = contextvars.ContextVar(
 class Staged(nn.Module):
     """A module whose forward is a list of stages; see the top of this file.
 
-    Subclasses implement ``stages`` and write ``forward`` as ``return self.run_stages(record)``
-    and nothing else, since a resumed call enters and leaves through it, too. A stage that calls
-    another staged module should do little before the call: on resuming, what stands before it is
-    run again and its result is not used.
+    Subclasses implement ``stages`` and write ``forward`` as ``return self.run_stages(record)`` and
+    nothing else, since a resumed call enters and leaves through ``forward``, too. A stage that
+    calls another staged module should do little before that call: a resumed call runs the code
+    before it again and does not use the result.
     """
 
     def stages(self) -> tuple[Stage, ...]:
         raise NotImplementedError
 
     def run_stages(self, record: Any) -> Any:
-        """Runs the stages in order, from the first one or from where the store says."""
+        """Run the stages in order, from the first one or from the frame in the store."""
         store, stop = _store.get(), _stop.get()
         frame = store.take(self) if store is not None else None
         remaining = self.stages()
@@ -155,10 +162,12 @@ class Staged(nn.Module):
 
 
 def end_capture_here(reason: str) -> None:
-    """Called by a component that cannot be captured. Does nothing in an ordinary forward.
+    """End a running capture; components that cannot be captured call this function.
+
+    In an ordinary forward nothing happens.
 
     Raises:
-        CaptureInterrupt: if the forward runs for a capture.
+        CaptureInterrupt: the forward runs for a capture.
     """
     stop = _stop.get()
     if stop is not None and stop.capturing:
@@ -166,10 +175,13 @@ def end_capture_here(reason: str) -> None:
 
 
 def run_until(stop: Stop, call: Callable[[], Any]) -> tuple[Any, Boundary | None]:
-    """Runs ``call``; returns its result and None, or None and the boundary it was left at.
+    """Run ``call`` until it ends or is interrupted.
+
+    Returns:
+        The result of ``call`` and None; or None and the boundary, if an interrupt ended it.
 
     Raises:
-        CaptureError: if the interrupt passed a module that cannot be resumed.
+        CaptureError: the interrupt passed a module that cannot be resumed.
     """
     token = _stop.set(stop)
     try:
@@ -184,10 +196,10 @@ def run_until(stop: Stop, call: Callable[[], Any]) -> tuple[Any, Boundary | None
 
 @contextlib.contextmanager
 def resuming(boundary: Boundary) -> Iterator[MoETensorStore]:
-    """Within this context the next call of the outermost module goes on from ``boundary``.
+    """Context in which the next call of the outermost module goes on from ``boundary``.
 
     Raises:
-        GraphError: if the block ended without every frame having been taken.
+        GraphError: at the end of the block, if a frame was not taken.
     """
     store = MoETensorStore(list(boundary.frames))
     store_token, stop_token = _store.set(store), _stop.set(None)
@@ -203,11 +215,15 @@ def resuming(boundary: Boundary) -> Iterator[MoETensorStore]:
 
 
 def _check_resumable(interrupt: CaptureInterrupt) -> None:
-    """Every module forward from the root to the innermost frame must have added a frame.
+    """Check that every module forward from the root to the innermost frame has added a frame.
 
-    A plain module in between would be entered from its start again: its work would be done
-    twice, with other dropout masks. (Further in, the stage as a whole is entered again.) Read off
-    the traceback, so it costs nothing elsewhere.
+    A plain module in between would start anew when the forward is resumed: its work would be done
+    twice, with other dropout masks. Plain modules inside the innermost frame's stage are fine,
+    because that stage as a whole starts anew. The modules are read off the traceback, so an
+    ordinary forward pays nothing for this check.
+
+    Raises:
+        CaptureError: a plain module is in between; the message names it.
     """
     resumable = [id(frame.module) for frame in interrupt.boundary().frames]
     traceback = interrupt.__traceback__

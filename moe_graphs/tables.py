@@ -1,4 +1,4 @@
-"""Renders the engine's report, and a comparison, as tables for a terminal."""
+"""Tables of the engine's report and of a comparison, for a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def capture_table(report: Report) -> Table:
-    """One row per scope of a capture ``Report``, and a caption with the totals."""
+    """Table with a row per scope of a capture ``Report``, and a caption with the totals."""
     table = Table(title="captured scopes", title_justify="left", caption_justify="left")
     table.add_column("scope", overflow="fold")
     headings = ("graphs", "kernels", "static", "boundary", "replays", "eager calls")
@@ -41,7 +41,7 @@ def capture_table(report: Report) -> Table:
 
 
 def full_iteration_table(report: FullIterationReport) -> Table:
-    """The one graph of a whole step, in a row."""
+    """Table with one row, for the graph of a whole step."""
     table = Table(title="captured step", title_justify="left", caption_justify="left")
     headings = ("state", "kernels", "static", "pool", "capture", "replays", "eager calls")
     for heading in headings:
@@ -66,7 +66,7 @@ def _graphs(scope: ScopeReport) -> list[int]:
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """Eager and graphed side by side."""
+    """Table of eager and graphed, side by side."""
     table = Table(title="eager and graphed, same seed", title_justify="left")
     for heading in ("", "eager", "graphed", "graphed / eager"):
         table.add_column(heading, justify="right" if heading else "left")
@@ -88,7 +88,7 @@ def comparison_table(comparison: Comparison) -> Table:
 
 
 def verdict(comparison: Comparison) -> str:
-    """Whether the two runs agree bit by bit, in a sentence."""
+    """Sentence that says whether the two runs agree bit for bit."""
     steps = len(comparison.eager.losses)
     first = comparison.first_difference
     if first is not None:
@@ -115,7 +115,7 @@ def format_bytes(count: int) -> str:
 
 
 def format_reasons(reasons: Mapping[str, int]) -> str:
-    """``{"warm-up": 12}`` as ``12 warm-up``; ``none`` if there are none."""
+    """Write ``{"warm-up": 12}`` as ``12 warm-up``, and no reasons as ``none``."""
     return ", ".join(f"{count:,} {reason}" for reason, count in reasons.items()) or "none"
 
 

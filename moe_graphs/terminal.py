@@ -1,4 +1,4 @@
-"""What the commands have in common: a console, errors in a line, JSON. Imports no torch."""
+"""Common parts of the commands: a console, errors in a line, JSON. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from moe_graphs.errors import GraphError
 def make_console(*, stderr: bool) -> Console:
     console = Console(stderr=stderr, soft_wrap=True, highlight=False)
     if not console.is_terminal:
-        console.width = 160  # a file has no width: wide enough that no table cell is folded
+        console.width = 160  # A file has no width of its own; at 160 no table cell is folded.
     return console
 
 
 @contextlib.contextmanager
 def errors_in_a_line(*others: type[Exception]) -> Iterator[None]:
-    """What the user can do something about ends the command without a traceback."""
+    """Context in which errors that the user can mend end the command without a traceback."""
     expected: tuple[type[Exception], ...] = (ValueError, OSError, MemoryError, GraphError, *others)
     try:
         yield
     except BrokenPipeError:
-        raise  # `| head` has seen enough: typer ends without a word
+        raise  # A closed pipe (`| head`) is no error; typer ends the command silently.
     except expected as error:
         line = " ".join(str(error).split())
         make_console(stderr=True).print(f"error: {line}", style="red", markup=False)
@@ -36,12 +36,15 @@ def errors_in_a_line(*others: type[Exception]) -> Iterator[None]:
 
 
 def print_json(document: Any) -> None:
-    """On one line. JSON knows no NaN and no infinity: they become the strings "nan" and "inf"."""
+    """Print ``document`` as one line of JSON.
+
+    JSON has no NaN and no infinity: they become the strings "nan" and "inf".
+    """
     typer.echo(json.dumps(json_values(document), allow_nan=False))
 
 
 def json_values(document: Any) -> Any:
-    """What JSON can say of a tree of dicts, lists, tuples, strings and numbers."""
+    """Turn a tree of dicts, lists, tuples, strings and numbers into values that JSON has."""
     if isinstance(document, dict):
         return {str(key): json_values(value) for key, value in document.items()}
     if isinstance(document, (list, tuple)):

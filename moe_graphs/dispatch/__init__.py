@@ -1,4 +1,4 @@
-"""Dispatchers: how rows reach the rank that holds their expert, and come back."""
+"""Dispatchers, which bring rows to the rank that holds their expert, and back."""
 
 from moe_graphs.dispatch.all_gather import AllGatherDispatcher
 from moe_graphs.dispatch.all_to_all import AllToAllDispatcher

@@ -1,6 +1,7 @@
 """Expert parallelism in static shapes: every rank gets all tokens and runs its own experts on them.
 
-Sizes stay on the device, so all of it can be captured: by NCCL in CUDA graphs, by gloo on the CPU.
+Sizes stay on the device, so the whole exchange can be captured: by NCCL in CUDA graphs, by gloo on
+the CPU.
 
 Shapes: T tokens of a rank, G = W * T of all W ranks, D model, K top-k, E experts, e local
 experts, R rows that there is room for.
@@ -28,22 +29,25 @@ from moe_graphs.kernels import permute, unpermute
 class AllGatherDispatcher(ExpertParallel):
     """Dropless expert parallelism over ``group`` (default: the world, or this process alone).
 
-    Tokens, weights and expert numbers are gathered, and each rank has room for the worst routing:
-    ``R = W * T * min(K, e)`` rows, all tokens' pairs at one rank. With ``rows_factor`` it is at
-    most that many times ``T * K``, the rows of a balanced routing; pairs that do not fit are
-    counted in ``dropped`` and the step has to be skipped and run again
-    (``DeviceStep(...)(overflow=output.dropped_tokens)``). Rows past the last of
-    ``offsets_e`` are zero and belong to no expert; memory grows with R, products with what is
-    routed here. A token's partial sums come back rounded to the dtype of the rows and are added
-    up in fp32, on the rank of the token: the same bits from NCCL and gloo, and those of
-    ``LocalDispatcher`` where one rank holds all of a token's experts.
+    Tokens, weights and expert numbers are gathered. Each rank has room for the worst routing, in
+    which one rank gets all pairs: ``R = W * T * min(K, e)`` rows. With ``rows_factor`` the room is
+    at most ``rows_factor * T * K`` rows, where ``T * K`` is a balanced routing. Pairs that do not
+    fit are counted in ``dropped``, and the step has to be skipped and run again
+    (``DeviceStep(...)(overflow=output.dropped_tokens)``). Rows past the last of ``offsets_e`` are
+    zero and belong to no expert. Memory grows with R, the products' time with the rows that are
+    routed here.
 
-    Every rank must have the same number of tokens. The first call with another number than before
-    compares them through the group's store, on the host and before anything is launched: a
-    ``ValueError`` on every rank, or, if the others go on with a number they know, on this rank
-    after five minutes. Later calls with a known number ask nobody, and replays run no Python:
-    ranks have to go from one number to another together. ``group`` must be a ``ProcessGroup`` of
-    torch.distributed, NCCL or gloo; without one it is one rank.
+    A token's partial sums come back rounded to the dtype of the rows and are added up in fp32 on
+    the token's rank. NCCL and gloo give the same bits. If one rank holds all of a token's experts,
+    the bits are those of ``LocalDispatcher``.
+
+    Every rank must have the same number of tokens. The first call with a new number of tokens
+    compares the ranks' numbers through the group's store, on the host and before anything is
+    launched. If the numbers differ, every rank gets a ``ValueError``; if the other ranks go on
+    with a number that they know, this rank gets it after five minutes. Later calls with a known
+    number compare nothing, and replays run no Python, so the ranks have to change their number
+    together. ``group`` must be a ``ProcessGroup`` of torch.distributed with NCCL or gloo; without
+    a process group there is one rank.
     """
 
     rows_factor: float | None = None
@@ -82,7 +86,7 @@ class AllGatherDispatcher(ExpertParallel):
 
 
 class _AllGather(torch.autograd.Function):
-    """The ranks' rows one after the other; the gradient is the sum of what all ranks have of it."""
+    """All ranks' rows, in the order of ranks; the gradient is summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -113,15 +117,18 @@ def _all_gather(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     world_size = dist.get_world_size(group)
     gathered = rows.new_empty(world_size * rows.shape[0], *rows.shape[1:])
     if rows.numel():
-        # Its name in later versions of torch, which warn of the one before.
+        # Newer versions of torch have this name, and warn about the old one.
         later = getattr(dist, "all_gather_single", None)
         (later or dist.all_gather_into_tensor)(gathered, rows.contiguous(), group=group)
     return gathered
 
 
 def _reduce_scatter(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """By an exchange and a sum: as many bytes as NCCL's, which rounds after every addition, in an
-    order of its own."""
+    """Sum every rank's rows by an all-to-all and one sum.
+
+    NCCL's reduce-scatter moves as many bytes, but rounds after every addition and adds in an order
+    of its own.
+    """
     world_size = dist.get_world_size(group)
     arrived = torch.empty_like(rows, memory_format=torch.contiguous_format)
     if rows.numel():

@@ -24,11 +24,11 @@ from moe_graphs.staged import end_capture_here, record
 
 @record
 class Exchange:
-    """How the rows of one call travelled: enough to send them back.
+    """Route of the rows of one call, for sending them back.
 
     Attributes:
-        arrival: from expert order to the order in which rows arrived.
-        sent, received: rows to and from each rank, on the host.
+        arrival: order that maps rows sorted by expert to the order in which they arrived.
+        sent, received: numbers of rows to and from each rank, on the host.
     """
 
     arrival: RowOrder
@@ -42,7 +42,7 @@ class AllToAllDispatcher(ExpertParallel):
     """Dropless expert parallelism over ``group`` (default: the world, or this process alone).
 
     ``dispatch`` reads the split sizes on the host, once, so a capture ends there. Ranks may have
-    different numbers of tokens. Works with NCCL and gloo; without a process group it is one rank.
+    different numbers of tokens. NCCL and gloo both work; without a process group there is one rank.
     """
 
     name: ClassVar[str] = "all_to_all"
@@ -84,7 +84,7 @@ class AllToAllDispatcher(ExpertParallel):
 
 
 class _AllToAll(torch.autograd.Function):
-    """Sends consecutive rows to consecutive ranks; the gradient goes the same way back."""
+    """Exchange of consecutive rows with consecutive ranks; the gradient travels back."""
 
     @staticmethod
     def forward(
@@ -113,7 +113,7 @@ def _all_to_all(
 
 
 def _expert_order(received_We: Tensor, num_rows: int) -> RowOrder:
-    """Rows that came as (source rank, local expert) blocks, stably sorted by expert.
+    """Order that stably sorts rows by expert, which came in blocks (source rank, local expert).
 
     Example: two ranks sent ``[[1, 2], [2, 0]]`` rows for two experts. Order
     ``[0, 3, 4, 1, 2]``, offsets ``[3, 5]``.

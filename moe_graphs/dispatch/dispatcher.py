@@ -1,10 +1,10 @@
-"""What a dispatcher is: three steps between the router and the experts, and the values they pass.
+"""Interface of a dispatcher: three steps around the experts, and the records between the steps.
 
 ``preprocess`` sorts and permutes and can always be captured. ``dispatch`` brings rows to the rank
-that holds their expert, ``combine`` brings the results back to their tokens. Whatever one step has
-to tell the next is in the records; a dispatcher keeps nothing that belongs to a call.
-``all_gather`` and ``symmetric`` bring tokens to the ranks before they sort them: their T are the
-tokens of all ranks and their E the local experts, in all records.
+that holds their expert, ``combine`` brings the results back to their tokens. All values that one
+step passes to the next are in the records; a dispatcher keeps nothing that belongs to a call.
+The dispatchers ``all_gather`` and ``symmetric`` bring tokens to the ranks before they sort them: in
+their records T is the tokens of all ranks and E the local experts.
 
 Shapes: T tokens, D model, K top-k, E experts, e local experts, R rows of this rank's tokens.
 """
@@ -23,15 +23,15 @@ from moe_graphs.staged import record
 
 @record
 class DispatchPlan:
-    """What ``preprocess`` decided: this rank's rows, sorted by expert, and the way back.
+    """Result of ``preprocess``: this rank's rows, sorted by expert, and their order.
 
     Attributes:
         rows_RD: the rows, in the order of ``order``.
         weights_TK: routing weights, fp32.
         dropped: 0-dim int64 on the device: (token, expert) pairs that no expert will see.
-        rows_needed: 0-dim int64 on the device: rows that the routing asked for here, where the
-            room for them is bounded by choice; else None.
-        handle: what the same dispatcher needs later, if anything.
+        rows_needed: 0-dim int64 on the device: rows that the routing needs on this rank; None if
+            the dispatcher has no ``rows_factor``.
+        handle: values that the same dispatcher needs in later steps, or None.
     """
 
     rows_RD: Tensor
@@ -44,12 +44,12 @@ class DispatchPlan:
 
 @record
 class Dispatched:
-    """Rows for this rank's experts, sorted by expert. The last of ``offsets_e`` is the row count,
-    or less of a dispatcher that leaves a tail.
+    """Rows for this rank's experts, sorted by expert.
 
     Attributes:
-        offsets_e: int32 cumulative ends on the device.
-        handle: what the same dispatcher's ``combine`` needs to send the rows back, if anything.
+        offsets_e: int32 cumulative ends of the experts' rows, on the device. The last one is the
+            number of rows, or less if the dispatcher leaves a tail.
+        handle: values that the same dispatcher's ``combine`` needs to send the rows back, or None.
     """
 
     rows_RD: Tensor
@@ -58,13 +58,13 @@ class Dispatched:
 
 
 class Dispatcher(abc.ABC):
-    """Abstract. Implementations are final frozen dataclasses that hold configuration only.
+    """Abstract base; implementations are final frozen dataclasses that hold configuration only.
 
     Attributes:
-        name: what ``make_dispatcher`` knows it by.
-        host_sync: whether ``dispatch`` reads sizes on the host, so that capture must end there.
-        leaves_tail: whether rows may follow that are no expert's: zero, and what experts make
-            of them is never looked at.
+        name: the name that ``make_dispatcher`` takes.
+        host_sync: whether ``dispatch`` reads sizes on the host, so that a capture must end there.
+        leaves_tail: whether rows that belong to no expert may follow the experts' rows. These rows
+            are zero, and their outputs are never read.
     """
 
     name: ClassVar[str]
@@ -73,27 +73,27 @@ class Dispatcher(abc.ABC):
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks that have to make every call together, None if it is one."""
+        """Ranks that have to make every call together; None if there is one rank."""
         return None
 
     @abc.abstractmethod
     def local_experts(self, num_experts: int) -> range:
-        """The experts whose weights this rank holds."""
+        """Range of the experts whose weights this rank holds."""
 
     @abc.abstractmethod
     def preprocess(
         self, hidden_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
     ) -> DispatchPlan:
-        """Sorts and permutes tokens. Never waits for the device, static shapes."""
+        """Sort and permute tokens, in static shapes and without waiting for the device."""
 
     @abc.abstractmethod
     def dispatch(self, plan: DispatchPlan) -> Dispatched:
-        """Brings the rows to their experts."""
+        """Bring the rows to their experts."""
 
     @abc.abstractmethod
     def combine(self, expert_rows: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
-        """Brings the experts' results back: ``hidden_TD``, each token's rows summed by weight."""
+        """Bring the experts' results back: ``[T, D]``, the weighted sum of each token's rows."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Dispatcher:
-        """A copy of a model uses the same dispatcher: process groups cannot be copied."""
+        """Return this dispatcher itself, because process groups cannot be copied."""
         return self

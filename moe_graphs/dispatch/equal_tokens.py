@@ -1,4 +1,4 @@
-"""Static shapes over several ranks: every rank has the same number of tokens, or it is refused."""
+"""Check that all ranks have the same number of tokens, which static shapes need."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch.distributed as dist
 
 from moe_graphs.dispatch.expert_group import exchange
 
-PATIENCE = 300.0  # seconds, for the other ranks to come with a new number of tokens, too
+PATIENCE = 300.0  # seconds to wait for the other ranks' new number of tokens
 
 
 @functools.cache
 def check_equal_tokens(group: dist.ProcessGroup, tokens: int, dispatcher: str) -> None:
-    """Once per group and number of tokens: on every rank it is the same number.
+    """Check once per group and number of tokens that every rank has this number.
 
-    The n-th number that a rank comes with is compared with the n-th of every other rank, through
-    the group's store.
+    The n-th new number of this rank is compared with the n-th new number of every other rank,
+    through the group's store.
 
     Raises:
-        ValueError: the numbers differ, or some rank brings no new one within five minutes.
+        ValueError: the numbers differ, or some rank has no new number within five minutes.
     """
     remedy = (
         f"{dispatcher} has static shapes and takes equal numbers of tokens: pad the batches, or "
@@ -27,7 +27,7 @@ def check_equal_tokens(group: dist.ProcessGroup, tokens: int, dispatcher: str) -
     )
     try:
         said = exchange(group, f"{dispatcher} tokens", str(tokens), PATIENCE)
-    except RuntimeError as error:  # of every kind of store
+    except RuntimeError as error:  # every kind of store raises this one
         raise ValueError(
             f"rank {dist.get_rank(group)} has {tokens} tokens for the first time, and not all of "
             f"the other ranks of its expert-parallel group have a new number, too. {remedy}"

@@ -1,4 +1,4 @@
-"""The ranks of an expert-parallel group, and which experts each of them holds."""
+"""Ranks of an expert-parallel group, and the experts that each rank holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_graphs.dispatch.dispatcher import Dispatcher
 
 
 def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """In ``group`` (default: the world); 0 and 1 where there is no process group."""
+    """Rank and size in ``group`` (default: the world); 0 and 1 without a process group."""
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return dist.get_rank(group), dist.get_world_size(group)
@@ -20,11 +20,16 @@ def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
 def exchange(
     group: dist.ProcessGroup, topic: str, value: str, patience: float | None = None
 ) -> dict[int, str]:
-    """What every rank says, by rank, through the group's store: the n-th of this one with the n-th
-    of the others.
+    """Exchange a string with all ranks of ``group`` through its store.
+
+    The n-th call of this rank about ``topic`` meets the n-th call of every other rank.
+
+    Returns:
+        The strings of all ranks, by rank.
 
     Raises:
-        RuntimeError: some rank has said nothing after ``patience`` seconds (default: the store's).
+        RuntimeError: some rank has not called within ``patience`` seconds (default: the store's
+            timeout).
     """
     rank, world_size = rank_and_size(group)
     store = dist.distributed_c10d._get_process_group_store(group)
@@ -36,7 +41,7 @@ def exchange(
 
 
 def block_of_experts(num_experts: int, group: dist.ProcessGroup | None) -> range:
-    """This rank's experts: every rank holds a contiguous block of equal size.
+    """Contiguous block of experts that this rank holds; all ranks' blocks have the same size.
 
     Raises:
         ValueError: the ranks do not divide ``num_experts``.
@@ -53,7 +58,7 @@ def block_of_experts(num_experts: int, group: dist.ProcessGroup | None) -> range
 
 @dataclass(frozen=True)
 class ExpertParallel(Dispatcher):
-    """Abstract: over the ranks of ``group`` (default: the world, or this process alone)."""
+    """Abstract dispatcher over the ranks of ``group`` (default: the world, or this process)."""
 
     group: dist.ProcessGroup | None = None
 

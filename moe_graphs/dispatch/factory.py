@@ -14,12 +14,13 @@ from moe_graphs.dispatch.symmetric import SymmetricDispatcher
 
 
 def make_dispatcher(name: str, **options: Any) -> Dispatcher:
-    """The dispatcher of that name: ``local``, ``padded``, ``all_to_all``, ``all_gather`` or
-    ``symmetric``.
+    """Make a dispatcher by its name.
 
     Args:
-        options: fields of that dispatcher: ``capacity_factor`` for ``padded``, ``group`` for
-            the last three, ``rows_factor`` for the last two.
+        name: ``local``, ``padded``, ``all_to_all``, ``all_gather`` or ``symmetric``.
+        options: fields of that dispatcher: ``capacity_factor`` for ``padded``; ``group`` for
+            ``all_to_all``, ``all_gather`` and ``symmetric``; ``rows_factor`` for ``all_gather`` and
+            ``symmetric``.
 
     Raises:
         ValueError: no such name, or an option that this dispatcher does not have.

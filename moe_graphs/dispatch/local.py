@@ -1,4 +1,4 @@
-"""All experts on this rank: nothing to send, nothing dropped, every shape static.
+"""Dispatcher for one rank with all experts: nothing to send or to drop, every shape static.
 
 Shapes: T tokens, D model, K top-k, R = T*K rows.
 """
@@ -18,8 +18,10 @@ from moe_graphs.kernels import permute, route_rows, unpermute
 @final
 @dataclass(frozen=True)
 class LocalDispatcher(Dispatcher):
-    """Dropless without expert parallelism. Only the offsets change from call to call, and they
-    stay on the device, so the whole layer can be captured."""
+    """Dropless dispatcher without expert parallelism.
+
+    Shapes are static and offsets stay on the device, so the whole layer can be captured.
+    """
 
     name: ClassVar[str] = "local"
     host_sync: ClassVar[bool] = False

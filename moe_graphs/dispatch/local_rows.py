@@ -1,4 +1,4 @@
-"""The rows of this rank's experts, of tokens that may be any rank's, in static shapes.
+"""Rows of this rank's experts, from the tokens of all ranks, in static shapes.
 
 Shapes: T tokens of a rank, G = W * T of all W ranks, K top-k, e local experts, R rows that there
 is room for.
@@ -14,15 +14,18 @@ from torch import Tensor
 
 from moe_graphs.kernels import RowOrder, route_rows
 
-ROUNDED_TO = 8  # rows, so that memory stays aligned
+ROUNDED_TO = 8  # The room is a multiple of 8 rows, so that memory stays aligned.
 
 
 @dataclass(frozen=True)
 class LocalRows:
-    """Attributes:
-    order: of the pairs whose experts are local; the others have no row.
-    needed: 0-dim int64 on the device, rows that the routing asks for.
-    dropped: 0-dim int64, those of them that there is no room for: the last experts' last pairs.
+    """Rows of the (token, expert) pairs whose experts are local.
+
+    Attributes:
+        order: order of the local pairs; other pairs have no row.
+        needed: 0-dim int64 on the device: rows that the routing needs.
+        dropped: 0-dim int64 on the device: needed rows that there is no room for. The last pairs
+            of the last experts are dropped.
     """
 
     order: RowOrder
@@ -31,9 +34,10 @@ class LocalRows:
 
 
 def check_rows_factor(rows_factor: float | None) -> None:
-    """
+    """Check that there is room for a balanced routing.
+
     Raises:
-        ValueError: it is below 1, where every rank's share of the rows would not fit.
+        ValueError: the factor is below 1 or not finite.
     """
     if rows_factor is not None and not (rows_factor >= 1 and math.isfinite(rows_factor)):
         raise ValueError(
@@ -45,7 +49,7 @@ def check_rows_factor(rows_factor: float | None) -> None:
 def room_for_rows(
     tokens: int, top_k: int, local: range, world_size: int, rows_factor: float | None
 ) -> int:
-    """R: ``rows_factor`` times the rows of a balanced routing, at most those of the worst.
+    """R: ``rows_factor`` times the rows of a balanced routing, at most the rows of the worst.
 
     Example: 64 tokens, top-2, 4 of 8 experts: 128 rows each on two ranks if balanced, 256 at worst.
     """
@@ -56,7 +60,9 @@ def room_for_rows(
 
 
 def local_rows(experts_GK: Tensor, local: range, num_experts: int, room: int) -> LocalRows:
-    """Example: experts ``[[2, 0], [0, 1], [2, 1]]`` on the rank of experts 0 and 1: order
+    """Sort the pairs of local experts by expert, in ``room`` rows.
+
+    Example: experts ``[[2, 0], [0, 1], [2, 1]]`` on the rank of experts 0 and 1: order
     ``[1, 2, 3, 5, -1, -1]``, inverse ``[-1, 0, 1, 2, -1, 3]``, offsets ``[2, 4]``. With room for
     three rows: ``[1, 2, 3]``, ``[-1, 0, 1, 2, -1, -1]``, ``[2, 3]``, and one pair is dropped.
     """
@@ -65,7 +71,7 @@ def local_rows(experts_GK: Tensor, local: range, num_experts: int, room: int) ->
         return LocalRows(route_rows(experts_GK, num_experts), none + experts_GK.numel(), none)
     number_GK = experts_GK - local.start
     elsewhere_GK = (number_GK < 0) | (number_GK >= len(local))
-    # One more expert, behind the others, for what is elsewhere.
+    # Pairs of other ranks' experts are sorted behind the local ones, as one more expert.
     every = route_rows(number_GK.masked_fill(elsewhere_GK, len(local)), len(local) + 1)
     offsets_e = every.offsets_E[:-1].contiguous()
     needed = offsets_e[-1].to(torch.int64)

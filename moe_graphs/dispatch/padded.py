@@ -1,4 +1,4 @@
-"""Capacity with drop and pad: every expert gets exactly C rows (GShard, arXiv 2006.16668).
+"""Drop and pad to a capacity: every expert gets exactly C rows (GShard, arXiv 2006.16668).
 
 Shapes: T tokens, D model, K top-k, E experts, C capacity.
 """
@@ -19,11 +19,12 @@ from moe_graphs.kernels import RowOrder, permute, route_rows, unpermute
 @final
 @dataclass(frozen=True)
 class PaddedDispatcher(Dispatcher):
-    """``ceil(T * K / E * capacity_factor)`` rows per expert, all experts on this rank.
+    """Dispatcher with a fixed number of rows per expert, all experts on this rank.
 
-    An expert's surplus pairs are dropped, the last tokens first: they add nothing to the output
-    and the weights of the token's other experts stay as they are. The count is in the plan.
-    Free rows are zero. A factor of ``E / K`` never drops.
+    Every expert has ``C = ceil(T * K / E * capacity_factor)`` rows; free rows are zero. An expert's
+    surplus pairs are dropped, the last tokens first: a dropped pair adds nothing to the output, and
+    the weights of the token's other experts stay as they are. The plan counts dropped pairs. A
+    factor of ``E / K`` never drops.
     """
 
     capacity_factor: float = 1.25
@@ -41,7 +42,7 @@ class PaddedDispatcher(Dispatcher):
         return range(num_experts)
 
     def capacity(self, num_tokens: int, top_k: int, num_experts: int) -> int:
-        """Rows per expert."""
+        """Number of rows per expert."""
         return math.ceil(num_tokens * top_k / num_experts * self.capacity_factor)
 
     def preprocess(
@@ -62,7 +63,7 @@ class PaddedDispatcher(Dispatcher):
 
 
 def _pad(order: RowOrder, experts_TK: Tensor, capacity: int) -> RowOrder:
-    """Gives expert e the rows ``[e * C, (e + 1) * C)``, by gathers and arithmetic alone.
+    """Give expert e the rows ``[e * C, (e + 1) * C)``, by gathers and arithmetic alone.
 
     Example: experts ``[[0], [0], [0], [1]]``, capacity 2: the third token is dropped, order is
     ``[0, 1, 3, -1]``, inverse ``[0, 1, -1, 2]``, offsets ``[2, 4]``.
@@ -71,7 +72,7 @@ def _pad(order: RowOrder, experts_TK: Tensor, capacity: int) -> RowOrder:
     starts_E = torch.cat([ends_E.new_zeros(1), ends_E[:-1]])
     slot_C = torch.arange(capacity, device=ends_E.device)
     row_EC = starts_E.unsqueeze(1) + slot_C
-    # Slots past an expert's last row would read the next expert's: clamped, then marked.
+    # A slot past an expert's last row would read the next expert's row: clamp it, then mark it.
     pair_EC = order.order_R[row_EC.clamp(max=max(order.order_R.numel() - 1, 0))]
     padded_order = torch.where(row_EC < ends_E.unsqueeze(1), pair_EC, -1).reshape(-1)
 

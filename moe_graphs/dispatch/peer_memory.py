@@ -1,7 +1,8 @@
 """Memory that all ranks of one host can reach, made once for all layers of a shape.
 
-On GPUs it is torch's symmetric memory (``torch.distributed._symmetric_memory``), on the CPU an
-anonymous file that every rank maps: it has no name, so nothing stays when a process is killed.
+On GPUs this memory is torch's symmetric memory (``torch.distributed._symmetric_memory``). On the
+CPU every rank maps an anonymous file, which is gone when the processes are, even if they are
+killed.
 
 Shapes: T tokens of a rank, W ranks, G = W * T, D model, K top-k.
 """
@@ -25,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from moe_graphs.dispatch.expert_group import exchange, rank_and_size
 from moe_graphs.kernels.peer_rows import PeerMemory, number_of
 
-# Milliseconds that a kernel waits for the other ranks, then it ends the process: as long as NCCL.
+# Milliseconds that a kernel waits for the other ranks before it fails; NCCL waits as long.
 BARRIER_TIMEOUT = 600_000
 _ALIGNED = 256  # bytes
 _Shape = tuple[int, int, int]  # G, D, K
@@ -40,12 +41,13 @@ def peer_memory(
     dtype: torch.dtype,
     device: torch.device,
 ) -> int:
-    """The number of the memory for these shapes (``kernels.peer_rows``), the same in every call.
+    """Make the memory for these shapes in the first call; return its number.
 
-    It is never given back: graphs may know its addresses. All ranks have to come here together.
+    ``kernels.peer_rows`` takes the number. The memory is never freed, because graphs may hold its
+    addresses. All ranks call this function together.
 
     Raises:
-        ValueError: on every rank alike: the ranks cannot reach each other's memory.
+        ValueError: on every rank, if the ranks cannot reach each other's memory.
     """
     with _disable_current_modes(), torch.no_grad():
         if hidden_size % 8:
@@ -72,7 +74,7 @@ def peer_memory(
 
 
 def _check_reach(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Compares hosts and devices through the group's store, before anything is allocated."""
+    """Compare hosts and devices through the group's store, before anything is allocated."""
     number = device.index if device.index is not None else 0
     said = exchange(group, "symmetric", f"{_host()} {socket.gethostname()} {number}").values()
     hosts = {each.split()[0]: each.split()[1] for each in said}
@@ -85,7 +87,7 @@ def _check_reach(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def _missing(group: dist.ProcessGroup, device: torch.device) -> str:
-    """What this process lacks, if anything."""
+    """The feature that this process lacks, or an empty string."""
     if device.type == "cuda":
         found = importlib.util.find_spec("torch.distributed._symmetric_memory")
         return "" if found else "this torch has no torch.distributed._symmetric_memory"
@@ -97,7 +99,10 @@ def _missing(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def _no_access(own: int, others: list[int]) -> str:
-    """Of devices that this process sees; the others show when memory is mapped."""
+    """The devices without peer access, or an empty string.
+
+    Only devices that this process sees are asked; for others, mapping the memory fails later.
+    """
     visible = range(torch.cuda.device_count())
     far = [
         other
@@ -108,9 +113,10 @@ def _no_access(own: int, others: list[int]) -> str:
 
 
 def _refuse_if_any(group: dist.ProcessGroup, problem: str) -> None:
-    """
+    """Raise on all ranks if one of them has a problem.
+
     Raises:
-        ValueError: on all ranks, if one of them has a problem.
+        ValueError: some rank's ``problem`` is not empty; the message has the first one.
     """
     problems = {rank: said for rank, said in exchange(group, "symmetric", problem).items() if said}
     if problems:
@@ -119,7 +125,7 @@ def _refuse_if_any(group: dist.ProcessGroup, problem: str) -> None:
 
 
 def _host() -> str:
-    """The same for processes of one running machine, whatever their containers call it."""
+    """Name of the running machine, the same in all of its containers."""
     found = pathlib.Path("/proc/sys/kernel/random/boot_id")
     return found.read_text().strip() if found.exists() else socket.gethostname()
 
@@ -137,14 +143,14 @@ def _on_gpus(
             made.append(symmetric_memory.empty(max(G, 1), width, dtype=kind, device=device))
     except RuntimeError as error:
         problem = str(error)
-    # A rendezvous waits for all ranks, also for one that has no memory left.
+    # A rendezvous waits for all ranks, also for a rank whose allocation failed: ask first.
     if any(exchange(group, "symmetric", problem).values()):
         raise RuntimeError(problem or "another rank could not")
     try:
         for own in made:
             handle = symmetric_memory.rendezvous(own, group.group_name)
             owned.append((own, handle))
-            # Somewhere in its allocation, on each rank where its allocator has put it.
+            # The tensor's offset in its allocation may differ from rank to rank.
             lies_at += f"{own.data_ptr() - handle.buffer_ptrs[rank]} "
     finally:
         offsets = [said.split() for said in exchange(group, "symmetric", lies_at).values()]
@@ -178,10 +184,10 @@ def _on_the_cpu(
 
 
 def _mapped(group: dist.ProcessGroup, length: int) -> Tensor:
-    """The same memory on all ranks: rank 0's, which others open by its number in /proc."""
+    """Map the memory of rank 0, which the other ranks open by its number in /proc."""
     file, path = None, ""
     if dist.get_rank(group) == 0:
-        with contextlib.suppress(OSError):  # all ranks are told by a path that is none
+        with contextlib.suppress(OSError):  # an empty path tells all ranks that this one failed
             file = os.memfd_create("moe_graphs")
             os.ftruncate(file, length)
             path = f"/proc/{os.getpid()}/fd/{file}"

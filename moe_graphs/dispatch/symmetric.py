@@ -1,7 +1,8 @@
 """Expert parallelism in static shapes through peers' memory: only tokens that are needed travel.
 
-What ``all_gather`` computes, to the bit, with each token sent once to every rank that holds any of
-its experts. Sizes and destinations stay on the device, so all of it can be captured.
+The results are those of ``all_gather``, to the bit, but each token is sent only to the ranks that
+hold one of its experts, and once to each of them. Sizes and destinations stay on the device, so the
+whole exchange can be captured.
 
 Shapes: T tokens of a rank, G = W * T of all W ranks, D model, K top-k, E experts, e local
 experts, R rows that there is room for.
@@ -35,18 +36,21 @@ from moe_graphs.kernels.peer_rows import (
 @final
 @dataclass(frozen=True)
 class SymmetricDispatcher(ExpertParallel):
-    """Dropless expert parallelism over ``group`` (default: the world, or this process alone), for
-    ranks that reach each other's memory: GPUs of one host, or processes of one on the CPU.
+    """Dropless expert parallelism over ``group`` (default: the world), by peers' memory.
 
-    The same rows, the same ``rows_factor``, the same refusal of unequal numbers of tokens and the
-    same bits as ``AllGatherDispatcher``, for up to four ranks; torch adds up more than that in
-    another order. Memory for W * T rows is shared by all layers:
-    ``kernels.peer_rows`` says why that is enough. It is made in the first call with a number of
-    tokens, together by all ranks and before any capture, and kept. On GPUs a rank that waits ten
-    minutes for another one ends with a CUDA error.
+    The ranks have to reach each other's memory: GPUs of one host, or processes of one host on the
+    CPU. Rows, ``rows_factor`` and the refusal of unequal numbers of tokens are as in
+    ``AllGatherDispatcher``. With up to four ranks the bits are the same as well; torch adds up the
+    sums of more ranks in another order.
 
-    Raises (in the first call):
-        ValueError: on every rank, where memory cannot be shared, with what to take instead.
+    All layers share memory for W * T rows; ``kernels.peer_rows`` says why that is enough. All ranks
+    make the memory together in the first call with a number of tokens, which has to come before any
+    capture, and keep it. On GPUs a rank that waits ten minutes for another one ends with a CUDA
+    error.
+
+    Raises:
+        ValueError: in the first call and on every rank, if memory cannot be shared; the message
+            says which dispatcher to take.
     """
 
     rows_factor: float | None = None
@@ -90,8 +94,10 @@ class SymmetricDispatcher(ExpertParallel):
         )
 
     def memory_for(self, rows: Tensor, experts_TK: Tensor) -> tuple[int, str]:
-        """Its number, and the name of the group. Rows of another dtype than the tokens' have
-        another memory."""
+        """Number of the peer memory for ``rows``, and the name of the group.
+
+        Rows of another dtype have another memory.
+        """
         group, (tokens, top_k) = self.process_group, experts_TK.shape
         assert group is not None
         check_equal_tokens(group, tokens, self.name)
@@ -100,7 +106,7 @@ class SymmetricDispatcher(ExpertParallel):
 
 
 class _Dispatch(torch.autograd.Function):
-    """Tokens to the ranks of their experts, in the rows of these; gradients are pulled back."""
+    """Push tokens to the ranks of their experts, and sort the rows; gradients are pulled back."""
 
     @staticmethod
     def forward(
@@ -135,7 +141,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Sums of the experts' rows to the ranks of their tokens; gradients are pushed."""
+    """Bring sums of the experts' rows to the ranks of their tokens; gradients are pushed."""
 
     @staticmethod
     def forward(
@@ -158,7 +164,7 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Any, ...]:
         rows_RD, weights_GK, experts_TK, order_R, inverse_R = ctx.saved_tensors
         inverse_GK = inverse_R.view_as(weights_GK)
-        # All ranks have to come here, whatever they need of it.
+        # Every rank has to take part, also if it needs none of these gradients itself.
         push_gradients(grad_TD, experts_TK, ctx.local, *ctx.memory)
         grad_rows = grad_weights = None
         if ctx.needs_input_grad[0]:

@@ -105,10 +105,10 @@ def deepseek_v3_moe(**overrides: Any) -> MoEConfig:
 
 
 def deepseek_v3(**overrides: Any) -> TransformerConfig:
-    """DeepSeek-V3 (arXiv 2412.19437) without its second head for the token after the next:
-    671 B parameters, 37 B active.
+    """DeepSeek-V3 (arXiv 2412.19437): 671 B parameters, 37 B active.
 
-    The first three layers are dense, also of ``deepseek_v3(num_layers=5)``.
+    The head that predicts the token after the next one is left out. The first three layers are
+    dense, also in ``deepseek_v3(num_layers=5)``.
     """
     num_layers = overrides.get("num_layers", 61)
     config = TransformerConfig(

@@ -30,7 +30,8 @@ class Attention(nn.Module):
     ``torch.use_deterministic_algorithms(True)`` is set.
 
     Attributes:
-        exchange: set where the inputs are this rank's part of every sequence.
+        exchange: the exchange between ranks if the inputs are this rank's part of every sequence
+            (context parallelism), else None.
     """
 
     exchange: HeadExchange | None = None
@@ -74,7 +75,10 @@ class Attention(nn.Module):
         return self.out(mixed_BSHQ.flatten(2))
 
     def _heads(self, hidden_BSD: Tensor) -> Sequence[Tensor]:
-        """Queries, keys and values: all heads, or of whole sequences those of this rank."""
+        """Queries, keys and values of all heads.
+
+        With an ``exchange`` they are the heads of this rank, over whole sequences.
+        """
         qkv, exchange = self.qkv(hidden_BSD), self.exchange
         tables = self.rope.tables(hidden_BSD.shape[1], exchange)
         heads, kv_heads = self.num_heads, self.kv_heads
@@ -87,7 +91,7 @@ class Attention(nn.Module):
         return exchange.whole_sequences(sent, [(count, self.head_dim) for count in counts])
 
     def init_weights(self, std: float, out_std: float) -> None:
-        """Normal weights; ``out_std`` for the projection back into the residual."""
+        """Draw normal weights; ``out_std`` is for the projection back into the residual."""
         nn.init.normal_(self.qkv.weight, std=std)
         nn.init.normal_(self.out.weight, std=out_std)
 

@@ -1,7 +1,7 @@
-"""Whose kernels the routed experts run on: ours, Transformer Engine's or MegaBlocks'.
+"""Kernels of the routed experts: ours, Transformer Engine's or MegaBlocks'.
 
 A backend is a module that is called with rows sorted by expert and the ends of the experts' rows.
-Those of other libraries live in ``integrations`` and are imported when a config asks for them.
+Backends of other libraries live in ``integrations`` and are imported when a config asks for them.
 
 Shapes: D model, F ffn, e experts of this rank, R rows.
 """
@@ -18,14 +18,16 @@ from moe_graphs.layers.model_config import EXPERT_BACKENDS, MoEConfig
 
 
 class ExpertsBackend(nn.Module):
-    """What ``MoELayer`` asks of its experts.
+    """Base class of the routed experts of a ``MoELayer``.
 
-    They are experts ``first_expert`` and following of ``num_experts`` (default: all of them).
-    Subclasses make their weights in ``make_weights``; values are drawn afterwards.
+    A backend holds ``local_experts`` consecutive experts, from ``first_expert`` on, out of
+    ``num_experts`` (default: all of them). Subclasses make their weights in ``make_weights``;
+    values are drawn afterwards.
 
     Attributes:
-        host_sync: why their forward cannot be captured, or None.
-        takes_tail: whether rows may follow that are no expert's, as some dispatchers leave them.
+        host_sync: why the forward cannot be captured, or None.
+        takes_tail: whether rows that belong to no expert may follow the experts' rows, as some
+            dispatchers leave them (``Dispatcher.leaves_tail``).
     """
 
     host_sync: str | None = None
@@ -56,26 +58,35 @@ class ExpertsBackend(nn.Module):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
-        """Sets the parameters, or modules that have them, of ``local_experts``; any values."""
+        """Create the parameters of ``local_experts``, or modules with them; any values."""
         raise NotImplementedError
 
     def forward(self, rows_RD: Tensor, offsets_e: Tensor) -> Tensor:
-        """``[R, D]`` to ``[R, D]``. ``offsets_e``: int32 ends of the experts' rows; the last is R,
-        or less if they take a tail, where anything may come out."""
+        """Compute the experts' outputs ``[R, D]`` from their rows ``[R, D]``.
+
+        Args:
+            rows_RD: rows sorted by expert.
+            offsets_e: int32 ends of the experts' rows. The last one is R, or less if this backend
+                takes a tail; the outputs of the tail may be anything.
+        """
         raise NotImplementedError
 
     def stacked_weights(self) -> tuple[Tensor, Tensor]:
-        """The weights in our layout, copied if theirs is another: ``w1 [e, D, 2F]``, gate and up
-        side by side, and ``w2 [e, F, D]``. Without a gradient."""
+        """Weights in our layout, without a gradient.
+
+        Returns:
+            ``w1 [e, D, 2F]``, gate and up side by side, and ``w2 [e, F, D]``: copies if the
+            backend has another layout.
+        """
         raise NotImplementedError
 
     def load_stacked_weights(self, w1_eD2F: Tensor, w2_eFD: Tensor) -> None:
-        """Copies weights of our layout into theirs."""
+        """Copy weights of our layout into the backend's parameters."""
         raise NotImplementedError
 
     @torch.no_grad()
     def init_weights(self, std: float = 0.02, out_std: float = 0.02) -> None:
-        """Normal weights: the same values from the same seed, whatever the backend."""
+        """Draw normal weights: the same values from the same seed for every backend."""
         w1_eD2F, w2_eFD = (torch.empty_like(weight) for weight in self.stacked_weights())
         self.draw_experts(w1_eD2F, std)
         self.draw_experts(w2_eFD, out_std)
@@ -83,10 +94,11 @@ class ExpertsBackend(nn.Module):
 
     @torch.no_grad()
     def draw_experts(self, weight_eXY: Tensor, std: float) -> None:
-        """Draws the weights of all experts in turn and keeps the local ones.
+        """Draw the weights of all experts in turn and keep the local ones.
 
-        So ranks that draw from one seed hold different experts, and together exactly those that
-        a single rank would hold. Costs one expert's memory, if there are others.
+        Ranks that draw from one seed then hold different experts, and all ranks together hold the
+        experts that a single rank would hold. Drawing takes the memory of one expert if some
+        experts are on other ranks.
         """
         elsewhere_XY: Tensor | None = None
         for expert in range(self.num_experts):
@@ -99,7 +111,7 @@ class ExpertsBackend(nn.Module):
 
 
 def left_as_it_is(weight: Tensor) -> None:
-    """In the place of another library's initialisation."""
+    """Do nothing, in place of another library's initialisation."""
 
 
 _WHERE = {
@@ -118,10 +130,11 @@ def build_experts(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> ExpertsBackend:
-    """The experts ``local_experts`` of a layer.
+    """Build the backend ``config.experts`` with the experts ``local_experts`` of a layer.
 
     Raises:
-        ImportError: ``config.experts`` needs a library that is not installed; says which.
+        ImportError: ``config.experts`` needs a library that is not installed; the message says
+            which.
     """
     module, name = _WHERE[config.experts]
     backend: Any = getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""Experts of a block of one's own, read into the layout of ``MoELayer`` and written back.
+"""Conversion of a user's experts into the layout of ``MoELayer`` and back.
 
 Three layouts are known: a ``ModuleList`` of SwiGLU networks (``gate_proj``, ``up_proj``,
 ``down_proj``, or Mixtral's ``w1``, ``w3``, ``w2``, or one ``gate_up_proj``), one module with all
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# Names of the projections: gate, up, down; gate and up may be one. The first that fits is taken.
+# Names of the projections gate, up and down, or gate-up and down. The first row that fits is taken.
 NAMES = (
     ("gate_proj", "up_proj", "down_proj"),
     ("w1", "w3", "w2"),
@@ -36,16 +36,16 @@ class ExpertLayout:
 
     Attributes:
         weights: for each expert the weights of its projections, gate, up and down or gate-up and
-            down: ``[out, in]`` or, if ``transposed``, ``[in, out]``. They are views of the owner's
-            memory.
-        transposed: whether the first dimension of a weight is the one that is summed over.
+            down: ``[out, in]`` or, if ``transposed``, ``[in, out]``. The weights are views of the
+            owner's memory.
+        transposed: whether a weight's first dimension is its input dimension.
     """
 
     weights: tuple[tuple[Tensor, ...], ...]
     transposed: bool
 
     def stacked(self) -> tuple[Tensor, Tensor]:
-        """Copies in our layout: ``w1 [E, D, 2F]``, gate and up side by side, ``w2 [E, F, D]``."""
+        """Copy the weights to our layout: ``w1 [E, D, 2F]`` (gate, up) and ``w2 [E, F, D]``."""
         rows = [[w if self.transposed else w.T for w in expert] for expert in self.weights]
         w1_ED2F = torch.stack([torch.cat(expert[:-1], dim=1) for expert in rows])
         return w1_ED2F, torch.stack([expert[-1] for expert in rows])
@@ -66,8 +66,8 @@ def layout_of(
 
     Args:
         experts: see the top of this file.
-        names: the attributes (or keys) that hold gate, up and down, or gate-up and down, if they
-            are none of ``NAMES``.
+        names: the attributes (or keys) that hold gate, up and down, or gate-up and down; needed
+            if they are not in ``NAMES``.
 
     Raises:
         ValueError: a weight is missing, has a bias or another shape, or an expert of a
@@ -100,7 +100,7 @@ def layout_of(
 
 
 def _projections(owner: Experts, names: Sequence[str] | None, what: str) -> tuple[Tensor, ...]:
-    """The weights of gate, up and down (or gate-up and down) by the first names that fit."""
+    """Weights of gate, up and down (or gate-up and down) by the first names that fit."""
     for candidate in [names] if names is not None else NAMES:
         found = [_member(owner, name) for name in candidate]
         if all(each is not None for each in found):
@@ -126,7 +126,7 @@ def _member_names(owner: nn.Module) -> list[str]:
 
 
 def _weight(member: Any, what: str) -> Tensor:
-    """The weight of a projection, which is a tensor or a module with a weight and no bias."""
+    """Weight of a projection, which is a tensor or a module with a weight and no bias."""
     if isinstance(member, nn.Module):
         if getattr(member, "bias", None) is not None:
             raise ValueError(f"from_experts: {what} has a bias, which MoELayer does not compute")

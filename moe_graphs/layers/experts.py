@@ -16,7 +16,7 @@ class GroupedExperts(ExpertsBackend):
     """The SwiGLU experts of one rank, as two stacked weights.
 
     Attributes:
-        w1: ``[e, D, 2F]``, gate and up side by side: rows are multiplied from the left.
+        w1: ``[e, D, 2F]``, gate and up side by side; the experts compute ``rows @ w1``.
         w2: ``[e, F, D]``.
     """
 
@@ -52,6 +52,6 @@ class GroupedExperts(ExpertsBackend):
 
 
 def _local(weight: Tensor) -> Tensor:
-    """This rank's experts of a weight that is sharded over an expert-parallel group (DTensor)."""
+    """Experts of this rank in a weight that an expert-parallel group shards (DTensor)."""
     to_local = getattr(weight, "to_local", None)
     return weight if to_local is None else to_local()

@@ -1,4 +1,4 @@
-"""Attention over sequences that are divided over ranks: all of a sequence for some of the heads.
+"""Exchange between ranks that share sequences: whole sequences for some heads, and back.
 
 Shapes: W ranks, B batch, s tokens of this rank's part, S = W * s, H heads, h = H / W, Q head dim,
 N numbers of a token that go to one rank.
@@ -18,14 +18,16 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class HeadExchange:
-    """DeepSpeed-Ulysses (arXiv 2309.14509): rank r has the r-th of W equal parts of every sequence,
-    and in attention the r-th part of the heads of whole sequences.
+    """Exchange of DeepSpeed-Ulysses (arXiv 2309.14509).
 
-    Sizes are static and every number is moved once each way, so results are those of one process,
-    and NCCL and gloo can be captured. All ranks have to call it with the same shapes.
+    Rank r has the r-th of W equal parts of every sequence. In attention it has the r-th part of
+    the heads, over whole sequences. Sizes are static, so NCCL and gloo can be captured. No number
+    is computed on the way, so results are those of one process. All ranks call the exchange with
+    the same shapes.
 
     Attributes:
-        group: of the ranks; without one as much arrives as is sent, which is for plans.
+        group: the ranks' process group. Without a group an exchange copies what it is given, which
+            has the right shapes for planning.
     """
 
     rank: int
@@ -34,16 +36,20 @@ class HeadExchange:
 
     @classmethod
     def over(cls, group: dist.ProcessGroup) -> HeadExchange:
-        """As the rank that this process is in ``group``."""
+        """Build the exchange of this process in ``group``."""
         return cls(dist.get_rank(group), dist.get_world_size(group), group)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """With whom calls are captured and replayed together."""
+        """Ranks that capture and replay calls together with this one."""
         return self.group
 
     def check_heads(self, heads: int) -> None:
-        """Returns if the ranks can share so many query heads, and raises a ValueError if not."""
+        """Check that the ranks can share ``heads`` query heads.
+
+        Raises:
+            ValueError: the number of ranks does not divide ``heads``.
+        """
         if heads % self.ranks:
             raise ValueError(
                 f"context parallelism: {self.ranks} ranks cannot share {heads} heads (with "
@@ -53,15 +59,16 @@ class HeadExchange:
     def whole_sequences(
         self, sent_WBsN: Tensor, heads: Sequence[tuple[int, int]]
     ) -> Sequence[Tensor]:
-        """What was laid out for every rank (``kernels.split_heads_by_rank``), in one exchange.
+        """Exchange parts of all heads for whole sequences of this rank's heads, in one collective.
 
-        For a batch of one the results are views of what arrived, otherwise of a copy.
+        For a batch of one the results are views of the receive buffer, otherwise of a copy.
 
         Args:
-            heads: of queries, keys and values on a rank: how many, and their size.
+            sent_WBsN: the numbers for every rank, as ``kernels.split_heads_by_rank`` lays them out.
+            heads: number and size of a rank's heads, for queries, keys and values.
 
         Returns:
-            ``[B, S, h, Q]`` each.
+            Queries, keys and values, ``[B, S, h, Q]`` each.
         """
         arrived_WBsN = _Exchange.apply(sent_WBsN, self)
         whole_BSN = arrived_WBsN.transpose(0, 1).flatten(1, 2)
@@ -69,13 +76,13 @@ class HeadExchange:
         return [x.unflatten(2, shape) for x, shape in zip(parts, heads, strict=True)]
 
     def own_part(self, mixed_BShQ: Tensor) -> Tensor:
-        """The way back: of this rank's part all heads' results, ``[B, s, H*Q]``."""
+        """Exchange whole sequences back for this rank's part of all heads, ``[B, s, H*Q]``."""
         mixed_BWsN = mixed_BShQ.flatten(2).unflatten(1, (self.ranks, -1))
         arrived_WBsN = _Exchange.apply(mixed_BWsN.transpose(0, 1), self)
         return arrived_WBsN.permute(1, 2, 0, 3).flatten(2)
 
     def swap(self, rows_WBsN: Tensor) -> Tensor:
-        """What every rank has for this one, in their order."""
+        """Send row w to rank w; return what every rank has sent here, in the order of ranks."""
         if self.group is None:
             return rows_WBsN.clone(memory_format=torch.contiguous_format)
         rows_WBsN = rows_WBsN.contiguous()
@@ -85,7 +92,7 @@ class HeadExchange:
 
 
 class _Exchange(torch.autograd.Function):
-    """Gradients go back the way that their values have come."""
+    """``HeadExchange.swap`` with a gradient, which travels back by the same exchange."""
 
     @staticmethod
     def forward(ctx: Any, rows_WBsN: Tensor, exchange: HeadExchange) -> Tensor:

@@ -26,13 +26,13 @@ from moe_graphs.layers.rope import RotaryEmbedding
 class LatentAttention(nn.Module):
     """Multi-head latent attention (arXiv 2405.04434) as it is trained: keys and values in full.
 
-    The projections to low rank are one: rows ``[query_rank, kv_rank, R]`` of ``down.weight``, the
-    first part missing without ``query_rank``. A head is ``[P, R]`` in ``query_up`` and ``[P, V]``
-    in ``kv_up``.
+    One projection, ``down``, holds the low-rank projections: rows ``[query_rank, kv_rank, R]`` of
+    ``down.weight``, without the first part if ``query_rank`` is None. A head has the rows
+    ``[P, R]`` in ``query_up`` and ``[P, V]`` in ``kv_up``.
 
     Attributes:
-        exchange: set where the inputs are this rank's part of every sequence. Keys and values are
-            sent in full.
+        exchange: the exchange between ranks if the inputs are this rank's part of every sequence
+            (context parallelism), else None. Keys and values are sent in full.
     """
 
     exchange: HeadExchange | None = None
@@ -106,7 +106,7 @@ class LatentAttention(nn.Module):
         return self.out(mixed_BSHV.flatten(2))
 
     def init_weights(self, std: float, out_std: float) -> None:
-        """Normal weights; ``out_std`` for the projection back into the residual."""
+        """Draw normal weights; ``out_std`` is for the projection back into the residual."""
         for projection in (self.down, self.query_up, self.kv_up):
             nn.init.normal_(projection.weight, std=std)
         nn.init.normal_(self.out.weight, std=out_std)

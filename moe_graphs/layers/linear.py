@@ -1,4 +1,4 @@
-"""Whose kernels the projections of a layer run on: torch's or Transformer Engine's."""
+"""Kernels of a layer's projections: torch's or Transformer Engine's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_graphs.layers.model_config import check_linear
 
 
 class Projection(nn.Module):
-    """What the kinds have in common, for type checkers: none is a subclass."""
+    """Interface of a projection, for type checkers alone: no kind is a subclass."""
 
     weight: nn.Parameter
 
@@ -25,16 +25,18 @@ def build_linear(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Projection:
-    """A projection without bias. Whatever the kind: the same name and shape of its ``weight``, the
-    same values in it, and the same draws from the generator.
+    """Build a projection without bias.
+
+    Every kind has a ``weight`` of the same shape with the same values, and draws the same numbers
+    from the random generator.
 
     Raises:
-        ImportError: ``kind`` needs a library that is not installed; says which.
+        ImportError: ``kind`` needs a library that is not installed; the message says which.
     """
     check_linear(kind)
     factory: dict[str, Any] = {"device": device, "dtype": dtype}
     if kind == "torch":
         return cast(Projection, nn.Linear(in_features, out_features, bias=False, **factory))
-    # Imported when it is asked for: layers know no integration.
+    # Imported by name and late, because layers may not import integrations.
     engine = importlib.import_module("moe_graphs.integrations.transformer_engine")
     return cast(Projection, engine.te_linear(in_features, out_features, **factory))

@@ -1,4 +1,4 @@
-"""A decoder-only language model of ``TransformerLayer`` s.
+"""A decoder-only language model, built of ``TransformerLayer``.
 
 Shapes: B batch, S sequence, D model, V vocabulary.
 """
@@ -26,9 +26,11 @@ from moe_graphs.staged import record
 
 @record
 class ModelOutput:
-    """Attributes:
-    aux_loss: 0-dim fp32, the sum over the layers; add it to the loss.
-    dropped_tokens: 0-dim int64 on the device, the sum over the layers.
+    """Output of a ``LanguageModel``.
+
+    Attributes:
+        aux_loss: 0-dim fp32, the sum over the layers; add it to the loss.
+        dropped_tokens: 0-dim int64 on the device, the sum over the layers.
     """
 
     logits_BSV: Tensor
@@ -43,8 +45,8 @@ class LanguageModel(nn.Module):
     embedding's backward is deterministic on CUDA: torch sorts the tokens, without atomics.
 
     Attributes:
-        hf_values: the config.json that ``from_pretrained`` read, which ``save_pretrained`` writes
-            back, fields that we do not use included; None for a model that came from nowhere.
+        hf_values: the config.json that ``from_pretrained`` read. ``save_pretrained`` writes it
+            back, with the fields that we do not use. None for a model that was not loaded.
     """
 
     hf_values: dict[str, Any] | None = None
@@ -83,20 +85,20 @@ class LanguageModel(nn.Module):
         linear: LinearKind = "torch",
         experts: ExpertsKind = "moe_graphs",
     ) -> Self:
-        """The model of a Hugging Face directory: config.json and safetensors, whole or in shards.
+        """Load the model of a Hugging Face directory: config.json and safetensors, also sharded.
 
-        Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3 (in FP8, too; without its layers for later tokens,
-        about which it warns) and Llama. Everything is checked by config.json and the files' headers
-        before a weight is read; peak memory is the model and one tensor. A dispatcher with some
-        of the experts reads those.
+        Families: Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3 (also in FP8; its layers that predict
+        later tokens are left out with a warning) and Llama. Everything is checked by config.json
+        and the files' headers before a weight is read. Peak memory is the model and one tensor.
+        Experts that the dispatcher keeps on other ranks are not read.
 
         Args:
-            device: "meta" for a model without weights, of which nothing is read (for
+            device: "meta" builds a model without weights and reads no weight (for
                 ``parallel.load_pretrained_sharded``).
-            dtype: None for that of the files' matrices, bf16 for FP8.
+            dtype: the parameters' dtype; None for the dtype of the files' matrices, bf16 for FP8.
             max_sequence_length: positions of the rotary tables (default: the model's).
-            linear, experts: kernels, as in ``TransformerConfig`` and ``MoEConfig``. Experts of
-                others than ours cost one layer's more memory.
+            linear, experts: kernels, as in ``TransformerConfig`` and ``MoEConfig``. Experts with
+                another library's kernels add the experts of one layer to the peak memory.
 
         Raises:
             ValueError: an architecture that our layers do not compute, or files that are missing,
@@ -121,25 +123,25 @@ class LanguageModel(nn.Module):
     def save_pretrained(
         self, directory: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 10**9
     ) -> None:
-        """Writes config.json and safetensors with the names and shapes that transformers writes.
+        """Write config.json and safetensors with the names and shapes that transformers writes.
 
         All files are written under ``directory/model.partial`` first and stay there if the process
-        dies before they are renamed; a model that lies in ``directory`` is replaced, other files
-        stay. At most a shard is in memory at once. Options of training that config.json has no
-        names for (``hf_config``) are not saved, nor are the routers' counters. Under data
-        parallelism call it on one rank.
+        dies before they are renamed. A model in ``directory`` is replaced, other files stay. At
+        most one shard is in memory at once. Training options that config.json has no names for
+        (``hf_config``) and the routers' counters are not saved. Under data parallelism call this
+        method on one rank.
 
         Raises:
-            ValueError: no family of transformers computes this model, or it holds only some of the
-                experts.
-            OSError: it could not be written. What was there before is untouched.
+            ValueError: no family of transformers computes this model, or the model holds only some
+                of the experts.
+            OSError: the files could not be written. Earlier files in ``directory`` are untouched.
         """
         from moe_graphs.checkpoints.saving import save
 
         save(self, self.config, self.hf_values, Path(directory), max_shard_bytes)
 
     def use_experts(self, kind: ExpertsKind) -> None:
-        """``MoELayer.use_experts`` of every MoE layer, one after the other."""
+        """Call ``MoELayer.use_experts`` on every MoE layer, one after the other."""
         if self.config.moe is not None:
             moe = replace(self.config.moe, experts=kind)
             self.config = replace(self.config, moe=moe)
@@ -164,10 +166,10 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, std: float = 0.02) -> None:
-        """GPT-2's: normal, projections into the residual stream scaled by ``1/sqrt(2 L)``.
+        """Draw normal weights; projections into the residual get ``std / sqrt(2 L)`` (GPT-2).
 
-        Also computes the rotary tables and zeroes the routers' buffers, so it completes a model
-        built on the meta device and moved with ``to_empty``.
+        The rotary tables are computed and the routers' buffers are zeroed as well, so this call
+        completes a model that was built on the meta device and moved with ``to_empty``.
         """
         out_std = std / math.sqrt(2 * self.config.num_layers)
         nn.init.normal_(self.embedding.weight, std=std)
@@ -180,7 +182,7 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def reset_buffers(self) -> None:
-        """Computes the rotary tables and zeroes the counters of routers and rows."""
+        """Compute the rotary tables and zero the counters of routers and rows."""
         self.rope.reset_tables()
         for layer in moe_layers(self):
             layer.router.tokens_per_expert.zero_()
@@ -189,12 +191,12 @@ class LanguageModel(nn.Module):
     def update_expert_bias(
         self, group: dist.ProcessGroup | None = None, *, skipped: Tensor | None = None
     ) -> None:
-        """Between steps: ``TopKRouter.update_expert_bias`` of every MoE layer."""
+        """Call ``TopKRouter.update_expert_bias`` on every MoE layer, between steps."""
         for moe in moe_layers(self):
             moe.router.update_expert_bias(group, skipped=skipped)
 
     def num_parameters(self, *, active: bool = False) -> int:
-        """Parameters of the whole model, experts on other ranks included.
+        """Number of parameters of the whole model, experts on other ranks included.
 
         Args:
             active: count only those that a token uses: ``top_k`` of the routed experts.
@@ -203,7 +205,7 @@ class LanguageModel(nn.Module):
         for moe in moe_layers(self):
             held = list(moe.experts.parameters())
             local = sum(parameter.numel() for parameter in held)
-            # A DTensor has the shape of all of them.
+            # A DTensor has the shape of all experts, a plain weight that of this rank's.
             is_whole = any(hasattr(parameter, "to_local") for parameter in held)
             experts = moe.config.num_experts if is_whole else len(moe.experts.local_experts)
             count = moe.config.top_k if active else moe.config.num_experts

@@ -1,4 +1,4 @@
-"""What a model looks like: three frozen records, checked when they are made."""
+"""Configuration of a model: three frozen records, checked when they are made."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ class MoEConfig:
         ffn_hidden_size: width of one routed expert.
         score_function: logits to scores; ``sigmoid`` is DeepSeek-V3's.
         normalize_top_k: the chosen scores of a token are made to sum to one.
-        num_groups: experts are chosen among the best ``top_k_groups`` of so many groups
-            (DeepSeek-V3); None for no groups.
-        scaling_factor: the weights are multiplied by it, after normalising.
+        num_groups: number of groups of experts; a token's experts come from its best
+            ``top_k_groups`` groups (DeepSeek-V3). None for no groups.
+        scaling_factor: factor of the routing weights, applied after normalising.
         input_jitter: in training the router sees its input times ``uniform(1 - j, 1 + j)``
             (Switch, arXiv 2101.03961).
-        aux_loss_coef: load balancing (Switch); 1.0 times it when perfectly balanced.
-        z_loss_coef: mean squared logsumexp of the logits (ST-MoE, arXiv 2202.08906).
+        aux_loss_coef: coefficient of the load-balancing loss (Switch), which is 1.0 at perfect
+            balance.
+        z_loss_coef: coefficient of the mean squared logsumexp of the logits (ST-MoE,
+            arXiv 2202.08906).
         expert_bias: balance by a bias on the selection (arXiv 2408.15664), moved by
             ``bias_update_rate`` at every ``update_expert_bias``.
         shared_ffn_hidden_size: width of an expert that sees every token; 0 for none.
-        shared_gate: its output is multiplied by a learned sigmoid gate (Qwen2-MoE).
-        experts: whose kernels the routed experts run on, see ``layers.expert_backends``.
+        shared_gate: multiply the shared expert's output by a learned sigmoid gate (Qwen2-MoE).
+        experts: kernels of the routed experts, see ``layers.expert_backends``.
     """
 
     num_experts: int
@@ -107,12 +109,12 @@ class LatentAttentionConfig:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
 
     Attributes:
-        query_rank: of the queries' low-rank projection; None for a single full one.
-        kv_rank: of the projection that keys and values have in common.
-        plain_head_dim: part of a query's and key's head that knows no position.
-        rope_head_dim: the part that is rotated; all heads share one such key.
-        value_head_dim: of values, and of what comes out of a head.
-        norm_eps: of the norms between low-rank projections.
+        query_rank: rank of the queries' low-rank projection; None for a single full projection.
+        kv_rank: rank of the projection that keys and values have in common.
+        plain_head_dim: size of the part of a query's and key's head that is not rotated.
+        rope_head_dim: size of the rotated part; all heads share this part of the key.
+        value_head_dim: size of a head's values and output.
+        norm_eps: epsilon of the norms between low-rank projections.
     """
 
     query_rank: int | None
@@ -140,16 +142,17 @@ class TransformerConfig:
         num_kv_heads: key and value heads, shared by groups of query heads; None for num_heads.
         head_dim: None for ``hidden_size / num_heads``.
         ffn_hidden_size: width of the dense layers; not needed where all layers are MoE.
-        max_sequence_length: how many positions the rotary tables hold.
-        rope_scaling: of the rotary frequencies, for long sequences.
+        max_sequence_length: number of positions in the rotary tables.
+        rope_scaling: scaling of the rotary frequencies, for long sequences.
         qk_norm: RMSNorm of queries and keys, per head (Qwen3) or over all heads (OLMoE).
-        latent: multi-head latent attention instead; it has its own sizes and norms, so
-            ``num_kv_heads``, ``head_dim`` and ``qk_norm`` stay at their defaults.
+        latent: multi-head latent attention in place of grouped-query attention. Latent attention
+            has sizes and norms of its own: leave ``num_kv_heads``, ``head_dim`` and ``qk_norm`` at
+            their defaults.
         moe: the MoE layers; None for a dense model.
         moe_layers: which layers are MoE: all, none, one flag per layer, or an interval n for
             every n-th (layers n-1, 2n-1, ...). Without ``moe`` all layers are dense.
-        linear: whose kernels the projections of attention, dense layers and shared experts run on,
-            see ``layers.linear``. Router, norms, embedding and head are as ever.
+        linear: kernels of the projections in attention, dense layers and shared experts, see
+            ``layers.linear``. Router, norms, embedding and head always use ours or torch's.
     """
 
     hidden_size: int
@@ -189,7 +192,7 @@ class TransformerConfig:
 
     @property
     def head_size(self) -> int:
-        """Of queries and keys."""
+        """Size of a head of queries and keys."""
         if self.latent is not None:
             return self.latent.plain_head_dim + self.latent.rope_head_dim
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
@@ -200,7 +203,7 @@ class TransformerConfig:
 
     @property
     def rope_size(self) -> int:
-        """How much of a head is rotated."""
+        """Size of the rotated part of a head."""
         return self.head_size if self.latent is None else self.latent.rope_head_dim
 
     def is_moe_layer(self, index: int) -> bool:

@@ -30,14 +30,17 @@ from moe_graphs.staged import Stage, Staged, record
 
 @record
 class MoEInput:
-    """``hidden`` is ``[..., D]``, any leading dimensions."""
+    """Input of the first stage; ``hidden`` is ``[..., D]`` with any leading dimensions."""
 
     hidden: Tensor
 
 
 @record
 class Routed:
-    """``hidden`` is the layer's input, ``shared_TD`` the shared expert's output or None."""
+    """Output of ``route``.
+
+    ``hidden`` is the layer's input, ``shared_TD`` the shared expert's output or None.
+    """
 
     hidden: Tensor
     routing: Routing
@@ -46,7 +49,7 @@ class Routed:
 
 @record
 class Prepared:
-    """``shape`` is that of the layer's input."""
+    """Output of ``preprocess``; ``shape`` is the shape of the layer's input."""
 
     plan: DispatchPlan
     aux_loss: Tensor
@@ -56,10 +59,12 @@ class Prepared:
 
 @record
 class MoEOutput:
-    """Attributes:
-    hidden: in the shape of the input.
-    aux_loss: 0-dim fp32, to be added to the loss; its gradient goes to the router.
-    dropped_tokens: 0-dim int64 on the device, (token, expert) pairs without an expert's answer.
+    """Output of an MoE layer.
+
+    Attributes:
+        hidden: the layer's output, in the shape of its input.
+        aux_loss: 0-dim fp32; add it to the loss. Its gradient goes to the router.
+        dropped_tokens: 0-dim int64 on the device: (token, expert) pairs that no expert computed.
     """
 
     hidden: Tensor
@@ -68,9 +73,11 @@ class MoEOutput:
 
 
 class MoEStages(Staged):
-    """What stages compute around whatever holds the weights. Subclasses have ``config``,
-    ``dispatcher``, ``experts`` (called with rows and offsets), ``choose``, ``run_shared`` and
-    ``stages`` of their own."""
+    """The three stages of an MoE layer, apart from the modules that hold the weights.
+
+    Subclasses set ``config``, ``dispatcher`` and ``experts`` (called with rows and offsets) and
+    implement ``choose``, ``run_shared`` and ``stages``.
+    """
 
     config: MoEConfig
     dispatcher: Dispatcher
@@ -80,24 +87,24 @@ class MoEStages(Staged):
         raise NotImplementedError
 
     def run_shared(self, hidden_TD: Tensor) -> Tensor | None:
-        """The output of the expert that sees every token, if there is one."""
+        """Output of the shared expert, which sees every token; None if there is no such expert."""
         raise NotImplementedError
 
     @property
     def dynamic(self) -> str | None:
-        """Why ``run_experts`` cannot be captured, or None."""
+        """The reason why ``run_experts`` cannot be captured, or None."""
         if self.dispatcher.host_sync:
             return f"dispatcher {self.dispatcher.name!r}"
         return getattr(self.experts, "host_sync", None)
 
     def route(self, hidden: Tensor) -> Routed:
-        """Chooses experts for ``[..., D]`` tokens and runs the shared expert."""
+        """Choose experts for ``[..., D]`` tokens and run the shared expert."""
         hidden_TD = hidden.reshape(-1, hidden.shape[-1])
         routing = self.choose(hidden_TD)
         return Routed(hidden, routing, self.run_shared(hidden_TD))
 
     def preprocess(self, routed: Routed) -> Prepared:
-        """Sorts and permutes the tokens. They move in the dtype the experts compute in."""
+        """Sort and permute the tokens, in the dtype in which the experts compute."""
         hidden, routing = routed.hidden, routed.routing
         hidden_TD = hidden.reshape(-1, hidden.shape[-1])
         if torch.is_autocast_enabled(hidden_TD.device.type):
@@ -108,7 +115,10 @@ class MoEStages(Staged):
         return Prepared(plan, routing.aux_loss, routed.shared_TD, tuple(hidden.shape))
 
     def run_experts(self, prepared: Prepared) -> MoEOutput:
-        """Dispatch, experts, combine. The only part that may sync, if its dispatcher does."""
+        """Run dispatch, experts and combine.
+
+        This is the only stage that may wait for the device, if its dispatcher or its experts do.
+        """
         plan = prepared.plan
         dispatched = self.dispatcher.dispatch(plan)
         rows = self.experts(dispatched.rows_RD, dispatched.offsets_e)
@@ -121,12 +131,15 @@ class MoEStages(Staged):
 class MoELayer(MoEStages):
     """Router, dispatch, experts, combine, and optionally an expert that sees every token.
 
-    ``linear``: of the shared expert, as in ``TransformerConfig``.
+    Args:
+        linear: kernels of the shared expert, as in ``TransformerConfig``.
 
     Attributes:
-        most_rows: 0-dim int64 buffer, not saved: the most rows that a call has asked of this rank's
-            experts; whoever reads it zeroes it. None where the dispatcher has no ``rows_factor``.
-        rows_room: likewise, the rows that the last call had room for.
+        most_rows: 0-dim int64 buffer, not saved: the largest number of rows that one call needed
+            from this rank's experts since the buffer was last zeroed. None if the dispatcher has
+            no ``rows_factor``.
+        rows_room: 0-dim int64 buffer, not saved: the number of rows that the last call had room
+            for. None if the dispatcher has no ``rows_factor``.
     """
 
     experts: ExpertsBackend
@@ -171,7 +184,7 @@ class MoELayer(MoEStages):
         dispatcher: Dispatcher | None = None,
         **options: Any,
     ) -> MoELayer:
-        """A ``MoELayer`` with copies of the weights of a MoE block of one's own.
+        """Build a ``MoELayer`` with copies of the weights of another MoE block.
 
         The layer is made on the device and in the dtypes of the given weights. Compare it with
         the block before training: ``layer(x).hidden`` beside ``block(x)``.
@@ -188,7 +201,7 @@ class MoELayer(MoEStages):
                 ``aux_loss_coef=0.01``.
 
         Raises:
-            ValueError: the experts or the router compute something else; says what.
+            ValueError: the experts or the router compute something else; the message says what.
         """
         if getattr(router, "bias", None) is not None:
             raise ValueError("from_experts: the router has a bias, which MoELayer does not compute")
@@ -219,7 +232,7 @@ class MoELayer(MoEStages):
         router: nn.Module | Tensor | None = None,
         names: Sequence[str] | None = None,
     ) -> None:
-        """Copy the weights of now into a block like the one ``from_experts`` has read.
+        """Copy the present weights into a block like the one that ``from_experts`` has read.
 
         Raises:
             ValueError: this rank does not hold all experts, or ``experts`` does not fit.
@@ -238,8 +251,11 @@ class MoELayer(MoEStages):
                 given.copy_(self.router.weight)  # type: ignore[operator]
 
     def use_experts(self, kind: ExpertsKind) -> None:
-        """Replaces the experts by those of another backend (``MoEConfig.experts``), with the same
-        weights. Their parameters are other ones: before an optimizer or graphs are made."""
+        """Replace the experts by another backend (``MoEConfig.experts``) with the same weights.
+
+        The new experts have new parameters: call this method before an optimizer or graphs are
+        made.
+        """
         before, (size,) = self.experts, self.router.weight.shape[1:]
         config = replace(self.config, experts=kind)
         w1_eD2F, w2_eFD = before.stacked_weights()
@@ -251,7 +267,7 @@ class MoELayer(MoEStages):
         self.experts.load_stacked_weights(w1_eD2F, w2_eFD)
 
     def use_dispatcher(self, dispatcher: Dispatcher, experts: ExpertsBackend) -> None:
-        """Replaces the dispatcher, and the experts by those that are local to it.
+        """Replace the dispatcher, and the experts by the experts that it keeps on this rank.
 
         Raises:
             ValueError: these experts cannot take the rows of this dispatcher.
@@ -287,7 +303,7 @@ class MoELayer(MoEStages):
         return prepared
 
     def occupation(self) -> tuple[int, int] | None:
-        """For reports: ``most_rows`` and ``rows_room``. Waits for the device."""
+        """Read ``most_rows`` and ``rows_room`` for a report, or None; waits for the device."""
         if self.most_rows is None or self.rows_room is None:
             return None
         return int(self.most_rows), int(self.rows_room)
@@ -300,7 +316,7 @@ class MoELayer(MoEStages):
             self.register_buffer(name, rows, persistent=False)
 
     def zero_counters(self) -> None:
-        """Of rows: nothing has been asked for."""
+        """Zero the counters of rows."""
         if self.most_rows is not None and self.rows_room is not None:
             self.most_rows.zero_()
             self.rows_room.zero_()
@@ -314,7 +330,7 @@ class MoELayer(MoEStages):
         return shared_TD
 
     def init_weights(self, std: float = 0.02, out_std: float = 0.02) -> None:
-        """Normal weights; ``out_std`` for projections back into the residual stream."""
+        """Draw normal weights; ``out_std`` is for projections back into the residual stream."""
         self.router.init_weights(std)
         self.zero_counters()
         self.experts.init_weights(std, out_std)
@@ -335,5 +351,5 @@ def _check_tail(dispatcher: Dispatcher, experts: ExpertsBackend, kind: str) -> N
 
 
 def moe_layers(model: nn.Module) -> list[MoELayer]:
-    """In the order of ``model.modules()``, itself included."""
+    """All MoE layers of ``model``, itself included, in the order of ``model.modules()``."""
     return [module for module in model.modules() if isinstance(module, MoELayer)]

@@ -9,7 +9,7 @@ from moe_graphs.kernels.rms_norm import rms_norm
 
 
 class RMSNorm(nn.Module):
-    """Normalises the last dimension; statistics in fp32, result in the input's dtype."""
+    """RMSNorm of the last dimension; statistics in fp32, result in the input's dtype."""
 
     def __init__(
         self,

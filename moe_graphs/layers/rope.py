@@ -15,13 +15,13 @@ from moe_graphs.layers.rope_scaling import Llama3Scaling, YarnScaling
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates queries and keys by their position. One instance serves all layers of a model.
+    """Rotation of queries and keys by their position; one instance serves all layers of a model.
 
-    The tables are buffers computed once, so a captured layer reads fixed addresses. They are not
-    saved with the model.
+    The tables are buffers computed once, so a captured layer reads fixed addresses. The tables are
+    not saved with the model.
 
     Args:
-        doubled: the columns of the tables come twice, as ``doubled_tables`` hands them out.
+        doubled: hold every column of the tables twice, for ``doubled_tables``.
     """
 
     cos_SQ: Tensor
@@ -50,7 +50,7 @@ class RotaryEmbedding(nn.Module):
     def of(
         cls, config: TransformerConfig, device: torch.device | str | None = None
     ) -> RotaryEmbedding:
-        """The tables of a model."""
+        """Build the embedding that ``config`` asks for."""
         length, theta = config.max_sequence_length, config.rope_theta
         latent = config.latent is not None
         return cls(
@@ -64,7 +64,7 @@ class RotaryEmbedding(nn.Module):
 
     @torch.no_grad()
     def reset_tables(self) -> None:
-        """Computes the tables in place; after ``to_empty`` it has to be called again."""
+        """Compute the tables in place; call it again after ``to_empty``."""
         device = self.cos_SQ.device
         exponent_Q = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device)
         frequency_Q = self.theta ** (-exponent_Q / self.head_dim)
@@ -80,8 +80,10 @@ class RotaryEmbedding(nn.Module):
         self.sin_SQ.copy_(angle_SQ.sin() * factor)
 
     def tables(self, length: int, exchange: HeadExchange | None = None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the first ``length`` positions, ``[length, Q / 2]``; with an
-        ``exchange``, of this rank's part of so many.
+        """Cosines and sines of the first ``length`` positions, ``[length, Q / 2]`` each.
+
+        With an ``exchange``, ``length`` is the length of a rank's part of a sequence, and the
+        positions are those of this rank's part.
 
         Raises:
             ValueError: the sequence is longer than the tables.
@@ -95,10 +97,11 @@ class RotaryEmbedding(nn.Module):
     def doubled_tables(
         self, length: int, exchange: HeadExchange | None = None
     ) -> tuple[Tensor, Tensor]:
-        """``[1, length, Q]`` with every column twice, as ``kernels.apply_rotary`` reads them.
+        """Tables ``[1, length, Q]`` with every column twice, for ``kernels.apply_rotary``.
 
         Raises:
-            ValueError: the sequence is longer than the tables, or they were built without.
+            ValueError: the sequence is longer than the tables, or the embedding was not built with
+                ``doubled=True``.
         """
         cos_SQ, sin_SQ = self._rows(length, exchange)
         if not self.doubled:
@@ -116,5 +119,5 @@ class RotaryEmbedding(nn.Module):
         return self.cos_SQ[rows], self.sin_SQ[rows]
 
     def forward(self, x_BSHQ: Tensor) -> Tensor:
-        """Rotates ``[B, S, H, Q]`` from position 0 on, in fp32, back in the input's dtype."""
+        """Rotate ``[B, S, H, Q]`` from position 0 on; in fp32, rounded to the input's dtype."""
         return rotate(x_BSHQ, *self.tables(x_BSHQ.shape[1]))

@@ -1,4 +1,4 @@
-"""Rotary frequencies beyond the sequence length that a model was trained with first.
+"""Rotary frequencies for sequences longer than those that a model was first trained with.
 
 Shapes: Q rotated dim.
 """
@@ -16,13 +16,14 @@ from torch import Tensor
 class YarnScaling:
     """YaRN (arXiv 2309.00071), with the two magnitudes of DeepSeek-V3.
 
-    Frequencies that turn more than ``beta_fast`` times within the first length stay, those that
-    turn less than ``beta_slow`` times are divided by ``factor``, in between is a ramp.
+    Frequencies that turn more than ``beta_fast`` times within the original length stay as they
+    are. Frequencies that turn less than ``beta_slow`` times are divided by ``factor``. Between the
+    two is a ramp.
 
     Attributes:
-        original_max_sequence_length: the length that the model was trained with first.
-        mscale, mscale_all_dim: both not zero: the tables' magnitude is the ratio of their
-            magnitudes; otherwise it is that of 1.
+        original_max_sequence_length: length of the sequences that the model was first trained with.
+        mscale, mscale_all_dim: if both are not zero, the tables are multiplied by the ratio of the
+            two magnitudes, otherwise by the magnitude of 1.
     """
 
     factor: float
@@ -37,14 +38,14 @@ class YarnScaling:
 
     @property
     def table_factor(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """Factor of cosines and sines."""
         if self.mscale and self.mscale_all_dim:
             return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
         return self._magnitude(1.0)
 
     @property
     def softmax_factor(self) -> float:
-        """What latent attention multiplies its scores by, besides ``1 / sqrt(Q)``."""
+        """Factor of latent attention's scores, besides ``1 / sqrt(Q)``."""
         return self._magnitude(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
     def scaled(self, frequency_Q: Tensor, theta: float) -> Tensor:
@@ -66,11 +67,12 @@ class YarnScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Llama 3.1's (arXiv 2407.21783): long waves are stretched by ``factor``, short ones stay.
+    """Scaling of Llama 3.1 (arXiv 2407.21783): long waves are stretched by ``factor``.
 
     Attributes:
-        low_freq_factor, high_freq_factor: waves longer than the original length divided by the
-            first are long, shorter than divided by the second short; in between is a ramp.
+        low_freq_factor: waves longer than the original length divided by this number are long.
+        high_freq_factor: waves shorter than the original length divided by this number are short
+            and stay as they are. Between the two is a ramp.
     """
 
     factor: float

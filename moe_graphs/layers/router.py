@@ -1,4 +1,4 @@
-"""The router: which experts each token goes to, and with what weight.
+"""The router, which chooses the experts of each token and their weights.
 
 Everything here has static shapes and stays on the device: no ``.item()``, no branch on a tensor.
 
@@ -21,11 +21,14 @@ from moe_graphs.staged import record
 
 @record
 class Routing:
-    """Attributes:
-    weights_TK: fp32, what each chosen expert's output is multiplied by.
-    experts_TK: int64, distinct within a token.
-    aux_loss: 0-dim fp32, load-balancing loss plus z-loss, coefficients applied; add it to the loss.
-    tokens_per_expert_E: int64, pairs of this call per expert.
+    """The router's choice for the tokens of a call.
+
+    Attributes:
+        weights_TK: fp32 factors of the chosen experts' outputs.
+        experts_TK: int64 numbers of the chosen experts, distinct within a token.
+        aux_loss: 0-dim fp32, load-balancing loss plus z-loss with their coefficients applied; add
+            it to the loss.
+        tokens_per_expert_E: int64, (token, expert) pairs of this call per expert.
     """
 
     weights_TK: Tensor
@@ -40,8 +43,9 @@ class TopKRouter(nn.Module):
     Ties in the scores are broken the same way on every run: by the lowest expert number on CUDA, as
     ``torch.topk`` breaks them where ``kernels.route`` takes the plain torch path (CPU).
 
-    Buffers: ``tokens_per_expert`` (int64) counts the pairs of all training forwards since the
-    last ``update_expert_bias``; ``expert_bias`` (fp32), if configured. Both change in place only.
+    Buffers, which change in place only: ``tokens_per_expert`` (int64) counts the (token, expert)
+    pairs of all training forwards since the last ``update_expert_bias``. ``expert_bias`` (fp32) is
+    there if configured.
     """
 
     tokens_per_expert: Tensor
@@ -67,7 +71,7 @@ class TopKRouter(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, std: float = 0.02) -> None:
-        """Normal weights, zero counter and bias."""
+        """Draw normal weights, and zero the counter and the bias."""
         nn.init.normal_(self.weight, std=std)
         self.tokens_per_expert.zero_()
         if self.expert_bias is not None:
@@ -91,18 +95,18 @@ class TopKRouter(nn.Module):
     def update_expert_bias(
         self, group: dist.ProcessGroup | None = None, *, skipped: Tensor | None = None
     ) -> None:
-        """Between steps: zeroes the counter, and moves a configured bias towards balance.
+        """Zero the counter between steps, and move a configured bias towards balance.
 
-        ``bias += rate * sign(mean(counts) - counts)``, in place and without a host sync. Under
-        data or expert parallelism every rank must pass the same ``group``: counts are summed
-        over it, so that all ranks keep the same bias.
+        ``bias += rate * sign(mean(counts) - counts)``, in place and without a host sync.
 
         Args:
+            group: the ranks whose counts are summed, so that all ranks keep the same bias. Under
+                data or expert parallelism every rank must pass the same group.
             skipped: 0-dim, 1.0 or 0.0 on the device, the same on all ranks
                 (``StepResult.overflowed``): if it is 1.0, only the counter is zeroed.
 
         Raises:
-            ValueError: the bias is no longer fp32, in which its steps would round to nothing.
+            ValueError: the bias is not fp32 any more; its steps would be lost in rounding.
         """
         if self.expert_bias is not None:
             if self.expert_bias.dtype != torch.float32:
@@ -113,7 +117,7 @@ class TopKRouter(nn.Module):
             counts_E = self.tokens_per_expert
             if group is not None:
                 dist.all_reduce(counts_E, group=group)
-            # mean - counts, times E to stay in whole numbers: the sign is exact.
+            # E * (mean - counts) is a difference of whole numbers, so its sign is exact.
             excess_E = counts_E.sum() - counts_E * counts_E.numel()
             step_E = excess_E.sign().float()
             step_E = step_E if skipped is None else step_E * (1 - skipped)

@@ -33,7 +33,10 @@ class LayerInput:
 
 @record
 class Attended:
-    """The residual stream before attention, and what attention adds to it: ``mlp_norm`` does so."""
+    """The residual stream before attention, and attention's output.
+
+    Their sum is computed by the kernel of ``mlp_norm``.
+    """
 
     residual_BSD: Tensor
     update_BSD: Tensor
@@ -53,7 +56,7 @@ class LayerPrepared:
 
 @record
 class LayerOutput:
-    """``aux_loss`` and ``dropped_tokens`` are 0-dim tensors; None for a dense layer."""
+    """Output of a layer; ``aux_loss`` and ``dropped_tokens`` are 0-dim, None for a dense layer."""
 
     hidden_BSD: Tensor
     aux_loss: Tensor | None
@@ -144,7 +147,7 @@ class TransformerLayer(Staged):
         return LayerOutput(hidden_BSD, output.aux_loss, output.dropped_tokens)
 
     def init_weights(self, std: float, out_std: float) -> None:
-        """Normal weights, unit norms; ``out_std`` for projections back into the residual."""
+        """Draw normal weights, norms of one; ``out_std`` is for projections into the residual."""
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 nn.init.ones_(module.weight)
