@@ -22,7 +22,7 @@ from moe_graphs.optim.rounding_key import rounding_key
 from moe_graphs.optim.update_options import UpdateOptions
 from moe_graphs.optim.update_rows import Row, checked, columns_of, is_plain, row_of
 
-LARGE = 1 << 16  # numbers of a parameter that are worth a launch
+LARGE = 1 << 16  # Parameters with at least this many elements are worth a launch of our kernel.
 _UNSUPPORTED = {"amsgrad": False, "differentiable": False, "foreach": None}
 _ALWAYS = {"fused": True, "capturable": True}
 _dtype, _device = operator.attrgetter("dtype"), operator.attrgetter("device")
@@ -31,55 +31,61 @@ _dtype, _device = operator.attrgetter("dtype"), operator.attrgetter("device")
 class AdamW(torch.optim.AdamW):
     """``torch.optim.AdamW(..., fused=True, capturable=True)``, faster for large CUDA parameters.
 
-    No host sync; for graphs, ``torch.amp.GradScaler`` and ``DeviceStep`` as torch's fused one is.
-    The state is torch's (``step``, ``exp_avg``, ``exp_avg_sq``): either loads what the other has
-    saved. ``grad_factor``, an attribute like those of ``torch.amp.GradScaler``, multiplies
-    gradients on their way (clipping). A tensor learning rate is read on the device at every step;
-    everything else of a group is a number that a graph freezes.
+    Like torch's fused AdamW it never waits for the device and works in graphs, with
+    ``torch.amp.GradScaler`` and with ``DeviceStep``. Its state is torch's (``step``, ``exp_avg``,
+    ``exp_avg_sq``): each of the two loads the other's state. The attribute ``grad_factor``, like
+    those that ``torch.amp.GradScaler`` sets, multiplies gradients as they are read (clipping). A
+    tensor learning rate is read on the device at every step; a graph freezes all other options of
+    a group.
 
-    Parameters of bf16, fp16 or fp32 with at least 65,536 numbers are updated by a Triton kernel
-    that computes in fp32 and rounds once, all of the same dtypes in one launch. A gradient may have
-    another dtype. Torch's own fused kernel serves all others: small ones, fp64, subclasses of
-    tensors, and everything on the CPU and on other devices, or without Triton. With one of the last
-    four arguments our kernel serves small ones, too, and torch's plain operations the rest, with
-    the same formulas and the same random bits; subclasses of tensors are refused. Of DTensors
-    (FSDP2, tensor parallelism) each rank updates what it has.
+    Parameters of bf16, fp16 or fp32 with at least 65,536 elements are updated by a Triton kernel
+    that computes in fp32 and rounds once; one launch updates all parameters of the same dtypes. A
+    gradient may have another dtype than its parameter. Torch's fused kernel updates all other
+    parameters: small ones, fp64, tensor subclasses, and all parameters on other devices than CUDA
+    or without Triton. With one of the last four arguments our kernel updates small parameters, too,
+    and torch's plain operations update the rest, with the same formulas and the same random bits;
+    tensor subclasses are refused then. Each rank updates its local shards of DTensors (FSDP2,
+    tensor parallelism).
 
     Args:
-        params: as torch's.
-        lr: a number or a 0-dim tensor; of fp32 if it is on the device.
+        params: parameters or groups, as in ``torch.optim.AdamW``.
+        lr: a number or a 0-dim tensor, which has to be fp32 if it is on the device.
         betas: numbers.
-        fused, capturable: always True; in the signature for what is written for torch's.
+        fused, capturable: always True; the arguments exist for code that is written for torch's.
         amsgrad, foreach, differentiable: not supported.
-        state_dtype: of ``exp_avg`` and ``exp_avg_sq``: fp32, bf16, uint8 for codes of 8 bits, or
-            None for the parameter's, as torch has it. In bf16 ``exp_avg_sq`` loses what is below
-            1/256 of it: so with a ``beta2`` of 0.999 it does not fall, unless it is rounded
-            stochastically. States that are loaded are cast to it.
-            Codes (``kernels/state_codes_reference.py``) are always rounded so, by ``seed``. The
-            state has ``exp_avg_code``, like the parameter, ``exp_avg_scale``, ``[..., Y // 64]``,
-            both uint8, and the same of ``exp_avg_sq``. Of parameters with less than 4,096 numbers
-            or one dimension, in another memory order than their shape's, of fp64, or whose rows Y
-            (of a rank) 64 does not divide, states stay in fp32. Any AdamW of ours loads the one
-            from the other: averages to codes rounded to the nearest (1/16, squares 1/32, at most;
-            those below 2^-15 of their 64's largest to that), codes to averages exactly. So for
-            torch's, load codes into one with another dtype first, and save that one's.
-        stochastic_rounding: parameters and states of bf16 are rounded up or down at random, so that
-            they are right on the average. fp16 and fp32 are rounded as ever.
-        seed: of that, from 0 to 2**64 - 1. It is saved with the group's options and loaded from
-            there, so that a run goes on with the same bits. Ranks give the same one.
-        ema_decay: keeps ``ema``, ``ema_decay * ema + (1 - ema_decay) * parameter`` after each step,
-            in fp32, from the first step's result on: see ``averaged``. Where a loaded state has
-            none it starts from the parameter before the next step.
+        state_dtype: dtype of ``exp_avg`` and ``exp_avg_sq``: fp32, bf16, uint8 for 8-bit codes, or
+            None for the parameter's dtype, as in torch. Loaded states are cast to it. In bf16
+            ``exp_avg_sq`` loses changes below 1/256 of its value, so with a ``beta2`` of 0.999 it
+            never falls, unless it is rounded stochastically.
+            8-bit codes (``kernels/state_codes_reference.py``) are always rounded stochastically, by
+            ``seed``. The state then has ``exp_avg_code``, in the parameter's shape, and
+            ``exp_avg_scale``, ``[..., Y // 64]``, both uint8, and the same two for ``exp_avg_sq``;
+            Y is the parameter's last dimension. States stay in fp32 for parameters with fewer than
+            4,096 elements or only one dimension, parameters in another memory order than their
+            shape's, fp64 parameters, and parameters whose Y (on a rank) 64 does not divide.
+            Every AdamW of ours loads codes and averages from each other. Codes become averages
+            exactly. Averages become codes rounded to the nearest: the relative error is at most
+            1/16, for squares 1/32, down to 2^-14 of the largest number that shares a scale; below
+            that the absolute error is at most 2^-17 of the largest number. To load codes into
+            torch's AdamW, load them first into one of ours with another dtype and save its state.
+        stochastic_rounding: round bf16 parameters and states up or down at random, so that they
+            are right on average. fp16 and fp32 are rounded to the nearest as usual.
+        seed: seed of stochastic rounding, from 0 to 2**64 - 1, the same on all ranks. It is saved
+            and loaded with the group's options, so that a run goes on with the same bits.
+        ema_decay: keep an average of each parameter as the state ``ema``, in fp32: after each step
+            it becomes ``ema_decay * ema + (1 - ema_decay) * parameter``, starting with the result
+            of the first step. If a loaded state has no ``ema``, the average starts from the
+            parameter before the next step. See ``averaged``.
 
     Raises:
-        ValueError: an option that is not supported, also of a group or of a loaded state; at a
-            step, before any parameter has changed, a sparse or complex gradient, a state of another
-            shape, or memory with gaps or in another order than the gradient's or the state's.
+        ValueError: an option that is not supported, also in a group or in a loaded state. At a
+            step, before any parameter has changed: a sparse or complex gradient, a state of another
+            shape, or memory with gaps or in another order than that of the gradient or the state.
     """
 
-    starts_from_zeros = True  # for FullIteration: a first step from zero state is a first step
-    takes_grad_factor = True  # for DeviceStep
-    _step_supports_amp_scaling = True  # which copies of torch's fused optimizers lose
+    starts_from_zeros = True  # FullIteration reads it: a state of zeros means no step yet.
+    takes_grad_factor = True  # DeviceStep reads it.
+    _step_supports_amp_scaling = True  # A class attribute, since copies lose torch's own.
 
     def __init__(
         self,
@@ -105,7 +111,7 @@ class AdamW(torch.optim.AdamW):
         if not 0 <= seed < 1 << 64:
             raise ValueError(f"seed: {seed} must be from 0 to 2**64 - 1")
         self.options = UpdateOptions(state_dtype, stochastic_rounding, ema_decay)
-        # Of groups, where torch saves and loads it.
+        # The seed is an option of groups, because torch saves and loads these.
         self._seed = {"seed": seed} if self.options.are_random else {}
         super().__init__(
             params, lr, betas, eps, weight_decay, maximize=maximize, capturable=True, fused=True
@@ -119,7 +125,10 @@ class AdamW(torch.optim.AdamW):
         return {**super().__getstate__(), "options": self.options, "_seed": self._seed}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also the end of ``load_state_dict``: what a plain AdamW has saved becomes fused."""
+        """Restore the state and make it fused, also if a plain AdamW has saved it.
+
+        ``load_state_dict`` ends with this method.
+        """
         for group in state.get("param_groups", ()):
             _check({name: group[name] for name in ("amsgrad", "betas") if name in group})
         super().__setstate__(state)
@@ -133,21 +142,23 @@ class AdamW(torch.optim.AdamW):
                     values["step"] = step.to(parameter.device)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but that states are cast from what was saved to their own dtypes.
+        """Load a state as torch does, but cast the saved states to the dtypes of this optimizer.
 
-        Averages that were saved and that this optimizer does not keep are dropped, with a warning.
+        Saved averages that this optimizer does not keep are dropped with a warning.
         """
         with noting_loaded(self) as loaded:
             super().load_state_dict(state_dict)
         take_states(self.options, self._parameters(), self.state, loaded)
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
-        """Parameters hold their moving averages in this context, for an evaluation, where steps
-        have been made. They stay at their addresses; no host sync. FSDP2 modules that keep
-        gathered weights have to ``reshard()`` after either end of it.
+        """Context in which parameters hold their moving averages, for an evaluation.
+
+        Parameters without a step keep their values. All parameters stay at their addresses, and
+        nothing waits for the device. FSDP2 modules that keep gathered weights have to ``reshard()``
+        at the beginning and after the end of the context.
 
         Raises:
-            ValueError: there are no averages.
+            ValueError: the optimizer has no ``ema_decay``.
         """
         if self.options.ema_decay is None:
             raise ValueError("averaged: there are no averages: pass ema_decay=... to AdamW")
@@ -158,7 +169,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update.
+        """Make one update.
 
         Args:
             closure: computes the loss and its gradients anew, before the update.
@@ -194,7 +205,7 @@ class AdamW(torch.optim.AdamW):
         return checked(rows, may_be_torchs=options.are_torchs)
 
     def _first(self, group: dict[str, Any]) -> int:
-        """The number of a group's first parameter among all."""
+        """Number of a group's first parameter among all parameters."""
         before = itertools.takewhile(lambda other: other is not group, self.param_groups)
         return sum(len(other["params"]) for other in before)
 
@@ -225,12 +236,13 @@ class AdamW(torch.optim.AdamW):
             options |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, **_ALWAYS}
             options |= {"grad_scale": grad_scale, "found_inf": found_inf}
             adamw(parameters, gradients, exp_avgs, exp_avg_sqs, [], steps, **options)
-            # Which torch's fused update does not (2.13), so that a backward would use new values.
+            # Torch's fused update leaves versions alone (2.13). Then autograd would not see that
+            # tensors saved for a backward have new values.
             torch.autograd.graph.increment_version([*parameters, *exp_avgs, *exp_avg_sqs])
 
 
 def _kinds(rows: Sequence[Row]) -> list[tuple[Any, ...]]:
-    """Of each all that it depends on who updates it."""
+    """Properties of each row that decide which kernel updates it."""
     columns = columns_of(rows)
     parameters, scales = columns[0], columns[-1]
     large = [n >= LARGE for n in map(Tensor.numel, parameters)]
@@ -241,7 +253,10 @@ def _kinds(rows: Sequence[Row]) -> list[tuple[Any, ...]]:
 
 
 def _is_served(row: Row, *, small: bool) -> bool:
-    """By our kernel, and worth it: torch's takes no gradient of another dtype."""
+    """Whether our kernel can update the row, and should.
+
+    Torch's kernel takes no gradient of another dtype than the parameter's.
+    """
     parameter, gradient = row[:2]
     return (
         (small or parameter.numel() >= LARGE or gradient.dtype != parameter.dtype)
@@ -260,7 +275,7 @@ def _update_ours(
     found_inf: Tensor | None,
     grad_factor: Tensor | None,
 ) -> None:
-    """Steps count as in torch: up, and down again where the update is left out."""
+    """Update ``rows``; steps count as in torch: up, and down again if the update is skipped."""
     if by_kernel:
         from moe_graphs.kernels.adamw_triton import adamw_update as update
     else:
@@ -287,7 +302,7 @@ def _moved(value: Tensor | None, device: torch.device) -> Tensor | None:
 
 
 def _check(options: dict[str, Any]) -> None:
-    """Of the constructor, or of a group, which may lack any."""
+    """Check options of the constructor or of a group; any of them may be missing."""
     instead = "leave it out, or use torch.optim.AdamW"
     for name in _UNSUPPORTED:
         if options.get(name):

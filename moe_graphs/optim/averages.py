@@ -1,4 +1,4 @@
-"""Parameters that hold their averages for a while."""
+"""Context in which parameters hold their averages."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from moe_graphs.optim.gradient_factor import local_part
 
 @contextlib.contextmanager
 def swapped_in(states: Mapping[Tensor, Mapping[str, Any]]) -> Iterator[None]:
-    """Parameters of ``states`` hold ``ema`` in here, if it is there and a step has been made, and
-    then again what they held. Addresses stay. No host sync."""
+    """Context in which the parameters of ``states`` hold their averages ``ema``.
+
+    Parameters without ``ema`` or without a step keep their values. Addresses stay the same, and
+    nothing waits for the device.
+    """
     with torch.no_grad():
         held = [
             (local_part(parameter), local_part(state["ema"]), state["step"])

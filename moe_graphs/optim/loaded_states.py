@@ -1,4 +1,4 @@
-"""Loading states whose dtype is not their parameter's, which torch would cast to that."""
+"""Loading of states with another dtype than their parameter's, to which torch would cast them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_graphs.optim.update_options import UpdateOptions
 
 @contextlib.contextmanager
 def noting_loaded(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
-    """What ``load_state_dict`` loads in here, behind the hooks that may change it."""
+    """Context that yields what ``load_state_dict`` loads, after the hooks that may change it."""
     loaded: dict[str, Any] = {}
     hook = optimizer.register_load_state_dict_pre_hook(lambda _, state: loaded.update(state))
     try:
@@ -31,8 +31,10 @@ def take_states(
     states: MutableMapping[Tensor, dict[str, Any]],
     loaded: dict[str, Any],
 ) -> None:
-    """Replaces what torch has cast by what was loaded, in the dtypes that ``options`` want.
-    Averages that they do not want are dropped, with a warning."""
+    """Replace states that torch has cast by the loaded ones, in the dtypes of ``options``.
+
+    Loaded averages are dropped with a warning if ``options`` keep none.
+    """
     numbers = itertools.chain(*(group["params"] for group in loaded["param_groups"]))
     for parameter, number in zip(parameters, numbers, strict=True):
         if number in loaded["state"]:

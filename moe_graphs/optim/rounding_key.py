@@ -1,4 +1,4 @@
-"""What a parameter is rounded stochastically by: numbers that only it has."""
+"""Keys of stochastic rounding: random numbers of its own for every parameter."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _BITS = (1 << 64) - 1
 
 
 def rounding_key(seed: int, number: int, parameter: Tensor) -> int:
-    """What Philox rounds a parameter by.
+    """Key of the Philox generator for the rounding of a parameter.
 
-    Ranks with the same part of a DTensor have the same key, those with another one another: so
-    copies stay copies.
+    Ranks with the same shard of a DTensor have the same key, so that copies stay equal. Ranks with
+    different shards have different keys.
 
     Args:
-        number: of the parameter among all of the optimizer.
+        number: number of the parameter among all parameters of the optimizer.
 
     Returns:
-        63 bits, the first and the last of them 1: for a kernel all keys are of one kind.
+        63 bits. The first and the last bit are 1, so that Triton compiles one kernel for all keys.
     """
     return _mixed(seed, number, _part_of(parameter))
 
@@ -37,7 +37,7 @@ def _mixed(*parts: int) -> int:
 
 
 def _part_of(tensor: Any) -> int:
-    """Which part of a DTensor this rank has, in the order of its mesh; 0 of other tensors."""
+    """Number of this rank's shard of a DTensor, in the order of its mesh; 0 for other tensors."""
     if not hasattr(tensor, "placements"):
         return 0
     mesh, part = tensor.device_mesh, 0

@@ -1,5 +1,4 @@
-"""What our AdamW does that torch's does not: states of a dtype of their own, stochastic rounding,
-averages of the parameters."""
+"""Options that our AdamW has beyond torch's: dtype of states, stochastic rounding, averages."""
 
 from __future__ import annotations
 
@@ -17,15 +16,15 @@ from moe_graphs.optim.gradient_factor import local_part
 _DTYPES = (None, torch.float32, torch.bfloat16, torch.uint8)
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 STATES = ("exp_avg", "exp_avg_sq")
-SMALL = 4096  # numbers of a parameter, below which states stay in fp32
+SMALL = 4096  # Parameters with fewer elements keep their states in fp32.
 
 
 @dataclass(frozen=True)
 class UpdateOptions:
-    """As in ``AdamW``'s documentation.
+    """The last four options of ``AdamW``, which documents them.
 
     Raises:
-        ValueError: naming an option that has no such value.
+        ValueError: an option cannot have its value; the message names the option.
     """
 
     state_dtype: torch.dtype | None = None
@@ -43,7 +42,7 @@ class UpdateOptions:
 
     @property
     def are_torchs(self) -> bool:
-        """Whether torch's own update has them, too."""
+        """Whether torch's own update can do all that the options ask for."""
         return self == UpdateOptions()
 
     @property
@@ -52,7 +51,10 @@ class UpdateOptions:
         return self.stochastic_rounding or self.state_dtype == torch.uint8
 
     def has_codes(self, parameter: Tensor) -> bool:
-        """Whether its states are of 8 bits: the same for all ranks, and for most layouts."""
+        """Whether the states of ``parameter`` are 8-bit codes.
+
+        The answer is the same on all ranks, and the same for most layouts.
+        """
         shape = parameter.shape
         return (
             self.state_dtype == torch.uint8
@@ -64,15 +66,21 @@ class UpdateOptions:
         )
 
     def dtype_of(self, name: str, parameter: Tensor) -> torch.dtype:
-        """Of the state ``name``, which is none of steps and of no codes. Averages are at least of
-        fp32, as bf16 has no room for what ``1 - ema_decay`` adds; so are states beside codes."""
+        """Dtype of the state ``name``, which is neither ``step`` nor stored as codes.
+
+        Averages are at least fp32, because bf16 would lose the small additions of
+        ``1 - ema_decay``. With ``state_dtype=torch.uint8``, states that are no codes are at least
+        fp32, too.
+        """
         if name == "ema" or self.state_dtype == torch.uint8:
             return torch.promote_types(parameter.dtype, torch.float32)
         return self.state_dtype or parameter.dtype
 
     def complete(self, state: dict[str, Any], parameter: Tensor) -> None:
-        """Makes what a first step starts from; where there have been steps without an average,
-        that starts from the present parameter."""
+        """Create the state that a first step starts from.
+
+        If there have been steps without an average, the average starts from the present parameter.
+        """
         averages = [] if self.ema_decay is None else ["ema"]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -88,9 +96,11 @@ class UpdateOptions:
                 state[name] = parameter.detach().to(self.dtype_of(name, parameter), copy=True)
 
     def take(self, state: dict[str, Any], saved: Mapping[str, Any], parameter: Tensor) -> None:
-        """Into ``state``, what torch would cast to the parameter's dtype of a state that was
-        saved. Codes that are wanted and that were saved stay as they are; other averages become
-        codes, rounded to the nearest, and codes averages."""
+        """Put a saved state into ``state``, without torch's cast to the parameter's dtype.
+
+        Saved codes stay as they are if these options have codes, and else become averages. Saved
+        averages become codes, rounded to the nearest, if these options have codes.
+        """
         for name in STATES:
             own = code_names(name)
             if name not in saved and own[0] not in saved:
@@ -110,12 +120,12 @@ class UpdateOptions:
 
 
 def code_names(name: str) -> tuple[str, str]:
-    """Of a state, the keys of its codes and of their scales."""
+    """Keys of a state's codes and of their scales."""
     return f"{name}_code", f"{name}_scale"
 
 
 def _coded(name: str, values: Tensor, parameter: Tensor) -> dict[str, Tensor]:
-    """``values``: fp32, what this rank has of them."""
+    """Encode ``values``, this rank's shard in fp32, as codes and scales."""
     codes, scales = encode(values, NEAREST, signed=name == "exp_avg")
     code, scale = code_names(name)
     shape = (*parameter.shape[:-1], parameter.shape[-1] // NUMBERS)
@@ -132,7 +142,7 @@ def _averages(name: str, saved: Mapping[str, Any], parameter: Tensor) -> Tensor:
 
 
 def _laid_out(local: Tensor, parameter: Any, shape: tuple[int, ...]) -> Tensor:
-    """A DTensor of ``shape`` where the parameter is one, with its placements."""
+    """Make ``local`` a DTensor of ``shape`` with the parameter's placements, if that is one."""
     if not hasattr(parameter, "to_local"):
         return local
     from torch.distributed.tensor import DTensor
@@ -145,7 +155,7 @@ def _laid_out(local: Tensor, parameter: Any, shape: tuple[int, ...]) -> Tensor:
 
 
 def _ranks_of_last(parameter: Any) -> int:
-    """By how many the last dimension is shared."""
+    """Number of ranks that shard the parameter's last dimension."""
     if not hasattr(parameter, "placements"):
         return 1
     places = zip(parameter.device_mesh.shape, parameter.placements, strict=True)

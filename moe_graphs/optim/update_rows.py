@@ -1,4 +1,4 @@
-"""What an update reads and writes of each parameter, and whether it can."""
+"""Tensors that an update reads and writes for each parameter, and the checks of their memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _shape = operator.attrgetter("shape")
 
 
 class Row(NamedTuple):
-    """A parameter with all that its update reads and writes, in the order of torch's functions."""
+    """A parameter with all tensors of its update, in the order of torch's functions."""
 
     parameter: Tensor
     gradient: Tensor
@@ -27,8 +27,8 @@ class Row(NamedTuple):
     exp_avg_sq: Tensor
     step: Tensor
     ema: Tensor | None = None
-    key: int | None = None  # of stochastic rounding
-    scales: tuple[Tensor, ...] = ()  # of exp_avg and exp_avg_sq, if these are codes
+    key: int | None = None  # key of stochastic rounding
+    scales: tuple[Tensor, ...] = ()  # scales of exp_avg and exp_avg_sq, if these two are codes
 
 
 def columns_of(rows: Sequence[Row]) -> tuple[list[Any], ...]:
@@ -48,11 +48,13 @@ def row_of(parameter: Tensor, gradient: Tensor, state: dict[str, Any], key: int 
 
 
 def checked(rows: list[Row], *, may_be_torchs: bool) -> list[Row]:
-    """Of DTensors what this rank has.
+    """Check the rows' memory, and replace DTensors by their local shards.
+
+    Args:
+        may_be_torchs: whether torch may update tensor subclasses, so that they are no error.
 
     Raises:
-        ValueError: there is no update for memory like that; or for a subclass of tensors, unless it
-            may be torch's to update.
+        ValueError: no update can work on a row's memory, or a row has a tensor subclass.
     """
     if not {type(row.parameter) for row in rows} <= _PLAIN:
         rows = list(map(_local, rows))
@@ -67,7 +69,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def _are_whole(rows: Sequence[Row]) -> bool:
-    """What `_check_memory` would find out one by one, if there is nothing special."""
+    """Whether all rows are plain and contiguous, so that `_check_memory` would find nothing."""
     if not rows:
         return True
     parameters, gradients, exp_avgs, exp_avg_sqs, _, emas, _, scales = columns_of(rows)
@@ -85,7 +87,10 @@ def _are_whole(rows: Sequence[Row]) -> bool:
 
 
 def _local(row: Row) -> Row:
-    """What this rank has of DTensors that are sharded alike: an update is element by element."""
+    """Replace DTensors by their local shards, if all of them are sharded alike.
+
+    Local shards are enough, because an update works element by element.
+    """
     shared: list[Any] = [*row[:4], *row.scales, *([] if row.ema is None else [row.ema])]
     if not all(hasattr(tensor, "to_local") for tensor in shared):
         return row
@@ -97,7 +102,14 @@ def _local(row: Row) -> Row:
 
 
 def _check_memory(row: Row, *, may_be_torchs: bool) -> None:
-    """Torch's fused update takes it as one row, too: on CUDA it refuses others, on the CPU not."""
+    """Check that a row's tensors have the same shape and memory order.
+
+    Torch's fused update works on flat memory, too. On CUDA it refuses unequal layouts; on the CPU
+    it does not.
+
+    Raises:
+        ValueError: shapes or memory orders differ, or the parameter is a tensor subclass.
+    """
     p, g, m, v = row[:4]
     shape, states = p.shape, [m, v, *([] if row.ema is None else [row.ema])]
     if not is_plain(p):
@@ -127,7 +139,7 @@ def _check_memory(row: Row, *, may_be_torchs: bool) -> None:
 
 
 def _order(tensor: Tensor) -> list[int] | None:
-    """Of its dimensions in memory; None if there are gaps."""
+    """Order of a tensor's dimensions in memory; None if there are gaps."""
     long = [d for d in range(tensor.ndim) if tensor.size(d) > 1]
     order = sorted(long, key=tensor.stride, reverse=True)
     ones = [d for d in range(tensor.ndim) if tensor.size(d) <= 1]

@@ -1,6 +1,6 @@
-"""Matrices of which ranks hold some rows each: put together on one of them, and taken apart again.
+"""Matrices whose rows are sharded over ranks: gathered on one rank, and scattered again.
 
-R ranks, N rows, M columns.
+Shapes: R ranks, N rows, M columns.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ T = TypeVar("T")
 
 
 class Rows(NamedTuple):
-    """Which rows of a parameter's matrices a rank has: of rank ``rank`` of ``ranks``, as FSDP2
-    divides them.
+    """Rows of a parameter's matrices that a rank has, as FSDP2 divides them.
 
     Attributes:
-        ranks: 1 if a rank has its matrices whole.
-        group: of these ranks, None if there is one.
+        shape: the whole parameter's shape.
+        ranks: number of ranks that share the rows; 1 if a rank has its matrices whole.
+        rank: this rank's number among them.
+        group: process group of these ranks; None for one rank.
     """
 
     shape: tuple[int, ...]
@@ -31,7 +32,7 @@ class Rows(NamedTuple):
     group: dist.ProcessGroup | None = None
 
     def of(self, rank: int) -> range:
-        """Those of one of the ranks: as torch.chunk."""
+        """Rows of rank ``rank``, divided as by ``torch.chunk``."""
         rows, most = self.shape[0], -(-self.shape[0] // self.ranks)
         return range(min(rank * most, rows), min((rank + 1) * most, rows))
 
@@ -41,10 +42,10 @@ class Rows(NamedTuple):
 
 
 def rows_of(parameter: Any) -> Rows | None:
-    """None if the rank's part is neither whole matrices nor rows of one.
+    """Rows of ``parameter`` on this rank; None if its shard is neither whole matrices nor rows.
 
     Args:
-        parameter: ``[N, M]``, or ``[E, ...]``, a matrix for each expert.
+        parameter: ``[N, M]``, or ``[E, N, M]`` with a matrix for each expert.
     """
     shape = tuple(parameter.shape)
     if not hasattr(parameter, "placements"):
@@ -66,9 +67,12 @@ def rows_of(parameter: Any) -> Rows | None:
 
 
 def in_turn(items: Sequence[T], rows: Callable[[T], Rows]) -> Iterator[list[T]]:
-    """What is put together at once: as many matrices as there are ranks, one for each of them, the
-    largest first, so that ranks have about as much to do."""
-    shared: dict[Any, list[T]] = {}  # by group, in an order that is that of all ranks
+    """Batches of matrices that are gathered at once, one matrix per rank.
+
+    The largest matrices come first, so that the matrices of a batch have similar sizes and ranks
+    have about the same work.
+    """
+    shared: dict[Any, list[T]] = {}  # by group; all ranks have the same order
     for item in items:
         if rows(item).ranks == 1:
             yield [item]
@@ -81,7 +85,7 @@ def in_turn(items: Sequence[T], rows: Callable[[T], Rows]) -> Iterator[list[T]]:
 
 
 def received_bytes(rows: Sequence[Rows]) -> int:
-    """What a rank receives in an update of parameters of one group."""
+    """Bytes that this rank receives in an update of parameters of one group."""
     found = 0
     for together in in_turn(rows, lambda each: each):
         for number, each in enumerate(together if together[0].ranks > 1 else ()):
@@ -94,13 +98,19 @@ def received_bytes(rows: Sequence[Rows]) -> int:
 def on_owners(
     parts: Sequence[Tensor], rows: Sequence[Rows], compute: Callable[[Tensor], Tensor]
 ) -> list[Tensor]:
-    """Of every matrix this rank's rows of ``compute(matrix)``, which one rank calls: matrix ``i``
-    is that of rank ``i``. All ranks of the group call it alike.
+    """Gather matrices on their owners, compute there, and scatter the results' rows.
+
+    Rank ``i`` owns matrix ``i`` and calls ``compute`` on it. All ranks of the group call this
+    function alike.
 
     Args:
-        parts: this rank's rows, ``[n, M]`` each; of at most as many matrices as there are ranks.
-        compute: gives back another matrix of the same shape and dtype. Without ranks to share with
-            ``[E, X, Y]`` is welcome, too.
+        parts: this rank's rows ``[n, M]`` of each matrix; at most as many matrices as ranks. If
+            one rank has whole matrices, ``[E, X, Y]`` as well.
+        rows: for each part, the rows that it holds.
+        compute: returns another matrix of the same shape and dtype.
+
+    Returns:
+        This rank's rows of ``compute(matrix)``, for each matrix.
     """
     if rows[0].ranks == 1:
         return [compute(part) for part in parts]

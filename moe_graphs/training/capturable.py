@@ -1,4 +1,4 @@
-"""Which optimizers a graph can hold, and their hyperparameters and state at fixed addresses."""
+"""Checks of what a graph can hold of an optimizer, and hyperparameters at fixed addresses."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from moe_graphs.optim.gradient_factor import local_part
 
 
 def check_capturable_optimizer(optimizer: Optimizer) -> None:
-    """Returns if the optimizer's step can be captured: no host sync, no counter in Python.
+    """Check that the optimizer's step can be captured: no host sync, no counter in Python.
 
     Raises:
-        ValueError: naming the optimizer and what to use instead.
+        ValueError: it cannot; the message names the optimizer and what to use instead.
     """
     remedy = remedy_for(optimizer)
     if remedy is not None:
@@ -27,25 +27,27 @@ def check_capturable_optimizer(optimizer: Optimizer) -> None:
 
 
 def tensor_hyperparameters(optimizer: Optimizer, *, weight_decay: bool = False) -> None:
-    """Makes the learning rate of every group a 0-dim fp32 tensor beside its parameters.
+    """Make the learning rate of every group a 0-dim fp32 tensor on its parameters' device.
 
-    A graph then reads the rate at every replay, where a float would be frozen in it. Torch's
-    schedulers update such a tensor in place without waiting for the device, in fp32. Call this
-    before building the scheduler or after it: before, also the rate's starting point is on
-    the device; after, schedulers with a closed form (``LambdaLR``) compute in fp64 on the host.
-    Those that go from rate to rate add up rounding errors: over 20,000 steps 7e-6 of the rate for
-    a cosine, 5e-4 for ``ExponentialLR``.
-    Each group gets a tensor of its own, where torch shares the one it was constructed with.
+    A graph then reads the rate at every replay; a float would be frozen in the graph. Torch's
+    schedulers update such a tensor in place, in fp32 and without waiting for the device. Each group
+    gets a tensor of its own; torch would share the one that the optimizer was constructed with.
+
+    This function can be called before or after the scheduler is built. Before, the scheduler's
+    starting point is on the device, too. After, schedulers with a closed form (``LambdaLR``)
+    compute in fp64 on the host. Schedulers that compute a rate from the last one add up rounding
+    errors: over 20,000 steps 7e-6 of the rate for a cosine, 5e-4 for ``ExponentialLR``.
 
     Args:
-        weight_decay: AdamW's decay, too. No optimizer of torch reads that from a tensor, so it
-            moves to ``group["tensor_weight_decay"]``, which is changed by
+        weight_decay: make AdamW's weight decay a tensor, too. No optimizer of torch reads the
+            decay from a tensor, so it moves to ``group["tensor_weight_decay"]``; change it by
             ``group["tensor_weight_decay"].fill_(...)``. A hook before ``optimizer.step()`` applies
-            it, with and without ``DeviceStep``. ``copy.deepcopy`` of an optimizer loses its hooks,
-            as torch does it: call this function again for the copy.
+            it, with and without ``DeviceStep``. ``copy.deepcopy`` of an optimizer loses hooks in
+            torch: call this function again for the copy.
 
     Raises:
-        ValueError: if ``weight_decay`` is asked for and not decoupled from the gradient.
+        ValueError: ``weight_decay`` is asked for, but the optimizer's is not decoupled from the
+            gradient.
     """
     for group in optimizer.param_groups:
         group["lr"] = _scalar(group["lr"], group)
@@ -68,10 +70,10 @@ def applies_tensor_decay(optimizer: Optimizer) -> bool:
 
 @torch.no_grad()
 def decay_weights(optimizer: Optimizer, skipped: Tensor | None = None) -> None:
-    """AdamW's decay by a tensor, to be called before the update as AdamW does it.
+    """Apply AdamW's decay by a tensor; call it before the update.
 
     Args:
-        skipped: 1.0 if the step changes nothing, else 0.0.
+        skipped: 0-dim: 1.0 if the step changes nothing, else 0.0.
     """
     for group in optimizer.param_groups:
         decay = group.get("tensor_weight_decay")
@@ -85,15 +87,15 @@ def decay_weights(optimizer: Optimizer, skipped: Tensor | None = None) -> None:
 def _decay_before_update(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A hook of torch: called before every step, with its arguments."""
+    """Pre-step hook that applies the decay; torch calls it with the arguments of ``step``."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
-        # As torch.amp.GradScaler and DeviceStep tell fused optimizers to leave out a step.
+        # torch.amp.GradScaler and DeviceStep set this attribute for steps that are to be skipped.
         decay_weights(optimizer, getattr(optimizer, "found_inf", None))
         return None
 
     def with_decay() -> Any:
-        """The gradients that say which parameters decay are made by the closure."""
+        """Run the closure, then decay the parameters that have gradients from it."""
         loss = closure()
         decay_weights(optimizer, getattr(optimizer, "found_inf", None))
         return loss
@@ -102,10 +104,10 @@ def _decay_before_update(
 
 
 def check_capturable_scheduler(scheduler: LRScheduler) -> None:
-    """Returns if the scheduler changes nothing but learning rates, which can be tensors.
+    """Check that the scheduler changes nothing but learning rates, which can be tensors.
 
     Raises:
-        ValueError: for schedulers that cycle the momentum, a number that is frozen in a graph.
+        ValueError: the scheduler cycles the momentum, a number that a graph freezes.
     """
     for each in (scheduler, *getattr(scheduler, "_schedulers", ())):
         if getattr(each, "cycle_momentum", False):
@@ -117,15 +119,16 @@ def check_capturable_scheduler(scheduler: LRScheduler) -> None:
 
 @torch.no_grad()
 def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """``optimizer.load_state_dict(state)`` that keeps every tensor at its address.
+    """Load an optimizer's state and keep every tensor at its address.
 
-    ``load_state_dict`` puts new tensors into the optimizer (those of its groups even on the device
-    they were loaded to), and a graph would go on with the old ones. Hyperparameters that are
-    numbers stay numbers; a decay goes where this optimizer has it, wherever it was saved from.
+    ``optimizer.load_state_dict`` puts new tensors into the optimizer (tensors of groups even on the
+    device that they were loaded to), and a graph would go on with the old ones. Hyperparameters
+    that are numbers stay numbers. A saved weight decay goes where this optimizer has it, be that a
+    number or a tensor.
 
     Raises:
-        ValueError: if the state lacks a tensor that this optimizer has, or has one of another
-            shape. The optimizer is as it was then.
+        ValueError: the state lacks a tensor that this optimizer has, or has a tensor of another
+            shape. The optimizer is not changed then.
     """
     old_state, old_groups = optimizer.state, optimizer.param_groups
     optimizer.load_state_dict(state)
@@ -166,7 +169,7 @@ def _place_decay(group: dict[str, Any], *, as_tensor: bool) -> None:
 
 
 def _kept(old: Any, new: Any) -> Any:
-    """The old tensor with the new value; the new value itself where there was no tensor."""
+    """Fill the old tensor with the new value and return it; the new value if there was none."""
     if isinstance(old, Tensor):
         return old.copy_(new) if isinstance(new, Tensor) else old.fill_(new)
     if isinstance(old, tuple) and any(isinstance(each, Tensor) for each in old):  # betas

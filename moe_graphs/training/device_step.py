@@ -1,12 +1,12 @@
-"""What follows the backward, without waiting for the device: unscale, clip, update, average, zero.
+"""Optimizer steps that never wait for the device: unscale, clip, update, average, zero.
 
     step = DeviceStep(optimizer, scaler=GradScaler(device), clip_norm=1.0)
     for batch in batches:
         step.scale(model(batch).loss).backward()
-        result = step()       # tensors: reading one of them is what would wait
+        result = step()       # tensors; only reading one of them waits for the device
         scheduler.step()
 
-Every piece can be captured in a graph, alone or with the forward and backward before it.
+A graph can hold any part of such a step, alone or with the forward and backward before it.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from moe_graphs.training.grad_scaler import GradScaler
 
 
 class StepResult(NamedTuple):
-    """What a step found, on the device: fp32, 0-dim. A tuple, so that a graph can return it.
+    """Findings of a step, as 0-dim fp32 tensors on the device; a tuple, so a graph can return it.
 
     Attributes:
-        grad_norm: of all gradients together, unscaled, before clipping; None without ``clip_norm``.
-        found_inf: 1.0 if a gradient was not finite and the step skipped, else 0.0; None without a
-            scaler.
-        scale: the one this step's loss was multiplied by; None without a scaler.
-        overflowed: 1.0 if the step was skipped because a rank had rows without room, else 0.0;
-            None where no ``overflow`` was given.
+        grad_norm: 2-norm of all unscaled gradients before clipping; None without ``clip_norm``.
+        found_inf: 1.0 if a gradient was not finite and the step was skipped, else 0.0; None without
+            a scaler.
+        scale: factor of this step's loss; None without a scaler.
+        overflowed: 1.0 if the step was skipped because a rank had no room for some rows, else 0.0;
+            None if no ``overflow`` was given.
     """
 
     grad_norm: Tensor | None
@@ -50,29 +50,31 @@ class StepResult(NamedTuple):
 
 
 class DeviceStep:
-    """One optimizer step. If the scaler finds inf or NaN, nothing moves but the scaler itself.
+    """One optimizer step; if the scaler finds inf or NaN, only the scaler changes.
 
-    Called with ``overflow`` (``ModelOutput.dropped_tokens``; of several microbatches their sum), it
-    leaves everything alone, the scaler as well, if that is above 0 on any rank: the gradients are
-    those of tokens whose experts had no room (``rows_factor``), and the step has to be run again
-    (``training.overflow``).
+    The step may be called with ``overflow`` (``ModelOutput.dropped_tokens``, summed over the
+    microbatches). If that is above 0 on any rank, the step changes nothing, not even the scaler:
+    some tokens' experts had no room (``rows_factor``), so the gradients are wrong, and the step has
+    to be run again (``training.overflow``).
 
     Args:
-        optimizer: a capturable one; with a scaler or ``overflow`` a fused one, since only those
-            can leave parameters, state and step counter alone by a flag on the device.
+        optimizer: a capturable optimizer. With a scaler or ``overflow`` it has to be fused, since
+            only fused ones can skip parameters, state and step counter by a flag on the device.
         clip_norm: the largest global gradient norm; ``math.inf`` measures without clipping.
-        process_group: all of its ranks skip if one of them found inf or NaN, or overflowed. Of a
-            pipeline it has the ranks of all stages, and those that share tensors (``tp``).
-        shard_group: ranks that hold disjoint parts of the parameters, so that the norm is theirs
-            together. Not for parameters that some of its ranks share, nor for DTensors, which know.
-        stage_group: ranks of a pipeline (``mesh["pp"].get_group()``): the norm is that of all
-            stages, whether their parameters are DTensors or not.
-        set_to_none: drops gradients instead of zeroing them. Right if the backward is in the
-            same graph as this step or nothing is captured; a graph of this step alone reads
-            gradients at the addresses it was captured with, so that they have to stay.
+        process_group: ranks that all skip the step if one of them found inf or NaN, or overflowed.
+            With pipelines it has the ranks of all stages, and the ranks of ``tp``.
+        shard_group: ranks that hold disjoint parts of the parameters; the norm is over all parts.
+            Not for parameters that some of these ranks share, nor for DTensors, which know their
+            ranks.
+        stage_group: ranks of a pipeline (``mesh["pp"].get_group()``): the norm is over all stages,
+            whether their parameters are DTensors or not.
+        set_to_none: drop gradients instead of zeroing them. This is right if the backward is in the
+            same graph as this step, or if nothing is captured. A graph of this step alone reads
+            gradients at fixed addresses, so they have to stay.
 
     Raises:
-        ValueError: if the optimizer cannot be captured, or not be skipped; with the remedy.
+        ValueError: the optimizer cannot be captured or cannot skip a step; the message has the
+            remedy.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class DeviceStep:
         self.stage_group = stage_group
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to call ``backward`` on."""
+        """Multiply the loss by the scaler's factor, if any; call ``backward`` on the result."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     @torch.no_grad()
@@ -115,7 +117,7 @@ class DeviceStep:
         if self.clip_norm is not None:
             norm = total_norm(gradients, self.shard_group, self.stage_group)
             factor = clip_factor(self.clip_norm, norm)
-        if not applies_tensor_decay(self.optimizer):  # a copy has lost its hooks
+        if not applies_tensor_decay(self.optimizer):  # a deep copy has lost its hooks
             decay_weights(self.optimizer, skipped)
         with _skipped_if(self.optimizer, skipped), _multiplied(self.optimizer, gradients, factor):
             self.optimizer.step()
@@ -128,12 +130,13 @@ class DeviceStep:
         if self.set_to_none or not any(hasattr(each, "to_local") for each in gradients):
             self.optimizer.zero_grad(set_to_none=self.set_to_none)
             return
-        # Torch zeros all of a dtype at once, and cannot where some are DTensors and some are not.
+        # Torch's zero_grad takes all gradients of a dtype at once, and fails if DTensors and plain
+        # tensors are mixed.
         for same in by_dtype(list(map(local_part, gradients))):
             torch._foreach_zero_(same)
 
     def _overflowed(self, overflow: Tensor) -> Tensor:
-        """1.0 or 0.0, the same on all ranks."""
+        """1.0 if ``overflow`` is above 0 on any rank, else 0.0."""
         if overflow.ndim or overflow.is_floating_point():
             raise ValueError(
                 f"overflow: a tensor {tuple(overflow.shape)} of {overflow.dtype}: pass the 0-dim "
@@ -154,12 +157,15 @@ def _either(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 @contextlib.contextmanager
 def _skipped_if(optimizer: Optimizer, skipped: Tensor | None) -> Iterator[None]:
-    """Torch's fused optimizers look for this attribute, as ``torch.amp.GradScaler`` sets it."""
+    """Context with ``found_inf`` on the optimizer, as ``torch.amp.GradScaler`` sets it.
+
+    Torch's fused optimizers read this attribute and skip the step if it is 1.0.
+    """
     if skipped is None:
         yield
         return
     _make_momentum(optimizer)
-    flagged: Any = optimizer  # torch declares neither
+    flagged: Any = optimizer  # torch declares neither of the two attributes
     flagged.found_inf, flagged.grad_scale = skipped, None
     try:
         yield
@@ -171,7 +177,11 @@ def _skipped_if(optimizer: Optimizer, skipped: Tensor | None) -> Iterator[None]:
 def _multiplied(
     optimizer: Optimizer, gradients: list[Tensor], factor: Tensor | None
 ) -> Iterator[None]:
-    """``moe_graphs.optim.AdamW`` does it on its way, and leaves the gradients as they are."""
+    """Context in which the optimizer's gradients count times ``factor``.
+
+    ``moe_graphs.optim.AdamW`` multiplies gradients as it reads them and leaves them unchanged. For
+    other optimizers the gradients are multiplied in place.
+    """
     if factor is None or not getattr(optimizer, "takes_grad_factor", False):
         if factor is not None:
             multiply(gradients, factor)
@@ -186,9 +196,10 @@ def _multiplied(
 
 
 def _make_momentum(optimizer: Optimizer) -> None:
-    """Fused SGD leaves its momentum uninitialised if its first step is skipped (torch 2.13).
+    """Give fused SGD a momentum of zeros before its first step.
 
-    From zeros the first step is the same: the momentum becomes the gradient.
+    Torch leaves the momentum uninitialised if the first step is skipped (torch 2.13). From zeros
+    the first step is the same as without: the momentum becomes the gradient.
     """
     for group in optimizer.param_groups:
         if not isinstance(optimizer, torch.optim.SGD) or not group["momentum"]:

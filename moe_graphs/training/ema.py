@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 class ExponentialMovingAverage:
-    """``average = decay * average + (1 - decay) * parameter`` after each step that is not skipped.
+    """Moving average of parameters: ``average = decay * average + (1 - decay) * parameter``.
 
-    Parameters only: buffers (BatchNorm's statistics) are not averaged.
+    Skipped steps leave the averages alone. Buffers (BatchNorm's statistics) are not averaged.
 
     Args:
         parameters: averaged in this order, starting from their present values.
-        dtype: of the averages. fp32 by default: bf16 has no room for what ``1 - decay`` adds.
+        dtype: dtype of the averages. bf16 would lose the small additions of ``1 - decay``.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class ExponentialMovingAverage:
 
     @torch.no_grad()
     def update(self, found_inf: Tensor | None = None) -> None:
-        """Moves the averages, or leaves them where they are if ``found_inf`` is 1.0."""
+        """Update the averages, unless ``found_inf`` is 1.0."""
         device = self.averages[0].device
         weight = torch.full((), 1 - self.decay, dtype=torch.float32, device=device)
         if found_inf is not None:
@@ -50,7 +50,7 @@ class ExponentialMovingAverage:
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Within this context the parameters hold the averages. Addresses stay: graphs go on."""
+        """Context in which the parameters hold the averages, at the addresses that graphs know."""
         with torch.no_grad():
             trained = [p.detach().clone() for p in self.parameters]
             torch._foreach_copy_(self.parameters, self.averages)
@@ -61,11 +61,11 @@ class ExponentialMovingAverage:
                 torch._foreach_copy_(self.parameters, trained)
 
     def state_dict(self) -> dict[str, list[Tensor]]:
-        """Copies of the averages, in the order of the parameters."""
+        """Copy the averages, in the order of the parameters."""
         return {"averages": [average.clone() for average in self.averages]}
 
     def load_state_dict(self, state: dict[str, list[Tensor]]) -> None:
-        """Copies the averages in place, so that graphs go on with them."""
+        """Copy saved averages in place, so that graphs go on with them."""
         saved = [tuple(average.shape) for average in state["averages"]]
         wanted = [tuple(average.shape) for average in self.averages]
         if saved != wanted:

@@ -6,8 +6,9 @@
         num_microbatches=4, seq_length=4096, forward_only=False, ...
     )
 
-Only the shape of that call is known here: a function of keyword arguments that takes the batches
-of a step from one or several iterators. ``forward_only=True`` has a graph of its own.
+Nothing of Megatron is imported. This module relies on one thing: the function takes keyword
+arguments, among them one or several iterators with the batches of a step. ``forward_only=True`` has
+a graph of its own.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from moe_graphs.training.static_loader import StaticBatches
 
 
 class GraphedForwardBackward:
-    """Stands in for ``forward_backward_func``; takes its keyword arguments.
+    """Replacement for ``forward_backward_func`` that takes the same keyword arguments.
 
-    The batches of a step are taken from the iterator before it runs. All other arguments are
-    constants of the graph, ``num_microbatches`` and the functions among them. Returns what the
-    function returned, as copies of your own.
+    The batches of a step are taken from the iterator before the step runs. All other arguments are
+    constants of the graph, also ``num_microbatches`` and the functions. A call returns copies of
+    what the function returned.
 
     Args:
-        options: of ``FullIteration``, for both graphs (``state``, ``warmup_steps``, ...).
+        options: options of ``FullIteration`` for both graphs (``state``, ``warmup_steps``, ...).
     """
 
     def __init__(self, forward_backward_func: Callable[..., Any], **options: Any) -> None:
@@ -62,7 +63,7 @@ class GraphedForwardBackward:
         return {names[key]: iteration.report() for key, iteration in self._iterations.items()}
 
     def release(self) -> None:
-        """Releases both graphs. Idempotent; before ``destroy_process_group()``."""
+        """Release both graphs; call it before ``destroy_process_group()``. Idempotent."""
         for iteration in self._iterations.values():
             iteration.release()
 

@@ -1,4 +1,4 @@
-"""The norm of all gradients of a model, however its parameters are sharded, and clipping by it."""
+"""Norm of all gradients of a model, however its parameters are sharded, and clipping by it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def total_norm(
     shard_group: dist.ProcessGroup | None = None,
     stage_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """The 2-norm of all gradients as one vector: fp32 whatever their dtype, 0-dim.
+    """2-norm of all gradients as one vector, 0-dim and fp32 for gradients of any dtype.
 
-    Of sharded gradients (DTensor: FSDP2, tensor and expert parallelism) it is that of the whole
-    tensors, the same on all of their ranks; what ranks have copies of counts once.
-    ``torch.nn.utils.get_total_norm`` rounds every tensor's norm to the tensor's dtype, and takes
+    Sharded gradients (DTensor: FSDP2, tensor and expert parallelism) count as whole tensors, and
+    replicated gradients count once; all ranks get the same norm. In contrast,
+    ``torch.nn.utils.get_total_norm`` rounds every tensor's norm to the tensor's dtype and takes
     DTensors of one mesh only.
 
     Args:
-        shard_group: ranks that hold disjoint parts of what is not a DTensor.
-        stage_group: ranks of a pipeline, each with gradients of other parameters. All of them
-            call it.
+        shard_group: ranks that hold disjoint parts of the gradients that are no DTensors.
+        stage_group: ranks of a pipeline, each with gradients of other parameters. All ranks of the
+            group call this function.
 
     Raises:
         ValueError: a DTensor whose values have yet to be summed (Partial).
@@ -48,13 +48,13 @@ def clip_grad_norm(
     max_norm: float,
     stage_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """As ``torch.nn.utils.clip_grad_norm_``, by ``total_norm``, for parameters on several meshes.
+    """Clip gradients like ``torch.nn.utils.clip_grad_norm_``, for parameters on several meshes.
 
     Args:
-        stage_group: as of ``total_norm``.
+        stage_group: as in ``total_norm``.
 
     Returns:
-        The norm before clipping: fp32, 0-dim, no DTensor.
+        The norm before clipping, by ``total_norm``: fp32, 0-dim, no DTensor.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = total_norm(gradients, stage_group=stage_group)
@@ -63,7 +63,7 @@ def clip_grad_norm(
 
 
 def clip_factor(max_norm: float, norm: Tensor) -> Tensor:
-    """What gradients of that norm are multiplied by, so that theirs is at most ``max_norm``."""
+    """Factor that brings gradients of norm ``norm`` to a norm of at most ``max_norm``."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
@@ -88,7 +88,7 @@ def _over_ranks(norm: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
 def _holders(
     gradient: Tensor, shard_group: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup, ...]:
-    """The groups of ranks that together hold the gradient."""
+    """Groups of ranks that together hold the gradient."""
     mesh = getattr(gradient, "device_mesh", None)
     if mesh is None:
         return () if shard_group is None else (shard_group,)

@@ -15,31 +15,34 @@ from moe_graphs.optim.gradient_factor import by_dtype
 
 HYSTERESIS_RULES = ("apex", "megatron")
 _CONSTANTS = ("growth_factor", "backoff_factor", "growth_interval", "hysteresis")
-# In a state only where they differ from this, which is torch's behaviour: torch's has no such keys.
+# Defaults are torch's behaviour. A state has these keys only if the values differ from the
+# defaults, so that torch's scaler can load it.
 _DEFAULTS = {"hysteresis_rule": "apex", "min_scale": 0.0}
 
 
 class GradScaler:
-    """Multiplies the loss, so that small fp16 gradients survive, and finds the largest safe factor.
+    """Loss scaling for fp16: finds the largest factor of the loss with finite gradients.
 
-    As ``torch.amp.GradScaler``, with hysteresis: ``hysteresis - 1`` steps whose gradients are not
-    finite are tolerated, and at each one after them the scale backs off. With 1 it is torch's. The
-    steps are skipped in every case. ``hysteresis_rule`` says what forgives the tolerated ones:
-    "apex" every finite step (``update_scale_hysteresis``, so only steps in a row count),
-    "megatron" nothing but the growth of the scale, after ``growth_interval`` finite steps in a row
-    (``DynamicGradScaler``).
+    It works like ``torch.amp.GradScaler``, with hysteresis: the scale stays the same for
+    ``hysteresis - 1`` steps whose gradients are not finite, and backs off at each such step after
+    them. A hysteresis of 1 is torch's behaviour. Steps with gradients that are not finite are
+    always skipped. ``hysteresis_rule`` says when the count starts anew: with "apex" at every finite
+    step, so only steps in a row count (apex's ``update_scale_hysteresis``); with "megatron" when
+    the scale grows, after ``growth_interval`` finite steps in a row (Megatron's
+    ``DynamicGradScaler``).
 
         skipped (hysteresis=2)   -     yes   -     yes   yes   yes   -
         scale after it, apex     8     8     8     8     4     2     2
         scale after it, megatron 8     8     8     4     2     1     1
 
-    Backing off stops at ``min_scale``; growing stops below infinity, where Megatron goes on.
+    The scale backs off down to ``min_scale`` and grows while it is finite (Megatron's may become
+    infinite).
 
-    Every method but ``state_dict`` only enqueues work, on tensors whose addresses never change
-    (``scale_factor``, ``growth_tracker``, ``hysteresis_tracker``, 0-dim): all of them can be
-    captured in a graph. The numbers given here are constants of such a graph.
+    Every method but ``state_dict`` only enqueues work on tensors whose addresses never change
+    (``scale_factor``, ``growth_tracker``, ``hysteresis_tracker``, 0-dim), so it can be captured in
+    a graph. The arguments of the constructor are constants of such a graph.
 
-    To skip steps that are not finite without scaling (bf16), pass
+    To skip steps with gradients that are not finite, without scaling (bf16), pass
     ``GradScaler(device, init_scale=1.0, growth_factor=1.0, backoff_factor=1.0)``.
     """
 
@@ -74,16 +77,16 @@ class GradScaler:
     def unscale_(
         self, gradients: Sequence[Tensor], process_group: dist.ProcessGroup | None = None
     ) -> Tensor:
-        """Divides the gradients by the scale in place, and looks for inf and NaN on the way.
+        """Divide the gradients by the scale in place, and look for inf and NaN on the way.
 
         Args:
-            process_group: whose ranks must agree. All of them have to come here.
+            process_group: ranks that get the same answer; all of them call this method.
 
         Returns:
             1.0 if a gradient (of any rank) was not finite, else 0.0: fp32, 0-dim.
         """
         found_inf = torch.zeros((), dtype=torch.float32, device=self.scale_factor.device)
-        # In fp64, as torch's scaler does it: the reciprocal of a power of two must be exact.
+        # In fp64 as in torch's scaler, so that the reciprocal of a power of two is exact.
         inverse = self.scale_factor.double().reciprocal().float()
         for same in by_dtype(gradients):
             _unscale(same, found_inf, inverse)
@@ -93,10 +96,11 @@ class GradScaler:
 
     @torch.no_grad()
     def update(self, found_inf: Tensor, unless: Tensor | None = None) -> None:
-        """Sets the scale of the next step by what ``unscale_`` returned for this one.
+        """Set the scale of the next step.
 
         Args:
-            unless: 0-dim; where it is above 0, nothing changes, as if the step had not been taken.
+            found_inf: the result of ``unscale_`` for this step.
+            unless: 0-dim; if it is above 0, nothing changes, as if the step had not been taken.
         """
         if unless is None:
             self._update(found_inf)
@@ -120,14 +124,17 @@ class GradScaler:
         )
         forgiven = ~found
         if self.hysteresis_rule == "megatron":
-            forgiven &= self.growth_tracker == 0  # which growing has just set
+            forgiven &= self.growth_tracker == 0  # growing has just set the tracker to 0
         left = self.hysteresis_tracker - found.int()
         self.hysteresis_tracker.copy_(torch.where(forgiven, self.hysteresis, left))
         lowered = torch.where(left > 0, before, self.scale_factor.clamp(min=self.min_scale))
         self.scale_factor.copy_(torch.where(found, lowered, self.scale_factor))
 
     def state_dict(self) -> dict[str, float | int | str]:
-        """Numbers, under the keys of ``torch.amp.GradScaler`` where it has them. Synchronises."""
+        """Read the state as numbers; waits for the device.
+
+        The keys are those of ``torch.amp.GradScaler``, and some of our own if needed.
+        """
         beyond = {name: getattr(self, name) for name in _DEFAULTS}
         return {
             "scale": self.scale_factor.item(),
@@ -138,11 +145,11 @@ class GradScaler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Fills the tensors in place, so that graphs go on with them. Takes torch's state, too.
+        """Load a state of this class or of torch's, in place, so that graphs go on with it.
 
         Raises:
-            ValueError: if a constant differs from this scaler's, or the state has no scale (that of
-                a scaler that was not enabled). Nothing is loaded then.
+            ValueError: a constant differs from this scaler's, or the state has no scale, since it
+                is that of a disabled scaler. Nothing is loaded then.
         """
         missing = [name for name in ("scale", "_growth_tracker") if name not in state]
         if missing:
@@ -175,8 +182,8 @@ def _unscale(gradients: list[Tensor], found_inf: Tensor, inverse: Tensor) -> Non
     if dtype != torch.bfloat16:
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)
         return
-    # That kernel has no bfloat16 on CUDA (torch 2.11). A norm that is not finite tells as much.
-    gradients = [gradient for gradient in gradients if gradient.numel()]  # a rank may hold nothing
+    # Torch's kernel takes no bfloat16 on CUDA (torch 2.11). For bf16 the norm shows inf and NaN.
+    gradients = [gradient for gradient in gradients if gradient.numel()]  # a shard may be empty
     if not gradients:
         return
     largest = torch.stack(torch._foreach_norm(gradients, math.inf))

@@ -1,4 +1,4 @@
-"""What to do when a rank's experts had no room for the rows that were routed to them.
+"""Another run of a step in which a rank's experts had no room for the rows routed to them.
 
     dispatcher = make_dispatcher("symmetric", rows_factor=1.25)
     step = DeviceStep(optimizer, process_group=dist.group.WORLD)
@@ -15,12 +15,13 @@
         with other_rows_factor(model, None):
             result = train(batch)
 
-In the step that overflowed nothing has moved but random numbers and the counters of routers. Run
-again, it draws new random numbers, unless their state is put back. Graphs were captured with
-another dispatcher: within the block calls run eagerly and are counted (``attribute``; not with
-``on_mismatch="error"``), behind it they replay again. What is captured is the call that comes after
-the warm-up, whatever its factor: leave ``warmup_steps`` to spare. ``MoELayer.most_rows`` says which
-factor would have been enough.
+A step that overflowed has changed nothing but the random state and the routers' counters. The
+second run draws new random numbers, unless the random state is put back before it. Graphs were
+captured with another dispatcher, so calls within the block run eagerly and are counted
+(``attribute``; with ``on_mismatch="error"`` they raise). After the block, calls are replayed again.
+If the step after the warm-up overflows, its second run is captured with the other factor; a larger
+``warmup_steps`` makes that unlikely. ``MoELayer.most_rows`` says which factor would have been
+enough.
 """
 
 from __future__ import annotations
@@ -37,8 +38,12 @@ from moe_graphs.layers.moe import MoEStages
 
 @contextlib.contextmanager
 def other_rows_factor(model: nn.Module, rows_factor: float | None) -> Iterator[None]:
-    """Within this context the dispatchers of the model's MoE layers have another ``rows_factor``,
-    None for the worst routing. All ranks have to enter it together.
+    """Context in which the dispatchers of the model's MoE layers have another ``rows_factor``.
+
+    All ranks enter the context together.
+
+    Args:
+        rows_factor: the other factor; None makes room for the worst routing.
 
     Raises:
         ValueError: the model has no dispatcher with a ``rows_factor``.

@@ -1,4 +1,4 @@
-"""Batches in fixed device memory, copied there while the step before still runs."""
+"""Batches in fixed device memory, copied there while the step before them still runs."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ BatchT = TypeVar("BatchT")
 
 
 class StaticLoader(Generic[BatchT]):
-    """Iterates over ``loader`` and hands out its batches in memory of its own on ``device``.
+    """Iterable over ``loader`` whose batches lie in fixed memory on ``device``.
 
-    The loader is asked for a batch when that batch is handed out, never ahead: what it draws at
-    random, its state for a checkpoint and where a ``break`` leaves it are as without this class.
-    On a GPU the batch travels through pinned memory on a stream of its own, while the step before
-    still runs there (unless the host has waited for it). A batch is good until ``held`` more have
-    been taken; by then the work that was enqueued with it before counts as the last to read it.
+    The loader is asked for a batch when that batch is handed out, never ahead. So its random
+    numbers, its state for a checkpoint and its position after a ``break`` are as without this
+    class. On a GPU the batch is copied through pinned memory on a stream of its own, while the step
+    before still runs (unless the host has waited for that step). A batch is valid until ``held``
+    more batches have been taken; work that reads it has to be enqueued before.
 
-    Tensors of a batch may change their values only, and have the strides of ``tensor.to(device)``;
-    each has memory of its own. Other leaves must stay equal, to the sign of a zero. Two loaders
-    share nothing. A new ``iter()`` ends the one before.
+    From batch to batch only the values of tensors may change. The tensors have the strides of
+    ``tensor.to(device)``, and memory of their own. Other leaves must stay equal, to the sign of a
+    zero. Two loaders share no memory. A new ``iter()`` ends the iterator before.
 
     Args:
-        loader: any iterable of pytrees, such as a ``DataLoader``; pinning there is not needed.
-        held: how many batches in a row stay good: the number of microbatches, if they are
+        loader: any iterable of pytrees, such as a ``DataLoader``; it need not pin memory.
+        held: how many batches in a row are valid at once: the number of microbatches, if they are
             taken together.
-        on_mismatch: for a batch that is built differently from the first (a smaller last one):
-            "error" raises, "pass" hands it out in fresh memory, for an eager step. The next one is
-            right again in both cases.
+        on_mismatch: what happens to a batch that is built differently from the first (a smaller
+            last one): "error" raises, "pass" hands it out in fresh memory, for an eager step. The
+            loader goes on after it in both cases.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class StaticLoader(Generic[BatchT]):
         if on_mismatch not in ("error", "pass"):
             raise ValueError(f"on_mismatch: got {on_mismatch!r}, accepted are 'error', 'pass'")
         self.loader, self.held, self.on_mismatch = loader, held, on_mismatch
-        self.device = torch.empty(0, device=device).device  # with its index, if it has one
+        self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._signature: Signature | None = None
         self._slots: list[_Slot] = []
@@ -67,14 +67,14 @@ class StaticLoader(Generic[BatchT]):
         self._passes += 1
         return StaticBatches(self, iter(self.loader), self._passes)
 
-    # Also under inference_mode: memory that is made there could not be trained with later.
+    # Training cannot use tensors that were made under inference_mode, so leave it here.
     @torch.inference_mode(False)
     @torch.no_grad()
     def _place(self, batch: BatchT) -> BatchT:
-        """The batch in static memory, ready for the current stream.
+        """Copy the batch into static memory, ready for the current stream.
 
         Raises:
-            GraphError: if it does not fit.
+            GraphError: the batch is built differently from the first.
         """
         leaves, structure = pytree.tree_flatten(batch)
         _check_leaves(batch, leaves)
@@ -82,7 +82,7 @@ class StaticLoader(Generic[BatchT]):
         if self._signature is None:
             self._signature = Signature.of(batch, input_name)
             self._slots = [self._slot(layouts, structure) for _ in range(self.held + 1)]
-        # The next turn's slot: whoever was given its batch has enqueued all work with it by now.
+        # The slot of the next turn. All work with its last batch has been enqueued by now.
         self._slots[(self._turn + 1) % len(self._slots)].give_back()
         slot = self._slots[self._turn % len(self._slots)]
         difference = self._difference(batch, leaves, layouts, structure)
@@ -107,7 +107,7 @@ class StaticLoader(Generic[BatchT]):
         layouts: Sequence[_Layout | None],
         structure: pytree.TreeSpec,
     ) -> str | None:
-        """How a batch differs from the first one, by the name of the leaf."""
+        """Describe how a batch differs from the first one, by the name of the leaf; or None."""
         assert self._signature is not None
         if structure != self._signature.structure:
             return structure_mismatch(self._signature, batch).message
@@ -146,7 +146,7 @@ class StaticBatches(Iterator[BatchT]):
 
 
 class _Layout(NamedTuple):
-    """A tensor but for its values. ``strides`` are those on the loader's device."""
+    """Layout of a tensor; ``strides`` are those on the loader's device."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -154,19 +154,19 @@ class _Layout(NamedTuple):
 
     @classmethod
     def of(cls, leaf: Tensor, device: torch.device) -> _Layout:
-        """A copy to another device closes gaps between elements, as ``leaf.to(device)`` does."""
+        """Layout of ``leaf.to(device)``, which closes gaps between elements."""
         moves = leaf.device != device and not leaf.is_contiguous()
         strides = (torch.empty_like(leaf, device="meta") if moves else leaf).stride()
         return cls(tuple(leaf.shape), leaf.dtype, strides)
 
     def beside(self, other: _Layout) -> str:
-        """In words. Strides follow from the shape where that is another."""
+        """Describe this layout next to ``other``; strides only if the shapes are equal."""
         text = f"{list(self.shape)} {self.dtype}"
         return text if self[:2] != other[:2] else f"{text} with strides {list(self.strides)}"
 
 
 class _Slot:
-    """Memory of one batch, and the events that say when it may be read and written."""
+    """Memory of one batch, and events that say when it may be read and written."""
 
     def __init__(
         self,
@@ -190,18 +190,18 @@ class _Slot:
             self.give_back()
 
     def give_back(self) -> None:
-        """The next batch comes after all work that the caller has enqueued until now."""
+        """Let the next batch wait for all work that the caller has enqueued until now."""
         if self._stream is not None:
             self._released.record(torch.cuda.current_stream(self._device))
 
     def fill(self, leaves: Sequence[Any]) -> Any:
-        """The batch of these leaves in this memory, ready for the current stream."""
+        """Copy the leaves into this memory and return the batch, ready for the current stream."""
         sources = {index: leaves[index] for index in self._tensors}
         stream = self._stream
         if stream is None:
             self._copy(sources)
         else:
-            # The device has read what is in pinned memory now: it did so some steps ago.
+            # The device has read the pinned memory's present values some steps ago.
             self._written.synchronize()
             sources = {index: self._staged(index, leaf, stream) for index, leaf in sources.items()}
             with torch.cuda.stream(stream):
@@ -219,7 +219,10 @@ class _Slot:
             target.copy_(value, non_blocking=on_stream)
 
     def _staged(self, index: int, leaf: Tensor, stream: torch.cuda.Stream) -> Tensor:
-        """What the copy stream may read later: pinned memory that nobody else writes."""
+        """Copy the leaf to pinned memory of this slot, where the copy stream may read it later.
+
+        A leaf on a device is returned itself, marked as used by the copy stream.
+        """
         if leaf.device.type != "cpu":
             stream.wait_stream(torch.cuda.current_stream(leaf.device))
             leaf.record_stream(stream)
@@ -232,7 +235,11 @@ class _Slot:
 
 
 def _check_leaves(batch: Any, leaves: Sequence[Any]) -> None:
-    """Raises ``GraphError`` for what a copy would silently make something else of."""
+    """Check that a copy keeps every leaf what it is.
+
+    Raises:
+        GraphError: a copy would silently change the kind of a leaf.
+    """
     reasons = map(_unfit, leaves)
     for index, reason in enumerate(reasons):
         if reason is not None:
