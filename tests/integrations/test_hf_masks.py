@@ -111,7 +111,6 @@ def test_a_forward_that_reads_masks_by_hand_is_left(monkeypatch):
             hidden_states = -hidden_states
         return hidden_states
 
-    forward.__module__ = modeling_llama.__name__
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forward)
     change = masks_of(accelerate_model(tiny("llama", None), **NOTHING, whole_steps=True))
     assert "looks at _attn_implementation by itself" in change.note

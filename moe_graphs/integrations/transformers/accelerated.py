@@ -17,6 +17,7 @@ from moe_graphs.integrations.transformers.caching import stop_caching
 from moe_graphs.integrations.transformers.changes import Changes, trying
 from moe_graphs.integrations.transformers.collected_outputs import collect_outputs
 from moe_graphs.integrations.transformers.experts_interface import NAME, register
+from moe_graphs.integrations.transformers.reached_code import host_read
 from moe_graphs.integrations.transformers.rms_norms import change_norms, fuse_residuals
 from moe_graphs.integrations.transformers.rotary_positions import change_rotary
 from moe_graphs.integrations.transformers.static_masks import static_attention
@@ -237,11 +238,15 @@ def _graph_layers(model: Any, done: Accelerated, config: GraphConfig | None) -> 
         and len(module)
         and all(isinstance(layer, GradientCheckpointingLayer) for layer in module)
     }
-    layers = [layer for module in lists.values() for layer in module]
-    scopes = tuple(f"{name}.*" for name in lists) if config is None else tuple(config.scopes or ())
+    layers = {f"{name}.{i}": layer for name, each in lists.items() for i, layer in enumerate(each)}
+    reads = {} if config else {n: why for n, layer in layers.items() if (why := host_read(layer))}
+    for why, count in Counter(reads.values()).items():
+        done.left("graphs", "layers", count, f"{why}: they run eagerly")
+    scopes = _scopes_without(lists, reads) if config is None else tuple(config.scopes or ())
     what = ", ".join(scopes) or "none"
     if not scopes:
-        done.no_graphs(what, "no list of decoder layers found")
+        why = "; ".join(dict.fromkeys(reads.values())) or "no list of decoder layers found"
+        done.no_graphs(what, why)
         return
     inner = without_wrappers(model)
     # ``save_pretrained`` writes it there: a change of the configuration that layers may read.
@@ -259,11 +264,20 @@ def _graph_layers(model: Any, done: Accelerated, config: GraphConfig | None) -> 
             inner.config.dtype = before
 
     note = "captured in the steps after the warm-up: with accelerated.step(): ..."
-    done.changed("graphs", what, len(layers), note, undo)
-    checkpointed = sum(bool(layer.gradient_checkpointing) for layer in layers)
+    done.changed("graphs", what, len(layers) - len(reads), note, undo)
+    checkpointed = sum(bool(layer.gradient_checkpointing) for layer in layers.values())
     if checkpointed:
         note = "gradient checkpointing runs forwards inside of backwards: eager while it is on"
         done.left("graphs", what, checkpointed, note)
+
+
+def _scopes_without(lists: dict[str, Any], left: dict[str, str]) -> tuple[str, ...]:
+    """A pattern for each list of layers, or the names of its layers where some are left."""
+    scopes: list[str] = []
+    for name, layers in lists.items():
+        known = [each for i in range(len(layers)) if (each := f"{name}.{i}") not in left]
+        scopes += [f"{name}.*"] if len(known) == len(layers) else known
+    return tuple(scopes)
 
 
 def _keep_no_casts(base_model: nn.Module, args: tuple[Any, ...]) -> None:

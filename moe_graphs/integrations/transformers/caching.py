@@ -30,7 +30,8 @@ def stop_caching(model: Any, done: Changes) -> None:
     models = [m for m in model.base_model.modules() if isinstance(m, PreTrainedModel)]
     found = [m for m in models if _place_of_flag(type(m)) is not None]
     for modules in by_class(found):
-        done.changed_classes("caching", modules, derived(type(modules[0]), _uncached), _NOTE)
+        kind: Any = type(modules[0])
+        done.changed_classes("caching", modules, derived(kind, _uncached), _NOTE)
 
 
 def _place_of_flag(kind: type[Any]) -> int | None:

@@ -11,9 +11,15 @@ import dis
 import inspect
 import itertools
 import types
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from moe_graphs.integrations.transformers.reached_code import (
+    codes,
+    named_functions,
+    reached,
+    strings,
+)
 
 CAUSAL, RECURRENT = "create_causal_mask", "create_recurrent_attention_mask"
 # What the configuration calls the number of tokens up to which the mask is causal alone.
@@ -62,7 +68,7 @@ def mask_rule(model: Any) -> MaskRule:
     Raises:
         UnknownMasksError: its masks are not known to be causal.
     """
-    functions, configs = list(_reached(model)), configs_of(model)
+    functions, configs = list(reached(model.modules())), configs_of(model)
     builders = set().union(*(_builders(function, configs) for function in functions))
     unknown = builders - {CAUSAL, RECURRENT, *WINDOWS}
     if unknown:
@@ -83,7 +89,8 @@ def mask_rule(model: Any) -> MaskRule:
         and not set(getattr(config, "layer_types", None) or ["unknown"]) <= _WITHOUT_WINDOW
         and (window := getattr(config, named, None)) is not None
     ]
-    return MaskRule(*min(windows, default=(None, "")), reads_padding=RECURRENT in builders)
+    window, named = min(windows, default=(None, ""))
+    return MaskRule(window, named, RECURRENT in builders)
 
 
 def builder_of(model: Any) -> Any:
@@ -107,18 +114,20 @@ def configs_of(model: Any) -> list[Any]:
 
 def _builders(function: types.FunctionType, configs: list[Any]) -> set[str]:
     """The names of transformers' functions for masks that ``function`` names."""
-    found = {value.__name__ for value in _named(function, []) if value.__module__ in _BUILDERS}
+    found = {
+        value.__name__ for value in named_functions(function, []) if value.__module__ in _BUILDERS
+    }
     crosses = any(getattr(config, "add_cross_attention", True) for config in configs)
     return found if crosses or CAUSAL not in found else found - {_ACROSS}
 
 
 def _check(function: types.FunctionType) -> None:
     where = function.__qualname__
-    more = _MORE & set(_strings(function.__code__))
+    more = _MORE & set(strings(function.__code__))
     if more:
         raise UnknownMasksError(f"{where} gives masks {', '.join(sorted(more))}")
     read = table = 0
-    for code in _codes(function.__code__):
+    for code in codes(function.__code__):
         instructions = list(dis.get_instructions(code))
         for instruction, following in itertools.pairwise(instructions):
             # Whether it is "eager" has one answer for all others.
@@ -126,47 +135,3 @@ def _check(function: types.FunctionType) -> None:
             table += instruction.argval == _TABLE
     if read > table:
         raise UnknownMasksError(f"{where} looks at {_IMPLEMENTATION} by itself")
-
-
-def _reached(model: Any) -> Iterator[types.FunctionType]:
-    """The forwards of ``model`` and its modules, and what of transformers' models they name."""
-    kinds = list(dict.fromkeys(type(module) for module in model.modules()))
-    waiting = [kind.forward for kind in kinds]
-    seen: set[Any] = set()
-    while waiting:
-        function = inspect.unwrap(waiting.pop())
-        if function in seen or not isinstance(function, types.FunctionType):
-            continue
-        seen.add(function)
-        if not function.__module__.startswith("transformers.models."):
-            continue
-        yield function
-        waiting += _named(function, kinds)
-
-
-def _named(function: types.FunctionType, kinds: list[type]) -> Iterator[Any]:
-    """The functions that ``function`` names: globals, and methods of ``kinds``."""
-    names = (name for code in _codes(function.__code__) for name in code.co_names)
-    for name in dict.fromkeys(names):
-        found = [function.__globals__.get(name), *(getattr(kind, name, None) for kind in kinds)]
-        yield from (value for value in found if isinstance(value, types.FunctionType))
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """The names and constants of code, keywords of its calls among them."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, types.CodeType):
-        yield from value.co_names
-        for constant in value.co_consts:
-            yield from _strings(constant)
-    elif isinstance(value, tuple):
-        for each in value:
-            yield from _strings(each)

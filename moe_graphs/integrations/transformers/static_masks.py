@@ -56,7 +56,8 @@ def static_attention(model: Any, done: Changes) -> None:
     ALL_ATTENTION_FUNCTIONS.register(STATIC_SDPA, _attention)
     configs = [c for c in configs_of(base) if c._attn_implementation == "sdpa"]
     setattr(base, _RULE, (rule, configs))
-    restore = change_class([base], derived(type(base), _static))
+    kind: Any = type(base)
+    restore = change_class([base], derived(kind, _static))
 
     def undo() -> None:
         restore()

@@ -27,6 +27,7 @@ from moe_graphs.integrations.transformers.swapped_block import (
 )
 from moe_graphs.integrations.transformers.tried_block import why_it_differs
 from moe_graphs.layers import MoEConfig
+from moe_graphs.layers.expert_layouts import NAMES
 
 # Whether scores are sigmoids, and whether they are normalised where the router does not say.
 _SOFTMAX, _SOFTMAX_AS_IT_IS, _SIGMOID = (False, True), (False, False), (True, True)
@@ -157,11 +158,8 @@ def _reason_to_leave(block: Any, tried: dict[Any, str | None]) -> str | None:
     if isinstance(block, SwappedMoE):
         return "are ours already"
     if type(block).__name__ not in _KINDS:
-        return (
-            "its class is not one that we have read; if it is a router with SwiGLU experts, "
-            "MoELayer.from_experts(block.experts, block.gate, top_k=...) makes a layer of ours "
-            "(docs/own_block.md)"
-        )
+        part = _unknown_part(block)
+        return f"its class is not one that we have read: {part}{_conversion(block)}"
     reason = _other_parts(block) or _other_experts(block.experts) or _other_weights(block)
     if reason is not None:
         return reason
@@ -195,6 +193,40 @@ def _config(block: Any) -> MoEConfig:
     )
 
 
+def _unknown_part(block: Any) -> str:
+    """Which part of a block of another class is not ours, as far as one can see."""
+    if not any(hasattr(block, name) for name in ROUTERS):
+        names = ", ".join(name for name, _ in block.named_children())
+        return f"it has {names}, and no router named {' or '.join(ROUTERS)}"
+    router = _router(block)
+    if not _has_weight(router):
+        return f"its router ({type(router).__name__}) has no weight of its own"
+    reason = _other_experts(block.experts) or _other_parts(block)
+    return reason or f"its router ({type(router).__name__})"
+
+
+def _conversion(block: Any) -> str:
+    """What makes a layer of ours from a block, if its experts are SwiGLU networks."""
+    experts, router = block.experts, next((n for n in ROUTERS if hasattr(block, n)), None)
+    if isinstance(experts, nn.ModuleList):
+        one = experts[0] if len(experts) else None
+        fits = any(all(hasattr(one, name) for name in names) for names in NAMES)
+    else:
+        fits = _other_experts(experts) is None
+    if router is None or not fits or not _has_weight(getattr(block, router)):
+        return ""
+    shared = any(hasattr(block, name) for name in SHARED)
+    return (
+        f". If its router takes the best of a softmax or of sigmoids, MoELayer.from_experts("
+        f"block.experts, block.{router}, top_k=...) makes a layer of its weights"
+        f"{', without the shared expert' if shared else ''} (docs/own_block.md)"
+    )
+
+
+def _has_weight(router: Any) -> bool:
+    return isinstance(getattr(router, "weight", None), nn.Parameter)
+
+
 def _router(block: Any) -> Any:
     return next(getattr(block, name) for name in ROUTERS if hasattr(block, name))
 
@@ -225,10 +257,14 @@ def _other_parts(block: Any) -> str | None:
 def _other_experts(experts: Any) -> str | None:
     if not hasattr(type(experts), "_apply_gate"):
         return "its experts are none of transformers' interface"
-    if experts.has_bias or experts.is_transposed or not experts.is_concatenated:
-        return "its experts have biases or lie in memory in another way"
+    if experts.has_bias:
+        return "its experts have biases"
+    if experts.is_transposed or not experts.is_concatenated:
+        return "its experts' weights lie in memory in another way"
     if not is_swiglu(experts):
-        return f"its experts are no SwiGLU: {type(experts.act_fn).__name__}"
+        name = type(experts.act_fn).__name__
+        own = "a gate of their own" if name.startswith("SiLU") else name
+        return f"its experts are no SwiGLU: {own}"
     if {name for name, _ in experts.named_parameters()} != {"gate_up_proj", "down_proj"}:
         return "its experts have other parameters"
     if getattr(experts, "_is_expert_parallel", False):
