@@ -15,6 +15,7 @@ from moe_graphs.engine.static_memory import dense_pair
 from moe_graphs.engine.values import same_value
 from moe_graphs.engine.whole_step.batch import input_name, structure_mismatch
 from moe_graphs.errors import GraphError
+from moe_graphs.training.batch_types import know_batches
 
 BatchT = TypeVar("BatchT")
 
@@ -33,7 +34,8 @@ class StaticLoader(Generic[BatchT]):
     zero. Two loaders share no memory. A new ``iter()`` ends the iterator before.
 
     Args:
-        loader: any iterable of pytrees, such as a ``DataLoader``; it need not pin memory.
+        loader: any iterable of pytrees, such as a ``DataLoader``; it need not pin memory. Batches
+            of transformers' tokenizers and processors may be among them.
         held: how many batches in a row are valid at once: the number of microbatches, if they are
             taken together.
         on_mismatch: what happens to a batch that is built differently from the first (a smaller
@@ -76,6 +78,8 @@ class StaticLoader(Generic[BatchT]):
         Raises:
             GraphError: the batch is built differently from the first.
         """
+        if self._signature is None:
+            know_batches()
         leaves, structure = pytree.tree_flatten(batch)
         _check_leaves(batch, leaves)
         layouts = [_Layout.of(leaf, self.device) if _is_tensor(leaf) else None for leaf in leaves]

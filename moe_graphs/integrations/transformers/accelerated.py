@@ -23,6 +23,7 @@ from moe_graphs.integrations.transformers.rotary_positions import change_rotary
 from moe_graphs.integrations.transformers.static_masks import static_attention
 from moe_graphs.integrations.transformers.swapped_layers import swap_moe_layers
 from moe_graphs.kernels import cross_entropy
+from moe_graphs.training.batch_types import know_batches
 
 
 class NoGraphs:
@@ -135,6 +136,7 @@ def accelerate_model(
             f"accelerate_model takes a PreTrainedModel of transformers 5, got a "
             f"{type(model).__name__}: use moe_graphs.graph for other models"
         )
+    know_batches()
     done, inner = Accelerated(model), without_wrappers(model)
     try:
         if experts:
