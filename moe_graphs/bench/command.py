@@ -1,4 +1,4 @@
-"""``moe-graphs bench``."""
+"""The command ``moe-graphs bench``."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def gemm(
     plot: Annotated[
         Path | None, typer.Option(help="Only draw the picture from --out into this file.")
     ] = None,
-    commit: Annotated[str | None, typer.Option(help="Where there is no .git to ask.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit, if there is no .git.")] = None,
     json_: Annotated[
         bool, typer.Option("--json", help="One JSON document on stdout, all else on stderr.")
     ] = False,
 ) -> None:
     """Times grouped GEMMs against dense cuBLAS, per-expert launches and torch._grouped_mm."""
     console = make_console(stderr=json_)
-    with errors_in_a_line(ImportError):  # the picture's matplotlib
+    with errors_in_a_line(ImportError):  # matplotlib, which the picture needs
         document = (
             _draw(out, plot, console) if plot else _measure(out, console, quick, budget, commit)
         )

@@ -1,4 +1,4 @@
-"""Where and with what a benchmark ran: the stamp that every line of results carries."""
+"""Stamp of every line of results: the machine and the versions that a benchmark ran with."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def stamp(commit: str | None = None) -> dict[str, Any]:
-    """GPU, driver, versions, commit and date, as JSON values; ``"unknown"`` where not to be had.
+    """GPU, driver, versions, commit and date, as JSON values; ``"unknown"`` if not available.
 
     Args:
-        commit: what to write instead of asking ``.git``, which a machine that was sent a copy of
-            the tree lacks, or has of another commit.
+        commit: written instead of the commit in ``.git``. A machine that got a copy of the tree has
+            no ``.git``, or one of another commit.
     """
     return {
         "gpu": _gpu_name(),
@@ -40,7 +40,7 @@ def stamp(commit: str | None = None) -> dict[str, Any]:
 
 
 def describe(environment: dict[str, Any]) -> str:
-    """A stamp in one line."""
+    """Write a stamp in one line."""
     versions = ", ".join(f"{key} {environment[key]}" for key in ("torch", "triton", "cuda"))
     commit, *changes = environment["commit"].partition("+")
     return (
@@ -75,11 +75,11 @@ def _triton() -> str:
 
 
 def _commit(given: str | None) -> str:
-    """The commit, with ``+changes`` if tracked files differ from it."""
+    """Commit of the tree, with ``+changes`` if tracked files differ from it."""
     if given:
         return given
     top = _output("git", "-C", str(ROOT), "rev-parse", "--show-toplevel")
-    if not top or Path(top) != ROOT:  # a copy of the tree, perhaps inside of another repository
+    if not top or Path(top) != ROOT:  # a copy of the tree may lie in another repository
         return UNKNOWN
     commit = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
     changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
@@ -87,7 +87,7 @@ def _commit(given: str | None) -> str:
 
 
 def _output(*command: str) -> str:
-    """What a command prints; empty if it fails or does not exist."""
+    """Output of a command; empty if it fails or does not exist."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,9 +1,9 @@
-"""Grouped GEMM against dense cuBLAS, per-expert launches and torch, on the shapes the field trains.
+"""Grouped GEMM against dense cuBLAS, per-expert launches and torch, on shapes of published models.
 
-Sustained: contenders take turns in random order, bursts of about 12 ms, median of the rounds. The
-chip is power-limited, so only ratios within one cell count. FLOPs are the unpadded ones. What can
-be captured is timed as a graph replay; the loops over experts synchronise and are timed eagerly,
-after the others.
+The measured speeds are sustained ones: contenders take turns in random order, in bursts of about
+12 ms, and the median of the rounds counts. The chip is power-limited, so only ratios within one
+cell can be compared. FLOPs do not include padding. Contenders that can be captured are timed as
+graph replays. Loops over experts wait for the device, so they are timed eagerly, after the others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moe_graphs.bench.timing import Watch, capture_burst, elapsed, error
 
 @dataclass(frozen=True)
 class Model:
-    """An MoE layer on one GPU: `experts` of them here, hidden and expert width, rows per token."""
+    """An MoE layer on one GPU: its local experts, hidden and expert width, and rows per token."""
 
     name: str
     hidden: int
@@ -37,7 +37,7 @@ class Model:
     top_k: int
 
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """(K, N) of the two GEMMs."""
+        """Sizes (K, N) of the two GEMMs."""
         return {"up": (self.hidden, 2 * self.ffn), "down": (self.ffn, self.hidden)}
 
 
@@ -58,7 +58,7 @@ MODELS = (
 
 @dataclass(frozen=True)
 class Cell:
-    """One row of the table: a model, which of its GEMMs, tokens on this GPU, routing."""
+    """One row of the table: a model, one of its GEMMs, tokens on this GPU, routing."""
 
     model: Model
     gemm: str
@@ -67,7 +67,7 @@ class Cell:
 
     @property
     def size(self) -> tuple[int, int, int, int]:
-        """Rows, experts, K, N."""
+        """Numbers of rows and experts, K and N."""
         K, N = self.model.shapes()[self.gemm]
         return self.tokens * self.model.top_k, self.model.experts, K, N
 
@@ -76,7 +76,7 @@ class Cell:
 
 
 def cells(quick: bool) -> list[Cell]:
-    """In order of importance, so that a budget that ends leaves the rest out."""
+    """Cells in the order of importance, so that a small budget leaves out the others."""
     if quick:
         return [Cell(m, g, 8192, "uniform") for m in MODELS[:4] for g in ("up", "down")]
     plan = [Cell(m, g, 8192, "uniform") for m in MODELS for g in ("up", "down")]
@@ -98,7 +98,7 @@ class Timed:
     error: float | None
 
     def burst(self) -> float:
-        """Microseconds per call."""
+        """Time one burst; return microseconds per call."""
         run = self.graph.replay if self.graph else self._eager
         return 1000 * elapsed(run) / self.calls
 
@@ -108,7 +108,7 @@ class Timed:
 
 
 def prepare(call: Call, problem: Problem, direction: str, compare: bool) -> Timed:
-    """Checks the result, measures host time, captures a burst if that is possible."""
+    """Check the result, measure the host's time, and capture a burst if possible."""
     out = call()
     error = sampled_error(out, problem, direction) if compare else None
     torch.cuda.synchronize()
@@ -153,7 +153,7 @@ def count_launches(call: Call) -> int:
 
 
 def time_cell(cell: Cell, rounds: int, watch: Watch, count: bool) -> list[dict]:
-    """One record per contender and direction."""
+    """Time a cell; return one record per contender and direction."""
     problem = make_problem(*cell.size, cell.routing)
     jobs = {}
     for name, calls in contenders(problem).items():
@@ -165,10 +165,11 @@ def time_cell(cell: Cell, rounds: int, watch: Watch, count: bool) -> list[dict]:
                 )
     launches = {key: count_launches(job.call) for key, job in jobs.items()} if count else {}
     spent = {key: [] for key in jobs}
-    # Another order in every cell: who comes after whom, warm or cool, is worth up to 5 %.
+    # Every cell has another order, because the contender before, and how warm it leaves the chip,
+    # changes a result by up to 5 %.
     shuffler = random.Random(cell.label())
-    # Those that synchronise come by themselves: the chip cools down while they wait for the host,
-    # and whoever came next would be faster.
+    # Contenders that wait for the device run by themselves: the chip cools down meanwhile, and the
+    # next contender would be faster.
     captured = [key for key, job in jobs.items() if job.graph]
     for order in (captured, [key for key in jobs if key not in captured]):
         for _ in range(rounds):
@@ -197,7 +198,7 @@ def record(name: str, direction: str, job: Timed, micros: list[float], flops: fl
 
 
 def table(cell: Cell, records: list[dict]) -> Table:
-    """One row per direction and contender."""
+    """Table of a cell, with one row per direction and contender."""
     ceiling = {r["direction"]: r["tflops"] for r in records if r["contender"] == "dense"}
     base = {r["direction"]: r["tflops"] for r in records if r["contender"] == "torch"}
     rows, experts, K, N = cell.size
@@ -221,13 +222,13 @@ def table(cell: Cell, records: list[dict]) -> Table:
 def run(
     out: Path, console: Console, *, quick: bool, budget: float, commit: str | None = None
 ) -> Iterator[dict]:
-    """Measures cell after cell until ``budget`` seconds are spent; appends lines to ``out``."""
+    """Measure cell after cell for at most ``budget`` seconds; append lines to ``out``."""
     started, watch = time.time(), Watch(out.with_suffix(".hung"))
     stamp = environment.stamp(commit)
     constant = {"benchmark": "grouped_gemm", "environment": stamp}
     console.print(environment.describe(stamp))
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.touch()  # fails before anything is measured
+    out.touch()  # a path that cannot be written fails before the measurements
     plan = cells(quick)
     for i, cell in enumerate(plan):
         if time.time() - started > budget:
@@ -242,7 +243,10 @@ def run(
 
 
 def plot(lines: Path, target: Path) -> None:
-    """TFLOP/s over rows per expert per direction; where the loop over experts catches up shows."""
+    """Draw TFLOP/s over rows per expert, per direction.
+
+    The picture shows where the loop over experts catches up.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -259,7 +263,7 @@ def plot(lines: Path, target: Path) -> None:
             for r in records:
                 if r["contender"] == name and r["direction"] == direction:
                     points[round(r["rows"])].append(r["tflops"])
-            shift = 1.05 ** (place - 2)  # beside each other
+            shift = 1.05 ** (place - 2)  # so that points do not cover each other
             for rows, rates in points.items():
                 axis.plot([rows * shift] * len(rates), rates, "o", color=f"C{place}", markersize=3)
             middle = [(rows * shift, median(points[rows])) for rows in sorted(points)]

@@ -1,6 +1,7 @@
-"""Who takes part in the grouped GEMM benchmark: each a call per direction, with what it can do.
+"""Contenders of the grouped GEMM benchmark, with a call for each direction that they have.
 
-R rows, E experts, K and N: forward x_RK @ w_EKN, dgrad dy_RN @ w.T, wgrad x.T @ dy per expert.
+Shapes: R rows, E experts, K and N. Per expert, forward is x_RK @ w_EKN, dgrad is dy_RN @ w.T, wgrad
+is x.T @ dy.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ DIRECTIONS = ("fwd", "dgrad", "wgrad")
 
 @dataclass(frozen=True)
 class Problem:
-    """Operands on the GPU, bf16, with their group ends there (and nowhere else)."""
+    """Operands on the GPU in bf16; the groups' ends are on the GPU alone."""
 
     x_RK: torch.Tensor
     w_EKN: torch.Tensor
@@ -46,7 +47,7 @@ def make_problem(rows: int, experts: int, K: int, N: int, routing: str) -> Probl
 
 
 def dense(p: Problem) -> dict[str, Call]:
-    """One cuBLAS GEMM of equal FLOPs per direction: the ceiling."""
+    """One cuBLAS GEMM of equal FLOPs per direction, as an upper bound of the speed."""
     y, dx = torch.empty_like(p.dy_RN), torch.empty_like(p.x_RK)
     dw = torch.empty_like(p.w_EKN[0])
     return {
@@ -57,7 +58,7 @@ def dense(p: Problem) -> dict[str, Call]:
 
 
 def loop(p: Problem, streams: int = 1) -> dict[str, Call]:
-    """One cuBLAS launch per expert, sizes read on the host, as a loop over experts must."""
+    """One cuBLAS launch per expert, with sizes that are read on the host."""
     y, dx, dw = torch.empty_like(p.dy_RN), torch.empty_like(p.x_RK), torch.empty_like(p.w_EKN)
     side = [torch.cuda.Stream() for _ in range(streams)] if streams > 1 else []
 
@@ -93,7 +94,7 @@ def loop(p: Problem, streams: int = 1) -> dict[str, Call]:
 
 
 def torch_grouped(p: Problem) -> dict[str, Call]:
-    """`torch._grouped_mm` (CUTLASS on Hopper)."""
+    """Calls of `torch._grouped_mm` (CUTLASS on Hopper)."""
     return {
         "fwd": lambda: torch._grouped_mm(p.x_RK, p.w_EKN, offs=p.ends_E),
         "dgrad": lambda: torch._grouped_mm(p.dy_RN, p.w_EKN.transpose(1, 2), offs=p.ends_E),
@@ -102,7 +103,7 @@ def torch_grouped(p: Problem) -> dict[str, Call]:
 
 
 def ours(p: Problem, name: str | None) -> dict[str, Call]:
-    """Our kernels: one named variant, or (None) what the static averages choose."""
+    """Our kernels: the variant ``name``, or for None the variant chosen from static averages."""
     y, dx, dw = torch.empty_like(p.dy_RN), torch.empty_like(p.x_RK), torch.empty_like(p.w_EKN)
     _, K, N = p.w_EKN.shape
     forward, dgrad, wgrad = None, None, None
@@ -120,7 +121,7 @@ def ours(p: Problem, name: str | None) -> dict[str, Call]:
 
 
 def ours_fp32(p: Problem, *, accumulate: bool) -> dict[str, Call]:
-    """Weight gradients in fp32, stored or added to what is there."""
+    """Our weight gradients in fp32, stored or added to a gradient."""
     dw = torch.zeros(p.w_EKN.shape, device="cuda")
     return {
         "wgrad": lambda: launch.matmul_weights(
@@ -130,7 +131,7 @@ def ours_fp32(p: Problem, *, accumulate: bool) -> dict[str, Call]:
 
 
 def grouped_gemm_package(p: Problem) -> dict[str, Call]:
-    """`grouped_gemm` (MegaBlocks): sizes on the host."""
+    """Calls of the package `grouped_gemm` (MegaBlocks), with sizes on the host."""
     from grouped_gemm.ops import gmm
 
     def sizes() -> torch.Tensor:
@@ -144,7 +145,7 @@ def grouped_gemm_package(p: Problem) -> dict[str, Call]:
 
 
 def te_grouped_linear(p: Problem) -> dict[str, Call]:
-    """Transformer Engine's GroupedLinear, forward; sizes on the host."""
+    """Forward of Transformer Engine's GroupedLinear, with sizes on the host."""
     from transformer_engine.pytorch import GroupedLinear
 
     experts, K, N = p.w_EKN.shape
@@ -162,7 +163,7 @@ def te_grouped_linear(p: Problem) -> dict[str, Call]:
 
 
 def contenders(p: Problem) -> dict[str, dict[str, Call]]:
-    """name -> direction -> call."""
+    """Calls of all contenders, by name and direction."""
     found = {
         "dense": dense(p),
         "loop": loop(p),
@@ -181,12 +182,12 @@ def contenders(p: Problem) -> dict[str, dict[str, Call]]:
 
 
 def _variants(p: Problem) -> list[str]:
-    """Those with which the chosen ones are compared, as far as this GPU runs them."""
+    """Variants that the chosen one is compared with, as far as this GPU runs them."""
     return [n for n in ("tma", "split", "pingpong") if n in architecture_of(p.x_RK.device).gemms]
 
 
 def _installed(module: str) -> bool:
-    """Whether a module can be imported: any file may have the name of its package."""
+    """Whether a module can be imported; another file may have the name of its package."""
     try:
         return importlib.util.find_spec(module) is not None
     except ImportError:

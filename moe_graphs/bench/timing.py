@@ -1,4 +1,4 @@
-"""Pieces of every GPU benchmark: random groups, bursts as graphs, a watch over hung kernels."""
+"""Common parts of GPU benchmarks: random groups, bursts as graphs, a watch over hung kernels."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import torch
 
 
 def group_sizes(routing: str, rows: int, experts: int, seed: int) -> torch.Tensor:
-    """Rows per expert on the CPU, random, ``rows`` in total.
+    """Random numbers of rows per expert, on the CPU, with ``rows`` as their sum.
 
     Args:
-        routing: uniform, zipf, empty (a quarter of the experts gets none) or one (takes all).
+        routing: uniform, zipf, empty (a quarter of the experts gets no rows) or one (one expert
+            gets all rows).
     """
     generator = torch.Generator().manual_seed(seed)
     weight = torch.ones(experts)
@@ -51,7 +52,7 @@ def error(got: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def capture_burst(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
-    """Several calls as one graph. It reads the tensors of ``call``, which has to be kept."""
+    """Capture several calls in one graph; keep ``call``, since the graph reads its tensors."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(calls):
@@ -60,7 +61,7 @@ def capture_burst(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGrap
 
 
 def elapsed(run: Callable[[], object]) -> float:
-    """Milliseconds on the GPU. Waits for the end."""
+    """Milliseconds of ``run`` on the GPU; waits for the end."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     run()
@@ -70,7 +71,7 @@ def elapsed(run: Callable[[], object]) -> float:
 
 
 class Watch:
-    """Ends the process when one contender runs for too long, after saying which."""
+    """Watch that ends the process if one contender runs for too long, and says which."""
 
     def __init__(self, hung: Path, limit: float = 25.0):
         self.hung, self.limit, self.since, self.what = hung, limit, None, ""

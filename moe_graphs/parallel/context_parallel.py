@@ -1,7 +1,7 @@
-"""Context parallelism: ranks that share every sequence, a contiguous part each.
+"""Context parallelism: every rank has a contiguous part of every sequence.
 
-Everything but attention works on a rank's own tokens; attention exchanges queries, keys and values
-by heads (``layers.head_exchange``).
+All modules but attention work on the rank's own tokens. Attention exchanges queries, keys and
+values by heads (``layers.head_exchange``).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from moe_graphs.layers import Attention, HeadExchange, LatentAttention
 
 
 def divide_sequences(model: nn.Module, exchange: HeadExchange) -> nn.Module:
-    """From now on ``model`` takes this rank's part of every sequence (``part_of_sequences``).
+    """Make ``model`` take this rank's part of every sequence (``part_of_sequences``), in place.
 
-    In place, of all our attention in it, without touching a parameter. Gradients are those of the
-    rank's own loss with respect to all ranks' weights together: sum them over ``exchange.group``
-    as between data-parallel ranks. Scopes and whole steps hold the exchange.
+    Every attention module of ours gets the exchange; no parameter changes. A rank's gradients are
+    those of its own loss: sum them over ``exchange.group``, as between data-parallel ranks. Graphs
+    of scopes and of whole steps can hold the exchange.
 
     Raises:
-        ValueError: the ranks cannot share the heads, or there is no attention of ours.
+        ValueError: the ranks cannot share the heads, or the model has no attention of ours.
     """
     found = list(_attentions(model))
     if not found:
@@ -36,14 +36,14 @@ def divide_sequences(model: nn.Module, exchange: HeadExchange) -> nn.Module:
 
 
 def part_of_sequences(tokens_BS: Tensor, group: dist.ProcessGroup, *, overlap: int = 0) -> Tensor:
-    """This rank's columns of what is the same on all ranks of ``group``.
+    """Part of this rank in sequences ``[B, S]``, which are the same on all ranks of ``group``.
 
     Args:
-        overlap: columns at the end that belong to the next part as well: 1 for windows of which
-            inputs are all but the last token and targets all but the first.
+        overlap: number of columns at a part's end that belong to the next part as well: 1 if the
+            inputs are all tokens but the last and the targets all tokens but the first.
 
     Raises:
-        ValueError: the ranks do not divide the rest of the columns.
+        ValueError: the ranks do not divide the columns without the last ``overlap``.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     length, rest = divmod(tokens_BS.shape[1] - overlap, ranks)
@@ -57,8 +57,10 @@ def part_of_sequences(tokens_BS: Tensor, group: dist.ProcessGroup, *, overlap: i
 
 @contextlib.contextmanager
 def whole_sequences(model: nn.Module) -> Iterator[None]:
-    """Within it every rank computes whole sequences by itself, of any length, without an exchange:
-    for a few of them, such as prompts. Nothing changes in a model that is not divided."""
+    """Context in which every rank computes whole sequences of any length by itself.
+
+    It is meant for a few sequences, such as prompts. A model without an exchange does not change.
+    """
     before = [(attention, attention.exchange) for attention in _attentions(model)]
     for attention, _ in before:
         attention.exchange = None

@@ -1,4 +1,4 @@
-"""Expert parallelism of one layer: another dispatcher, and the experts that it leaves here.
+"""Expert parallelism of one layer: another dispatcher, and the experts that it keeps here.
 
 Shapes: D model, F ffn, e experts of this rank.
 """
@@ -17,11 +17,11 @@ from moe_graphs.layers.expert_backends import build_experts
 
 @torch.no_grad()
 def shard_experts(layer: MoELayer, dispatcher: Dispatcher) -> MoELayer:
-    """Gives ``layer`` the dispatcher, and keeps those of its experts that are local to it.
+    """Give ``layer`` the dispatcher, and keep only its local experts, in place.
 
-    In place, before FSDP, an optimizer or graphs are made. The layer has all experts, with the same
-    weights on every rank (drawn from one seed), or is on the meta device. Their gradients are
-    sums over the ranks of the dispatcher's group: divide them as you do other gradients.
+    Call this function before FSDP, an optimizer or graphs are made. The layer has all experts, with
+    the same weights on every rank (drawn from one seed), or is on the meta device. Gradients of
+    experts are sums over the ranks of the dispatcher's group: divide them like other gradients.
 
     Raises:
         ValueError: the layer has only some of the experts, or cannot have this dispatcher.
@@ -43,11 +43,12 @@ def shard_experts(layer: MoELayer, dispatcher: Dispatcher) -> MoELayer:
 
 
 def make_global(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Local blocks as shards of weights that have all experts: what checkpoints and gradient norms
-    go by.
+    """Make local experts shards of weights with all experts (DTensors).
+
+    Checkpoints and gradient norms need the global shapes.
 
     Args:
-        mesh: of one dimension, the ranks that share the experts.
+        mesh: one dimension, with the ranks that share the experts.
     """
     for name, parameter in list(experts.named_parameters()):
         whole = DTensor.from_local(parameter.detach(), mesh, [Shard(0)], run_check=False)

@@ -1,4 +1,4 @@
-"""How many ranks share what: the degrees of a parallel layout."""
+"""Degrees of a parallel layout."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ class ParallelConfig:
         pp: ranks of a pipeline, each with stages of the model (``pipeline_stages``).
         ep: ranks that share the experts of a layer. They are taken out of ``dp_shard`` x ``cp``:
             what is left of it shards the experts further by FSDP2.
-        reshard_after_forward: frees gathered parameters between forward and backward, as
+        reshard_after_forward: free gathered parameters between forward and backward, as
             ``fully_shard`` does by default: less memory, one more all-gather.
-        layers_per_group: how many layers FSDP2 gathers and reduces together: fewer and larger
-            collectives and copies, weights and gradients of so many layers at once.
+        layers_per_group: number of layers that FSDP2 gathers and reduces together. More layers
+            mean fewer and larger collectives and copies, but the weights and gradients of all
+            these layers are in memory at once.
 
     Raises:
-        ValueError: a degree that does not fit.
+        ValueError: degrees that do not fit together; the message says which.
     """
 
     dp_replicate: int = 1
@@ -61,10 +62,10 @@ class ParallelConfig:
 
     @property
     def data_parallel(self) -> int:
-        """Ranks with batches of their own."""
+        """Number of ranks with batches of their own."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def with_tokens(self) -> int:
-        """Ranks with tokens of their own: over which losses and gradients are means."""
+        """Number of ranks with tokens of their own; losses and gradients are means over them."""
         return self.data_parallel * self.cp

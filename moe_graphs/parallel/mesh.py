@@ -11,9 +11,9 @@ DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 def make_mesh(config: ParallelConfig, device_type: str) -> DeviceMesh:
-    """The mesh of all ranks, outermost ``pp``, innermost ``tp``, with torchtitan's names.
+    """Make the mesh of all ranks, outermost ``pp``, innermost ``tp``, with torchtitan's names.
 
-    On the initialised process group; all ranks have to call it.
+    It needs an initialised process group, and all ranks call it.
 
     Raises:
         ValueError: the process group has another number of ranks than the layout.
@@ -30,34 +30,38 @@ def make_mesh(config: ParallelConfig, device_type: str) -> DeviceMesh:
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks with batches of their own, in one dimension: ``dp_replicate`` x ``dp_shard``.
+    """Ranks with batches of their own, in one dimension: ``dp_replicate`` x ``dp_shard``.
 
-    ``get_local_rank()`` of it says which part of the data is this rank's.
+    The mesh's ``get_local_rank()`` is the number of this rank's part of the data.
     """
     return mesh["dp_replicate", "dp_shard"]._flatten("dp")
 
 
 def loss_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks with tokens of their own, in one dimension: ``dp_replicate`` x ``dp_shard`` x
-    ``cp``. ``get_group()`` of it says over whom to sum losses, counts and flags."""
+    """Ranks with tokens of their own: ``dp_replicate`` x ``dp_shard`` x ``cp`` in one dimension.
+
+    The mesh's ``get_group()`` is the group over which to sum losses, counts and flags.
+    """
     return mesh["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp")
 
 
 def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """``mesh`` with ``dp_shard`` and ``cp`` as one dimension, ``dp_shard_cp``: the ranks over which
-    FSDP2 shards, since they all need the same weights."""
+    """Mesh with ``dp_shard`` and ``cp`` as one dimension, ``dp_shard_cp``.
+
+    FSDP2 shards over these ranks, since all of them need the same weights.
+    """
     flat = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
-    # To slice the mesh itself by that name is deprecated.
+    # Torch deprecates to slice ``mesh`` itself by the name of a flattened dimension.
     return DeviceMesh._concatenate([mesh["pp", "dp_replicate"], flat, mesh["tp"]])
 
 
 def expert_mesh(config: ParallelConfig, shards: DeviceMesh) -> DeviceMesh:
-    """``shard_mesh`` with ``dp_shard_cp`` split in ``efsdp`` and, inside, ``ep``.
+    """Mesh like ``shard_mesh``, with ``dp_shard_cp`` split into ``efsdp`` and, inside, ``ep``.
 
-    Makes process groups: once per model, on all ranks.
+    It makes process groups: call it once per model, on all ranks.
     """
     sizes = (config.dp_shard * config.cp // config.ep, config.ep)
     names = shards.mesh_dim_names
     assert names is not None
-    # By its number: torch 2.11 refuses the names that there are.
+    # The dimension is given by its number, because torch 2.11 refuses its name.
     return shards._unflatten(names.index("dp_shard_cp"), sizes, ("efsdp", "ep"))

@@ -1,4 +1,4 @@
-"""A stage of a pipeline: some layers of a language model, and what stands before and behind them.
+"""A stage of a pipeline: some layers of a language model, with its embedding or head.
 
 Shapes: B batch, S sequence, D model, V vocabulary.
 """
@@ -16,12 +16,13 @@ from moe_graphs.layers import LanguageModel
 
 
 class ModelStage(nn.Module):
-    """Consecutive layers of a model that it shares with it, under the names that they have there.
+    """Consecutive layers of a model, under the names that they have in the model.
 
-    The first stage has the embedding, the last one norm and head; elsewhere they are None.
+    The stage shares its modules with the model. The first stage has the embedding, the last one
+    norm and head; in other stages these are None.
 
     Attributes:
-        hidden_dtype: of what goes from stage to stage.
+        hidden_dtype: dtype of the hidden states that go from stage to stage.
     """
 
     embedding: nn.Module | None
@@ -46,10 +47,10 @@ class ModelStage(nn.Module):
         self.norm, self.head = (model.norm, model.head) if last else (None, None)
 
     def forward(self, entered: Tensor, aux_weight_1: Tensor) -> Tensor:
-        """From tokens ``[B, S]`` or hidden states ``[B, S, D]`` to hidden states or logits.
+        """Compute hidden states or logits from tokens ``[B, S]`` or hidden states ``[B, S, D]``.
 
         Args:
-            aux_weight_1: what the gradient of this stage's aux losses is, one number.
+            aux_weight_1: gradient of this stage's aux losses, one number.
 
         Raises:
             ValueError: the hidden states have another dtype than the next stage expects.
@@ -77,20 +78,23 @@ class ModelStage(nn.Module):
         return hidden_BSD
 
     def logits_dtype(self, device: torch.device) -> torch.dtype:
-        """Of what the last stage returns."""
+        """Dtype of the last stage's logits."""
         with self._autocast():
             if torch.is_autocast_enabled(device.type):
                 return torch.get_autocast_dtype(device.type)
         return self.hidden_dtype
 
     def take_dropped_tokens(self) -> Tensor | int:
-        """Of all forwards since the last time: 0-dim int64, or 0."""
+        """Return the dropped tokens of all forwards since the last call: 0-dim int64, or 0."""
         taken, self._dropped[:] = list(self._dropped), []
         return torch.stack(taken).sum() if taken else 0
 
 
 def numbered_layers(layers: Mapping[int, nn.Module]) -> nn.ModuleList:
-    """Under their numbers, which need not begin with 0. Made to be iterated over."""
+    """Module list of layers under their numbers, which need not begin with 0.
+
+    The list can be iterated over; it cannot be indexed by number.
+    """
     found = nn.ModuleList()
     for number, layer in layers.items():
         found.add_module(str(number), layer)
@@ -98,13 +102,15 @@ def numbered_layers(layers: Mapping[int, nn.Module]) -> nn.ModuleList:
 
 
 class _WithAuxLoss(torch.autograd.Function):
-    """Hidden states that pass through, and with whose gradient that of a loss begins: nothing but
-    hidden states goes from stage to stage."""
+    """Identity of hidden states that gives the aux losses their gradient in its backward.
+
+    Stages pass only hidden states on, so an aux loss has no other way into the backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden_BSD: Tensor, aux_loss: Tensor, weight_1: Tensor) -> Tensor:
         ctx.save_for_backward(weight_1)
-        # Not a view, for which FSDP2 warns, nor a copy.
+        # An alias without autograd's view: FSDP2 warns about views, and a copy would cost memory.
         return hidden_BSD.detach()
 
     @staticmethod

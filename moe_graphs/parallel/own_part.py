@@ -1,4 +1,4 @@
-"""Which part of a whole tensor is this rank's, and where it lies here."""
+"""Local shards of global tensors: which region they are, and their memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ from moe_graphs.parallel.tensor_parallel import fused_rows, whole_name
 from moe_graphs.parallel.whole_rows import runs_of
 
 Region = tuple[slice, ...]
-"""Of a whole tensor: a slice with both ends for every dimension."""
+"""Region of a whole tensor: a slice with both ends for every dimension."""
 
 
 def shares(tensor: Tensor, parts: Sequence[int] | None = None) -> list[tuple[Region, Tensor]]:
-    """Where this rank's pieces of a tensor lie in the whole one, and the pieces, which are views:
-    of a plain one all of it. ``parts``: as ``fused_rows`` has them for it."""
+    """Local pieces of a tensor, as views, each with its region of the whole tensor.
+
+    A plain tensor is one piece.
+
+    Args:
+        parts: the tensor's value in ``fused_rows``, if it is there.
+    """
     if not isinstance(tensor, DTensor):
         return [(_region([0] * tensor.ndim, tensor.shape), tensor)]
     if parts is not None:
@@ -28,7 +33,7 @@ def shares(tensor: Tensor, parts: Sequence[int] | None = None) -> list[tuple[Reg
 
 
 class OwnParts:
-    """This rank's parts of a model's parameters and saved buffers, by the names on one GPU."""
+    """Local shards of a model's parameters and saved buffers, by their names on one GPU."""
 
     def __init__(self, model: nn.Module) -> None:
         parts: Mapping[str, Sequence[int]] = fused_rows(model)
@@ -36,8 +41,12 @@ class OwnParts:
         self._pieces = {name: shares(value, parts.get(name)) for name, value in found.items()}
 
     def within(self, name: str, region: Region) -> Iterator[tuple[Tensor, Region]]:
-        """What is this rank's of a region of the tensor ``name``: memory, and which part of the
-        region belongs into it. Nothing if the tensor is elsewhere."""
+        """Local memory of a region of the tensor ``name``.
+
+        Yields:
+            Pieces of local memory, each with the part of the region that belongs there; nothing
+            if the region is on other ranks.
+        """
         for place, piece in self._pieces.get(name, ()):
             both = [
                 (max(here.start, asked.start), min(here.stop, asked.stop))

@@ -1,4 +1,4 @@
-"""A language model, laid out over a mesh."""
+"""Layout of a language model over a device mesh."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moe_graphs.parallel.tensor_parallel import check_tensor_parallel, share_ten
 
 Model = TypeVar("Model", bound=LanguageModel | ModelStage)
 MIXED_PRECISION = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-"""What ``--mixed-precision`` is: weights are gathered in bf16 and computed with in it."""
+"""Policy of ``--mixed-precision``: weights are gathered, and computed with, in bf16."""
 
 
 def parallelize(
@@ -34,26 +34,28 @@ def parallelize(
     mixed_precision: MixedPrecisionPolicy | None = None,
     **dispatcher_options: Any,
 ) -> Model:
-    """Shards ``model`` in place over ``mesh``, which ``make_mesh(config, ...)`` made; or a stage of
-    a pipeline (``pipeline_stages``), which with one data-parallel rank is left as it is.
+    """Shard a model, or a stage of a pipeline (``pipeline_stages``), over ``mesh``, in place.
 
-    The model is one as for a single device: all experts, and the same weights on every rank (from
-    one seed), or on the meta device. Parameters become DTensors of the whole model's shapes: make
-    the optimizer afterwards. Gradients are those of the mean of the ranks' losses, of all ranks
-    with tokens of their own (with ``cp`` each a mean over its part of the sequences); the aux
-    losses are each rank's own, and so their mean.
+    The model is built as for a single device: with all experts and the same weights on every rank
+    (from one seed), or on the meta device. Parameters become DTensors of the whole model's shapes:
+    make the optimizer afterwards. Gradients are those of the mean loss over all ranks with tokens
+    of their own; with ``cp`` a rank's loss is the mean over its part of the sequences. Each rank
+    computes aux losses from its own tokens, and the gradients are those of the mean aux loss. With
+    one data-parallel rank, a stage stays as it is.
 
-    Ranks of ``tp`` take the same batches and draw the same random numbers: seed them alike (then
-    attention's dropout has the same pattern for the heads of each). They share heads, feed-forward
-    networks, shared experts and the vocabulary (``share_tensors``): logits have the columns of this
-    rank, see ``vocabulary_cross_entropy``. Norms, routers and routed experts are on all of them.
-    With ``tp`` alone nothing is sharded by FSDP2, and what is on all ranks is no DTensor.
+    Ranks of ``tp`` take the same batches and draw the same random numbers, so seed them alike (then
+    attention's dropout has the same pattern for the heads of each rank). They share heads,
+    feed-forward networks, shared experts and the vocabulary (``share_tensors``); a rank's logits
+    have its columns of the vocabulary, see ``vocabulary_cross_entropy``. Every rank of ``tp`` has
+    all norms, routers and routed experts. With ``tp`` alone FSDP2 shards nothing, and tensors that
+    all ranks have are no DTensors.
 
     Args:
-        dispatcher, dispatcher_options: as of ``make_dispatcher``, its group excepted; without
+        mesh: the result of ``make_mesh(config, ...)``.
+        dispatcher, dispatcher_options: arguments of ``make_dispatcher`` without its group. Without
             expert parallelism the model keeps its ``LocalDispatcher``.
-        mixed_precision: of FSDP2, such as ``MIXED_PRECISION``; by default everything is in the
-            dtype of the parameters.
+        mixed_precision: FSDP2's policy, such as ``MIXED_PRECISION``; by default the model computes
+            in the dtype of the parameters.
 
     Raises:
         ValueError: a mesh, heads, sizes or experts that do not fit the layout.
@@ -67,7 +69,7 @@ def parallelize(
     mesh = shard_mesh(mesh)
     if config.tp > 1:
         share_tensors(model, mesh["tp"])
-    # Nothing to shard: so addresses stay, and scopes can be graphs.
+    # With nothing to shard, the addresses stay, and scopes can be graphs.
     if config.with_tokens == 1 and (config.tp > 1 or isinstance(model, ModelStage)):
         return model
     if config.ep > 1:
@@ -90,18 +92,21 @@ def parallelize(
     for blocks in _groups(model, config):
         fully_shard(blocks, reshard_after_forward=reshard, **options)
     if model.norm is not None and model.head is not None:
-        # Needed again at once by the backward.
+        # The backward needs the head at once again.
         fully_shard([model.norm, model.head], reshard_after_forward=False, **options)
     if isinstance(model, ModelStage):
-        # It has no weights of its own, and the weight of aux losses is not to be rounded.
+        # A cast of inputs would round the weight of aux losses; a stage's own weights need none.
         options["mp_policy"] = replace(policy, cast_forward_inputs=False)
     fully_shard(model, reshard_after_forward=reshard, **options)
     return model
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Frees what FSDP2 has gathered and kept, as after a forward without a backward: so that the
-    next forward gathers parameters that were changed in between. Only between steps."""
+    """Free the weights that FSDP2 has gathered and kept; call it between steps only.
+
+    A forward without a backward leaves gathered weights. After this call the next forward gathers
+    anew and sees parameters that were changed in between.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -126,7 +131,7 @@ def _check(
         raise ValueError(f"{', '.join(options)}: options of a dispatcher, which ep=1 does not use")
     has_experts = model.config.moe is not None and any(
         map(model.config.is_moe_layer, range(model.config.num_layers))
-    )  # of the whole model, also for a stage
+    )  # in the whole model, also if `model` is a stage
     if config.ep > 1 and not has_experts:
         raise ValueError(f"ep={config.ep}: the model has no experts: pass ep=1")
     for layer in moe_layers(model):
@@ -151,7 +156,7 @@ def _check_stage(
 
 
 def _groups(model: LanguageModel | ModelStage, config: ParallelConfig) -> list[list[nn.Module]]:
-    """Layers that are gathered and reduced together."""
+    """Groups of layers that FSDP2 gathers and reduces together."""
     layers, size = list(model.layers), config.layers_per_group
     return [layers[start : start + size] for start in range(0, len(layers), size)]
 
@@ -161,10 +166,13 @@ def _shards(config: ParallelConfig, mesh: DeviceMesh, dim: str) -> DeviceMesh:
 
 
 def _divide_by_all(experts: nn.Module, shards: DeviceMesh, config: ParallelConfig) -> None:
-    """Their gradients are sums over the ``ep`` ranks already, of which FSDP2 knows nothing: it
-    would divide by its own ranks only. What is said of one of a group is said of all."""
+    """Make FSDP2 divide the experts' gradients by all ranks with tokens of their own.
+
+    The gradients are sums over the ``ep`` ranks already. FSDP2 does not know that and would divide
+    by the ranks of its own mesh only. The setting of one module holds for its whole group.
+    """
     assert isinstance(experts, FSDPModule)
     experts.set_gradient_divide_factor(float(config.with_tokens))
     if shards.device_type == "cpu" and shards.size(shards.ndim - 1) > 1:
-        # gloo has no sums that divide. With one rank it divides while it copies.
+        # gloo has no reduction that divides. With one rank FSDP2 divides while it copies.
         experts.set_force_sum_reduction_for_comms(True)

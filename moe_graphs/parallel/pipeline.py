@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a language model divided into stages, and what runs them.
+"""Pipeline parallelism: a language model divided into stages, and the schedule that runs them.
 
     stages = pipeline_stages(model, config, mesh)     # in place
     for stage in stages:
@@ -36,13 +36,17 @@ from moe_graphs.parallel.vocabulary import vocabulary_group
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b")
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""From logits ``[B, S, V]`` (with ``tp`` this rank's columns: ``vocabulary_cross_entropy``) and
-targets ``[B, S]`` to a 0-dim loss."""
+"""Function from logits ``[B, S, V]`` and targets ``[B, S]`` to a 0-dim loss.
+
+With ``tp`` the logits have this rank's columns; see ``vocabulary_cross_entropy``.
+"""
 
 
 def layers_of_stages(num_layers: int, num_stages: int) -> list[range]:
-    """Numbers of the layers of every stage: as torchtitan divides them, embedding and head each
-    counting as a layer and the first stages getting what is left over, but at least one each.
+    """Numbers of the layers of every stage, divided as torchtitan does.
+
+    Embedding and head count as a layer each, and the first stages get the remainder. Every stage
+    has at least one layer.
 
     Raises:
         ValueError: there are fewer layers than stages.
@@ -64,10 +68,10 @@ def layers_of_stages(num_layers: int, num_stages: int) -> list[range]:
 
 
 def check_schedule(name: str, pp: int, stages_per_rank: int, microbatches: int) -> None:
-    """Returns if torch's schedule runs so many microbatches on so many stages.
+    """Check that torch's schedule ``name`` can run these numbers of microbatches and stages.
 
     Raises:
-        ValueError: it does not; with what does.
+        ValueError: it cannot; the message says which numbers it can run.
     """
     if name not in SCHEDULES:
         raise ValueError(f"schedule: {name!r} is not one of {', '.join(SCHEDULES)}")
@@ -98,17 +102,18 @@ def pipeline_stages(
     hidden_dtype: torch.dtype | None = None,
     autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> list[ModelStage]:
-    """Divides ``model`` in place: what is not of this rank's stages is taken out of it.
+    """Divide ``model`` in place: modules of other ranks' stages are taken out of it.
 
-    The names of what stays are those in the whole model, so are checkpoints. ``parallelize`` each
-    stage, then make the optimizer of the model. From then on the model is not called.
+    The remaining parameters keep their names in the whole model, also in checkpoints.
+    ``parallelize`` each stage, then make the optimizer of the model. Do not call the model itself
+    any more.
 
     Args:
-        mesh: which ``make_mesh(config, ...)`` made; stage ``i`` is on rank ``i % pp`` of "pp".
-        hidden_dtype: of what goes from stage to stage (default: that of the parameters). With
-            FSDP2's mixed precision it is its ``param_dtype``.
-        autocast: makes a context for the forward of a stage. One around all of a pipeline's step
-            would be around its backwards, too.
+        mesh: the result of ``make_mesh(config, ...)``; stage ``i`` is on rank ``i % pp`` of "pp".
+        hidden_dtype: dtype of hidden states between stages (default: the parameters' dtype). With
+            FSDP2's mixed precision it is the policy's ``param_dtype``.
+        autocast: makes a context for the forward of a stage. A context around a pipeline's whole
+            step would be around its backwards, too.
 
     Raises:
         ValueError: fewer layers than stages, or a model that is divided already.
@@ -120,7 +125,7 @@ def pipeline_stages(
     own = parts[mesh["pp"].get_local_rank() :: config.pp]
     stages = [ModelStage(model, part, hidden_dtype=dtype, autocast=autocast) for part in own]
     kept = {number: model.layers[number] for part in own for number in part}
-    whole: Any = model  # which says that it has all of them
+    whole: Any = model  # its annotations say that it has an embedding, a norm and a head
     whole.layers = numbered_layers(kept)
     for name in ("embedding", "norm", "head"):
         if all(getattr(stage, name) is None for stage in stages):
@@ -129,25 +134,26 @@ def pipeline_stages(
 
 
 class Pipeline:
-    """The stages of this rank, run by a schedule. All ranks of "pp" call its methods alike.
+    """The stages of this rank, run by a schedule; all ranks of "pp" call its methods alike.
 
-    Gradients are those of the mean of the microbatches' losses, aux losses included, and with
-    FSDP2 of the data-parallel ranks.
-
-    Attributes:
-        memory: that messages are received into, and is read besides parameters, from the first step
-            on; the list itself is ``state`` of a ``FullIteration`` around a step.
+    Gradients are those of the mean loss over the microbatches, aux losses included; with FSDP2 the
+    mean is over the data-parallel ranks, too.
 
     Args:
-        stages: of ``pipeline_stages``, in its order, after ``parallelize``.
-        loss_fn: the mean over a microbatch.
-        evaluation_loss_fn: of ``evaluate`` (default: ``loss_fn``).
-        microbatch_shape: sequences and their length, of a rank: with ``cp`` that of its part.
+        stages: the result of ``pipeline_stages``, in its order, after ``parallelize``.
+        loss_fn: computes the mean loss of a microbatch.
+        evaluation_loss_fn: loss function of ``evaluate`` (default: ``loss_fn``).
+        microbatch_shape: number and length of a rank's sequences; with ``cp`` the length of its
+            part.
         schedule: one of ``SCHEDULES``; several stages need "interleaved_1f1b".
-        scale: what multiplies losses before the backward (``DeviceStep.scale``).
+        scale: multiplies losses before the backward (``DeviceStep.scale``).
+
+    Attributes:
+        memory: list of the buffers that receive messages, filled by the first step. Pass the list
+            itself as ``state`` of a ``FullIteration`` around a step.
 
     Raises:
-        ValueError: a schedule that cannot run so many microbatches or stages.
+        ValueError: the schedule cannot run these numbers of microbatches and stages.
     """
 
     def __init__(
@@ -194,25 +200,26 @@ class Pipeline:
 
         self.schedule = run_by(kinds[schedule], weighted)
         self._trained = list(self._of_torch)
-        # With buffers of its own: torch 2.11 makes them once, and those of training need gradients.
+        # The schedule of evaluation has stages of its own: torch 2.11 makes a stage's buffers once,
+        # and those of training require gradients.
         forwards = ScheduleInterleaved1F1B if len(stages) > 1 else ScheduleGPipe
         self._evaluation = run_by(forwards, evaluated)
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank has the last stage, and so the losses."""
+        """Whether this rank has the last stage, which computes the losses."""
         return self.stages[-1].head is not None
 
     def forward_backward(self, inputs_BS: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """All microbatches of a step.
+        """Run forward and backward of all microbatches of a step.
 
         Returns:
-            The mean loss, without aux losses, on the last stage and 0 on all others; and the
-            dropped tokens of this rank's stages. Both 0-dim: over the ranks of "pp" they are sums.
+            Two 0-dim tensors, to be summed over the ranks of "pp": the mean loss without aux losses
+            (0 on all stages but the last), and the dropped tokens of this rank's stages.
         """
         target, weight_M = targets_BS if self.is_last else None, self._scale(self._weight_M)
-        # Called by name in both: whole steps compare every `step` that is read as a value, and
-        # trainers count theirs.
+        # Both branches call `schedule.step` directly: if it were read into a variable, whole steps
+        # would compare every attribute `step`, also a trainer's counter.
         if self.stages[0].embedding is not None:
             tokens_BS = inputs_BS.contiguous()
             self.schedule.step(
@@ -230,8 +237,12 @@ class Pipeline:
         return self._or_zero(losses, torch.Tensor.mean), dropped
 
     def evaluate(self, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """The sum of the microbatches' losses by ``evaluation_loss_fn``, on the last stage and 0 on
-        all others: 0-dim. Forwards only, in the mode (train or eval) that the model is in."""
+        """Run forwards only, in the mode (train or eval) of the model.
+
+        Returns:
+            The sum of the microbatches' losses by ``evaluation_loss_fn``, 0-dim; 0 on all stages
+            but the last.
+        """
         target = targets_BS if self.is_last else None
         data = (inputs_BS.contiguous(),) if self.stages[0].embedding is not None else ()
         options = {"return_outputs": False, "aux_weight_1": self._weight_M}
@@ -243,8 +254,8 @@ class Pipeline:
         return self._or_zero(losses, torch.Tensor.sum)
 
     def _end(self) -> list[Tensor]:
-        """The losses of the microbatches, on the last stage."""
-        for stage in self._of_torch:  # gradients of what was received, until the next step
+        """Free received gradients, and return the microbatches' losses, on the last stage."""
+        for stage in self._of_torch:  # torch would keep these gradients until the next step
             stage.clear_runtime_states()
         losses, self._losses[:] = list(self._losses), []
         return losses
@@ -265,8 +276,11 @@ def _stage_of_torch(
     shape: tuple[int, int],
     device: torch.device,
 ) -> PipelineStage:
-    """With shapes and dtypes, so that torch has nothing to find out by a forward of its own, which
-    would count tokens."""
+    """Make torch's stage with shapes and dtypes of all messages.
+
+    Without them torch would find the shapes by a forward of its own, in which routers would count
+    tokens.
+    """
     group = vocabulary_group(stage)
     shared_by = 1 if group is None else dist.get_world_size(group)
     hidden = (*shape, stage.config.hidden_size)
@@ -294,6 +308,6 @@ def _stage_of_torch(
 def _received_by(stage: PipelineStage) -> Iterator[Tensor]:
     for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
         for info in infos:
-            buffer = getattr(info, "buffer", None)  # data comes from no stage
+            buffer = getattr(info, "buffer", None)  # the first stage's inputs have no buffer
             if buffer is not None:
                 yield buffer

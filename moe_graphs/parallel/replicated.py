@@ -1,7 +1,7 @@
-"""Data parallelism without FSDP2: all ranks have all weights, but experts, which they share.
+"""Data parallelism without FSDP2: every rank has all weights except other ranks' experts.
 
-Weights stay at their addresses, so graphs of scopes are legal; nothing is gathered or copied, so
-small models run faster; every rank has the memory of all of them.
+Weights stay at their addresses, so graphs of scopes are legal. Nothing is gathered or copied, so
+small models run faster. Every rank needs memory for all weights but other ranks' experts.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ Model = TypeVar("Model", bound=nn.Module)
 def replicate(
     model: Model, mesh: DeviceMesh, *, dispatcher: str = "all_to_all", **dispatcher_options: Any
 ) -> Model:
-    """Shares the experts of all ``MoELayer`` in ``model`` over ``mesh``, in place.
+    """Share the experts of every ``MoELayer`` in ``model`` over ``mesh``, in place.
 
-    Weights of experts become DTensors of all experts: make the optimizer afterwards (torch's fused
-    ones need them in a group of their own). The model has all experts, and the same weights on
-    every rank (from one seed). Behind the last backward of a step, call ``sum_gradients``.
+    The model has all experts, and the same weights on every rank (from one seed). Weights of
+    experts become DTensors with all experts: make the optimizer afterwards (torch's fused
+    optimizers need the experts in a group of their own). Call ``sum_gradients`` after the last
+    backward of a step.
 
     Args:
-        mesh: of one dimension, the ranks with batches of their own.
-        dispatcher, dispatcher_options: as of ``make_dispatcher``, its group excepted.
+        mesh: one dimension, with the ranks that have batches of their own.
+        dispatcher, dispatcher_options: arguments of ``make_dispatcher`` without its group.
 
     Raises:
         ValueError: a mesh of several dimensions, or experts that do not fit.
@@ -47,14 +48,15 @@ def replicate(
 
 @torch.no_grad()
 def sum_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Makes the gradients of a ``replicate``d model those of the sum of the ranks' losses: for
-    their mean, divide every loss by ``mesh.size()``.
+    """Sum the gradients of a ``replicate``d model over the ranks, in place.
 
-    One all-reduce for each dtype, of everything but the experts, whose gradients are sums already.
-    Legal within whole steps. The same parameters have gradients on all ranks.
+    The gradients are then those of the sum of the ranks' losses; for their mean, divide every loss
+    by ``mesh.size()``. There is one all-reduce for each dtype, without the experts, whose gradients
+    are sums already. A graph of a whole step can hold this call. The same parameters must have
+    gradients on all ranks.
 
     Raises:
-        ValueError: a mesh of several dimensions, or gradients on another one (FSDP2).
+        ValueError: a mesh of several dimensions, or gradients on another mesh (FSDP2).
     """
     _check(mesh)
     by_dtype: dict[torch.dtype, list[Tensor]] = {}

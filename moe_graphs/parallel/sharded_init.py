@@ -1,5 +1,4 @@
-"""Weights of a model that was sharded on the meta device: those of one process, one tensor of them
-at a time."""
+"""Weights of a model that was sharded on the meta device, drawn or read tensor by tensor."""
 
 from __future__ import annotations
 
@@ -26,17 +25,19 @@ _OVERWRITES = (
 def init_weights_sharded(
     model: LanguageModel, device: torch.device | str, *, seed: int, std: float = 0.02
 ) -> None:
-    """Gives a model that was built on the meta device its memory and its first weights.
+    """Give a model that was built on the meta device its memory and its first weights.
 
-    After ``parallelize``, on every rank: where torchtitan has ``model.to_empty(device=...)`` and
-    ``model.init_weights()``. In a pipeline it is called with the model that ``pipeline_stages``
-    has divided, when its stages have been parallelized. The numbers are those of
-    ``torch.manual_seed(seed); model.init_weights(std)`` on one process with the same kind of
-    device, whatever the layout: every rank draws all tensors in that order and keeps what is its
-    own. Beside the shards there is one whole tensor at a time (of experts: of one expert). Nothing
-    is sent. Buffers are as after ``init_weights``, too.
+    Call it after ``parallelize``, on every rank, where torchtitan has
+    ``model.to_empty(device=...)`` and ``model.init_weights()``. With a pipeline, pass the model
+    that ``pipeline_stages`` has divided, after its stages have been parallelized.
 
-    Seeds torch's generators, and leaves them alike on all ranks: seed them for dropout afterwards.
+    In every layout the weights are those of ``torch.manual_seed(seed); model.init_weights(std)`` on
+    one process with the same kind of device: every rank draws all tensors in this order and keeps
+    its own shards. Besides the shards, one whole tensor (for experts, one expert's) is in memory at
+    a time, and nothing is sent. Buffers are as after ``init_weights``, too.
+
+    The function seeds torch's generators and leaves them in the same state on all ranks: seed them
+    afterwards for dropout.
     """
     model.to_empty(device=device)
     torch.manual_seed(seed)
@@ -50,14 +51,14 @@ def init_weights_sharded(
 def load_pretrained_sharded(
     model: LanguageModel, directory: str | os.PathLike[str], device: torch.device | str
 ) -> None:
-    """Gives a model that ``LanguageModel.from_pretrained(directory, device="meta")`` built its
-    memory and the weights of ``directory``: after ``parallelize``, on every rank.
+    """Give a model from ``from_pretrained(directory, device="meta")`` its memory and weights.
 
-    A rank reads its rows of the tensors that it has a part of, and all of those in FP8 or in
-    another order than ours (latent attention): one at a time.
+    Call it after ``parallelize``, on every rank. Tensors are read one at a time. A rank reads its
+    own rows of the tensors that it has shards of; tensors in FP8 or in another order than ours
+    (latent attention) are read whole.
 
     Raises:
-        ValueError: as of ``from_pretrained``.
+        ValueError: as in ``LanguageModel.from_pretrained``.
     """
     files = read_files(Path(directory), model.config.max_sequence_length)
     model.to_empty(device=device)
@@ -66,15 +67,19 @@ def load_pretrained_sharded(
 
 
 def _on_meta(model: LanguageModel) -> LanguageModel:
-    """The whole one, for names, shapes and the order of draws: of the class that it had before
-    FSDP2 made it one of its own."""
+    """Whole model on the meta device, for names, shapes and the order of draws.
+
+    FSDP2 has replaced the model's class by one of its own, so the class before that is looked up.
+    """
     kinds: list[Any] = [kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule)]
     return kinds[0](model.config, device="meta", dtype=next(model.parameters()).dtype)
 
 
 class _TensorByTensor(TorchDispatchMode):
-    """What is drawn into a model on the meta device is drawn on ``device``, and this rank's part of
-    it kept."""
+    """Mode in which draws into a model on the meta device happen on ``device``.
+
+    This rank's shards of the drawn values are kept.
+    """
 
     def __init__(self, whole: nn.Module, own: OwnParts, device: torch.device) -> None:
         super().__init__()
@@ -107,7 +112,7 @@ def _key(tensor: Tensor) -> int:
 
 
 def _region_of(view: Tensor, whole: Tensor) -> Region:
-    """Of all of it, or of some of its first dimension."""
+    """Region of a view that is the whole tensor or some rows of its first dimension."""
     inner = whole.shape[1:]
     first, rows = view.storage_offset() // whole.stride(0), view.numel() // inner.numel()
     assert view.is_contiguous()

@@ -1,13 +1,13 @@
 """Tensor parallelism: ranks that share heads, columns of feed-forward networks and the vocabulary.
 
-Megatron-LM's cut (arXiv 1909.08053): a half of a block is a projection of which every rank has some
-outputs, what is between, and a projection of which it has those inputs. So a half costs one
-all-reduce of activations in the forward and one in the backward; the residual stream, norms,
-routers and routed experts are on every rank, the same to the bit.
+The cut is Megatron-LM's (arXiv 1909.08053). Attention and the feed-forward network each begin with
+a column-parallel projection, of which a rank has some outputs, and end with a row-parallel
+projection, of which the rank has the matching inputs. So each of the two costs one all-reduce of
+activations in the forward and one in the backward. The residual stream, norms, routers and routed
+experts are on every rank, the same to the bit.
 
-Weights are DTensors of the whole shapes, for FSDP2, gradient norms and checkpoints; activations and
-what is computed with them are plain. Fused projections keep the parts' rows together on a rank: see
-``fused_rows``.
+Weights are DTensors of the whole shapes, for FSDP2, gradient norms and checkpoints; activations are
+plain tensors. A rank has rows of every part of a fused projection: see ``fused_rows``.
 
 Shapes: D model, M outputs, N rows (tokens), Q head dim, V vocabulary.
 """
@@ -36,8 +36,11 @@ _NAME_OF_RANKS = re.compile(r"\.weight_of_\d+_ranks\b")
 
 
 class ColumnLinear(nn.Module):
-    """A projection of which this rank computes some outputs. The input is the same on all ranks,
-    and so is its gradient: an all-reduce beside the weight's gradient."""
+    """Projection of which this rank computes some outputs.
+
+    The input is the same on all ranks. So is its gradient: an all-reduce sums it, while the
+    weight's gradient is computed.
+    """
 
     process_group: dist.ProcessGroup
     weight: nn.Parameter
@@ -48,11 +51,11 @@ class ColumnLinear(nn.Module):
 
 
 class FusedColumnLinear(ColumnLinear):
-    """One whose outputs are this rank's of every part (queries, keys, values): in its DTensor rows
-    are in another order than in the whole weight, and in another one for every number of ranks.
+    """Fused column-parallel projection, with some outputs of every part (queries, keys, values).
 
-    So the parameter has another name: under that of the whole weight, whoever saves or loads it
-    without ``WholeRowsSavePlanner`` would get rows that are mixed up, and hear nothing of it.
+    The rows of its DTensor are in another order than in the whole weight, and the order depends on
+    the number of ranks. So the parameter has a name of its own. Under the whole weight's name, code
+    that saves or loads it without ``WholeRowsSavePlanner`` would silently mix up the rows.
     """
 
     @property
@@ -63,13 +66,15 @@ class FusedColumnLinear(ColumnLinear):
 
 
 def whole_name(name: str) -> str:
-    """What a tensor of a model, or of its optimizer, is called on one GPU: keys for
-    ``WholeRowsSavePlanner`` and ``WholeRowsLoadPlanner``."""
+    """Name of a model's or an optimizer's tensor on one GPU.
+
+    ``WholeRowsSavePlanner`` and ``WholeRowsLoadPlanner`` need these names as keys.
+    """
     return _NAME_OF_RANKS.sub(".weight", name)
 
 
 class RowLinear(nn.Module):
-    """A projection of which this rank has some inputs: an all-reduce of the outputs."""
+    """Projection of which this rank has some inputs; an all-reduce sums the outputs."""
 
     process_group: dist.ProcessGroup
     weight: nn.Parameter
@@ -80,7 +85,7 @@ class RowLinear(nn.Module):
 
 
 class VocabularyEmbedding(nn.Module):
-    """Rows of tokens of which this rank has some: an all-reduce of the rows."""
+    """Embedding of which this rank has some rows; an all-reduce sums the results."""
 
     process_group: dist.ProcessGroup
     weight: nn.Parameter
@@ -96,7 +101,7 @@ class VocabularyEmbedding(nn.Module):
 
 
 class AttentionOfHeads(Attention):
-    """Attention with the heads of this rank. All of them have the norms' weights."""
+    """Attention with the heads of this rank; every rank has the norms' weights."""
 
     process_group: dist.ProcessGroup
 
@@ -108,10 +113,10 @@ class AttentionOfHeads(Attention):
 
 
 def check_tensor_parallel(config: TransformerConfig, tp: int) -> None:
-    """Returns if ``tp`` ranks can share such a model.
+    """Check that ``tp`` ranks can share the tensors of such a model.
 
     Raises:
-        ValueError: what they cannot divide, or cannot be shared.
+        ValueError: a size that ``tp`` does not divide, or a feature without tensor parallelism.
     """
     if tp == 1:
         return
@@ -138,11 +143,12 @@ def check_tensor_parallel(config: TransformerConfig, tp: int) -> None:
 
 
 def share_tensors(model: LanguageModel | ModelStage, mesh: DeviceMesh) -> None:
-    """Divides ``model`` (whole, a stage of a pipeline, or on the meta device) over the ranks of
-    ``mesh``, in place.
+    """Divide a model or a stage of a pipeline over the ranks of ``mesh``, in place.
+
+    The model may be on the meta device.
 
     Raises:
-        ValueError: as ``check_tensor_parallel``.
+        ValueError: as in ``check_tensor_parallel``.
     """
     check_tensor_parallel(model.config, mesh.size())
     for module in list(model.modules()):
@@ -163,15 +169,19 @@ def share_tensors(model: LanguageModel | ModelStage, mesh: DeviceMesh) -> None:
 
 def _rename(fused: Any, mesh: DeviceMesh) -> None:
     weight = fused.weight
-    del fused.weight, fused.bias  # None: projections have no biases
+    del fused.weight, fused.bias  # the bias is None, as in all projections of ours
     fused.__class__ = FusedColumnLinear
     fused.register_parameter(f"weight_of_{mesh.size()}_ranks", weight)
 
 
 def _become(kind: type[nn.Module], module: Any, weight: Tensor, mesh: DeviceMesh) -> None:
-    """In place: a stage of a pipeline and the model that it is of have the same module.
+    """Change the class and the weight of ``module`` in place.
 
-    ``weight``: of this rank. ``mesh``: of one dimension, the ranks that share it.
+    A new module would not do, because a stage of a pipeline shares its modules with the model.
+
+    Args:
+        weight: this rank's shard.
+        mesh: one dimension, with the ranks that share the weight.
     """
     module.__class__, module.process_group = kind, mesh.get_group()
     module.weight = _sharded(weight, mesh, 1 if kind is RowLinear else 0)
@@ -195,7 +205,7 @@ def _share_columns(mlp: Any, mesh: DeviceMesh) -> None:
 
 
 def _rows(weight: Tensor, mesh: DeviceMesh, parts: tuple[int, ...] = ()) -> Tensor:
-    """This rank's of every part, of a copy."""
+    """Copy this rank's rows of every part of ``weight``."""
     ranks, rank = mesh.size(), mesh.get_local_rank()
     split = weight.detach().split(parts or (weight.shape[0],))
     mine = torch.cat([part.chunk(ranks)[rank] for part in split])
@@ -208,11 +218,11 @@ def _columns(weight: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def fused_rows(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The parameters whose first dimension ranks share, by ``whole_name``: how many rows each of
-    the parts has that lie one behind the other in the whole weight.
+    """Sizes of the parts of fused weights, by ``whole_name``.
 
-    A rank has its share of every part, so the DTensor of a weight of several parts has its rows in
-    another order than the whole weight has them: ``WholeRows`` knows both.
+    The parts follow one another in the rows of the whole weight. A rank has its share of every
+    part, so the DTensor's rows are in another order than the whole weight's; ``whole_rows`` has
+    planners for checkpoints that translate between the two orders.
     """
     return dict(_fused_rows(model))
 
@@ -235,7 +245,7 @@ def _gate_up(weight: Tensor) -> tuple[int, int]:
 
 
 def local(weight: Tensor) -> Tensor:
-    """What this rank computes with."""
+    """Local shard of a DTensor; a plain weight itself."""
     to_local = getattr(weight, "to_local", None)
     return weight if to_local is None else to_local()
 
@@ -246,7 +256,7 @@ def _sharded(weight: Tensor, mesh: DeviceMesh, dim: int) -> nn.Parameter:
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """As ``linear`` would: what is exchanged is cast before."""
+    """Cast ``x`` as autocast would in ``linear``, so that the exchange is in that dtype."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
@@ -274,7 +284,10 @@ class _ColumnLinear(torch.autograd.Function):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """In place. All ranks go on alike, so the gradient is everyone's."""
+    """Sum over the ranks, in place.
+
+    All ranks compute the same from the sum, so its gradient is also that of every addend.
+    """
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -288,7 +301,10 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class _SumOfGradients(torch.autograd.Function):
-    """Of weights that every rank has and uses for its own part; together, since they are small."""
+    """Identity of weights that every rank has and uses for its own heads; sums their gradients.
+
+    The weights are small, so one all-reduce sums the gradients of all of them.
+    """
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Logits of which every rank has the columns of some tokens: their loss, and all of them.
+"""Logits whose columns ranks share: their cross-entropy, and their gathering.
 
 Shapes: N rows (tokens), V columns of this rank, W vocabulary, R ranks.
 """
@@ -18,7 +18,7 @@ from moe_graphs.kernels.cross_entropy_part import columns_here, gradient_of_part
 
 
 def vocabulary_group(model: nn.Module) -> dist.ProcessGroup | None:
-    """The ranks among which the columns of ``model``'s logits are shared; None if it has all."""
+    """Ranks that share the columns of ``model``'s logits; None if this rank has all columns."""
     return getattr(getattr(model, "head", None), "process_group", None)
 
 
@@ -30,15 +30,15 @@ def vocabulary_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> Tensor:
-    """``kernels.cross_entropy`` of logits whose columns are shared by the ranks of ``group``, in
-    the order of ranks: the same loss on all of them, each with the gradient of its columns.
+    """Cross-entropy of logits whose columns the ranks of ``group`` share, in the order of ranks.
 
-    Two numbers a row travel (one all-gather in the forward, nothing in the backward), and no logit
-    is copied. Without a group the logits are whole.
+    All ranks get the same loss, each with the gradient of its columns. The forward has one
+    all-gather of two numbers per row, the backward has none, and no logit is copied. Without a
+    group the logits are whole.
 
     Args:
-        targets_N: of the whole vocabulary, the same on all ranks.
-        ignore_index, reduction: as of ``kernels.cross_entropy``.
+        targets_N: numbers in the whole vocabulary, the same on all ranks.
+        ignore_index, reduction: as in ``kernels.cross_entropy``.
 
     Returns:
         fp32 (fp64 for fp64 logits), a scalar or ``[N]``; NaN in rows whose target is outside of the
@@ -58,7 +58,7 @@ def vocabulary_cross_entropy(
 
 
 def whole_vocabulary(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """All columns, ``[..., W]`` of ``[..., V]``, without a gradient. All of the ranks call it."""
+    """Gather all columns ``[..., W]`` from ``[..., V]``, without a gradient; all ranks call it."""
     if group is None:
         return logits
     ranks = dist.get_world_size(group)
@@ -67,7 +67,7 @@ def whole_vocabulary(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 def _gathered(x: Tensor, ranks: int, group: dist.ProcessGroup) -> Tensor:
     every = x.new_empty(ranks * x.shape[0], *x.shape[1:])
-    later = getattr(dist, "all_gather_single", None)  # its name since torch 2.13
+    later = getattr(dist, "all_gather_single", None)  # the name since torch 2.13
     (later or dist.all_gather_into_tensor)(every, x.contiguous(), group=group)
     return every
 

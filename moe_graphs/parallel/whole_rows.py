@@ -1,8 +1,8 @@
-"""Where a rank's rows lie in the whole weight, for checkpoints that any layout reads.
+"""Positions of a rank's rows in the whole weight, for checkpoints that any layout reads.
 
 A rank of tensor parallelism has its share of every part of a fused weight (queries, keys, values),
-and of that the shard that FSDP2 leaves it: a few runs of rows. The DTensor has as many rows as the
-whole weight, in the order of ranks instead.
+and FSDP2 may shard that share again: so a rank has a few runs of rows. The DTensor has as many rows
+as the whole weight, but in the order of ranks.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.tensor import DTensor
 
 PartsByName = Mapping[str, Sequence[int]]
-"""Of tensors by name, how many rows each part has: as ``fused_rows`` gives it."""
+"""Number of rows of each part, by the tensor's name, as ``fused_rows`` returns it."""
 
 
 class Run(NamedTuple):
-    """Rows that lie behind one another here and in the whole weight.
+    """Rows that are consecutive in the local tensor and in the whole weight.
 
     Attributes:
-        first: of the whole weight.
-        rows: a view of the local tensor.
+        first: number of the first row in the whole weight.
+        rows: the rows, a view of the local tensor.
     """
 
     first: int
@@ -52,7 +52,7 @@ class Run(NamedTuple):
 
 
 def runs_of(tensor: DTensor, parts: Sequence[int]) -> list[Run]:
-    """Of a weight, its gradient or its optimizer state, sharded over ``tp`` and maybe by FSDP2."""
+    """Local runs of a weight, a gradient or a state, sharded over ``tp`` and maybe by FSDP2."""
     mesh, ranks, rank, shards, shard = tensor.device_mesh, 1, 0, 1, 0
     names = mesh.mesh_dim_names or ()
     coordinates = mesh.get_coordinate() or ()
@@ -62,7 +62,7 @@ def runs_of(tensor: DTensor, parts: Sequence[int]) -> list[Run]:
         elif not placement.is_replicate():
             shards, shard = mesh.size(dim), coordinates[dim]
     local = tensor.to_local()
-    # As torch.chunk, by which FSDP2 goes.
+    # FSDP2 divides rows as torch.chunk does.
     begin = shard * -(-sum(parts) // ranks // shards)
     return list(_runs(local, begin, [part // ranks for part in parts], parts, rank))
 
@@ -70,7 +70,7 @@ def runs_of(tensor: DTensor, parts: Sequence[int]) -> list[Run]:
 def _runs(
     local: Tensor, begin: int, shares: Sequence[int], parts: Sequence[int], rank: int
 ) -> Iterator[Run]:
-    """``begin``: of the local rows, among all of this rank of tensor parallelism."""
+    """Runs of the local rows, which start at row ``begin`` of this ``tp`` rank's rows."""
     before = whole_before = 0
     for share, part in zip(shares, parts, strict=True):
         start, stop = max(begin, before), min(begin + len(local), before + share)
@@ -81,8 +81,11 @@ def _runs(
 
 
 class WholeRowsSavePlanner(DefaultSavePlanner):
-    """Of ``torch.distributed.checkpoint``: writes the weights named in ``parts`` as one GPU has
-    them. Names are those of the state dict that is saved: give its keys ``whole_name``."""
+    """Save planner that writes the weights in ``parts`` with their rows in one GPU's order.
+
+    It is one for ``torch.distributed.checkpoint``. The names in ``parts`` are keys of the state
+    dict that is saved: rename its keys by ``whole_name``.
+    """
 
     def __init__(self, parts: PartsByName) -> None:
         super().__init__()
@@ -103,8 +106,11 @@ class WholeRowsSavePlanner(DefaultSavePlanner):
 
 
 class WholeRowsLoadPlanner(DefaultLoadPlanner):
-    """Of ``torch.distributed.checkpoint``: reads what ``WholeRowsSavePlanner``, or one GPU, has
-    written. Names are those of the state dict that is loaded."""
+    """Load planner for checkpoints that ``WholeRowsSavePlanner`` or one GPU has written.
+
+    It is one for ``torch.distributed.checkpoint``. The names in ``parts`` are keys of the state
+    dict that is loaded.
+    """
 
     def __init__(self, parts: PartsByName) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The usual pipeline schedules. ``pp`` is the number of ranks, chunks go round them."""
+"""The usual pipeline schedules, for ``pp`` ranks that get the chunks in turn."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ def interleaved_1f1b(
     """1F1B over several chunks per rank (arXiv 2104.04473), in Megatron-LM's order.
 
     Args:
-        chunks: per rank (Megatron's virtual pipeline size); 1 is ``one_f_one_b``.
-        group_size: microbatches that go through a chunk before the next one's turn (Megatron's
-            ``microbatch_group_size_per_vp_stage``); default ``pp``, which is the least.
+        chunks: number of chunks per rank (Megatron's virtual pipeline size); 1 gives
+            ``one_f_one_b``.
+        group_size: number of microbatches that go through a chunk before the next chunk's turn
+            (Megatron's ``microbatch_group_size_per_vp_stage``); default ``pp``, the minimum.
     """
     group_size = pp if group_size is None else group_size
     _positive(pp=pp, chunks=chunks, microbatches=microbatches)
@@ -65,10 +66,10 @@ def interleaved_1f1b(
 
 
 def zero_bubble(pp: int, microbatches: int) -> Schedule:
-    """1F1B with the gradients of weights put off into the bubble: ZB-H1 of arXiv 2401.10241.
+    """1F1B with weight gradients delayed into the bubble: ZB-H1 of arXiv 2401.10241.
 
-    Rank r runs W r microbatches behind B, so that every rank has at most ``pp`` in flight, which
-    is what 1F1B has on its first rank.
+    Rank r runs W r microbatches behind B. So every rank has at most ``pp`` microbatches in flight,
+    as many as the first rank of 1F1B.
     """
     _positive(pp=pp, microbatches=microbatches)
     orders = []
@@ -89,9 +90,11 @@ def _alternate(
     *,
     warmup: int,
 ) -> Order:
-    """``warmup`` forwards, then one forward and one backward in turn, then what is left.
+    """Order of ``warmup`` forwards, then forwards and backwards in turn, then the other backwards.
 
-    Passes are pairs of chunk and microbatch; the backwards are the forwards' unless given.
+    Args:
+        forwards: pairs of chunk and microbatch.
+        backwards: pairs of chunk and microbatch (default: as ``forwards``).
     """
     fs = [Action("F", *one) for one in forwards]
     bs = [Action("B", *one) for one in backwards or forwards]

@@ -1,6 +1,7 @@
-"""Schedules of others: ``torch.distributed.pipelining`` and Transformer Engine. No torch in here.
+"""Conversion of schedules of ``torch.distributed.pipelining`` and of Transformer Engine.
 
-torch's schedules are read by their attributes; tests construct every one that torch has.
+This module does not import torch. It reads torch's schedules by their attributes; tests construct
+every schedule that torch has.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from moe_graphs.pipelines.schedule import KIND_OF, Action, Kind, Order, Schedule
 
 
 def from_torch(schedule: Any) -> Schedule:
-    """Any schedule of ``torch.distributed.pipelining`` (not its forward-only one).
+    """Read a schedule of ``torch.distributed.pipelining``; all but the forward-only one.
 
-    Its stage indices are our chunks. An overlapped forward and backward (DualPipeV) is the one
-    after the other; communication, unsharding and the reduction of gradients are left out.
+    Stage indices become chunks. An overlapped forward and backward (DualPipeV) become a forward and
+    then a backward. Communication, unsharding and the reduction of gradients are left out.
 
     Raises:
-        ValueError: if it does not say its order, or the order is wrong.
+        ValueError: the schedule has no order, or the order is wrong.
     """
     by_rank = getattr(schedule, "pipeline_order", None)
     if not by_rank:
@@ -35,7 +36,7 @@ def from_torch(schedule: Any) -> Schedule:
 
 
 def to_torch_csv(schedule: Schedule) -> str:
-    """The text that torch's ``_PipelineScheduleRuntime._load_csv`` reads: a line per rank."""
+    """Write the text that torch's ``_PipelineScheduleRuntime._load_csv`` reads: a line per rank."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     for order in schedule.ranks:
@@ -50,7 +51,7 @@ def to_torch_csv(schedule: Schedule) -> str:
 
 
 def from_torch_csv(text: str) -> Schedule:
-    """Reads what torch's ``_dump_csv`` and ``to_torch_csv`` write, of computations only."""
+    """Read the computations that torch's ``_dump_csv`` and ``to_torch_csv`` write."""
     rows = csv.reader(io.StringIO(text))
     return Schedule(
         tuple(tuple(Action.parse(cell) for cell in row if cell.strip()) for row in rows)
@@ -58,14 +59,14 @@ def from_torch_csv(text: str) -> Schedule:
 
 
 def from_te_order(signed: Sequence[int | float]) -> Order:
-    """One rank's order from Transformer Engine's ``_order``.
+    """Read one rank's order from Transformer Engine's ``_order``.
 
-    ``c`` is a forward of the rank's own chunk ``c - 1``, ``-c`` its backward, ``-c - 0.5`` the
-    gradients of weights of the chunk's latest backward. Microbatches are not written there: the
-    n-th forward of a chunk, and its n-th backward, is microbatch n.
+    ``c`` is a forward of the rank's own chunk ``c - 1``, ``-c`` is its backward, ``-c - 0.5`` are
+    the weight gradients of the chunk's latest backward. The format has no microbatches: the n-th
+    forward of a chunk, and its n-th backward, belong to microbatch n.
 
     Raises:
-        ValueError: naming the entry.
+        ValueError: an entry is wrong; the message names it.
     """
     counts: Counter[tuple[str, int]] = Counter()
     order: list[Action] = []
@@ -93,13 +94,14 @@ def from_te_order(signed: Sequence[int | float]) -> Order:
 
 
 def to_te_order(order: Iterable[Action]) -> list[int | float]:
-    """Transformer Engine's ``_order`` of one rank, whose chunks are numbered from 0.
+    """Write Transformer Engine's ``_order`` of one rank.
 
-    ``schedule.local_order(rank)`` is such an order.
+    Args:
+        order: the rank's order with chunks numbered from 0, as ``schedule.local_order(rank)`` is.
 
     Raises:
-        ValueError: naming the action that the format cannot say: a chunk whose microbatches do not
-            come in turn, or gradients of weights of another backward than the latest.
+        ValueError: the format cannot express an action, which the message names: microbatches of a
+            chunk that do not come in turn, or weight gradients of another backward than the latest.
     """
     order = tuple(order)
     check_order(order)
@@ -123,7 +125,7 @@ def to_te_order(order: Iterable[Action]) -> list[int | float]:
 def _from_torch_actions(actions: Iterable[Any]) -> Order:
     order = []
     for action in actions:
-        if action is None:  # a bubble
+        if action is None:  # torch writes None for a bubble
             continue
         for part in action.sub_actions or (action,):
             kind = KIND_OF.get(part.computation_type.value)
@@ -133,8 +135,11 @@ def _from_torch_actions(actions: Iterable[Any]) -> Order:
 
 
 def _counted_from_zero(order: Sequence[Action]) -> Order:
-    """Schedule1F1B (torch 2.11 to 2.13) writes the last rank's forwards as 1 to M, and runs 0 to
-    M-1: it goes through its microbatches without looking at what it wrote."""
+    """Renumber an order whose microbatches are counted from 1.
+
+    Schedule1F1B (torch 2.11 to 2.13) writes the last rank's forwards as 1 to M, but runs 0 to M-1:
+    it does not read the numbers that it writes.
+    """
     forwards = [action.microbatch for action in order if action.kind == "F"]
     backwards = [action.microbatch for action in order if action.kind == "B"]
     if forwards != [microbatch + 1 for microbatch in backwards]:

@@ -1,11 +1,11 @@
-"""Pipeline schedules: what every rank runs, in which order. No torch in here.
+"""Pipeline schedules: the actions of every rank in their order. This module imports no torch.
 
 A model is cut into chunks, numbered from its input to its output over all ranks (torch calls the
-number a stage index); a rank holds one chunk or several. An order is what one rank runs; a schedule
-is one order per rank. Both are checked when they are made, and errors name the action.
+number a stage index); a rank holds one chunk or several. An order is the sequence of actions of one
+rank; a schedule has one order per rank. Both are checked when they are made, and errors name the
+action.
 
-``schedule_builders.py`` makes the usual ones; ``schedule_formats.py`` reads torch's and
-Transformer Engine's.
+``builders.py`` makes the usual schedules; ``formats.py`` reads torch's and Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B", "W"]
 KINDS = ("F", "B", "W")
-# Of the letters that torch writes.
+# The letters that torch writes.
 KIND_OF: Mapping[str, Kind] = MappingProxyType({"F": "F", "B": "B", "I": "B", "W": "W"})
 
-# Units of time in a table. A whole backward takes B and W together.
+# Units of time in a table. A whole backward takes as long as B and W together.
 UNIT_COSTS: Mapping[str, int] = MappingProxyType({"F": 1, "B": 1, "W": 1})
 
 
 @dataclass(frozen=True)
 class Action:
-    """One microbatch through one chunk; as text ``0F3``, which is chunk, kind, microbatch.
+    """Forward or backward of one microbatch in one chunk; as text ``0F3``: chunk, kind, microbatch.
 
-    kind: ``F`` is the forward. ``B`` is the whole backward, unless the order also has the ``W`` of
-        this chunk and microbatch: then ``B`` gives the gradients of the inputs only (torch writes
-        ``I``) and ``W`` those of the weights.
+    Attributes:
+        kind: ``F`` is the forward. ``B`` is the whole backward, unless the order also has the ``W``
+            of this chunk and microbatch: then ``B`` computes the gradients of the inputs (torch
+            writes ``I``) and ``W`` the gradients of the weights.
     """
 
     kind: Kind
@@ -47,7 +48,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Reads ``0F3``, ``0B3``, ``0W3``, and torch's ``0I3`` as ``0B3``."""
+        """Read ``0F3``, ``0B3``, ``0W3``, and torch's ``0I3`` as ``0B3``."""
         match = re.fullmatch(r"(\d+)([FBIW])(\d+)", text.strip())
         if match is None:
             raise ValueError(
@@ -72,11 +73,12 @@ class Span(NamedTuple):
 
 
 def check_order(order: Sequence[Action], name: str = "order") -> None:
-    """Checks what one rank runs by itself.
+    """Check the order of one rank by itself.
 
     Raises:
-        ValueError: naming ``name``, position and action, if something is there twice, comes before
-            what it needs, or is missing (every chunk runs F and B of every microbatch; W is free).
+        ValueError: an action is there twice, comes before another one that it needs, or is missing
+            (every chunk runs F and B of every microbatch; W is optional). The message has ``name``,
+            the position and the action.
     """
     if not order:
         raise ValueError(f"{name} is empty: it needs at least one action")
@@ -103,7 +105,7 @@ def check_order(order: Sequence[Action], name: str = "order") -> None:
 
 
 def slots(order: Sequence[Action]) -> dict[int, int]:
-    """Per chunk the most microbatches in flight at once: from F until the last of B and W."""
+    """Largest number of microbatches in flight, per chunk: from F until the last of B and W."""
     ends = {(action.chunk, action.microbatch): i for i, action in enumerate(order)}
     in_flight: Counter[int] = Counter()
     peak: dict[int, int] = {}
@@ -118,15 +120,15 @@ def slots(order: Sequence[Action]) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One order per rank. ``print`` shows it as a table of time and ranks.
+    """A pipeline schedule: one order per rank. ``print`` shows a table of time and ranks.
 
-    Where a chunk lies follows from the orders, so chunks may go round the ranks or in a V.
+    The orders determine the rank of each chunk, so any placement of chunks is possible.
 
     Raises:
-        ValueError: naming rank, position and action: an order that is wrong by itself
-            (``check_order``), a chunk on two ranks or on none, a microbatch that one rank runs and
-            another does not, or ranks that wait for each other. Sending is taken to be without
-            waiting: ranks that send synchronously may need more care.
+        ValueError: an order is wrong by itself (``check_order``), a chunk is on two ranks or on
+            none, a microbatch runs on one rank and not on another, or ranks wait for each other.
+            The message has the rank, the position and the action. The check assumes that sending
+            does not block; ranks that send synchronously may still wait for each other.
     """
 
     ranks: tuple[Order, ...]
@@ -146,24 +148,24 @@ class Schedule:
 
     @property
     def num_chunks(self) -> int:
-        """On all ranks together."""
+        """Number of chunks on all ranks together."""
         return 1 + max(action.chunk for order in self.ranks for action in order)
 
     def chunks(self, rank: int) -> tuple[int, ...]:
-        """The chunks that ``rank`` holds, in the order of the model."""
+        """Chunks that ``rank`` holds, in the order of the model."""
         return tuple(sorted({action.chunk for action in self.ranks[rank]}))
 
     def local_order(self, rank: int) -> Order:
-        """The order of ``rank`` with its own chunks numbered from 0."""
+        """Order of ``rank`` with its own chunks numbered from 0."""
         local = {chunk: i for i, chunk in enumerate(self.chunks(rank))}
         return tuple(replace(action, chunk=local[action.chunk]) for action in self.ranks[rank])
 
     def slots(self) -> tuple[dict[int, int], ...]:
-        """Per rank and chunk the most microbatches in flight at once."""
+        """Largest number of microbatches in flight, per rank and chunk."""
         return tuple(slots(order) for order in self.ranks)
 
     def timeline(self, costs: Mapping[str, int] = UNIT_COSTS) -> tuple[tuple[Span, ...], ...]:
-        """Per rank when each action runs, if it starts as soon as it can."""
+        """Start and end of each action, per rank, if each starts as soon as it can."""
         split = {(a.chunk, a.microbatch) for order in self.ranks for a in order if a.kind == "W"}
         spans: list[list[Span]] = [[] for _ in self.ranks]
         ended: dict[Action, int] = {}
@@ -186,9 +188,10 @@ class Schedule:
         return tuple(map(tuple, spans))
 
     def table(self, costs: Mapping[str, int] = UNIT_COSTS) -> str:
-        """A line per unit of time, a column per rank; ``|`` goes on with the action above.
+        """Table as text: a line per unit of time, a column per rank; ``|`` continues an action.
 
-        costs: units of time of F, B and W; a whole backward takes those of B and W.
+        Args:
+            costs: units of time of F, B and W; a whole backward takes those of B and W together.
         """
         timeline = self.timeline(costs)
         length = max(spans[-1].end for spans in timeline)
@@ -211,7 +214,7 @@ class Schedule:
         return self.table()
 
     def _check_chunks(self) -> None:
-        """Every chunk on one rank, and the same microbatches everywhere."""
+        """Check that every chunk is on one rank and all chunks run the same microbatches."""
         holders: dict[int, int] = {}
         for rank, order in enumerate(self.ranks):
             for position, action in enumerate(order):
@@ -235,7 +238,7 @@ class Schedule:
                 raise ValueError(f"rank {rank}: {missing} is missing: rank 0 runs this microbatch")
 
     def _from_other_chunk(self, action: Action) -> Action | None:
-        """What has to have run on the chunk before (F) or behind (B) it."""
+        """Action on the chunk before (F) or after (B) that has to have run, or None."""
         if action.kind == "F" and action.chunk > 0:
             return replace(action, chunk=action.chunk - 1)
         if action.kind == "B" and action.chunk < self.num_chunks - 1:

@@ -1,4 +1,4 @@
-"""What a layout needs, without allocating it: memory of a rank and bytes on the wire."""
+"""Plans of parallel layouts: a rank's memory and its traffic, without allocating anything."""
 
 from moe_graphs.planning.layout_plan import LayoutPlan, RankPlan, plan_layout
 from moe_graphs.planning.microbatch_memory import MicrobatchMemory, microbatch_memory

@@ -1,4 +1,4 @@
-"""What the stages of a layout compute with, on fake tensors: one rank's part of every one."""
+"""Memory of a microbatch in the stages of a layout, found by running them on fake tensors."""
 
 from __future__ import annotations
 
@@ -38,8 +38,14 @@ def computed_stages(
     step: PlannedStep,
     stages: Sequence[range],
 ) -> list[MicrobatchMemory]:
-    """Of a microbatch, by stage: ``stages`` are the numbers of their layers. Those that are alike
-    are computed once. What arrives is by "tensor parallelism" and "context exchange"."""
+    """Memory of a microbatch in each stage, on one rank; equal stages are computed once.
+
+    Args:
+        stages: numbers of each stage's layers.
+
+    Returns:
+        Memory of each stage; ``received`` has the keys "tensor parallelism" and "context exchange".
+    """
     model = LanguageModel(config, device="meta", dtype=step.held_dtype)
     with contextlib.ExitStack() as stack:
         mesh = stack.enter_context(as_rank(layout, 0))
@@ -78,8 +84,11 @@ def _computed(
 def _share(
     model: LanguageModel, layout: ParallelConfig, step: PlannedStep, mesh: DeviceMesh
 ) -> dict[str, str]:
-    """As ``parallelize`` does, but for FSDP2, and with experts whose ranks need not answer. Returns
-    what process groups are for, by their names."""
+    """Share ``model`` as ``parallelize`` does, without FSDP2 and with a stand-in dispatcher.
+
+    Returns:
+        The purpose of each process group, by the group's name.
+    """
     names: dict[str, str] = {}
     if layout.cp > 1:
         group = mesh["cp"].get_group()
@@ -104,7 +113,7 @@ def _named(memory: MicrobatchMemory, names: dict[str, str]) -> MicrobatchMemory:
 
 
 def _make_plain(model: nn.Module) -> None:
-    """What a rank has of DTensors, in their place."""
+    """Replace DTensors by their local shards."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if isinstance(parameter, DTensor):

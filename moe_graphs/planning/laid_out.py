@@ -35,11 +35,13 @@ _KINDS = ("F", "B", "UNSHARD", "RESHARD")
 
 @dataclass(frozen=True)
 class LaidOutStage:
-    """Attributes:
-    layers: their numbers in the model.
-    weights: that FSDP2 shards, by name.
-    groups: as of ``groups_of``.
-    parts: what it gathers together, in the order of the forward.
+    """A stage of a laid-out rank.
+
+    Attributes:
+        layers: numbers of the stage's layers in the model.
+        weights: weights that FSDP2 shards, by name.
+        groups: the result of ``groups_of``.
+        parts: weights that FSDP2 gathers together, in the order of the forward.
     """
 
     layers: range
@@ -50,12 +52,12 @@ class LaidOutStage:
 
 @dataclass(frozen=True)
 class LaidOutRank:
-    """The first of the ranks that have these stages.
+    """The first of the ranks with the same stages.
 
     Attributes:
-        held: as of ``held_between_steps``.
-        update: what its optimizer costs.
-        padding: share of its parameters that an equal division would not give it.
+        held: the result of ``held_between_steps``.
+        update: bytes of the rank's optimizer.
+        padding: share of the rank's parameters beyond an equal division, from 0 to 1.
     """
 
     stages: list[LaidOutStage]
@@ -67,7 +69,7 @@ class LaidOutRank:
 def lay_out(
     config: TransformerConfig, layout: ParallelConfig, step: PlannedStep, stage_rank: int
 ) -> LaidOutRank:
-    """Rank ``stage_rank`` of "pp", rank 0 of all else.
+    """Lay out rank ``stage_rank`` of "pp" that is rank 0 in all other dimensions.
 
     Raises:
         ValueError: a layout that the model cannot have.
@@ -111,10 +113,13 @@ def divided(
 def schedule_of(
     config: TransformerConfig, layout: ParallelConfig, step: PlannedStep
 ) -> tuple[Schedule, list[list[Action]]]:
-    """What every rank of a pipeline runs, as torch's schedule says, and with what it gathers.
+    """Schedule of torch with the actions of every rank of a pipeline.
+
+    Returns:
+        The schedule, and each rank's forwards, backwards, gathers and frees in their order.
 
     Raises:
-        ValueError: as of ``Pipeline``.
+        ValueError: as in ``Pipeline``.
     """
     model = LanguageModel(config, device="meta", dtype=step.dtype)
     with as_rank(layout, 0) as mesh:
@@ -138,7 +143,10 @@ def schedule_of(
 
 
 def idle_share(schedule: Schedule) -> float:
-    """Of all ranks' time, where a backward takes two forwards and messages take no time."""
+    """Share of all ranks' time in which they wait, from 0 to 1.
+
+    A backward is taken to last as long as two forwards, a message no time.
+    """
     timeline = schedule.timeline()
     length = max(spans[-1].end for spans in timeline)
     busy = sum(span.end - span.start for spans in timeline for span in spans)
@@ -146,8 +154,10 @@ def idle_share(schedule: Schedule) -> float:
 
 
 def held_between_steps(model: nn.Module, update: OptimizerCosts) -> dict[str, int]:
-    """Parameters, buffers, gradients and the optimizer's state of a model that may be sharded:
-    bytes of this rank, gradients in the dtype of the parameter."""
+    """Bytes of this rank's parameters, gradients, buffers and optimizer state.
+
+    Gradients have the dtype of their parameter.
+    """
     parameters = list(model.parameters())
     return {
         "parameters": sum(local_part(p).nbytes for p in parameters),
@@ -159,8 +169,13 @@ def held_between_steps(model: nn.Module, update: OptimizerCosts) -> dict[str, in
 
 @contextlib.contextmanager
 def as_rank(layout: ParallelConfig, stage_rank: int) -> Iterator[DeviceMesh | None]:
-    """A process group whose other ranks are not there: nothing arrives, and nobody waits. None for
-    one rank."""
+    """Context with a mesh over a fake process group, whose other ranks do not exist.
+
+    Collectives move nothing and wait for nobody. The mesh is None for one rank.
+
+    Raises:
+        ValueError: this process is in a process group.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if layout.world_size == 1:
@@ -169,7 +184,7 @@ def as_rank(layout: ParallelConfig, stage_rank: int) -> Iterator[DeviceMesh | No
     if dist.is_initialized():
         raise ValueError("plan: this process is a rank of a process group: plan in another one")
     ranks = layout.world_size
-    rank = stage_rank * (ranks // layout.pp)  # "pp" is outermost
+    rank = stage_rank * (ranks // layout.pp)  # "pp" is the outermost dimension
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         yield make_mesh(layout, "cpu")
@@ -178,7 +193,7 @@ def as_rank(layout: ParallelConfig, stage_rank: int) -> Iterator[DeviceMesh | No
 
 
 def _equal_share(model: nn.Module) -> float:
-    """Bytes of the parameters if ranks that shard one had as much of it each."""
+    """Bytes of the parameters if every shard of a parameter had the same size."""
     total = 0.0
     for parameter in model.parameters():
         ranks = 1
@@ -192,8 +207,8 @@ def _equal_share(model: nn.Module) -> float:
 def _sharded(
     model: LanguageModel | ModelStage, layout: ParallelConfig
 ) -> dict[str, ShardedWeights]:
-    """What FSDP2 has made of it: nothing where ranks share tensors alone."""
-    # As `parallelize` says: the backward begins with them.
+    """Weights that FSDP2 shards, by name; empty with tensor parallelism alone."""
+    # `parallelize` keeps norm and head gathered, because the backward begins with them.
     ends = [part for part in (model.norm, model.head) if part is not None]
     stay = {id(p) for part in ends for p in part.parameters()}
     found = {}

@@ -1,4 +1,4 @@
-"""A parallel layout of a model, as its ranks would hold it."""
+"""Plan of a parallel layout: the memory of its ranks, and their traffic."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from moe_graphs.planning.wire_bytes import dispatch_bytes, fsdp_bytes, peer_memo
 
 @dataclass(frozen=True)
 class RankPlan:
-    """Bytes of a rank, by what they are for.
+    """Bytes of a rank, by purpose.
 
     Attributes:
-        layers: of each of its stages, the number of the first and how many.
-        in_flight: of each of its stages, the most microbatches between forward and backward.
-        padding: share of the rank's parameters that an equal division would not give it: FSDP2
-            divides by the first dimension, of experts by their number.
-        exact: what is there between two steps, and gradients.
-        estimated: what comes and goes within a step, each at its most.
-        wire: received from other ranks in a step.
-        within_graph: the most at once of gradients and ``estimated``, in a graph's pool if whole
-            steps are graphs.
-        memory: the most at once of all.
+        layers: for each stage, the number of its first layer and how many layers it has.
+        in_flight: for each stage, the largest number of microbatches between forward and backward.
+        padding: share of the rank's parameters beyond an equal division, from 0 to 1. FSDP2 divides
+            a weight's first dimension, for experts their number.
+        exact: bytes that are held between two steps, and gradients.
+        estimated: peak bytes of each kind of memory that is allocated and freed within a step.
+        wire: bytes received from other ranks in a step.
+        within_graph: peak bytes of gradients and ``estimated`` together, which are in a graph's
+            pool if whole steps are graphs.
+        memory: peak bytes of everything together.
     """
 
     layers: tuple[tuple[int, int], ...]
@@ -54,13 +54,15 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """Attributes:
-    parameters: numbers of the whole model.
-    expert_rows: rows of a layer that the experts of a rank have room for.
-    idle: share of a pipeline's time in which a rank waits for others, if all stages took as long
-        and messages took no time.
-    ranks: of the pipeline, one without: of those that have the same stages the first, which has
-        most.
+    """Plan of all ranks of a layout.
+
+    Attributes:
+        parameters: number of parameters of the whole model.
+        expert_rows: number of rows of a layer that a rank's experts have room for.
+        idle: share of a pipeline's time in which a rank waits for others, from 0 to 1, if all
+            stages took the same time and messages none.
+        ranks: one rank for each rank of the pipeline, one in all without a pipeline. Each is the
+            first of the ranks with the same stages, which has the most memory of them.
     """
 
     parameters: int
@@ -70,23 +72,23 @@ class LayoutPlan:
 
     @property
     def most(self) -> RankPlan:
-        """The rank that has to fit."""
+        """The rank with the most memory, which has to fit."""
         return max(self.ranks, key=lambda rank: rank.memory)
 
     def to_dict(self) -> dict[str, Any]:
-        """The rank with most at the top, all of them under ``ranks``."""
+        """JSON values: the rank with the most memory at the top, all ranks under ``ranks``."""
         return {**dataclasses.asdict(self), **dataclasses.asdict(self.most)}
 
 
 def plan_layout(config: TransformerConfig, layout: ParallelConfig, step: PlannedStep) -> LayoutPlan:
-    """What the ranks of ``layout`` would hold and receive. Allocates nothing.
+    """Plan the memory and the traffic of the ranks of ``layout``, without allocating anything.
 
-    The model is laid out by ``pipeline_stages`` and ``parallelize`` on the meta device, in a
-    process group of ranks that are not there; activations and temporaries are those of forwards and
-    backwards on fake tensors, in the order of torch's schedule.
+    ``pipeline_stages`` and ``parallelize`` lay out the model on the meta device, in a fake process
+    group. Forwards and backwards on fake tensors, in the order of torch's schedule, give the sizes
+    of activations and temporaries.
 
     Raises:
-        ValueError: a layout that the model cannot have, or this process is in a process group.
+        ValueError: the model cannot have this layout, or this process is in a process group.
     """
     if step.sequence_length > config.max_sequence_length:
         raise ValueError(
@@ -100,7 +102,7 @@ def plan_layout(config: TransformerConfig, layout: ParallelConfig, step: Planned
         )
     if layout.pp == 1 and (step.schedule, step.stages_per_rank) != ("1f1b", 1):
         raise ValueError("schedule, stages_per_rank: of a pipeline: add --pp, or drop them")
-    # From here on a rank's own tokens.
+    # From here on, `step` has the length of a rank's part of a sequence.
     step = dataclasses.replace(step, sequence_length=step.sequence_length // layout.cp)
     actions: list[list[Action]] = [[("F", 0), ("B", 0)] * step.microbatches]
     idle = 0.0
@@ -132,7 +134,7 @@ def _rank_plan(
     for stage, memory, count in zip(rank.stages, memories, arriving, strict=True):
         by_schedule: dict[str, int] = {}
         if step.schedule == "interleaved_1f1b":
-            by_schedule = {"sent": count}  # as much as arrives
+            by_schedule = {"sent": count}  # a stage sends as much as it receives
         elif layout.pp > 1:
             sending = hidden if stage.layers.start else 0
             by_schedule = {"sending": sending, "returned": memory.logits}
@@ -161,7 +163,7 @@ def _rank_plan(
 
 
 def _neighbours(config: TransformerConfig, stage: LaidOutStage) -> int:
-    """Stages before and behind it."""
+    """Number of stages before and behind this one: 0, 1 or 2."""
     return (stage.layers.start > 0) + (stage.layers.stop < config.num_layers)
 
 
@@ -190,7 +192,7 @@ def _expert_rows(config: TransformerConfig, layout: ParallelConfig, step: Planne
 def _shared_with_peers(
     config: TransformerConfig, layout: ParallelConfig, step: PlannedStep, stage: LaidOutStage
 ) -> int:
-    """By all layers of a stage, which has process groups of its own."""
+    """Bytes of peer memory for all layers of a stage, whose process groups are its own."""
     if config.moe is None or layout.ep == 1 or step.dispatcher != "symmetric":
         return 0
     if not any(map(config.is_moe_layer, stage.layers)):

@@ -1,6 +1,6 @@
-"""What the forward and backward of one microbatch hold and receive, seen from the operations.
+"""Memory and traffic of one microbatch's forward and backward, read off their operations.
 
-Runs on fake tensors, which have shapes and no memory, as on real ones.
+The forward and backward can run on real tensors or on fake ones, which have shapes and no memory.
 
 Shapes: B sequences, S sequence, D model, V vocabulary.
 """
@@ -28,12 +28,12 @@ from moe_graphs.parallel import ModelStage, vocabulary_cross_entropy, vocabulary
 
 
 class Moment(NamedTuple):
-    """Where a microbatch is.
+    """Progress of a microbatch.
 
     Attributes:
-        part: number of the embedding, layer, or norm and head that computes.
-        backward: False in the forward.
-        graded: in the backward, whether this part has gradients; False before the first one.
+        part: number of the part that computes: embedding, a layer, or norm and head.
+        backward: whether the backward runs.
+        graded: whether this part has gradients already; False in the forward.
     """
 
     part: int
@@ -43,16 +43,19 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class MicrobatchMemory:
-    """Bytes on a rank, parameters, buffers and gradients of parameters not among them, nor what a
-    stage of a pipeline receives.
+    """Bytes of a microbatch on a rank.
+
+    Parameters, buffers, gradients of parameters and the messages that a stage of a pipeline
+    receives do not count.
 
     Attributes:
-        activations: kept from forward to backward, logits among them.
-        weight_copies: kept as well: weights cast by autocast, as many as there are uses.
-        temporaries: what there is beside both when most is in use.
-        logits: of ``activations``, and as much of ``temporaries`` is their gradient.
-        moments: the most at once, by where the microbatch is.
-        received: bytes that arrive from the other ranks of a process group, by its name.
+        activations: bytes kept from forward to backward, logits included.
+        weight_copies: bytes of weights cast by autocast, which are kept as well, once per use.
+        temporaries: bytes besides activations and copies at the peak.
+        logits: bytes of the logits, part of ``activations``. Their gradient takes as many of
+            ``temporaries``.
+        moments: peak bytes at each moment.
+        received: bytes that arrive from other ranks, by the name of the process group.
     """
 
     activations: int
@@ -74,13 +77,15 @@ class MicrobatchMemory:
 def microbatch_memory(
     model: LanguageModel | ModelStage, entered: Tensor, autocast: torch.dtype | None = None
 ) -> MicrobatchMemory:
-    """Runs forwards and backwards; gradients of parameters go as soon as they are there, as FSDP2's
-    go into its reduce-scatters.
+    """Measure a microbatch's memory by running its forward and backward.
+
+    Gradients of parameters are freed as soon as they are computed, as FSDP2 frees them after its
+    reduce-scatters.
 
     Args:
-        entered: a microbatch, fake if the model is: tokens ``[B, S]``, also what is to be
-            predicted; of a stage that is not the first, hidden states ``[B, S, D]``.
-        autocast: the dtype to compute in, or None for that of the parameters.
+        entered: a microbatch, fake if the model is: tokens ``[B, S]``, which are the targets, too;
+            for a stage that is not the first, hidden states ``[B, S, D]``.
+        autocast: dtype to compute in; None for the dtype of the parameters.
     """
     with _cast(entered.device.type, autocast):
         kept, copies, logits = _kept(model, entered)
@@ -91,13 +96,15 @@ def microbatch_memory(
 
 
 def parts_of(model: nn.Module) -> list[str]:
-    """What ``parallelize`` groups, in the order of the forward: the norm at the end goes with the
-    head."""
+    """Names of the parts that ``parallelize`` groups, in the order of the forward.
+
+    The last norm belongs to the part "head".
+    """
     return list(dict.fromkeys(part_of(name) for name, _ in model.named_parameters()))
 
 
 def part_of(name: str) -> str:
-    """Of the parameter of that name."""
+    """Name of the part that has the parameter ``name``."""
     first, *rest = name.split(".")
     return f"layers.{rest[0]}" if first == "layers" else first.replace("norm", "head")
 
@@ -105,8 +112,12 @@ def part_of(name: str) -> str:
 def _forward(
     model: LanguageModel | ModelStage, entered: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What the backward begins with; the logits, if there are; and what leaves a stage, which a
-    pipeline holds until the end of the backward."""
+    """Run the forward of a model or of a stage.
+
+    Returns:
+        The tensor that the backward begins with; the logits or None; and a stage's output, which a
+        pipeline holds until the end of the backward, or None for a model.
+    """
     if isinstance(model, ModelStage):
         left = model(entered, torch.ones(1, device=entered.device))
         if model.head is None:
@@ -114,7 +125,7 @@ def _forward(
         tokens = entered.new_zeros(entered.shape[:2], dtype=torch.int64)
         return _loss(model, left, tokens), left, left
     output = model(entered)
-    # The logits are not held while the backward runs.
+    # A model's caller frees the logits before the backward, so they are no stage's output.
     return _loss(model, output.logits_BSV, entered) + output.aux_loss, output.logits_BSV, None
 
 
@@ -124,7 +135,7 @@ def _loss(model: nn.Module, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
 
 
 def _kept(model: LanguageModel | ModelStage, entered: Tensor) -> tuple[int, int, int]:
-    """Bytes of activations, of copies of weights, of logits."""
+    """Bytes of activations, of copies of weights, and of logits."""
     owned = {_key(tensor) for tensor in (*model.parameters(), *model.buffers(), entered)}
     found: dict[int, Any] = {}
 
@@ -180,7 +191,7 @@ def _watched(model: LanguageModel | ModelStage, entered: Tensor) -> _LiveStorage
 
 
 def _arriving(model: LanguageModel | ModelStage, entered: Tensor) -> Tensor | None:
-    """The gradient of what leaves a stage."""
+    """Gradient of a stage's output; None for the last stage and for models."""
     if isinstance(model, LanguageModel) or model.head is not None:
         return None
     size = (*entered.shape[:2], model.config.hidden_size)
@@ -188,12 +199,12 @@ def _arriving(model: LanguageModel | ModelStage, entered: Tensor) -> Tensor | No
 
 
 class _LiveStorages(TorchDispatchMode):
-    """Bytes of the storages that operations have made and that are still there.
+    """Mode that counts the bytes of living storages that operations have made.
 
     Attributes:
-        peaks: the most there were at once, by moment.
-        casts: storages that are casts of ``weights``, by key.
-        received: as of ``MicrobatchMemory``.
+        peaks: peak bytes at each moment.
+        casts: keys of storages that are casts of ``weights``.
+        received: as in ``MicrobatchMemory``.
     """
 
     def __init__(self, weights: Iterable[int] = ()) -> None:
@@ -234,7 +245,7 @@ class _LiveStorages(TorchDispatchMode):
         self.peaks[self.moment] = max(self.peaks.get(self.moment, 0), self.bytes)
 
     def _note_received(self, func: Any, args: Any) -> None:
-        """By ring, where it is a question."""
+        """Add the bytes that a collective brings to this rank; an all-reduce is taken as a ring."""
         name = func.name().removeprefix("c10d::")
         if name not in _SHARE_RECEIVED:
             raise ValueError(f"plan: nobody has said how many bytes arrive in c10d's {name}")
@@ -246,11 +257,11 @@ class _LiveStorages(TorchDispatchMode):
 
     def _gone(self, key: int, size: int, _: Any) -> None:
         del self._known[key]
-        self.casts.discard(key)  # its number may be another storage's from now on
+        self.casts.discard(key)  # another storage may get this key from now on
         self.bytes -= size
 
 
-# Of what is in the first argument when the collective has ended.
+# By collective: how often the other ranks' share of the result (its first argument) arrives.
 _SHARE_RECEIVED = {"allreduce_": 2, "_allgather_base_": 1, "alltoall_base_": 1}
 
 
@@ -263,13 +274,16 @@ def _cast(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
     if dtype is None:
         yield
         return
-    # As the trainer's: every use of a weight is cast anew.
+    # Like the trainer's autocast, without a cache: every use casts the weight anew.
     with torch.autocast(device_type, dtype, cache_enabled=False):
         yield
 
 
 class DropoutOfGPUs(TorchFunctionMode):
-    """Keeps a byte for a number, as CUDA's does; the CPU's keeps a number."""
+    """Mode in which dropout keeps a mask of one byte per element, as on CUDA.
+
+    On the CPU dropout keeps a mask in the dtype of its input.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.dropout:
@@ -283,5 +297,5 @@ class DropoutOfGPUs(TorchFunctionMode):
 
 
 def without_memory(model: nn.Module, device: torch.device | str) -> None:
-    """Meta tensors become fake ones of ``device``; inside of a ``FakeTensorMode``."""
+    """Make a model's meta tensors fake tensors on ``device``; needs a ``FakeTensorMode``."""
     model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))

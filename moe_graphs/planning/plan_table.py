@@ -10,7 +10,7 @@ from moe_graphs.tables import format_bytes
 
 
 def plan_table(plan: LayoutPlan) -> Table:
-    """Memory of the rank with most, exact and estimated, then the wire; without what is zero."""
+    """Table of the memory and the traffic of the rank with the most memory, without zeros."""
     rank = plan.most
     which = f"rank {plan.ranks.index(rank)} of pp" if len(plan.ranks) > 1 else "a rank"
     title = f"{which}: its memory, and what it receives in a step"
@@ -39,7 +39,7 @@ def plan_table(plan: LayoutPlan) -> Table:
 
 
 def ranks_table(plan: LayoutPlan, step: PlannedStep) -> Table:
-    """Of a pipeline, a line for each rank."""
+    """Table with a row for each rank of a pipeline."""
     title = f"ranks of pp, {step.schedule} of {step.microbatches} microbatches"
     table = Table(title=title, title_justify="left")
     table.add_column("rank")

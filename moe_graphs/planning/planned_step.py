@@ -1,4 +1,4 @@
-"""What is asked of a plan beside the model and the layout."""
+"""Settings of a plan besides the model and the layout."""
 
 from __future__ import annotations
 
@@ -17,36 +17,38 @@ DISPATCHERS = ("all_to_all", "all_gather", "symmetric")
 
 
 class OptimizerCosts(NamedTuple):
-    """Bytes of a rank: of its states, and what it receives in an update."""
+    """Bytes of a rank's optimizer: its states, and what arrives in an update."""
 
     states: int
     received: int = 0
 
 
 def of_torchs_adamw(model: nn.Module) -> OptimizerCosts:
-    """Two averages in the dtype of each parameter, and its number of steps, an fp32 scalar."""
+    """Costs of torch's AdamW: two averages in the parameter's dtype, and an fp32 step counter."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return OptimizerCosts(sum(2 * local_part(parameter).nbytes + 4 for parameter in trained))
 
 
 def local_part(parameter: Tensor) -> Tensor:
-    """What this rank has of it."""
+    """Local shard of a DTensor; any other parameter itself."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStep:
-    """What a step computes with.
+    """Sizes, precisions and options of a step.
 
     Attributes:
-        sequences: of a rank (with ``cp``, of those that share them) in a microbatch.
-        dtype: of the parameters.
-        mixed_precision: FSDP2 gathers bf16 and reduces fp32 (``MixedPrecisionPolicy``), and the
-            model computes in it; otherwise autocast to bf16, as ``moe-graphs train`` does.
-        dispatcher, rows_factor: with expert parallelism, as of ``make_dispatcher``.
-        schedule, stages_per_rank: of a pipeline, as of ``Pipeline``.
-        optimizer: what it costs a rank, whose part of the model it is given on the meta device.
-        on_gpus: what kernels keep on a GPU; False for the CPU, where nothing is cast.
+        sequences: number of a rank's sequences in a microbatch; with ``cp``, number of the
+            sequences that the ranks share.
+        dtype: dtype of the parameters.
+        mixed_precision: whether FSDP2 gathers bf16 and reduces fp32 (``MixedPrecisionPolicy``) and
+            the model computes in bf16. Otherwise autocast to bf16, as in ``moe-graphs train``.
+        dispatcher, rows_factor: arguments of ``make_dispatcher``, for expert parallelism.
+        schedule, stages_per_rank: arguments of ``Pipeline``.
+        optimizer: computes the costs of a rank's optimizer from its part of the model, which is on
+            the meta device.
+        on_gpus: whether to plan for GPUs; False plans for CPUs, where nothing is cast.
     """
 
     sequences: int
@@ -85,7 +87,7 @@ class PlannedStep:
 
     @property
     def held_dtype(self) -> torch.dtype:
-        """Of weights where they are used, and of hidden states between stages."""
+        """Dtype of gathered weights, and of hidden states between stages."""
         return torch.bfloat16 if self.mixed_precision else self.dtype
 
     @property
@@ -94,5 +96,5 @@ class PlannedStep:
 
     @property
     def on_the_wire(self) -> tuple[int, int]:
-        """Bytes of a number of a weight, and of its gradient."""
+        """Bytes per element of a gathered weight, and of a reduced gradient."""
         return self.held_dtype.itemsize, (self.policy.reduce_dtype or self.dtype).itemsize

@@ -1,7 +1,7 @@
-"""Dispatchers between ranks in their shapes alone, for one process and a balanced routing.
+"""A dispatcher with the shapes of expert parallelism, for one process and a balanced routing.
 
-The real ones ask the other ranks, or read sizes on the host. What is sorted, permuted and kept
-is done by the same functions.
+The real dispatchers ask other ranks or read sizes on the host. Rows are sorted, permuted and kept
+by the same functions as in the real ones.
 
 Shapes: T tokens of a rank, G = W * T of all W ranks, D model, K top-k, E experts, e local
 experts, R rows of this rank's experts.
@@ -23,8 +23,11 @@ from moe_graphs.kernels import RowOrder, permute, route_rows, unpermute
 @final
 @dataclass(frozen=True)
 class StandInDispatcher(Dispatcher):
-    """Rank 0 of ``ranks``. With ``gathers`` it is ``all_gather`` (and ``symmetric``, which keeps
-    the same), else ``all_to_all`` with as many rows received as sent."""
+    """Stand-in for the dispatcher of rank 0 of ``ranks``.
+
+    With ``gathers`` it stands for ``all_gather`` (and for ``symmetric``, which keeps the same
+    tensors), otherwise for ``all_to_all`` with as many rows received as sent.
+    """
 
     ranks: int
     gathers: bool
@@ -74,7 +77,10 @@ class StandInDispatcher(Dispatcher):
 
 
 class _Travel(torch.autograd.Function):
-    """So many rows arrive; as many as were sent come back as gradients. Nothing is kept."""
+    """Exchange in shapes alone: rows arrive, gradients of the sent rows come back.
+
+    Nothing is kept for the backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, arriving: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""A step on one rank: its microbatches in the order of its schedule."""
+"""Memory of a step on one rank, whose microbatches run in the order of the schedule."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from moe_graphs.planning.microbatch_memory import MicrobatchMemory
 from moe_graphs.planning.weights_around import Part, WeightsAround
 
 Action = tuple[str, int]
-"""``F``, ``B``, or a whole stage gathered (``UNSHARD``) and freed (``RESHARD``); its number on the
-rank, from 0."""
+"""Kind of an action, and the number of its stage on the rank, from 0.
+
+The kind is ``F``, ``B``, ``UNSHARD`` (the whole stage is gathered) or ``RESHARD`` (it is freed).
+"""
 
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Bytes of a stage; those of a pipeline are what torch's schedules hold by their variables.
+    """Bytes of a stage; the last three are tensors that variables of torch's schedules hold.
 
     Attributes:
-        parts, groups: as of ``WeightsAround``.
-        sending: after a backward, until the next one has ended: a gradient on its way.
-        returned: after a backward, until the next forward has ended: logits.
-        sent: of each microbatch after its backward, until the step ends: its messages.
+        parts, groups: as in ``WeightsAround``.
+        sending: gradient that is being sent, from the end of a backward to the end of the next one.
+        returned: logits, from the end of a backward to the end of the next forward.
+        sent: messages of a microbatch, from the end of its backward to the end of the step.
     """
 
     memory: MicrobatchMemory
@@ -36,11 +38,13 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Attributes:
-    peak: bytes beside what is there between steps, gradients among them.
-    in_flight: the most microbatches between forward and backward, of each stage.
-    activations, logits, weight_copies: the most at once of all microbatches in flight.
-    gathers: how often in a step each part of each stage is gathered.
+    """Memory of a step.
+
+    Attributes:
+        peak: peak bytes besides those held between steps, gradients included.
+        in_flight: for each stage, the largest number of microbatches between forward and backward.
+        activations, logits, weight_copies: peak bytes over all microbatches in flight.
+        gathers: for each stage and part, how often a step gathers it.
     """
 
     peak: int
@@ -54,10 +58,10 @@ class StepMemory:
 def step_memory(
     actions: Sequence[Action], stages: Sequence[StageCosts], *, deferred: bool
 ) -> StepMemory:
-    """Goes through a step.
+    """Follow the actions of a step and add up its memory.
 
     Args:
-        deferred: as of ``WeightsAround``.
+        deferred: as in ``WeightsAround``.
     """
     states = [_Stage(each, deferred) for each in stages]
     left = Counter(stage for kind, stage in actions if kind == "B")
@@ -115,7 +119,7 @@ class _Stage:
         return self._kept() + self.around.between(self.reduced)
 
     def run(self, backward: bool) -> int:
-        """The most bytes in a microbatch's forward or backward, after which it is over."""
+        """Finish a microbatch's forward or backward; return the peak bytes within it."""
         self.in_flight -= backward
         beside = self.costs.sending if self.over else 0
         beside += self.costs.returned if self.over and not backward else 0
@@ -132,7 +136,7 @@ class _Stage:
         return peak
 
     def reduce(self) -> int:
-        """The most bytes while gradients are reduced at the end."""
+        """Reduce the gradients at the end of the step; return the peak bytes meanwhile."""
         peak = self._kept() + self.around.reducing()
         self.reduced = True
         self.gather(set())

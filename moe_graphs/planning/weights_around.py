@@ -1,7 +1,7 @@
-"""Weights and gradients that FSDP2 holds beside a rank's share, while a microbatch goes by.
+"""Weights and gradients that FSDP2 holds besides a rank's shards, while a microbatch runs.
 
-The order in which it gathers and reduces parts of a model is written down here from
-``torch.distributed.fsdp``: it needs streams and collectives, which fake tensors do not have.
+FSDP2 itself needs streams and collectives, which fake tensors do not have. So this module repeats
+the order in which ``torch.distributed.fsdp`` gathers and reduces the parts of a model.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from moe_graphs.planning.wire_bytes import ShardedWeights
 
 @dataclass(frozen=True)
 class Part:
-    """What is gathered and reduced together; bytes.
+    """Bytes of weights and gradients that FSDP2 gathers and reduces together.
 
     Attributes:
-        gathered: weights of the whole part, 0 where nothing is sharded.
-        stays: whether they stay from forward to backward.
-        unreduced: gradients of the whole part on their way, in the dtype of the reduction.
-        gradients: what is left of them on this rank.
+        gathered: weights of the whole part; 0 if nothing is sharded.
+        stays: whether the gathered weights stay from forward to backward.
+        unreduced: gradients of the whole part during their reduction, in the reduction's dtype.
+        gradients: this rank's gradients after the reduction.
     """
 
     gathered: int = 0
@@ -35,18 +35,18 @@ class Part:
 
 @dataclass(frozen=True)
 class WeightsAround:
-    """Called with where a microbatch is: bytes at that time.
+    """Function from a microbatch's ``Moment`` to the bytes of weights and gradients.
 
-    While a part computes, the next one is gathered, and in the backward the gradients of the one
-    before are reduced.
+    While a part computes, the next part is gathered; in the backward, the gradients of the part
+    that computed before are reduced meanwhile.
 
     Attributes:
-        parts: in the order of the forward.
-        groups: the number of its part, for each part of a microbatch's ``Moment``.
+        parts: the parts, in the order of the forward.
+        groups: for each ``Moment.part``, the number of the part in ``parts`` that contains it.
         before: numbers of the parts that are gathered when the microbatch begins.
-        accumulated: gradients of earlier microbatches are there.
-        deferred: as pipelines do: weights stay after the backward, and gradients are reduced at the
-            end of the step, until when they are whole.
+        accumulated: whether there are gradients of earlier microbatches.
+        deferred: whether weights stay gathered after the backward and gradients stay whole until
+            the end of the step, when they are reduced. Pipelines do that.
     """
 
     parts: Sequence[Part]
@@ -80,22 +80,23 @@ class WeightsAround:
             there = self.accumulated or earlier or (moment.graded and number == now)
             total = part.gradients if there else 0
             if moment.graded and number == now:
-                total += part.gathered  # as they are made
+                total += part.gathered  # new gradients have the size of the gathered weights
             if moment.graded and number == now + 1:
                 total += part.unreduced
             return total
         total = part.unreduced if self.accumulated or earlier else 0
-        # In another dtype than that of the reduction, or the first: not added to what there is.
+        # New gradients are added in place, unless they are the first ones or have another dtype
+        # than the reduction.
         if moment.graded and number == now:
             same = self.accumulated and part.gathered == part.unreduced
             total += 0 if same else part.gathered
         return total
 
     def between(self, reduced: bool) -> int:
-        """Between microbatches.
+        """Bytes between microbatches.
 
         Args:
-            reduced: whether all of the step's gradients are.
+            reduced: whether all gradients of the step have been reduced.
         """
         total = 0
         for number, part in enumerate(self.parts):
@@ -105,12 +106,12 @@ class WeightsAround:
         return total
 
     def reducing(self) -> int:
-        """The most while gradients that were deferred are reduced."""
+        """Peak bytes while deferred gradients are reduced."""
         return self.between(False) + max(part.unreduced for part in self.parts)
 
 
 def groups_of(model: nn.Module, layers_per_group: int) -> dict[str, int]:
-    """By ``part_of``, in the order of the forward: numbers of what is gathered together."""
+    """Number of the group that is gathered together, for each name of ``parts_of``."""
     groups: dict[str, int] = {}
     layers = 0
     for part in parts_of(model):
@@ -127,12 +128,12 @@ def fsdp_parts(
     gathered: int,
     reduced: int,
 ) -> list[Part]:
-    """In the order of the forward.
+    """Parts of a model, in the order of the forward.
 
     Args:
-        weights: by name; without those that FSDP2 does not shard.
-        groups: as of ``groups_of``.
-        gathered, reduced: bytes of a number of a weight, and of its gradient, on the wire.
+        weights: the weights that FSDP2 shards, by name.
+        groups: the result of ``groups_of``.
+        gathered, reduced: bytes per element of a gathered weight, and of a reduced gradient.
     """
     parts = [Part()] * (1 + max(groups.values()))
     for name, parameter in model.named_parameters():
@@ -151,7 +152,7 @@ def fsdp_parts(
 
 
 def most_around(parts: Sequence[Part], *, deferred: bool) -> dict[str, int]:
-    """Each at its most, by name."""
+    """Peak bytes of gathered weights and of unreduced gradients, by name."""
     whole = [part.gathered for part in parts]
     unreduced = [part.unreduced for part in parts]
     if deferred:
@@ -168,5 +169,5 @@ def most_around(parts: Sequence[Part], *, deferred: bool) -> dict[str, int]:
 
 
 def _two(sizes: list[int]) -> int:
-    """Of two neighbours."""
+    """Largest sum of two neighbours."""
     return max(sum(sizes[start : start + 2]) for start in range(len(sizes)))

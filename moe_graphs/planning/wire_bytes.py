@@ -15,12 +15,14 @@ from moe_graphs.layers import MoEConfig
 
 @dataclass(frozen=True)
 class ShardedWeights:
-    """Parameters that FSDP2 treats alike.
+    """Size of weights that FSDP2 shards.
 
     Attributes:
-        numbers: of a rank's share, padded as it travels.
-        ranks, replicas: over which they are sharded, and copies of that (HSDP).
-        regathered: freed between forward and backward, so gathered twice in a microbatch.
+        numbers: number of elements of a rank's shard, with the padding of the collectives.
+        ranks: number of ranks over which the weights are sharded.
+        replicas: number of copies of the sharded weights (HSDP).
+        regathered: whether the weights are freed between forward and backward, and so gathered
+            twice in a microbatch.
     """
 
     numbers: int
@@ -36,13 +38,13 @@ def fsdp_bytes(
     gathers: Mapping[str, int],
     reductions: int,
 ) -> dict[str, int]:
-    """All-gathers, reduce-scatters and HSDP's all-reduces of a step, each by ring.
+    """Bytes of all-gathers, reduce-scatters and HSDP's all-reduces of a step, all taken as rings.
 
     Args:
-        weights: by name.
-        gathered, reduced: bytes of a number of a weight, and of its gradient, on the wire.
-        gathers: how often the weight of a name is gathered in a step.
-        reductions: how often gradients are reduced.
+        weights: the sharded weights, by name.
+        gathered, reduced: bytes per element of a gathered weight, and of a reduced gradient.
+        gathers: for each name, how often a step gathers the weight.
+        reductions: how often a step reduces gradients.
     """
     gathering = scatters = reduces = 0
     for name, each in weights.items():
@@ -60,25 +62,25 @@ def fsdp_bytes(
 def dispatch_bytes(
     dispatcher: str, config: MoEConfig, hidden_size: int, tokens: int, ranks: int, itemsize: int
 ) -> tuple[float, float]:
-    """Of one layer in one microbatch, forward and backward: dispatch, and combine.
+    """Bytes of dispatch and of combine, for one layer's forward and backward of one microbatch.
 
     Args:
         tokens: T.
         ranks: W.
-        itemsize: of the rows.
+        itemsize: bytes per element of the rows.
     """
     others, top_k = ranks - 1, config.top_k
-    row, pair = hidden_size * itemsize, 8 + 4  # expert number and weight
+    row, pair = hidden_size * itemsize, 8 + 4  # a pair has an int64 expert number and a weight
     if dispatcher == "all_to_all":
-        # A balanced routing; and the counts of the rows.
+        # The rows of a balanced routing, and their counts.
         rows = 2.0 * tokens * top_k * row * others / ranks
         return rows + 8.0 * config.num_experts * others / ranks, rows
-    # Weights have gradients, expert numbers have none.
+    # Gradients of weights travel back; expert numbers have none.
     pairs = tokens * top_k * others * (pair + 4)
     if dispatcher == "all_gather":
         rows = 2.0 * tokens * others * row
         return rows + pairs, rows
-    # symmetric: a token once to every rank that has any of its experts, chosen at random.
+    # `symmetric` sends a token once to every rank with any of its experts, here taken as random.
     elsewhere = config.num_experts - config.num_experts // ranks
     reached = 1 - math.comb(elsewhere, top_k) / math.comb(config.num_experts, top_k)
     rows = 2.0 * tokens * others * reached * row
@@ -88,5 +90,5 @@ def dispatch_bytes(
 def peer_memory_bytes(
     config: MoEConfig, hidden_size: int, tokens: int, ranks: int, itemsize: int
 ) -> int:
-    """What ``symmetric`` shares with the other ranks, once for all layers."""
+    """Bytes that ``symmetric`` shares with the other ranks, once for all layers."""
     return ranks * tokens * (hidden_size * itemsize + config.top_k * (8 + 4))

@@ -1,1 +1,1 @@
-"""Where the time of a training step goes: kernels by group, gaps, copies, and their floors."""
+"""Profiles of a training step: time of kernels by group, gaps, copies, and floors."""

@@ -1,4 +1,4 @@
-"""How much of a step is communication between GPUs, from a profiler's trace."""
+"""Share of communication between GPUs in a step, from a profiler's trace."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from moe_graphs.profiling.traced_work import (
 
 @dataclass(frozen=True)
 class Communication:
-    """Of the time from the first kernel of a step to its last, on one rank.
+    """Shares of the time from the first kernel of a step to its last, on one rank, from 0 to 1.
 
     Attributes:
-        share: in which a kernel of NCCL or of a dispatcher runs; it waits there for other ranks,
-            too.
-        exposed: in which nothing else does.
-        span_ms: that time, in milliseconds.
+        share: time in which a kernel of NCCL or of a dispatcher runs, which includes waiting for
+            other ranks.
+        exposed: time in which such a kernel runs and no other.
+        span_ms: the whole time, in milliseconds.
     """
 
     share: float
@@ -40,11 +40,10 @@ class Communication:
 def traced_communication(
     step: Callable[[], object], device: torch.device, steps: int = 1
 ) -> Communication:
-    """Runs so many steps, back to back, under torch's profiler. Call ``keep_profiler_ready`` before
-    graphs.
+    """Measure communication in ``steps`` steps, back to back, under torch's profiler.
 
-    On the CPU operators are counted, by the time that they spend themselves: what gloo sends on its
-    own threads is not seen.
+    Call ``keep_profiler_ready`` before the first graph. On the CPU the time that operators spend
+    themselves is counted; the trace does not show gloo's own threads.
     """
     on_gpu = device.type == "cuda"
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
@@ -53,7 +52,7 @@ def traced_communication(
 
 
 def communication_of(work: Sequence[Work], steps: int = 1) -> Communication:
-    """``work``: of so many steps; its times are microseconds."""
+    """Compute the shares from the ``work`` of ``steps`` steps, whose times are in microseconds."""
     if not work:
         return Communication(0.0, 0.0, 0.0)
     span = span_of([(each.start, each.end) for each in work])

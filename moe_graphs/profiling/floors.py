@@ -1,4 +1,4 @@
-"""What work needs at least, and how fast this machine does such work at its best."""
+"""Floors of work (the least time it needs), and the best rates of this machine."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from torch import Tensor
 
 from moe_graphs.profiling.kernel_groups import group_of_operator
 
-# Wide enough that a GPU is at its full speed, and gone in 2 ms; and what a CPU does in as many.
+# Sizes of the measured products and copies. A GPU reaches its full speed with them and needs 2 ms
+# for each; a CPU needs about as long.
 _MATMUL = {"cuda": 8192, "cpu": 768}
 _COPY_BYTES = {"cuda": 1 << 29, "cpu": 1 << 26}
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Measured on this machine: ``describe`` says how.
+    """Rates measured on this machine; ``describe`` says how.
 
     Attributes:
-        bytes_per_second: read and written together.
+        bytes_per_second: bytes read plus bytes written.
     """
 
     flops_per_second: float
@@ -38,21 +39,21 @@ class Rates:
 
 @dataclass(frozen=True)
 class Floor:
-    """The least that a group of a step computes, and moves to and from memory."""
+    """Least work of a group in a step: FLOPs, and bytes moved to and from memory."""
 
     flops: float = 0.0
     bytes: float = 0.0
 
     def milliseconds(self, rates: Rates) -> float:
-        """The longer of the two, as if they overlapped entirely."""
+        """Milliseconds of the longer of computing and moving, as if the two overlapped entirely."""
         return 1e3 * max(self.flops / rates.flops_per_second, self.bytes / rates.bytes_per_second)
 
 
 def measure_rates(device: torch.device | str, dtype: torch.dtype | None = None) -> Rates:
-    """The best of a few dense matrix products and copies. A tenth of a second.
+    """Measure the best of a few dense matrix products and copies, in a tenth of a second.
 
     Args:
-        dtype: of the product; by default bf16 on a GPU and fp32 on the CPU.
+        dtype: dtype of the product; by default bf16 on a GPU and fp32 on the CPU.
     """
     device = torch.device(device)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -71,7 +72,7 @@ def _product_seconds(size: int, device: torch.device, dtype: torch.dtype) -> flo
 
 
 def best_of(call: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
-    """Seconds of the shortest call, after two that are not counted."""
+    """Seconds of the shortest call, after two calls that do not count."""
     times = []
     for _ in range(repeats + 2):
         if device.type == "cuda":
@@ -89,13 +90,14 @@ def best_of(call: Callable[[], object], device: torch.device, repeats: int = 10)
 
 
 def counted_floors(step: Callable[[], object]) -> dict[str, Floor]:
-    """FLOPs by group of one more step, which has to run its operators: a replay has none.
+    """Count the FLOPs of one more step, by group.
 
-    Torch's ``FlopCounterMode`` knows matrix products, convolutions and attention; it is told of our
-    grouped GEMMs, whose rows it takes to be all in use. Attention is left out: the mode counts the
-    whole square where the causal half would do. No bytes.
+    The step has to run its operators; a replay has none. Torch's ``FlopCounterMode`` knows matrix
+    products, convolutions and attention, and gets formulas for our grouped GEMMs, which take all
+    rows to be in use. Attention is left out, because the mode counts the whole square although the
+    causal half would do. Bytes are not counted.
     """
-    from torch.utils.flop_counter import FlopCounterMode  # half a second of other imports
+    from torch.utils.flop_counter import FlopCounterMode  # its imports take half a second
 
     with FlopCounterMode(display=False, custom_mapping=_ours()) as counter:
         step()
@@ -109,7 +111,7 @@ def counted_floors(step: Callable[[], object]) -> dict[str, Floor]:
 
 
 def _ours() -> dict[Any, Any]:
-    """Formulas for the ops that are there; none if ``moe_graphs.kernels`` is not in use."""
+    """FLOP formulas of our registered ops; none if ``moe_graphs.kernels`` is not imported."""
 
     def product(rows: Any, weight: Any, *_: Any, **__: Any) -> int:
         return 2 * rows[0] * weight[-1] * weight[-2]
@@ -132,5 +134,5 @@ def _ours() -> dict[Any, Any]:
 
 
 def bytes_of(tensors: Any) -> int:
-    """Of all of them together."""
+    """Bytes of all tensors in a tree together."""
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))

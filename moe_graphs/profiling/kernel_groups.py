@@ -1,4 +1,4 @@
-"""What a kernel or an operator belongs to, by its name: the one table that says so."""
+"""Table of groups: the name of a kernel or an operator determines its group."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ COPIES, MEMSETS = "copies", "memsets"
 
 @dataclass(frozen=True)
 class Group:
-    """Work that is done for the same thing.
+    """Kernels and operators that do the same kind of work.
 
     Attributes:
-        kernels: a pattern somewhere in the names of its kernels on a GPU.
-        operators: the same for operators on the CPU. What runs inside of one belongs to it.
-        generic: operators of it that run inside of another group's belong to that one.
+        kernels: pattern that is found in the names of the group's kernels on a GPU.
+        operators: pattern that is found in the names of the group's operators on the CPU. Operators
+            that run inside of one belong to the group as well.
+        generic: whether the group's operators inside another group's operator belong to that group.
     """
 
     name: str
@@ -27,8 +28,8 @@ class Group:
     generic: bool = False
 
 
-# The first that matches. Names of ours are whole (Triton's are the functions'), others' are what
-# they have in common over versions.
+# The first group that matches counts. Our kernels have their whole names here (a Triton kernel has
+# the name of its function), other kernels the part that versions have in common.
 GROUPS = (
     Group(
         COMMUNICATION,
@@ -110,12 +111,15 @@ _GENERIC = {OTHER, *(group.name for group in GROUPS if group.generic)}
 
 @functools.cache
 def group_of_kernel(name: str) -> str:
-    """Of a kernel on a GPU. Copies and memsets that are no kernels have categories of their own."""
+    """Name of the group of a kernel on a GPU.
+
+    Copies and memsets that are no kernels have categories of their own in a trace.
+    """
     return next((group.name for group in GROUPS if re.search(group.kernels, name)), OTHER)
 
 
 def group_of_operator(name: str, inside_of: str = OTHER) -> str:
-    """Of an operator on the CPU.
+    """Name of the group of an operator on the CPU.
 
     Args:
         inside_of: the group of the operator that called it.

@@ -1,4 +1,4 @@
-"""Profiles of one step as a picture: a bar per profile, its groups with their floors, its gaps."""
+"""Picture of profiles of one step: a bar per profile, with groups, floors and gaps."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from moe_graphs.profiling.kernel_groups import NAMES
 from moe_graphs.profiling.profile_table import group_order
 from moe_graphs.profiling.step_profile import StepProfile
 
-_SMALL = 0.005  # of the longest step: thinner groups are drawn as one
+_SMALL = 0.005  # Groups below this share of the longest step are drawn as one.
 
 
 def draw_profiles(path: Path, profiles: Sequence[StepProfile], *, title: str) -> str | None:
-    """Writes the picture; returns why not if it could not be drawn.
+    """Write the picture; return the reason if it could not be drawn, else None.
 
-    A bar is as long as the step without a profiler, so that its end is idle time. Of a group with
-    a floor, the dark part is the floor.
+    A bar is as long as the step without a profiler, so that its end is idle time. The dark part of
+    a group is its floor.
     """
     try:
         from matplotlib import colormaps
@@ -36,8 +36,8 @@ def draw_profiles(path: Path, profiles: Sequence[StepProfile], *, title: str) ->
             if group is None or group.share_ms < _SMALL * longest:
                 small += 0.0 if group is None else group.share_ms
                 continue
-            number = NAMES.index(name)  # the same colours in every picture
-            # Strong colours are the even ones of the map, their pale versions the odd ones.
+            number = NAMES.index(name)  # so that a group has the same colour in every picture
+            # Even colours of the map are strong, odd ones are their pale versions.
             strong = colours(2 * (number % 10))
             pale = colours(2 * (number % 10) + 1)
             floor = min(group.floor_ms or 0.0, group.share_ms)

@@ -1,4 +1,4 @@
-"""Profiles of one step side by side, as a table for a terminal."""
+"""Table of profiles of one step, side by side, for a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_graphs.profiling.step_profile import GroupTimes, StepProfile
 
 
 def profile_table(profiles: Sequence[StepProfile]) -> Table:
-    """A row per group, then the step as a whole; three columns per profile."""
+    """Table with a row per group, then rows of the whole step; three columns per profile."""
     first = profiles[0]
     calls = "kernels" if first.device == "cuda" else "operators"
     table = Table(title="where the time of a step goes", title_justify="left")
@@ -37,7 +37,7 @@ def profile_table(profiles: Sequence[StepProfile]) -> Table:
 
 
 def group_order(profiles: Sequence[StepProfile]) -> list[str]:
-    """The groups of all, the longest anywhere first."""
+    """Groups of all profiles, sorted by their longest time in any profile."""
     longest: dict[str, float] = {}
     for profile in profiles:
         for group in profile.traced.groups:

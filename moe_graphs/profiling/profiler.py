@@ -1,4 +1,4 @@
-"""Runs a step a few times, with and without torch.profiler, and says where its time goes."""
+"""Profiler of a step: runs it a few times, with and without torch.profiler."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ _TIMED_STEPS, _HOST_STEPS = 10, 5
 
 
 def keep_profiler_ready() -> None:
-    """Before the first graph: the profiler must not tear CUPTI down between traces.
+    """Keep CUPTI alive between traces; call this function before the first graph.
 
-    Graphs crash on its second start; torch/profiler/profiler.py does the same for its own graphs.
+    Graphs crash when CUPTI starts a second time. torch/profiler/profiler.py has the same workaround
+    for torch's own graphs.
     """
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
     os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
@@ -43,23 +44,23 @@ def profile_step(
     rates: Rates | None = None,
     trace: Path | str | None = None,
 ) -> StepProfile:
-    """Where the time of a training step goes. Runs it some twenty times: training goes on.
+    """Profile a training step by running it some twenty times, which trains the model further.
 
-    On a GPU by kernels, each in a group by its name (``kernel_groups.GROUPS``); on the CPU by
-    operators and the time that they spend themselves.
+    On a GPU the profile has the times of kernels, grouped by name (``kernel_groups.GROUPS``); on
+    the CPU it has the times that operators spend themselves.
 
     Args:
-        step: one step, warm and with its graphs captured. Its result is not looked at.
+        step: runs one step, warm and with its graphs captured; its result is ignored.
         device: by default the GPU, if there is one.
-        steps: how many are traced, back to back.
-        floors: what groups need at least; None counts the FLOPs of one more step, under a mode in
+        steps: number of steps that are traced, back to back.
+        floors: least work of each group. None counts the FLOPs of one more step, under a mode in
             which graphs of scopes run eagerly.
-        rates: of ``measure_rates``; None measures them.
-        trace: a file for one more step's Chrome trace (Perfetto reads it), operators of the host
-            included; compressed if it ends in .gz.
+        rates: the result of ``measure_rates``; None measures them.
+        trace: file for one more step's Chrome trace (Perfetto reads it), with the host's operators;
+            compressed if the name ends in .gz.
 
     Raises:
-        ValueError: nothing of the step ran on the device, or an argument cannot be.
+        ValueError: nothing of the step ran on the device, or an argument has no legal value.
     """
     if steps < 1:
         raise ValueError(f"steps: {steps} must be at least 1")
@@ -74,7 +75,7 @@ def profile_step(
         floors = counted_floors(step)
     on_gpu = where.type == "cuda"
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
-    traced_events(step, where, 1, [activity])  # the first trace pays for starting the profiler
+    traced_events(step, where, 1, [activity])  # its start is in the first trace
     events = traced_events(step, where, steps, [activity])
     if trace is not None:
         both = [ProfilerActivity.CPU, *([activity] if on_gpu else [])]
@@ -99,13 +100,13 @@ def traced_events(
     activities: list[ProfilerActivity],
     keep: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """The ``traceEvents`` of a few steps back to back.
+    """Trace a few steps, back to back, and return the ``traceEvents``.
 
-    With ``ProfilerActivity.CUDA`` alone only the GPU's side is recorded: recording every operator
-    slows the host down much more.
+    ``ProfilerActivity.CUDA`` alone records only the GPU's side, which slows the host down much less
+    than recording every operator.
 
     Args:
-        keep: where to leave the trace.
+        keep: file that the trace is written to, if any.
     """
     _synchronize(device)
     with profile(activities=activities, acc_events=True) as profiler:
@@ -122,7 +123,7 @@ def traced_events(
 
 
 def _timed(step: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Median milliseconds of steps back to back, and of the host's part of a step by itself."""
+    """Median milliseconds of steps back to back, and of a step's Python on an idle device."""
     _synchronize(device)
     whole = []
     if device.type == "cuda":

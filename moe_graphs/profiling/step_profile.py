@@ -1,4 +1,4 @@
-"""A training step as a table: pure functions from pieces of work to times by group."""
+"""Times of a training step by group, computed from pieces of work by pure functions."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from moe_graphs.profiling.kernel_groups import NAMES
 from moe_graphs.profiling.timeline import Timeline, span_of, union
 from moe_graphs.profiling.traced_work import Work, communication_times
 
-LONGEST = 3  # kernels of a group that are named
+LONGEST = 3  # number of kernels of a group that are named
 
 
 @dataclass(frozen=True)
 class GroupTimes:
-    """One group's part of a step. Means per step.
+    """One group's part of a step, as means per step; times in milliseconds.
 
     Attributes:
-        calls: kernels, copies and memsets; operators on the CPU.
-        summed_ms: their durations added up.
-        busy_ms: the time in which at least one ran.
-        share_ms: the same, where what runs at once shares the time equally: these add up to the
-            step's ``busy_ms``.
-        floor_ms: what it takes at least at the machine's rates; None if not known.
-        longest: names and ``summed_ms`` of those that took most.
+        calls: number of kernels, copies and memsets; on the CPU, of operators.
+        summed_ms: sum of their durations.
+        busy_ms: time in which at least one of them ran.
+        share_ms: like ``busy_ms``, but groups that run at once share the time equally, so that all
+            groups together have the step's ``busy_ms``.
+        floor_ms: least time at the machine's rates; None if not known.
+        longest: names and ``summed_ms`` of the kernels that took most time.
     """
 
     name: str
@@ -40,21 +40,22 @@ class GroupTimes:
 
     @property
     def reached(self) -> float | None:
-        """The share of the time that the floor is; None if it is not known."""
+        """Floor divided by the time; None if the floor is not known."""
         return None if self.floor_ms is None or not self.busy_ms else self.floor_ms / self.busy_ms
 
 
 @dataclass(frozen=True)
 class TracedStep:
-    """What a trace says of a step. Means per step.
+    """Times of a traced step, as means per step in milliseconds.
 
     Attributes:
-        span_ms: from the beginning of the first work to the end of the last.
-        busy_ms: with something running.
-        gaps: stretches of time in between in which nothing runs; ``longest_gap_ms`` is one of them.
-        overlapped_ms: what is saved by kernels that run at once: their sum less ``busy_ms``.
-        communication_hidden_ms, communication_exposed_ms: of communication, with and without
-            something else running.
+        span_ms: time from the beginning of the first work to the end of the last.
+        busy_ms: time in which something runs.
+        gaps: number of intervals within the span in which nothing runs; the longest one takes
+            ``longest_gap_ms``.
+        overlapped_ms: time saved by kernels that run at once: sum of durations less ``busy_ms``.
+        communication_hidden_ms: time in which communication and something else run.
+        communication_exposed_ms: time in which only communication runs.
     """
 
     span_ms: float
@@ -73,15 +74,16 @@ class TracedStep:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """One way of running a step, as ``profile_step`` measures it.
+    """Profile of one way of running a step, as ``profile_step`` measures it.
 
     Attributes:
-        device: "cuda", or "cpu" where work is operators.
-        step_ms: median without a profiler, steps back to back.
-        host_ms: median until the step's Python returns, with nothing queued before it.
-        traced: under the profiler, which makes the host slower: ``busy_ms`` there holds without it.
+        device: "cuda", or "cpu", where operators are the work.
+        step_ms: median time of a step without a profiler, steps back to back.
+        host_ms: median time until the step's Python returns, with nothing queued before it.
+        traced: times under the profiler, which makes the host slower; its ``busy_ms`` holds without
+            a profiler, too.
         timeline: launches and graphs; None on the CPU.
-        rates: of the machine; ``floor_ms`` is by them.
+        rates: the machine's rates, by which ``floor_ms`` is computed.
     """
 
     name: str
@@ -95,12 +97,14 @@ class StepProfile:
 
     @property
     def idle_ms(self) -> float:
-        """Of the step without a profiler: nothing runs. A little under zero says how well two
-        measurements agree."""
+        """Milliseconds of a step without a profiler in which nothing runs.
+
+        The two times are measured apart, so the difference may be a little below zero.
+        """
         return self.step_ms - self.traced.busy_ms
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values, properties included."""
+        """JSON values of all fields and properties."""
         document = dataclasses.asdict(self)
         for group, values in zip(self.traced.groups, document["traced"]["groups"], strict=True):
             values["reached"] = group.reached
@@ -111,10 +115,10 @@ class StepProfile:
 def summarize(
     work: Sequence[Work], steps: int, floors: Mapping[str, Floor], rates: Rates
 ) -> TracedStep:
-    """What a few steps back to back did, as means per step.
+    """Summarize the work of a few steps, back to back, as means per step.
 
     Raises:
-        ValueError: there is no work in it, or a floor of a group that does not exist.
+        ValueError: there is no work, or a floor has the name of no group.
     """
     unknown = floors.keys() - set(NAMES)
     if unknown:
@@ -142,7 +146,7 @@ def summarize(
 def _groups(
     work: Sequence[Work], floors: Mapping[str, Floor], rates: Rates, scale: float
 ) -> tuple[GroupTimes, ...]:
-    """Those that ran, the longest first."""
+    """Times of the groups that ran, the longest first."""
     of_group: dict[str, list[Work]] = defaultdict(list)
     for each in work:
         of_group[each.group].append(each)
@@ -169,11 +173,11 @@ def _groups(
 
 
 def shared_time(work: Iterable[Work]) -> dict[str, float]:
-    """The time of each group, where what runs at once shares it equally.
+    """Time of each group, if groups that run at once share the time equally.
 
-    Example: a from 0 to 4 and b from 2 to 6 are 3 each.
+    Example: work of group a from 0 to 4 and of group b from 2 to 6 gives 3 each.
     """
-    # At the same moment ends come before beginnings.
+    # Sort ends before beginnings at the same moment.
     events = sorted(
         moment for w in work for moment in ((w.start, 1, w.group), (w.end, -1, w.group))
     )

@@ -1,8 +1,8 @@
-"""What the GPU did in a few steps, read from a profiler's trace: busy, idle, launches, graphs.
+"""Timeline of the GPU in a few steps, from a profiler's trace: busy, idle, launches, graphs.
 
 A trace is torch.profiler's Chrome trace. Its device events (``kernel``, ``gpu_memcpy``,
-``gpu_memset``) carry the correlation id of the call on the host that launched them; all kernels of
-one graph carry that of their ``cudaGraphLaunch``. Times are in microseconds.
+``gpu_memset``) have the correlation id of the host's call that launched them; all kernels of one
+graph have the correlation id of their ``cudaGraphLaunch``. Times are in microseconds.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 HOST_CATEGORIES = ("cuda_runtime", "cuda_driver")
-# Prefixes: names may come with a version (cudaGraphLaunch_v10000), and a launch has variants
-# (cudaLaunchKernelExC, cuLaunchKernelEx).
+# These are prefixes: a name may end with a version (cudaGraphLaunch_v10000), and a launch has
+# variants (cudaLaunchKernelExC, cuLaunchKernelEx).
 KERNEL_LAUNCHES = (
     "cudaLaunchKernel", "cuLaunchKernel",
     "cudaLaunchCooperativeKernel", "cuLaunchCooperativeKernel",
@@ -27,16 +27,16 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Timeline:
-    """Means per step.
+    """Times and counts of the GPU, as means per step.
 
     Attributes:
-        span_ms: from the first device event of the trace to the end of the last.
-        busy_ms: the union of the device events' intervals.
-        idle_share: ``1 - busy / span``, with the profiler's own overhead in the span.
+        span_ms: time from the first device event of the trace to the end of the last.
+        busy_ms: length of the union of the device events' intervals.
+        idle_share: ``1 - busy / span``, from 0 to 1; the span includes the profiler's overhead.
         graph_span_ms, graph_busy_ms, graph_idle_share: the same within each graph launch, from
             its first event to its last, summed over launches. None without graph launches.
-        kernel_launches: calls on the host that launched one kernel each.
-        graph_kernels: kernels that ran inside graphs.
+        kernel_launches: number of the host's calls that launched one kernel each.
+        graph_kernels: number of kernels that ran inside graphs.
     """
 
     steps: int
@@ -53,7 +53,7 @@ class Timeline:
 
 
 def read_timeline(events: Iterable[Mapping[str, Any]], steps: int) -> Timeline | None:
-    """The timeline of a trace's ``traceEvents``; None if nothing in them ran on a device."""
+    """Timeline of a trace's ``traceEvents``; None if nothing in them ran on a device."""
     complete = [event for event in events if event.get("ph") == "X"]
     device = [e for e in complete if category(e) in DEVICE_CATEGORIES]
     if not device:
@@ -61,7 +61,7 @@ def read_timeline(events: Iterable[Mapping[str, Any]], steps: int) -> Timeline |
     host = [e for e in complete if category(e) in HOST_CATEGORIES]
     kernels = [e for e in device if category(e) == "kernel"]
     graphs = {_correlation(e) for e in host if e["name"].startswith(GRAPH_LAUNCHES)}
-    # Only calls that a kernel answers to: a call that goes through another one counts once.
+    # Count only calls whose id a kernel has, since one call may go through another one.
     launched = {_correlation(e) for e in kernels}
     single = {_correlation(e) for e in host if e["name"].startswith(KERNEL_LAUNCHES)}
     intervals = [interval(e) for e in device]
@@ -83,7 +83,7 @@ def read_timeline(events: Iterable[Mapping[str, Any]], steps: int) -> Timeline |
 
 
 def union(intervals: Sequence[Interval]) -> float:
-    """The length covered by intervals that may overlap.
+    """Length covered by intervals that may overlap.
 
     Example: ``[(0, 4), (2, 5), (7, 8)]`` covers 6.
     """
@@ -95,7 +95,7 @@ def union(intervals: Sequence[Interval]) -> float:
 
 
 def _inside_graphs(device: Sequence[Mapping[str, Any]], graphs: set[int]) -> tuple[float, float]:
-    """Sums over the graph launches: their spans, and how much of them the device was busy."""
+    """Sum of the graph launches' spans, and sum of the busy time within them."""
     launches: dict[int, list[Interval]] = defaultdict(list)
     for event in device:
         if _correlation(event) in graphs:
@@ -105,7 +105,7 @@ def _inside_graphs(device: Sequence[Mapping[str, Any]], graphs: set[int]) -> tup
 
 
 def category(event: Mapping[str, Any]) -> str:
-    """In small letters, as older torches write it otherwise."""
+    """Category of an event in lower case, since the case differs between versions of torch."""
     return str(event.get("cat", "")).lower()
 
 
@@ -114,13 +114,13 @@ def _correlation(event: Mapping[str, Any]) -> int:
 
 
 def interval(event: Mapping[str, Any]) -> Interval:
-    """When it began and ended."""
+    """Beginning and end of an event."""
     start = float(event["ts"])
     return start, start + float(event["dur"])
 
 
 def span_of(intervals: Sequence[Interval]) -> float:
-    """From the first beginning to the last end."""
+    """Length from the first beginning to the last end."""
     return max(end for _, end in intervals) - min(start for start, _ in intervals)
 
 

@@ -1,4 +1,4 @@
-"""Pieces of work in a profiler's trace: what ran on a GPU, or the operators of the CPU.
+"""Pieces of work in a profiler's trace: events on a GPU, or operators on the CPU.
 
 A trace is torch.profiler's Chrome trace, as in ``timeline.py``. Times are in microseconds.
 """
@@ -19,18 +19,18 @@ from moe_graphs.profiling.kernel_groups import (
 )
 from moe_graphs.profiling.timeline import DEVICE_CATEGORIES, category, interval, union
 
-# An optimizer's step is a range with a name, and no operator.
+# In a trace, an optimizer's step is a range with this name, and not an operator.
 _CPU_CATEGORIES = ("cpu_op", "user_annotation")
 _RANGE = "Optimizer.step"
 
 
 @dataclass(frozen=True)
 class Work:
-    """Something that ran without a break.
+    """A piece of work without a break.
 
     Attributes:
-        calls: 1, and 0 for what an operator goes on with after others that it has called.
-        stream: of the GPU, or the thread of the CPU.
+        calls: 1; 0 for a later piece of an operator, after an operator that it has called.
+        stream: stream of the GPU, or thread of the CPU.
     """
 
     name: str
@@ -57,7 +57,7 @@ def device_work(events: Iterable[Mapping[str, Any]]) -> list[Work]:
 
 
 def communication_times(work: Sequence[Work]) -> tuple[float, float]:
-    """How long communication runs beside something else, and with nothing beside it."""
+    """Time of communication beside other work, and time of communication alone."""
     talk = [(w.start, w.end) for w in work if w.group == COMMUNICATION]
     others = [(w.start, w.end) for w in work if w.group != COMMUNICATION]
     exposed = union([*talk, *others]) - union(others)
@@ -65,7 +65,7 @@ def communication_times(work: Sequence[Work]) -> tuple[float, float]:
 
 
 def operator_work(events: Iterable[Mapping[str, Any]]) -> list[Work]:
-    """Operators of the CPU by the time that they spend themselves, outside of others they call."""
+    """Operators of the CPU, each with the time that it spends outside of operators it calls."""
     threads: dict[int, list[tuple[float, float, str]]] = {}
     for event in events:
         if event.get("ph") != "X" or category(event) not in _CPU_CATEGORIES:
@@ -77,17 +77,17 @@ def operator_work(events: Iterable[Mapping[str, Any]]) -> list[Work]:
 
 
 def _own_time(thread: int, calls: list[tuple[float, float, str]]) -> list[Work]:
-    """Operators nest: of those that began before a moment and have not ended, the last one runs."""
+    """Split nested operators into pieces: at any moment the innermost open operator runs."""
     found: list[Work] = []
-    open_: list[tuple[float, str, str]] = []  # the end, the name and the group
-    fresh: list[int] = []  # 1 until the operator has a piece
+    open_: list[tuple[float, str, str]] = []  # end, name and group of each open operator
+    fresh: list[int] = []  # 1 until the operator has its first piece
     reached = float("-inf")
 
     def run_until(moment: float) -> None:
         nonlocal reached
         end, name, group = open_[-1]
         moment = min(moment, end)
-        # The range of an optimizer's step is Python around operators: a gap, and no work.
+        # An optimizer's own time is Python around operators, which counts as a gap, not as work.
         if moment > reached and not name.startswith(_RANGE):
             found.append(Work(name, group, reached, moment, thread, fresh[-1]))
             fresh[-1] = 0
