@@ -46,6 +46,7 @@ def test_it_computes_what_eager_does(family, calls):
 
 @pytest.mark.parametrize("family", GRAPHED)
 def test_graphs_of_its_layers_are_eager_bit_for_bit(family):
+    """Graphs of plain attention hold no cache, and the error of such a capture says so."""
     eager = trained(tiny(family, NAME, use_cache=False), contextlib.nullcontext)
     model = tiny(family, NAME, use_cache=False)
     graphs = moe_graphs.graph(model, moe_graphs.GraphConfig("model.layers.*"))

@@ -114,10 +114,10 @@ def scaled(self, hidden_states, **kwargs):
 def test_what_computes_something_else_is_left_by_name(monkeypatch):
     monkeypatch.setattr(LlamaDecoderLayer, "forward", scaled)
     model = made()
-    expected, said = gradients(model, use_cache=False), lines(model)
+    expected, said = gradients(model), lines(model)
     assert not said["residual"].done
     assert "computes something else" in said["residual"].note
-    assert_close(gradients(model, use_cache=False), expected)
+    assert_close(gradients(model), expected)
 
 
 def test_defaults_of_torch_do_not_matter():

@@ -24,11 +24,12 @@ SWAPPED = (
 )  # fmt: skip
 LEFT = ("afmoe", "cohere2_moe", "deepseek_v4", "gpt_oss", "hunyuan_v1_moe", "nemotron_h", "phimoe")
 CHOSEN = ("mixtral", "qwen2_moe", "deepseek_v3")
+NO_CACHE = dict(use_cache=False)  # graphs of plain attention hold none; their error says so
 GROUPS = dict(n_group=4, topk_group=2, num_experts_per_tok=3, norm_topk_prob=True)
 
 
 def swapped(family, **overrides):
-    model = tiny(family, "eager", use_cache=False, **overrides)  # graphs of ours take no caches
+    model = tiny(family, "eager", **overrides)
     (change,) = swap_moe_layers(model).changes
     assert change.done, change
     return model
@@ -175,8 +176,8 @@ def test_the_balancing_loss_stays_and_graphs_end_before_the_router(family):
     plain = loss_and_gradients(tiny(family, "eager"), tokens())
     assert expected["loss"] - plain["loss"] > 0.5
     check_close(loss_and_gradients(swapped(family, **options), tokens()), expected)
-    eager = trained(swapped(family, **options), contextlib.nullcontext)
-    model = swapped(family, **options)
+    eager = trained(swapped(family, **options, **NO_CACHE), contextlib.nullcontext)
+    model = swapped(family, **options, **NO_CACHE)
     graphs = moe_graphs.graph(model, GraphConfig("*.self_attn"))
     assert all(map(torch.equal, eager, trained(model, graphs.step)))
     assert graphs.report().replayed > 0
@@ -201,8 +202,9 @@ def test_asking_for_logits_changes_nothing_else(family):
 @pytest.mark.parametrize("family", CHOSEN)
 @pytest.mark.parametrize("scopes", ["moe_router,moe_preprocess", "moe", "model.layers.*"])
 def test_graphs_are_eager_bit_for_bit(family, scopes):
-    eager = trained(swapped(family), contextlib.nullcontext)
-    model = swapped(family)
+    cache = NO_CACHE if scopes == "model.layers.*" else {}
+    eager = trained(swapped(family, **cache), contextlib.nullcontext)
+    model = swapped(family, **cache)
     graphs = moe_graphs.graph(model, GraphConfig(scopes))
     graphed = trained(model, graphs.step)
     assert graphs.report().replayed == 2 * 2  # layers, steps
@@ -210,8 +212,8 @@ def test_graphs_are_eager_bit_for_bit(family, scopes):
 
 
 def test_a_router_alone_and_attention_bit_for_bit():
-    eager = trained(swapped("qwen2_moe"), contextlib.nullcontext)
-    model = swapped("qwen2_moe")
+    eager = trained(swapped("qwen2_moe", **NO_CACHE), contextlib.nullcontext)
+    model = swapped("qwen2_moe", **NO_CACHE)
     graphs = moe_graphs.graph(model, GraphConfig(("*.self_attn", "moe_router")))
     assert all(map(torch.equal, eager, trained(model, graphs.step)))
     assert graphs.report().replayed == 2 * 2 * 2
@@ -300,7 +302,7 @@ def test_its_error_in_bf16_is_at_most_twice_that_of_before(family):
 def test_graphs_in_bf16_are_eager_bit_for_bit(family, deterministic):
     runs = []
     for scopes in ("", "moe_router,moe_preprocess", "model.layers.*"):
-        model = swapped(family, moe_intermediate_size=64).to(torch.bfloat16).cuda()
+        model = swapped(family, **NO_CACHE, moe_intermediate_size=64).to(torch.bfloat16).cuda()
         graphs = moe_graphs.graph(model, GraphConfig(scopes)) if scopes else None
         runs.append(trained(model, graphs.step if scopes else contextlib.nullcontext))
         assert not scopes or graphs.report().replayed == 2 * 2

@@ -111,6 +111,42 @@ def collect_outputs(graphs: Graphs) -> Callable[[], None]:
     return undo
 
 
+def collect_within(model: Any) -> Callable[[], None]:
+    """Puts what collects inside of ``model`` in place for calls that want it alone, so that a graph
+    of a whole step holds it; returns the undo."""
+    install = getattr(output_capturing, "maybe_install_capturing_hooks", None)
+    if install is None:
+        return lambda: None
+    install(model)
+    state = Collecting()
+    state.take(model, may_be_new=True)
+    model.__dict__[_HOOKS] = state.hooks
+    kind: Any = type(model)
+    restore = change_class([model], derived(kind, _forward_that_collects))
+
+    def undo() -> None:
+        restore()
+        state.put_back()
+        del model.__dict__[_HOOKS]
+
+    return undo
+
+
+def _forward_that_collects(kind: type[Any]) -> Callable[..., Any]:
+    theirs = kind.forward
+
+    @functools.wraps(theirs)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hooks = vars(self)[_HOOKS]
+        options = {f"output_{hook.key}" for hook in hooks}
+        if not any(kwargs.get(each, getattr(self.config, each, False)) for each in options):
+            return theirs(self, *args, **kwargs)
+        with _in_place(hooks):
+            return theirs(self, *args, **kwargs)
+
+    return forward
+
+
 def _listen(module: nn.Module) -> Callable[[], None]:
     state = Collecting()
     module.__dict__.update({_STATE: state, _HOOKS: state.hooks})
@@ -206,14 +242,22 @@ def _with_hooks(
 
 @contextlib.contextmanager
 def _hooks_in_place(hooks: list[Hook], found: dict[str, list[Tensor]]) -> Iterator[None]:
+    with _in_place(hooks):
+        _COLLECTOR.set(found)
+        try:
+            yield
+        finally:
+            _COLLECTOR.set(None)
+
+
+@contextlib.contextmanager
+def _in_place(hooks: list[Hook]) -> Iterator[None]:
     places = [forward_hooks_of(hook.module) for hook in hooks]
     for place, hook in zip(places, hooks, strict=True):
         place[hook.number] = hook.function
-    _COLLECTOR.set(found)
     try:
         yield
     finally:
-        _COLLECTOR.set(None)
         for place, hook in zip(places, hooks, strict=True):
             del place[hook.number]
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_graphs.integrations.transformers.changes import Changes, change_class, derived
+from moe_graphs.integrations.transformers.collected_outputs import collect_within
 from moe_graphs.integrations.transformers.mask_rules import (
     MaskRule,
     UnknownMasksError,
@@ -58,8 +59,10 @@ def static_attention(model: Any, done: Changes) -> None:
     setattr(base, _RULE, (rule, configs))
     kind: Any = type(base)
     restore = change_class([base], derived(kind, _static))
+    undo_collecting = collect_within(base)
 
     def undo() -> None:
+        undo_collecting()
         restore()
         delattr(base, _RULE)
 
