@@ -19,8 +19,10 @@ UNKNOWN = {
     "ernie4_5_moe": "its router has moe_statics.e_score_correction_bias besides",
     "gpt_oss": "its experts have biases",
     "hunyuan_v1_moe": "its router (HunYuanMoEV1Gate) has no weight of its own",
+    "hy_v4": "its experts are no SwiGLU: a gate of their own",
     "jetmoe": "it has experts, kv_proj, and no router named gate or router",
     "llama4_text": "its experts are none of transformers' interface",
+    "minimax_m3_vl_text": "its experts are no SwiGLU: a gate of their own",
     "nemotron_h": "its experts are no SwiGLU: ReLUSquaredActivation",
     "phimoe": "router_jitter_noise is not zero",
 }

@@ -262,9 +262,9 @@ def _other_experts(experts: Any) -> str | None:
     if experts.is_transposed or not experts.is_concatenated:
         return "its experts' weights lie in memory in another way"
     if not is_swiglu(experts):
-        name = type(experts.act_fn).__name__
-        own = "a gate of their own" if name.startswith("SiLU") else name
-        return f"its experts are no SwiGLU: {own}"
+        name = type(getattr(experts, "act_fn", None)).__name__
+        own_gate = name == "NoneType" or name.startswith("SiLU")
+        return f"its experts are no SwiGLU: {'a gate of their own' if own_gate else name}"
     if {name for name, _ in experts.named_parameters()} != {"gate_up_proj", "down_proj"}:
         return "its experts have other parameters"
     if getattr(experts, "_is_expert_parallel", False):
