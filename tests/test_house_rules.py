@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -15,10 +16,10 @@ import moe_graphs
 PACKAGE = Path(moe_graphs.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 TESTS = sorted(Path(__file__).parent.rglob("*.py"))
-# What tests share, and what tries to break what all of the package promises.
+# Code that tests share, and programs that try to break the package's promise.
 OF_TESTS_ALONE = {"support", "programs"}
-# Which parts of the package a part may import. `staged` is the marker and the interrupt: the one
-# piece of the engine that layers and dispatchers see.
+# For each part of the package, the parts that it may import. `staged` has the marker and the
+# interrupt: the one piece of the engine that layers and dispatchers see.
 ALLOWED = {
     "errors": set(),
     "config": {"errors"},
@@ -42,6 +43,33 @@ ALLOWED = {
         "errors",
         "portable_launches",
     },
+}
+
+# A docstring whose first words are among these begins with a fragment, or points to a noun that is
+# not there. A first line is a sentence, or a noun phrase that stands by itself.
+FRAGMENTS = re.compile(
+    r"(About|After|Also|And|Args:|As|At|Attributes:|Because|Before|Behind|Beside|Between|But|By"
+    r"|Example:|For|From|Here|How|If|In|It|Its|Likewise|Neither|None|Nor|Not|Of|On|Once|Only|Or"
+    r"|Raises:|Returns:|Same|Since|So|Such|That|The same|Their|Them|There|These|They|This|Those"
+    r"|Though|To|Under|Unless|Until|What|When|Where|Which|While|Who|Whom|Whose|Why|With|Within"
+    r"|Without|Yet)(?![\w-])"
+)
+# A comment may begin with most of these, but not with these.
+FRAGMENTS_OF_COMMENTS = re.compile(
+    r"# (Of|Those|Likewise|Whose|Which|To that|So that|By that|None of|Also of|Neither of|As of)\b"
+)
+# Folders and files whose docstrings have not been rewritten yet.
+NOT_REWRITTEN = {
+    "benchmarks",
+    "examples",
+    "moe_graphs/checkpoints",
+    "moe_graphs/cli.py",
+    "moe_graphs/engine",
+    "moe_graphs/integrations",
+    "moe_graphs/kernels",
+    "moe_graphs/lm",
+    "moe_graphs/optim/muon.py",
+    "tests",
 }
 
 
@@ -89,7 +117,7 @@ def test_files_of_tests_stay_short():
 
 
 def test_tests_lie_in_folders_of_the_package():
-    """Beside them only the files about the package as a whole, and about its own files."""
+    """Files about the package as a whole, and about its own files, lie in `tests` itself."""
     folders = {file.relative_to(PACKAGE).parent for file in FILES}
     for file in TESTS:
         folder = file.relative_to(Path(__file__).parent).parent
@@ -131,13 +159,13 @@ def test_no_file_names_a_package_registry():
 
 
 def test_no_import_circle():
-    """What type checkers see counts; of a package, what is imported from it."""
+    """Imports for type checkers count; an import from a package is one of the module in it."""
     modules = {module_name(file): file for file in FILES}
     needs = {name: needed_by(file, modules) - {name} for name, file in modules.items()}
     left = set(needs)
     while free := {name for name in left if not needs[name] & left}:
         left -= free
-    # Of what is left, what only needs a circle is none.
+    # A module that nobody in the rest needs is in no circle, although it needs one.
     while outer := {name for name in left if not any(name in needs[each] for each in left)}:
         left -= outer
     assert not left
@@ -162,3 +190,25 @@ def needed_by(file: Path, modules: dict[str, Path]) -> set[str]:
 def test_one_file_name_one_meaning():
     names = Counter(file.name for file in FILES if file.name != "__init__.py")
     assert not [name for name, count in names.items() if count > 1]
+
+
+@pytest.mark.parametrize("file", FILES, ids=[str(f.relative_to(PACKAGE)) for f in FILES])
+def test_docstrings_and_comments_begin_with_a_phrase_that_stands_by_itself(file):
+    path = file.relative_to(PACKAGE.parent)
+    if not {str(each) for each in (path, *path.parents)} & NOT_REWRITTEN:
+        assert not fragments_of(file)
+
+
+def fragments_of(file: Path) -> list[str]:
+    text = file.read_text()
+    found = [
+        (number, line.strip())
+        for number, line in enumerate(text.splitlines(), 1)
+        if FRAGMENTS_OF_COMMENTS.match(line.strip())
+    ]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            value = node.value.value
+            if isinstance(value, str) and FRAGMENTS.match(value.strip()):
+                found.append((node.lineno, value.strip().splitlines()[0]))
+    return [f"{file.relative_to(PACKAGE.parent)}:{number}: {line}" for number, line in found]

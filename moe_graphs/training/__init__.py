@@ -1,0 +1,1 @@
+"""Parts of a training step: optimizer steps, scaling, averages, loaders, overflow."""
