@@ -143,10 +143,11 @@ def test_where_there_are_no_graphs_the_report_says_why(options):
     assert accelerated.graphs.report().state == "off"
 
 
-def test_undo_restores_the_dtype_of_the_configuration():
+@pytest.mark.parametrize("options", [{"graphs": False}, {"graphs": True}, {"whole_steps": True}])
+def test_undo_restores_the_dtype_of_the_configuration(options):
     model = tiny("llama", None)
     model.config.dtype = before = torch.float32
-    accelerated = accelerate_model(model)
+    accelerated = accelerate_model(model, **options)
     accelerated.undo()
     assert model.config.dtype is before
 
@@ -160,9 +161,11 @@ def test_the_report_is_there_after_undo():
 def test_a_failure_leaves_the_model_as_it_was(monkeypatch):
     model = tiny("qwen3_moe", "grouped_mm")
     expected = loss_and_gradients(model, tokens())
+    model.config.dtype = torch.float32
     monkeypatch.setattr("moe_graphs.integrations.transformers.accelerated.graph", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         accelerate_model(model)
+    assert model.config.dtype is torch.float32
     found = loss_and_gradients(model, tokens())
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 

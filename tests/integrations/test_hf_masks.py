@@ -157,10 +157,26 @@ def test_generate_works_while_whole_steps_are_on(family, cache, training):
     assert torch.equal(model.generate(tokens(), **given), expected)
 
 
-def test_generate_between_whole_steps_changes_no_bit():
+def evaluated(model, path):
+    model.eval()
+    with torch.no_grad():
+        model(tokens(), attention_mask=padded())
+    model.train()
+
+
+BETWEEN = {
+    "generate": lambda model, path: model.generate(tokens()[:, :4], max_new_tokens=2),
+    "evaluation": evaluated,
+    "checkpoint": lambda model, path: model.save_pretrained(path),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_what_happens_between_whole_steps_leaves_their_graph(between, tmp_path):
     runs = []
-    for generating in (False, True):
+    for happens in (False, True):
         model = tiny("qwen3_moe", "grouped_mm")
+        model.config.dtype = torch.float32  # as from_pretrained has it
         accelerate_model(model, whole_steps=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3), fused=True)
 
@@ -175,8 +191,8 @@ def test_generate_between_whole_steps_changes_no_bit():
         losses = []
         for shift in range(6):
             losses.append(whole(tokens().roll(shift, 1)).clone())
-            if generating:
-                model.generate(tokens()[:, :4], max_new_tokens=2, do_sample=False)
+            if happens:
+                BETWEEN[between](model, tmp_path)
         assert whole.report().replayed == 3
         runs.append([*losses, *(p.detach() for p in model.parameters())])
     assert all(map(torch.equal, *runs))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -151,6 +152,8 @@ def accelerate_model(
         if loss:
             _change_loss(inner, done)
         stop_caching(inner, done)
+        if whole_steps or graphs:
+            done.on_undo(_write_dtype(inner))
         if whole_steps:
             static_attention(inner, done)
             done.no_graphs("layers", "FullIteration makes one graph of the whole step")
@@ -230,6 +233,19 @@ def causal_lm_loss(
     return loss / num_items_in_batch
 
 
+def _write_dtype(model: Any) -> Callable[[], None]:
+    """Writes the dtype as ``save_pretrained`` does: a checkpoint then changes no attribute of the
+    configuration, which guards compare. Returns the undo."""
+    config, before = model.config, model.config.dtype
+    config.dtype = written = str(model.dtype).removeprefix("torch.")
+
+    def undo() -> None:
+        if config.dtype == written:
+            config.dtype = before
+
+    return undo
+
+
 def _graph_layers(model: Any, done: Accelerated, config: GraphConfig | None) -> None:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -251,9 +267,6 @@ def _graph_layers(model: Any, done: Accelerated, config: GraphConfig | None) -> 
         done.no_graphs(what, why)
         return
     inner = without_wrappers(model)
-    # ``save_pretrained`` writes it there: a change of the configuration that layers may read.
-    before, written = inner.config.dtype, str(inner.dtype).removeprefix("torch.")
-    inner.config.dtype = written
     graphs = done.graphs = graph(model, config or GraphConfig(scopes))
     kept = inner.base_model.register_forward_pre_hook(_keep_no_casts)
     undo_collecting = collect_outputs(graphs)
@@ -262,8 +275,6 @@ def _graph_layers(model: Any, done: Accelerated, config: GraphConfig | None) -> 
         graphs.release()
         undo_collecting()
         kept.remove()
-        if inner.config.dtype == written:
-            inner.config.dtype = before
 
     note = "captured in the steps after the warm-up: with accelerated.step(): ..."
     done.changed("graphs", what, len(layers) - len(reads), note, undo)

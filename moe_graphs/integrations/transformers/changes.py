@@ -64,6 +64,10 @@ class Changes:
         self._undo.append(undo)
         self.changes.append(Change(part, what, count, True, note))
 
+    def on_undo(self, undo: Callable[[], None]) -> None:
+        """For a change that is not worth a line."""
+        self._undo.append(undo)
+
     def left(self, part: str, what: str, count: int, note: str) -> None:
         self.changes.append(Change(part, what, count, False, note))
 
