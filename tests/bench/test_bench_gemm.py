@@ -1,4 +1,4 @@
-"""``moe-graphs bench gemm``: what it prints, writes and draws, without measuring anything."""
+"""Output of ``moe-graphs bench gemm``: text, files and pictures, without measurements."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_without_matplotlib_it_is_a_line(tmp_path, monkeypatch):
 
 
 def test_rows_that_are_not_finite_are_json(tmp_path, monkeypatch):
-    """As a kernel that fails leaves them."""
+    """A kernel that fails leaves such rows."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gemm, "run", lambda *_, **__: iter([{"error": float("nan")}]))
     done = CliRunner().invoke(build_app(), ["bench", "gemm", "--json"])

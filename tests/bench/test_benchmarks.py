@@ -21,7 +21,7 @@ def modules():
         "denoiser", "unet", "full_iteration", "layer_kernels", "optimizers", "pipeline",
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TEARDOWN_CUPTI", "0")  # the script sets both: undone with the patch
+        patch.setenv("TEARDOWN_CUPTI", "0")  # the script sets both, and the patch undoes them
         patch.setenv("DISABLE_CUPTI_LAZY_REINIT", "1")
         yield types.SimpleNamespace(**{name: __import__(name) for name in names})
         for name in names:
@@ -82,7 +82,7 @@ def test_optimizers(modules, tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_pipeline(modules, tmp_path, monkeypatch):
-    """A row that fails does not cost the others."""
+    """A row that fails leaves the others."""
     out = tmp_path / "rows.jsonl"
     monkeypatch.setitem(modules.pipeline.CAPTURES, "moe_graphs.graph", lambda device: 1 / 0)
     with pytest.raises(SystemExit, match="1 of 3 rows failed"):
@@ -101,7 +101,7 @@ def test_pipeline(modules, tmp_path, monkeypatch):
 
 
 def test_layer_kernels_times_nothing_but_the_op(modules):
-    """The gradients of its outputs were made there once, and took four times as long as it."""
+    """Gradients of the outputs once were made in the timed part, and took four times as long."""
     for case in modules.layer_kernels.cases("cpu", tiny=True):
         leaves = [leaf.requires_grad_() for leaf in case.leaves]
         step = case.step(case.plain, leaves)
@@ -131,19 +131,19 @@ def test_whole_steps(modules, tmp_path):
         assert row["graphs"]["eager_calls"] == {"warmup": 3}
 
 
-# Dynamo does both itself.
+# Dynamo itself causes both warnings.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated", "ignore:The .grad attribute")
 @pytest.mark.parametrize("factor", [1, 10])
 @pytest.mark.long
 def test_a_compiled_contender_is_judged_when_it_is_built(modules, monkeypatch, tmp_path, factor):
-    """The model is really compiled, by a backend of ours; too far from eager, it is not timed."""
+    """A backend of ours really compiles the model; if it is too far from eager, it is not timed."""
 
     def backend(module, inputs):
         return lambda *given: [factor * x if torch.is_tensor(x) else x for x in module(*given)]
 
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model, mode: compile_(model, backend=backend))
-    # Of CUDA graphs, and would import all of inductor.
+    # The real function is for CUDA graphs, and would import all of inductor.
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)
     full_iteration, out = modules.full_iteration, tmp_path / "rows.jsonl"
     contenders = [modules.contenders.EAGER, full_iteration.COMPILED]
@@ -217,7 +217,7 @@ def test_the_gate(modules):
     ],
 )
 def test_the_gate_stops_a_run_that_is_not_eager(modules, monkeypatch, tmp_path, fault, message):
-    """All of the benchmark is real but the fault; eager beside it passes and is timed."""
+    """Only the fault is artificial; the eager run beside it passes and is timed."""
     real = modules.contenders.LanguageRun
 
     class Wrong(real):
@@ -226,7 +226,7 @@ def test_the_gate_stops_a_run_that_is_not_eager(modules, monkeypatch, tmp_path, 
         def update(self):
             self.updates += 1
             if fault == "an update is lost" and self.updates == modules.measure.GATE_STEPS - 1:
-                return self.optimizer.zero_grad()  # only the loss of the last step shows it
+                return self.optimizer.zero_grad()  # only the last step's loss shows this fault
             return super().update()
 
         def forward_backward(self, batch):
@@ -281,10 +281,10 @@ def test_on_a_gpu(modules, tmp_path):
         eager, timeline = row["contender"] == "eager", row["timeline"]
         assert row["reserved_bytes"] >= row["max_allocated_bytes"] > 0
         assert timeline["span_ms"] >= timeline["busy_ms"] > 0
-        # A forward and a backward graph in each of the two layers.
+        # Each of the two layers has a forward and a backward graph.
         assert timeline["graph_launches"] == (0 if eager else 4)
         assert (timeline["graph_kernels"] > 0) == (not eager)
-        # Every kernel has one launch, or is in a graph: no record was lost.
+        # The trace is complete: every kernel has one launch, or is in a graph.
         single = timeline["kernels"] - timeline["graph_kernels"]
         assert timeline["kernel_launches"] == pytest.approx(single)
 
@@ -298,4 +298,4 @@ def test_whole_steps_on_a_gpu(modules, tmp_path):
     for row in rows:
         if row["contender"] == "full iteration, optimizer":
             assert row["timeline"]["graph_launches"] == 1
-            assert row["timeline"]["kernel_launches"] < 10  # copies in and out
+            assert row["timeline"]["kernel_launches"] < 10  # only the copies in and out

@@ -1,4 +1,4 @@
-"""The study of experts' rows, and that no benchmark times a graph that was not replayed."""
+"""The study of experts' rows, and the check that benchmarks time only replayed graphs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,12 @@ STEPS = 3
 
 
 def on_ranks(rank: int, world_size: int) -> tuple:
-    """Shares as the study counts them, the rows that came to this rank's experts, and what was
-    said where only the last rank ran eagerly."""
+    """Run the study on a rank.
+
+    Returns:
+        Shares as the study counts them, the rows that came to this rank's experts, and the error if
+        only the last rank ran eagerly.
+    """
     received, dispatch = [], SymmetricDispatcher.dispatch
 
     def noting(self, plan):
@@ -29,7 +33,7 @@ def on_ranks(rank: int, world_size: int) -> tuple:
         received.append(int(dispatched.offsets_e[-1]))
         return dispatched
 
-    SymmetricDispatcher.dispatch = noting  # of this process
+    SymmetricDispatcher.dispatch = noting  # in this process alone
     workers = Workers.on(ParallelConfig(dp_shard=world_size, ep=world_size), torch.device("cpu"))
     preset = small_preset(steps=STEPS, microbatches=2)
     shares = expert_rows.shares_of(preset, small_corpus(), workers, STEPS)
@@ -43,9 +47,9 @@ def on_ranks(rank: int, world_size: int) -> tuple:
 def test_shares_are_those_of_the_rows_that_arrive():
     ranks = run_distributed(on_ranks, 2)
     (shares, *_), received = ranks[0], torch.tensor([rows for _, rows, _ in ranks]).double()
-    balanced = received.mean(0)  # of a call
+    balanced = received.mean(0)  # mean over calls
     assert (balanced == 2 * 32 * 2 / 2).all()  # sequences, tokens, top-k; ranks
-    highest = (received / balanced).amax(0).view(STEPS, 2).amax(1)  # of two microbatches
+    highest = (received / balanced).amax(0).view(STEPS, 2).amax(1)  # a step has two microbatches
     assert shares[2] == pytest.approx(highest.tolist())
     assert list(shares) == [2, 4]
     assert all(four >= two for two, four in zip(shares[2], shares[4], strict=True))

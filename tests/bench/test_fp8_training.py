@@ -1,4 +1,4 @@
-"""The benchmark of real runs in FP8: what it measures on a CPU, and says where TE is not."""
+"""The benchmark of real runs in FP8: its lines on a CPU, and its message without TE."""
 
 from __future__ import annotations
 

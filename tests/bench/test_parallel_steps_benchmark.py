@@ -39,7 +39,7 @@ def test_a_line_per_contender(tmp_path):
     for line in lines:
         assert len(line["step_ms_of_turns"]) == 2
         assert line["step_ms"] > 0
-        # Of the CPU's operators, among which are those that a tape runs.
+        # Counts of the CPU's operators, which include those of the CPU recorder's replays.
         assert line["traced_ms"] >= line["communication_ms"] >= line["exposed_ms"] >= 0
         assert (line["communication_ms"] > 0) == ("alone" not in line["contender"])
         if line["contender"] == "whole step":

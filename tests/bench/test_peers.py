@@ -1,4 +1,4 @@
-"""The comparison with other libraries: that all compute one thing, and that failures are told."""
+"""The comparison with other libraries: equal computations, and failures that are reported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def libraries(monkeypatch):
-    """Stand-ins for what needs a GPU. What was built with them is imported anew."""
+    """Stand-ins for libraries that need a GPU; modules built with them are imported anew."""
     library_stand_ins.install(monkeypatch, library_stand_ins.transformer_engine())
     library_stand_ins.install(monkeypatch, library_stand_ins.megablocks())
     yield
@@ -48,8 +48,10 @@ def first_losses(name, case):
     ),
 )
 def test_a_peer_computes_what_we_compute(libraries, case, name):
-    """Five steps of the same weights and tokens: the first shows that every weight is where it
-    belongs, the others that every gradient is."""
+    """Train five steps with the same weights and tokens.
+
+    The first step shows that every weight is in its place, the others show it for every gradient.
+    """
     smoke = cases.cases()[case].smoke()
     expected, ours = first_losses("ours", smoke)
     losses, run = first_losses(name, smoke)
@@ -60,7 +62,7 @@ def test_a_peer_computes_what_we_compute(libraries, case, name):
 
 
 def test_a_weight_that_is_elsewhere_shows(libraries, monkeypatch):
-    """So the comparison above can fail: here keys and values are exchanged."""
+    """The comparison above can fail: here keys and values are exchanged."""
     import peer_models.weights as weights
 
     smoke = cases.cases()["launch_bound"].smoke()
@@ -84,7 +86,7 @@ def test_every_contender_has_a_file_and_a_title_of_its_own():
 
 
 def test_no_benchmark_hides_a_library():
-    """This folder is on the path of tests and benchmarks. `grouped_gemm` is MegaBlocks' library."""
+    """No file of the benchmarks has a library's name; the folder is on the path of imports."""
     libraries = {"grouped_gemm", "megablocks", "megatron", "stk", "transformer_engine", "trl"}
     path = [folder for folder in sys.path if Path(folder).name.endswith("-packages")]
     for file in BENCHMARKS.glob("*.py"):
@@ -94,7 +96,7 @@ def test_no_benchmark_hides_a_library():
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory):
-    """Through processes of their own: one in whole steps, and one whose library is not there."""
+    """Lines of two contenders in processes of their own: whole steps, and a missing library."""
     out = tmp_path_factory.mktemp("peers") / "lines.jsonl"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peers, "ENTRIES", dict(entries.ENTRIES))

@@ -1,4 +1,4 @@
-"""Real runs side by side: what is read from one, what becomes of those that fail, the picture."""
+"""Real runs side by side: reading a run, failed runs, and the picture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lm_runs import options, small_corpus
 from moe_graphs.lm.run import Progress, run
 
 OTHERS = "everything on; everything on, fp32 parameters"
-# As `train` speaks, but for seed 1, which fails, and for what it does with the seconds it is given.
+# A stand-in for `train` with the same output. Seed 1 fails, and the given seconds are slept.
 STAND_IN = """
 import json, pathlib, sys, time
 given = dict(zip(sys.argv[1:], sys.argv[2:]))
@@ -50,7 +50,7 @@ def lines(folder: Path, monkeypatch, *arguments: str) -> list[dict]:
 
 
 def test_what_a_run_has_left_and_printed(tmp_path):
-    """The lines are those of a run of `train`, and the times those at which they came."""
+    """Lines are those that `train` printed, times those at which they were printed."""
     given, heard = options(out=tmp_path / "run", save=False), []
 
     def hear(said: object) -> None:
@@ -80,7 +80,7 @@ def test_runs_and_their_picture(tmp_path, monkeypatch, capsys):
     assert "│ everything off" in said
     assert "│ 2 of 3" in said
     (first,) = [row for row in rows if (row["contender"], row["seed"]) == (off, 0)]
-    assert 24 < first["seconds_to_target"] <= 25  # all it printed came at once
+    assert 24 < first["seconds_to_target"] <= 25  # all of its output came at once
     plot_real_runs.main([str(tmp_path / "lines.jsonl")])
     assert (tmp_path / "lines.png").stat().st_size > 10_000
     with pytest.raises(ValueError, match="no line is of a run that ended well"):

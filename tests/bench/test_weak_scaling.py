@@ -1,4 +1,4 @@
-"""Tables and the picture of several GPUs, from lines as `parallel_steps.py` writes them."""
+"""Tables and the picture of several GPUs, from lines such as `parallel_steps.py` writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dispatchers in one process: what they move, what they drop, and that all of them agree.
+"""Dispatchers in one process: moved rows, dropped rows, and agreement between dispatchers.
 
 Shapes: T tokens, D model, K top-k, E experts, C capacity.
 """
@@ -106,7 +106,7 @@ class TestPadded:
 
     @pytest.mark.parametrize("factor", [0.3, 0.5, 1.0, 1.5])
     def test_an_expert_keeps_its_first_tokens(self, factor):
-        """Which pairs are dropped, against a loop that fills the experts in token order."""
+        """Dropped pairs are those of a loop that fills the experts in token order."""
         num_tokens, top_k, num_experts = 23, 3, 7
         hidden, scales_E = _inputs(num_tokens, num_experts)
         experts = (torch.rand(num_tokens, num_experts) * torch.linspace(0.3, 1, 7)).topk(3).indices

@@ -24,10 +24,10 @@ BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)]
 
 def _check_routings(rank: int, world_size: int, device: str) -> None:
     dispatchers = [AllGatherDispatcher()]
-    if world_size == 4:  # and in groups of two
+    if world_size == 4:  # all ranks, then groups of two
         groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         dispatchers.append(AllGatherDispatcher(groups[rank // 2]))
-    # The GEMM of GPUs takes bfloat16 only.
+    # The grouped GEMM of GPUs takes bfloat16 only.
     dtypes = [torch.float32, torch.bfloat16] if device == "cpu" else [torch.bfloat16]
     for dispatcher, dtype, name in itertools.product(dispatchers, dtypes, ROUTINGS):
         check_routing(dispatcher, device, dtype, name)
@@ -50,7 +50,7 @@ def test_worked_example_of_the_order():
     assert rows.order.inverse_R.tolist() == [-1, 0, 1, 2, -1, 3]
     assert rows.order.offsets_E.tolist() == [2, 4]
     assert (rows.needed.item(), rows.dropped.item()) == (4, 0)
-    rows = local_rows(experts, range(2, 3), 3, 3)  # one row a token is enough
+    rows = local_rows(experts, range(2, 3), 3, 3)  # one row per token is enough room
     assert rows.order.order_R.tolist() == [0, 4, -1]
     assert rows.order.inverse_R.tolist() == [0, -1, -1, -1, 1, -1]
     assert rows.order.offsets_E.tolist() == [2]
@@ -79,7 +79,7 @@ def test_rows_factors_below_one_are_refused(kind, factor):
 
 
 def _call(tokens: int, device: str) -> str | None:
-    """What is said of so many tokens, None if they are taken and come out right."""
+    """Dispatch ``tokens`` tokens; return the error, or None if the results are right."""
     hidden_TD = torch.full((tokens, 1), 1.0 + dist.get_rank(), device=device)
     weights_TK = torch.ones(tokens, 1, device=device)
     experts_TK = torch.arange(tokens, device=device).view(-1, 1) % E
@@ -97,7 +97,7 @@ def _call(tokens: int, device: str) -> str | None:
 def _unequal(rank: int, world_size: int, device: str) -> list[str | None]:
     said = [_call(tokens, device) for tokens in (8 + rank, 8, 8, 12 - rank, 0, 12, 8)]
     if rank == 0:
-        return said  # goes on with a number it knows
+        return said  # this rank goes on with a known number
     equal_tokens.PATIENCE = 1.0
     return [*said, _call(9 + rank, device)]
 

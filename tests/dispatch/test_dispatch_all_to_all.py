@@ -1,6 +1,6 @@
 """Expert parallelism on two gloo ranks against all experts on one, by either dispatcher.
 
-Every case runs in one pair of processes: starting them is what takes the time.
+Every case runs in the same pair of processes, because starting processes takes most of the time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONFIG = MoEConfig(
     z_loss_coef=0.01,
     shared_ffn_hidden_size=3,
 )
-# Added to the router's scores, it decides which experts have rows at all.
+# Biases of the router's scores, which decide which experts have rows at all.
 BIASES = {
     "random": [0, 0, 0, 0, 0, 0],
     "one-expert-without-rows": [0, 0, -9, 0, 0, 0],
@@ -77,7 +77,7 @@ def _check_layer(
     assert output.dropped_tokens == 0
     torch.testing.assert_close(hidden.grad, reference_hidden.grad)
     for name, parameter in whole.named_parameters():
-        # A rank's experts see every rank's rows; everything else sees its own tokens only.
+        # A rank's experts see every rank's rows; all other modules see the rank's own tokens only.
         dist.all_reduce(parameter.grad)
         got = parallel.get_parameter(name).grad
         if name.startswith("experts."):

@@ -1,4 +1,4 @@
-"""Tokens through peers' memory, on gloo ranks and on GPUs: as all-gather, to the bit.
+"""Tokens through peers' memory, on gloo ranks and on GPUs, equal all-gather to the bit.
 
 Shapes: T tokens of a rank, W ranks, G = W * T, D model, F ffn, K top-k, E experts.
 """
@@ -32,23 +32,23 @@ BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)]
 
 
 def _poison(group: dist.ProcessGroup | None) -> None:
-    """Whatever no call writes before it is read is seen: this rank's rows and weights are NaN."""
+    """Fill this rank's memory with NaN, so that a read before its write shows."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    dist.barrier()  # nobody reads any more
+    dist.barrier()  # until here ranks may read
     for memory in peer_rows._numbered:
         if len(memory.rows) == dist.get_world_size(group):
             memory.rows[memory.rank].fill_(torch.nan)
             memory.weights[memory.rank].fill_(torch.nan)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    dist.barrier()  # and nobody writes yet
+    dist.barrier()  # from here on ranks may write
 
 
 def _equals_all_gather(
     name: str, group, device: str, dtype: torch.dtype, factor: float | None
 ) -> None:
-    """Output and gradients of tokens, weights and experts, in poisoned memory of both kinds."""
+    """Compare output and gradients of tokens, weights and experts, in poisoned memory."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     torch.manual_seed(3)
     experts_GK = ROUTINGS[name][0](world_size * T, world_size)
@@ -69,7 +69,7 @@ def _equals_all_gather(
 
 
 def _check_counts(group, factor: float | None, hidden_TD, weights_TK, experts_TK) -> None:
-    """Rows that are there, asked for and without room, as counted on the host."""
+    """Check the rows that arrive, are needed and are dropped against counts on the host."""
     dispatcher, rank, world_size = (
         SymmetricDispatcher(group, factor), dist.get_rank(group), dist.get_world_size(group),
     )  # fmt: skip
@@ -88,7 +88,7 @@ def _check_counts(group, factor: float | None, hidden_TD, weights_TK, experts_TK
 
 def _check_all(rank: int, world_size: int, device: str) -> None:
     groups = [None]
-    if world_size == 4:  # and in groups of two
+    if world_size == 4:  # all ranks, then groups of two
         groups.append([dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2])
     dtypes = [torch.float32, torch.bfloat16] if device == "cpu" else [torch.bfloat16]
     for group, dtype, name in itertools.product(groups, dtypes, ROUTINGS):
@@ -96,7 +96,7 @@ def _check_all(rank: int, world_size: int, device: str) -> None:
         factors = {torch.float32: [None], torch.bfloat16: [1.0]}[dtype]
         for factor in factors if device == "cpu" else (None, 1.0):
             _equals_all_gather(name, group, device, dtype, factor)
-    assert len(peer_rows._numbered) <= 32  # one for each shape, dtype, group and kind
+    assert len(peer_rows._numbered) <= 32  # one memory for each shape, dtype, group and kind
 
 
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.long)])
@@ -110,7 +110,7 @@ def test_equals_all_gather_and_one_gpu():
 
 
 def _call(tokens: int, device: str) -> str | None:
-    """What is said of so many tokens, None if they are taken and come out right."""
+    """Dispatch ``tokens`` tokens; return the error, or None if the results are right."""
     hidden_TD = torch.full((tokens, 8), 1.0 + dist.get_rank(), device=device)
     weights_TK = torch.ones(tokens, 1, device=device)
     experts_TK = torch.arange(tokens, device=device).view(-1, 1) % E
@@ -128,7 +128,7 @@ def _call(tokens: int, device: str) -> str | None:
 def _unequal(rank: int, world_size: int, device: str) -> list[str | None]:
     said = [_call(tokens, device) for tokens in (8 + rank, 8, 8, 12 - rank, 0, 12, 8)]
     if rank == 0:
-        return said  # goes on with a number it knows
+        return said  # this rank goes on with a known number
     equal_tokens.PATIENCE = 1.0
     return [*said, _call(9 + rank, device)]
 
@@ -146,7 +146,7 @@ def test_unequal_tokens_are_refused_on_every_rank(backend):
 
 
 def _no_memory(device: str) -> contextlib.AbstractContextManager:
-    """What every rank makes on a GPU, rank 0 on the CPU."""
+    """Context in which memory cannot be made: on every rank's GPU, or on rank 0's CPU."""
     if device == "cpu":
         return mock.patch.object(os, "memfd_create", side_effect=OSError("full"))
     from torch.distributed import _symmetric_memory
@@ -155,7 +155,7 @@ def _no_memory(device: str) -> contextlib.AbstractContextManager:
 
 
 def _refusals(rank: int, world_size: int, device: str) -> list[str]:
-    """What is said where something is missing, on one rank alone where that can be."""
+    """Messages of the refusals if something is missing, if possible on one rank alone."""
     said = []
 
     def refused(tokens: int, size: int = 8) -> None:
@@ -179,7 +179,7 @@ def _refusals(rank: int, world_size: int, device: str) -> list[str]:
     if device == "cuda":
         with mock.patch.object(torch.cuda, "can_device_access_peer", return_value=False):
             refused(7)
-    assert _call(5, device) is None  # and goes on
+    assert _call(5, device) is None  # the ranks go on after a refusal
     return said
 
 
@@ -199,7 +199,7 @@ def test_what_cannot_share_memory_is_refused_on_every_rank(backend):
 
 
 class _Handle:
-    """Of torch's symmetric memory: every rank's tensor lies elsewhere in its allocation."""
+    """Stand-in for a handle of torch's symmetric memory, with other offsets on every rank."""
 
     def __init__(self, allocation: torch.Tensor, world_size: int) -> None:
         self.allocation, self.asked = allocation, []
@@ -214,7 +214,7 @@ class _Handle:
 
 
 def _torchs_memory(rank: int, world_size: int) -> list:
-    """What is asked of it, without a GPU; on rank 1 it fails the second time."""
+    """Calls of a stand-in for torch's symmetric memory, which fails the second time on rank 1."""
     from torch.distributed import _symmetric_memory
 
     handles, fails = [], False
@@ -265,8 +265,11 @@ def test_by_name():
 
 
 def _out_of_step(rank: int, world_size: int, device: str) -> None:
-    """Ranks that dawdle at other times, and calls in any order: tokens sent twice before anything
-    comes back, two microbatches open at once, sums that come back twice."""
+    """Run calls in random order on ranks that wait at different times.
+
+    Tokens are sent twice before anything comes back, two microbatches are open at once, and sums
+    come back twice.
+    """
     torch.manual_seed(rank)
     dispatcher = SymmetricDispatcher()
     calls = random.Random(5)  # the same on all ranks
@@ -315,7 +318,7 @@ def test_a_rank_that_dies_ends_the_others():
 
 
 def _one_never_comes(rank: int, world_size: int) -> None:
-    """Rank 1 is alive, and waits for the others at the end."""
+    """Leave rank 0 alone in a call: rank 1 is alive, but waits at the end."""
     peer_memory.BARRIER_TIMEOUT = 5_000
     assert _call(6, "cuda") is None
     if rank == 0:
@@ -324,7 +327,7 @@ def _one_never_comes(rank: int, world_size: int) -> None:
 
 @pytest.mark.multigpu
 def test_a_kernel_that_waits_for_a_rank_ends_its_process():
-    """No watchdog of NCCL's looks after it."""
+    """The kernel has to do so itself, since NCCL's watchdog does not see it."""
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"(?s)rank 0:.*(CUDA error|died without a word)"):
         run_distributed(_one_never_comes, 2, "nccl", timeout_seconds=40)
@@ -340,5 +343,5 @@ def _mapped_files(rank: int, world_size: int) -> tuple[int, int]:
 
 
 def test_memory_of_the_cpu_has_no_name_and_no_open_file():
-    """So nothing stays behind, however the processes end."""
+    """Nothing is left behind then, however the processes end."""
     assert run_distributed(_mapped_files, 2) == [(0, 1)] * 2

@@ -1,9 +1,9 @@
 """The protocol of `kernels.peer_rows`, through all interleavings of two and three ranks.
 
-A rank is a list of atomic actions: writing a cell, coming to a barrier, going on from it, reading
-a cell. A cell is the rows of one rank's tokens in one rank's memory. Every read has to
-find what the same call has written, whoever else is how far by then. A call of the dispatcher
-waits twice: `Protocol()`.
+A rank is a list of atomic actions: writing a cell, arriving at a barrier, leaving it, reading a
+cell. A cell has the rows of one rank's tokens in one rank's memory. In any interleaving, every read
+has to find what the same call has written. A call of the dispatcher waits at two barriers:
+`Protocol()`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moe_graphs.kernels import peer_rows
 from moe_graphs.kernels.peer_rows import PeerMemory
 
 PUSH, PULL = "push", "pull"
-Cell = tuple[int, int]  # whose memory, whose tokens
+Cell = tuple[int, int]  # rank of the memory, rank of the tokens
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Protocol:
 
 
 def actions(rank: int, ranks: int, calls: tuple[str, ...], protocol: Protocol) -> list[tuple]:
-    """What is read is left out for nobody: a rank that reads less is in nobody's way."""
+    """Actions of a rank; it reads every cell, since reading less cannot disturb other ranks."""
     everyone, found = range(ranks), []
     meeting = [("come",), ("go",)]
     for number, kind in enumerate(calls):
@@ -45,7 +45,7 @@ def actions(rank: int, ranks: int, calls: tuple[str, ...], protocol: Protocol) -
 
 
 def wrong_read(ranks: int, calls: tuple[str, ...], protocol: Protocol) -> str | None:
-    """Any read, in any interleaving, that does not find its call's data; a deadlock likewise."""
+    """Describe a read that misses its call's data, or a deadlock, in any interleaving; or None."""
     programs = [actions(rank, ranks, calls, protocol) for rank in range(ranks)]
     start = ((0,) * ranks, frozenset())
     seen, open_ = {start}, [start]
@@ -74,7 +74,7 @@ def wrong_read(ranks: int, calls: tuple[str, ...], protocol: Protocol) -> str | 
 
 
 def _all_came(programs: list[list[tuple]], places: tuple[int, ...], rank: int) -> bool:
-    """Each has come to as many barriers as this rank."""
+    """Whether every rank has arrived at as many barriers as this rank."""
     counts = [
         sum(action[0] == "come" for action in program[:place])
         for program, place in zip(programs, places, strict=True)
@@ -96,7 +96,7 @@ def test_every_read_finds_its_call(ranks, length):
     "broken",
     [
         Protocol(barrier_before=False),
-        # The barrier before says nothing about what is written behind it.
+        # A barrier before the writes does not order the writes after it.
         Protocol(barrier_between=False),
         Protocol(barrier_before=False, barrier_between=False),
     ],
@@ -110,7 +110,7 @@ def test_what_is_taken_away_is_missed(broken, ranks):
 
 
 def _watched(monkeypatch) -> tuple[list[str], PeerMemory]:
-    """One rank alone, and what its calls do: the order of its writing, barriers and reading."""
+    """Memory of one rank alone, and a list in which its writes, barriers and reads are noted."""
     done: list[str] = []
     parts = [
         (torch.zeros(2, width, dtype=dtype),)
@@ -135,7 +135,7 @@ def _noting(function: Callable, done: list[str], action: str) -> Callable:
 
 
 def test_calls_do_what_is_checked_here(monkeypatch):
-    """In the order of the protocol, whatever the calls are."""
+    """All calls have the order of the protocol."""
     done, memory = _watched(monkeypatch)
     number = peer_rows.number_of(memory)
     rows_TD, experts_T1 = torch.arange(16.0).view(2, 8), torch.zeros(2, 1, dtype=torch.int64)

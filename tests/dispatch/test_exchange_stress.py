@@ -1,7 +1,7 @@
-"""Many exchanges back to back through peers' memory, with ranks that dawdle, values checked.
+"""Many exchanges back to back through peers' memory, on ranks that wait at random; values checked.
 
-On GPUs graphs of one, two and three exchanges are replayed in an order that all ranks share, eager
-exchanges between them.
+On GPUs graphs of one, two and three exchanges are replayed in an order that all ranks share, with
+eager exchanges between them.
 
 Shapes: T tokens of a rank, D model, K top-k, E experts.
 """
@@ -21,12 +21,12 @@ from moe_graphs.dispatch.dispatcher import DispatchPlan
 
 T, D, K, E = 64, 64, 2, 8
 ROUNDS = {"cpu": 60, "cuda": 2000}
-# What each program does: tokens are sent, or sums of what was sent before come back.
+# Actions of each program: "s" sends tokens, "r" brings back sums of the tokens that were sent last.
 PROGRAMS = ("s", "r", "ss", "sr", "srr", "ssr")
 
 
 class _Exchanges:
-    """Static inputs of one rank, and what its last exchanges left."""
+    """Static inputs of one rank, and the results of its last exchanges."""
 
     def __init__(self, device: str) -> None:
         self.dispatcher = SymmetricDispatcher()
@@ -51,7 +51,7 @@ class _Exchanges:
         return self.dispatcher.preprocess(*given, E)
 
     def _keep(self, plan: DispatchPlan) -> None:
-        """Where it stays, whoever sends: graphs have it at their addresses."""
+        """Copy the plan to fixed memory, whose addresses graphs know."""
         found = [plan.rows_RD, plan.weights_TK, plan.order.order_R, plan.order.inverse_R]
         found += [plan.order.offsets_E, plan.handle]
         if self.plan is None:
@@ -76,7 +76,7 @@ def _captured(exchanges: _Exchanges) -> dict[str, torch.cuda.CUDAGraph]:
 
 
 def _dawdle(own: random.Random, device: str) -> None:
-    """On the device between kernels, or on the host."""
+    """Wait for a random time, on the device between kernels or on the host."""
     if own.random() > 0.2:
         return
     if device == "cuda":
@@ -86,11 +86,11 @@ def _dawdle(own: random.Random, device: str) -> None:
 
 
 def _stress(rank: int, world_size: int, device: str) -> int:
-    """How many sums were wrong."""
+    """Run random programs; return the number of wrong sums."""
     exchanges = _Exchanges(device)
     generator = torch.Generator(device).manual_seed(rank)
     shared, own = random.Random(7), random.Random(rank)
-    exchanges.run("sr")  # makes the memory
+    exchanges.run("sr")  # the first call makes the memory
     graphs = _captured(exchanges) if device == "cuda" else {}
     wanted_TD, mistakes = exchanges.sums_TD.clone(), torch.zeros((), device=device)
     for _ in range(ROUNDS[device]):
@@ -107,7 +107,7 @@ def _stress(rank: int, world_size: int, device: str) -> int:
             graphs[program].replay()
         else:
             exchanges.run(program)
-        if "r" in program:  # nobody waits for the device
+        if "r" in program:  # compared on the device, without a host sync
             mistakes += ~torch.isclose(exchanges.sums_TD, wanted_TD, atol=1e-5).all()
     return int(mistakes)
 

@@ -1,4 +1,4 @@
-"""A MoE block of one's own becomes a MoELayer and back, and what is none is refused by name."""
+"""A user's MoE block becomes a MoELayer and back; other blocks are refused by name."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_what_is_no_swiglu_expert_is_refused(message):
 
 
 def test_the_page_runs(tmp_path, capsys):
-    """docs/own_block.md as a reader types it, its blocks one after the other."""
+    """The code blocks of docs/own_block.md run one after the other, as a reader types them."""
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     script = tmp_path / "page.py"
     script.write_text("\n".join(blocks))

@@ -1,4 +1,4 @@
-"""Latent attention and scaled rotary tables, by hand; and its graphs bit by bit."""
+"""Latent attention and scaled rotary tables against loops by hand, and graphs bit by bit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SMALL = deepseek_v3(
 
 
 def _by_hand(attention: LatentAttention, hidden_BSD: torch.Tensor) -> torch.Tensor:
-    """Head by head, position by position, with a rope key that all heads share."""
+    """Compute head by head and position by position, with a rope key that all heads share."""
 
     def norm(x, module):
         return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * module.weight
@@ -85,8 +85,11 @@ def test_equals_a_loop_over_heads_and_positions(query_rank):
 
 
 def test_yarn_by_hand():
-    """Q = 8, theta = 10000, 16 positions: the first pair turns 2.5 times, all others less than
-    once: the ramp goes from pair 0 to pair ceil(4 ln(16 / 2 pi) / ln(10000)) = 1."""
+    """The ramp goes from pair 0 to pair ceil(4 ln(16 / 2 pi) / ln(10000)) = 1.
+
+    Here Q = 8, theta = 10000 and there are 16 positions: the first pair turns 2.5 times, all others
+    less than once.
+    """
     config = replace(SMALL, max_sequence_length=4)
     rope = RotaryEmbedding.of(config)
     factor = (0.1 * math.log(40.0) + 1) / (0.05 * math.log(40.0) + 1)
@@ -99,7 +102,7 @@ def test_yarn_by_hand():
 
 
 def test_doubled_tables_are_the_tables_twice():
-    """Made once, and of all of their positions: bit for bit what a forward would put together."""
+    """The doubled tables, made once for all positions, equal doubling in a forward bit for bit."""
     doubled = RotaryEmbedding.of(SMALL)
     plain = RotaryEmbedding(8, SEQUENCE, SMALL.rope_theta, scaling=YARN)
     for length in (1, SEQUENCE):

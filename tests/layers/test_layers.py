@@ -61,7 +61,7 @@ CONFIG = TransformerConfig(
 
 
 def _randomize(module: nn.Module, seed: int = 0) -> nn.Module:
-    """Weights large enough that a wrong term shows, and norms that are not all one."""
+    """Draw weights so large that a wrong term shows, and norms that are not all one."""
     torch.manual_seed(seed)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.5)
@@ -74,7 +74,7 @@ def _swiglu_oracle(x, w1, w2):
 
 
 def _moe_oracle(layer: MoELayer, hidden_TD: torch.Tensor) -> torch.Tensor:
-    """Token by token, with the router's choice and weights (tested in test_router.py)."""
+    """Compute token by token, with the router's choice and weights (see test_router.py)."""
     routing = layer.router(hidden_TD)
     rows = []
     for token, hidden_D in enumerate(hidden_TD):
@@ -210,7 +210,7 @@ class TestRope:
 
 
 def _attention_oracle(attention: Attention, hidden_BSD: torch.Tensor, eps: float) -> torch.Tensor:
-    """Head by head, position by position."""
+    """Compute head by head and position by position."""
     heads, groups, size = attention.num_heads, attention.kv_heads, attention.head_dim
     query, key, value = (hidden_BSD @ attention.qkv.weight.t()).split(attention.sizes, -1)
 
@@ -333,7 +333,7 @@ class TestTransformerLayer:
 
 @pytest.mark.parametrize("name", MOES)
 def test_bf16_block_is_as_good_as_its_rounding(name):
-    """The whole layer in bf16 against itself in fp64: a few units of bf16's last place."""
+    """The whole layer in bf16 differs from fp64 by a few units of bf16's last place."""
     layer = _randomize(MoELayer(MOES[name], 8, dtype=torch.bfloat16))
     exact = MoELayer(MOES[name], 8, dtype=torch.float64)
     exact.load_state_dict(layer.state_dict())

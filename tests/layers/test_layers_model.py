@@ -1,4 +1,4 @@
-"""The language model: configuration, published sizes, training, and what it must never do."""
+"""The language model: configuration, published sizes, training, and refusals."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class TestPresets:
     @pytest.mark.parametrize(
         ("preset", "total", "active"),
         [
-            # In billions, as published with the models.
+            # Billions of parameters, as published with the models.
             (mixtral_8x7b, 46.7, 12.9),
             (qwen3_30b_a3b, 30.5, 3.3),
             (olmoe_1b_7b, 6.9, 1.3),
@@ -173,7 +173,7 @@ class TestPresets:
         assert model.num_parameters(active=True) / 1e9 == pytest.approx(active, abs=0.06)
 
     def test_deepseek_v3_moe(self):
-        """58 such layers hold the most of its 671 B parameters: 653.9 B routed experts."""
+        """The routed experts of 58 such layers hold 653.9 B of the model's 671 B parameters."""
         layer = MoELayer(deepseek_v3_moe(), 7168, device="meta")
         routed = layer.experts.w1.numel() + layer.experts.w2.numel()
         assert 58 * routed == 58 * 256 * 3 * 7168 * 2048

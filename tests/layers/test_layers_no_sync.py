@@ -1,7 +1,8 @@
 """Nothing but ``AllToAllDispatcher.dispatch`` may wait for the device or depend on its data.
 
-On the CPU that shows as operators: reading a scalar, or an output whose shape the data decides.
-The custom ops hide their host loops (their CUDA side has none), everything else is seen here.
+On the CPU such an operation is visible as an operator: one that reads a scalar, or one whose data
+decides the shape of its output. Custom ops hide their host loops (their CUDA side has none); all
+other operators are checked here.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ CONFIG = TransformerConfig(
 
 
 class StaysOnDevice(TorchDispatchMode):
-    """Refuses what cannot be in a CUDA graph, or would not be deterministic there."""
+    """Mode that refuses operators which a CUDA graph cannot hold or which are not deterministic."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
@@ -83,7 +84,7 @@ class StaysOnDevice(TorchDispatchMode):
 
 
 def _check_distinct(dim: int, index: torch.Tensor) -> None:
-    """Atomics in any order give the same sum where nothing is added twice."""
+    """Check that no element is added to twice: then atomics in any order give the same sum."""
     ordered = index.sort(dim).values
     assert (ordered.diff(dim=dim) > 0).all(), "scatter_add adds twice to one place"
 
@@ -120,7 +121,7 @@ def test_all_to_all_up_to_its_boundary():
 
 
 def test_all_to_all_dispatch_does_sync():
-    """So the test above tests something."""
+    """The mode finds this host sync, so the test above can fail."""
     layer = _model(AllToAllDispatcher()).layers[1]
     with StaysOnDevice(), pytest.raises(AssertionError, match="reads a scalar"):
         layer(torch.randn(2, 9, 16))
@@ -129,7 +130,7 @@ def test_all_to_all_dispatch_does_sync():
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 @pytest.mark.parametrize("dispatcher", [LocalDispatcher(), PaddedDispatcher(1.0)], ids=repr)
 def test_shapes_do_not_depend_on_the_routing(dispatcher, top_k):
-    """Two calls, two routings, one list of operators and shapes: that is what a graph needs."""
+    """Calls with two routings have the same operators and shapes, as a graph needs."""
     model = _model(dispatcher, moe=replace(MOE, top_k=top_k))
     traces = []
     for seed in range(2):

@@ -41,7 +41,7 @@ def _router(config: MoEConfig, hidden_size: int = 6, seed: int = 0) -> TopKRoute
 
 
 def _route_one(config: MoEConfig, logits: list[float], bias: list[float]):
-    """The chosen experts, best first, and their weights: plain Python, one token."""
+    """Choose the experts of one token in plain Python; best first, with their weights."""
     if config.score_function == "softmax":
         total = sum(math.exp(x) for x in logits)
         scores = [math.exp(x) / total for x in logits]
@@ -87,7 +87,7 @@ def test_choice_and_weights_equal_the_oracle(name, num_tokens):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_gradients_equal_autograd_in_fp64(name):
-    """Through a dense formula whose selection is a constant mask."""
+    """The reference is a dense formula whose selection is a constant mask."""
     router = _router(CONFIGS[name])
     config = router.config
     hidden_TD = torch.randn(20, 6, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Our AdamW against torch's: on the CPU torch's own update, and our kernel in the interpreter."""
+"""Our AdamW against torch's: torch's own update on the CPU, and our kernel in the interpreter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FUSED = {"fused": True, "capturable": True}
 
 @pytest.fixture
 def kernel(interpreted, monkeypatch):
-    """Parameters of ten numbers and more take our kernel, which is interpreted."""
+    """Let our kernel, interpreted, update parameters with ten elements and more."""
     from moe_graphs.kernels import adamw_triton
 
     launches = []
@@ -47,7 +47,7 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
 
 
 def set_gradients(parameters: Sequence[Tensor], seed: int, factor: float = 1.0) -> None:
-    """The same numbers for any dtype, which bf16 holds; some are 0."""
+    """Set gradients that bf16 holds exactly, the same for any dtype; some are 0."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in parameters:
         gradient = torch.randn(parameter.shape, generator=generator).relu().bfloat16() - 0.25
@@ -55,7 +55,7 @@ def set_gradients(parameters: Sequence[Tensor], seed: int, factor: float = 1.0) 
 
 
 def train(optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> list[Tensor]:
-    """Parameters and their states, after steps with gradients of their own."""
+    """Train some steps, each with its own gradients; return parameters and their states."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     for step in range(first, first + steps):
         set_gradients(held, step)
@@ -83,10 +83,10 @@ def test_without_a_kernel_it_is_torchs(options):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-# Triton's interpreter cuts bf16.
+# Triton's interpreter rounds to bf16 by cutting bits off.
 @pytest.mark.parametrize(("options", "dtype"), by_turns(OPTIONS, [torch.float32, torch.float16]))
 def test_the_kernel_is_as_right_as_torchs(kernel, options, dtype):
-    """Against fp64, at most twice the error of torch's fused update on the CPU."""
+    """The error against fp64 is at most twice that of torch's fused update on the CPU."""
     ours = train(AdamW(parameters(dtype), **options), 12)
     assert kernel == [2] * 12  # the parameter of three numbers is torch's
     theirs = train(torch.optim.AdamW(parameters(dtype), **options, **FUSED), 12)
@@ -98,7 +98,7 @@ def test_the_kernel_is_as_right_as_torchs(kernel, options, dtype):
 
 
 def fused_on_cuda(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: int) -> list[Tensor]:
-    """What torch's CUDA kernel computes with its defaults: fp64 between roundings to fp32."""
+    """Compute like torch's CUDA kernel with its defaults: in fp64 between roundings to fp32."""
     p, g, m, v = (x.double() for x in (p, g, m, v))
     p = (p - 1e-3 * 1e-2 * p).float()
     m = (0.9 * m + (1 - 0.9) * g).float()
@@ -109,7 +109,7 @@ def fused_on_cuda(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: int) -> list
 
 
 def test_many_steps_are_torchs_to_a_few_last_bits(kernel):
-    """With beta2 rounded to fp32, v would be off by 5e-6 (as torch's on the CPU is)."""
+    """A beta2 that is rounded to fp32 would change v by 5e-6, as in torch's update on the CPU."""
     held, steps = parameters()[2:], 70
     expected = held[0].detach().clone()
     m, v = torch.zeros(2, *expected.shape)
@@ -117,13 +117,13 @@ def test_many_steps_are_torchs_to_a_few_last_bits(kernel):
         set_gradients(held, step)
         expected, m, v = fused_on_cuda(expected, held[0].grad, m, v, step + 1)
     found = train(AdamW(held, lr=1e-3), steps)
-    # p and m go through 0: there, the last bit of what they were made of.
+    # p and m go through 0; near 0 the tolerance is the last bit of their addends.
     for ours, theirs, size in zip(found, (expected, m, v), (0.25, 0.25, 0.0), strict=False):
         assert ((ours - theirs).abs() <= 4 * 2**-23 * theirs.abs().clamp_min(size)).all()
 
 
 def test_a_gradient_of_another_dtype(kernel):
-    """As if it had been rounded by nobody; also for a small parameter, which torch would refuse."""
+    """The gradient is not rounded; small parameters are served, too, which torch would refuse."""
     steps, found = 3, parameters(torch.float16)
     optimizer = AdamW(found, lr=1e-2)
     for step in range(steps):
@@ -154,7 +154,7 @@ def test_memory_in_another_order(kernel):
 
 
 def test_memory_that_is_no_row_is_refused():
-    """Torch's fused update on the CPU takes it for one, silently."""
+    """Torch's fused update on the CPU silently takes such memory for a row."""
     gaps = nn.Parameter(torch.randn(4, 6)[:, :3])
     other, last = (nn.Parameter(torch.randn(4, 3)) for _ in range(2))
     for parameter in (gaps, other, last):
@@ -167,7 +167,7 @@ def test_memory_that_is_no_row_is_refused():
     with pytest.raises(ValueError, match=r"strides \(3, 1\) has a gradient with \(1, 4\)"):
         optimizer.step()
     assert torch.equal(last, before)
-    # Dimensions of one lie anywhere.
+    # Dimensions of size one may have any stride.
     column = nn.Parameter(torch.ones(4, 1))
     column.grad = torch.ones(1, 4).t()
     AdamW([column], lr=0.5, weight_decay=0.0).step()
@@ -175,7 +175,7 @@ def test_memory_that_is_no_row_is_refused():
 
 
 def test_a_state_of_another_shape_is_refused():
-    """The kernel would read behind its end."""
+    """Our kernel would read past the end of a smaller state."""
     saver = AdamW([nn.Parameter(torch.randn(4, 3))])
     train(saver, 1)
     weight = nn.Parameter(torch.randn(8, 3))
@@ -187,7 +187,7 @@ def test_a_state_of_another_shape_is_refused():
 
 
 def test_tensors_at_steps_of_their_own(kernel):
-    """More than a program of the small kernel takes; under another default dtype."""
+    """More tensors than a program of the small kernel takes, under another default dtype."""
     from moe_graphs.kernels import adamw_triton
 
     torch.set_default_dtype(torch.float64)
@@ -205,11 +205,11 @@ def test_tensors_at_steps_of_their_own(kernel):
 
 
 def test_clipping_is_done_on_the_way(kernel):
-    """The kernel multiplies for the first and the last; the one that is too small is torch's."""
+    """Our kernel multiplies the first and the last gradient, torch the one that is too small."""
     held, exact = parameters(), parameters(torch.float64)
     step = DeviceStep(AdamW(held, lr=1e-2), clip_norm=0.5)
     torchs = torch.optim.AdamW(exact, lr=1e-2)
-    for number, factor in enumerate((1.0, 1.0, 0.01, 1.0)):  # one is not clipped
+    for number, factor in enumerate((1.0, 1.0, 0.01, 1.0)):  # a factor of 1 does not clip
         set_gradients(held, number, factor)
         set_gradients(exact, number, factor)
         norm = torch.nn.utils.clip_grad_norm_(exact, 0.5)
@@ -256,21 +256,22 @@ def test_found_inf_leaves_everything_as_it_was(kernel):
     after = [*held, *(v for p in held for _, v in sorted(optimizer.state[p].items()))]
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     assert held[0].grad.isinf().any()
-    # The same numbers, scaled: another step than without, of the same result.
+    # Scaled gradients take other instructions than unscaled ones, with the same result.
     expected = AdamW(copied := parameters(), lr=1e-2)
     expected = train(expected, 3)
     set_gradients(held, 2, 8.0)
     optimizer.found_inf.zero_()
     optimizer.step()
     torch.testing.assert_close(after, expected, rtol=0, atol=0)
-    for parameter, other in zip(held, copied, strict=True):  # as torch's fused one leaves them
+    # Torch's fused update leaves the gradients unscaled, too.
+    for parameter, other in zip(held, copied, strict=True):
         assert torch.equal(parameter.grad, other.grad)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy: inf / inf
 @pytest.mark.parametrize("skipped", [False, True])
 def test_whole_steps_hold_the_kernel(kernel, skipped):
-    """Replays of a step with the update in it are eager steps; also if the first is left out."""
+    """Replays of a step with the update in it are eager steps; also if the first is skipped."""
     found = []
     for graphed in (False, True):
         torch.manual_seed(0)
@@ -364,7 +365,7 @@ def test_what_it_has_not_is_refused_by_name(option):
 
 
 def test_an_option_left_open_is_on():
-    """Also in a group, where DeviceStep looks for it."""
+    """The option is in each group as well, where DeviceStep reads it."""
     optimizer = AdamW([{"params": parameters(), "fused": None}], fused=None, foreach=False)
     check_capturable_optimizer(optimizer)
     DeviceStep(optimizer, scaler=GradScaler("cpu"))

@@ -1,4 +1,4 @@
-"""Our AdamW with states of 8 bits."""
+"""Our AdamW with 8-bit states."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHAPES = [(32, 128), (3, 24, 64), (128,), (20, 10)]  # two with codes
 
 
 def numbers(count: int, octaves: float, signed: bool) -> Tensor:
-    """Of blocks that are apart, and of ``octaves`` within a block."""
+    """Random numbers whose blocks differ in size, and that span ``octaves`` within a block."""
     generator = torch.Generator().manual_seed(0)
     spread = torch.rand(count // 64, 64, generator=generator) * octaves
     x = torch.exp2(torch.linspace(-40, 40, count // 64)[:, None] - spread).flatten()
@@ -51,7 +51,7 @@ def made(dtype: torch.dtype = FP32, **options: Any) -> AdamW:
 
 
 def train(optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> list[Tensor]:
-    """Parameters and their states."""
+    """Train some steps; return parameters and their states."""
     held = optimizer.param_groups[0]["params"]
     for step in range(first, first + steps):
         generator = torch.Generator().manual_seed(step)
@@ -62,7 +62,7 @@ def train(optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> list[
 
 
 def averages(optimizer: AdamW, name: str) -> Tensor:
-    """Of the first parameter, in fp32."""
+    """Averages of the first parameter, in fp32."""
     state = optimizer.state[optimizer.param_groups[0]["params"][0]]
     return decode(state[f"{name}_code"], state[f"{name}_scale"], signed=name == "exp_avg")
 
@@ -89,8 +89,11 @@ def test_the_nearest_code_is_near_and_stays(signed):
 
 @KINDS
 def test_rounding_is_right_on_the_average(signed):
-    """Also where the block's largest number crosses an octave, and where codes are evenly spaced;
-    averages of gradients also below the least code."""
+    """The mean of many roundings is the number.
+
+    This holds where the block's largest number crosses an octave, where codes are evenly spaced,
+    and for averages of gradients also below the least code.
+    """
     rows = 1 << 14
     block = torch.ones(64)
     block[0], block[1], block[2], block[3] = 1.9999, 2**-9, 1.03, 2**-13.5
@@ -115,7 +118,7 @@ def test_squares_are_never_rounded_to_zero():
 
 @KINDS
 def test_what_has_no_code_is_the_largest_number(signed):
-    """And of a state of zeros, which first steps start from, all are zero."""
+    """A state of zeros, which first steps start from, has codes of zeros."""
     x = torch.tensor([math.inf, math.nan, 3.4e38, 1e30] * 16)
     values = decode(*encode(x, 0xFFFFFFFF, signed=signed), signed=signed)
     assert values.isfinite().all()
@@ -160,7 +163,7 @@ def test_the_kernel_is_the_plain_path_bit_for_bit(
 
 @pytest.mark.parametrize("options", [{}, {"ema_decay": 0.9, "stochastic_rounding": True}])
 def test_parameters_of_a_kernel_are_those_of_the_plain_path(interpreted, monkeypatch, options):
-    """And memory of numbers that are no multiple of a program's."""
+    """This includes sizes that are no multiple of a program's."""
     dtype = BF16 if options else FP32
     plain = train(made(dtype, **options), 3)
     from moe_graphs.kernels import adamw_triton
@@ -174,7 +177,7 @@ def test_parameters_of_a_kernel_are_those_of_the_plain_path(interpreted, monkeyp
 
 
 def test_many_steps_stay_near_those_of_fp64_without_drifting():
-    """A learning rate's share of noise for each square root of a step, and no mean."""
+    """The difference grows as noise, with the square root of the steps, and has no mean."""
     ours, exact = made(), torch.optim.AdamW(parameters(FP64), lr=1e-2)
     for steps in (50, 250):
         train(ours, steps, first=steps - 50), train(exact, steps, first=steps - 50)
@@ -195,7 +198,7 @@ def test_many_steps_stay_near_those_of_fp64_without_drifting():
 
 
 def test_averages_move_by_less_than_a_code():
-    """Down where gradients are gone, and up over octaves, as those of fp32 do."""
+    """Averages follow those of fp32: down when gradients vanish, and up over octaves."""
     (p, *_) = parameters()
     optimizer = AdamW([nn.Parameter(p.detach().clone())], lr=0.0, state_dtype=UINT8)
     (held,) = optimizer.param_groups[0]["params"]
@@ -232,7 +235,7 @@ def test_which_parameters_have_codes():
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy: inf / inf
 @pytest.mark.parametrize(("by_kernel", "skipped"), [(False, False), (False, True), (True, True)])
 def test_replays_are_eager_steps_with_new_bits_each(request, monkeypatch, by_kernel, skipped):
-    """Scaled, clipped and left out; also if the first is."""
+    """Steps are scaled, clipped and skipped, also the first one."""
     if by_kernel:
         request.getfixturevalue("interpreted")
         from moe_graphs.kernels import adamw_triton
@@ -264,7 +267,7 @@ def test_replays_are_eager_steps_with_new_bits_each(request, monkeypatch, by_ker
         found.append([*model.parameters(), *(value for state in states for _, value in state)])
         assert not graphed or run.report().replayed == 3
     assert same(*found)
-    # Clipped: averages of gradients whose norm is at most 0.01.
+    # Clipping bounds the averages: the gradients' norm is at most 0.01.
     assert averages(optimizer, "exp_avg").norm() < 1.1e-2
 
 
@@ -286,7 +289,7 @@ def test_clipping_multiplies_gradients_on_their_way():
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_run_goes_on_with_the_same_bits(in_place):
-    """Whatever seed the optimizer that loads was made with."""
+    """The seed of the optimizer that loads does not matter."""
     whole = made(seed=3)
     train(whole, 3)
     buffer = io.BytesIO()
@@ -294,7 +297,7 @@ def test_a_run_goes_on_with_the_same_bits(in_place):
     buffer.seek(0)
     part = AdamW([nn.Parameter(p.detach().clone()) for p in whole.param_groups[0]["params"]],
                  lr=1e-2, state_dtype=UINT8)  # fmt: skip
-    if in_place:  # as for graphs
+    if in_place:  # in place, as graphs need it
         kept = [p.detach().clone() for p in part.param_groups[0]["params"]]
         train(part, 1)
         with torch.no_grad():
@@ -359,7 +362,7 @@ def test_the_state_of_another_model_is_refused():
 
 @pytest.fixture
 def mesh() -> Iterator[Any]:
-    """Of two ranks, of which this is one."""
+    """Mesh of two ranks in a fake process group, of which this process is one."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         yield init_device_mesh("cpu", (2,))
@@ -391,7 +394,7 @@ def test_ranks_update_what_they_have(mesh, placement):
     back.load_state_dict(loaded.state_dict())
     code = back.state[shared]["exp_avg_code"]
     assert torch.equal(code.to_local(), ours.state[shared]["exp_avg_code"].to_local())
-    # Blocks lie within a rank's rows.
+    # No block crosses the ranks' parts of a row.
     narrow = DTensor.from_local(torch.ones(64, 96), mesh, [Shard(1)])
     assert narrow.shape == (64, 192)
     assert not UpdateOptions(UINT8).has_codes(narrow)

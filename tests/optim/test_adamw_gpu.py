@@ -1,4 +1,4 @@
-"""Our AdamW on a CUDA GPU: as right as torch's fused one, in graphs, and the same every time."""
+"""Our AdamW on a CUDA GPU: as accurate as torch's fused one, in graphs, and reproducible."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from updates_on_gpus import everything, set_gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
-# Experts, a number of numbers that 16 does not divide, and two that are torch's to update.
+# Experts, a size that 16 does not divide, and two parameters that torch updates.
 SHAPES = [(8, 128, 96), (70_001,), (300,), (7, 9)]
 FUSED = {"fused": True, "capturable": True}
 OPTIONS = [
@@ -58,7 +58,7 @@ def same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_as_right_as_torchs_and_the_same_every_time(options, dtype):
-    """Against fp64, at most twice the error of torch's fused one."""
+    """The error against fp64 is at most twice that of torch's fused AdamW."""
     ours, again = (train(AdamW, dtype, 20, **options) for _ in range(2))
     assert same(ours, again)
     torchs = train(torch.optim.AdamW, dtype, 20, **options, **FUSED)
@@ -70,7 +70,7 @@ def test_as_right_as_torchs_and_the_same_every_time(options, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_clipping_is_as_right_as_torchs(dtype):
-    """Whose gradients are rounded once more."""
+    """Torch rounds clipped gradients once more than we do."""
 
     def clipped(make, **options) -> list[Tensor]:
         held = parameters(dtype)
@@ -95,7 +95,7 @@ def test_clipping_is_as_right_as_torchs(dtype):
 
 
 def test_a_thousand_steps_are_as_right_as_torchs():
-    """fp32: what rounding leaves, and nothing that adds up."""
+    """In fp32 only rounding errors are left, and they do not add up."""
     ours, torchs = (
         train(make, torch.float32, 1000, lr=1e-3, **options)
         for make, options in ((AdamW, {}), (torch.optim.AdamW, FUSED))
@@ -124,7 +124,7 @@ def test_large_parameters_are_our_kernels_and_small_ones_torchs(monkeypatch):
 
 @pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch has one dtype for both")
 def test_a_gradient_of_another_dtype():
-    """bf16 beside fp32 is taken as it is; fp32 beside bf16 is rounded by nobody."""
+    """A bf16 gradient of fp32 parameters is used as it is; an fp32 one of bf16 is not rounded."""
     narrow, wide = parameters(torch.float32), parameters(torch.float32)
     for p, q in zip(narrow, wide, strict=True):
         p.grad_dtype = None
@@ -133,7 +133,7 @@ def test_a_gradient_of_another_dtype():
     optimizers = [AdamW(held, lr=1e-2) for held in (narrow, wide)]
     for optimizer in optimizers:
         optimizer.step()
-    # Of the small ones, those with gradients of their own dtype are torch's.
+    # Torch updates the small parameters whose gradients have their dtype.
     for p, q in zip(narrow, wide, strict=True):
         assert torch.equal(p, q) if p.numel() >= adamw.LARGE else torch.allclose(p, q)
     found, rounded = parameters(), parameters()
@@ -173,7 +173,7 @@ def test_a_captured_step_is_an_eager_step_and_waits_for_nothing(tensor_rate):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_torchs_scaler_scales_and_skips(dtype):
-    """As it does with torch's fused one: the gradients are unscaled in place, too."""
+    """The scaler works as with torch's fused AdamW: gradients are unscaled in place, too."""
     runs = []
     for make in (AdamW, lambda p, **options: torch.optim.AdamW(p, **options, **FUSED)):
         held = parameters(dtype)
@@ -224,20 +224,20 @@ def test_a_device_step_in_a_graph_skips():
 
 @pytest.mark.parametrize("coded", [False, True])
 def test_many_tensors_get_what_each_gets_alone(coded):
-    """Of odd sizes, empty, unaligned, of several dtypes."""
+    """Tensors have odd sizes, are empty or unaligned, and have several dtypes."""
     assert same(together("cuda", coded), alone("cuda", coded))
 
 
 @pytest.mark.parametrize("options", [{}, {"state_dtype": torch.uint8, "ema_decay": 0.9}])
 def test_gradients_that_lie_elsewhere_at_every_step(options):
-    """Nobody waits for a step before the next one; a graph has the addresses of its capture."""
+    """Steps are enqueued without waiting for the last one; a graph has its capture's addresses."""
     eager, graphed = (AdamW(parameters(), lr=1e-2, **options) for _ in range(2))
     for optimizer in (eager, graphed):
         set_gradients(optimizer.param_groups[0]["params"], 0)
     graph = captured_update(eager, graphed)
     held, kept = eager.param_groups[0]["params"], []
     for step in range(1, 6):
-        kept += [p.grad for p in held]  # so that new ones are elsewhere
+        kept += [p.grad for p in held]  # so that new gradients get other addresses
         eager.zero_grad(set_to_none=True)
         for optimizer in (eager, graphed):
             set_gradients(optimizer.param_groups[0]["params"], step)

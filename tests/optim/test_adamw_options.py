@@ -1,4 +1,4 @@
-"""Our AdamW beyond torch's: states of a dtype of their own, stochastic rounding, averages."""
+"""Options of our AdamW beyond torch's: dtype of states, stochastic rounding, averages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parameters(dtype: torch.dtype = BF16) -> list[nn.Parameter]:
 
 
 def train(optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> list[Tensor]:
-    """Parameters and their states; gradients are what bf16 holds."""
+    """Train with gradients that bf16 holds exactly; return parameters and their states."""
     held = optimizer.param_groups[0]["params"]
     for step in range(first, first + steps):
         generator = torch.Generator().manual_seed(step)
@@ -62,14 +62,14 @@ def dtypes(optimizer: AdamW) -> set[torch.dtype]:
 @pytest.mark.parametrize("found_inf", [None, 0.0, 1.0])
 @pytest.mark.parametrize(
     ("dtype", "states", "rounded"),
-    # Without random bits Triton's interpreter cuts bf16.
+    # Without random bits Triton's interpreter rounds to bf16 by cutting bits off.
     [(FP32, FP32, False), (FP16, FP32, False), (FP32, BF16, True), (BF16, FP32, True),
      (BF16, BF16, True)],
 )  # fmt: skip
 def test_the_kernel_is_the_plain_path_bit_for_bit(
     interpreted, monkeypatch, dtype, states, rounded, found_inf
 ):
-    """Places behind the end are not written, neither with random bits nor without."""
+    """Memory past the end is not written, neither with random bits nor without."""
     from moe_graphs.kernels import adamw_triton
 
     monkeypatch.setattr(adamw_triton, "BLOCK", 64)
@@ -94,7 +94,7 @@ def test_the_kernel_is_the_plain_path_bit_for_bit(
 
 
 def test_parameters_of_a_kernel_are_those_of_the_plain_path(interpreted, monkeypatch):
-    """Small ones as well, by the same numbers: what serves a parameter is nothing that one sees."""
+    """Small parameters get the same numbers as well, whatever updates them."""
     plain = train(AdamW(parameters(), lr=1e-2, **ALL), 3)
     from moe_graphs.kernels import adamw_triton
 
@@ -107,7 +107,7 @@ def test_parameters_of_a_kernel_are_those_of_the_plain_path(interpreted, monkeyp
 
 
 def test_states_have_their_own_dtype():
-    """And with fp32 an update of bf16 is that of fp32, rounded."""
+    """With states in fp32, an update of bf16 parameters is that of fp32, rounded."""
     for dtype in (FP32, BF16):
         optimizer = AdamW(parameters(), lr=1e-2, state_dtype=dtype)
         found = train(optimizer, 1)
@@ -171,7 +171,7 @@ def test_memory_in_another_order_is_rounded_as_it_lies():
 
 
 def test_philox_is_that_of_the_papers_authors():
-    """Its known answer for a key and a counter of zeros."""
+    """The paper has the answer for a key and a counter of zeros."""
     words = random_bits(0, torch.zeros(()), 16)
     assert [hex(x) for x in words[::4].tolist()] == [
         "0x6627e8d5", "0xe169c58d", "0xbc57ac4c", "0x9b00dbd8",
@@ -191,14 +191,14 @@ def test_rounding_is_right_on_the_average_and_to_a_neighbour():
         assert abs(found - share) < 5 * math.sqrt(share * (1 - share) / count)
     exact = torch.tensor([1.0, -2.5, 0.0, math.inf, -math.inf])
     assert torch.equal(round_stochastically(exact, torch.full((5,), 0xFFFF)), exact)
-    # A NaN of which the random bits would make a zero.
+    # The random bits would make a zero of this NaN.
     nan = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(FP32)
     assert round_stochastically(nan, torch.tensor([0xFFFF])).isnan().all()
     assert round_stochastically(torch.tensor([3.4e38]), torch.tensor([0xFFFF])).isinf().all()
 
 
 def test_rounded_parameters_follow_those_of_fp32():
-    """Updates below a half of the last bit: rounded to nearest they never arrive."""
+    """Updates are below half of the last bit, so rounding to the nearest would lose them all."""
     ends = {}
     for name, options in {"nearest": {"state_dtype": FP32}, "random": {**ALL}}.items():
         optimizer = AdamW([nn.Parameter(torch.ones(4096).bfloat16())], lr=1e-4, **options)
@@ -222,7 +222,7 @@ def test_bits_are_of_seed_parameter_part_and_step():
     assert all(1 << 62 < key < 1 << 63 and key % 2 for key in keys)
     words = [random_bits(5, torch.tensor(float(t)), 128) for t in (1, 2)]
     assert len(set(torch.cat(words).tolist())) == 256
-    # Parameters of the same numbers are rounded apart.
+    # Parameters with the same values are rounded by different random bits.
     twins = [nn.Parameter(torch.linspace(1, 2, 500).bfloat16()) for _ in range(2)]
     one, other, *_ = train_alike(AdamW(twins, lr=1e-3, stochastic_rounding=True))
     assert not torch.equal(one, other)
@@ -239,9 +239,9 @@ def train_alike(optimizer: AdamW) -> list[Tensor]:
 
 
 def test_the_average_is_that_of_the_parameters():
-    """The first is the first step's result, as torch.optim.swa_utils.AveragedModel has it."""
+    """The average begins with the first step's result, as in torch's AveragedModel."""
     optimizer = AdamW(parameters(), lr=1e-1, **ALL)
-    with optimizer.averaged():  # before any step
+    with optimizer.averaged():  # no step has been made
         pass
     expected: list[Tensor] = []
     for step in range(5):
@@ -281,7 +281,7 @@ def test_a_first_step_that_is_skipped_leaves_no_average():
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy: inf / inf
 @pytest.mark.parametrize(("by_kernel", "skipped"), by_turns([False, True], [False, True]))
 def test_replays_are_eager_steps_with_new_bits_each(request, monkeypatch, by_kernel, skipped):
-    """Also if the first is left out."""
+    """This holds if the first step is skipped, too."""
     if by_kernel:
         request.getfixturevalue("interpreted")
         monkeypatch.setattr(adamw, "has_kernel", lambda x: True)
@@ -312,7 +312,7 @@ def test_replays_are_eager_steps_with_new_bits_each(request, monkeypatch, by_ker
 
 @pytest.mark.parametrize("options", [ALL, {"state_dtype": FP32, "ema_decay": 0.5}])
 def test_a_run_goes_on_with_the_same_bits(options):
-    """Whatever seed the optimizer that loads was made with; a hook of torch's is heard."""
+    """The seed of the optimizer that loads does not matter; torch's hooks are called."""
     seed = {"seed": 3} if "stochastic_rounding" in options else {}
     whole = AdamW(parameters(), lr=1e-2, **options, **seed)
     train(whole, 3)
@@ -331,13 +331,13 @@ def test_a_run_goes_on_with_the_same_bits(options):
 
 
 def test_states_of_other_optimizers_are_cast():
-    """Torch's into ours, and ours into torch's; what is missing or not wanted is said."""
+    """Torch's AdamW and ours load each other's states; missing or dropped states are warned of."""
     torchs = torch.optim.AdamW(parameters(FP32), lr=1e-2)
     train(torchs, 2)
     ours = AdamW(parameters(), lr=1e-2, **{**ALL, "state_dtype": FP32})
     ours.load_state_dict(torchs.state_dict())
     (p, *_), (q, *_) = ours._parameters(), torchs.param_groups[0]["params"]
-    assert torch.equal(ours.state[p]["exp_avg_sq"], torchs.state[q]["exp_avg_sq"])  # not by bf16
+    assert torch.equal(ours.state[p]["exp_avg_sq"], torchs.state[q]["exp_avg_sq"])  # no rounding
     assert dtypes(ours) == {FP32}
     assert ours.param_groups[0]["seed"] == 0
     train(ours, 1)

@@ -1,4 +1,4 @@
-"""Our AdamW's states, of 8 bits as well, stochastic rounding and averages on a CUDA GPU."""
+"""Options of our AdamW on a CUDA GPU: states (also 8-bit), stochastic rounding, averages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from updates_on_gpus import everything, set_gradients
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
 BF16, FP32, UINT8 = torch.bfloat16, torch.float32, torch.uint8
-SHAPES = [(8, 96, 128), (70_001,), (300,), (7, 9)]  # the first has codes, if they are asked for
+SHAPES = [(8, 96, 128), (70_001,), (300,), (7, 9)]  # only the first can have codes
 ALL = {"state_dtype": BF16, "stochastic_rounding": True, "ema_decay": 0.9}
 
 
@@ -32,7 +32,7 @@ def parameters(dtype: torch.dtype = BF16) -> list[nn.Parameter]:
 
 
 def train(optimizer: torch.optim.Optimizer, steps: int) -> list[Tensor]:
-    """Parameters, then states by parameter and name."""
+    """Train some steps; return parameters, then states by parameter and name."""
     held = optimizer.param_groups[0]["params"]
     for step in range(steps):
         set_gradients(held, step)
@@ -47,7 +47,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("options", [{"state_dtype": FP32}, {"ema_decay": 0.9}])
 def test_as_right_as_torchs(options, dtype):
-    """Against fp64, at most twice the error of torch's fused one, small parameters as well."""
+    """The error against fp64 is at most twice that of torch's fused AdamW, also if small."""
     ours = AdamW(parameters(dtype), lr=1e-2, **options)
     torchs = torch.optim.AdamW(parameters(dtype), lr=1e-2, fused=True, capturable=True)
     exact = torch.optim.AdamW(parameters(torch.float64), lr=1e-2, foreach=False)
@@ -68,7 +68,7 @@ def test_as_right_as_torchs(options, dtype):
 
 @pytest.mark.parametrize(("dtype", "states"), [(BF16, FP32), (BF16, BF16), (FP32, BF16)])
 def test_the_kernel_has_the_bits_of_the_plain_path(dtype, states):
-    """Numbers differ only where fused multiply-adds have another last bit."""
+    """Numbers differ only if a fused multiply-add has another last bit."""
     generator = torch.Generator("cuda").manual_seed(0)
     made = [torch.rand(70_001, generator=generator, device="cuda") for _ in range(5)]
     kinds = (dtype, dtype, states, states, FP32)
@@ -90,9 +90,9 @@ def test_the_kernel_has_the_bits_of_the_plain_path(dtype, states):
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("betas", [(0.0, 0.0), (0.9, 0.999)])
 def test_codes_are_those_of_the_plain_path(dtype, betas):
-    """All of them where nothing is added up, so that fused multiply-adds make no difference."""
+    """Codes are equal with betas for which fused multiply-adds make no difference."""
     generator = torch.Generator("cuda").manual_seed(0)
-    n = 64 * 1111  # not all programs are full
+    n = 64 * 1111  # the last program is not full
     p, g, m, v = (torch.randn(n, generator=generator, device="cuda") for _ in range(4))
     g, m, v = (x * torch.exp2(-20 * torch.rand_like(x)) for x in (g, m, v.square()))
     step = [torch.full((), 3.0, device="cuda")]
@@ -126,7 +126,7 @@ def test_states_of_8_bits_stay_near_those_of_fp64():
 
 
 def test_rounding_is_right_on_the_average_and_the_same_every_time():
-    """Updates far below the last bit of bf16, 200 times."""
+    """The mean of 200 updates far below the last bit of bf16 is right, with the same bits again."""
     ends = []
     for _ in range(2):
         p = nn.Parameter(torch.ones(1 << 20, device="cuda", dtype=BF16))
@@ -136,12 +136,13 @@ def test_rounding_is_right_on_the_average_and_the_same_every_time():
             optimizer.step()
         ends.append(p.detach())
     assert torch.equal(*ends)
-    # One number's end has a deviation of about sqrt(200 * 1e-4 / 256), their mean a 1000th of it.
+    # The final value of one element has a standard deviation of about sqrt(200 * 1e-4 / 256), the
+    # mean over all elements a thousandth of it.
     assert ends[0].double().mean().item() == pytest.approx(1 - 200 * 1e-4, abs=5e-5)
 
 
 def test_what_is_no_number_stays_so_however_it_is_rounded():
-    """Its bits and any that are added up would be those of a zero."""
+    """Random bits that are added to the bits of this NaN would make a zero."""
     p = nn.Parameter(torch.ones(1 << 16, device="cuda", dtype=BF16))
     optimizer = AdamW([p], state_dtype=BF16, stochastic_rounding=True)
     p.grad = torch.ones_like(p)
@@ -162,7 +163,7 @@ def test_what_is_no_number_stays_so_however_it_is_rounded():
     ],
 )
 def test_a_captured_step_is_an_eager_step_with_new_bits_each(options):
-    """Within a scaler and clipping; a step is skipped in between; averages go in and out."""
+    """There are a scaler, clipping, a skipped step, and averages that are swapped in and out."""
     steps = []
     for held in (parameters(), parameters()):
         scaler = GradScaler("cuda", init_scale=64.0, growth_interval=2)

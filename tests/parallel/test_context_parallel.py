@@ -38,13 +38,13 @@ OF_TWO = [
 OF_FOUR = [
     {"dp_replicate": 2, "cp": 2},
     {"dp_shard": 2, "cp": 2, "ep": 2},
-    {"cp": 4},  # of two kv heads
+    {"cp": 4},  # more ranks than the two kv heads
 ]
 GRAPHED = [{"cp": 2, "mixed": True}, {"cp": 2, "ep": 2, "reshard_after_forward": False}]
 
 
 def model_of(kind: str, device: str) -> LanguageModel:
-    """Without noise, and without the aux loss, which every rank has of its own tokens."""
+    """Build a model without noise and without aux losses, which differ between ranks' tokens."""
     given = tiny_model("meta", "dense" if kind == "dense" else "mixed", dropout=0.0)
     config = given.config
     if kind == "latent":
@@ -65,9 +65,14 @@ def model_of(kind: str, device: str) -> LanguageModel:
 
 
 def train(device: str, kind: str, rank: int, layout: ParallelConfig | None, ranks: int) -> dict:
-    """Losses of all tokens, gradients before clipping in every step, and parameters at the end: of
-    the batches of ``ranks`` data-parallel ranks in a single process, or of a rank's part of its
-    own. SGD, since it answers to a small difference with a small one."""
+    """Train by SGD, in which a small difference stays small.
+
+    Without a ``layout`` one process trains on the batches of ``ranks`` data-parallel ranks. With
+    one, a rank trains on its part of its own batch.
+
+    Returns:
+        Losses of all tokens, gradients before clipping in every step, and the final parameters.
+    """
     model, mine = model_of(kind, device), range(ranks)
     if layout is not None:
         mesh = make_mesh(layout, device)
@@ -105,7 +110,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def compare_with_one_process(
     rank: int, world_size: int, layouts: list[dict], device: str = "cpu"
 ) -> list[dict[str, float]]:
-    """The furthest of losses, norms, gradients and parameters, relative to the largest number."""
+    """Largest differences of losses, norms, gradients and parameters, relative to the largest."""
     found = []
     for given in layouts:
         degrees = dict(given)
@@ -135,12 +140,12 @@ def test_training_is_that_of_one_process_on_whole_sequences(layouts):
 @pytest.mark.long
 def test_graphed_is_eager():
     first, second = run_distributed(compare, 2, arguments=("cpu", GRAPHED, 6))
-    assert first == second  # both know the norm of the whole
+    assert first == second  # both ranks know the whole norm
     assert all(0 < norm < 10 for norms in first for norm in norms)
 
 
 def train_in_scopes(rank: int, device: str, scopes: str | None, changed: int) -> tuple[Trace, dict]:
-    """A model that nobody has sharded. From step ``changed`` on it is another one on rank 1."""
+    """Train an unsharded model in scopes; from step ``changed`` on rank 1 has another model."""
     model = tiny_model(device, "mixed")
     divide_sequences(model, HeadExchange.over(dist.group.WORLD))
     config = GraphConfig(scopes, warmup_steps=2) if scopes else GraphConfig(impl="none")
@@ -180,21 +185,23 @@ def compare_scopes(rank: int, world_size: int, device: str, lists: list[str]) ->
 
 @pytest.mark.long
 def test_scopes_hold_the_exchange():
-    """Two layers, two microbatches; two steps in which rank 1 cannot replay the first layer, whose
-    eager calls meet the replays of rank 0."""
+    """In two steps rank 1 cannot replay the first of two layers.
+
+    Its eager calls then exchange data with rank 0's replays.
+    """
     first, second = run_distributed(compare_scopes, 2, arguments=("cpu", ["attn", "full"]))
     assert first == [{"warmup": 8}] * 2
     assert second == [{"warmup": 8, "attribute": 4}] * 2
 
 
 def graphed_on_gpus() -> list:
-    """RANKS=4 has data-parallel ranks beside those that share sequences."""
+    """Layouts on GPUs; with RANKS=4 there are data-parallel ranks, too."""
     return GRAPHED if RANKS == 2 else [{"dp_shard": 2, "cp": 2, "ep": 2}, {"cp": 4}]
 
 
 @pytest.mark.multigpu
 def test_graphed_is_eager_on_gpus():
-    """Twenty steps, two microbatches, dropout, clipping, a scaler, an expert bias."""
+    """There are twenty steps with two microbatches, dropout, clipping, a scaler, an expert bias."""
     arguments = ("cuda", graphed_on_gpus(), 20)
     first, *others = run_distributed(
         compare, RANKS, "nccl", arguments=arguments, timeout_seconds=300
@@ -205,7 +212,7 @@ def test_graphed_is_eager_on_gpus():
 
 @pytest.mark.multigpu
 def test_training_on_gpus_is_that_of_one_process():
-    """In fp32, and without experts, which another last bit sends to others."""
+    """The model is in fp32 and has no experts, since a last bit can change a token's experts."""
     arguments = ([{"cp": 2, "kind": "dense"}], "cuda")
     for (furthest,) in run_distributed(compare_with_one_process, 2, "nccl", arguments=arguments):
         assert not {name: far for name, far in furthest.items() if not far < 1e-4}
@@ -231,7 +238,7 @@ def misuse(rank: int, world_size: int) -> dict[str, str]:
     layout = ParallelConfig(cp=2)
     parallelize(model, layout, make_mesh(layout, "cpu"))
     tokens_BS = torch.arange(66).view(2, 33) % 64
-    found["too long"] = told(lambda: model(tokens_BS))  # 66 with the other rank's
+    found["too long"] = told(lambda: model(tokens_BS))  # 66 tokens with the other rank's part
     with torch.no_grad():
         alone = model_of("plain", "cpu").eval()(tokens_BS[:, :31]).logits_BSV
         with whole_sequences(model.eval()):

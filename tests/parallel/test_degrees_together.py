@@ -1,7 +1,6 @@
-"""Layouts that share tensors, sequences and layers together: one process's training, the same to
-the bit in graphs.
+"""Layouts that combine tp, cp and pp train as one process does, and to the bit as in graphs.
 
-Everything that needs ranks is in one spawn for each number of them.
+All tests with the same number of ranks share one spawn.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from staged_training import furthest, furthest_relative, train_divided, train_wh
 from tensor_parallel_runs import compare_scopes, differences
 from training_runs import tiny_model
 
-BOUND = 5e-6  # fp32, relative to the largest number: sums over ranks in another order
+BOUND = 5e-6  # relative to the largest number, in fp32; ranks sum in another order
 SCOPES = "attn,mlp,moe_router,moe_preprocess"
 TENSORS_AND_SEQUENCES: list[dict[str, Any]] = [
     {"tp": 2, "cp": 2},
@@ -31,7 +30,7 @@ WITH_STAGES: list[dict[str, Any]] = [
     {"cp": 2, "pp": 2},
     {"cp": 2, "pp": 2, "ep": 2, "schedule": "gpipe"},
 ]
-# As graphs: two ranks have those of four microbatches (test_pipeline_stages.py).
+# Layouts that run as graphs; test_pipeline_stages.py has four microbatches on two ranks.
 GRAPHED: list[dict[str, Any]] = [
     {"tp": 2, "pp": 2, "microbatches": 2},
     {"cp": 2, "pp": 2, "ep": 2, "microbatches": 2},
@@ -43,13 +42,15 @@ OF_EIGHT: list[dict[str, Any]] = [
 
 
 def with_stages(device: str, layouts: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """How far losses, gradients, norms, parameters and biases are from those of one process. On
-    GPUs, which multiply in bf16, not relative."""
+    """Differences of losses, gradients, norms, parameters and biases from one process.
+
+    They are relative on the CPU, and absolute on GPUs, which multiply in bf16.
+    """
     found = []
     for layout in layouts:
         cp, data = layout.get("cp", 1), layout.get("dp_shard", 1)
         expected = train_whole(device, data, LAYERS, cp=cp)
-        assert expected.norms[0] > 0.2  # so clipping is on
+        assert expected.norms[0] > 0.2  # so that clipping changes gradients
         seen = train_divided(device, layout, LAYERS)
         relative = furthest_relative(seen, expected)
         found.append(relative if device == "cpu" else {"furthest": furthest(seen, expected)})
@@ -58,7 +59,7 @@ def with_stages(device: str, layouts: list[dict[str, Any]]) -> list[dict[str, fl
 
 def of_four(rank: int, world_size: int, device: str) -> dict[str, Any]:
     on_cpu = device == "cpu"
-    layers, count = ("mixed", 2) if on_cpu else ("dense", 1)  # a dense model has no ep
+    layers, count = ("mixed", 2) if on_cpu else ("dense", 1)  # dense models cannot have ep
     layouts = [ParallelConfig(**layout) for layout in TENSORS_AND_SEQUENCES[:count]]
     alone = [differences(device, layout, layers) for layout in layouts]
     found: dict[str, Any] = {"alone": alone + with_stages(device, WITH_STAGES)}
@@ -73,7 +74,7 @@ def of_four(rank: int, world_size: int, device: str) -> dict[str, Any]:
 
 
 def few_heads() -> None:
-    """Two heads, of which tp leaves one."""
+    """Check the refusal if tp leaves one of two heads, which cp cannot share."""
     layout = ParallelConfig(tp=2, cp=2)
     config = replace(tiny_model("meta").config, num_heads=2, head_dim=8)
     model = LanguageModel(config, device="meta")
@@ -97,8 +98,11 @@ def check(ranks: list[dict[str, Any]], bound: float) -> None:
 
 @pytest.mark.long
 def test_four_ranks():
-    """Gradients of a step, norms before clipping, parameters and biases of three steps, in fp32;
-    whole steps and scopes against eager ones."""
+    """Training on four ranks is that of one process, and graphs are eager bit for bit.
+
+    The gradients of a step, the norms before clipping, and parameters and biases of three steps are
+    compared in fp32; whole steps and scopes are compared with eager ones.
+    """
     check(run_distributed(of_four, 4, arguments=("cpu",), timeout_seconds=300), BOUND)
 
 
@@ -117,5 +121,5 @@ def test_eight_ranks():
 @pytest.mark.multigpu
 @pytest.mark.skipif(RANKS != 4, reason="RANKS=4 has it: two degrees of two are four GPUs")
 def test_four_gpus():
-    """Weights in fp32, products in bf16, sums in another order."""
+    """Weights are in fp32, products in bf16, and ranks sum in another order."""
     check(run_distributed(of_four, 4, "nccl", arguments=("cuda",), timeout_seconds=600), 1e-4)

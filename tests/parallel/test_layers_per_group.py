@@ -1,4 +1,4 @@
-"""Layers that FSDP2 gathers together: fewer groups, and the very numbers of one group a layer."""
+"""Layers that FSDP2 gathers together: fewer groups, with the numbers of one group per layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _groups(config: ParallelConfig) -> int:
 
 
 def _same_numbers(rank: int, world_size: int, device: str, cases: list) -> list[tuple[int, int]]:
-    """Whole steps, eager first and then graphed, against eager ones of a group a layer."""
+    """Compare whole steps, first eager and then graphed, with eager ones of one group per layer."""
     counts = []
     for degrees, size in cases:
         single = ParallelConfig(**degrees)
@@ -38,10 +38,10 @@ def _same_numbers(rank: int, world_size: int, device: str, cases: list) -> list[
 @pytest.mark.long
 @pytest.mark.parametrize("cases", [OF_TWO, OF_FOUR], ids=["two ranks", "four ranks"])
 def test_numbers_are_those_of_one_group_a_layer(cases):
-    """Of four layers, two with experts: the last group of three layers has one."""
+    """The model has four layers, two of them with experts; a group of three leaves one layer."""
     ranks = ParallelConfig(**cases[0][0]).world_size
     for found in run_distributed(_same_numbers, ranks, arguments=("cpu", cases)):
-        # Beside them the embedding, and norm and head.
+        # Two more groups have the embedding, and norm and head.
         counts = {(): (6, 4), ("ep",): (8, 6)}
         assert found == [counts[("ep",) if "ep" in degrees else ()] for degrees, _ in cases]
 
@@ -52,7 +52,7 @@ def test_numbers_are_those_of_one_group_a_layer_over_nccl():
 
 
 def _saved(rank: int, world_size: int) -> bool:
-    """Names, shapes and shards of a checkpoint."""
+    """Whether names, shapes and shards of a checkpoint are those of one group per layer."""
     single = ParallelConfig(dp_shard=2, ep=2)
     models = [
         laid_out("cpu", c, **LAYERS)[0] for c in (single, replace(single, layers_per_group=4))

@@ -1,4 +1,4 @@
-"""Layouts over ranks: what they refuse, and that sharded training is that of one process."""
+"""Layouts over ranks: refusals, and sharded training that equals that of one process."""
 
 from __future__ import annotations
 
@@ -61,8 +61,11 @@ def test_a_layer_that_has_only_some_experts_is_not_sharded_again():
 def train(
     rank: int, world_size: int, layout: dict | None, device: str = "cpu"
 ) -> tuple[list[float], dict]:
-    """SGD, since it answers to a small difference with a small one; every rank's batches in a
-    single process, or each rank's own."""
+    """Train by SGD, in which a small difference stays small.
+
+    Without a ``layout`` one process trains on the batches of all ranks; with one, each rank trains
+    on its own.
+    """
     if layout is None:
         model = tiny_model(device, "mixed", dropout=0.0, count=2, dtype=torch.float32)
         without_noise(model)
@@ -111,8 +114,10 @@ def compare_with_one_process(
     ids=["two ranks", "four ranks"],
 )
 def test_training_is_that_of_one_process_on_the_whole_batch(layouts):
-    """Gradients, those of experts included, are those of the mean over all ranks; aux losses are
-    means of the ranks' own, as one process has of its microbatches."""
+    """Gradients, also those of experts, are those of the mean over all ranks.
+
+    The aux loss is the mean of the ranks' own, like one process's mean over microbatches.
+    """
     ranks = ParallelConfig(**layouts[0]).world_size
     for found in run_distributed(compare_with_one_process, ranks, arguments=(layouts,)):
         for norm, parameter in found:
@@ -159,7 +164,7 @@ def test_misuse_is_told_on_every_rank():
 
 
 def save_and_load(rank: int, world_size: int, folder: str) -> tuple[bool, bool, float]:
-    """Weights of one layout, loaded on another one that was built on the meta device."""
+    """Save weights of one layout, and load them in another one built on the meta device."""
     split = ParallelConfig(dp_shard=2, ep=2)
     model, _ = laid_out("cpu", split, layers="mixed", count=2)
     torch.manual_seed(rank)

@@ -1,4 +1,4 @@
-"""Whole steps of sharded models: graphed is eager bit for bit, on gloo and the CPU recorder."""
+"""Whole steps of sharded models: graphed equals eager bit for bit, by gloo and the CPU recorder."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ OF_FOUR = [{"dp_shard": 4, "ep": 2}, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}
 def test_graphed_is_eager(layouts):
     ranks = layouts[0].get("dp_replicate", 1) * layouts[0]["dp_shard"]
     first, *others = run_distributed(compare, ranks, arguments=("cpu", layouts, 20))
-    assert others == [first] * (ranks - 1)  # all know the norm of the whole
+    assert others == [first] * (ranks - 1)  # all ranks know the whole norm
     assert all(0 < norm < 10 for norms in first for norm in norms)
 
 
 def go_wrong(rank: int, world_size: int) -> dict[str, str]:
-    """Everything that a replay would not do as eager does it, each told by name."""
+    """Messages of all cases that a replay would not do as eager does, by name."""
     model, _ = laid_out("cpu", ParallelConfig(dp_shard=world_size))
     optimizer = optimizer_of(model, "cpu")
     update = DeviceStep(optimizer, clip_norm=1.0, set_to_none=True)
@@ -71,8 +71,11 @@ def test_what_a_replay_would_not_do_is_refused():
 
 
 def leave_gradients(world_size: int, graphed: bool) -> Trace:
-    """The first of two steps makes them, the second adds to them, the update is outside of both.
-    Those of each update are kept: the next must not write there."""
+    """Leave gradients to an update outside of the steps.
+
+    The first of two steps makes the gradients, the second adds to them. The gradients of each
+    update are kept, because the next step must not write to their memory.
+    """
     model, _ = laid_out("cpu", ParallelConfig(dp_shard=world_size))
     optimizer = optimizer_of(model, "cpu")
 
@@ -102,8 +105,10 @@ def leave_gradients(world_size: int, graphed: bool) -> Trace:
 
 
 def evaluate_in_between(rank: int, world_size: int) -> list[list[float]]:
-    """A forward without a backward leaves parameters gathered: replays must not leave them old.
-    And gradients may leave a graph."""
+    """Evaluate between replays: a forward without a backward leaves parameters gathered.
+
+    Replays must not leave these gathered parameters old. Gradients may leave a graph as well.
+    """
     leave_gradients(world_size, True).assert_equal(leave_gradients(world_size, False))
     seen = []
     for graphed in (False, True):
@@ -130,7 +135,7 @@ def _evaluated(model, batch) -> float:
 
 @pytest.mark.long
 def test_evaluations_between_replays_see_the_new_parameters():
-    """What else is done between replays, with gradients, has been compared on the ranks."""
+    """The ranks themselves compare the gradients between replays."""
     for eager, graphed in run_distributed(evaluate_in_between, 2):
         assert graphed == eager
         assert all(a != b for a, b in itertools.pairwise(eager))

@@ -38,7 +38,7 @@ def layouts_and_ranks() -> list:
 
 @pytest.mark.parametrize(("layouts", "ranks"), layouts_and_ranks())
 def test_graphed_is_eager(layouts, ranks):
-    """Twenty steps, two microbatches, dropout, clipping, a scaler, an expert bias."""
+    """There are twenty steps with two microbatches, dropout, clipping, a scaler, an expert bias."""
     first, *others = run_distributed(
         compare, ranks, "nccl", arguments=("cuda", layouts, 20), timeout_seconds=300
     )
@@ -48,8 +48,11 @@ def test_graphed_is_eager(layouts, ranks):
 
 
 def keep_losses_and_evaluate(rank: int, world_size: int) -> list[list[float]]:
-    """Losses of eager steps stay alive on the default stream, whose gradient accumulators a
-    capture must not meet; evaluations leave parameters gathered."""
+    """Keep losses of eager steps alive, and evaluate between steps.
+
+    The losses belong to the default stream, whose gradient accumulators a capture must not meet.
+    Evaluations leave parameters gathered.
+    """
     seen = []
     for graphed in (False, True):
         model, _ = laid_out("cuda", ParallelConfig(dp_shard=world_size), dropout=0.0)
@@ -83,11 +86,11 @@ def _evaluated(model, batch) -> float:
 def test_losses_kept_and_evaluations_between_replays():
     for eager, graphed in run_distributed(keep_losses_and_evaluate, 2, "nccl", timeout_seconds=240):
         assert graphed == eager
-        assert len(set(eager)) > 6  # training goes on
+        assert len(set(eager)) > 6  # losses change, so training goes on
 
 
 def test_training_is_that_of_one_process_on_the_whole_batch():
-    """Weights in fp32, products in bf16, sums in another order."""
+    """Weights are in fp32, products in bf16, and ranks sum in another order."""
     layouts = [{"dp_shard": 2}, {"dp_shard": 2, "ep": 2}]
     arguments = (layouts, "cuda")
     for found in run_distributed(compare_with_one_process, 2, "nccl", arguments=arguments):

@@ -1,6 +1,6 @@
 """Pipelines: divided training is that of one process, and graphed scopes are eager bit for bit.
 
-Everything that needs ranks is in one spawn for each number of them.
+All tests with the same number of ranks share one spawn.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OF_TWO: list[dict[str, Any]] = [
     {"pp": 2, "schedule": "gpipe"},
     {"pp": 2, "schedule": "interleaved_1f1b", "stages": 2},
 ]
-# With experts everywhere, since a rank's stages are in turn those with and without.
+# All layers have experts, since otherwise some rank's stages would have none.
 GRAPHED = [
     ("attn,mlp,moe_router,moe_preprocess", OF_TWO[0]),
     ("attn,moe", {**OF_TWO[2], "kind": "moe"}),
@@ -52,9 +52,9 @@ OF_FOUR: list[dict[str, Any]] = [
 
 
 def differences(rank: int, device: str, layouts: list[dict[str, Any]]) -> list[float]:
-    """From one process, of each layout. They have the same number of data-parallel ranks."""
+    """Differences from one process, for layouts with the same number of data-parallel ranks."""
     expected = train_whole(device, dist.get_world_size() // layouts[0]["pp"], LAYERS)
-    assert expected.norms[0] > 0.2  # so clipping is on
+    assert expected.norms[0] > 0.2  # so that clipping changes gradients
     return [furthest(train_divided(device, layout, LAYERS), expected) for layout in layouts]
 
 
@@ -136,7 +136,7 @@ def check_graphed(ranks: list[dict[str, Any]]) -> None:
 
 @pytest.mark.long
 def test_divided_training_is_that_of_one_process(two):
-    """In fp32: losses, norms, all gradients of a step, parameters and biases after three."""
+    """Losses, norms, gradients of a step, and parameters and biases of three agree in fp32."""
     for found in two:
         assert all(difference < 1e-5 for difference in found["differences"]), found["differences"]
 
@@ -172,7 +172,7 @@ def test_four_ranks_are_one_process():
 @pytest.mark.multigpu
 @pytest.mark.parametrize("count", [2, *([4] if RANKS == 4 else [])])
 def test_on_gpus(count):
-    """Weights in fp32, products in bf16, sums in another order."""
+    """Weights are in fp32, products in bf16, and ranks sum in another order."""
     ranks = run_distributed(work, count, "nccl", arguments=("cuda",), timeout_seconds=300)
     if count == 2:
         check_graphed(ranks)

@@ -1,4 +1,4 @@
-"""Experts shared by ranks that have everything else themselves: no FSDP2, so scopes are legal."""
+"""Experts shared by ranks that replicate all other weights: no FSDP2, so scopes are legal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ def ranks_mesh(device: str) -> Any:
 
 
 def train(device: str, dispatcher: str, graphed: str | None, steps: int) -> Trace:
-    """Two microbatches, dropout, aux losses, clipping. ``graphed``: scopes, or "whole step"."""
+    """Train with two microbatches, dropout, aux losses and clipping.
+
+    Args:
+        graphed: scopes, "whole step", or None for eager.
+    """
     mesh = ranks_mesh(device)
     model = replicate(tiny_model(device, "mixed"), mesh, dispatcher=dispatcher)
     optimizer = AdamW(model.parameters(), lr=1e-2)
@@ -106,7 +110,7 @@ def _quiet_model() -> LanguageModel:
 
 
 def with_one_process(rank: int, world_size: int) -> tuple[float, float, list[str]]:
-    """Gradients and their norm, and those of one process on all ranks' batches."""
+    """Compare gradients and their norm with one process on all ranks' batches."""
     mesh = ranks_mesh("cpu")
     model, alone = replicate(_quiet_model(), mesh), _quiet_model()
     for each in range(world_size):

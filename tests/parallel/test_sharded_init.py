@@ -1,8 +1,8 @@
-"""Weights of models that were sharded on the meta device: the numbers of one process, cut.
+"""Weights of models that were sharded on the meta device are shards of one process's weights.
 
-Nothing is sent, so every rank of a layout is tried in this process, the others not being there.
-That the pieces lie where they belong is seen where ranks train as one process does
-(``tests/lm/test_several_ranks.py``).
+Nothing is sent, so this process plays every rank of a layout in a fake process group.
+``tests/lm/test_several_ranks.py``, where ranks train as one process does, shows that the shards are
+in their places.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ def on_rank(
 
 
 def check(model: LanguageModel, whole: LanguageModel) -> int:
-    """Returns how many numbers the rank has."""
+    """Compare a rank's weights with the whole model's; return how many numbers the rank has."""
     state, parts, count = whole.state_dict(), fused_rows(model), 0
     buffers = dict(whole.named_buffers())
     for name, buffer in model.named_buffers():
-        if name in buffers:  # a dispatcher may have counters of its own
+        if name in buffers:  # a dispatcher may add counters
             assert torch.equal(buffer, buffers[name]), name
         assert not buffer.is_meta
     for held_as, tensor in model.state_dict().items():
@@ -117,7 +117,7 @@ def test_another_way_to_draw_is_refused_by_name():
 
 
 class LiveBytes(TorchDispatchMode):
-    """Of storages made within it that are still there, those on the meta device excepted."""
+    """Mode that counts the bytes of living storages made within it, without meta tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def sizes(model: LanguageModel) -> tuple[int, int]:
-    """Bytes of a rank; and of the largest whole tensor, of experts of one."""
+    """Bytes of a rank, and of the largest whole tensor, where experts count one by one."""
     own = [getattr(value, "_local_tensor", value) for value in model.parameters()]
     own += list(model.buffers())
     largest = max(
@@ -169,7 +169,7 @@ def test_beside_the_shards_there_is_one_tensor_at_a_time(layout):
 
 @pytest.mark.gpu
 def test_the_allocator_agrees():
-    """A model of which a whole would not have fitted into what was allocated."""
+    """The allocator's peak is smaller than the whole model."""
     config = TransformerConfig(
         hidden_size=1024, num_layers=8, num_heads=8, ffn_hidden_size=4096, vocab_size=4096,
         max_sequence_length=64, moe=None,

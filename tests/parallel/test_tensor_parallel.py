@@ -1,5 +1,4 @@
-"""Ranks that share heads, feed-forward networks and the vocabulary: one process's training, the
-same to the bit in graphs."""
+"""Tensor parallelism: training is that of one process, and graphs are eager to the bit."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from parallel_runs import compare, told
 from tensor_parallel_runs import compare_scopes, differences
 from training_runs import tiny_model
 
-BOUND = 2e-6  # fp32: sums over two ranks in another order
+BOUND = 2e-6  # in fp32; two ranks sum in another order
 SCOPES = ["attn,mlp,moe_router,moe_preprocess", "attn", "attn,mlp,moe"]
 TWO = ParallelConfig(tp=2)
 
@@ -46,11 +45,11 @@ def of_two(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def losses(group: dist.ProcessGroup, device: str = "cpu") -> dict[str, float]:
-    """The furthest of loss and gradient from torch's, for each reduction, relative."""
+    """Largest relative differences of loss and gradient from torch's, for each reduction."""
     generator = torch.Generator().manual_seed(0)
     logits = 8 * torch.randn(12, 50, generator=generator)
     targets = torch.randint(50, (12,), generator=generator)
-    targets[::4] = 7  # a token that does not count
+    targets[::4] = 7  # the ignored token
     logits, targets = logits.to(device), targets.to(device)
     mine = slice(25 * dist.get_rank(group), 25 * dist.get_rank(group) + 25)
     found = {"whole": float(not torch.equal(whole_vocabulary(logits[:, mine], group), logits))}

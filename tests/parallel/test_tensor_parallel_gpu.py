@@ -1,4 +1,4 @@
-"""Ranks that share tensors over NCCL: one process's training, the same to the bit in graphs."""
+"""Tensor parallelism over NCCL: training is that of one process, graphs are eager to the bit."""
 
 from __future__ import annotations
 

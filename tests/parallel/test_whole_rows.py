@@ -1,4 +1,4 @@
-"""Where the rows of fused weights lie that ranks share, for shards of any size."""
+"""Positions of a rank's rows in fused weights, for shards of any size."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def four_heads() -> LanguageModel:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_rows_of_ranks_are_not_loaded_as_those_of_others_without_our_planner(ranks, tmp_path):
-    """Neither the weights nor what an optimizer keeps of them; by name."""
+    """The loading is refused for weights and for optimizer states, by name."""
     with as_rank(0, 4):
         saved = lay_out(four_heads(), ParallelConfig(tp=4), "cpu")
         optimizer = torch.optim.AdamW(saved.parameters())

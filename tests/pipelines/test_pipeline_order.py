@@ -1,7 +1,7 @@
 """Graphs under every pipeline schedule, one rank at a time: bitwise equal to eager.
 
-Bitwise: what is sent, gradients, parameters and buffers after several optimizer steps, random
-numbers; with dropout, and microbatches in flight as the order of the rank says.
+Messages, gradients, parameters and buffers after several optimizer steps, and random numbers are
+compared, with dropout and with the microbatches in flight that the rank's order has.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def check_rank(
     layers: int = 2,
     split: bool = False,
 ) -> moe_graphs.Report:
-    """Graphed against eager, with as many slots as the order needs; returns the report."""
+    """Compare graphed with eager, with as many slots as the order needs; return the report."""
     expected = eager_rank(schedule, rank, kind, device, steps, layers)
     chunks = make_chunks(kind, len(schedule.chunks(rank)), device, layers)
     config = GraphConfig(
@@ -50,7 +50,7 @@ def check_rank(
 
 
 def cases(names: Sequence[str], sizes: Sequence[int]) -> list:
-    """Ranks of pipelines of some sizes; layers of a chunk, whose last one has experts."""
+    """Cases: ranks of pipelines of some sizes, and layers of a chunk, the last one with experts."""
     return [
         (name, pp, rank, layers)
         for name in names
@@ -61,7 +61,7 @@ def cases(names: Sequence[str], sizes: Sequence[int]) -> list:
 
 
 def marked(places: list) -> list:
-    """Four ranks take long, and so do both ranks of two: one of them by turns."""
+    """Mark cases as long: those of four ranks, and one of the two ranks of two, in turn."""
     names = list(dict.fromkeys(place.values[0] for place in places))
     by_turn = {(name, 2, number % 2) for number, name in enumerate(names)}
     return [
@@ -119,8 +119,10 @@ def test_as_many_graphs_at_64_microbatches_as_at_8(name, rank):
 
 
 def test_a_view_that_outlives_its_microbatch_costs_one_eager_call():
-    """torch's stages keep the last send, a detached view, until the next: in one replayed step
-    that makes calls eager, from then on the output is handed out as a copy."""
+    """Calls run eagerly in one replayed step, then the output is handed out as a copy.
+
+    Torch's stages keep a view of the last send until the next one.
+    """
     chunks = make_chunks("plain", 1, "cpu")
     graphs = moe_graphs.graph(chunks, GraphConfig("*", warmup_steps=1))
     kept, values = None, []
@@ -146,7 +148,7 @@ def test_a_view_that_outlives_its_microbatch_costs_one_eager_call():
 def test_eight_ranks(rank, chunks, microbatches):
     schedule = interleaved_1f1b(8, chunks, microbatches)
     layers = 2 if chunks == 1 else 1
-    scopes = "attn,mlp,moe" if layers > 1 else "attn,moe"  # a chunk's last layer has experts
+    scopes = "attn,mlp,moe" if layers > 1 else "attn,moe"  # only a chunk's last layer has experts
     report = check_rank(schedule, rank, "layers", "cuda", scopes, layers=layers)
     assert report.captured == layers * sum(schedule.slots()[rank].values())
 

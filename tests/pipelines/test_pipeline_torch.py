@@ -1,4 +1,4 @@
-"""Graphs under ``torch.distributed.pipelining``: bitwise equal to eager, on gloo and NCCL."""
+"""Graphs under ``torch.distributed.pipelining`` equal eager bit for bit, on gloo and NCCL."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ SINGLE = ("GPipe", "1F1B")
 IN_A_V = ("ZBVZeroBubble", "DualPipeV")
 LOOPED = ("Interleaved1F1B", "LoopedBFS")
 VOCABULARY = 32
-SCOPES = {1: "attn,moe", 2: "attn,mlp,moe"}  # of so many layers, the last one with experts
+SCOPES = {1: "attn,moe", 2: "attn,mlp,moe"}  # by number of layers; the last has experts
 
 
 class Part(nn.Module):
-    """Stage ``index`` of ``count`` of a language model. The sum of the aux losses goes along."""
+    """Stage ``index`` of ``count`` of a language model; it passes on the sum of aux losses, too."""
 
     def __init__(self, index: int, count: int, layers: int, device: str) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def loss_of(outputs: tuple[Tensor, Tensor], targets_BS: Tensor) -> Tensor:
 def train_rank(
     rank: int, pp: int, name: str, device: str, layers: int, config: GraphConfig, steps: int = 4
 ) -> tuple[Trace, moe_graphs.Report]:
-    """One rank of a pipeline of torch's; every rank knows the data."""
+    """Train one rank of a pipeline of torch's; every rank knows the data."""
     indices = [rank] if name in SINGLE else [rank, pp + rank]
     if name in IN_A_V:
         indices = [rank, 2 * pp - 1 - rank]
@@ -75,7 +75,7 @@ def train_rank(
         generator = torch.Generator().manual_seed(step)
         shape = (2 * microbatches, SEQUENCE + 1)
         tokens = torch.randint(VOCABULARY, shape, generator=generator).to(place)
-        data = (tokens[:, :-1].contiguous(),) if 0 in indices else ()  # torch 2.11 asks for it
+        data = (tokens[:, :-1].contiguous(),) if 0 in indices else ()  # torch 2.11 needs it
         target = tokens[:, 1:] if count - 1 in indices else None
         with graphs.step():
             schedule.step(*data, target=target, losses=losses)
@@ -91,7 +91,7 @@ def train_rank(
     trace.note("random number", torch.rand(1, device=place))
     report = graphs.report()
     graphs.release()
-    if report.slots:  # as many as the schedule says, which nobody told the graphs
+    if report.slots:  # the schedule's numbers, which the graphs found by observation
         expected = sorted(from_torch(schedule).slots()[rank].values())
         assert sorted(report.slots) == expected, (name, rank, report.slots, expected)
     return trace, report
@@ -117,7 +117,10 @@ def _nodes_outlive_their_outputs() -> bool:
 
 
 def _forget_what_was_counted(parts: nn.Module) -> None:
-    """To learn shapes, torch's first step runs every stage once on memory nobody has written."""
+    """Zero the routers' counters, because torch's first step runs every stage on garbage.
+
+    Torch learns the shapes by this run on memory that nothing has been written to.
+    """
     for name, buffer in parts.named_buffers():
         if name.endswith("tokens_per_expert"):
             buffer.zero_()
@@ -134,7 +137,7 @@ def _skip_if_nodes_are_lost() -> None:
 def compare(
     rank: int, pp: int, names: tuple[str, ...], device: str, layers: int, split: bool
 ) -> list[dict]:
-    """Graphed against eager under every schedule; returns what was replayed."""
+    """Compare graphed with eager under every schedule; return counts of replays."""
     found = []
     for name in names:
         expected, _ = train_rank(rank, pp, name, device, layers, GraphConfig(impl="none"))
@@ -145,9 +148,9 @@ def compare(
         dist.barrier()
         held = report.eager_calls.get("output_held", 0)
         found.append({"name": name, "replayed": report.replayed, "held": held})
-        # torch keeps the last sends of a stage: known after the first replayed step.
+        # Torch keeps a stage's last sends, which the graphs know after the first replayed step.
         assert held <= 2 * pp * len(report.slots), report
-        # torch 2.11 runs the stages once under no_grad, to learn shapes.
+        # Torch 2.11 runs the stages once under no_grad, to learn shapes.
         assert report.eager_calls.keys() <= {"warmup", "output_held", "no_grad"}, report
     return found
 
@@ -161,7 +164,7 @@ def check(
     for found in ranks:
         for run in found:
             passes = 2 * pp * (1 if run["name"] in SINGLE else 2)
-            assert run["replayed"] + run["held"] == 2 * layers * passes, run  # of two steps
+            assert run["replayed"] + run["held"] == 2 * layers * passes, run  # in two steps
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -190,7 +193,7 @@ def test_four_ranks_with_weight_gradients_apart():
 
 
 def compare_whole_graphs(rank: int, pp: int, name: str) -> tuple[dict[str, int], list[str]]:
-    """Of graphs that do not split backwards: what ran eagerly, and the warnings."""
+    """Run graphs that do not split backwards; return the eager calls and the warnings."""
     expected, _ = train_rank(rank, pp, name, "cpu", 1, GraphConfig(impl="none"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", moe_graphs.GraphWarning)

@@ -1,4 +1,4 @@
-"""Pipeline schedules: what is valid, how many slots it needs, and the usual ones by hand."""
+"""Pipeline schedules: validity, numbers of slots, and the usual ones against tables by hand."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_slots_are_the_peak_in_flight_and_enough(random):
 
 
 def run_in_slots(actions: list[Action], number: int) -> None:
-    """F takes a free slot, the last of B and W gives it back: enough, and none is taken twice."""
+    """Run an order in ``number`` slots: F takes a free slot, the last of B and W gives it back."""
     free, taken = list(range(number)), {}
     left = Counter(action.microbatch for action in actions)
     for action in actions:
@@ -166,7 +166,8 @@ def test_interleaved_by_hand():
 @pytest.mark.parametrize(
     ("pp", "chunks", "microbatches", "group_size", "warmup"),
     [
-        # Megatron-LM: 2 * (pp - rank - 1) + (chunks - 1) * group_size, at most all.
+        # Megatron-LM has 2 * (pp - rank - 1) + (chunks - 1) * group_size of them, if there are so
+        # many.
         (4, 2, 8, None, [10, 8, 6, 4]),
         (4, 2, 8, 8, [14, 12, 10, 8]),
         (4, 4, 16, None, [18, 16, 14, 12]),

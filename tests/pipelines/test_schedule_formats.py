@@ -87,7 +87,7 @@ def test_a_schedule_without_an_order():
 
 
 def test_transformer_engines_orders():
-    # Its own test: two chunks, three microbatches.
+    # Transformer Engine's own test has two chunks and three microbatches.
     signed = [1, 2, 1, 2, -2, -1, 1, 2, -2, -1, -2, -1]
     text = "0F0 1F0 0F1 1F1 1B0 0B0 0F2 1F2 1B1 0B1 1B2 0B2"
     assert from_te_order(signed) == order(text)

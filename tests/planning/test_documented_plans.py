@@ -1,4 +1,4 @@
-"""`docs/many_gpus.md` is true: its commands of `moe-graphs plan` run, its figures are theirs."""
+"""The commands of `moe-graphs plan` in `docs/many_gpus.md` run, and print the figures there."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def run(command: str) -> dict[str, Any]:
 
 @pytest.fixture
 def few_layers(monkeypatch):
-    """Published models of eight layers: refused alike, and laid out in a fraction of the time."""
+    """Published models with eight layers: the same refusals, and faster plans."""
     known = plan_command.ARCHITECTURES
     for name in MODELS.values():
         config = known[name]()
         assert config.num_layers > 8
-        assert isinstance(config.moe_layers, str)  # a pattern, whatever the number
+        assert isinstance(config.moe_layers, str)  # a pattern fits any number of layers
         monkeypatch.setitem(known, name, lambda config=config: replace(config, num_layers=8))
 
 
@@ -49,7 +49,7 @@ def test_the_commands_run(few_layers, tmp_path):
 
 
 def rows() -> list[tuple[str, list[str]]]:
-    """Of the table of published models: the command, and the cells behind it."""
+    """Rows of the table of published models: the command, and the cells behind it."""
     lines = SECTION.split("| model, GPUs |")[1].split("\n\n")[0].splitlines()[2:]
     found, before = [], ("", "")
     for cells in ([cell.strip() for cell in line.strip("|").split("|")] for line in lines):

@@ -1,4 +1,4 @@
-"""Plans against what models hold, keep and send."""
+"""Plans against the memory and the traffic of real models."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def test_activations_are_those_of_a_real_forward(config):
     plan = planned(config, ParallelConfig(), ON_CPU)
     predicted = plan.estimated["activations"] + plan.estimated["logits"]
     assert predicted == pytest.approx(real, rel=0.05)
-    # On real tensors as on fake ones, the temporaries of its backward, too.
+    # The numbers are the same on real tensors as on fake ones, also the backward's temporaries.
     counted = microbatch_memory(model, tokens_BS)
     assert counted.activations == predicted
     assert counted.temporaries == plan.estimated["temporaries"] > counted.logits
-    # Gradients are there when activations are gone.
+    # Gradients are complete only when the activations have been freed.
     beside = sum(plan.exact.values()) - plan.exact["gradients"]
     assert counted.peak < plan.memory - beside < counted.peak + plan.exact["gradients"]
 
@@ -72,9 +72,9 @@ def test_activations_grow_with_what_is_sent_to_a_rank():
     rows = [plan_layout(MOE, layout, each).expert_rows for each in (on_gpus, balanced, unbounded)]
     assert rows == [128, 128, 512]
     gathered, worst = planned(MOE, layout, balanced), planned(MOE, layout, unbounded)
-    # A row's input, gate and up, what goes into the second product, and its output; in bf16.
+    # A row has its input, gate and up, the input of the second product, and its output; in bf16.
     row = 2 * (32 + 2 * 24 + 24 + 32)
-    # What is kept of more rows, in two layers, beside eight bytes of their order.
+    # More rows take this memory in two layers, and eight bytes each for their order.
     more = worst.estimated["activations"] - gathered.estimated["activations"]
     assert more == pytest.approx(2 * (512 - 128) * (row + 8), abs=16)
     shared = planned(MOE, layout, replace(balanced, dispatcher="symmetric"))
@@ -87,12 +87,12 @@ def test_dropout_of_a_gpu_keeps_a_byte():
         planned(config, ParallelConfig(), step).estimated["activations"]
         for config in (MOE, dropping)
     )
-    assert masks - without == 3 * 2 * 64 * 32  # layers, dropouts in each, tokens, width
+    assert masks - without == 3 * 2 * 64 * 32  # layers, dropouts per layer, tokens, width
 
 
 def test_bytes_on_the_wire():
     total = LanguageModel(MOE, device="meta").num_parameters() * 4
-    head = (96 * 32 + 32) * 4  # stays gathered, with its norm
+    head = (96 * 32 + 32) * 4  # norm and head stay gathered
     step = replace(ON_CPU, microbatches=3)
     once = planned(MOE, ParallelConfig(dp_shard=2, reshard_after_forward=False), step).wire
     assert once["FSDP2 all-gather"] == once["FSDP2 reduce-scatter"] == 3 * total // 2
@@ -116,7 +116,7 @@ def test_bytes_of_the_dispatchers():
     assert wire["expert combine"] == layers * 2 * 3 * 64 * row
     assert wire["expert dispatch"] == wire["expert combine"] + layers * 3 * 128 * (8 + 4 + 4)
     sent = planned(MOE, layout, replace(ON_CPU, dispatcher="symmetric")).wire
-    # Two of eight experts, none of the two of a rank: 6 * 5 of 8 * 7 times.
+    # A token chooses two of eight experts; with probability (6 * 5) / (8 * 7) none of a rank's two.
     assert sent["expert combine"] == round(wire["expert combine"] * (1 - 30 / 56))
 
 
@@ -125,13 +125,13 @@ def test_ranks_that_share_sequences():
     shared = planned(DENSE, ParallelConfig(cp=4), step)
     alone = planned(DENSE, ParallelConfig(dp_shard=4), step)
     assert shared.exact == alone.exact
-    # Four query heads, a copy of two kv heads for two ranks each, and the way back; of 16 tokens.
+    # 16 tokens exchange four query heads, two kv heads copied for two ranks each, and the results.
     numbers = 16 * 8 * (4 + 4 + 4 + 4)
     assert shared.wire.pop("context exchange") == 3 * 3 * 2 * numbers * 4 * 3 // 4
     assert shared.wire == alone.wire
     long = replace(step, sequence_length=8)
     small = planned(DENSE, ParallelConfig(dp_shard=4), long).estimated
-    # As many tokens on a rank, and what was exchanged is kept beside what was sent.
+    # A rank has as many tokens, and keeps the received tensors besides the sent ones.
     assert shared.estimated["logits"] == small["logits"]
     assert small["activations"] < shared.estimated["activations"] < alone.estimated["activations"]
     with pytest.raises(ValueError, match=r"3 ranks \(cp\) cannot share 32 tokens"):

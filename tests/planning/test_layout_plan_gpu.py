@@ -1,9 +1,9 @@
-"""Plans against what torch's allocator has given out at most, within five per cent.
+"""Plans against the peak of torch's allocator, within five per cent.
 
 PLANS_OUT=FILE appends a line of JSON for every rank of a pipeline, and for every other layout.
 
-CUDA's context and NCCL's buffers lie outside of the allocator, and of plans. cuBLAS' workspaces lie
-in it: some tens of MiB, made in the first layout and measured in it alone.
+Neither the allocator nor plans count CUDA's context and NCCL's buffers. The allocator counts
+cuBLAS' workspaces, some tens of MiB, which are made and measured in the first layout alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from moe_graphs.planning.planned_step import PlannedStep
 from moe_graphs.training.device_step import DeviceStep
 from planned_layouts import laid_out
 
-STEP = PlannedStep(sequences=16, sequence_length=1024)  # of a rank: some ten GiB
+STEP = PlannedStep(sequences=16, sequence_length=1024)  # some ten GiB per rank
 GATHERED = replace(STEP, dispatcher="all_gather")
 MIXED = replace(STEP, mixed_precision=True)
 IN_PARTS = replace(STEP, sequences=4, microbatches=4)
@@ -64,10 +64,10 @@ OF_FOUR = [
 
 
 def most_allocated(device: str, degrees: dict, step: PlannedStep) -> int:
-    """Of a third step, in bytes."""
+    """Peak bytes of the allocator in a third step."""
     torch.manual_seed(0)
     preset, layout = small(), ParallelConfig(**degrees)
-    gc.collect()  # the layout before this one
+    gc.collect()  # frees the layout before this one
     before = torch.cuda.memory_allocated()
     model = LanguageModel(preset.model, device=device)
     laid = laid_out(model, device, layout, step)
@@ -91,8 +91,11 @@ def planned(layout_and_step: tuple[dict, PlannedStep]) -> LayoutPlan:
 def lines_of(
     degrees: dict, step: PlannedStep, plan: LayoutPlan, measured: list[int]
 ) -> list[dict[str, Any]]:
-    """``measured`` by rank. Plans have balanced routing: of the ranks with the same stages some get
-    more rows, and others as many less."""
+    """Lines that compare a plan with the ``measured`` bytes of each rank.
+
+    Plans have balanced routing. In reality some of the ranks with the same stages get more rows and
+    others fewer.
+    """
     alike = ParallelConfig(**degrees).world_size // len(plan.ranks)
     lines = []
     for number, rank in enumerate(plan.ranks):
@@ -108,7 +111,7 @@ def lines_of(
 
 
 def check(lines: list[dict[str, Any]]) -> None:
-    """All of them are printed, and kept, before the first that is wrong is said."""
+    """Print and keep all lines, then check them."""
     stamp = {"benchmark": "plans", "environment": environment.stamp(os.environ.get("COMMIT"))}
     text = "".join(json.dumps(line | stamp) + "\n" for line in lines)
     if out := os.environ.get("PLANS_OUT"):
@@ -133,7 +136,7 @@ def test_one_gpu():
 
 @pytest.mark.multigpu
 def test_several_gpus():
-    """Ranks run all layouts in one process group, and other processes plan them meanwhile."""
+    """Ranks run all layouts in one process group while other processes make the plans."""
     ranks = 4 if os.environ.get("RANKS") == "4" else 2
     layouts = OF_FOUR if ranks == 4 else OF_TWO
     context = multiprocessing.get_context("forkserver")

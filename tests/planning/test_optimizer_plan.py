@@ -1,4 +1,4 @@
-"""What plans say of optimizers, against what they hold and receive on real ranks."""
+"""Plans of optimizers against their memory and traffic on real ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moe_graphs.planning.laid_out import lay_out
 from moe_graphs.planning.planned_step import OptimizerCosts, PlannedStep, local_part
 from planned_layouts import MOE, laid_out
 
-# Wide enough for states of 8 bits.
+# The model is wide enough for 8-bit states.
 CONFIG = replace(MOE, hidden_size=128, ffn_hidden_size=128)
 STEP = PlannedStep(sequences=2, sequence_length=32, microbatches=2, on_gpus=False)
 LAYOUTS: list[dict[str, int]] = [
@@ -47,7 +47,7 @@ def settings(options: dict[str, Any]) -> TrainSettings:
 
 
 class Arriving(TorchDispatchMode):
-    """Bytes from other ranks, of exchanges of all with all."""
+    """Mode that counts the bytes that all-to-alls bring from other ranks."""
 
     received = 0
 
@@ -87,7 +87,7 @@ def test_what_two_ranks_hold_and_receive_is_what_was_planned():
         for rank in range(2):
             mine, found = of_ranks[rank * layout.pp // 2], every[rank][number]
             assert found.states == mine.held["optimizer"], (degrees, options, rank)
-            if rank == 0 or layout.pp > 1:  # of the others the first is planned
+            if rank == 0 or layout.pp > 1:  # without pp only rank 0 has a plan
                 assert found == mine.update, (degrees, options, rank)
                 by_rows = "muon" in options.values() and "dp_shard" in degrees
                 assert (found.received > 0) == by_rows

@@ -1,4 +1,4 @@
-"""Plans of pipelines, and of what else ranks share, against real ranks on the CPU."""
+"""Plans of pipelines and of other layouts, against real ranks on the CPU."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ OF_FOUR: list[tuple[dict[str, Any], PlannedStep]] = [
 
 
 class Watched(_LiveStorages):
-    """Also of what real ranks send one another: here by operation, all reductions in rings."""
+    """Mode that counts the messages of real ranks as well, by operation; reductions as rings."""
 
     def _note_received(self, func: Any, args: Any) -> None:
         name = func.name().removeprefix("c10d::")
         size = max(leaf.nbytes for leaf in tree_leaves(args[:2]) if isinstance(leaf, torch.Tensor))
         if name == "recv_":
-            # In its first step torch sends a number to every neighbour, to be connected.
+            # In its first step torch sends a number to every neighbour, to connect to it.
             self.received[name] += size if size > 4 else 0
         elif name != "send":
             boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
@@ -63,7 +63,7 @@ class Watched(_LiveStorages):
 def real_rank(
     rank: int, world_size: int, layouts: list[tuple[dict[str, Any], PlannedStep]]
 ) -> list[dict[str, Any]]:
-    """What every layout holds after a step, and has received and held at most in it."""
+    """Bytes that each layout holds after a step, and its traffic and peak within the step."""
     return [real_step(ParallelConfig(**degrees), step) for degrees, step in layouts]
 
 
@@ -85,7 +85,7 @@ def real_step(config: ParallelConfig, step: PlannedStep) -> dict[str, Any]:
         "buffers": storages(model.buffers()),
     }
     if laid.pipeline is not None:
-        _, *received = laid.pipeline.memory  # the first is what a microbatch counts
+        _, *received = laid.pipeline.memory  # the first is the weight of a microbatch
         held["receive buffers"] = storages(received)
     peak = max(watched.peaks.values())
     return {"held": held, "received": dict(watched.received), "peak": peak}
@@ -97,8 +97,11 @@ def storages(tensors) -> int:
 
 
 def check(layouts: list[tuple[dict[str, Any], PlannedStep]], ranks: list[list[Any]]) -> None:
-    """Held and received to the byte. What FSDP2 frees by resizing its storages is not seen, so the
-    most at once is compared where it does not."""
+    """Check held and received bytes exactly, and peaks where they can be measured.
+
+    The mode does not see memory that FSDP2 frees by resizing storages, so peaks are compared only
+    without FSDP2.
+    """
     for (degrees, step), *every in zip(layouts, *ranks, strict=True):
         config = ParallelConfig(**degrees)
         plan = plan_layout(CONFIG, config, step)
@@ -139,7 +142,10 @@ def test_microbatches_in_flight_are_those_of_the_schedule():
 
 
 def test_the_bubble():
-    """(p - 1) / (m + p - 1); of v stages on a rank a v-th of p - 1 (arXiv 2104.04473)."""
+    """The bubble is (p - 1) / (m + p - 1); v stages per rank divide p - 1 by v.
+
+    The formula is that of arXiv 2104.04473.
+    """
     for step, pp in ((STEP, 4), (replace(STEP, schedule="gpipe"), 2)):
         plan = plan_layout(CONFIG, ParallelConfig(pp=pp), step)
         assert plan.idle == pytest.approx((pp - 1) / (4 + pp - 1))
@@ -153,7 +159,7 @@ def test_first_middle_and_last_ranks_differ():
     assert first.estimated["logits"] == 0 < last.estimated["logits"]
     assert middle[0].exact["parameters"] == middle[1].exact["parameters"]
     assert last.exact["parameters"] - middle[0].exact["parameters"] == table + 32 * 4
-    message = 2 * 32 * 32 * 4  # in fp32, as between layers under autocast
+    message = 2 * 32 * 32 * 4  # fp32, as between layers under autocast
     for rank, neighbours in ((first, 1), (middle[0], 2), (last, 1)):
         assert rank.wire["messages between stages"] == 4 * neighbours * message
         assert rank.exact["receive buffers"] == 4 * neighbours * message

@@ -21,8 +21,8 @@ def test_what_hides_behind_other_work_is_not_exposed():
         kernel("adamw_kernel", 80, 100),
     ]
     found = communication_of(step)
-    assert found.share == pytest.approx(0.40)  # 30 to 70
-    assert found.exposed == pytest.approx(0.30)  # 40 to 70
+    assert found.share == pytest.approx(0.40)  # from 30 to 70
+    assert found.exposed == pytest.approx(0.30)  # from 40 to 70
     assert str(found) == "40.0% of a step, 30.0% with nothing else beside it"
 
 

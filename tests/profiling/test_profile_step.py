@@ -1,4 +1,4 @@
-"""Steps that are really profiled, on the CPU; on a GPU with graphs."""
+"""Real profiles of steps, on the CPU and on a GPU with graphs."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_graphs_are_profiled_beside_eager(tmp_path):
 
 
 def test_the_path_of_a_gpu_on_a_trace_that_was_written_down(tmp_path, monkeypatch):
-    """All but the measuring itself, of two steps of a graph and a collective beside it."""
+    """Only the measurement is replaced, by a trace of two steps of a graph and a collective."""
 
     def event(category: str, name: str, start: float, end: float, **arguments: int) -> dict:
         times = {"ts": start, "dur": end - start}

@@ -1,4 +1,4 @@
-"""From a trace's events to times by group: numbers that are known by construction."""
+"""Times by group from a trace's events, with numbers that are known by construction."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_what_an_operator_calls_belongs_to_it():
     assert group_of_operator("_SwiGLUBackward", "other") == "swiglu"
 
 
-# Two streams: a product and communication behind it overlap from 400 to 700.
+# On two streams a product and communication overlap from 400 to 700.
 EVENTS = [
     _event("kernel", "rows_tma_kernel", 0, 700, stream=7),
     _event("kernel", "ncclDevKernel_AllGather", 400, 1000, stream=20),
@@ -106,7 +106,7 @@ def test_times_of_a_step_with_two_streams():
     assert (product.summed_ms, product.busy_ms) == pytest.approx((0.35, 0.35))
     assert product.share_ms == pytest.approx((0.7 - 0.15) / 2)
     assert product.reached == pytest.approx(0.5)
-    assert groups["copies"].reached == pytest.approx(0.05 / 0.05)  # by its bytes
+    assert groups["copies"].reached == pytest.approx(0.05 / 0.05)  # the floor of its bytes
     assert groups["memsets"].floor_ms is None
     assert groups["other"].longest == (("mystery", pytest.approx(0.05)),)
     assert groups["other"].calls == 0.5
@@ -141,7 +141,7 @@ def test_operators_have_the_time_that_they_spend_themselves():
     busy = {group.name: (group.busy_ms * 1e3, group.calls) for group in found.groups}
     assert busy == {
         "grouped GEMM": (pytest.approx(100), 2),
-        "optimizer": (pytest.approx(60), 2),  # without the Python around its operators
+        "optimizer": (pytest.approx(60), 2),  # its operators, without the Python around them
         "elementwise": (pytest.approx(20), 1),
         "copies": (pytest.approx(10), 1),
     }

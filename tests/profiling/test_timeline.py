@@ -29,7 +29,7 @@ TRACE = [
     _event("kernel", "b", 4500, 4700, 4),
     _event("kernel", "c", 4600, 4750, 4),
     _event("gpu_memset", "zero", 4900, 5000, 4),
-    # A launch by way of another call, whose own correlation no kernel has; and what is ignored.
+    # A launch through another call, whose own correlation no kernel has; and events to ignore.
     _event("cuda_driver", "cuLaunchKernel", 1, 3, 99),
     _event("cuda_runtime", "cudaStreamSynchronize", 20, 5000, 5),
     _event("cpu_op", "aten::mm", 0, 5, 1),
@@ -41,7 +41,7 @@ TRACE = [
 def test_timeline_of_a_trace():
     line = read_timeline(TRACE, steps=2)
     assert line.span_ms == pytest.approx(4.0 / 2)
-    # 1000 to 2500, 3000 to 3500, and 750 in the graph.
+    # Busy from 1000 to 2500, from 3000 to 3500, and for 750 in the graph.
     assert line.busy_ms == pytest.approx(2.75 / 2)
     assert line.idle_share == pytest.approx(1 - 2.75 / 4)
     assert line.graph_span_ms == pytest.approx(1.0 / 2)

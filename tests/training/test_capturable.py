@@ -1,4 +1,4 @@
-"""Which optimizers a graph can hold, learning rates as tensors, torch's schedulers on them."""
+"""Optimizers that a graph can hold, learning rates as tensors, and torch's schedulers on them."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_torchs_schedulers_move_the_tensors_in_place_and_do_not_wait(name, befor
 
 
 def test_reduce_on_plateau_moves_the_tensor_but_reads_it():
-    """It decides on the host by its nature, once an epoch."""
+    """This scheduler decides on the host, once an epoch."""
     floats, tensors = two_groups(0.02), two_groups(0.02)
     tensor_hyperparameters(tensors)
     pairs = [(o, schedulers.ReduceLROnPlateau(o, patience=1)) for o in (floats, tensors)]
@@ -234,7 +234,7 @@ def test_loading_state_keeps_every_address_and_takes_floats(device):
 
 
 def steps_of_decay(device: str) -> tuple[optim.Optimizer, FullIteration]:
-    """A whole step with decays as tensors, captured, and a scheduler that keeps a first rate."""
+    """Capture a whole step with decays as tensors, under a scheduler that keeps a first rate."""
     torch.manual_seed(0)
     model = nn.Linear(4, 1, device=device)
     optimizer = optim.AdamW(model.parameters(), lr=0.01, fused=True, capturable=device == "cuda")
@@ -257,7 +257,7 @@ def steps_of_decay(device: str) -> tuple[optim.Optimizer, FullIteration]:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_captured_step_goes_on_after_its_optimizers_state_was_loaded(device):
-    """Never silently different, B8: also the decay's tensor, and the scheduler's first rate."""
+    """The decay's tensor and the scheduler's first rate are loaded, too (promise B8)."""
     optimizer, whole = steps_of_decay(device)
     (group,) = optimizer.param_groups
     tensors = {name: value for name, value in group.items() if isinstance(value, torch.Tensor)}
@@ -274,7 +274,7 @@ def test_a_captured_step_goes_on_after_its_optimizers_state_was_loaded(device):
 
 @pytest.mark.parametrize("with_closure", [False, True])
 def test_a_decay_that_is_a_tensor_applies_in_a_plain_step(with_closure):
-    """Torch's AdamW with the same number as its decay is the same, up to rounding."""
+    """The result is that of torch's AdamW with the same number as its decay, up to rounding."""
     found = []
     for as_tensor in (False, True):
         parameter = torch.nn.Parameter(torch.linspace(-1, 1, 8))
@@ -282,7 +282,7 @@ def test_a_decay_that_is_a_tensor_applies_in_a_plain_step(with_closure):
         options = {"lr": 0.1, "weight_decay": 0.5, "fused": True, "capturable": True}
         optimizer = optim.AdamW([parameter, unused], **options)
         tensor_hyperparameters(optimizer, weight_decay=as_tensor)
-        tensor_hyperparameters(optimizer, weight_decay=as_tensor)  # a second time changes nothing
+        tensor_hyperparameters(optimizer, weight_decay=as_tensor)  # again: no change
 
         def closure(parameter=parameter, optimizer=optimizer):
             optimizer.zero_grad()
@@ -351,7 +351,7 @@ def test_a_state_that_would_take_tensors_away_is_refused_and_nothing_is_loaded()
     with pytest.raises(ValueError, match=r"'step' of parameter 0 has shape \[\], got none"):
         load_optimizer_state(optimizer, empty)
     wide = copy.deepcopy(before)
-    wide["state"][1]["exp_avg"] = torch.ones(1)  # would fit by broadcasting
+    wide["state"][1]["exp_avg"] = torch.ones(1)  # this shape would fit by broadcasting
     with pytest.raises(ValueError, match=r"'exp_avg' of parameter 1 has shape \[2\], got .*\[1\]"):
         load_optimizer_state(optimizer, wide)
     assert rates(optimizer) == [0.5, 0.5]

@@ -1,4 +1,4 @@
-"""What follows the backward, eager against recorded and replayed, bit by bit."""
+"""Device steps: eager ones against recorded and replayed ones, bit by bit."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ INFINITE_STEPS = (0, 4, 5, 9)
 
 @dataclass
 class Training:
-    """A model of two dtypes with everything that its step needs, at fixed addresses."""
+    """A model of two dtypes with all tensors of its step, at fixed addresses."""
 
     device: str
     optimizer_name: str = "AdamW"
@@ -108,7 +108,7 @@ class Training:
             self.note(self.whole_step())
 
     def record(self) -> tuple[Callable[[], None], StepResult]:
-        """Records one step, and performs it, as the CPU recorder does anyway."""
+        """Record one step; recording also performs the step, as the CPU recorder always does."""
         backend = device_backend(self.device)
         with backend.record(backend.new_pool()) as graphs:
             result = self.whole_step()
@@ -127,7 +127,7 @@ class Training:
 
 
 def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
-    """Bit by bit; the norm of an infinite step is NaN on both sides."""
+    """Compare bit by bit; the norm of an infinite step is NaN on both sides."""
     torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True)
 
 
@@ -148,7 +148,7 @@ def test_replayed_steps_are_eager_steps(name, parts, device):
 
 @EVERY_OPTIMIZER
 def test_full_iteration_takes_it_in(name, device):
-    """Captured with a skipped step behind it and before it, warm-up put back."""
+    """Whole steps are captured with skipped steps before and after the capture."""
     eager, graphed = (Training(device, name) for _ in range(2))
     eager.run_eagerly(0, 12)
 
@@ -156,7 +156,7 @@ def test_full_iteration_takes_it_in(name, device):
         before = graphed.input, graphed.target
         graphed.input, graphed.target = batch
         result = graphed.whole_step()
-        graphed.input, graphed.target = before  # what a step leaves in Python, a replay does not
+        graphed.input, graphed.target = before  # a replay runs no Python that would set these
         return result
 
     whole = FullIteration(
@@ -175,7 +175,7 @@ def test_full_iteration_takes_it_in(name, device):
 @EVERY_OPTIMIZER
 def test_a_skipped_step_moves_nothing_but_the_scaler(name, device):
     training = Training(device, name)
-    training.run_eagerly(0, 3)  # the first step of all is a skipped one
+    training.run_eagerly(0, 3)  # the very first step is skipped
     for index, scale_after in ((3, 128.0), (4, 128.0), (5, 64.0), (6, 64.0)):
         before = training.state()
         training.load_batch(index)
@@ -347,7 +347,7 @@ def test_weight_decay_as_a_tensor_is_adamws_and_can_change():
 
 
 def step_together(rank: int, world_size: int, device: str) -> list:
-    """Each rank holds one of two parameters; the second one's gradient is infinite at first."""
+    """Train two parameters, one on each rank; the second gradient is infinite at first."""
     parameter = nn.Parameter(torch.zeros(1, device=device))
     world = dist.group.WORLD
     step = DeviceStep(

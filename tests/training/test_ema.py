@@ -22,7 +22,7 @@ def change(module: nn.Module, index: int) -> None:
 def test_it_is_torchs_average(device):
     module = nn.Linear(3, 4, device=device)
     theirs = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    theirs.update_parameters(module)  # the first one only copies
+    theirs.update_parameters(module)  # its first update only copies
     ours = ExponentialMovingAverage(module.parameters(), 0.9)
     for index in range(5):
         change(module, index)

@@ -10,9 +10,9 @@ from distributed import run_distributed
 from moe_graphs.training.grad_scaler import GradScaler
 from training_runs import DEVICES, device_backend
 
-# Steps in a row, "." finite and "x" not, and the scale after each of them, starting from 8.
-# Read off update_scale_hysteresis of APEX: an infinite step takes one from the tracker; only at 0
-# and below does the scale back off; a finite step refills it.
+# Steps in a row, "." finite and "x" not, and the scale after each of them, starting from 8. The
+# scales were derived from APEX's update_scale_hysteresis: an infinite step takes one from the
+# tracker; the scale backs off if the tracker is at 0 or below; a finite step refills the tracker.
 SEQUENCES = {
     "hysteresis 1": (1, 100, ".xx.x.", [8, 4, 2, 2, 1, 1]),
     "hysteresis 2": (2, 100, ".x.xxx.x", [8, 8, 8, 8, 4, 2, 2, 2]),
@@ -23,8 +23,8 @@ SEQUENCES = {
 }
 
 
-# The same for DynamicGradScaler of Megatron-LM: only a step that lets the scale grow refills the
-# tracker, and backing off ends at the least scale, here 2.
+# The same for Megatron-LM's DynamicGradScaler: only a step that lets the scale grow refills the
+# tracker, and the scale backs off down to the minimum, here 2.
 MEGATRON = {
     "tolerates one, in a row or not": (2, 100, ".x.x.x.", [8, 8, 8, 4, 4, 2, 2]),
     "tolerates two": (3, 100, "x.x.x.x", [8, 8, 8, 8, 4, 4, 2]),

@@ -1,4 +1,4 @@
-"""Rows without room: no rank updates, it is counted, and run again the training is the same."""
+"""Rows without room: no rank updates, the step is counted, and its second run trains as usual."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ from moe_graphs.training.grad_scaler import GradScaler
 from moe_graphs.training.overflow import other_rows_factor
 from training_runs import SEQUENCE, Trace, loss_of, microbatches, tiny_model
 
-STEPS, SKEWED = 7, (1, 4, 5)  # in these all tokens go to experts of one rank
+STEPS, SKEWED = 7, (1, 4, 5)  # in skewed steps all tokens go to experts of one rank
 SMALL, LARGE = 1.5, 2.0
 
 
 def _skew(model: LanguageModel, index: int) -> None:
-    """Between steps: a bias that sends all tokens to two experts of the first rank or of the last,
-    or that moves on from zero."""
+    """Set the routers' biases between steps.
+
+    In skewed steps the bias sends all tokens to two experts of the first or of the last rank.
+    """
     for layer in model.layers:
         bias = layer.moe.router.expert_bias
         bias.zero_()
@@ -59,7 +61,12 @@ def _make_step(model: LanguageModel, step: DeviceStep) -> Callable[[dict], tuple
 def _train(
     device: str, name: str, factor: float, scopes: str | None
 ) -> tuple[Trace, list, list, object]:
-    """What the runs that counted left; per step the pairs dropped, first here; the layers' rows."""
+    """Train, and run steps that overflowed again.
+
+    Returns:
+        The trace of the runs that counted; per step the dropped pairs, this rank's first; the rows
+        of the layers; and the report of the graphs.
+    """
     model = tiny_model(device, "moe", dispatcher=make_dispatcher(name, rows_factor=factor), count=1)
     optimizer = optimizer_of(model, device)
     scaler = GradScaler(device, init_scale=64.0, growth_interval=4)
@@ -104,7 +111,7 @@ def _train(
 
 
 def _runs(rank: int, world_size: int, device: str, name: str) -> list:
-    # On GPUs the GEMMs choose their tiles, and so the order of their sums, by the rows.
+    # On GPUs the number of rows decides the GEMMs' tiles, and so the order of their sums.
     factor = LARGE if device == "cpu" else SMALL
     expected, dropped, rows, _ = _train(device, name, factor, None)
     assert device == "cuda" or dropped == [(0, 0.0)] * STEPS
@@ -114,8 +121,8 @@ def _runs(rank: int, world_size: int, device: str, name: str) -> list:
         trace.assert_equal(expected)
         assert most == rows
         found.append(dropped)
-        if scopes:  # warming up takes steps 0, 1 and 1 again
-            calls = 1 if scopes == "whole step" else 2  # microbatches
+        if scopes:  # the warm-up takes steps 0, 1 and 1 again
+            calls = 1 if scopes == "whole step" else 2  # calls per step, one per microbatch
             again = sum(overflowed == 1.0 for _, overflowed in dropped[2:])
             assert report.eager_calls == {"warmup": 3 * calls, "attribute": again * calls}
             assert report.replayed == (STEPS - 2) * calls
@@ -137,15 +144,15 @@ def test_run_again_it_is_training_with_room(backend, device, name):
     skipped = [overflowed for _, overflowed in first]
     assert skipped == [overflowed for _, overflowed in last]
     assert {index for index in range(STEPS) if skipped[index]} >= set(SKEWED)
-    for index in SKEWED:  # on both ranks, though only one of them had no room
+    for index in SKEWED:  # on both ranks, although only one had no room
         assert (first[index][0] > 0, last[index][0] > 0) == (index % 2 == 1, index % 2 == 0)
     tokens = 2 * SEQUENCE
     rows = room_for_rows(tokens, 2, range(2), 2, SMALL)
-    assert first[1][0] == 2 * (4 * tokens - rows)  # of two microbatches
+    assert first[1][0] == 2 * (4 * tokens - rows)  # summed over two microbatches
 
 
 def test_an_overflow_moves_nothing():
-    """With a gradient that is not finite, too: it is not the step that counts."""
+    """This holds for a gradient that is not finite, too, since the step does not count."""
     parameter = nn.Parameter(torch.ones(3))
     scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
     ema = ExponentialMovingAverage([parameter], 0.5)

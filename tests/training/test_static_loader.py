@@ -1,4 +1,4 @@
-"""Batches in fixed memory: the right values, clear errors, and a loader that goes on after them."""
+"""Batches in fixed memory: right values, clear errors, and a loader that goes on after errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Flaky:
 
 
 def drain(loader: StaticLoader) -> list[int | str]:
-    """The number in each batch, or the error that came instead of it."""
+    """Number in each batch, or the error in its place."""
     batches, found = iter(loader), []
     while True:
         try:
@@ -208,7 +208,7 @@ LAYOUTS = {
 def test_strides_are_those_of_the_batch_on_the_device(device, layout):
     batches = [layout(torch.randn(2, 3, 4, 6)) for _ in range(5)]
     expected = [each.to(device) for each in batches]
-    for source in (batches, expected):  # in host memory, and on the device already
+    for source in (batches, expected):  # batches in host memory, and batches on the device
         loader = StaticLoader(source, device)
         for want, got in zip(expected, loader, strict=True):
             assert got.stride() == want.stride()
@@ -288,7 +288,7 @@ UNFIT = {
 @pytest.mark.parametrize("turn", [0, 1])
 @pytest.mark.parametrize("policy", ["error", "pass"])
 def test_tensors_that_a_copy_would_change_are_refused(device, name, turn, policy):
-    """Static memory without them; with a history, memory that grew with every batch."""
+    """Copies would lose gradients or types; a batch with a history would keep memory alive."""
     make, message = UNFIT[name]
     tensors = [torch.ones(3) for _ in range(3)]
     tensors[turn] = make(tensors[turn])
