@@ -73,6 +73,24 @@ def test_a_cache_is_kept_where_it_is_asked_for(options):
     assert model(tokens()).past_key_values is not None
 
 
+@pytest.mark.parametrize("family", ["xglm", "opt", "gpt2", "llama4_text"])
+def test_heads_and_decoders_that_look_up_the_configuration_cache_nothing(family):
+    skip_unknown(family)
+    model = tiny(family, None)
+    kind = type(model)
+    assert model(tokens()).past_key_values is not None
+    accelerated = accelerate_model(model)
+    for _ in range(5):
+        with accelerated.step():
+            output = model(tokens(), labels=tokens())
+            output.loss.backward()
+        assert output.past_key_values is None
+    assert accelerated.graphs.report().replayed > 0
+    accelerated.undo()
+    assert type(model) is kind
+    assert model(tokens()).past_key_values is not None
+
+
 def test_a_cache_given_by_position_is_kept():
     skip_unknown("bloom")
     model = tiny("bloom", None)

@@ -28,6 +28,8 @@ def stop_caching(model: Any, done: Changes) -> None:
     from transformers import PreTrainedModel
 
     models = [m for m in model.base_model.modules() if isinstance(m, PreTrainedModel)]
+    if model not in models and _looks_it_up(type(model).forward):
+        models.append(model)
     found = [m for m in models if _place_of_flag(type(m)) is not None]
     for modules in by_class(found):
         kind: Any = type(modules[0])
@@ -38,6 +40,15 @@ def _place_of_flag(kind: type[Any]) -> int | None:
     """The position of ``use_cache`` behind ``self`` in the forward, None without one."""
     names = list(inspect.signature(kind.forward).parameters)[1:]
     return names.index("use_cache") if "use_cache" in names else None
+
+
+def _looks_it_up(forward: Any) -> bool:
+    """Whether a model with a head passes on what its configuration says, not what it was given."""
+    while hasattr(forward, "__wrapped__"):
+        if forward.__code__.co_qualname.startswith("merge_with_config_defaults"):
+            return True
+        forward = forward.__wrapped__
+    return "use_cache" in forward.__code__.co_names  # self.config.use_cache
 
 
 def _uncached(kind: type[Any]) -> Any:
