@@ -1,4 +1,4 @@
-"""What is compared: models, and the ways to run a training step of them.
+"""Models that are compared, and the ways to run a training step of them.
 
 Shapes: B sequences, S sequence length, V vocabulary.
 """
@@ -30,10 +30,11 @@ class Setting:
     """A model, its batch, and how often its step is repeated.
 
     Attributes:
-        rounds: in each, every contender has one turn, in shuffled order.
-        steps: timed steps of a turn; a step before them is not timed.
-        host_steps: steps of a turn whose host time is taken, each after a synchronisation.
-        microbatches: batches of a step, whose gradients are accumulated.
+        rounds: number of rounds; in each, every contender has one turn, in shuffled order.
+        steps: number of timed steps of a turn; a step before them is not timed.
+        host_steps: number of steps of a turn whose host time is taken, each after a
+            synchronisation.
+        microbatches: number of batches of a step, whose gradients are accumulated.
     """
 
     name: str
@@ -48,7 +49,7 @@ class Setting:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Number of tokens of a step."""
         return self.microbatches * self.batch_size * self.config.max_sequence_length
 
     def describe(self) -> str:
@@ -66,7 +67,7 @@ class Setting:
         )
 
     def tiny(self, device: torch.device) -> Setting:
-        """The same kind of model in a size for the CPU, to test the benchmark."""
+        """Smaller setting of the same kind for the CPU, to test the benchmark."""
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         moe = self.config.moe
         if moe is not None:
@@ -90,7 +91,7 @@ class Setting:
 
 
 def launch_bound() -> Setting:
-    """Small kernels: the host cannot launch them as fast as the GPU runs them."""
+    """Setting with small kernels, which the host launches more slowly than the GPU runs them."""
     config = TransformerConfig(
         hidden_size=1024,
         num_layers=12,
@@ -104,13 +105,13 @@ def launch_bound() -> Setting:
 
 
 def gpu_bound() -> Setting:
-    """Qwen3-30B-A3B's layers at 16k tokens: the GPU is the slower of the two.
+    """Setting with Qwen3-30B-A3B's layers at 16k tokens, in which the GPU is the slower one.
 
-    Three layers and a smaller vocabulary, so that four contenders fit beside each other in
-    139 GiB. Parameters and both Adam states are 6 bytes a parameter (2.0 B parameters: 12 GB a
-    contender, 48 GB), gradients 4 GB, activations about 2.5 GB a layer and 2 GB around the logits,
-    all of which only the running contender holds; and the graphs' pools, which stay: about 15 GB
-    for `attn,moe`, 25 GB in all. Together about 89 GB.
+    Three layers and a smaller vocabulary let four contenders fit beside each other in 139 GiB.
+    Parameters and both Adam states take 6 bytes per parameter (2.0 B parameters: 12 GB for each
+    contender, 48 GB in all). Only the running contender holds gradients (4 GB), activations (about
+    2.5 GB per layer) and the tensors around the logits (2 GB). The graphs' pools stay: about 15 GB
+    for `attn,moe`, 25 GB in all. Together these are about 89 GB.
     """
     config = qwen3_30b_a3b(num_layers=3, vocab_size=32_768, max_sequence_length=4096)
     return Setting("gpu_bound", config, 4, torch.bfloat16, rounds=5, steps=4, host_steps=2)
@@ -122,15 +123,15 @@ def settings() -> dict[str, Setting]:
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to run the step: eager, if nothing else is said.
+    """A way to run the step; the default is eager.
 
     Attributes:
         scopes: the parts that are graphs.
-        full_iteration: forward and backward are one graph, with ``optimizer_in_graph`` the rest,
-            too.
-        experts: the implementation that a model of transformers has its experts by.
-        our_adamw: the update is `moe_graphs.optim.AdamW`, not torch's fused one.
-        state_dtype: of its states, if it is not that of the parameters.
+        full_iteration: whether forward and backward are one graph; with ``optimizer_in_graph`` the
+            graph has the update, too.
+        experts: the implementation of the experts in a model of transformers.
+        our_adamw: whether the update is `moe_graphs.optim.AdamW` instead of torch's fused one.
+        state_dtype: dtype of the optimizer's states, if it is not that of the parameters.
     """
 
     name: str
@@ -151,7 +152,7 @@ EAGER = Contender("eager")
 
 
 def contenders(compiled: bool) -> list[Contender]:
-    """Eager first: the others are compared with it."""
+    """All contenders; the first is eager, with which the others are compared."""
     scopes = ("attn", "attn,moe_router,moe_preprocess", "attn,moe")
     extra = [Contender("torch.compile", compiled=True)] if compiled else []
     return [EAGER, *(Contender(s, s) for s in scopes), *extra]
@@ -228,12 +229,12 @@ class Run:
         return loss
 
     def _batch(self) -> Tensor:
-        """The next one."""
+        """The next batch."""
         self._next += 1
         return self._batches[(self._next - 1) % len(self._batches)]
 
     def warm_up(self) -> None:
-        """Until graphs are captured and every path has run twice."""
+        """Run steps until graphs are captured and every path has run twice."""
         for _ in range(WARMUP_STEPS + 2):
             self.step()
         synchronize(self.device)

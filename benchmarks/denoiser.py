@@ -25,7 +25,7 @@ CLIP_NORM = 1.0
 
 @dataclass(frozen=True)
 class DenoiserSetting:
-    """As ``contenders.Setting``, of the UNet."""
+    """Setting of the UNet, with the attributes of ``contenders.Setting``."""
 
     name: str = "diffusion"
     width: int = 64
@@ -38,7 +38,7 @@ class DenoiserSetting:
 
     @property
     def tokens(self) -> int:
-        """Images."""
+        """Number of images of a step."""
         return self.batch_size
 
     def describe(self) -> str:
@@ -56,9 +56,9 @@ class DenoiserSetting:
 
 
 class DenoiserRun(Run):
-    """Noise and times are drawn within the step.
+    """Run of the UNet; noise and times are drawn within the step.
 
-    Whole steps scale and clip with ``DeviceStep``, the others with what torch has for it.
+    Whole steps scale and clip with ``DeviceStep``, other contenders with torch's functions.
     """
 
     def __init__(

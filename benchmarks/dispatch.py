@@ -1,4 +1,4 @@
-"""What brings tokens to the ranks of their experts and back, and its kernels, on several GPUs.
+"""Time of dispatchers, which bring tokens to their experts' ranks, and of their kernels.
 
     torchrun --nproc-per-node 2 benchmarks/dispatch.py --out benchmarks/results/dispatch_h200.jsonl
 
@@ -81,7 +81,7 @@ class Inputs:
 
 
 def dispatchers() -> dict[str, Dispatcher]:
-    """By what the lines call them; with the factor there is room for fewer rows."""
+    """Dispatchers by their names in the lines; with the factor there is room for fewer rows."""
     made = {name: make_dispatcher(name) for name in ("all_to_all", "all_gather", "symmetric")}
     bounded = {
         f"{name} {FACTOR}": make_dispatcher(name, rows_factor=FACTOR)
@@ -91,7 +91,7 @@ def dispatchers() -> dict[str, Dispatcher]:
 
 
 def kernels(case: Case, inputs: Inputs) -> tuple[dict[str, Call], int]:
-    """Calls, and the bytes that leave this rank in each: a token once per other rank."""
+    """Calls of the kernels, and the bytes that leave this rank in each: a token per other rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     hidden_TD, experts_TK = inputs.hidden_TD.detach(), inputs.experts_TK
     device, local = hidden_TD.device, EXPERTS // world_size
@@ -126,7 +126,7 @@ def kernels(case: Case, inputs: Inputs) -> tuple[dict[str, Call], int]:
 
 
 def with_programs(programs: int, call: Call) -> None:
-    """Pushed or pulled by so many programs; on the CPU there are none."""
+    """Run a push or a pull with ``programs`` programs; the CPU has no programs."""
     if not torch.cuda.is_available():
         call()
         return
@@ -141,7 +141,7 @@ def with_programs(programs: int, call: Call) -> None:
 
 
 def captured(call: Call, calls: int, stream: torch.cuda.Stream, pool: Any) -> Call:
-    """As one graph of several calls; NCCL's own thread goes on meanwhile."""
+    """Capture several calls in one graph, while NCCL's own thread goes on."""
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         call()
@@ -155,7 +155,7 @@ def captured(call: Call, calls: int, stream: torch.cuda.Stream, pool: Any) -> Ca
 
 
 def timed(call: Call, on_gpu: bool) -> float:
-    """Milliseconds of the slowest rank."""
+    """Milliseconds of a call on the slowest rank."""
     dist.barrier()
     if on_gpu:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

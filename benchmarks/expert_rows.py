@@ -1,4 +1,4 @@
-"""How many rows the fullest rank's experts are asked for, over the first steps of real training.
+"""Rows that the fullest rank's experts need, over the first steps of real training.
 
     torchrun --nproc-per-node 2 benchmarks/expert_rows.py --seeds 0 1 --cpu \\
         --out benchmarks/results/expert_rows_cpu.jsonl
@@ -69,7 +69,7 @@ def share(counts_CE: Tensor, ranks: int) -> float:
 
 
 def shares_of(preset: Preset, text: Text, workers: Workers, steps: int) -> dict[int, list[float]]:
-    """By the number of ranks that share experts: of each step."""
+    """Highest share of each step, by the number of ranks that share experts."""
     options = RunOptions(
         preset=preset,
         device=workers.device,
@@ -92,7 +92,7 @@ def shares_of(preset: Preset, text: Text, workers: Workers, steps: int) -> dict[
 
 
 def summed_up(shares: Sequence[float]) -> dict[str, Any]:
-    """Of a run: highest shares by part, and the steps whose rows would have had no room."""
+    """Summary of a run: highest shares by part, and steps whose rows would have had no room."""
     parts = {name: list(shares[part]) for name, part in PARTS.items() if shares[part]}
     every = torch.tensor(shares, dtype=torch.float64)
     return {

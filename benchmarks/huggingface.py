@@ -128,7 +128,7 @@ def settings() -> dict[str, HuggingFaceSetting]:
 
 
 def contenders(setting: HuggingFaceSetting) -> list[Contender]:
-    """Of large models as many as fit beside each other."""
+    """Contenders; for large models only as many as fit beside each other."""
     small = setting.hidden_size < 2048
     return [EAGER, EXPERTS, *([GRAPHS, BOTH] if small else []), ALL, ALL_ADAMW, ALL_GRAPHS, WHOLE]
 

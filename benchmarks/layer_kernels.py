@@ -1,4 +1,4 @@
-"""What stands around the experts: heads of attention, norms, router, loss. Ours against torch.
+"""Kernels around the experts (attention's heads, norms, router, loss): ours against torch's.
 
     python benchmarks/layer_kernels.py --out benchmarks/results/layer_kernels_h200.jsonl
 
@@ -54,12 +54,12 @@ class Case:
         return list(function(*leaves))[: self.graded]
 
     def step(self, function: Function, leaves: list[Tensor]) -> Callable[[], list[Tensor]]:
-        """What is timed: from leaves to outputs, and back from gradients that are made here."""
+        """Make the timed call: from leaves to outputs, and back from gradients made beforehand."""
         gradients = [self._gradient(o) for o in self.outputs(function, leaves)]
         return lambda: list(torch.autograd.grad(self.outputs(function, leaves), leaves, gradients))
 
     def _gradient(self, output: Tensor) -> Tensor:
-        """The same random numbers for everybody, which bf16 holds."""
+        """Random gradient that bf16 holds exactly, the same for every contender."""
         generator = torch.Generator(output.device).manual_seed(0)
         numbers = torch.randn(output.shape, device=output.device, generator=generator)
         gradient = numbers.bfloat16().to(output.dtype)

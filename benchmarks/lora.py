@@ -173,7 +173,7 @@ def in_own_process(case: Case, timeout: float) -> dict[str, Any]:
 
 
 def compared(found: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
-    """With the losses of transformers' model at the same size, where both have some."""
+    """Compare the losses with those of transformers' model at the same size, if both have some."""
     if found["error"] or reference["error"]:
         return found
     apart = max(abs(a - b) / b for a, b in zip(found["losses"], reference["losses"], strict=True))

@@ -34,7 +34,7 @@ def idle(line: Line) -> str:
 
 
 def span(shares: Sequence[float]) -> str:
-    """As percents: "1 to 2 %"."""
+    """Range of shares in percent, such as "1 to 2 %"."""
     low, high = (f"{100 * share:.0f}" for share in (min(shares), max(shares)))
     return f"{low} %" if low == high else f"{low} to {high} %"
 

@@ -132,10 +132,12 @@ def judge(contender: Contender, losses: torch.Tensor, reference: torch.Tensor) -
 
 @dataclass(frozen=True)
 class Timing:
-    """Attributes:
-    step_ms: whole steps by CUDA events.
-    host_ms: until the step's Python returns, with nothing queued before it.
-    speedup: eager's median over this one's, round by round.
+    """Times of a contender.
+
+    Attributes:
+        step_ms: time of whole steps, by CUDA events.
+        host_ms: time until the step's Python returns, with nothing queued before it.
+        speedup: eager's median divided by this one's, round by round.
     """
 
     step_ms: Spread
@@ -214,7 +216,7 @@ def time_together(
 
 @dataclass(frozen=True)
 class Alone:
-    """What is measured with one contender in memory.
+    """Measurements with one contender in memory.
 
     Attributes:
         reserved_bytes: the most the allocator reserved, over building, capture and steps; on top
@@ -280,7 +282,7 @@ def counters(run: Run) -> dict[str, Any] | None:
 
 
 def _replay_ms(run: Run, repeats: int = 20) -> float | None:
-    """In the order of capture, which is the only right one, on the data of the last step."""
+    """Milliseconds of replays in the order of capture, on the data of the last step."""
     if run.graphs is None:
         return None
     places = [place for place in run.graphs.captured.places if place.forward is not None]

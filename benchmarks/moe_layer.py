@@ -174,7 +174,7 @@ def gate(contender: Contender, eager: Contender, x: Tensor, grad: Tensor) -> Non
     for name, a, b in zip(("output", "gradient of x"), got, want, strict=True):
         if contender.graphs is not None and not torch.equal(a, b):
             raise RuntimeError(f"{name}: not bitwise eager's")
-        # Of most tokens: where two experts are nearly equal, another rounding takes the other.
+        # Compare most tokens: if two experts are nearly equal, rounding decides between them.
         off_T = (a - b).float().norm(dim=1) / b.float().norm(dim=1).clamp_min(1e-30)
         if not off_T.median() < 2e-2:
             raise RuntimeError(f"{name}: {off_T.median():.1e} from eager's, median over tokens")

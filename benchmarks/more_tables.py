@@ -69,7 +69,7 @@ def on_an_h100(lines: list[Line]) -> str:
 
 
 def results(lines: list[Line]) -> str:
-    """What people want first: a row each, by transformers or eager, and by the best of ours."""
+    """Table of the main results: a row each, by transformers or eager, and by the best of ours."""
     rows, used = [], []
     for what, how, before, after, flops in (*_lora(lines), *_full_training(lines)):
         rows.append([
@@ -101,7 +101,7 @@ def _shown(lines: list[Line], benchmark: str) -> list[Line]:
 
 
 def _lora_runs(lines: list[Line]) -> dict[int, dict[str, Line]]:
-    """By tokens and contender, the newest of each."""
+    """Newest line of each contender, by number of tokens."""
     found: dict[int, dict[str, Line]] = {}
     for line in sorted(Select("lora", {"smoke": False}).lines(lines), key=lambda line: line.run):
         if not line.failed and line["environment"]["gpu"] == H200:

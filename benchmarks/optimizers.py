@@ -72,7 +72,7 @@ def cases(tiny: bool) -> list[Case]:
 
 
 class Contenders:
-    """The same parameters for everybody, and gradients that they share."""
+    """Contenders with equal parameters of their own and common gradients."""
 
     def __init__(self, case: Case, device: str) -> None:
         start = [torch.randn(shape, device=device).mul_(SIZE) for shape in case.shapes]
@@ -89,7 +89,7 @@ class Contenders:
             p.grad = _compared(gradient).double()
 
     def errors(self) -> dict[str, float]:
-        """After the steps of the gate, the relative errors of all parameters together."""
+        """Relative errors of all parameters together, after the steps of the gate."""
         exact = torch.optim.AdamW(self.exact, **OPTIONS, foreach=False)
         for optimizer in (exact, *self.optimizers.values()):
             for _ in range(GATE_STEPS):

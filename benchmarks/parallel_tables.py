@@ -1,5 +1,4 @@
-"""Tables of several GPUs, from the lines of `dispatch.py`, `parallel_steps.py` and
-`expert_rows.py`."""
+"""Tables of several GPUs: lines of `dispatch.py`, `parallel_steps.py` and `expert_rows.py`."""
 
 from __future__ import annotations
 
@@ -155,7 +154,7 @@ def _step(line: Line | None) -> str:
 
 
 def _newest_way(lines: Sequence[Line], model: str, name: str) -> Line | None:
-    """Of either name: until commit 15b9e35 some contenders had one barrier an exchange."""
+    """Newest line under either name: until commit 15b9e35 some contenders had other names."""
     for contender in (name, name.replace("1.25, ", "1.25, one barrier, ")):
         where = {"model": model, "contender": contender}
         if contender != "whole step, symmetric, 1.25, one barrier, our AdamW":

@@ -72,7 +72,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def _notes(row: Row) -> str:
-    """What does not fit into columns: the gate, the error, the counters, the noise."""
+    """Notes beside the columns: the gate, the error, the counters, the noise."""
     texts = [row["error"] or row["gate"]["message"]]
     graphs = row.get("graphs")
     if graphs:

@@ -110,7 +110,7 @@ class Processes:
                     done(name, found[name])
 
     def _wait_for_imports(self, running: Collection[Future]) -> None:
-        """Of those that start at once: importing takes the host's time, which is measured."""
+        """Wait for processes that start at once; their imports would disturb host times."""
         first = min(self.options.parallel, len(running))
         deadline = time.monotonic() + self.options.time_limit
         while time.monotonic() < deadline:
@@ -205,7 +205,7 @@ def compare(options: argparse.Namespace, console: Console, folder: Path) -> list
 
 
 def work(options: argparse.Namespace) -> None:
-    """What a process of one contender does."""
+    """Measure one contender, in a process of its own."""
     name, record = options.worker
     worker.prepare()
     case, device = sized(options.cases, options), torch.device(options.device)

@@ -19,14 +19,16 @@ NOT_RUN = "-"
 
 
 def newest(lines: Sequence[Line], benchmark: str, model: str, gpu: str = H200) -> Newest:
-    """Of each contender the last line, a failure as well as a time: a table that left out who
-    failed the last time would show what no longer is so."""
+    """Last line of each contender, be it a time or a failure.
+
+    A table without the last failures would show times that do not hold any more.
+    """
     found = Select(benchmark, {"model": model}, gpu=gpu).lines(lines)
     return {line["contender"]: line for line in sorted(found, key=lambda line: line.run)}
 
 
 def peers(lines: Sequence[Line], gpu: str = H200) -> str:
-    """Who is ahead of us first; then a row per contender, the first case's fastest on top."""
+    """Table with a row per contender, the first case's fastest on top, after a summary."""
     found = {case: run for case in CASES if (run := newest(lines, "peers", case, gpu))}
     if not found:
         raise LookupError("no line of peers.py: run it with --out below benchmarks/results")

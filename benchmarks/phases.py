@@ -1,4 +1,4 @@
-"""What every benchmark of training steps does, phase by phase: gate, time, memory and trace."""
+"""Phases of every benchmark of training steps: gate, time, memory and trace."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 
 def parser(description: str, models: Sequence[str]) -> argparse.ArgumentParser:
-    """With the options that all of these benchmarks have."""
+    """Parser with the options that all of these benchmarks have."""
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--out", type=Path, help="JSON lines, one per model and contender")
     made.add_argument("--json", action="store_true", help="last line of stdout: all as JSON")
@@ -58,7 +58,7 @@ def parse(
 
 
 def console_for(options: argparse.Namespace) -> Console:
-    """Also sets what the profiler reads when a trace starts."""
+    """Make a console, and set the variables that the profiler reads when a trace starts."""
     keep_profiler_ready()
     console = Console(stderr=options.json, highlight=False, soft_wrap=False)
     if not console.is_terminal:
@@ -203,7 +203,7 @@ class Benchmark:
             row.update(_idle(row))
 
     def _good(self, setting: Setting, contenders: list[Contender]) -> list[Contender]:
-        """Those that have not failed so far."""
+        """Contenders that have not failed so far."""
         return [c for c in contenders if not self.rows[setting.name][c.name]["error"]]
 
     def _warm_run(self, setting: Setting, contender: Contender) -> Run:

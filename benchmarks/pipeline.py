@@ -159,7 +159,7 @@ def memory_row(device: torch.device, pp: int, vpp: int, microbatches: int, rank:
 
 
 class Modules:
-    """As many as there are scopes, warm, and a sample of their input."""
+    """Warm modules, as many as there are scopes, and a sample of their input."""
 
     def __init__(self, device: torch.device) -> None:
         count, self.width = (96, 512) if device.type == "cuda" else (12, 8)
@@ -203,7 +203,10 @@ def captured_as_callables(device: torch.device) -> Row:
 
 
 def captured_by_torch(device: torch.device) -> Row:
-    """Of copies: what is no module has no gradients of weights there."""
+    """Row of torch's graphed callables, made of copies of the modules.
+
+    Torch's function gives weights gradients only if the callables are modules.
+    """
     modules = Modules(device)
     scopes = len(modules.model)
     parts = tuple(part for _ in range(SLOTS) for part in copy.deepcopy(modules.model))
@@ -218,7 +221,8 @@ def captured_by_torch(device: torch.device) -> Row:
 
 
 def counted(scopes: int, recordings: int, seconds: float, pool_bytes: int) -> Row:
-    """
+    """Row of the counted scopes.
+
     Raises:
         NotReplayed: not every scope was recorded for every slot.
     """
@@ -235,7 +239,7 @@ CAPTURES = {
 
 
 def rows(device: torch.device, only: str | None, cases: int) -> Iterator[tuple[Row, Attempt]]:
-    """What a row is of, and what measures it: memory first, which decides."""
+    """Rows with their measurements; memory comes first, since it decides."""
     on_gpu = device.type == "cuda"
     if only != "capture":
         for case in (CASES if on_gpu else SMOKE_CASES)[:cases]:

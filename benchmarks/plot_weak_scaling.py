@@ -38,7 +38,8 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def draw(lines: Sequence[Line]) -> Figure:
-    """
+    """Draw the picture of weak scaling.
+
     Raises:
         ValueError: none of the lines is a whole step of a model whose experts are shared.
     """

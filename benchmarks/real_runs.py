@@ -132,7 +132,7 @@ def plan(options: argparse.Namespace) -> list[Planned]:
 
 
 def more_options(options: argparse.Namespace, folder: Path) -> list[str]:
-    """Of `train`, for every run."""
+    """Options of `train` that every run has."""
     more = [] if options.steps is None else ["--steps", str(options.steps)]
     if options.smoke:
         text = folder / "text"
@@ -189,7 +189,7 @@ def listen(command: Sequence[str], gpu: str | None, end: float) -> tuple[int, He
 
 
 def collect(out: Path, heard: Heard, evaluate_every: int) -> Row:
-    """What a run that ended well has left in ``out`` and printed.
+    """Row of a run that ended well, from its files in ``out`` and its output.
 
     Seconds are since its first step began; compiling, capturing and earlier evaluations count.
     Held-out points but for the last one are of a sample of the text, as `train` evaluates while it
@@ -229,8 +229,10 @@ def collect(out: Path, heard: Heard, evaluate_every: int) -> Row:
 
 
 def seconds_to(target: float, curve: Sequence[Sequence[float]]) -> float | None:
-    """When ``curve`` first goes down to ``target``, on straight lines between its points
-    ``(step, seconds, bits per byte)``; None if it never does, or begins there."""
+    """Seconds until ``curve`` first goes down to ``target``; None if never, or from the start.
+
+    The curve is linear between its points ``(step, seconds, bits per byte)``.
+    """
     for (_, early, high), (_, late, low) in itertools.pairwise(curve):
         if high > target >= low:
             return early + (late - early) * (high - target) / (high - low)

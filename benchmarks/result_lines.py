@@ -38,7 +38,7 @@ class Line:
 
     @property
     def failed(self) -> bool:
-        """In lines of kernels, ``error`` is a number: how far the result is off."""
+        """Whether the line has an error message; in lines of kernels ``error`` is a number."""
         return isinstance(self.get("error"), str)
 
 
@@ -112,7 +112,7 @@ def _eager_ms(run: Run) -> float:
 
 
 def fastest_eager(lines: Iterable[Line], like: Line) -> Line:
-    """Of all runs of the same model on the same hardware, whatever the benchmark and the commit."""
+    """Fastest eager line of the same model and hardware, of any benchmark and commit."""
     gpu = like["environment"]["gpu"]
     found = [
         line

@@ -1,4 +1,4 @@
-"""What benchmarks under torchrun share: their group, their lines, and the time of a turn."""
+"""Common parts of benchmarks under torchrun: process group, lines, and the time of a turn."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moe_graphs.profiling.communication_share import Communication, traced_commu
 
 @contextlib.contextmanager
 def process_group(smoke: bool) -> Iterator[torch.device]:
-    """This rank's device, on the group of all ranks: that of a test, if there is one."""
+    """Context with this rank's device, in a group of all ranks: a test's group, if there is one."""
     device = torch.device("cpu" if smoke else "cuda")
     if not smoke:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -49,7 +49,7 @@ def is_late(deadline: float, device: torch.device) -> bool:
 
 
 def milliseconds_of(step: Callable[[], object], steps: int) -> float:
-    """Of a step in a turn of some, which all ranks begin and end together."""
+    """Milliseconds of a step in a turn of ``steps``, which all ranks begin and end together."""
     _synchronize()
     began = time.perf_counter()
     for _ in range(steps):
@@ -61,8 +61,10 @@ def milliseconds_of(step: Callable[[], object], steps: int) -> float:
 def communication_in(
     step: Callable[[], object], steps: int, device: torch.device
 ) -> Communication | None:
-    """Of some steps that all ranks make, as rank 0's trace shows it; None on the others. Tracing
-    makes rank 0's host the slower one, so little of it is waiting for others."""
+    """Communication in steps of all ranks, from rank 0's trace; None on other ranks.
+
+    Tracing makes rank 0's host the slowest, so the trace has little waiting for other ranks.
+    """
     found = None
     for count in (1, steps):  # the first trace pays for starting the profiler
         _synchronize()

@@ -1,4 +1,4 @@
-"""No line may give the time of a graph that was not replayed: what every benchmark asks for it."""
+"""Check of every benchmark that it times only graphs that were replayed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Counted(Protocol):
 
 
 class NotReplayed(RuntimeError):
-    """What was timed ran eagerly, on this rank or on another."""
+    """A timed call ran eagerly, on this rank or on another."""
 
 
 def check_replayed(report: Counted | None) -> None:
-    """Behind the timed turns. All ranks of the process group call it, if there is one.
+    """Check, after the timed turns, that all calls were replayed; all ranks call it together.
 
     Args:
         report: None where nothing is graphed.

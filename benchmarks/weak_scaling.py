@@ -1,5 +1,4 @@
-"""As many tokens a GPU on more GPUs, from the lines of `parallel_steps.py`: what of the speed is
-left when experts are shared."""
+"""Weak scaling from the lines of `parallel_steps.py`: as many tokens per GPU on more GPUs."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ OURS = ", our AdamW"
 
 @dataclass(frozen=True)
 class Point:
-    """A way to run a step on so many GPUs.
+    """A way to run a step on a number of GPUs.
 
     Attributes:
-        alone: the same on one GPU, which has all experts: with the same optimizer and as many
-            tokens. None where nobody has run it.
+        alone: line of one GPU with all experts, the same optimizer and as many tokens; None if it
+            was not measured.
     """
 
     line: Line
@@ -37,7 +36,7 @@ class Point:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of a GPU."""
+        """Tokens per second on each GPU."""
         return 1e3 * self.line["tokens_per_rank"] / self.line["step_ms"]
 
     @property
@@ -46,7 +45,7 @@ class Point:
 
 
 def points(lines: Iterable[Line]) -> dict[str, list[Point]]:
-    """By model, of whole steps: the newest line of every way and number of GPUs, one GPU first."""
+    """Newest line of whole steps for each model, way and number of GPUs, one GPU first."""
     newest: dict[tuple[str, int, str], Line] = {}
     for line in sorted(lines, key=lambda line: line.run):
         name = line.get("contender") or ""

@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 class UNet(nn.Module):
-    """From 8x8 down to 1x1 and back, with skips."""
+    """UNet from 8x8 down to 1x1 and back, with skip connections."""
 
     frequencies: Tensor
 

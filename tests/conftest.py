@@ -79,7 +79,7 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(scope="module")
 def thawed() -> Iterator[None]:
-    """What tests of this file have frozen, and is garbage when they are done, is collected."""
+    """Collect objects that tests of a file have frozen and that are garbage afterwards."""
     yield
     gc.unfreeze()
     gc.collect()

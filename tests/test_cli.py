@@ -275,7 +275,7 @@ def test_the_version_is_that_of_the_package():
     [("moe-graphs tr", "train"), ("moe-graphs train --optimizer-i", "--optimizer-in-graph")],
 )
 def test_a_shell_completes_commands_and_options(words, completed):
-    """As bash asks, behind ``moe-graphs --install-completion``."""
+    """Ask for completions as bash does after ``moe-graphs --install-completion``."""
     code = "from moe_graphs.cli import main; import sys; sys.argv = ['moe-graphs']; main()"
     asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
     done = subprocess.run(

@@ -164,7 +164,7 @@ def test_the_boundary_record_is_named_and_typed():
 
 
 def test_the_dispatcher_declares_the_boundary_itself():
-    """Without a stop of the scope list, all_to_all ends the capture and local does not."""
+    """The dispatcher all_to_all ends a capture without a stop of the scope list; local does not."""
     layer = MoELayer(MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=8), 8)
     value, boundary = run_until(Stop(capturing=True), lambda: layer(torch.randn(4, 8)))
     assert boundary is None

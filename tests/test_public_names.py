@@ -1,4 +1,4 @@
-"""What is public says what it is and has types; of ``moe_graphs`` itself also what those name."""
+"""Public names have docstrings and types; so do the names in the signatures of ``moe_graphs``."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def blocks(language: str) -> list[str]:
 
 
 def run(command: str) -> str:
-    """In this process: every command of its own would import for ten seconds."""
+    """Run the commands in this process, since each process would import for ten seconds."""
     program, *arguments = shlex.split(command)
     if program == "moe-graphs":
         found = CliRunner().invoke(build_app(), arguments)
@@ -70,7 +70,7 @@ def test_the_commands_run_as_they_stand(tmp_path, monkeypatch, capsys):
 
 
 def row_of(family: str) -> str:
-    """What `accelerate_model` does to it, as the table has it."""
+    """Changes of `accelerate_model` to the model, as the table has them."""
     changes = accelerate_model(tiny(family, implementation_of(family)), graphs=False).changes
     columns = ("norms", "residual", "rotary", "loss")
     parts = dict.fromkeys(("moe", "experts", *columns), False)

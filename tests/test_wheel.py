@@ -51,7 +51,7 @@ print(json.dumps([files, report.replayed]))
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """What it prints. The child knows nothing of the repository."""
+    """Output of a child process that knows nothing of the repository."""
     environment = {name: v for name, v in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

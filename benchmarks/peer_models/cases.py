@@ -54,8 +54,10 @@ class Case:
         return replace(self, trace=trace)
 
     def smoke(self, trace: bool = False) -> Case:
-        """The same kind of model, as small as FP8 by blocks and MegaBlocks' blocks of 128 let it
-        be, in so few steps that it says no more than whether a contender starts."""
+        """Smallest case of the same kind, to find whether a contender starts.
+
+        FP8 by blocks and MegaBlocks' blocks of 128 bound the sizes from below.
+        """
         assert self.config.moe is not None
         moe = replace(self.config.moe, num_experts=8, top_k=2, ffn_hidden_size=128)
         config = replace(

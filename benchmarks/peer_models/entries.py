@@ -1,5 +1,8 @@
-"""Who is compared, and how each is built: a file of this folder, options for its `build`, and what
-of `contenders.Contender` the step around the model does (our engine and optimizer)."""
+"""Entries of the comparison: each has a file of this folder and options for its `build`.
+
+An entry's `contenders.Contender` has the options of the step around the model (our engine and
+optimizer).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the processes of a contender found, as one line of results, and the lines as a table."""
+"""One line of results from the processes of a contender, and a table of the lines."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ SAME = ("settings", "graphs", "timeline", "first_losses", "last_loss")
 
 
 def line(name: str, case: Case, records: Sequence[Mapping[str, Any]], stamp: Any) -> Line:
-    """Of several processes all samples together; ``round_ms`` are the medians of each.
+    """Line with the samples of all processes; ``round_ms`` has the median of each process.
 
-    A process that failed leaves ``error``; what others measured stands beside it.
+    If a process failed, the line has ``error`` besides the other processes' measurements.
     """
     entry = ENTRIES[name]
     good = [record for record in records if record["error"] is None]
@@ -78,7 +78,7 @@ def table(case: Case, lines: Sequence[Line]) -> Table:
 
 
 def apart(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """How far the losses of the first steps are from those of another contender, at most."""
+    """Largest difference of the first steps' losses from those of another contender."""
     return max(abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True))
 
 
@@ -101,7 +101,7 @@ def _cells(each: Line, ours: Line | None, losses: Sequence[float] | None) -> lis
 
 
 def _summary(timed: Sequence[Line], ours: Sequence[Line]) -> list[str]:
-    """Who is ahead of the fastest of ours, then the next behind it, in words."""
+    """Sentences about the contenders ahead of our fastest one, and the next behind it."""
     if not ours:
         return []
     best = ours[0]["step_ms"]["median"]

@@ -34,7 +34,7 @@ def build(
 ) -> Peer:
     config = case.config
     made = Arguments(**_arguments(config), device=device)
-    # Of ours only what is not MoE is taken: the experts' memory is never filled.
+    # Only the parts of our model that are not MoE are used; its experts' memory is never filled.
     ours = LanguageModel(config, device="meta", dtype=dtype)
     layers: list[nn.Module] = []
     for index, layer in enumerate(ours.layers):

@@ -59,8 +59,10 @@ class MegatronPeer(Peer):
         return losses_BS.float().mean()
 
     def capture(self, optimizer: torch.optim.Optimizer) -> None:
-        """As megatron.training does it with `cuda_graph_warmup_steps=0`: behind eager steps on the
-        default stream its backward cannot be captured (torch 2.11)."""
+        """Capture before the first step, as megatron.training with `cuda_graph_warmup_steps=0`.
+
+        After eager steps on the default stream Megatron's backward cannot be captured (torch 2.11).
+        """
         from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
         # The helper empties the gradient buffer of Megatron's DDP, which is not there.

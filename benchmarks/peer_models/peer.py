@@ -1,4 +1,4 @@
-"""What a library's model has to offer to be measured, and the training step around it.
+"""Interface of a library's model that is measured, and the training step around it.
 
 Shapes: B sequences, S sequence length, D model, V vocabulary.
 """
@@ -36,11 +36,11 @@ class Peer:
         raise NotImplementedError
 
     def around_step(self) -> contextlib.AbstractContextManager[Any]:
-        """What the step runs in, such as FP8."""
+        """Context that the step runs in, such as FP8."""
         return contextlib.nullcontext()
 
     def capture(self, optimizer: torch.optim.Optimizer) -> None:
-        """With gradients at None."""
+        """Make the peer's own graphs, if any; all gradients are None."""
 
 
 class PeerRun(Run):
@@ -93,7 +93,7 @@ class PeerRun(Run):
 
 
 def version_of(package: str) -> str:
-    """Of an imported package, also where it was unpacked rather than installed."""
+    """Version of an imported package, which may be unpacked rather than installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -73,7 +73,7 @@ def assign_linear(module: nn.Module, value: Tensor) -> None:
 
 
 def assign_optional(module: nn.Module | None, value: Tensor | None) -> None:
-    """Of a norm that not every model has: both are there, or none."""
+    """Copy the weight of a norm that not every model has: both are there, or none."""
     if (module is None) != (value is None):
         raise ValueError(f"{module} for {'no' if value is None else 'a'} weight")
     if module is not None and value is not None:

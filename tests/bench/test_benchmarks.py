@@ -217,7 +217,7 @@ def test_the_gate(modules):
     ],
 )
 def test_the_gate_stops_a_run_that_is_not_eager(modules, monkeypatch, tmp_path, fault, message):
-    """Only the fault is artificial; the eager run beside it passes and is timed."""
+    """All but the fault is real; the eager run beside it passes and is timed."""
     real = modules.contenders.LanguageRun
 
     class Wrong(real):

@@ -163,7 +163,7 @@ def test_the_kernel_is_the_plain_path_bit_for_bit(
 
 @pytest.mark.parametrize("options", [{}, {"ema_decay": 0.9, "stochastic_rounding": True}])
 def test_parameters_of_a_kernel_are_those_of_the_plain_path(interpreted, monkeypatch, options):
-    """This includes sizes that are no multiple of a program's."""
+    """Sizes that are no multiple of a program's are included."""
     dtype = BF16 if options else FP32
     plain = train(made(dtype, **options), 3)
     from moe_graphs.kernels import adamw_triton

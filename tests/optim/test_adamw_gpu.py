@@ -95,7 +95,7 @@ def test_clipping_is_as_right_as_torchs(dtype):
 
 
 def test_a_thousand_steps_are_as_right_as_torchs():
-    """In fp32 only rounding errors are left, and they do not add up."""
+    """Rounding errors in fp32 do not add up."""
     ours, torchs = (
         train(make, torch.float32, 1000, lr=1e-3, **options)
         for make, options in ((AdamW, {}), (torch.optim.AdamW, FUSED))

@@ -107,7 +107,7 @@ def test_parameters_of_a_kernel_are_those_of_the_plain_path(interpreted, monkeyp
 
 
 def test_states_have_their_own_dtype():
-    """With states in fp32, an update of bf16 parameters is that of fp32, rounded."""
+    """An update of bf16 parameters with fp32 states is that of fp32 parameters, rounded."""
     for dtype in (FP32, BF16):
         optimizer = AdamW(parameters(), lr=1e-2, state_dtype=dtype)
         found = train(optimizer, 1)
@@ -281,7 +281,7 @@ def test_a_first_step_that_is_skipped_leaves_no_average():
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy: inf / inf
 @pytest.mark.parametrize(("by_kernel", "skipped"), by_turns([False, True], [False, True]))
 def test_replays_are_eager_steps_with_new_bits_each(request, monkeypatch, by_kernel, skipped):
-    """This holds if the first step is skipped, too."""
+    """Replays are eager steps also if the first step is skipped."""
     if by_kernel:
         request.getfixturevalue("interpreted")
         monkeypatch.setattr(adamw, "has_kernel", lambda x: True)

@@ -163,7 +163,7 @@ def test_what_is_no_number_stays_so_however_it_is_rounded():
     ],
 )
 def test_a_captured_step_is_an_eager_step_with_new_bits_each(options):
-    """There are a scaler, clipping, a skipped step, and averages that are swapped in and out."""
+    """Steps have a scaler and clipping, one is skipped, and averages are swapped in and out."""
     steps = []
     for held in (parameters(), parameters()):
         scaler = GradScaler("cuda", init_scale=64.0, growth_interval=2)

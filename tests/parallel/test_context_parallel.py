@@ -185,9 +185,9 @@ def compare_scopes(rank: int, world_size: int, device: str, lists: list[str]) ->
 
 @pytest.mark.long
 def test_scopes_hold_the_exchange():
-    """In two steps rank 1 cannot replay the first of two layers.
+    """Eager calls of rank 1 exchange data with replays of rank 0.
 
-    Its eager calls then exchange data with rank 0's replays.
+    Rank 1 cannot replay the first of two layers in two of the steps.
     """
     first, second = run_distributed(compare_scopes, 2, arguments=("cpu", ["attn", "full"]))
     assert first == [{"warmup": 8}] * 2
@@ -201,7 +201,7 @@ def graphed_on_gpus() -> list:
 
 @pytest.mark.multigpu
 def test_graphed_is_eager_on_gpus():
-    """There are twenty steps with two microbatches, dropout, clipping, a scaler, an expert bias."""
+    """Twenty steps have two microbatches, dropout, clipping, a scaler and an expert bias."""
     arguments = ("cuda", graphed_on_gpus(), 20)
     first, *others = run_distributed(
         compare, RANKS, "nccl", arguments=arguments, timeout_seconds=300

@@ -38,7 +38,7 @@ def layouts_and_ranks() -> list:
 
 @pytest.mark.parametrize(("layouts", "ranks"), layouts_and_ranks())
 def test_graphed_is_eager(layouts, ranks):
-    """There are twenty steps with two microbatches, dropout, clipping, a scaler, an expert bias."""
+    """Twenty steps have two microbatches, dropout, clipping, a scaler and an expert bias."""
     first, *others = run_distributed(
         compare, ranks, "nccl", arguments=("cuda", layouts, 20), timeout_seconds=300
     )

@@ -129,7 +129,7 @@ def test_graphs_are_profiled_beside_eager(tmp_path):
 
 
 def test_the_path_of_a_gpu_on_a_trace_that_was_written_down(tmp_path, monkeypatch):
-    """Only the measurement is replaced, by a trace of two steps of a graph and a collective."""
+    """A trace of two steps, with a graph and a collective, replaces the measurement alone."""
 
     def event(category: str, name: str, start: float, end: float, **arguments: int) -> dict:
         times = {"ts": start, "dur": end - start}

@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 
 def captured_update(eager: Optimizer, graphed: Optimizer) -> torch.cuda.CUDAGraph:
-    """The graph of a step of the second, after a step of each that must not wait for the device."""
+    """Capture a step of ``graphed``, after a step of each that must not wait for the device."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

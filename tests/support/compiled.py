@@ -1,7 +1,7 @@
-"""Compiles Triton kernels on a machine without a GPU, and reads what ptxas says.
+"""Compile Triton kernels on a machine without a GPU, and read the messages of ptxas.
 
-A kernel is compiled once: Triton keeps what it made on disk, by what it was made of, and what ptxas
-said is kept beside it. So processes of a test run share it, and the next run has it.
+A kernel is compiled once: Triton caches its output on disk, by its inputs, and we store ptxas'
+messages beside it. So processes of a test run share the cache, and the next run has it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Compiled:
 
     @property
     def touches_memory_early(self) -> bool:
-        """Whether it has not waited for the kernel in front of it by then."""
+        """Whether the kernel touches memory before it waits for the kernel in front of it."""
         before, *behind = self.ptx.split("griddepcontrol.wait")
         memory = re.search(r"(?:ld|st|red|atom)\.(?!param)|cp\.async", before)
         return not behind or memory is not None
@@ -100,7 +100,7 @@ class Compiled:
 
     @property
     def loops(self) -> list[Loop]:
-        """In order of the text: default partition, then the others, outer loop first."""
+        """Loops in the order of the text: default partition, then the others, outer loop first."""
         found = re.findall(
             r"scf\.for %\w+ = (\S+) to (\S+) step \S+(?: iter_args\((.*?)\))? ", self.ttgir
         )
@@ -112,8 +112,11 @@ class Compiled:
 
 
 def launch_compiler(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Compiled]]:
-    """`compiled(function, arch)`: calls it with every launch only compiled for that architecture,
-    which the kernels take for the GPU's, unless they are told another; returns the kernels."""
+    """Function `compiled(function, arch)` that calls `function` and compiles its launches.
+
+    Nothing is launched. The kernels take `arch` for the GPU's architecture, unless they are told
+    another. The compiled kernels are returned.
+    """
     kernels = []
     run = JITFunction.run
 
@@ -136,7 +139,7 @@ def launch_compiler(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Compi
 
 
 def check(kernel: Compiled, wgmma: bool) -> None:
-    """What holds for every kernel of ours."""
+    """Check properties of every kernel of ours."""
     assert kernel.spills <= SPILLS, kernel.log
     assert kernel.serialised == []
     assert kernel.shared <= SHARED_LIMIT
@@ -148,7 +151,7 @@ def check(kernel: Compiled, wgmma: bool) -> None:
 
 
 def _inspect(name: str, kernel: Any, log: str) -> Compiled:
-    """`log` is empty where Triton had the kernel already."""
+    """Read a kernel's IR and its `log`, which is empty if Triton had the kernel cached."""
     ptx = kernel.asm["ptx"]
     kept = Path(knobs.cache.dir) / "ptxas" / f"{hashlib.sha256(ptx.encode()).hexdigest()}.log"
     if not log:

@@ -1,6 +1,6 @@
-"""What scripts share that train under DistributedDataParallel in processes of their own."""
+"""Common parts of scripts that train under DistributedDataParallel in their own processes."""
 
-# Of ``device``; the stream is that of the captures.
+# Setup of ``device``; the stream is that of the captures.
 TRAINING = """
     stream = torch.cuda.Stream() if device == "cuda" else None
     with torch.cuda.stream(stream) if stream else contextlib.nullcontext():

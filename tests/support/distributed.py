@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Of most tests; RANKS=4 pytest -m multigpu runs them on four GPUs.
+# Number of ranks of most tests; RANKS=4 pytest -m multigpu runs them on four GPUs.
 RANKS = int(os.environ.get("RANKS", "2"))
-# Imported once, by the server that ranks are forked from: a moment per rank instead of ten seconds.
-# DistributedDataParallel and optimizers import dynamo.
+# The server that ranks are forked from imports these modules once: a moment per rank instead of ten
+# seconds. DistributedDataParallel and optimizers import dynamo.
 PRELOADED = [
     "torch",
     "torch._dynamo",
@@ -127,9 +127,10 @@ def _run_rank(function, rank, world_size, backend, store, arguments, timeout, se
 
 
 def share_one_loop() -> None:
-    """One thread for the sockets of all gloo groups of this process. By default each group has a
-    thread of its own that wakes up a hundred times a second, also after it is destroyed: with ten
-    layouts of four ranks that is half of two cores.
+    """Give the sockets of all gloo groups of this process one common thread.
+
+    By default each group has a thread of its own that wakes up a hundred times a second, also after
+    the group is destroyed: with ten layouts of four ranks these threads take half of two cores.
     """
     gloo = dist.ProcessGroupGloo
     create, device = gloo.__init__, gloo.create_default_device()

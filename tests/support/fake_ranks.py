@@ -1,4 +1,4 @@
-"""A rank of a process group whose other ranks are not there: nothing arrives, and nobody waits."""
+"""A rank of a fake process group, whose other ranks do not exist: no collective waits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def as_rank(rank: int, world_size: int) -> Iterator[None]:
 
 
 def lay_out(model: LanguageModel, config: ParallelConfig, device: str) -> LanguageModel:
-    """What a rank has of it, stages of a pipeline included."""
+    """Lay out a model as a rank has it, also as stages of a pipeline."""
     mesh = make_mesh(config, device)
     options = {"dispatcher": "all_gather"} if config.ep > 1 else {}
     if config.pp == 1:

@@ -1,5 +1,4 @@
-"""Combinations of what a test varies: all pairs of values, or every value, by default, all of them
-if asked."""
+"""Combinations of a test's parameters: all pairs of values, or every value, or all if asked."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ def grid(*axes: Sequence[Any]) -> list[Any]:
 
 
 def by_turns(*axes: Sequence[Any]) -> list[Any]:
-    """As ``grid``, every combination in CI; `long` marks those but one for each value, by turns.
+    """Every combination, of which `long` marks all but one per value, taken by turns; CI runs all.
 
     Example: ``by_turns("abc", "de")`` leaves ad, be and cd unmarked.
     """
@@ -34,13 +33,13 @@ def by_turns(*axes: Sequence[Any]) -> list[Any]:
 
 
 def pairs(combinations: Sequence[tuple]) -> list[Any]:
-    """As ``grid``, for combinations of which some are left out: a parameter per element."""
+    """Parameters as in ``grid``, for combinations of which some are left out."""
     chosen = covering(combinations)
     return [pytest.param(*c, marks=() if c in chosen else pytest.mark.full) for c in combinations]
 
 
 def covering(combinations: Sequence[tuple[Hashable, ...]]) -> set[tuple[Hashable, ...]]:
-    """A few of them that have every pair of values that any of them has."""
+    """A few of the combinations, which contain every pair of values that any of them contains."""
     pairs = {c: set(itertools.combinations(enumerate(c), 2)) for c in combinations}
     missing = set().union(*pairs.values())
     chosen = set()

@@ -36,8 +36,10 @@ FAMILIES = ["llama", "mixtral", "qwen3_moe", "olmoe", "deepseek_v3"]
 
 
 def theirs(case: str) -> nn.Module:
-    """transformers' model, in evaluation. No weight is at rest: norms differ from one, scores from
-    one another, so that what is mixed up is seen."""
+    """Make a model of transformers, in evaluation mode.
+
+    Norms differ from one and scores from one another, so that exchanged weights show.
+    """
     family, options = CASES[case]
     model = tiny(family, None, **options).eval()
     generator = torch.Generator().manual_seed(0)
@@ -58,7 +60,7 @@ def saved(case: str, directory: Path, **options: Any) -> tuple[Path, nn.Module]:
 
 
 def logits(model: nn.Module) -> torch.Tensor:
-    """Of either kind of model."""
+    """Logits of ours or of transformers' model."""
     with torch.no_grad():
         output = model(tokens())
     return output.logits_BSV if isinstance(model, LanguageModel) else output.logits
@@ -71,5 +73,5 @@ def loss(model: nn.Module) -> torch.Tensor:
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest, relative to the largest number."""
+    """Largest difference, relative to the largest number."""
     return ((a - b).abs().max() / b.abs().max()).item()

@@ -87,7 +87,7 @@ def skip_unknown(family: str) -> None:
 
 
 def implementation_of(family: str) -> str | None:
-    """Of its experts, as it comes."""
+    """Default implementation of a family's experts."""
     return "grouped_mm" if family in FAMILIES else None
 
 
@@ -111,8 +111,10 @@ class Texts(torch.utils.data.Dataset):
 
 
 def tiny(family: str, implementation: str | None, **overrides: Any) -> nn.Module:
-    """A causal language model of two layers. The same weights for every implementation of the
-    experts; None for a dense one."""
+    """Causal language model of two layers, with the same weights for every ``implementation``.
+
+    The implementation is None for a dense model.
+    """
     kind = CONFIG_MAPPING[family]
     default = kind().get_text_config()
     known = default.to_dict()
@@ -130,7 +132,7 @@ def tiny(family: str, implementation: str | None, **overrides: Any) -> nn.Module
 
 
 def loss_and_gradients(model: nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of one step, logits among them, by name."""
+    """Loss, logits and gradients of one step, by name."""
     model.zero_grad()
     output = model(input_ids=tokens, labels=tokens)
     output.loss.backward()

@@ -1,4 +1,4 @@
-"""How large the package is and how many of its files a call passes: measured alike for any commit.
+"""Size of the package, and number of its files that a call passes, measured alike for any commit.
 
     git worktree add /tmp/before 84279f8
     python tests/support/house.py --checkout /tmp/before    # appends a line to house.jsonl
@@ -192,7 +192,7 @@ def calls(package: Path) -> dict[str, dict[str, int]]:
 
 
 def modules_of(arguments: list[str], checkout: Path) -> int:
-    """How many of the package's modules a command imports, in a process of its own."""
+    """Number of the package's modules that a command imports, in a process of its own."""
     code = (
         "import sys, runpy\n"
         "try: exec(sys.argv[1])\n"

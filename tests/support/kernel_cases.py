@@ -65,7 +65,7 @@ def _offsets(experts: int) -> Tensor:
 
 
 def _rows(columns: int, K: int = 512) -> None:
-    """For many rows per expert and for few, which Hopper has kernels of its own for."""
+    """Call products with many rows per expert and with few, for which Hopper has other kernels."""
     for experts in (4, 64):
         x, out = torch.empty(4096, K, dtype=BF16), torch.empty(4096, columns, dtype=BF16)
         for transposed in (False, True):

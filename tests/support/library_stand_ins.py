@@ -1,5 +1,6 @@
-"""Plain torch in the place of Transformer Engine and MegaBlocks, which need a GPU: what
-`benchmarks/peer_models` takes of them, with the layouts of weights that their sources have.
+"""Stand-ins in plain torch for Transformer Engine and MegaBlocks, which need a GPU.
+
+They have the parts that `benchmarks/peer_models` uses, with the libraries' layouts of weights.
 
 Shapes: B sequences, S sequence length, T tokens, D model, R rows, E experts.
 """

@@ -1,5 +1,7 @@
-"""Trainings under Lightning's strategies of several ranks, within the processes of ``distributed``:
-each rank has a trainer, and the process group is there already."""
+"""Trainings under Lightning's strategies of several ranks, in the processes of ``distributed``.
+
+Each rank has a trainer, and the process group exists already.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ ROWS, BATCHES = 4, 8  # of a rank and batch, of an epoch
 
 
 class Started(ClusterEnvironment):
-    """Processes and their group are there."""
+    """Environment in which processes and their group exist already."""
 
     creates_processes_externally = True
     main_address, main_port = "localhost", 0
@@ -55,8 +57,10 @@ class Started(ClusterEnvironment):
 
 
 class Replicated(Regression):
-    """Buffers, a rate that changes (a tensor, with ``inside``), losses of all ranks logged, and
-    gradients looked at behind every batch."""
+    """Training with buffers, a changing rate (with ``inside`` a tensor) and logged losses.
+
+    The losses of all ranks are logged, and gradients are read after every batch.
+    """
 
     norm: type = nn.BatchNorm1d
 
@@ -93,7 +97,7 @@ class Replicated(Regression):
 
 
 class Sharded(Replicated):
-    """By FSDP2, which leaves buffers to each rank, and checkpoints keep those of one."""
+    """Training sharded by FSDP2, whose ranks have buffers of their own; checkpoints keep one's."""
 
     norm = nn.LayerNorm
 
@@ -130,7 +134,7 @@ def strategy_of(kind: type, **options: Any) -> Any:
 
 
 def rows(kind: type = Replicated, batches: int = BATCHES, seed: int = 3) -> TensorDataset:
-    """Of all ranks together."""
+    """Rows of data for all ranks together."""
     generator = torch.Generator().manual_seed(seed)
     count = batches * ROWS * dist.get_world_size()
     if kind is Language:
@@ -175,8 +179,11 @@ def fit(
 
 
 def trace_of(module: pl.LightningModule, run: pl.Trainer, last: int | None = None) -> Trace:
-    """Losses, what was logged and gradients after every batch, and the end; or the losses of the
-    last batches (what is logged at an epoch's end a resumed training does not know yet)."""
+    """Trace of losses, logged values and gradients after every batch, and of the final state.
+
+    With ``last`` it has only the losses of the last batches, because a resumed training does not
+    know the values that were logged at the end of an earlier epoch.
+    """
     trace = Trace()
     for number, logged in enumerate(module.logged[-last:] if last else module.logged):
         for name, value in logged.items():

@@ -90,7 +90,7 @@ def advance(trainer: Trainer, until: int) -> None:
 
 
 def saved_on_the_way(trainer: Trainer, folder: Path, saved: int, steps: int) -> dict[str, Any]:
-    """Trains to ``steps``, and writes a checkpoint at ``saved`` meanwhile: the whole state then."""
+    """Train to ``steps`` with a checkpoint at ``saved``; return the whole state at ``saved``."""
     if trainer.workers is None:
         advance(trainer, saved)
         save_checkpoint(folder, trainer)
@@ -108,7 +108,7 @@ def saved_on_the_way(trainer: Trainer, folder: Path, saved: int, steps: int) -> 
 
 
 def resumed_from(folder: Path, trainer: Trainer, steps: int) -> tuple[dict[str, Any], torch.Tensor]:
-    """The whole state that it goes on with, and the losses to ``steps``."""
+    """Resume a training; return the whole state after loading, and the losses up to ``steps``."""
     resume(find_checkpoint(folder), trainer)
     state = whole_state(trainer)
     advance(trainer, steps)
@@ -117,7 +117,7 @@ def resumed_from(folder: Path, trainer: Trainer, steps: int) -> tuple[dict[str, 
 
 
 def whole_state(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """What checkpoints hold of model, optimizer and history, of all ranks and stages."""
+    """State of model, optimizer and history as in checkpoints, from all ranks and stages."""
     state = {
         **model_state(trainer),
         **optimizer_state(trainer),

@@ -15,14 +15,14 @@ COUNT = 37
 
 
 def together(device: str, coded: bool) -> list[Tensor]:
-    """All that was written, by one call."""
+    """All written tensors after one call for all."""
     rows = _rows(device, coded)
     _update(rows, range(COUNT), coded)
     return [x for row in rows for x in row]
 
 
 def alone(device: str, coded: bool) -> list[Tensor]:
-    """The same by a call for each tensor, of memory that is aligned, but for empty ones."""
+    """All written tensors after a call for each tensor that is not empty, in aligned memory."""
     rows = _rows(device, coded)
     copies = [[x.clone() for x in row] for row in rows]
     for number, row in enumerate(copies):

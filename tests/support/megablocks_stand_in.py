@@ -1,5 +1,4 @@
-"""MegaBlocks in plain torch, for machines without a GPU: the names, layouts and maths that we rely
-on, of megablocks 0.10.
+"""MegaBlocks 0.10 in plain torch, for machines without a GPU: its names, layouts and maths.
 
 Shapes: D model, F ffn, e experts.
 """
@@ -135,7 +134,7 @@ class dMoE(nn.Module):
 
 @pytest.fixture
 def megablocks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """In place of MegaBlocks, whether or not that is installed."""
+    """Stand-in for MegaBlocks, also if MegaBlocks is installed."""
     names = dict(
         Arguments=Arguments,
         GroupedGLU=GroupedGLU,

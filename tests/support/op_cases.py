@@ -142,7 +142,7 @@ def _tensors(order: kernels.RowOrder) -> Sequence[Tensor]:
 def _orders(
     experts_TK: Tensor, place: Callable[[Tensor], Tensor]
 ) -> tuple[kernels.RowOrder, kernels.RowOrder]:
-    """Without gaps; and with its first row without a pair, and that pair without a row."""
+    """Two orders: one without gaps, and one whose first row has no pair, and its pair no row."""
     order_R, inverse_R, offsets_E = _tensors(kernels.route_rows(experts_TK, E))
     whole = kernels.RowOrder(*map(place, (order_R, inverse_R, offsets_E)))
     order_R, inverse_R = order_R.clone(), inverse_R.clone()

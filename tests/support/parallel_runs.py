@@ -43,7 +43,7 @@ def laid_out(
     dtype: torch.dtype | None = None,
     mixed: bool = False,
 ) -> tuple[LanguageModel, Any]:
-    """The tiny model in that layout, experts exchanged in static shapes; and its loss mesh."""
+    """Lay out the tiny model, with a dispatcher of static shapes; return it and its loss mesh."""
     mesh = make_mesh(config, device)
     model = tiny_model(device, layers, dropout=dropout, count=count, dtype=dtype)
     if not dropout:
@@ -55,7 +55,7 @@ def laid_out(
 
 
 def own_part(model: LanguageModel, batch: dict[str, Any]) -> dict[str, Any]:
-    """Of a batch that is the same on all ranks that share its sequences."""
+    """Part of this rank in a batch that is the same on all ranks that share its sequences."""
     exchange = model.layers[0].attention.exchange
     if exchange is None:
         return batch
@@ -70,7 +70,7 @@ def without_noise(model: nn.Module) -> None:
 
 
 def loss_on(model: LanguageModel, tokens: torch.Tensor) -> torch.Tensor:
-    """As ``loss_of``, of a model whose vocabulary ranks may share."""
+    """Loss as in ``loss_of``, of a model whose vocabulary ranks may share."""
     output = model(tokens[:, :-1])
     logits, targets = output.logits_BSV.flatten(0, 1), tokens[:, 1:].flatten()
     return vocabulary_cross_entropy(logits, targets, vocabulary_group(model)) + output.aux_loss
@@ -93,14 +93,14 @@ def step_of(model: LanguageModel, update: DeviceStep, group: Any = None) -> Step
 
 
 def optimizer_for(model: nn.Module, device: str, config: ParallelConfig) -> Any:
-    """With ``tp`` parameters are on several meshes, or on none."""
+    """Make the optimizer; with ``tp`` parameters are on several meshes, or on none."""
     if config.tp > 1:
         return AdamW(model.parameters(), lr=torch.tensor(1e-2, device=device))
     return optimizer_of(model, device)
 
 
 def routed_by_parts(model: nn.Module, cp: int, rows: int) -> None:
-    """As ``cp`` ranks that share sequences have it: an aux loss of every part, and their mean."""
+    """Make aux losses those of ``cp`` ranks: the mean of one for each part of the sequences."""
 
     def over_parts(router: TopKRouter) -> Callable[[torch.Tensor], Routing]:
         whole = router.forward
@@ -127,7 +127,7 @@ def routed_by_parts(model: nn.Module, cp: int, rows: int) -> None:
 def train(
     rank: int, device: str, config: ParallelConfig, graphed: bool, steps: int, **options: Any
 ) -> Trace:
-    """With clipping, dropout, a scaler, expert bias; two microbatches."""
+    """Train with two microbatches, clipping, dropout, a scaler and an expert bias."""
     model, with_tokens = laid_out(device, config, **options)
     group = with_tokens.get_group()
     optimizer = optimizer_for(model, device, config)
@@ -164,8 +164,10 @@ def local_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def compare(rank: int, world_size: int, device: str, layouts: list[dict], steps: int) -> list:
-    """Graphed against eager, for each layout in turn; the norms of each. "mixed" in a layout:
-    weights in fp32, computed with in bf16."""
+    """Compare graphed with eager, for each layout in turn; return the norms of each.
+
+    A layout with "mixed" has weights in fp32 and computes in bf16.
+    """
     norms = []
     for given in layouts:
         layout = dict(given)
@@ -178,7 +180,7 @@ def compare(rank: int, world_size: int, device: str, layouts: list[dict], steps:
 
 
 def told(call: Callable[[], Any]) -> str:
-    """The message that it is refused with."""
+    """Message with which ``call`` is refused."""
     try:
         call()
     except ValueError as error:

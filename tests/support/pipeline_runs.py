@@ -1,6 +1,6 @@
-"""One rank of a pipeline, driven through its order alone: others' sends are made up.
+"""One rank of a pipeline, driven through its order alone, with made-up messages.
 
-What arrives depends on step, chunk and microbatch only, so eager and graphed runs get the same.
+A message depends on step, chunk and microbatch only, so eager and graphed runs get the same ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WIDTH, SEQUENCE = 16, 8
 
 
 def torch_schedule(name: str, pp: int, chunks: int, microbatches: int) -> Any:
-    """Constructed without processes: a schedule only asks its stages for their numbers."""
+    """Construct torch's schedule without processes: it only asks its stages for their numbers."""
     in_a_v = name in ("ZBVZeroBubble", "DualPipeV")
     indices = [0, 2 * pp - 1] if in_a_v else range(0, pp * chunks, pp)
     numbers = {"num_stages": pp * chunks, "group_size": pp, "group_rank": 0, "submod": None}
@@ -39,7 +39,7 @@ def torch_schedule(name: str, pp: int, chunks: int, microbatches: int) -> Any:
 
 
 def make_schedule(name: str, pp: int, microbatches: int) -> Schedule:
-    """By name: ours, then torch's; several chunks are two per rank."""
+    """Make a schedule by its name, ours or torch's; several chunks are two per rank."""
     if name in ("gpipe", "1f1b", "interleaved", "zero_bubble"):
         return {
             "gpipe": lambda: gpipe(pp, microbatches),
@@ -51,8 +51,11 @@ def make_schedule(name: str, pp: int, microbatches: int) -> Schedule:
 
 
 class Layers(nn.Module):
-    """A chunk of a language model: dense and MoE layers by turns, with everything that could
-    differ between a graph and eager. Returns the hidden states and the sum of the aux losses."""
+    """A chunk of a language model, with dense and MoE layers in turn.
+
+    The layers have every feature that could differ between a graph and eager. The chunk returns the
+    hidden states and the sum of the aux losses.
+    """
 
     def __init__(self, count: int, device: str) -> None:
         super().__init__()

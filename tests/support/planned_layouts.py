@@ -39,7 +39,7 @@ MOE = TransformerConfig(
     moe_layers=(False, True, True),
 )
 
-# Of a Hugging Face directory.
+# Files of a Hugging Face directory.
 LLAMA_CONFIG = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
@@ -50,9 +50,11 @@ LLAMA_CONFIG = {
 
 @dataclass(frozen=True)
 class Laid:
-    """Attributes:
-    run: a step's forwards and backwards, from the tokens of all its microbatches on this rank.
-    tokens: their shape.
+    """A laid-out model with its step.
+
+    Attributes:
+        run: runs a step's forwards and backwards, on the tokens of all microbatches of this rank.
+        tokens: shape of these tokens.
     """
 
     run: Callable[[Tensor], None]

@@ -47,7 +47,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_place(places: Sequence[Place]) -> Iterator[GradientLoan]:
-    """Those that may be, or were until somebody kept a view."""
+    """Loans of gradients that are lent in place, or were until somebody kept a view."""
     for place in places:
         for loan in place.gradient_loans():
             if not _NEVER_IN_PLACE & set(loan.copied):

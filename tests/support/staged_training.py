@@ -56,13 +56,13 @@ class Laid:
         return loss_mesh(self.mesh).get_group()
 
     def tokens(self, step: int) -> Tensor:
-        """Of this rank's batch its part."""
+        """Part of this rank in its batch."""
         every = tokens_of(step, self.config.data_parallel, self.mesh.device_type)
         mine = every[data_mesh(self.mesh).get_local_rank()][: self.pipeline.microbatches * ROWS]
         return part_of_sequences(mine, self.mesh["cp"].get_group(), overlap=1)
 
     def seed(self) -> None:
-        """Ranks of ``tp`` alike."""
+        """Seed the generators, ranks of ``tp`` alike."""
         number = self.mesh["pp"].get_local_rank() * self.config.with_tokens
         torch.manual_seed(number + loss_mesh(self.mesh).get_local_rank())
 
@@ -82,8 +82,12 @@ def divided(
     dtype: torch.dtype | None = None,
     scale: Callable[[Tensor], Tensor] | None = None,
 ) -> Laid:
-    """``layout``: of ``ParallelConfig``, with "schedule", "stages" a rank, "kind" of layers and
-    "microbatches"."""
+    """Divide a model into stages.
+
+    Args:
+        layout: fields of ``ParallelConfig``, and "schedule", "stages" per rank, "kind" of layers
+            and "microbatches".
+    """
     degrees = dict(layout)
     kind = degrees.pop("kind", "mixed")
     schedule, stages_per_rank = degrees.pop("schedule", "1f1b"), degrees.pop("stages", 1)
@@ -112,7 +116,7 @@ def divided(
 
 
 def autocast(device: str) -> torch.autocast:
-    """On GPUs, where experts compute in bf16."""
+    """Autocast to bf16, on GPUs alone, where experts compute in bf16."""
     return torch.autocast(device, torch.bfloat16, enabled=device == "cuda", cache_enabled=False)
 
 
@@ -125,8 +129,11 @@ def tokens_of(step: int, data_ranks: int, device: str) -> Tensor:
 
 @dataclass
 class Record:
-    """Of a few steps: losses, norms, gradients of the first step, parameters and expert biases
-    after the last one; of this rank's stages or of all."""
+    """Results of a few steps, of this rank's stages or of all.
+
+    These are losses, norms, gradients of the first step, and parameters and expert biases after the
+    last one.
+    """
 
     losses: list[float]
     norms: list[float]
@@ -135,7 +142,7 @@ class Record:
 
 
 def train_divided(device: str, layout: dict[str, Any], layers: int, steps: int = 3) -> Record:
-    """SGD, since it answers to a small difference with a small one."""
+    """Train divided into stages, by SGD, in which a small difference stays small."""
     laid = divided(device, layout, layers=layers, dtype=torch.float32)
     model, found = laid.model, Record([], [], {}, {})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, foreach=False)
@@ -161,7 +168,7 @@ def train_divided(device: str, layout: dict[str, Any], layers: int, steps: int =
 
 
 def train_whole(device: str, data_ranks: int, layers: int, steps: int = 3, cp: int = 1) -> Record:
-    """All ranks' microbatches in this process, with the aux losses that ``cp`` ranks have."""
+    """Train on all ranks' microbatches in this process, with the aux losses of ``cp`` ranks."""
     model = tiny_model(device, "mixed", dropout=0.0, count=layers, dtype=torch.float32)
     without_noise(model)
     routed_by_parts(model, cp, ROWS)
@@ -214,7 +221,7 @@ def furthest_relative(found: Record, expected: Record) -> dict[str, float]:
 def train_graphed(
     rank: int, device: str, layout: dict[str, Any], layers: int, config: GraphConfig, steps: int
 ) -> tuple[Trace, moe_graphs.Report]:
-    """With dropout, jitter, a scaler, clipping; a gradient of the first rank is infinite once."""
+    """Train with dropout, jitter, a scaler and clipping; rank 0 has an infinite gradient once."""
     scaler = GradScaler(device, init_scale=4.0, growth_interval=3)
     laid = divided(device, layout, layers=layers, dropout=0.1, scale=scaler.scale)
     model, trace = laid.model, Trace()
@@ -251,7 +258,7 @@ def train_graphed(
 def train_in_whole_steps(
     rank: int, device: str, layout: dict[str, Any], layers: int, graphed: bool, steps: int
 ) -> Trace:
-    """With dropout, jitter and clipping, communication and update in the graph."""
+    """Train with dropout, jitter and clipping; communication and update are in the graph."""
     laid = divided(device, layout, layers=layers, dropout=0.1)
     model, trace = laid.model, Trace()
     optimizer = optimizer_for(model, device, laid.config)

@@ -1,5 +1,6 @@
-"""``fake_transformer_engine`` and the modules that our layers are built of, and their state dicts:
-names, arguments and checks as in Transformer Engine 2.20, for the CPU.
+"""Stand-in for Transformer Engine 2.20 on the CPU: names, arguments, checks and state dicts.
+
+It has ``fake_transformer_engine`` and the modules that our layers are built of.
 
 ``install`` makes it look like an installed library; nothing here is used otherwise.
 """
@@ -99,7 +100,7 @@ class Linear(Base):
 
 
 class GroupedLinear(Base):
-    """Its experts have one scale in common."""
+    """Linear layers of experts, which have one common scale."""
 
     def __init__(
         self, num_gemms, in_features, out_features, *, bias, params_dtype, device, init_method

@@ -37,7 +37,7 @@ PLAIN: dict[str, Any] = {"count": 2, "dropout": 0.0, "dtype": torch.float32}
 
 
 def whole(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """As one process has them. ``tensors``: named as the parameters."""
+    """Whole tensors, as one process has them; ``tensors`` have the names of the parameters."""
     parts, found = fused_rows(model), {}
     for name, tensor in ((whole_name(name), tensor) for name, tensor in tensors):
         if not hasattr(tensor, "full_tensor"):
@@ -64,9 +64,15 @@ def train(
     clip: float,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """Norms, the first gradients and the last parameters, biases of experts among them. SGD, since
-    it answers to a small difference with a small one. ``parts``: of the data, those that this
-    process goes through. ``group``: ranks with tokens of their own."""
+    """Train by SGD, in which a small difference stays small.
+
+    Args:
+        parts: numbers of the parts of the data that this process takes.
+        group: ranks with tokens of their own.
+
+    Returns:
+        Norms, the first gradients, and the last parameters with the biases of experts.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, foreach=False)
     norms, gradients = [], {}
     streams = [batches(device, steps, 2, seed=10 + part) for part in parts]
@@ -87,8 +93,10 @@ def train(
 
 
 def differences(device: str, config: ParallelConfig, layers: str = "mixed") -> dict[str, float]:
-    """From one process on the whole batch, in fp32 (on a GPU that is for "dense" layers): the
-    largest, relative to the largest number."""
+    """Largest differences from one process on the whole batch, relative to the largest number.
+
+    The model is in fp32, which on a GPU is possible for "dense" layers only.
+    """
     alone = tiny_model(device, layers, **PLAIN)
     without_noise(alone)
     routed_by_parts(alone, config.cp, rows=2)
@@ -110,7 +118,7 @@ def differences(device: str, config: ParallelConfig, layers: str = "mixed") -> d
 
 
 def check_alike(model: nn.Module) -> None:
-    """What ranks that share tensors all have is the same to the bit, as are random numbers."""
+    """Check that replicated tensors and random numbers are equal to the bit on all ranks."""
     mesh = next(p.device_mesh for p in model.parameters() if "tp" in names_of(p))
     group = mesh["tp"].get_group() if mesh.ndim > 1 else mesh.get_group()
     held = {n: local_part(p).cpu() for n, p in model.named_parameters() if "tp" not in names_of(p)}
@@ -129,7 +137,7 @@ def names_of(parameter: Tensor) -> tuple[str, ...]:
 
 
 def at_their_addresses(device: str, config: ParallelConfig) -> LanguageModel:
-    """Laid out without FSDP2: ranks of ``cp`` have to sum gradients themselves."""
+    """Lay out a model without FSDP2; ranks of ``cp`` have to sum gradients themselves."""
     if config.cp == 1:
         return laid_out(device, config, layers="mixed", count=2)[0]
     mesh, model = make_mesh(config, device), tiny_model(device, "mixed", count=2)
@@ -139,7 +147,7 @@ def at_their_addresses(device: str, config: ParallelConfig) -> LanguageModel:
 
 
 def scopes_trace(device: str, config: ParallelConfig, scopes: str | None, steps: int) -> Trace:
-    """With dropout, clipping, expert bias; two microbatches. Gradients, too."""
+    """Train scopes with two microbatches, dropout, clipping and an expert bias."""
     model = at_their_addresses(device, config)
     exchange = model.layers[0].attention.exchange
     optimizer = AdamW(model.parameters(), lr=torch.tensor(1e-2, device=device))

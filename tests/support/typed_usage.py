@@ -140,7 +140,7 @@ def sharded() -> None:
 
 
 class OwnModel(LanguageModel):
-    """Of a subclass, ``from_pretrained`` makes that."""
+    """A subclass, of which ``from_pretrained`` makes an instance."""
 
 
 def checkpoints(directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""What tests of updates on a GPU share."""
+"""Common parts of tests of updates on a GPU."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_torchs_schedulers_move_the_tensors_in_place_and_do_not_wait(name, befor
 
 
 def test_reduce_on_plateau_moves_the_tensor_but_reads_it():
-    """This scheduler decides on the host, once an epoch."""
+    """The scheduler decides on the host, once an epoch."""
     floats, tensors = two_groups(0.02), two_groups(0.02)
     tensor_hyperparameters(tensors)
     pairs = [(o, schedulers.ReduceLROnPlateau(o, patience=1)) for o in (floats, tensors)]

@@ -152,7 +152,7 @@ def test_run_again_it_is_training_with_room(backend, device, name):
 
 
 def test_an_overflow_moves_nothing():
-    """This holds for a gradient that is not finite, too, since the step does not count."""
+    """Gradients that are not finite change nothing either, since the step does not count."""
     parameter = nn.Parameter(torch.ones(3))
     scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
     ema = ExponentialMovingAverage([parameter], 0.5)

@@ -79,7 +79,7 @@ def test_held_batches_stay_good(device):
 
 
 def test_a_batch_is_not_overwritten_while_enqueued_work_reads_it(device):
-    """On a GPU the reads wait behind a long kernel; the host takes all batches meanwhile."""
+    """The reads on a GPU wait behind a long kernel; the host takes all batches meanwhile."""
     loader = StaticLoader([batch(n, rows=1 << 16) for n in range(20)], device)
     sums = []
     for each in loader:
