@@ -1,16 +1,17 @@
-"""Rows that the fullest rank's experts need, over the first steps of real training.
+r"""Rows that the fullest rank's experts need, over the first steps of real training.
 
-    torchrun --nproc-per-node 2 benchmarks/expert_rows.py --seeds 0 1 --cpu \\
+    torchrun --nproc-per-node 2 benchmarks/expert_rows.py --seeds 0 1 --cpu \
         --out benchmarks/results/expert_rows_cpu.jsonl
-    torchrun --nproc-per-node 2 benchmarks/expert_rows.py --preset small --steps 150 \\
+    torchrun --nproc-per-node 2 benchmarks/expert_rows.py --preset small --steps 150 \
         --out benchmarks/results/expert_rows_h200.jsonl
 
-What `moe-graphs train --ep N` trains on N ranks, eagerly, by the schedule of the preset. A share is
-the rows that a rank's experts need in one call of a layer, over those of a balanced routing: what
-`rows_factor` has to be at least. Of each step the highest, over layers, calls and ranks. The same
-tokens are also counted as if 2, 4, ... ranks shared the experts. `--aux-loss-coef 0` is the bad
-case: nothing balances the experts. A line per run: the highest share of the steps 1 to 10, 11 to
-50 and behind, the 99.9 % quantile, and how many steps would have overflowed, by factor and by when.
+The training is that of `moe-graphs train --ep N` on N ranks, eager, by the preset's schedule. A
+share is the number of rows that a rank's experts need in one call of a layer, divided by those of a
+balanced routing; `rows_factor` has to be at least as large. The highest share of each step counts,
+over layers, calls and ranks. The same tokens are also counted as if 2, 4, ... ranks shared the
+experts. `--aux-loss-coef 0` is the bad case, in which nothing balances the experts. There is a line
+per run: the highest share of the steps 1 to 10, 11 to 50 and later, the 99.9 % quantile, and how
+many steps would have overflowed, by factor and by part of the run.
 """
 
 from __future__ import annotations

@@ -54,8 +54,11 @@ def llama() -> Setting:
 
 
 def settings() -> dict[str, Setting | DenoiserSetting]:
-    """The GPU-bound model at half its tokens: whole steps hold all activations between replays,
-    and five contenders have to fit beside each other."""
+    """Settings by name, with half of the GPU-bound model's tokens.
+
+    Whole steps hold all activations between replays, and five contenders have to fit beside each
+    other.
+    """
     smaller = replace(gpu_bound(), batch_size=2)
     return {s.name: s for s in (launch_bound(), llama(), DenoiserSetting(), smaller)}
 

@@ -290,7 +290,7 @@ def run_check(kind: str, timeout: float = 75) -> dict:
 
 
 def contenders(shape: tuple, routing: str, good: set[str]) -> dict:
-    """name -> (group, call, output to compare with torch's, or None)."""
+    """Contenders by name: group, call, and the output to compare with torch's, or None."""
     from moe_graphs.kernels.gemm import launch as g
     from moe_graphs.kernels.gemm.tiles import row_tiles
 

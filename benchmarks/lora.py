@@ -95,8 +95,10 @@ def model_of(case: Case, device: torch.device) -> nn.Module:
 
 
 def flops_per_token(model: nn.Module, sequence: int) -> float:
-    """Forward, and gradients of what is between layers: frozen weights get none. What checkpointing
-    computes again does not count."""
+    """FLOPs per token of the forward and of the gradients between layers.
+
+    Frozen weights get no gradients. Recomputations of checkpointing do not count.
+    """
     config = model.config
     dense = experts = 0
     for name, parameter in model.named_parameters():
@@ -106,7 +108,7 @@ def flops_per_token(model: nn.Module, sequence: int) -> float:
             dense += parameter.numel()
     active = dense + experts * config.num_experts_per_tok / config.num_experts
     attention = config.num_hidden_layers * config.num_attention_heads * config.head_dim * sequence
-    return 2 * 2 * active + 3 * 2 * attention  # causal: half of 4 per pair, backward twice that
+    return 2 * 2 * active + 3 * 2 * attention  # causal: 2 per pair, backward 4
 
 
 def measure(case: Case) -> dict[str, Any]:

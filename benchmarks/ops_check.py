@@ -182,7 +182,7 @@ def torch_route(ids: torch.Tensor, experts: int):
 
 
 def timed_jobs(T: int, D: int, F: int, E: int, K: int) -> dict:
-    """name -> (call, bytes that must move or 0, torch's plain way or None)."""
+    """Timed calls by name: call, bytes that must move or 0, torch's plain call or None."""
     from moe_graphs.kernels import permute_triton, swiglu_reference, swiglu_triton
     from moe_graphs.kernels.gemm import tiles
 

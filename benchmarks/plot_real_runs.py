@@ -30,11 +30,12 @@ TITLES = {
 
 
 def draw(rows: Sequence[Row]) -> Figure:
-    """A panel for each set of which a run ended well. Of two runs of a variant from the same seed
-    the later one counts.
+    """Draw a panel for each set with a run that ended well.
+
+    If a variant has two runs from the same seed, the later one counts.
 
     Raises:
-        ValueError: none did, or a variant's runs have other steps than one another.
+        ValueError: no run ended well, or a variant's runs have different steps.
     """
     newest = {
         (row["set"], row["contender"], row["seed"]): row for row in rows if row["error"] is None

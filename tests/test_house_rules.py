@@ -58,18 +58,23 @@ FRAGMENTS = re.compile(
 FRAGMENTS_OF_COMMENTS = re.compile(
     r"# (Of|Those|Likewise|Whose|Which|To that|So that|By that|None of|Also of|Neither of|As of)\b"
 )
-# Folders and files whose docstrings have not been rewritten yet.
-NOT_REWRITTEN = {
-    "benchmarks",
-    "examples",
-    "moe_graphs/checkpoints",
-    "moe_graphs/cli.py",
-    "moe_graphs/engine",
-    "moe_graphs/integrations",
-    "moe_graphs/kernels",
-    "moe_graphs/lm",
-    "moe_graphs/optim/muon.py",
-    "tests",
+# Fragments that are left in folders and files that have not been rewritten yet. A number may only
+# shrink: whoever rewrites docstrings there lowers it. All other folders have none.
+FRAGMENTS_LEFT: dict[str, int] = {
+    "moe_graphs/checkpoints": 16,
+    "moe_graphs/cli.py": 1,
+    "moe_graphs/engine": 246,
+    "moe_graphs/integrations": 56,
+    "moe_graphs/kernels": 49,
+    "moe_graphs/lm": 76,
+    "moe_graphs/optim/muon.py": 5,
+    "tests/engine": 40,
+    "tests/integrations": 25,
+    "tests/kernels": 21,
+    "tests/lm": 25,
+    "tests/optim/test_muon.py": 3,
+    "tests/optim/test_muon_on_ranks.py": 3,
+    "tests/programs": 39,
 }
 
 
@@ -192,11 +197,19 @@ def test_one_file_name_one_meaning():
     assert not [name for name, count in names.items() if count > 1]
 
 
-@pytest.mark.parametrize("file", FILES, ids=[str(f.relative_to(PACKAGE)) for f in FILES])
-def test_docstrings_and_comments_begin_with_a_phrase_that_stands_by_itself(file):
-    path = file.relative_to(PACKAGE.parent)
-    if not {str(each) for each in (path, *path.parents)} & NOT_REWRITTEN:
-        assert not fragments_of(file)
+def test_docstrings_and_comments_begin_with_a_phrase_that_stands_by_itself():
+    root = PACKAGE.parent
+    found: dict[str, list[str]] = {name: [] for name in (*FRAGMENTS_LEFT, "all others")}
+    for folder in ("benchmarks", "examples", "moe_graphs", "tests"):
+        for file in sorted((root / folder).rglob("*.py")):
+            path = file.relative_to(root)
+            names = [name for name in FRAGMENTS_LEFT if path.is_relative_to(name)]
+            found[names[0] if names else "all others"] += fragments_of(file)
+    assert not found.pop("all others")
+    more = {name: lines for name, lines in found.items() if len(lines) > FRAGMENTS_LEFT[name]}
+    assert not more, "begin new docstrings and comments with a phrase that stands by itself"
+    fewer = {name: len(each) for name, each in found.items() if len(each) < FRAGMENTS_LEFT[name]}
+    assert not fewer, "lower the numbers in FRAGMENTS_LEFT to these"
 
 
 def fragments_of(file: Path) -> list[str]:

@@ -1,5 +1,4 @@
-"""README.md and docs/guide.md are true: their code runs, what they name exists, tables are those of
-the lines."""
+"""README.md and docs/guide.md are true: code runs, names exist, tables are those of the lines."""
 
 from __future__ import annotations
 

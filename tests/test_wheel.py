@@ -69,8 +69,11 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def clean(wheel, tmp_path_factory) -> Path:
-    """The programs of an environment with the wheel. Its dependencies are found in this one, whose
-    own ``.pth`` files, and so its editable install, are not read there."""
+    """Programs of an environment with the wheel.
+
+    The wheel's dependencies are found in the running environment, whose ``.pth`` files, and so its
+    editable install, are not read there.
+    """
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
     (packages,) = folder.glob("lib/python*/site-packages")

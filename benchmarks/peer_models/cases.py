@@ -99,7 +99,10 @@ def initial_state(case: Case, device: torch.device, dtype: torch.dtype) -> dict[
 
 
 def _without_losses(config: TransformerConfig) -> TransformerConfig:
-    """Each library counts balance otherwise, and MegaBlocks and Megatron leave it out of the loss
-    that they return: nobody computes it here."""
+    """Remove the aux losses from a configuration.
+
+    Each library defines the balance in its own way, and MegaBlocks and Megatron leave it out of
+    the loss that they return, so no contender computes it here.
+    """
     assert config.moe is not None
     return replace(config, moe=replace(config.moe, aux_loss_coef=0.0))

@@ -42,9 +42,13 @@ def build(
     experts: str = "moe_graphs",
     fp8: str | None = None,
 ) -> Peer:
-    """``linear`` and ``experts``: whose kernels; ``fp8``: the recipe for those of Transformer
-    Engine."""
-    # As it is said only where it is asked for, this also runs where there is no such field.
+    """Build our model.
+
+    Args:
+        linear, experts: kernels of projections and of experts.
+        fp8: recipe for the kernels of Transformer Engine.
+    """
+    # The field is set only if needed, so this also runs with versions that do not have the field.
     chosen: dict[str, Any] = {} if linear == "torch" else {"linear": linear}
     model = LanguageModel(replace(case.config, **chosen), device=device, dtype=dtype)
     model.load_state_dict(state)

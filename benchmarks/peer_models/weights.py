@@ -16,8 +16,11 @@ from moe_graphs.layers import TransformerConfig
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """Views of the state. ``query`` [H*Q, D], ``key`` and ``value`` [G*Q, D], ``out`` [D, H*Q];
-    ``gate`` and ``up`` [E, F, D], ``down`` [E, D, F], so as linear layers hold them."""
+    """Views of a layer's state, in the shapes that linear layers have.
+
+    Shapes: ``query`` [H*Q, D], ``key`` and ``value`` [G*Q, D], ``out`` [D, H*Q], ``gate`` and
+    ``up`` [E, F, D], ``down`` [E, D, F].
+    """
 
     attention_norm: Tensor
     query: Tensor

@@ -1,8 +1,8 @@
-"""Stands in for ``transformer_engine.pytorch.quantization`` where there is no GPU: the global state
-that the engine knows, and a module that casts with delayed, current or no scaling.
+"""Stand-in for ``transformer_engine.pytorch.quantization`` on machines without a GPU.
 
-Its kernels do what the engine has to cope with: they write past the dispatcher, the backward can be
-run once, and Python updates scales. ``install`` makes it look like an installed library.
+It has the global state that the engine knows, and a module that casts with delayed, current or no
+scaling. Like the library's, its kernels write past the dispatcher, its backward can run only once,
+and its Python updates scales. ``install`` makes it look like an installed library.
 """
 
 import functools

@@ -19,9 +19,12 @@ _NEVER_IN_PLACE = {
 
 
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward may overwrite the gradients of all backwards, a backward its own and those of the
-    backwards captured after it. Where they are accumulated, only that of a first microbatch may.
-    The CPU's recorder reuses no memory by itself."""
+    """Let replays overwrite gradients with NaN, since the CPU recorder reuses no memory by itself.
+
+    A forward may overwrite the gradients of all backwards. A backward may overwrite its own and
+    those of the backwards captured after it. If gradients are accumulated, only a first
+    microbatch's graph may overwrite them.
+    """
     begin, replayed, call_in_place = Slot.begin_replay, replay._replayed, Slot.call_in_place
 
     def begin_replay(slot, place, leaves):

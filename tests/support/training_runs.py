@@ -36,8 +36,11 @@ def tiny_model(
     count: int = 2,
     dtype: torch.dtype | None = None,
 ) -> LanguageModel:
-    """A few layers with every feature that could differ between a graph and eager: dropout, jitter,
-    aux losses, expert bias. By default fp32 on the CPU, bf16 on a GPU."""
+    """Make a model of a few layers, by default in fp32 on the CPU and in bf16 on a GPU.
+
+    It has every feature that could differ between a graph and eager: dropout, jitter, aux losses,
+    expert bias.
+    """
     torch.manual_seed(0)
     kind: Any = LAYERS[layers]
     moe = MoEConfig(
