@@ -1,4 +1,4 @@
-"""torch's AdamW with an update that takes as long as its memory does."""
+"""AdamW with torch's interface and state, and an update at the speed of memory."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def held_between_steps(model: nn.Module, update: OptimizerCosts) -> dict[str, in
 def as_rank(layout: ParallelConfig, stage_rank: int) -> Iterator[DeviceMesh | None]:
     """Context with a mesh over a fake process group, whose other ranks do not exist.
 
-    Collectives move nothing and wait for nobody. The mesh is None for one rank.
+    Collectives neither move data nor wait. The mesh is None for one rank.
 
     Raises:
         ValueError: this process is in a process group.

@@ -17,7 +17,7 @@ DISPATCHERS = ("all_to_all", "all_gather", "symmetric")
 
 
 class OptimizerCosts(NamedTuple):
-    """Bytes of a rank's optimizer: its states, and what arrives in an update."""
+    """Bytes of a rank's optimizer: its states, and the bytes received in an update."""
 
     states: int
     received: int = 0

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-# Dictionaries with attributes beside them; modules that nobody has imported have made no batch.
+# Types of dictionaries with attributes. A module that is not imported has made no batch.
 _CLASSES = (
     ("transformers.tokenization_utils_base", "BatchEncoding"),
     ("transformers.feature_extraction_utils", "BatchFeature"),

@@ -1,4 +1,4 @@
-"""Checks of what a graph can hold of an optimizer, and hyperparameters at fixed addresses."""
+"""Checks that a graph can hold an optimizer's step, and hyperparameters at fixed addresses."""
 
 from __future__ import annotations
 

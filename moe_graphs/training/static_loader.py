@@ -239,7 +239,7 @@ class _Slot:
 
 
 def _check_leaves(batch: Any, leaves: Sequence[Any]) -> None:
-    """Check that a copy keeps every leaf what it is.
+    """Check that a copy changes the kind of no leaf.
 
     Raises:
         GraphError: a copy would silently change the kind of a leaf.
