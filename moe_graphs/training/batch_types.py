@@ -15,10 +15,10 @@ _CLASSES = (
 
 
 def know_batches() -> None:
-    """Lets torch see the tensors of such batches, wherever a pytree is asked for.
+    """Register the batches' classes as pytrees, so that torch sees their tensors.
 
-    What is made of their tensors is a batch of the same class. It has no ``encodings()`` of the
-    tokenizer, which are the host's and differ from batch to batch.
+    A batch that is built from a pytree has the same class. It lacks the tokenizer's
+    ``encodings()``, which are on the host and differ from batch to batch.
     """
     for module, name in _CLASSES:
         kind = getattr(sys.modules.get(module), name, None)
