@@ -19,7 +19,7 @@ BY_MASK_ALONE = {
 }
 # By hand or with more than a causal mask, and what the note says of it.
 UNKNOWN = {
-    "doge": "gives masks allow_is_causal_skip",
+    "doge": "DogeAttention.prepare_dynamic_mask makes masks by hand",
     "gemma3_text": "gives masks or_mask_function",
     "glm_moe_dsa": "looks at _attn_implementation by itself",
     "bert": "not causal",
@@ -67,7 +67,7 @@ def test_rows_within_a_window_need_no_mask(family, length):
     torch.testing.assert_close(model(tokens()).logits, expected)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "llama", "gpt2", *UNKNOWN, "llama4_text"])
+@pytest.mark.parametrize("family", [*FAMILIES, "llama", "gpt2", "llama4_text", *UNKNOWN])
 def test_what_is_known_to_be_causal_computes_as_with_the_masks_of_transformers(family):
     skip_unknown(family)
     heads = dict(num_key_value_heads=4) if family == "glm_moe_dsa" else {}

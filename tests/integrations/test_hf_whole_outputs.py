@@ -12,12 +12,16 @@ from moe_graphs.engine.hooks import forward_hooks_of
 from moe_graphs.integrations.transformers import accelerate_model
 
 pytest.importorskip("transformers", reason="needs the extra hf")
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
 from hf_families import implementation_of, tiny, tokens
 
 STEPS = 6
 KEYS = ("router_logits", "hidden_states")
 FLAGS = [(), ("output_router_logits",), ("output_hidden_states",), ("output_attentions",)]
 FLAGS += [sum(FLAGS, ()), ("return_dict",)]
+# transformers 5.17 counts tokens per expert by a function that reads its input on the host.
+BALANCES_ON_THE_HOST = "bincount" in load_balancing_loss_func.__code__.co_names
 NOTHING = dict(experts=False, norms=False, residuals=False, rotary=False, loss=False)
 
 
@@ -53,6 +57,10 @@ def run(flags, *, whole, family="qwen3_moe", between=None):
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "none")
 def test_a_flag_is_served_within_the_graph(flags, family):
     _, expected = run(flags, whole=False, family=family)
+    if "output_router_logits" in flags and BALANCES_ON_THE_HOST:
+        with pytest.raises(moe_graphs.CaptureError, match="bincount reads values on the host"):
+            run(flags, whole=True, family=family)
+        return
     report, found = run(flags, whole=True, family=family)
     assert report.replayed == STEPS - 3
     assert all(map(torch.equal, expected, found))

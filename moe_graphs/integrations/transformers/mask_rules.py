@@ -30,6 +30,7 @@ WINDOWS = {
 # Built beside the causal one, it is that of cross attention.
 _ACROSS = "create_bidirectional_mask"
 _BUILDERS = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
+_OF_PADDING = "apply_mask_to_padding_states"  # of linear attention, with a mask of the batch alone
 _MORE = {"or_mask_function", "and_mask_function", "block_sequence_ids", "allow_is_causal_skip"}
 _IMPLEMENTATION, _TABLE = "_attn_implementation", "ALL_ATTENTION_FUNCTIONS"
 _WITHOUT_WINDOW = {"full_attention", "linear_attention"}
@@ -123,6 +124,8 @@ def _builders(function: types.FunctionType, configs: list[Any]) -> set[str]:
 
 def _check(function: types.FunctionType) -> None:
     where = function.__qualname__
+    if "mask" in function.__name__ and function.__name__ != _OF_PADDING:
+        raise UnknownMasksError(f"{where} makes masks by hand")
     more = _MORE & set(strings(function.__code__))
     if more:
         raise UnknownMasksError(f"{where} gives masks {', '.join(sorted(more))}")
