@@ -13,7 +13,7 @@ from training_runs import tiny_model
 
 BROKEN = {
     "unknown": (dict(scopes="attn,moe_ruoter"), "did you mean 'moe_router'"),
-    "unknown_without_guess": (dict(scopes="xyz"), r"a pattern on its name, such as '\*.xyz'"),
+    "unknown_without_guess": (dict(scopes="xyz"), r"a pattern on its name, such as '\*xyz'"),
     "duplicate": (dict(scopes=["attn", "attn"]), "listed twice"),
     "impl_none": (dict(scopes="attn", impl="none"), "drop one of the two"),
     "nothing_chosen": (dict(scopes=[]), "name scopes or impl='none'"),
@@ -109,3 +109,10 @@ def test_a_pattern_with_a_dot_matches_names_at_the_top():
     model["inner"].add_module("encoder", nn.Linear(2, 2))
     found = find_scopes(model, GraphConfig("*.encoder"))
     assert [scope.name for scope in found] == ["encoder", "inner.encoder"]
+
+
+def test_the_hint_for_a_name_at_the_top_is_a_pattern_that_shows_its_match():
+    model = nn.ModuleDict({"encoder": nn.Linear(2, 2)})
+    with pytest.raises(ValueError, match=r"unknown scope 'encoder'.* such as '\*encoder'"):
+        GraphConfig("encoder")
+    assert [scope.name for scope in find_scopes(model, GraphConfig("*encoder"))] == ["encoder"]

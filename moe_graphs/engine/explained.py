@@ -33,6 +33,12 @@ def explained(what: str, backend: Backend, *, then: str) -> Iterator[None]:
     except Exception as error:
         line = source_line(traceback.extract_tb(error.__traceback__))
         _drop_leaked_hooks(error)
+        if isinstance(error, KeyError) and isinstance(error.args[0], torch.nn.Parameter):
+            raise CaptureError(
+                f"{what} failed: a dictionary is keyed by a parameter, at {line}: a capture runs "
+                f"forwards on other parameters, which lie in the same memory: key it by the "
+                f"parameter's name; {then}"
+            ) from None
         raise CaptureError(
             f"{what} failed with {type(error).__name__}{backend.memory_note(error)}: {error}; at "
             f"{line}{_remedy(line)}; {then}"

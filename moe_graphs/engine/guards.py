@@ -17,6 +17,7 @@ from torch._C._dynamo import guards as of_dynamo
 from moe_graphs.engine.containers import GONE
 from moe_graphs.engine.fp8 import is_bookkeeping
 from moe_graphs.engine.hooks import are_of_fsdp, hooks_of
+from moe_graphs.engine.looking_into import check_not_keyed_by_weights, check_not_scripted
 from moe_graphs.engine.reachable import Reachable, Walk
 from moe_graphs.engine.reads import Reads, functions_of
 from moe_graphs.engine.signature import Mismatch
@@ -155,11 +156,15 @@ class Guards:
                     f"them, or choose a scope that ends before it"
                 )
 
+    def check_keys(self) -> None:
+        check_not_keyed_by_weights(self._found.containers)
+
     def check_followable(self) -> None:
         """
         Raises:
-            CaptureError: if the block may advance an iterator, whose place nobody can compare.
+            CaptureError: if the block may advance an iterator, or run a compiled module.
         """
+        check_not_scripted(self._found.leaves)
         if self._found.iterators:
             raise CaptureError(
                 f"it reaches {self._found.iterators[0]!r}, an iterator, which a replay would not "
@@ -295,7 +300,8 @@ def reads_before_running(
     """What functions may read, and what those may that they reach, as far as can be told without
     running them. ``modules``: those that may run."""
     owners = {id(module): module for module in modules}
-    todo = [*functions, *(type(module).forward for module in owners.values())]
+    plain = (each for each in owners.values() if not isinstance(each, torch.jit.ScriptModule))
+    todo = [*functions, *(type(module).forward for module in plain)]
     while True:
         reads = Reads.before_running(*todo, with_inner=True)
         reads.owners.update(owners)

@@ -6,13 +6,15 @@ import decimal
 import functools
 import itertools
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from moe_graphs.engine.containers import GONE
+from moe_graphs.engine.containers import GONE, Container
 from moe_graphs.engine.values import is_plain
+from moe_graphs.errors import CaptureError
 
 
 def could_be_read(
@@ -34,6 +36,48 @@ def with_inner_code(code: types.CodeType) -> tuple[types.CodeType, ...]:
     """Of a function, and of all functions and lambdas that stand in it."""
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
     return (code, *itertools.chain.from_iterable(map(with_inner_code, inner)))
+
+
+def scripted(name: str) -> str:
+    """Why a module of ``torch.jit`` is refused."""
+    return (
+        f"module {name or 'model'!r} is a ScriptModule (torch.jit.script or torch.jit.trace), "
+        f"whose code nobody can look into: put the module in its place that it was made from, or "
+        f"choose scopes without it"
+    )
+
+
+def check_not_scripted(values: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        CaptureError: if a value is a module that ``torch.jit`` has compiled.
+    """
+    for name, value in values.items():
+        if isinstance(value, torch.jit.ScriptModule):
+            raise CaptureError(scripted(name))
+
+
+def check_not_keyed_by_weights(containers: Iterable[Container]) -> None:
+    """
+    Raises:
+        CaptureError: if the keys of a dictionary are parameters, in whose place a capture puts
+            others.
+    """
+    for each in containers:
+        keys = each.holder if isinstance(each.holder, dict) else ()
+        if any(isinstance(key, Tensor) and key.requires_grad for key in keys):
+            raise CaptureError(
+                f"dictionary {each.name!r} is keyed by a parameter, and a capture runs forwards on "
+                f"other parameters, which lie in the same memory: key it by the parameter's name"
+            )
+
+
+def attribute_of(value: Any, name: str) -> Any:
+    """None without it, and where the class of the value raises what it likes."""
+    try:
+        return getattr(value, name, None)
+    except Exception:
+        return None
 
 
 def has_dictionary(value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -126,6 +127,15 @@ def preserved_values(tensors: Iterable[Tensor], *, on_host: bool = False) -> Ite
         values.put_back()
 
 
+_WEIGHTS = "_flat_weights"
+
+
+def _weights_in_lists(module: nn.RNNBase) -> dict[str, list]:
+    """``nn.LSTM`` and its kin read their weights in lists that they keep beside them."""
+    keys = (_WEIGHTS, "_flat_weight_refs")
+    return {key: module.__dict__[key] for key in keys if key in module.__dict__}
+
+
 class StandIns:
     """For each parameter of some modules another one on the same memory, of the same class and
     with the same attributes, but without its hooks and its gradient accumulator.
@@ -137,6 +147,7 @@ class StandIns:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         """Frozen parameters are left alone."""
+        modules = list(modules)
         places = {
             (id(module), key): (module._parameters, key, parameter)
             for root in modules
@@ -145,6 +156,8 @@ class StandIns:
             if parameter is not None and parameter.requires_grad
         }
         self._places = list(places.values())
+        found = (module for root in modules for module in root.modules())
+        self._recurrent = list({id(m): m for m in found if isinstance(m, nn.RNNBase)}.values())
         made = {id(p): (p, _stand_in(p)) for _, _, p in self._places}
         self._made = {key: stand_in for key, (_, stand_in) in made.items()}
         self.originals = {id(stand_in): p for p, stand_in in made.values()}
@@ -152,13 +165,24 @@ class StandIns:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Within this context the modules hold the stand-ins."""
+        lists = [(each.__dict__, _weights_in_lists(each)) for each in self._recurrent]
         try:
             for place, key, parameter in self._places:
                 place[key] = self._made[id(parameter)]
+            for attributes, found in lists:
+                attributes.update(self._lists_like(found))
             yield
         finally:
             for place, key, parameter in self._places:
                 place[key] = parameter
+            for attributes, found in lists:
+                attributes.update(found)
+
+    def _lists_like(self, lists: dict[str, list]) -> dict[str, list]:
+        """The same lists with the stand-ins."""
+        weights = [w if w is None else self.stand_in(w) for w in lists[_WEIGHTS]]
+        references = [w if w is None else weakref.ref(w) for w in weights]
+        return {key: weights if key == _WEIGHTS else references for key in lists}
 
     def original(self, tensor: Tensor) -> Tensor:
         return self.originals.get(id(tensor), tensor)

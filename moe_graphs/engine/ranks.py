@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from moe_graphs.engine.looking_into import attribute_of
 from moe_graphs.engine.signature import Mismatch
 from moe_graphs.errors import CaptureError
 
@@ -100,7 +101,7 @@ def groups_of(model: nn.Module) -> Iterator[dist.ProcessGroup]:
     of parameters that are sharded (DTensor, so FSDP2)."""
     for module in model.modules():
         for holder in (module, *vars(module).values()):
-            group = getattr(holder, "process_group", None)
+            group = attribute_of(holder, "process_group")
             if isinstance(group, dist.ProcessGroup):
                 yield group
     meshes = {id(p.device_mesh): p.device_mesh for p in model.parameters() if _is_sharded(p)}

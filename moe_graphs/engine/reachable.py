@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -170,10 +171,10 @@ class Walk:
             self._cell(Cell(decimal_context, None, "decimal.getcontext()", is_copy=True), False)
 
     def _look_into(self, value: Any, name: str, everything: bool) -> None:
-        if isinstance(value, nn.Module):
-            self._module(value, name, everything)
-        elif is_bookkeeping(value):
+        if is_bookkeeping(value) or isinstance(value, torch.jit.ScriptModule):
             self.found.leaves[name] = value
+        elif isinstance(value, nn.Module):
+            self._module(value, name, everything)
         elif isinstance(value, Optimizer):
             # Its other attributes are bookkeeping of torch and of schedulers; or it wraps another.
             wrapped = {key for key, child in vars(value).items() if isinstance(child, Optimizer)}

@@ -26,7 +26,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine import doors
-from moe_graphs.engine.looking_into import contents_of_cell, with_inner_code
+from moe_graphs.engine.looking_into import attribute_of, contents_of_cell, with_inner_code
 from moe_graphs.engine.origins import origin_of, origin_of_class
 from moe_graphs.engine.values import BY_IDENTITY
 from moe_graphs.errors import CaptureError
@@ -112,10 +112,10 @@ class Reads:
         reads, todo = cls(), [*functions]
         while todo:
             each = todo.pop()
-            wrapped = _attribute(each, "__wrapped__")
+            wrapped = attribute_of(each, "__wrapped__")
             todo += [] if wrapped is None else [wrapped]
-            each = _attribute(each, "__func__") or each
-            code = _attribute(each, "__code__")
+            each = attribute_of(each, "__func__") or each
+            code = attribute_of(each, "__code__")
             if code is None or code in reads.code or origin_of(code.co_filename) == "internal":
                 continue
             todo += filter(callable, map(contents_of_cell, each.__closure__ or ()))
@@ -237,14 +237,6 @@ def functions_of(kind: type) -> list[Callable[..., Any]]:
     own = [base for base in kind.__mro__ if origin_of_class(base) == "own"]
     found = [getattr(value, "__func__", value) for base in own for value in vars(base).values()]
     return [value for value in found if isinstance(value, types.FunctionType)]
-
-
-def _attribute(value: Any, name: str) -> Any:
-    """None without it, and where the class of the value raises what it likes."""
-    try:
-        return getattr(value, name, None)
-    except Exception:
-        return None
 
 
 def _may_have_state(kind: type) -> bool:

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from moe_graphs.engine.looking_into import attribute_of
+
 
 @dataclass(frozen=True)
 class ScopeReport:
@@ -91,6 +93,6 @@ def occupation_of(model: nn.Module) -> dict[str, tuple[int, int]]:
     told = {
         name: module.occupation()
         for name, module in model.named_modules()
-        if callable(getattr(module, "occupation", None))
+        if callable(attribute_of(module, "occupation"))
     }
     return {name: found for name, found in told.items() if found is not None}

@@ -15,6 +15,11 @@ case = Table()
 SCOPED = ("scopes", "callables")
 
 
+@torch.inference_mode()
+def _mean_for_inference(weight):
+    return weight.mean()
+
+
 def layer(make, call=lambda f, x: f(x)):
     """A scope around one of torch's layers, ``s.f``."""
     return dict(forward=lambda s, x: call(s.f, s.l(x)), init=lambda s: setattr(s, "f", make()))
@@ -35,6 +40,25 @@ case("BatchNorm's statistics are reset", **layer(lambda: nn.BatchNorm1d(4)),
 case("BatchNorm raises for one row", **layer(lambda: nn.BatchNorm1d(4)),
      batch=lambda g, i: torch.randn(1 if i >= 4 else 3, 4, generator=g))  # fmt: skip
 case("an LSTM", **layer(lambda: nn.LSTM(4, 4), lambda f, x: f(x)[0]))
+case("an LSTM of two layers, both ways, frozen in part", **layer(
+    lambda: nn.LSTM(4, 2, 2, bidirectional=True), lambda f, x: f(x)[0]),
+    start=lambda m, e: m.sc.f.weight_hh_l0.requires_grad_(False))  # fmt: skip
+case("an LSTM whose weight is replaced", **layer(lambda: nn.LSTM(4, 4), lambda f, x: f(x)[0]),
+     change=lambda m, e: setattr(
+         m.sc.f, "weight_hh_l0", nn.Parameter(m.sc.f.weight_hh_l0.detach() * 2)))  # fmt: skip
+case("a GRU", **layer(lambda: nn.GRU(4, 4), lambda f, x: f(x)[0]))
+case("a GRU with dropout between layers", **layer(
+    lambda: nn.GRU(4, 4, 2, dropout=0.5), lambda f, x: f(x)[0]))  # fmt: skip
+case("a scripted module", **layer(lambda: torch.jit.script(nn.Tanh())))
+case("a traced module", **layer(lambda: torch.jit.trace(nn.Tanh(), torch.ones(3, 4))))
+case("a module becomes a scripted one", **layer(nn.Tanh),
+     change=lambda m, e: setattr(m.sc, "f", torch.jit.script(nn.Tanh())))  # fmt: skip
+case("inference mode within", lambda s, x: s.l(x) * _mean_for_inference(s.l.weight).clone())
+case("a dictionary keyed by a parameter", lambda s, x: s.l(x) * s.gains[s.l.weight],
+     lambda s: setattr(s, "gains", {s.l.weight: 2.0}))  # fmt: skip
+case("a dictionary keyed by a parameter, with a default",
+     lambda s, x: s.l(x) * s.gains.get(s.l.weight, 1.0),
+     lambda s: setattr(s, "gains", {s.l.weight: 2.0}))  # fmt: skip
 case("a GRU whose state the module keeps", lambda s, x: _keeps_state(s, x),
      lambda s: (setattr(s, "f", nn.GRUCell(4, 4)), setattr(s, "state", None)))  # fmt: skip
 

@@ -27,10 +27,11 @@ from moe_graphs.errors import CaptureError
 
 
 class Tape(Graph):
-    """The recorded calls: (op, arguments, keyword arguments, tensors that receive the results)."""
+    """The recorded calls: (modes, op, arguments, keyword arguments, tensors that receive the
+    results). The modes are those of ``_modes``: kernels of recurrent layers ask for them."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Any, tuple, dict, list[torch.Tensor]]] = []
+        self.calls: list[tuple[tuple[bool, bool], Any, tuple, dict, list[torch.Tensor]]] = []
         self._grown: set[int] = set()
 
     @property
@@ -41,23 +42,24 @@ class Tape(Graph):
     def replay(self) -> None:
         # The casts are on the tape: the caller's autocast must not cast again.
         with torch.autocast("cpu", enabled=False), contextlib.ExitStack() as at_the_end:
-            for func, args, kwargs, outputs in self.calls:
+            for modes, func, args, kwargs, outputs in self.calls:
                 if sends(func):
                     # What is on its way is not written to before it has arrived.
                     args = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, args)
-                results = func(*args, **kwargs)
-                if sends(func):
-                    at_the_end.callback(_wait_with, results, args)
-                elif communicates(func):
-                    wait(results)
-                arrived(func, results)
-                for output, result in zip(outputs, tensor_leaves(results), strict=True):
-                    if output.data_ptr() != result.data_ptr():
-                        output.copy_(result)
+                with _under(modes):
+                    results = func(*args, **kwargs)
+                    if sends(func):
+                        at_the_end.callback(_wait_with, results, args)
+                    elif communicates(func):
+                        wait(results)
+                    arrived(func, results)
+                    for output, result in zip(outputs, tensor_leaves(results), strict=True):
+                        if output.data_ptr() != result.data_ptr():
+                            output.copy_(result)
 
     def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """A replay does so, too: the tensors of its calls are on this storage."""
-        self.calls.append((_resize, (storage, nbytes), {}, []))
+        self.calls.append((_modes(), _resize, (storage, nbytes), {}, []))
         if nbytes:
             self._grown.add(storage._cdata)
 
@@ -73,6 +75,18 @@ class Tape(Graph):
 
     def release(self) -> None:
         self.calls.clear()
+
+
+def _modes() -> tuple[bool, bool]:
+    """Whether gradients are recorded, and whether tensors are made for inference."""
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+
+def _under(modes: tuple[bool, bool]) -> contextlib.AbstractContextManager[Any]:
+    if modes == _modes():
+        return contextlib.nullcontext()
+    grad, inference = modes
+    return torch.inference_mode() if inference else torch.set_grad_enabled(grad)
 
 
 def _wait_with(results: Any, _sent: Any) -> None:
@@ -94,7 +108,8 @@ class _Recorder(DispatchMode):
             return out  # static memory seen through other metadata: nothing to do on replay
         # Detached: the tape must hold neither the autograd graph nor what it saves.
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
-        self.tape.calls.append((func, args, kwargs, [t.detach() for t in tensor_leaves(out)]))
+        outputs = [t.detach() for t in tensor_leaves(out)]
+        self.tape.calls.append((_modes(), func, args, kwargs, outputs))
         return out
 
 

@@ -170,6 +170,7 @@ class DryRun:
             reads.check_doors(asked=doors.OF_HISTORY)
             guards = [self.guards(call, reads, ())]
             guards[0].check_hooks()
+            guards[0].check_keys()
         forwards: list[Trace] = []
         backwards: list[Trace] = []
         try:

@@ -87,6 +87,7 @@ class Recorder:
             dry = self.dry_run.forward(call)
             guards = self.dry_run.guards(call, dry.reads, dry.trace.read)
             guards.check_hooks()
+            guards.check_keys()
             expected = Expected(
                 dry,
                 HiddenState(self.backend.device, self.backend.generators),

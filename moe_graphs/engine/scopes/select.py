@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from moe_graphs.config import Choice, GraphConfig, check, is_pattern
+from moe_graphs.engine.looking_into import scripted
 from moe_graphs.engine.stand_for import is_sharded_by_fsdp
 from moe_graphs.staged import Boundary, Frame, Staged, Stop, resuming, run_until
 
@@ -186,6 +187,9 @@ def _matching(model: nn.Module, pattern: str) -> list[Scope]:
     # "layers.*" means the layers: what lies inside a match is captured as a part of it.
     outermost = [n for n in matches if not any(n.startswith(f"{m}.") for m in matches)]
     modules = [(name, model.get_submodule(name)) for name in outermost]
+    for name, module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(f"pattern {pattern!r}: {scripted(name)}")
     return [Scope(name, module) for name, module in modules]
 
 

@@ -1,0 +1,183 @@
+"""What no graph can have is refused by name under every engine; what it can have is replayed."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+import moe_graphs
+from moe_graphs import FullIteration, GraphConfig, GraphError, make_graphed_callables
+from training_runs import DEVICES
+
+ENGINES = ("scopes", "callables", "whole steps")
+WIDTH, STEPS = 4, 6
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Scope(nn.Module):
+    def __init__(self, inner: nn.Module | None = None, forward=None) -> None:
+        super().__init__()
+        self.linear, self.inner = nn.Linear(WIDTH, WIDTH), inner
+        self.run = forward or (lambda s, x: s.inner(s.linear(x)))
+
+    def forward(self, x):
+        found = self.run(self, x)
+        return found[0] if isinstance(found, tuple) else found
+
+
+class Model(nn.Module):
+    def __init__(self, scope: nn.Module) -> None:
+        super().__init__()
+        self.pre, self.scope, self.post = nn.Linear(WIDTH, WIDTH), scope, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.post(self.scope(self.pre(x)))
+
+
+def plain_backward(loss_of, x):
+    loss = loss_of(x).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def train(make, engine, device="cpu", backward=plain_backward, **options):
+    """What every step computes, the named errors, and the report."""
+    torch.manual_seed(0)
+    model, named, seen = Model(make()).to(device), [], []
+    step, graphs = (lambda x: backward(model, x)), None
+    sample = torch.ones(2, 3, WIDTH, device=device, requires_grad=True)
+    try:
+        if engine == "scopes":
+            graphs = moe_graphs.graph(model, GraphConfig("scope*", warmup_steps=2, **options))
+        elif engine == "callables":
+            make_graphed_callables(model.scope, (sample,), **options)
+            graphs = model.scope.graphs
+        elif engine == "whole steps":
+            step = graphs = FullIteration(step, model=model, warmup_steps=2)
+    except (GraphError, ValueError) as error:
+        named.append(str(error))
+    torch.manual_seed(1)
+    for _ in range(STEPS):
+        x, out = torch.randn(2, 3, WIDTH, device=device), None
+        try:
+            with graphs.step() if engine == "scopes" and graphs else contextlib.nullcontext():
+                out = step(x)
+        except GraphError as error:
+            named.append(str(error))
+            out = step(x) if out is None else out
+        seen += [out.clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        model.zero_grad()
+    report = graphs.report() if graphs else None
+    if graphs:
+        graphs.release()
+    return seen, named, report
+
+
+def check(make, engine, device="cpu", **options):
+    """Bitwise what eager training computes; gives the errors and the report."""
+    eager, _, _ = train(make, None, device, **options)
+    found, named, report = train(make, engine, device, **options)
+    assert len(eager) == len(found)
+    assert all(map(torch.equal, eager, found))
+    return named, report
+
+
+def both(of):
+    return pytest.mark.parametrize("engine", of)
+
+
+@both(ENGINES)
+@pytest.mark.parametrize("compile_", [
+    torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(2, 3, WIDTH)),
+], ids=["scripted", "traced"])  # fmt: skip
+def test_a_script_module_is_refused_by_name(engine, compile_):
+    named, _ = check(lambda: Scope(compile_(nn.Tanh())), engine)
+    assert len(named) == 1
+    assert "inner' is a ScriptModule (torch.jit.script or torch.jit.trace)" in named[0]
+    assert "put the module in its place that it was made from" in named[0]
+
+
+def test_a_script_module_that_is_a_scope_is_refused_before_anything_runs():
+    model = Model(torch.jit.script(nn.Tanh()))
+    with pytest.raises(ValueError, match=r"pattern 'scope\*': module 'scope' is a ScriptModule"):
+        moe_graphs.graph(model, GraphConfig("scope*"))
+
+
+class _Table(Scope):
+    """Its attributes stand in a table that raises KeyError for others."""
+
+    def __init__(self) -> None:
+        super().__init__(forward=lambda s, x: s.linear(x) * s.gain)
+        self.table = {"gain": 2.0}
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return self.__dict__["table"][name]
+
+
+@both(ENGINES)
+def test_a_module_whose_getattr_raises_key_error_is_replayed(engine):
+    named, report = check(_Table, engine)
+    assert not named
+    assert report.replayed
+
+
+def _under_inference_mode(s, x):
+    with torch.inference_mode():
+        gain = s.linear.weight.mean()
+    return s.linear(x) * gain.clone()
+
+
+@both(ENGINES)
+def test_inference_mode_within_is_replayed(engine):
+    named, report = check(lambda: Scope(forward=_under_inference_mode), engine)
+    assert not named
+    assert report.replayed
+
+
+def _keyed_by_a_parameter():
+    scope = Scope(forward=lambda s, x: s.linear(x) * s.gains[s.linear.weight])
+    scope.gains = {scope.linear.weight: 2.0}
+    return scope
+
+
+@both(("scopes", "callables"))
+def test_a_dictionary_keyed_by_a_parameter_is_refused_by_name(engine):
+    named, _ = check(_keyed_by_a_parameter, engine)
+    assert len(named) == 1
+    assert "is keyed by a parameter" in named[0]
+    assert "key it by the parameter's name" in named[0]
+    assert "tensor(" not in named[0]
+
+
+@both(("scopes", "callables"))
+def test_a_dictionary_keyed_by_a_parameter_and_read_with_a_default_is_refused_by_name(engine):
+    def make():
+        scope = Scope(forward=lambda s, x: s.linear(x) * s.gains.get(s.linear.weight, 1.0))
+        scope.gains = {scope.linear.weight: 2.0}
+        return scope
+
+    named, _ = check(make, engine)
+    assert len(named) == 1
+    assert "dictionary 'gains' is keyed by a parameter" in named[0]
+
+
+def test_a_dictionary_keyed_by_a_parameter_is_replayed_in_a_whole_step():
+    named, report = check(_keyed_by_a_parameter, "whole steps")
+    assert not named
+    assert report.replayed
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@both(ENGINES)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_are_replayed(kind, engine, device):
+    named, report = check(lambda: Scope(kind(WIDTH, WIDTH, batch_first=True)), engine, device)
+    assert not named
+    assert report.replayed
