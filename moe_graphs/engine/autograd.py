@@ -24,6 +24,13 @@ def nodes_behind(outputs: Sequence[Tensor]) -> Iterator[Node]:
         stack.extend(following for following, _ in reversed(node.next_functions))
 
 
+def keeps_graph() -> bool:
+    """The running backward has ``retain_graph=True``, so another one may follow."""
+    keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    in_backward = torch._C._current_graph_task_id() != -1
+    return in_backward and keeps is not None and keeps()
+
+
 def leaves_behind(outputs: Sequence[Tensor]) -> list[Tensor]:
     """The leaves that the outputs depend on."""
     found = {id(n.variable): n.variable for n in nodes_behind(outputs) if hasattr(n, "variable")}

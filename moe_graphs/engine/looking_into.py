@@ -39,7 +39,7 @@ def with_inner_code(code: types.CodeType) -> tuple[types.CodeType, ...]:
 
 
 def scripted(name: str) -> str:
-    """Why a module of ``torch.jit`` is refused."""
+    """The text of the refusal of a module of ``torch.jit``."""
     return (
         f"module {name or 'model'!r} is a ScriptModule (torch.jit.script or torch.jit.trace), "
         f"whose code nobody can look into: put the module in its place that it was made from, or "
@@ -48,7 +48,8 @@ def scripted(name: str) -> str:
 
 
 def check_not_scripted(values: Mapping[str, Any]) -> None:
-    """
+    """A check for modules of ``torch.jit``.
+
     Raises:
         CaptureError: if a value is a module that ``torch.jit`` has compiled.
     """
@@ -58,7 +59,8 @@ def check_not_scripted(values: Mapping[str, Any]) -> None:
 
 
 def check_not_keyed_by_weights(containers: Iterable[Container]) -> None:
-    """
+    """A check for dictionaries that a capture would read in vain.
+
     Raises:
         CaptureError: if the keys of a dictionary are parameters, in whose place a capture puts
             others.
@@ -73,7 +75,7 @@ def check_not_keyed_by_weights(containers: Iterable[Container]) -> None:
 
 
 def attribute_of(value: Any, name: str) -> Any:
-    """None without it, and where the class of the value raises what it likes."""
+    """The attribute; None without it, and where the class of the value raises what it likes."""
     try:
         return getattr(value, name, None)
     except Exception:

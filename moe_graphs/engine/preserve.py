@@ -179,7 +179,7 @@ class StandIns:
                 attributes.update(found)
 
     def _lists_like(self, lists: dict[str, list]) -> dict[str, list]:
-        """The same lists with the stand-ins."""
+        """Lists as these, with the stand-ins."""
         weights = [w if w is None else self.stand_in(w) for w in lists[_WEIGHTS]]
         references = [w if w is None else weakref.ref(w) for w in weights]
         return {key: weights if key == _WEIGHTS else references for key in lists}

@@ -1,4 +1,4 @@
-"""What no graph can have is refused by name under every engine; what it can have is replayed."""
+"""Every engine refuses by name what no graph can have, and replays the rest."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def plain_backward(loss_of, x):
 
 
 def train(make, engine, device="cpu", backward=plain_backward, **options):
-    """What every step computes, the named errors, and the report."""
+    """Trains; returns what every step computes, the named errors, and the report."""
     torch.manual_seed(0)
     model, named, seen = Model(make()).to(device), [], []
     step, graphs = (lambda x: backward(model, x)), None
@@ -108,7 +108,7 @@ def test_a_script_module_that_is_a_scope_is_refused_before_anything_runs():
 
 
 class _Table(Scope):
-    """Its attributes stand in a table that raises KeyError for others."""
+    """A module with attributes in a table, which raises KeyError for other names."""
 
     def __init__(self) -> None:
         super().__init__(forward=lambda s, x: s.linear(x) * s.gain)
@@ -181,3 +181,68 @@ def test_recurrent_layers_are_replayed(kind, engine, device):
     named, report = check(lambda: Scope(kind(WIDTH, WIDTH, batch_first=True)), engine, device)
     assert not named
     assert report.replayed
+
+
+def _two_losses(model, x):
+    found = model(x)
+    found.square().mean().backward(retain_graph=True)
+    loss = found.abs().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def _gradients_per_task(model, x):
+    """PCGrad takes the gradients of each task apart, and puts them together by hand."""
+    found, parameters = model(x), list(model.parameters())
+    losses = [found.square().mean(), found.abs().mean(), found.exp().mean()]
+    tasks = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses]
+    for number, parameter in enumerate(parameters):
+        parameter.grad = torch.stack([task[number] for task in tasks]).sum(0)
+    return losses[0].detach()
+
+
+_SEVERAL = pytest.mark.parametrize("backward", [_two_losses, _gradients_per_task])
+
+
+@_SEVERAL
+@pytest.mark.parametrize("options", [{}, {"split_backward": True}])
+def test_two_losses_over_one_forward_stay_eager_counted_in_scopes(backward, options):
+    make = lambda: Scope(nn.Tanh())  # noqa: E731
+    with pytest.warns(moe_graphs.GraphWarning, match="a forward had several backwards in the"):
+        named, report = check(make, "scopes", backward=backward, **options)
+    assert not named
+    assert report.replayed == 0
+    assert report.eager_calls["second_backward"] == STEPS - 2
+
+
+@_SEVERAL
+def test_two_losses_over_one_forward_are_replayed_and_counted_in_callables(backward):
+    named, report = check(lambda: Scope(nn.Tanh()), "callables", backward=backward)
+    assert not named
+    assert report.replayed
+    assert report.eager_calls["backward: second_backward"]
+
+
+def test_two_losses_over_one_forward_are_replayed_in_a_whole_step():
+    named, report = check(lambda: Scope(nn.Tanh()), "whole steps", backward=_two_losses)
+    assert not named
+    assert report.replayed
+
+
+def test_gradients_that_are_put_together_by_hand_are_counted_in_a_whole_step():
+    _, report = check(lambda: Scope(nn.Tanh()), "whole steps", backward=_gradients_per_task)
+    assert report.eager_calls["differs_from_eager"]
+
+
+@_SEVERAL
+def test_two_losses_that_begin_after_the_capture_are_right_and_counted(backward):
+    steps = []
+
+    def later(model, x):
+        steps.append(x)
+        return (plain_backward if len(steps) % STEPS in (1, 2, 3, 4) else backward)(model, x)
+
+    named, report = check(lambda: Scope(nn.Tanh()), "scopes", backward=later)
+    assert not named
+    assert report.replayed
+    assert report.eager_calls["backward: second_backward"]

@@ -279,3 +279,27 @@ case("gradients of an expanded output have no strides", tanh, loss=lambda m, x, 
 case("create_graph leaves gradients with a history", tanh,
      step=lambda m, x, e: plain_loss(m, x, e).backward(create_graph=True),
      update=lambda m, e, i: [setattr(p, "grad", None) for p in m.parameters()])  # fmt: skip
+
+
+def _per_task(m, x, e):
+    found, weights = e.case.use(m, x), parameters(m)
+    losses = [found.square().mean(), found.abs().mean(), found.exp().mean()]
+    tasks = [torch.autograd.grad(each, weights, retain_graph=True) for each in losses]
+    for number, weight in enumerate(weights):
+        weight.grad = torch.stack([task[number] for task in tasks]).sum(0)
+    return [each.detach() for each in losses]
+
+
+def _two_losses(m, x, e):
+    found = e.case.use(m, x)
+    found.square().mean().backward(retain_graph=True)
+    found.abs().mean().backward()
+    return found.detach()
+
+
+case("two losses over one forward", tanh, step=_two_losses)
+case("two losses over one forward with split backwards", tanh, step=_two_losses,
+     options={"split_backward": True}, engines=("scopes",))  # fmt: skip
+case("two losses over one forward begin later", tanh, step=other_from_fourth(_two_losses))
+case("gradients of each task", tanh, step=_per_task)
+case("gradients of each task begin later", tanh, step=other_from_fourth(_per_task))

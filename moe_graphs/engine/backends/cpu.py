@@ -78,7 +78,7 @@ class Tape(Graph):
 
 
 def _modes() -> tuple[bool, bool]:
-    """Whether gradients are recorded, and whether tensors are made for inference."""
+    """The modes of autograd that kernels ask for: recording of gradients, and inference."""
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 

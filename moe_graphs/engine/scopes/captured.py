@@ -27,7 +27,8 @@ class Chunk:
         running, or at the start of the next one, in a free slot."""
         place = self._current.next_place(scope) if self._current is not None else None
         if place is None:
-            self._current = next((slot for slot in self.slots if not slot.in_flight()), None)
+            free = [slot for slot in self.slots if not slot.in_flight()]
+            self._current = min(free, key=Slot.retains, default=None)
             if self._current is None:
                 return self._full()
             self._current.begin()

@@ -234,7 +234,7 @@ class Graphs:
             given |= {"first_bytes": of_chunk.first_gradients}
             given |= {"backwards": shared} if of_chunk.shares_backwards else {}
             chunks.append(Chunk([Slot(calls, self.backend, **given) for _ in range(chunk.slots)]))
-        self.observation.tell_of_weights_apart(split=split)
+        self.observation.tell(split=split)
         recorder = Recorder(self.model, self.backend, split=split, verify=self.config.verify)
         return Captured(chunks, recorder, memory)
 

@@ -35,6 +35,7 @@ class Observation:
         alike: one call for each scope and signature; events refer to them by number.
         steps: the events of each step.
         with_double_backward: names of scopes whose gradients were differentiated again.
+        with_second_backward: names of scopes with a forward that had several backwards.
         with_weights_apart: names of scopes whose weights had a backward of their own.
         with_gradients: names of scopes whose first call in the last step was while a weight had a
             ``.grad``; ``accumulating``: of those of which a later one was.
@@ -44,6 +45,7 @@ class Observation:
         self.alike: list[ObservedCall] = []
         self.steps: list[list[Event]] = []
         self.with_double_backward: set[str] = set()
+        self.with_second_backward: set[str] = set()
         self.with_weights_apart: set[str] = set()
         self.with_gradients: set[str] = set()
         self.accumulating: set[str] = set()
@@ -109,6 +111,8 @@ class Observation:
         those of the weights are to be captured apart."""
         if scope.name in self.with_double_backward:
             return _DOUBLE_BACKWARD
+        if scope.name in self.with_second_backward:
+            return _SECOND_BACKWARD
         return _WEIGHTS_APART if scope.name in self.with_weights_apart and not split else None
 
     @property
@@ -125,12 +129,12 @@ class Observation:
             return "never_unset"
         return "accumulated" if chunk.first_gradients else None
 
-    def tell_of_weights_apart(self, *, split: bool) -> None:
-        apart = sorted(self.with_weights_apart - self.with_double_backward)
-        if apart and not split:
-            warn(
-                f"scope {apart[0]!r} and {len(apart) - 1} more stay eager: {_WEIGHTS_APART.message}"
-            )
+    def tell(self, *, split: bool) -> None:
+        """Warns of the scopes that are not captured."""
+        second = self.with_second_backward - self.with_double_backward
+        _tell_of(second, _SECOND_BACKWARD)
+        if not split:
+            _tell_of(self.with_weights_apart - self.with_double_backward - second, _WEIGHTS_APART)
 
     def _alike(self, scope: Scope, inputs: Any) -> tuple[int, bool]:
         leaves, structure = flatten(inputs)
@@ -150,11 +154,21 @@ _DOUBLE_BACKWARD = Mismatch(
     "its gradients were differentiated in the warm-up steps (create_graph=True), and a graph has "
     "no derivative of its backward",
 )
+_SECOND_BACKWARD = Mismatch(
+    "second_backward",
+    "a forward had several backwards in the warm-up steps (retain_graph=True, several losses), and "
+    "a graph's saved tensors serve one: add the losses up and run one backward, if they allow it",
+)
 _WEIGHTS_APART = Mismatch(
     "weights_apart",
     "the weights had a backward of their own in the warm-up steps, as in a zero-bubble schedule, "
     "and a graph would compute all gradients at once: set GraphConfig(split_backward=True)",
 )
+
+
+def _tell_of(scopes: set[str], why: Mismatch) -> None:
+    if scopes:
+        warn(f"scope {min(scopes)!r} and {len(scopes) - 1} more stay eager: {why.message}")
 
 
 class _Listener:
@@ -172,8 +186,12 @@ class _Listener:
         """A hook on the outputs. Zero-bubble schedules run a node again for its weights."""
         if torch.is_grad_enabled():  # create_graph=True
             self._observation.with_double_backward.add(self._scope)
+        task = torch._C._current_graph_task_id()
+        is_of_weights = self._accumulators and not self._has_weights
+        if not is_of_weights and task not in (self._task or task, self._weights_task):
+            self._observation.with_second_backward.add(self._scope)
         if self._task is None:
-            self._task = torch._C._current_graph_task_id()
+            self._task = task
             self._events.append(Event("B", self._scope, self._number, self._task))
 
     def listen_to_weights(self, node: Node) -> None:

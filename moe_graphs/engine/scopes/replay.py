@@ -66,6 +66,8 @@ class Replay(torch.autograd.Function):
         results: dict[int, Tensor | None] = {}
         # Zero-bubble schedules run this node twice: for the inputs, and later for the weights.
         is_second_part = pending.is_done and forward.is_split
+        if pending.is_over and slot.retains():
+            return _another(slot, pending, recorder, gradients)
         if not is_second_part or _wants(nodes(), forward.listed, int):
             slot.check(pending)
             pending.note_gradients(gradients)
@@ -81,6 +83,17 @@ class Replay(torch.autograd.Function):
             else:
                 results |= _weights_part(slot, pending, recorder, nodes)
         return (None, None, None, None, None, *map(results.get, range(len(forward.listed))))
+
+
+def _another(
+    slot: Slot, pending: PendingBackward, recorder: Recorder, gradients: Sequence[Tensor | None]
+) -> tuple[Any, ...]:
+    """One more backward of a forward whose graph was retained: no recording serves it."""
+    slot.check(pending)
+    pairs = zip(gradients, pending.place.forward.differentiable, strict=True)
+    incoming = [gradient for gradient, needed in pairs if needed]
+    pending.place.planned.eager_backwards["second_backward"] += 1
+    return (None, None, None, None, None, *recompute(recorder.backend, pending, incoming))
 
 
 class _Nodes:

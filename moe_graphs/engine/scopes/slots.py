@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from moe_graphs.engine.autograd import keeps_graph
 from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.scopes.gradient_loans import GradientLoan
 from moe_graphs.engine.scopes.loans import Loan
@@ -97,6 +98,7 @@ class Slot:
         self._stream: Any = None
         # By position: a recording waits for one backward at most.
         self._pending: dict[int, weakref.ref[PendingBackward]] = {}
+        self._retained: weakref.WeakSet[PendingBackward] = weakref.WeakSet()
         self.is_closed = False
 
     # ---- being captured
@@ -159,6 +161,7 @@ class Slot:
 
     def begin(self) -> None:
         """A new microbatch takes the slot."""
+        self._retained.clear()
         self._clock = -1
 
     def pass_by(self, place: Place) -> None:
@@ -239,6 +242,10 @@ class Slot:
         self._pending = {each.place.position: weakref.ref(each) for each in alive}
         return alive
 
+    def retains(self) -> bool:
+        """Another backward of the last microbatch may come (``retain_graph=True``)."""
+        return len(self._retained) > 0
+
     def begin_replay(self, place: Place, leaves: Sequence[Any]) -> PendingBackward:
         """Before the graph of the forward runs, on the current stream."""
         stream = self._backend.current_stream()
@@ -262,11 +269,11 @@ class Slot:
             GraphError: if its backward must not run at all.
         """
         self.check_alive(pending)
-        if pending.is_done:
+        if pending.is_done and pending not in self._retained:
             raise GraphError(
-                f"scope {pending.place.name!r}: a second backward of the same forward; a graph's "
-                f"saved tensors serve one: put such forwards into graphs.paused(), or, if it is "
-                f"for the weights alone, set GraphConfig(split_backward=True)"
+                f"scope {pending.place.name!r}: a second backward of the same forward: the first "
+                f"one needs retain_graph=True, and all of them have to come before the next "
+                f"microbatch: run other forwards within graphs.paused()"
             )
         pending.check_unmodified()
 
@@ -316,6 +323,7 @@ class Slot:
             pending.cancelled = True
             self.abandoned += 1
         self._pending.clear()
+        self._retained.clear()
         self._clock = -1
         for loan in chain.from_iterable(self._in_place.values()):
             loan.note_holder()
@@ -362,3 +370,5 @@ class Slot:
     def _forget_if_over(self, pending: PendingBackward) -> None:
         if pending.is_over:
             self._pending.pop(pending.place.position, None)
+            if keeps_graph():
+                self._retained.add(pending)

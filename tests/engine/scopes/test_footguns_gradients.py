@@ -240,12 +240,12 @@ def test_a_microbatch_abandoned_while_another_is_in_flight(device):
     assert graphs.report().abandoned == 2
 
 
-def test_a_second_backward_and_one_after_its_step_are_errors(device):
+def test_a_backward_without_a_retained_graph_and_one_after_its_step_are_errors(device):
     model = build(device)
     graphs = warm(model, device)
     with graphs.step():
         loss = model(data(device)).sum()
-        loss.backward(retain_graph=True)
+        loss.backward()
         with pytest.raises(GraphError, match="'second': a second backward of the same forward"):
             loss.backward()
         late = model(data(device)).sum()
