@@ -246,3 +246,19 @@ def test_two_losses_that_begin_after_the_capture_are_right_and_counted(backward)
     assert not named
     assert report.replayed
     assert report.eager_calls["backward: second_backward"]
+
+
+@pytest.mark.gpu
+@both(("scopes", "callables"))
+def test_dropout_inside_of_cudnn_is_refused_by_name(engine):
+    make = lambda: Scope(nn.GRU(WIDTH, WIDTH, 2, dropout=0.5, batch_first=True))  # noqa: E731
+    _, named, _ = train(make, engine, "cuda")
+    assert len(named) == 1
+    assert "'inner' (GRU) draws its dropout inside of cuDNN" in named[0]
+
+
+def test_dropout_between_recurrent_layers_is_replayed_on_the_cpu():
+    make = lambda: Scope(nn.GRU(WIDTH, WIDTH, 2, dropout=0.5, batch_first=True))  # noqa: E731
+    named, report = check(make, "scopes")
+    assert not named
+    assert report.replayed

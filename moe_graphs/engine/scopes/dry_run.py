@@ -333,6 +333,22 @@ def _check_alike(runs: Sequence[Trace]) -> None:
             )
 
 
+def check_dropout_of_cudnn(name: str, module: nn.Module) -> None:
+    """A check for dropout whose random state cuDNN keeps to itself.
+
+    Raises:
+        CaptureError: if a recurrent module on a GPU drops out between its layers.
+    """
+    if not isinstance(module, nn.RNNBase) or module.num_layers == 1 or not module.training:
+        return
+    if module.dropout and next(module.parameters()).is_cuda and torch.backends.cudnn.enabled:
+        raise CaptureError(
+            f"module {name or 'model'!r} ({type(module).__name__}) draws its dropout inside of "
+            f"cuDNN, from a state that nobody can put back: set its dropout to 0 and put "
+            f"nn.Dropout between modules of one layer, or choose scopes without it"
+        )
+
+
 def check_capturable(call: ScopeCall, state: Context) -> None:
     """
     Raises:
@@ -341,6 +357,8 @@ def check_capturable(call: ScopeCall, state: Context) -> None:
     unsupported = call.signature.unsupported() or fp8.unsupported(call.scope.module)
     if unsupported is not None:
         raise CaptureError(unsupported)
+    for name, module in call.scope.module.named_modules():
+        check_dropout_of_cudnn(name, module)
     if state.has_autocast_cache:
         raise CaptureError(
             "autocast caches casts of weights, and a graph would keep a stale one: use "
