@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -23,11 +24,26 @@ def pytest_configure(config: pytest.Config) -> None:
     # Tests run side by side (pytest -n), and are small: threads only get in each other's way.
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that they start
+    _before_transformer_engine_is_imported()
     hypothesis.settings.load_profile("new" if config.getoption("--full-grids") else "same")
     if (path := config.getoption("--record-run")) and not hasattr(config, "workerinput"):
         suite = config.getoption("--record-suite") or " ".join(config.invocation_params.args)
         commit = config.getoption("--record-commit")
         config.pluginmanager.register(suite_runs.Recorder(Path(path), commit, suite))
+
+
+def _before_transformer_engine_is_imported() -> None:
+    """Set what Transformer Engine reads once per process, whichever test imports it first.
+
+    Its functions of torch.compile are refused by name in what is captured. It loads the cuDNN of
+    the system unless CUDNN_HOME names another one, and torch refuses a cuDNN that is older than
+    its own.
+    """
+    os.environ.setdefault("NVTE_TORCH_COMPILE", "0")
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    if importlib.util.find_spec("nvidia") and (found := importlib.util.find_spec("nvidia.cudnn")):
+        for location in found.submodule_search_locations or ():
+            os.environ.setdefault("CUDNN_HOME", location)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 
 import pytest
 import torch
@@ -14,9 +13,6 @@ from torch import nn
 import moe_graphs
 from moe_graphs import CaptureError, FullIteration, GraphConfig, make_graphed_callables
 
-# Read when it is imported. Functions of torch.compile are refused by name in what is captured.
-os.environ.setdefault("NVTE_TORCH_COMPILE", "0")
-os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
