@@ -1,1 +1,1 @@
-"""Models from and to Hugging Face's directories: their config.json and their weights."""
+"""Directories of Hugging Face, read and written: config.json and the weights."""

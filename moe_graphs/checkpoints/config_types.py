@@ -1,4 +1,4 @@
-"""The types of the fields of a config.json that are read, checked before any of them is used."""
+"""Check of the types of config.json's fields, before any field is used."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _NOT_NEGATIVE |= {"decoder_sparse_step", "sliding_window"}
 
 
 def check_types(values: Mapping[str, Any]) -> None:
-    """Returns if every field that our layers read is absent, null, or of its type.
+    """Check that every field that our layers read is absent, null, or of its type.
 
     Raises:
-        ValueError: naming all fields that are not.
+        ValueError: some fields are not; the message names all of them.
     """
     problems = _problems(values)
     for name in ("rope_parameters", "rope_scaling"):

@@ -1,4 +1,4 @@
-"""The families of Hugging Face's models that are among our layers, by their ``model_type``."""
+"""Families of Hugging Face's models that our layers compute, by their ``model_type``."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What config.json of one ``model_type`` says, and what it leaves unsaid.
+    """Names of fields in config.json for one ``model_type``, and values that it does not name.
 
     Attributes:
-        architecture: the class in transformers.
-        experts: how the number of experts is called; the first name is the one written.
-        expert_size: how the width of an expert is called.
-        moe: options of the router that the family has and config.json does not name.
-        required: fields that have to be as given here if they are there: our layers compute
-            nothing else. Also what is written.
+        architecture: the name of the class in transformers.
+        qk_norm: the norm of queries and keys, as in ``TransformerConfig``.
+        rope_theta, norm_eps: values where config.json has none.
+        experts: names of the field with the number of experts; the first name is written.
+        expert_size: name of the field with the width of an expert.
+        moe: options of ``MoEConfig`` that the family has and config.json does not name.
+        required: fields that must have the value given here if config.json has them, because our
+            layers compute nothing else. A config.json that we write has these fields, too.
     """
 
     architecture: str
@@ -41,7 +43,7 @@ FAMILIES = {
         experts=("num_local_experts", "num_experts"),
         expert_size="intermediate_size",
         moe={"normalize_top_k": True},
-        # transformers' jitter reaches the experts, ours the router alone.
+        # The jitter of transformers reaches the experts; our jitter reaches the router alone.
         required={"router_jitter_noise": 0.0},
     ),
     "qwen3_moe": Family(
@@ -69,10 +71,10 @@ REQUIRED = {"hidden_act": "silu", "attention_bias": False, "tie_word_embeddings"
 
 
 def family_name(values: Values) -> str:
-    """``model_type``.
+    """Return ``model_type``.
 
     Raises:
-        ValueError: it is none of those known here.
+        ValueError: ``FAMILIES`` has no such name.
     """
     name = values.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
@@ -84,7 +86,11 @@ def family_name(values: Values) -> str:
 
 
 def needed(values: Values, *names: str) -> Any:
-    """The first of the fields that is there and not null."""
+    """Return the first of the fields that is there and not null.
+
+    Raises:
+        ValueError: no field is.
+    """
     for name in names:
         if values.get(name) is not None:
             return values[name]

@@ -1,6 +1,6 @@
 """Weights in FP8 with a scale per block, as DeepSeek-V3 is published.
 
-Shapes: N rows, K columns, n and k blocks of them.
+Shapes: N rows, K columns, n blocks of rows, k blocks of columns.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ FLOAT8, SCALE = "F8_E4M3", "_scale_inv"
 
 
 def block_of(values: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows and columns of a block, by config.json's ``quantization_config``.
+    """Rows and columns of a block, read from ``quantization_config`` of config.json.
 
     Raises:
-        ValueError: weights are quantised in another way.
+        ValueError: the weights are quantised in another way.
     """
     found = values.get("quantization_config")
     if not found:
@@ -34,11 +34,11 @@ def block_of(values: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def take_scales(stored: dict[str, Stored], block: tuple[int, int]) -> dict[str, Stored]:
-    """Removes the scales from ``stored``: by the names of their weights.
+    """Remove the scales from ``stored`` and return them by the names of their weights.
 
     Raises:
-        ValueError: a weight in FP8 without scales, scales without such a weight or of another
-            shape; the message names them.
+        ValueError: a weight in FP8 has no scales, or scales have no such weight or another shape;
+            the message names them.
     """
     float8 = {name for name, each in stored.items() if each.dtype == FLOAT8}
     scales = {n.removesuffix(SCALE): stored.pop(n) for n in list(stored) if n.endswith(SCALE)}
@@ -58,6 +58,6 @@ def take_scales(stored: dict[str, Stored], block: tuple[int, int]) -> dict[str, 
 
 
 def dequantised(weight_NK: Tensor, scale_nk: Tensor, block: tuple[int, int]) -> Tensor:
-    """In fp32: every number times the scale of its block."""
+    """The weight in fp32: every number times the scale of its block."""
     scale_NK = scale_nk.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return weight_NK.float().mul_(scale_NK[: weight_NK.shape[0], : weight_NK.shape[1]])

@@ -1,4 +1,4 @@
-"""Files that are on the disk before their names say that they are whole."""
+"""Flushes that bring files to the disk before their names say that they are whole."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def flush(path: Path) -> None:
-    """Waits until a file's contents, or a directory's list of names, are on the disk."""
+    """Wait until a file's contents, or a directory's list of names, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         if path.is_dir():
@@ -21,8 +21,10 @@ def flush(path: Path) -> None:
 
 
 def rename_whole(partial: Path, path: Path) -> None:
-    """Renames a file, or a directory of files, so that a power failure leaves either no ``path`` or
-    a whole one."""
+    """Rename a file, or a directory of files, once its contents are on the disk.
+
+    A power failure then leaves either no ``path`` or a whole one.
+    """
     if partial.is_dir():
         for file in partial.iterdir():
             flush(file)

@@ -1,4 +1,4 @@
-"""Hugging Face's config.json and our ``TransformerConfig``, one from the other."""
+"""Conversion of Hugging Face's config.json into our ``TransformerConfig``, and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from moe_graphs.checkpoints.families import (
 from moe_graphs.layers.model_config import LatentAttentionConfig, MoEConfig, TransformerConfig
 from moe_graphs.layers.rope_scaling import Llama3Scaling, YarnScaling
 
-# Options of training alone: config.json has no names for them, and a loaded model has defaults.
+# Options that act in training alone. config.json has no names for them; a loaded model has their
+# defaults.
 _TRAINING_ALONE = (
     "z_loss_coef",
     "input_jitter",
@@ -30,20 +31,21 @@ _TRAINING_ALONE = (
 def transformer_config(
     values: Values, *, max_sequence_length: int | None = None
 ) -> TransformerConfig:
-    """The model that a config.json describes.
+    """Read the model that a config.json describes.
 
-    ``aux_loss_coef`` is ``router_aux_loss_coef`` whatever ``output_router_logits`` says: the loss
-    is an output of its own (``ModelOutput.aux_loss``), so whether to add it is up to the caller.
-    It is not transformers' number: that is ``top_k`` times ours, and of all layers pooled, where
-    ours is the sum over the layers.
+    ``aux_loss_coef`` is ``router_aux_loss_coef``, whatever ``output_router_logits`` says: our loss
+    is an output of its own (``ModelOutput.aux_loss``), and the caller adds it or not. Its value is
+    not the value in transformers. transformers computes one loss from the tokens of all layers
+    together, ``top_k`` times as large; ours is the sum of one loss per layer.
 
     Args:
         values: config.json as a dictionary, or ``config.to_dict()`` of transformers.
-        max_sequence_length: positions of the rotary tables (default: max_position_embeddings).
+        max_sequence_length: positions of the rotary tables; default
+            ``max_position_embeddings``.
 
     Raises:
-        ValueError: an unknown model_type, a missing field, one of another type, or one that asks
-            for something that our layers do not compute; the message names it.
+        ValueError: ``model_type`` is unknown, or a field is missing, has another type, or asks for
+            something that our layers do not compute; the message names it.
     """
     name = family_name(values)
     check_types(values)
@@ -75,13 +77,13 @@ def transformer_config(
 
 
 def hf_config(config: TransformerConfig) -> dict[str, Any]:
-    """A config.json of the family that computes what ``config`` says.
+    """Write a config.json of the family that computes what ``config`` says.
 
-    ``hidden_dropout``, ``z_loss_coef``, ``input_jitter`` and ``bias_update_rate`` have no place in
-    it: they act in training alone.
+    ``hidden_dropout``, ``z_loss_coef``, ``input_jitter`` and ``bias_update_rate`` are left
+    out, because they act in training alone.
 
     Raises:
-        ValueError: no family computes it; the message names a field that stands in the way.
+        ValueError: no family computes this model; the message names a field that prevents it.
     """
     name = _family_of(config)
     family = FAMILIES[name]
@@ -112,7 +114,7 @@ def hf_config(config: TransformerConfig) -> dict[str, Any]:
 
 
 def describes(values: Values, config: TransformerConfig) -> bool:
-    """Whether ``values`` is a config.json of ``config``, options of training aside."""
+    """Whether ``values`` is a config.json of ``config``, apart from options of training."""
     read = transformer_config(values, max_sequence_length=config.max_sequence_length)
     return _canonical(read) == _canonical(config)
 
@@ -154,7 +156,7 @@ def _read_moe(values: Values, family: Family) -> MoEConfig:
 
 
 def _read_moe_layers(values: Values) -> tuple[bool, ...]:
-    """Of all families: fields that one lacks make no layer dense."""
+    """One flag per layer, by the fields of all families: a field that is absent changes none."""
     dense = set(values.get("mlp_only_layers") or ())
     first, step = values.get("first_k_dense_replace") or 0, values.get("decoder_sparse_step") or 1
     layers = range(needed(values, "num_hidden_layers"))
@@ -178,8 +180,11 @@ def _read_latent(values: Values) -> LatentAttentionConfig:
 
 
 def _read_rope(values: Values, family: Family) -> tuple[float, YarnScaling | Llama3Scaling | None]:
-    """From ``rope_scaling``, or where that is empty from ``rope_parameters`` (transformers 5). If
-    config.json has both, transformers reads nothing of the second."""
+    """Base and scaling of the rotary positions.
+
+    They are read from ``rope_scaling`` or, if that is empty, from ``rope_parameters``
+    (transformers 5). transformers ignores ``rope_parameters`` if config.json has both.
+    """
     rope = {
         "rope_theta": values.get("rope_theta") or family.rope_theta,
         "partial_rotary_factor": values.get("partial_rotary_factor"),
@@ -274,7 +279,7 @@ def _written_latent(latent: LatentAttentionConfig) -> dict[str, Any]:
 
 
 def _written_rope(config: TransformerConfig) -> dict[str, Any]:
-    """As transformers 5 has it, and as older ones do: each ignores the other's."""
+    """Fields for transformers 5 and for older versions; each ignores the fields of the other."""
     scaling = config.rope_scaling
     if scaling is None:
         kind: dict[str, Any] = {"rope_type": "default"}
@@ -290,7 +295,7 @@ def _written_rope(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _canonical(config: TransformerConfig) -> TransformerConfig:
-    """Two ways to say one thing become one; options of training and kernels become defaults."""
+    """The configuration in one spelling, with defaults for options of training and kernels."""
     flags = tuple(config.is_moe_layer(i) for i in range(config.num_layers))
     moe = config.moe
     if moe is not None:

@@ -1,4 +1,4 @@
-"""A model from a directory of Hugging Face's, tensor by tensor."""
+"""Loading of a model from a directory of Hugging Face, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -24,20 +24,24 @@ _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 
 
+# A part of a tensor: a slice for every dimension, or ``...`` for all of it.
 Region = tuple[Any, ...]
-"""Of a tensor: a slice for every dimension, or ``...`` for all of it."""
 Parts = Callable[[str, Region], Iterable[tuple[Tensor, Region]]]
 Reader = Callable[[Region], Tensor]
 
 
 class Files(NamedTuple):
-    """What a directory holds, checked: ``config`` and names agree. No weight has been read.
+    """Contents of a directory, by its config.json and the headers of its files.
+
+    The names of the tensors are those that ``config`` needs. No weight has been read.
 
     Attributes:
         values: config.json.
+        config: our configuration of the model.
         stored: all tensors that are used, by name.
-        scales: of weights in FP8, by the weights' names; ``block`` is what each is for.
-        pieces: all of the model's.
+        scales: scales of the weights in FP8, by the weights' names.
+        block: rows and columns of a weight that share one scale.
+        pieces: all pieces of the model.
     """
 
     values: dict[str, Any]
@@ -49,10 +53,14 @@ class Files(NamedTuple):
 
 
 def read_files(directory: Path, max_sequence_length: int | None) -> Files:
-    """Reads config.json and all headers.
+    """Read config.json and all headers.
+
+    Args:
+        directory: the directory of the checkpoint.
+        max_sequence_length: as in ``transformer_config``.
 
     Raises:
-        ValueError: what ``transformer_config`` refuses, or files that are missing, not whole, or
+        ValueError: ``transformer_config`` refuses config.json, or files are missing, not whole, or
             hold other tensors than the model needs.
     """
     values = read_json(directory / CONFIG)
@@ -76,13 +84,13 @@ def read_files(directory: Path, max_sequence_length: int | None) -> Files:
 
 
 def dtype_of(files: Files) -> torch.dtype:
-    """The one in which nothing is rounded: of all matrices in the files; FP8 becomes bf16.
+    """Dtype of all matrices in the files, in which no number is rounded; FP8 becomes bf16.
 
     Raises:
-        ValueError: they have several.
+        ValueError: the matrices have several dtypes.
     """
     found = {each.dtype for each in files.stored.values() if len(each.shape) > 1}
-    # With FP8 weights the others are bf16, router and embedding among them, or fp32.
+    # Beside weights in FP8, the other weights (router and embedding among them) are bf16 or fp32.
     if FLOAT8 in found:
         return torch.bfloat16
     if len(found) > 1:
@@ -95,12 +103,18 @@ def dtype_of(files: Files) -> torch.dtype:
 def fill(
     model: nn.Module, files: Files, local_experts: Callable[[int], range], device: torch.device
 ) -> None:
-    """Gives a model on the meta device its memory, and the weights of ``files``.
+    """Give a model on the meta device its memory, and copy the weights of ``files`` into it.
 
-    One shard is open at a time, one of its tensors in memory.
+    One shard is open at a time, and one of its tensors is in memory.
+
+    Args:
+        model: our model on the meta device.
+        files: what ``read_files`` has returned.
+        local_experts: maps the number of experts to the range of experts that this rank holds.
+        device: the device of the model afterwards.
 
     Raises:
-        ValueError: a tensor has another shape; before any is read.
+        ValueError: a tensor has another shape; no weight has been read.
     """
     moe = files.config.moe
     local = range(1) if moe is None else local_experts(moe.num_experts)
@@ -115,18 +129,19 @@ def fill(
 
 @torch.no_grad()
 def fill_parts(whole: nn.Module, files: Files, parts: Parts) -> None:
-    """Gives other memory the parts that belong there of the weights of ``files``.
+    """Copy parts of the weights of ``files`` into the memory that ``parts`` names.
 
-    One shard is open at a time, one of its tensors in memory, or the part of it if the files have
-    it in our order.
+    One shard is open at a time, and one of its tensors is in memory. If the files have the tensor
+    in our order, only the wanted part of it is.
 
     Args:
-        whole: the model on the meta device, with all experts.
-        parts: of a region of the tensor of this name, what is wanted: memory, and which part of the
-            region belongs into it.
+        whole: our model on the meta device, with all experts.
+        files: what ``read_files`` has returned.
+        parts: maps the name of a tensor and a region of it to pairs of memory and the part of the
+            region that is to be copied there.
 
     Raises:
-        ValueError: a tensor has another shape; before any is read.
+        ValueError: a tensor has another shape; no weight has been read.
     """
     ours = tensors_of(whole)
     _check_shapes(ours, files, files.pieces, 0)
@@ -142,7 +157,7 @@ def fill_parts(whole: nn.Module, files: Files, parts: Parts) -> None:
 
 
 def _readers(files: Files, pieces: list[Piece]) -> Iterator[tuple[Piece, Reader]]:
-    """What reads a part of each, in the shape of theirs, and while its shard is open."""
+    """Yield each piece and a function that reads regions of its tensor in the open shard."""
     scales = _read_scales(files, {piece.theirs for piece in pieces})
     by_file = defaultdict(list)
     for piece in pieces:
@@ -156,7 +171,10 @@ def _readers(files: Files, pieces: list[Piece]) -> Iterator[tuple[Piece, Reader]
 def _leave_out(
     stored: dict[str, Stored], values: dict[str, Any], config: TransformerConfig
 ) -> None:
-    """Removes what no model of ours has, with a warning: layers that predict later tokens."""
+    """Remove tensors that no model of ours has: rotary tables, layers that predict later tokens.
+
+    A warning names the layers.
+    """
     for name in [name for name in stored if _COMPUTED.search(name)]:
         del stored[name]  # tables that are computed from config.json
     if family_name(values) != "deepseek_v3":
@@ -179,7 +197,11 @@ def _leave_out(
 def _check_shapes(
     ours: dict[str, Tensor], files: Files, mine: list[Piece], first_expert: int
 ) -> None:
-    """And that every parameter is filled once: which is up to ``pieces``, not to the files."""
+    """Check the shapes in the files, and that the pieces fill every tensor of ours once.
+
+    Raises:
+        ValueError: a tensor in the files has another shape.
+    """
     filled: dict[str, int] = defaultdict(int)
     for piece in mine:
         stored, view = files.stored[piece.theirs], piece.view(ours[piece.ours], first_expert)
@@ -200,7 +222,10 @@ def _check_shapes(
 
 
 def _read_scales(files: Files, wanted: set[str]) -> dict[str, Tensor]:
-    """All at once: a weight's scales may be in another shard, and are a 4096th of it."""
+    """Read the scales of the wanted weights, before any weight is read.
+
+    A weight's scales may be in another shard than the weight. They are small.
+    """
     by_file = defaultdict(list)
     for name in files.scales.keys() & wanted:
         by_file[files.scales[name].file].append(name)

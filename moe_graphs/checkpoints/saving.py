@@ -1,4 +1,4 @@
-"""A model into a directory as transformers writes it, one shard in memory at a time."""
+"""Saving of a model as transformers writes it, with one shard in memory at a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,19 @@ def save(
     directory: Path,
     max_shard_bytes: int,
 ) -> None:
-    """``LanguageModel.save_pretrained``. ``source``: the config.json that the model came from."""
+    """Write config.json and the weights; the body of ``LanguageModel.save_pretrained``.
+
+    Args:
+        model: a model with all experts, on any device but meta.
+        config: its configuration.
+        source: the config.json that the model came from; None writes a new one.
+        directory: the files are put here; an older checkpoint in it is replaced.
+        max_shard_bytes: bytes of a file; a larger tensor has a file of its own.
+
+    Raises:
+        ValueError: no config.json describes the model, or some weights are not here.
+        OSError: the directory cannot be written.
+    """
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
     values = _values(config, source)
@@ -91,7 +103,10 @@ def _check_complete(tensors: dict[str, Tensor], config: TransformerConfig) -> No
 def _split(
     wanted: list[Piece], tensors: dict[str, Tensor], max_shard_bytes: int
 ) -> list[list[Piece]]:
-    """In the model's order; a tensor beyond the limit has a shard of its own."""
+    """Divide the pieces into shards, in the model's order.
+
+    A tensor that is larger than the limit has a shard of its own.
+    """
     shards: list[list[Piece]] = [[]]
     size = 0
     for piece in wanted:
@@ -107,7 +122,7 @@ def _split(
 def _write_shards(
     folder: Path, shards: list[list[Piece]], tensors: dict[str, Tensor]
 ) -> dict[str, str]:
-    """The file of every tensor."""
+    """Write the shards, and return the name of the file of every tensor."""
     placed: dict[str, str] = {}
     for index, shard in enumerate(shards, start=1):
         file = SINGLE
@@ -128,7 +143,11 @@ def _theirs(piece: Piece, ours: Tensor) -> Tensor:
 
 
 def _publish(partial: Path, directory: Path) -> None:
-    """What makes a checkpoint whole goes first and comes last."""
+    """Replace the files in ``directory`` by the new ones.
+
+    The file without which a checkpoint is not whole (the index, or the only file) is removed first
+    and put there last.
+    """
     last = INDEX if (partial / INDEX).exists() else SINGLE
     for name in (INDEX, SINGLE):
         (directory / name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The safetensors files of a directory: what they hold, read from their headers alone."""
+"""Headers of the safetensors files in a directory, read without the weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "co
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file. ``dtype`` as safetensors writes it: F32, BF16, F8_E4M3, ..."""
+    """A tensor in a file; ``dtype`` is a name of safetensors: F32, BF16, F8_E4M3, ..."""
 
     file: Path
     shape: tuple[int, ...]
@@ -24,10 +24,10 @@ class Stored:
 
 
 def read_headers(directory: Path) -> dict[str, Stored]:
-    """Every tensor of the checkpoint, by name. Reads no weights.
+    """Read names, shapes and dtypes of all tensors of the checkpoint, and no weights.
 
     Raises:
-        ValueError: files are missing, truncated, or not as the index says; the message names them.
+        ValueError: files are missing, truncated, or differ from the index; the message names them.
     """
     single, index = directory / SINGLE, directory / INDEX
     if single.exists() and index.exists():
@@ -57,10 +57,10 @@ def read_headers(directory: Path) -> dict[str, Stored]:
 
 
 def open_shard(file: Path) -> AbstractContextManager[Any]:
-    """``safe_open`` with errors that name the file.
+    """Open a file by ``safe_open``, with errors that name the file.
 
     Raises:
-        ValueError: it is missing or not whole.
+        ValueError: the file is missing or not whole.
     """
     try:
         return safe_open(file, framework="pt", device="cpu")
@@ -73,8 +73,10 @@ def open_shard(file: Path) -> AbstractContextManager[Any]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Raises:
-    ValueError: it is missing or no JSON object.
+    """Read a file with one JSON object.
+
+    Raises:
+        ValueError: the file is missing or holds no JSON object.
     """
     try:
         found = json.loads(file.read_text())

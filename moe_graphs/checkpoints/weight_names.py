@@ -1,7 +1,7 @@
-"""Which tensor of Hugging Face's files is which part of ours.
+"""Table of the tensors in Hugging Face's files, and the parts of our tensors that they are.
 
-Shapes of theirs: linear layers ``[out, in]``. Ours: the same, what reads one input stacked by rows;
-experts ``[e, in, out]``.
+Shapes in their files: linear layers ``[out, in]``. Our shapes are the same, but layers that read
+the same input are stacked by rows, and experts are ``[e, in, out]``.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from moe_graphs.layers.model_config import MoEConfig, TransformerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class InterleavedRope:
-    """Rows ``heads * [plain, rotated]``, rotated ones in pairs ``(0, 1), (2, 3), ...``.
+    """Order of rows ``heads * [plain, rotated]`` that rotates pairs ``(0, 1), (2, 3), ...``.
 
-    Ours are in halves, ``(0, R/2), (1, R/2 + 1), ...``: as queries and keys are reordered alike,
-    attention is the same to the bit.
+    Our layers rotate the pairs ``(0, R/2), (1, R/2 + 1), ...``. Queries and keys are reordered in
+    the same way, so attention is the same to the bit.
     """
 
     heads: int
@@ -29,7 +29,7 @@ class InterleavedRope:
     rotated: int
 
     def order(self) -> Tensor:
-        """For each of our rows the number of theirs."""
+        """The number of the file's row for each of our rows."""
         row_HQ = torch.arange(self.heads * (self.plain + self.rotated)).view(self.heads, -1)
         plain, rotated = row_HQ.split((self.plain, self.rotated), dim=1)
         return torch.cat((plain, rotated[:, 0::2], rotated[:, 1::2]), dim=1).flatten()
@@ -37,14 +37,15 @@ class InterleavedRope:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """One tensor of the files, or one expert's part of it, and the rows of ours that it is.
+    """A tensor of the files, or one expert's part of it, and the rows of our tensor that it is.
 
     Attributes:
-        theirs, ours: names in the files and in the model's ``state_dict``.
-        rows: first and last (exclusive) row of ours; None for all.
-        expert: its number over all ranks, if ours is a stack of experts.
-        fused: theirs is a stack of all experts, too (transformers 5, in memory).
-        rope: how theirs orders its rows, if not as ours does.
+        theirs: the tensor's name in the files.
+        ours: the name of our tensor in the model's ``state_dict``.
+        rows: first and last (exclusive) row of our tensor; None for all rows.
+        expert: number of the expert over all ranks, if our tensor is a stack of experts.
+        fused: whether their tensor is a stack of all experts, too (transformers 5, in memory).
+        rope: the order of their rows, None if it is our order.
     """
 
     theirs: str
@@ -55,7 +56,7 @@ class Piece:
     rope: InterleavedRope | None = None
 
     def region(self, ours: Tensor) -> tuple[slice, ...]:
-        """Where it lies in ours, which has all experts: a slice for every dimension."""
+        """Region of our tensor with all experts: a slice for every dimension."""
         slices = [slice(0, size) for size in ours.shape]
         if self.rows is not None:
             slices[0 if self.expert is None else -1] = slice(*self.rows)
@@ -64,15 +65,17 @@ class Piece:
         return tuple(slices)
 
     def view(self, ours: Tensor, first_expert: int = 0) -> Tensor:
-        """The part of ours, in the shape of theirs (of one expert, if fused)."""
+        """The part of our tensor, in the shape of their tensor (of one expert, if fused)."""
         if self.expert is not None:
             ours = ours[self.expert - first_expert].T
         return ours if self.rows is None else ours[slice(*self.rows)]
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """By the names that ``Piece.ours`` has: parameters and all buffers. Experts of other backends
-    than ours are copies in our layout."""
+    """All parameters and buffers, by the names in ``Piece.ours``.
+
+    Weights of experts in another backend's layout are copies in our layout.
+    """
     found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, module in model.named_modules():
         if hasattr(module, "stacked_weights") and f"{name}.w1" not in found:
@@ -81,11 +84,12 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def pieces(config: TransformerConfig, values: Values, *, fused: bool = False) -> list[Piece]:
-    """Everything that the files of a model hold, each piece once.
+    """All pieces of a model, each once.
 
     Args:
-        values: config.json, for what ``config`` does not say about the files.
-        fused: experts are stacks, as transformers keeps them in memory.
+        config: configuration of the model.
+        values: config.json, which says more about the files than ``config``.
+        fused: whether experts are stacks, as transformers keeps them in memory.
     """
     found = [
         Piece(theirs="model.embed_tokens.weight", ours="embedding.weight"),

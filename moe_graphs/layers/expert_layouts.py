@@ -99,6 +99,23 @@ def layout_of(
     return layout
 
 
+def router_weight(router: nn.Module | Tensor) -> Tensor:
+    """Weight ``[E, D]`` of a router that is a linear layer without bias, or the weight itself.
+
+    Raises:
+        ValueError: the router has a bias, or no such weight.
+    """
+    if getattr(router, "bias", None) is not None:
+        raise ValueError("from_experts: the router has a bias, which MoELayer does not compute")
+    weight = router if isinstance(router, Tensor) else getattr(router, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2:
+        raise ValueError(
+            f"from_experts: the router ({type(router).__name__}) has no weight of shape "
+            f"[num_experts, hidden_size]"
+        )
+    return weight
+
+
 def _projections(owner: Experts, names: Sequence[str] | None, what: str) -> tuple[Tensor, ...]:
     """Weights of gate, up and down (or gate-up and down) by the first names that fit."""
     for candidate in [names] if names is not None else NAMES:

@@ -4,10 +4,11 @@
     moe_preprocess  preprocess: sort the rows by expert and permute them
     moe_experts     run_experts: dispatch, experts, combine, plus the shared expert's output
 
-Each stage is a method from one record to the next. ``MoELayer`` runs them by itself;
-``TransformerLayer`` calls the same methods between its own residual connections.
+Each stage is a method of ``MoEStages`` and maps one record to the next. ``MoELayer`` adds the
+modules with the weights and runs the stages by itself; ``TransformerLayer`` calls the same methods
+between its own residual connections.
 
-Shapes: T tokens, D model, K top-k, R routed rows.
+Shapes: T tokens, D model, E experts, K top-k, R rows.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from moe_graphs.dispatch import Dispatcher, DispatchPlan, LocalDispatcher
+from moe_graphs.dispatch.row_statistics import RowStatistics
 from moe_graphs.layers.expert_backends import ExpertsBackend, build_experts
-from moe_graphs.layers.expert_layouts import Experts, layout_of
+from moe_graphs.layers.expert_layouts import Experts, layout_of, router_weight
 from moe_graphs.layers.mlp import SwiGLU
 from moe_graphs.layers.model_config import ExpertsKind, MoEConfig
 from moe_graphs.layers.router import Routing, TopKRouter
@@ -30,7 +32,11 @@ from moe_graphs.staged import Stage, Staged, record
 
 @record
 class MoEInput:
-    """Input of the first stage; ``hidden`` is ``[..., D]`` with any leading dimensions."""
+    """Input of the first stage.
+
+    Attributes:
+        hidden: ``[..., D]``, tokens with any leading dimensions.
+    """
 
     hidden: Tensor
 
@@ -39,7 +45,10 @@ class MoEInput:
 class Routed:
     """Output of ``route``.
 
-    ``hidden`` is the layer's input, ``shared_TD`` the shared expert's output or None.
+    Attributes:
+        hidden: ``[..., D]``, the layer's input.
+        routing: experts of each token, and their weights.
+        shared_TD: the shared expert's output, None if the layer has no shared expert.
     """
 
     hidden: Tensor
@@ -49,7 +58,14 @@ class Routed:
 
 @record
 class Prepared:
-    """Output of ``preprocess``; ``shape`` is the shape of the layer's input."""
+    """Output of ``preprocess``.
+
+    Attributes:
+        plan: rows sorted by expert, and their order.
+        aux_loss: 0-dim fp32, as in ``Routing``.
+        shared_TD: the shared expert's output, None if the layer has no shared expert.
+        shape: shape of the layer's input.
+    """
 
     plan: DispatchPlan
     aux_loss: Tensor
@@ -73,35 +89,37 @@ class MoEOutput:
 
 
 class MoEStages(Staged):
-    """The three stages of an MoE layer, apart from the modules that hold the weights.
+    """The three stages of an MoE layer, without the modules that hold the weights.
 
-    Subclasses set ``config``, ``dispatcher`` and ``experts`` (called with rows and offsets) and
-    implement ``choose``, ``run_shared`` and ``stages``.
+    Subclasses set ``config``, ``dispatcher`` and ``experts`` and implement ``choose``,
+    ``run_shared`` and ``stages``.
+
+    Attributes:
+        experts: module that maps rows ``[R, D]``, sorted by expert, and the int32 ends of the
+            experts' rows to outputs ``[R, D]``.
     """
 
     config: MoEConfig
     dispatcher: Dispatcher
     experts: nn.Module
 
-    def choose(self, hidden_TD: Tensor) -> Routing:
-        raise NotImplementedError
-
-    def run_shared(self, hidden_TD: Tensor) -> Tensor | None:
-        """Output of the shared expert, which sees every token; None if there is no such expert."""
-        raise NotImplementedError
-
-    @property
-    def dynamic(self) -> str | None:
-        """The reason why ``run_experts`` cannot be captured, or None."""
-        if self.dispatcher.host_sync:
-            return f"dispatcher {self.dispatcher.name!r}"
-        return getattr(self.experts, "host_sync", None)
+    # ---- stage moe_router
 
     def route(self, hidden: Tensor) -> Routed:
-        """Choose experts for ``[..., D]`` tokens and run the shared expert."""
+        """Choose experts for ``[..., D]`` tokens, and run the shared expert."""
         hidden_TD = hidden.reshape(-1, hidden.shape[-1])
         routing = self.choose(hidden_TD)
         return Routed(hidden, routing, self.run_shared(hidden_TD))
+
+    def choose(self, hidden_TD: Tensor) -> Routing:
+        """Choose experts for tokens; every shape in ``Routing`` is static."""
+        raise NotImplementedError
+
+    def run_shared(self, hidden_TD: Tensor) -> Tensor | None:
+        """Output ``[T, D]`` of the expert that sees every token; None if there is none."""
+        raise NotImplementedError
+
+    # ---- stage moe_preprocess
 
     def preprocess(self, routed: Routed) -> Prepared:
         """Sort and permute the tokens, in the dtype in which the experts compute."""
@@ -114,8 +132,10 @@ class MoEStages(Staged):
         )
         return Prepared(plan, routing.aux_loss, routed.shared_TD, tuple(hidden.shape))
 
+    # ---- stage moe_experts
+
     def run_experts(self, prepared: Prepared) -> MoEOutput:
-        """Run dispatch, experts and combine.
+        """Run dispatch, experts and combine, and add the shared expert's output.
 
         This is the only stage that may wait for the device, if its dispatcher or its experts do.
         """
@@ -127,24 +147,43 @@ class MoEStages(Staged):
             hidden_TD = hidden_TD + prepared.shared_TD
         return MoEOutput(hidden_TD.view(prepared.shape), prepared.aux_loss, plan.dropped)
 
+    @property
+    def dynamic(self) -> str | None:
+        """The reason why ``run_experts`` cannot be captured, or None."""
+        if self.dispatcher.host_sync:
+            return f"dispatcher {self.dispatcher.name!r}"
+        return getattr(self.experts, "host_sync", None)
+
 
 class MoELayer(MoEStages):
     """Router, dispatch, experts, combine, and optionally an expert that sees every token.
 
+    A call maps tokens ``[..., D]`` to a ``MoEOutput``. Every rank of the dispatcher's group has to
+    make the call, because the dispatcher communicates.
+
     Args:
+        config: experts, router and losses.
+        hidden_size: D.
+        dispatcher: brings tokens to their experts; default ``LocalDispatcher()``, all experts on
+            this rank.
         linear: kernels of the shared expert, as in ``TransformerConfig``.
+        device, dtype: device and dtype of the weights, as in torch's modules.
 
     Attributes:
-        most_rows: 0-dim int64 buffer, not saved: the largest number of rows that one call needed
-            from this rank's experts since the buffer was last zeroed. None if the dispatcher has
-            no ``rows_factor``.
-        rows_room: 0-dim int64 buffer, not saved: the number of rows that the last call had room
-            for. None if the dispatcher has no ``rows_factor``.
+        router: ``TopKRouter``; its weight is ``[E, D]``.
+        experts: the experts that the dispatcher keeps on this rank.
+        shared_expert, shared_gate: the expert that sees every token, and the gate ``[1, D]`` of
+            its output; None if the config has none.
+        row_statistics: counters of rows, None if the dispatcher has no ``rows_factor``.
+
+    Raises:
+        ValueError: the ranks of the dispatcher do not divide the experts, or these experts cannot
+            take the rows of this dispatcher.
+        ImportError: ``config.experts`` needs a library that is not installed.
     """
 
     experts: ExpertsBackend
-    most_rows: Tensor | None
-    rows_room: Tensor | None
+    row_statistics: RowStatistics | None
 
     def __init__(
         self,
@@ -164,7 +203,7 @@ class MoELayer(MoEStages):
         self.router = TopKRouter(config, hidden_size, **factory)
         self.experts = build_experts(config, hidden_size, local, **factory)
         _check_tail(self.dispatcher, self.experts, config.experts)
-        self._make_counters()
+        self.row_statistics = self._new_row_statistics()
         self.shared_expert: SwiGLU | None = None
         self.shared_gate: nn.Linear | None = None
         if config.shared_ffn_hidden_size:
@@ -172,6 +211,110 @@ class MoELayer(MoEStages):
             self.shared_expert = SwiGLU(hidden_size, width, linear=linear, **factory)
         if config.shared_gate:
             self.shared_gate = nn.Linear(hidden_size, 1, bias=False, **factory)
+
+    # ---- a call
+
+    if TYPE_CHECKING:  # nn.Module's says Any
+
+        def __call__(self, hidden: Tensor) -> MoEOutput: ...
+
+    def forward(self, hidden: Tensor) -> MoEOutput:
+        return self.run_stages(MoEInput(hidden))
+
+    def stages(self) -> tuple[Stage, ...]:
+        return (
+            Stage("moe_router", lambda entered: self.route(entered.hidden)),
+            Stage("moe_preprocess", self.preprocess),
+            Stage("moe_experts", self.run_experts, self.dynamic),
+        )
+
+    def choose(self, hidden_TD: Tensor) -> Routing:
+        return self.router(hidden_TD)
+
+    def run_shared(self, hidden_TD: Tensor) -> Tensor | None:
+        if self.shared_expert is None:
+            return None
+        shared_TD = self.shared_expert(hidden_TD)
+        if self.shared_gate is not None:
+            shared_TD = self.shared_gate(hidden_TD).sigmoid() * shared_TD
+        return shared_TD
+
+    def preprocess(self, routed: Routed) -> Prepared:
+        prepared = super().preprocess(routed)
+        if self.row_statistics is not None:
+            self.row_statistics.count(prepared.plan)
+        return prepared
+
+    # ---- weights and counters
+
+    def init_weights(self, std: float = 0.02, out_std: float = 0.02) -> None:
+        """Draw normal weights and zero the counters.
+
+        Args:
+            std: standard deviation of the weights.
+            out_std: standard deviation of projections back into the residual stream.
+        """
+        self.router.init_weights(std)
+        self.zero_counters()
+        self.experts.init_weights(std, out_std)
+        if self.shared_expert is not None:
+            nn.init.normal_(self.shared_expert.w1.weight, std=std)
+            nn.init.normal_(self.shared_expert.w2.weight, std=out_std)
+        if self.shared_gate is not None:
+            nn.init.normal_(self.shared_gate.weight, std=std)
+
+    def zero_counters(self) -> None:
+        """Zero the counters of rows."""
+        if self.row_statistics is not None:
+            self.row_statistics.zero()
+
+    def occupation(self) -> tuple[int, int] | None:
+        """Read the counters of rows for a report; waits for the device.
+
+        Returns:
+            The most rows that a call needed, and the rows that the last call had room for; None
+            if the dispatcher has no ``rows_factor``.
+        """
+        return None if self.row_statistics is None else self.row_statistics.read()
+
+    def _new_row_statistics(self) -> RowStatistics | None:
+        if getattr(self.dispatcher, "rows_factor", None) is None:
+            return None
+        return RowStatistics(self.router.weight.device)
+
+    # ---- other experts, another dispatcher
+
+    def use_experts(self, kind: ExpertsKind) -> None:
+        """Replace the experts by another backend (``MoEConfig.experts``) with the same weights.
+
+        The new experts have new parameters: call this method before an optimizer or graphs are
+        made.
+
+        Raises:
+            ValueError: the other backend cannot take the rows of this layer's dispatcher.
+            ImportError: the other backend needs a library that is not installed.
+        """
+        before, (size,) = self.experts, self.router.weight.shape[1:]
+        config = replace(self.config, experts=kind)
+        w1_eD2F, w2_eFD = before.stacked_weights()
+        after = build_experts(
+            config, size, before.local_experts, device=w1_eD2F.device, dtype=w1_eD2F.dtype
+        )
+        _check_tail(self.dispatcher, after, kind)
+        self.config, self.experts = config, after
+        self.experts.load_stacked_weights(w1_eD2F, w2_eFD)
+
+    def use_dispatcher(self, dispatcher: Dispatcher, experts: ExpertsBackend) -> None:
+        """Replace the dispatcher, and the experts by the experts that it keeps on this rank.
+
+        Raises:
+            ValueError: these experts cannot take the rows of this dispatcher.
+        """
+        _check_tail(dispatcher, experts, self.config.experts)
+        self.dispatcher, self.experts = dispatcher, experts
+        self.row_statistics = self._new_row_statistics()
+
+    # ---- from a block of one's own, and back
 
     @classmethod
     def from_experts(
@@ -194,32 +337,26 @@ class MoELayer(MoEStages):
                 (``gate_up_proj`` and ``down_proj``), or a dictionary of such weights; see
                 ``layers.expert_layouts``.
             router: ``nn.Linear`` without bias, any module with such a ``weight``, or the weight
-                itself, ``[num_experts, hidden_size]``.
+                itself, ``[E, D]``.
             top_k: experts per token.
             names: the attributes that hold gate, up and down (or gate-up and down) in an expert.
+            dispatcher: as in ``MoELayer``.
             options: further fields of ``MoEConfig``, such as ``normalize_top_k=False`` or
                 ``aux_loss_coef=0.01``.
 
         Raises:
             ValueError: the experts or the router compute something else; the message says what.
         """
-        if getattr(router, "bias", None) is not None:
-            raise ValueError("from_experts: the router has a bias, which MoELayer does not compute")
-        weight = router if isinstance(router, Tensor) else getattr(router, "weight", None)
-        if not isinstance(weight, Tensor) or weight.dim() != 2:
-            raise ValueError(
-                f"from_experts: the router ({type(router).__name__}) has no weight of shape "
-                f"[num_experts, hidden_size]"
-            )
-        num_experts, hidden_size = weight.shape
+        weight_ED = router_weight(router)
+        num_experts, hidden_size = weight_ED.shape
         w1_ED2F, w2_EFD = layout_of(experts, num_experts, hidden_size, names).stacked()
         sizes = dict(num_experts=num_experts, top_k=top_k, ffn_hidden_size=w2_EFD.shape[1])
         config = MoEConfig(**(sizes | options))
         with torch.random.fork_rng(devices=[w1_ED2F.device] if w1_ED2F.is_cuda else []):
             layer = cls(config, hidden_size, dispatcher, device=w1_ED2F.device, dtype=w1_ED2F.dtype)
-        layer.router.to(weight.dtype)
+        layer.router.to(weight_ED.dtype)
         with torch.no_grad():
-            layer.router.weight.copy_(weight)
+            layer.router.weight.copy_(weight_ED)
         local = layer.experts.local_experts
         layer.experts.load_stacked_weights(
             w1_ED2F[local.start : local.stop], w2_EFD[local.start : local.stop]
@@ -250,101 +387,11 @@ class MoELayer(MoEStages):
                 given = router if isinstance(router, Tensor) else router.weight
                 given.copy_(self.router.weight)  # type: ignore[operator]
 
-    def use_experts(self, kind: ExpertsKind) -> None:
-        """Replace the experts by another backend (``MoEConfig.experts``) with the same weights.
-
-        The new experts have new parameters: call this method before an optimizer or graphs are
-        made.
-        """
-        before, (size,) = self.experts, self.router.weight.shape[1:]
-        config = replace(self.config, experts=kind)
-        w1_eD2F, w2_eFD = before.stacked_weights()
-        after = build_experts(
-            config, size, before.local_experts, device=w1_eD2F.device, dtype=w1_eD2F.dtype
-        )
-        _check_tail(self.dispatcher, after, kind)
-        self.config, self.experts = config, after
-        self.experts.load_stacked_weights(w1_eD2F, w2_eFD)
-
-    def use_dispatcher(self, dispatcher: Dispatcher, experts: ExpertsBackend) -> None:
-        """Replace the dispatcher, and the experts by the experts that it keeps on this rank.
-
-        Raises:
-            ValueError: these experts cannot take the rows of this dispatcher.
-        """
-        _check_tail(dispatcher, experts, self.config.experts)
-        self.dispatcher, self.experts = dispatcher, experts
-        self._make_counters()
-
-    def stages(self) -> tuple[Stage, ...]:
-        return (
-            Stage("moe_router", lambda entered: self.route(entered.hidden)),
-            Stage("moe_preprocess", self.preprocess),
-            Stage("moe_experts", self.run_experts, self.dynamic),
-        )
-
-    if TYPE_CHECKING:  # nn.Module's says Any
-
-        def __call__(self, hidden: Tensor) -> MoEOutput: ...
-
-    def forward(self, hidden: Tensor) -> MoEOutput:
-        return self.run_stages(MoEInput(hidden))
-
-    def choose(self, hidden_TD: Tensor) -> Routing:
-        return self.router(hidden_TD)
-
-    def preprocess(self, routed: Routed) -> Prepared:
-        prepared = super().preprocess(routed)
-        plan = prepared.plan
-        if self.most_rows is not None and plan.rows_needed is not None:
-            assert self.rows_room is not None
-            self.most_rows.clamp_(min=plan.rows_needed)
-            self.rows_room.fill_(plan.rows_RD.shape[0])
-        return prepared
-
-    def occupation(self) -> tuple[int, int] | None:
-        """Read ``most_rows`` and ``rows_room`` for a report, or None; waits for the device."""
-        if self.most_rows is None or self.rows_room is None:
-            return None
-        return int(self.most_rows), int(self.rows_room)
-
-    def _make_counters(self) -> None:
-        bounded = getattr(self.dispatcher, "rows_factor", None) is not None
-        device = self.router.weight.device
-        for name in ("most_rows", "rows_room"):
-            rows = torch.zeros((), dtype=torch.int64, device=device) if bounded else None
-            self.register_buffer(name, rows, persistent=False)
-
-    def zero_counters(self) -> None:
-        """Zero the counters of rows."""
-        if self.most_rows is not None and self.rows_room is not None:
-            self.most_rows.zero_()
-            self.rows_room.zero_()
-
-    def run_shared(self, hidden_TD: Tensor) -> Tensor | None:
-        if self.shared_expert is None:
-            return None
-        shared_TD = self.shared_expert(hidden_TD)
-        if self.shared_gate is not None:
-            shared_TD = self.shared_gate(hidden_TD).sigmoid() * shared_TD
-        return shared_TD
-
-    def init_weights(self, std: float = 0.02, out_std: float = 0.02) -> None:
-        """Draw normal weights; ``out_std`` is for projections back into the residual stream."""
-        self.router.init_weights(std)
-        self.zero_counters()
-        self.experts.init_weights(std, out_std)
-        if self.shared_expert is not None:
-            nn.init.normal_(self.shared_expert.w1.weight, std=std)
-            nn.init.normal_(self.shared_expert.w2.weight, std=out_std)
-        if self.shared_gate is not None:
-            nn.init.normal_(self.shared_gate.weight, std=std)
-
 
 def _check_tail(dispatcher: Dispatcher, experts: ExpertsBackend, kind: str) -> None:
     if dispatcher.leaves_tail and not experts.takes_tail:
         raise ValueError(
-            f"dispatcher {dispatcher.name!r} leaves rows that are no expert's, which "
+            f"dispatcher {dispatcher.name!r} leaves rows that belong to no expert, which "
             f"experts={kind!r} cannot take: choose experts='moe_graphs', or dispatcher "
             f"'all_to_all'"
         )

@@ -3,8 +3,9 @@
     m = lerp(m, g, 1 - momentum),  u = lerp(g, m, momentum) (Nesterov; else m)
     p -= lr * decay * p + lr * ratio * orthogonal(u)
 
-`orthogonal` makes all singular values about 1, by a few steps of a polynomial in bf16 GEMMs
-(Newton-Schulz): of experts' weights all matrices at once, each by itself.
+`orthogonal` brings all singular values of a matrix to about 1, by a few steps of a polynomial in
+bf16 GEMMs (Newton-Schulz). The weight of all experts is one batch of matrices; each matrix becomes
+orthogonal by itself.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _FLAGS = ("grad_scale", "grad_factor", "found_inf")
 
 
 class _Row(NamedTuple):
-    """What this rank has of a parameter, its gradient and its momentum."""
+    """Rows of a parameter, of its gradient and of its momentum on this rank."""
 
     parameter: Tensor
     gradient: Tensor
@@ -39,37 +40,41 @@ class _Row(NamedTuple):
 
 
 class Muon(AdamW):
-    """One optimizer, one state: groups by Muon and, with ``"muon": False``, by our ``AdamW``.
+    """Optimizer that updates groups by Muon or, with ``"muon": False``, by our ``AdamW``.
 
-    Of a group by Muon, parameters are ``[out, in]``, as of ``nn.Linear``, or matrices of experts
-    ``[E, in, out]``, as of ``GroupedExperts``. 2-D ones get what ``torch.optim.Muon`` computes, up
-    to roundings to bf16.
-    Weights that one parameter holds side by side (gate and up; queries, keys and values) are
-    orthogonal each by itself if the group says where they are: ``"split"``, sizes along ``out``.
+    Parameters of a group by Muon are matrices ``[out, in]``, as in ``nn.Linear``, or matrices of
+    experts ``[E, in, out]``, as in ``GroupedExperts``. For 2-D parameters the update is that of
+    ``torch.optim.Muon``, up to roundings to bf16. One parameter may hold several weights side by
+    side (gate and up; queries, keys and values). Each of them becomes orthogonal by itself if the
+    group has ``"split"``, the sizes of the weights along ``out``.
 
-    No host sync; for graphs and ``DeviceStep`` as ``AdamW`` is: tensor learning rates, skipped
-    steps, clipping. What a skipped step leaves alone, it computes all the same.
+    A step does not wait for the device. Graphs and ``DeviceStep`` work as with ``AdamW``: learning
+    rates as tensors, skipped steps, clipping. A skipped step computes everything and changes
+    nothing.
 
     DTensors whose matrices are whole on their ranks (experts sharded by expert, replicas) are
-    updated where they are. Matrices of which ranks hold rows (FSDP2) are gathered in bf16, each by
-    one of the ranks in turn, which makes it orthogonal and sends the rows back: no rank has more
-    than one whole matrix at a time, and the numbers are those of one process. Replicas (HSDP) all
-    do the same.
+    updated without communication. If each rank holds some rows of a matrix (FSDP2), the ranks take
+    turns: one rank gathers the matrix in bf16, makes it orthogonal and sends the rows back. So no
+    rank has more than one whole matrix at a time, and the numbers are those of one process.
+    Replicas (HSDP) all do the same work.
 
     Args:
         params: parameters, all by Muon, or groups.
-        lr, weight_decay: of both kinds; ``betas`` and ``eps`` of groups by AdamW.
-        momentum, nesterov, ns_coefficients, ns_steps, ns_eps: as torch's (``ns_eps``: its ``eps``).
-        adjust_lr_fn: "original" (default, also None) multiplies the rate by
-            ``sqrt(max(1, out / in))``; "match_rms_adamw" by ``0.2 sqrt(max(out, in))``, so that
-            one learning rate and decay suit both kinds.
-        muon, split: of groups that say nothing else.
-        maximize: of both kinds; the update goes along the gradient instead of against it.
+        lr, weight_decay: learning rate and decoupled decay of all groups.
+        betas, eps: as in ``AdamW``, for groups by AdamW.
+        momentum, nesterov, ns_coefficients, ns_steps: as in ``torch.optim.Muon``.
+        ns_eps: ``eps`` of ``torch.optim.Muon``.
+        adjust_lr_fn: "original" (default, also None) multiplies the learning rate by
+            ``sqrt(max(1, out / in))``; "match_rms_adamw" multiplies it by
+            ``0.2 sqrt(max(out, in))``, and then one learning rate and decay suit all groups.
+        muon, split: defaults for groups that do not have these options.
+        maximize: whether the update goes along the gradient instead of against it, in all groups.
 
     Raises:
-        ValueError: what ``AdamW`` refuses; a group by Muon with parameters that are no matrices, or
-            of which a rank holds other parts than rows (tensor parallelism), or another ``split``;
-            a ``momentum`` that is not from 0 to below 1, and so on.
+        ValueError: ``AdamW`` refuses an argument; a group by Muon has parameters that are not
+            matrices, or matrices whose ranks hold other parts than rows (tensor parallelism);
+            ``split`` is not the size of ``out``; ``momentum`` is not from 0 to below 1, or another
+            number cannot be computed with.
     """
 
     starts_from_zeros = True
@@ -112,8 +117,10 @@ class Muon(AdamW):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if not all("muon" in group for group in state.get("param_groups", ())):
-            raise ValueError("state: it is of another optimizer: moe_graphs.optim.Muon saved none")
-        # Not torch's AdamW's, which looks for a step counter in every state.
+            raise ValueError(
+                "state: it is of another optimizer: moe_graphs.optim.Muon has not saved it"
+            )
+        # The method of torch's AdamW would look for a step counter in every state.
         torch.optim.Optimizer.__setstate__(self, state)
         self._of_muon = {name: self.defaults[name] for name in _OPTIONS}
 
@@ -130,10 +137,10 @@ class Muon(AdamW):
             if len({getattr(tensor, "placements", None) for tensor in own}) > 1:
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} has a gradient or a momentum "
-                    f"that is shared by ranks otherwise: redistribute it"
+                    f"that is divided among ranks in another way: redistribute it"
                 )
             of_rank = rows_of(parameter)
-            assert of_rank is not None  # as when it was added
+            assert of_rank is not None  # ``_check`` has refused such parameters
             row = _Row(_local(own[0]), _local(own[1]), _local(own[2]), of_rank)
             if row.momentum.shape != row.parameter.shape:
                 raise ValueError(
@@ -161,7 +168,7 @@ class Muon(AdamW):
 
 
 def complete_momentum(state: dict[str, Any], parameter: Tensor) -> None:
-    """Makes what a first step by Muon starts from."""
+    """Make the momentum, all zeros, before the first step by Muon."""
     if not state:
         state["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
 
@@ -173,8 +180,10 @@ def _moved_momentum(
     grad_factor: Tensor | None,
     found_inf: Tensor | None,
 ) -> Tensor:
-    """What is to be made orthogonal, in bf16. A skipped step takes the momentum for its
-    gradient."""
+    """Update the momentum, and return the matrix in bf16 that is to become orthogonal.
+
+    A skipped step takes the momentum for the gradient, which leaves the momentum as it is.
+    """
     _, gradient, momentum, _ = row
     if grad_scale is not None:
         gradient.div_(grad_scale)
@@ -191,7 +200,7 @@ def _moved_momentum(
 
 
 def _orthogonal(matrices: Tensor, group: dict[str, Any]) -> Tensor:
-    """Whole matrices, each of their parts by itself."""
+    """Make whole matrices orthogonal, each of the weights in ``split`` by itself."""
     out = _out(matrices)
     options = group["ns_coefficients"], group["ns_steps"], group["ns_eps"]
     parts = matrices.split(group["split"] or (matrices.shape[out],), out)
@@ -199,7 +208,7 @@ def _orthogonal(matrices: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 def _move(row: _Row, orthogonal: Tensor, group: dict[str, Any], found_inf: Tensor | None) -> None:
-    """This rank's part of a parameter. Of a skipped step the rate is 0."""
+    """Move this rank's rows of a parameter; the learning rate of a skipped step is 0."""
     parameter, _, _, rows = row
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.device != parameter.device:
@@ -211,7 +220,7 @@ def _move(row: _Row, orthogonal: Tensor, group: dict[str, Any], found_inf: Tenso
     split = group["split"] or (rows.shape[out],)
     own = rows.own if rows.ranks > 1 else range(rows.shape[out])
     ends = list(itertools.accumulate(split, initial=0))
-    # Of every part what is here.
+    # The number of rows of each part that this rank holds.
     here = [max(0, min(b, own.stop) - max(a, own.start)) for a, b in itertools.pairwise(ends)]
     pairs = zip(parameter.split(here, out), orthogonal.split(here, out), strict=True)
     for size, (part, of_part) in zip(split, pairs, strict=True):
@@ -225,21 +234,23 @@ def _move(row: _Row, orthogonal: Tensor, group: dict[str, Any], found_inf: Tenso
 def orthogonalize(
     matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> Tensor:
-    """Each matrix with its singular values moved to between 0.5 and 1.5, by torch's arithmetic.
+    """Move the singular values of each matrix to between 0.5 and 1.5.
 
     Args:
-        matrices: ``[X, Y]`` or ``[E, X, Y]``.
-        coefficients: of x, x^3 and x^5.
+        matrices: ``[X, Y]`` or ``[E, X, Y]``, floating point.
+        coefficients: factors of x, x^3 and x^5 in the polynomial.
+        steps: how often the polynomial is applied.
+        eps: the least norm by which a matrix is divided at first.
 
     Returns:
-        bf16, in the shape of ``matrices``.
+        The matrices in bf16, in the shape of ``matrices``.
     """
     a, b, c = coefficients
     add_product = torch.addmm if matrices.ndim == 2 else torch.baddbmm
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.bfloat16()
     x = x.mT if is_tall else x
-    # Singular values of at most 1.
+    # Afterwards all singular values are at most 1.
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
     for _ in range(steps):
         gram = _in_bf16(torch.matmul, x, x.mT)
@@ -249,15 +260,18 @@ def orthogonalize(
 
 
 def _in_bf16(product: Callable[..., Tensor], *operands: Tensor, **factors: float) -> Tensor:
-    """Added up in fp32 and rounded. Torch's own takes 3 to 20 times as long on processors that have
-    no bf16."""
+    """Product of bf16 matrices, added up in fp32 and rounded to bf16.
+
+    On a CPU without bf16 instructions, torch's product of bf16 matrices takes 3 to 20 times as
+    long as the product in fp32.
+    """
     if operands[0].is_cpu:
         return product(*(x.float() for x in operands), **factors).bfloat16()
     return product(*operands, **factors)
 
 
 def _out(parameter: Tensor) -> int:
-    """The dimension that a product with it gives; of -2 and -1."""
+    """The dimension ``out`` of a parameter, counted from the last one."""
     return -2 if parameter.ndim == 2 else -1
 
 
@@ -279,8 +293,8 @@ def _check(group: dict[str, Any], number: int) -> None:
         name, shape = f"parameter {index} of group {number}", tuple(parameter.shape)
         if len(shape) not in (2, 3) or not parameter.is_floating_point():
             raise ValueError(
-                f"{name}, {parameter.dtype} {shape}, is no matrix, nor one for each expert: put it "
-                f'into a group with "muon": False'
+                f"{name}, {parameter.dtype} {shape}, is neither a matrix nor a matrix for each "
+                f'expert: put it into a group with "muon": False'
             )
         split = group["split"]
         if split and sum(split) != shape[_out(parameter)]:
@@ -288,18 +302,22 @@ def _check(group: dict[str, Any], number: int) -> None:
         rows = rows_of(parameter)
         if rows is None or (rows.ranks > 1 and len(_local(parameter)) != len(rows.own)):
             raise ValueError(
-                f"{name}, {shape}, is {parameter.placements} over ranks, which would each see a "
-                f"part of its matrices that is none of rows, as FSDP2 divides them: keep it whole, "
-                f"or update it by AdamW"
+                f"{name}, {shape}, is {parameter.placements} over ranks: Muon needs whole "
+                f"matrices or some rows of them on each rank, as FSDP2 divides them; keep the "
+                f"parameter whole, or update it by AdamW"
             )
 
 
 def _check_numbers(group: dict[str, Any]) -> None:
-    """What torch's Muon and its orthogonalization can compute with."""
+    """Check the numbers of a group by Muon.
+
+    Raises:
+        ValueError: Muon cannot compute with one of them.
+    """
     momentum, steps, eps = group["momentum"], group["ns_steps"], group["ns_eps"]
     if isinstance(momentum, Tensor) or not 0 <= momentum < 1:
         raise ValueError(f"momentum: {momentum!r} must be a number from 0 to below 1")
-    if not isinstance(steps, int) or not 1 <= steps < 100:  # as torch has it
+    if not isinstance(steps, int) or not 1 <= steps < 100:  # the limit of torch
         raise ValueError(f"ns_steps: {steps!r} must be a whole number from 1 to 99")
     if not eps > 0:
         raise ValueError(f"ns_eps: {eps!r} must be above 0")

@@ -20,8 +20,7 @@ second run draws new random numbers, unless the random state is put back before 
 captured with another dispatcher, so calls within the block run eagerly and are counted
 (``attribute``; with ``on_mismatch="error"`` they raise). After the block, calls are replayed again.
 If the step after the warm-up overflows, its second run is captured with the other factor; a larger
-``warmup_steps`` makes that unlikely. ``MoELayer.most_rows`` says which factor would have been
-enough.
+``warmup_steps`` makes that unlikely. ``MoELayer.row_statistics`` says how many rows were needed.
 """
 
 from __future__ import annotations

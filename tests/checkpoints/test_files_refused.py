@@ -40,7 +40,7 @@ deepseek = pytest.mark.parametrize("directory", ["deepseek"], indirect=True)
 
 
 def refused(directory: Path, monkeypatch: pytest.MonkeyPatch, *parts: str) -> None:
-    """The message names all ``parts``, and no weight has been read."""
+    """Check that loading raises, that the message has all ``parts``, and that no weight is read."""
 
     def read(*_arguments: object) -> None:
         raise AssertionError("a weight is read")
@@ -53,7 +53,7 @@ def refused(directory: Path, monkeypatch: pytest.MonkeyPatch, *parts: str) -> No
 
 
 def change(directory: Path, rename: dict[str, str] | None = None, **tensors: torch.Tensor | None):
-    """Rewrites the single file: tensors by name, None to leave one out."""
+    """Rewrite the single file: tensors by name, None to leave one out."""
     found = load_file(directory / SINGLE)
     for old, new in (rename or {}).items():
         found[new] = found.pop(old)

@@ -1,4 +1,4 @@
-"""config.json to our configuration and back: what is read, what is refused, and by what name."""
+"""Conversion of config.json to our configuration and back; names of fields that are refused."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_there_and_back(preset):
     assert hf_config(again) == written
     for name, value in PUBLISHED[preset].items():
         same = name == "rope_scaling" or written.get(name, value) == value
-        # Widths of dense layers, where there are none, and a head size that goes without saying.
+        # A model without dense layers has no use for this width.
         assert same or name == "intermediate_size", name
 
 

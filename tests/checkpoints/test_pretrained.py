@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from hf_directories import CASES, FAMILIES, difference, logits, loss, saved
 from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
 
-# transformers has one number per expert and projection, in stacks or one by one.
+# transformers saves the experts of a layer as one stack ("fused") or one by one.
 WAYS_TO_SAVE = {"whole": {}, "fused": dict(save_original_format=False)}
 WAYS_TO_SAVE["shards"] = dict(max_shard_size=100_000)
 

@@ -1,4 +1,7 @@
-"""Expert parallelism: every rank reads its own experts. Imports no transformers, as ranks do."""
+"""Ranks that share experts read their own experts from the files.
+
+This file imports no transformers, because every rank imports it.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ TOKENS = torch.arange(12).view(2, 6)
 def _read(rank: int, world_size: int, directory: Path) -> tuple[np.ndarray, ...]:
     model = LanguageModel.from_pretrained(directory, dispatcher=AllToAllDispatcher())
     experts = model.layers[1].moe.experts
-    bounded = SymmetricDispatcher(rows_factor=2.0)  # has a counter that no file holds
+    bounded = SymmetricDispatcher(rows_factor=2.0)  # has counters that no file holds
     other = LanguageModel.from_pretrained(directory, dispatcher=bounded)
     assert torch.equal(other.layers[1].moe.experts.w1, experts.w1)
-    assert not other.layers[1].moe.most_rows
+    assert not other.layers[1].moe.row_statistics.most_rows
     with pytest.raises(ValueError, match="holds 4 of 8 experts, the others are on other ranks"):
         model.save_pretrained(directory / "ours")
     return tuple(x.detach().numpy() for x in (experts.w1, experts.w2, model(TOKENS).logits_BSV))

@@ -1,5 +1,7 @@
-"""A directory of Hugging Face's, of which every rank reads its part. Nothing is sent, so the ranks
-are tried one after the other, the others not being there."""
+"""Ranks read their own parts of the weights in a directory of Hugging Face.
+
+The ranks send nothing, so one process plays them one after the other.
+"""
 
 from __future__ import annotations
 
@@ -72,4 +74,4 @@ def test_every_rank_has_its_part_of_the_weights(case, layout, fused, tmp_path, n
                     count += piece.numel() * (not name.endswith("tokens_per_expert"))
             assert torch.equal(model.rope.cos_SQ, whole.rope.cos_SQ)
             held.append(count)
-    assert sum(numbers_read) == sum(held)  # and no number that a rank does not keep
+    assert sum(numbers_read) == sum(held)  # no rank reads a number that it does not keep

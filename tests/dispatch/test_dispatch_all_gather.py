@@ -125,7 +125,9 @@ def test_experts_that_take_no_tail_are_refused(monkeypatch):
     layer = MoELayer(config, 8, AllGatherDispatcher())
     before = layer.experts
     monkeypatch.setattr("moe_graphs.layers.experts.GroupedExperts", _NeedsEveryRow)
-    with pytest.raises(ValueError, match="'all_gather' leaves rows that are no expert's, which"):
+    with pytest.raises(
+        ValueError, match="'all_gather' leaves rows that belong to no expert, which"
+    ):
         MoELayer(config, 8, AllGatherDispatcher())
     with pytest.raises(ValueError, match="or dispatcher 'all_to_all'"):
         layer.use_experts("moe_graphs")

@@ -1,4 +1,4 @@
-"""Muon: torch's for matrices, the same for each expert's, and one optimizer with our AdamW."""
+"""Muon computes what torch's Muon does, for experts too, and shares groups with our AdamW."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def set_gradients(held: Sequence[Tensor], seed: int, factor: float = 1.0) -> Non
 
 
 def mixed(lr: float = 1e-2, **options: Any) -> Muon:
-    """Experts and a matrix by Muon, a matrix and a vector by AdamW."""
+    """Optimizer with experts and a matrix by Muon, a matrix and a vector by AdamW."""
     experts, matrix, table, vector = parameters((3, 6, 8), (12, 5), (9, 4), (7,))
     groups = [
         {"params": [experts], "split": (4, 4)},
@@ -76,7 +76,7 @@ def assert_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize(
     ("dtype", "nesterov"),
-    # Of bf16 without Nesterov torch (2.13) normalises the momentum itself, in place.
+    # torch (2.13) normalises a bf16 momentum in place if nesterov is False.
     [(torch.float32, True), (torch.float32, False), (torch.bfloat16, True)],
 )
 def test_matrices_are_torchs(ratio, dtype, nesterov):
@@ -87,7 +87,7 @@ def test_matrices_are_torchs(ratio, dtype, nesterov):
         train(each, range(5))
         for each in (Muon(ours, **options), torch.optim.Muon(torchs, **options))
     )
-    # A product's last bit of bf16: an update is 2e-3 a number and more.
+    # The last bit of a bf16 product may differ; an update changes a number by 2e-3 and more.
     bits = {"atol": 2e-4, "rtol": 0.0 if dtype == torch.float32 else 1e-2}
     torch.testing.assert_close(found, expected, **bits)
 
@@ -108,7 +108,7 @@ def test_experts_are_matrices_one_by_one(ratio, shape):
     together = torch.stack([matrix.t() for matrix in alone])
     torch.testing.assert_close(experts.detach(), together.detach(), rtol=0, atol=2e-3)
     update = (experts - parameters(shape)[0]).abs().max()
-    assert update > 0.03  # what the tolerance is small beside
+    assert update > 0.03  # so the tolerance is small beside the update
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((3, 6, 10), 2), ((10, 6), 0)])
@@ -206,13 +206,13 @@ def test_clipping_is_done_on_the_way():
         norm = torch.nn.utils.clip_grad_norm_(held_by(clipped), 0.5)
         torch.testing.assert_close(step().grad_norm, norm)
         clipped.step()
-    # Rounding of a gradient is rounding of bf16 in the products.
+    # A gradient that is rounded in another place changes the last bits of the bf16 products.
     torch.testing.assert_close(held_by(ours), held_by(clipped), rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize("skipped", [False, True])
 def test_whole_steps_hold_it(skipped):
-    """Replays are eager steps; also if the first is left out."""
+    """Replays compute what eager steps do, with and without a skipped first step."""
     found = []
     for graphed in (False, True):
         torch.manual_seed(0)
@@ -251,8 +251,8 @@ def test_whole_steps_hold_it(skipped):
 @pytest.mark.parametrize(
     ("shape", "options", "words"),
     [
-        ((5,), {}, r"parameter 0 of group 0, torch.float32 \(5,\), is no matrix"),
-        ((2, 2, 3, 3), {}, r"\(2, 2, 3, 3\), is no matrix"),
+        ((5,), {}, r"parameter 0 of group 0, torch.float32 \(5,\), is neither a matrix"),
+        ((2, 2, 3, 3), {}, r"\(2, 2, 3, 3\), is neither a matrix"),
         ((6, 4), {"split": (2, 3)}, r"split: \(2, 3\) is not the 6 of parameter 0"),
         ((2, 6, 4), {"split": (3, 3)}, r"split: \(3, 3\) is not the 4 of parameter 0"),
         ((6, 4), {"adjust_lr_fn": "other"}, "adjust_lr_fn: 'other'"),
@@ -281,7 +281,7 @@ def test_numbers_of_the_constructor_are_checked_as_those_of_a_group():
 @pytest.mark.parametrize("by_group", [False, True])
 @pytest.mark.parametrize("muon", [False, True])
 def test_maximize_is_a_step_along_the_gradient(muon, by_group):
-    """It is what minimizing does with the negative gradient, bit for bit."""
+    """Maximizing is minimizing with the negative gradient, bit for bit."""
     found = []
     for sign in (1, -1):
         weights = parameters((4, 3))
@@ -309,7 +309,7 @@ def test_a_state_of_another_optimizer_is_refused():
 
 @pytest.fixture
 def mesh() -> Iterator[Any]:
-    """Of two ranks, of which this is one."""
+    """A mesh of two ranks; this process is rank 0, and no other process exists."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         yield init_device_mesh("cpu", (2,))
@@ -330,12 +330,12 @@ def test_experts_that_ranks_share_are_whole_matrices(mesh):
     assert torch.equal(shared.to_local(), plain)
     assert isinstance(ours.state[shared]["momentum_buffer"], DTensor)
     shared.grad = DTensor.from_local(torch.ones(4, 6, 4), mesh, [Replicate()])
-    with pytest.raises(ValueError, match="shared by ranks otherwise"):
+    with pytest.raises(ValueError, match="divided among ranks in another way"):
         ours.step()
     for shape, placement in (((2, 6, 4), Shard(1)), ((6, 4), Shard(1))):
         (local,) = parameters(shape)
         parameter = nn.Parameter(DTensor.from_local(local.detach(), mesh, [placement]))
-        with pytest.raises(ValueError, match="over ranks, which would each see a part"):
+        with pytest.raises(ValueError, match="over ranks: Muon needs whole matrices"):
             Muon([parameter])
     Muon([nn.Parameter(DTensor.from_local(plain.detach()[0], mesh, [Replicate()]))])
 

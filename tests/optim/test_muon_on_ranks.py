@@ -1,4 +1,4 @@
-"""Muon where ranks share matrices by rows: the numbers of one process, bit for bit."""
+"""Muon on matrices that ranks divide by rows computes the numbers of one process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from moe_graphs.optim import Muon
 from moe_graphs.optim.whole_matrices import Rows
 from moe_graphs.training.capturable import tensor_hyperparameters
 
-# Rows that ranks do not divide, fewer rows than ranks, experts, a vector (of whole registers).
+# Rows that the ranks do not divide evenly, fewer rows than ranks, experts, and a vector whose
+# length is a multiple of the vector registers.
 SHAPES = ((7, 5), (12, 6), (6, 12), (1, 9), (10, 4), (3, 4, 6), (64,))
 STEPS = 4
-# Of the mesh ("replicate", "shard").
+# Sizes of the mesh ("replicate", "shard"), by the number of ranks.
 LAYOUTS = {2: [(1, 2), (2, 1)], 4: [(1, 4), (2, 2)]}
 
 
@@ -42,7 +43,7 @@ def muon(parameters: list[nn.Parameter]) -> Muon:
 
 
 def train(parameters: list[nn.Parameter], mesh: Any, device: str) -> dict[str, Tensor]:
-    """With clipping, and one step that is skipped."""
+    """Run some steps with clipping, one of them skipped, and return parameters and states."""
     optimizer: Any = muon(parameters)
     optimizer.grad_factor = torch.tensor(0.3, device=device)
     optimizer.grad_scale, optimizer.found_inf = None, torch.zeros((), device=device)
@@ -67,7 +68,7 @@ def placed(whole: Tensor, mesh: Any) -> DTensor:
 
 
 def on_ranks(rank: int, world_size: int, device: str = "cpu") -> list[list[str]]:
-    """What differs, of each layout."""
+    """Names of the tensors that differ from one process, for each layout."""
     alone = [nn.Parameter(first(shape).to(device)) for shape in SHAPES]
     expected = train(alone, None, device)
     different = []
@@ -77,7 +78,7 @@ def on_ranks(rank: int, world_size: int, device: str = "cpu") -> list[list[str]]
         found = train(shared, mesh, device)
         assert found.keys() == expected.keys()
         furthest = {name: (found[name] - expected[name]).abs().max() for name in found}
-        # A GPU's products may add up otherwise for another number of experts.
+        # A GPU may add up products in another order for another number of experts.
         most = 0 if device == "cpu" else 2e-3
         different.append([name for name in furthest if not furthest[name] <= most])
     return different

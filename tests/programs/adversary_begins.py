@@ -1,4 +1,4 @@
-"""Adversaries: what begins after the warm-up has looked into a call, and before its capture."""
+"""Adversaries: changes after the warm-up has looked into a call, and before its capture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECOND, CAPTURE = 1, 2  # steps
 
 
 def begins(name: str, forward: Callable[..., Any], change: Callable[..., None], **options) -> None:
-    """``change(m, e)`` once, after the first warm-up step or before the step of the capture."""
+    """Cases that call ``change(m, e)`` after the first warm-up step, or before the capture."""
     for when, at in (("in the warm-up", SECOND), ("at the capture", CAPTURE)):
 
         def between(m, e, i, at=at):
@@ -137,7 +137,7 @@ begins("a module that counts", _inside,
 
 
 class Backward(torch.autograd.Function):
-    """Its backward lets a list grow from when the flag is up."""
+    """Function whose backward appends to a list, from the step on at which a flag is set."""
 
     flag = False
 

@@ -17,7 +17,7 @@ case = Table()
 
 
 def functions(name, function, change=lambda m, e: None, **options):
-    """``function(m, e)`` makes the function that is graphed."""
+    """Case whose graphed function is what ``function(m, e)`` returns."""
     case(name, tanh, function=function, change=change, engines=("callables",),
          **({"loss": lambda m, x, e: e.f(m.pre(x)).square().mean()} | options))  # fmt: skip
 

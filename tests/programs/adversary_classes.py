@@ -33,7 +33,7 @@ class OfSubclass(OfClass):
 
 
 def _fresh(kind):
-    """A class of the case's own, so that nothing is left behind."""
+    """A new class for this case, so that a change of it ends with the case."""
 
     def make(case):
         OfClass.gain = 1.0

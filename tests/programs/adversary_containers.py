@@ -1,7 +1,7 @@
-"""Adversaries: containers whose methods say something else than what they hold.
+"""Adversaries: containers whose methods return something else than they hold.
 
-A forward reads ``s.held`` by their methods; before step 4 what they hold becomes another. Guards
-may neither miss that nor leave something else in them.
+A forward reads ``s.held`` by the methods of the container. Before step 4 its content changes.
+Guards must see the change, and must not change the content themselves.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ case = Table()
 
 
 def kept(name, made, read, change, **options):
-    """``read`` gives a number of ``s.held``; ``change`` puts another behind it."""
+    """Case whose forward multiplies by ``read(s)``; ``change`` gives ``s.held`` another content."""
     case(
         name,
         lambda s, x: s.l(x) * read(s.held),
@@ -26,7 +26,7 @@ def kept(name, made, read, change, **options):
 
 
 class Made(collections.OrderedDict):
-    """Keeps classes and hands out instances, as transformers' ``ACT2FN``."""
+    """A dictionary that keeps classes and returns instances, as ``ACT2FN`` of transformers does."""
 
     def __getitem__(self, key):
         return super().__getitem__(key)()
@@ -45,7 +45,7 @@ def change_made(held):
 
 
 def of_class(held):
-    """What is kept is a class still."""
+    """1.0 if the dictionary still holds the class behind its methods."""
     return 1.0 if isinstance(dict.get(held, "a"), type) else 5.0
 
 
@@ -66,7 +66,7 @@ class Doubles(dict):
 
 
 class Shy(dict):
-    """Holds what none of its methods shows."""
+    """A list whose methods show nothing of its content."""
 
     def __iter__(self):
         return iter(())
@@ -98,7 +98,7 @@ class Agrees(dict):
 
 
 class Counting(dict):
-    """A lookup that misses makes an entry."""
+    """A dictionary in which a lookup of a missing key makes an entry."""
 
     def __missing__(self, key):
         self[key] = 0.5

@@ -84,7 +84,7 @@ case("the grad mode is a flag of the module", _with_mode, lambda s: setattr(s, "
 
 
 def _forces(s, x):
-    """An energy model: the forward itself differentiates."""
+    """An energy model, whose forward differentiates."""
     with torch.enable_grad():
         x = x if x.requires_grad else x.detach().requires_grad_()
         energy = torch.tanh(s.l(x)).sum()
@@ -109,7 +109,7 @@ case("the loss detaches the output from the fourth step on", tanh, loss=_detache
 
 
 class NeedsInput(torch.autograd.Function):
-    """Looks at which inputs need a gradient."""
+    """Function that reads ``ctx.needs_input_grad``."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -129,7 +129,7 @@ case("a function asks which inputs need gradients", lambda s, x: NeedsInput.appl
 
 
 class Undefined(torch.autograd.Function):
-    """Two outputs; sees whether a gradient came for each."""
+    """Function with two outputs, whose backward reads which of them got a gradient."""
 
     @staticmethod
     def forward(ctx, x):
@@ -214,7 +214,7 @@ case("a backward counts with an iterator", lambda s, x: Counts.apply(s.l(x)),
 
 
 class StateOfContext(torch.autograd.Function):
-    """The backward reads an object that is changed between forward and backward."""
+    """Function whose backward reads an object that changes between forward and backward."""
 
     @staticmethod
     def forward(ctx, x, box):
@@ -239,7 +239,7 @@ case("a backward reads a list that changes after the forward",
 
 
 class Reverses(torch.autograd.Function):
-    """Reversible: the backward runs a module again."""
+    """Reversible function, whose backward runs a module again."""
 
     @staticmethod
     def forward(ctx, x, module):

@@ -1,4 +1,4 @@
-"""Adversaries: which gradients a script asks for, how, and what is there already."""
+"""Adversaries: ways to ask for gradients, and gradients that are there already."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ case("autograd without threads", tanh, around=_single_threaded)
 
 
 def _flat_gradients(m, e):
-    """As a bucket of DDP: every ``.grad`` is a view of one buffer, which the script reads."""
+    """Make every ``.grad`` a view of one buffer that the script reads, as a bucket of DDP."""
     e.flat = torch.zeros(sum(p.numel() for p in m.parameters()))
     offset = 0
     for p in m.parameters():

@@ -21,7 +21,7 @@ def _mean_for_inference(weight):
 
 
 def layer(make, call=lambda f, x: f(x)):
-    """A scope around one of torch's layers, ``s.f``."""
+    """Case whose scope calls one of torch's layers, ``s.f``."""
     return dict(forward=lambda s, x: call(s.f, s.l(x)), init=lambda s: setattr(s, "f", make()))
 
 

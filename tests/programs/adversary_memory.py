@@ -1,4 +1,4 @@
-"""Adversaries: whose memory it is. Tensors kept, freed, moved, swapped, aliased."""
+"""Adversaries: tensors that are kept, freed, moved, swapped or aliased."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _free_after_use(m, x, e, how):
 
 
 def _free_parameters(m, e, i):
-    """As FSDP: parameters have no memory between the steps."""
+    """Parameters have no memory between the steps, as under FSDP."""
     for p in m.sc.parameters():
         value, size = p.detach().clone(), p.untyped_storage().nbytes()
         p.untyped_storage().resize_(0)
@@ -175,7 +175,7 @@ def _swap_data(s):
 
 
 def _swap_back_and_forth(m, x, e):
-    """Weights of an average for an evaluation within the step, and back."""
+    """The weights are those of an average for an evaluation within the step, and are put back."""
     saved = m.sc.l.weight.data
     m.sc.l.weight.data = torch.ones(4, 4)
     with torch.no_grad():

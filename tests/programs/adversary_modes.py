@@ -1,4 +1,4 @@
-"""Adversaries: what is in force around a call. Autocast, dtypes, flags, modes."""
+"""Adversaries: autocast, default dtypes, flags and modes that are on around a call."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ def _flagged_backward(m, x, e, is_on):
 
 
 def _sets_flag_inside(s, x):
-    """A context of the forward's own that outlives it on the way back."""
+    """A context that the forward enters and that is still open in the backward."""
     FLAG[0] += 1.0
     return s.l(x) * 1.0
 

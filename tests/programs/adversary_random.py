@@ -46,7 +46,7 @@ case("a seed before every call", dropped,
 
 
 def _same_numbers_twice(m, x, e):
-    """Reversible layers: the state is put back for a second forward."""
+    """Reversible layers, for whose second forward the random state is put back."""
     h = m.pre(x)
     state = torch.get_rng_state()
     y = m.sc(h)

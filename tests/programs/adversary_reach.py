@@ -1,4 +1,4 @@
-"""Adversaries: doors to Python state that no name in the forward's code gives away."""
+"""Adversaries: ways to reach Python state that no name in the forward's code shows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def set_table(value):
 
 
 def attribute(name, forward):
-    """A forward that reaches ``s.gain``, which becomes 3."""
+    """Case whose forward reads ``s.gain`` in some way; before step 4 the gain becomes 3."""
     case(name, forward, lambda s: setattr(s, "gain", 1.0),
          change=lambda m, e: setattr(m.sc, "gain", 3.0))  # fmt: skip
 
@@ -55,7 +55,7 @@ def of_global(name, forward):
 
 
 def of_setter(name, forward, setter, before, after):
-    """``setter`` puts the process back at the last step."""
+    """Case that changes a setting of the process; ``setter`` puts it back at the last step."""
     case(name, forward, start=lambda m, e: setter(before), change=lambda m, e: setter(after),
          between=lambda m, e, i: i == 6 and setter(before))  # fmt: skip
 
@@ -90,7 +90,7 @@ def _matches(s):
 
 
 class Gets(Scope):
-    """Every attribute passes through Python."""
+    """A module whose ``__getattribute__`` is written in Python."""
 
     def __getattribute__(self, name):
         if name == "gain":
@@ -106,7 +106,7 @@ case("__getattribute__", scope=Gets, start=lambda m, e: setattr(m.sc, "hidden", 
 
 
 class Compares:
-    """Equal to everything."""
+    """An object that is equal to everything."""
 
     def __init__(self, gain):
         self.gain = gain
@@ -139,7 +139,7 @@ case("an object that cannot be compared is replaced", lambda s, x: s.l(x) * s.o.
 
 
 class IsCallable:
-    """Its class, not itself, decides what a call does."""
+    """An object whose class decides what a call does."""
 
     def __call__(self, x):
         return x

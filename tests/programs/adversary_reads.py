@@ -1,4 +1,4 @@
-"""Adversaries: values of tensors that reach Python by another door than ``item()``."""
+"""Adversaries: values of tensors that reach Python in another way than by ``item()``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ case = Table()
 
 
 def reads(name, value, **options):
-    """The forward multiplies by a number that it reads from its input."""
+    """Case whose forward multiplies by a number that it reads from its input."""
     case(f"reads values by {name}", lambda s, x: s.l(x) * (value(x.detach().tanh()) / 8), **options)
 
 
@@ -95,7 +95,7 @@ def _set_by_mask(x):
 
 
 def _metadata_changed(m, x, e):
-    """The caller changes the shape of what it got, in place."""
+    """The caller changes the shape of the output in place."""
     y = m.sc(m.pre(x))
     y.unsqueeze_(0)
     loss = y.square().mean() * y.dim()

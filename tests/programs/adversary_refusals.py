@@ -1,4 +1,4 @@
-"""Adversaries: forwards that do something first and cannot be captured then. Nothing may remain."""
+"""Adversaries: forwards that change something and then cannot be captured; all is put back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def reads_host(s, x):
 
 
 def refused(name, first, **options):
-    """``first(s, x)`` happens before the read on the host."""
+    """Case whose forward calls ``first(s, x)`` and then reads a value on the host."""
 
     def forward(s, x):
         first(s, x)
@@ -89,7 +89,7 @@ case("the fourth forward raises, and is tried again", _raises_once,
 
 
 class RefusedBackward(torch.autograd.Function):
-    """Its backward reads values on the host, after it has changed a list."""
+    """Function whose backward changes a list and then reads values on the host."""
 
     @staticmethod
     def forward(ctx, x):

@@ -1,4 +1,4 @@
-"""Adversaries: when scopes are called, in which order, and who else touches them."""
+"""Adversaries: scopes called at odd times, in odd orders, or changed by other code."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ scopes("the last warm-up step has another shape",
 
 
 def _features(m, x, e):
-    """Contrast with what another microbatch gave, as a memory bank does."""
+    """The loss contrasts the output with another microbatch's, as a memory bank does."""
     y = m.sc(m.pre(x))
     bank = torch.cat([*e.kept[-3:], y])
     e.kept.append(y.detach())
@@ -216,7 +216,7 @@ scopes("three forwards, one backward of a stack", _only_loss_kept)
 
 
 def _chained(m, x, e):
-    """The same scope three times in a row, with a loss on each."""
+    """One scope three times in a row, with a loss on each."""
     h, total = m.pre(x), 0.0
     for _ in range(3 if not e.late else 2):
         h = m.sc(h)

@@ -40,7 +40,7 @@ steps("the step writes into its batch", _mutates, batch=batches(lambda x, i: {"x
 
 
 class Reused:
-    """One dictionary for all batches, as some loaders have it."""
+    """One dictionary serves for all batches, as in some loaders."""
 
     batch: dict[str, Any] | None = None
 

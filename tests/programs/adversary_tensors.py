@@ -1,4 +1,4 @@
-"""Adversaries: what Python sees of tensors, and inputs of unusual kinds."""
+"""Adversaries: metadata of tensors that Python reads, and unusual inputs."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ case = Table()
 
 
 def optimizing(make):
-    """The optimizer outside of the scopes, or within the whole step."""
+    """Makes the optimizer, which runs outside of the scopes or within the whole step."""
 
     def start(m, e):
         e.optimizer = make(m)

@@ -1,4 +1,4 @@
-"""Adversaries: values that look alike, arguments that carry Python, what leaves a forward."""
+"""Adversaries: values that compare equal, arguments with Python objects, unusual outputs."""
 
 from __future__ import annotations
 

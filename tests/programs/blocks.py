@@ -1,4 +1,4 @@
-"""How a block is called and what it returns, and what stands around it in the eager model.
+"""Interfaces of blocks (their calls and results), and the eager code around them.
 
 An interface is a module around a body. Its ``forward`` is what may be a scope; ``use`` is the eager
 code that calls it: it takes the hidden state and the model's input, and returns the new hidden
@@ -44,7 +44,7 @@ INTERFACES["block"] = Block
 
 
 class WithAux(Block):
-    """A 0-dim output beside the main one."""
+    """An output of 0 dimensions beside the main one."""
 
     def forward(self, x):
         y = self.part(x)
@@ -100,7 +100,7 @@ class RecordOutput(Block):
 
 
 class ModelOutput(collections.OrderedDict):
-    """As transformers' outputs: a dictionary with attributes."""
+    """A dictionary with attributes, as the outputs of transformers."""
 
     def __getattr__(self, name):
         try:
@@ -118,7 +118,7 @@ class HuggingFaceLike(Block):
 
 
 class Chunks(Block):
-    """Views of one tensor, that overlap nowhere."""
+    """Views of one tensor that do not overlap."""
 
     def forward(self, x):
         return self.part(x).chunk(2, dim=-1)
@@ -193,7 +193,7 @@ class Detached(Block):
 
 
 class TwoHeads(Block):
-    """A second output with a weight of its own, which the loss may leave out."""
+    """A second output that has its own weight, and that the loss may not use."""
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__(part)
@@ -209,7 +209,7 @@ class TwoHeads(Block):
 
 
 class TwoInputs(Block):
-    """Two tensors, one of them perhaps without gradient."""
+    """Two tensors, of which one may have no gradient."""
 
     def forward(self, x, y):
         return self.part(x) * y
@@ -219,7 +219,7 @@ class TwoInputs(Block):
 
 
 class SameInputTwice(Block):
-    """Takes another branch where both are one tensor."""
+    """A forward that takes another branch if both arguments are one tensor."""
 
     def forward(self, q, k, v=None):
         out = self.part(q) + k
@@ -268,7 +268,7 @@ class ObjectInput(Block):
 
 
 class Transposed(Block):
-    """Takes and returns other strides."""
+    """Arguments and results with unusual strides."""
 
     def forward(self, x):
         return self.part(x.t()).t()
@@ -335,7 +335,7 @@ def stops_before(block, h, x):
 
 @wiring
 def weight_outside(block, h, x):
-    """The block's first matrix is used outside, too: tied weights."""
+    """The block's first matrix is used outside of the block, too (tied weights)."""
     y, terms = block.use(h, x)
     square = [p for p in block.parameters() if p.shape == (WIDTH, WIDTH)]
     return (functional.linear(y, square[0]) if square else y), terms
@@ -387,7 +387,7 @@ def sums_before_use(block, h, x):
 
 @wiring
 def skipped_gradient(block, h, x):
-    """Nothing of the block reaches the loss, but a metric does."""
+    """A block of which only a metric reaches the loss."""
     with torch.no_grad():
         metric = h.norm()
     y, terms = block.use(h, x)

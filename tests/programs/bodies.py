@@ -1,4 +1,4 @@
-"""What blocks of random models compute: (rows, WIDTH) in, (rows, WIDTH) out.
+"""Bodies of the blocks of random models, which map (rows, WIDTH) to (rows, WIDTH).
 
 ``BODIES`` has every kind by name. A body with ``turn(pick)`` has a knob that an event may turn
 between steps: it sets something that its forward reads to a value that depends on ``pick`` alone.
@@ -24,7 +24,7 @@ def body(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 class Linear(nn.Module):
-    """What most bodies begin with: ``self.linear``."""
+    """Base of most bodies; it has ``self.linear``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class BatchNormed(Linear):
 
 @body
 class Attention(nn.Module):
-    """Rows are the sequence. Views and chunks inside; the kernel may depend on the context."""
+    """Attention over the rows, with views and chunks; the kernel may depend on the context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Attention(nn.Module):
 
 @body
 class TorchAttention(nn.Module):
-    """The same tensor three times, and a fast path in eval."""
+    """Attention of a tensor to itself, with a fast path in evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class ReadsHost(Linear):
 
 @body
 class SharedInside(Linear):
-    """One weight twice, and its bias as a number of the computation."""
+    """A weight that is used twice, and its bias as a factor."""
 
     def forward(self, x):
         return torch.tanh(self.linear(torch.tanh(self.linear(x)))) * self.linear.bias
@@ -246,7 +246,7 @@ class CheckpointInside(Linear):
 
 @body
 class Views(Linear):
-    """Returns a view, of something in other strides."""
+    """A result that is a view with unusual strides."""
 
     def forward(self, x):
         y = self.linear(x).t().contiguous().t()
@@ -255,7 +255,7 @@ class Views(Linear):
 
 @body
 class AutocastInside(Linear):
-    """Its cache casts the weight once for both uses."""
+    """Autocast, whose cache casts the weight once for two uses."""
 
     def forward(self, x):
         with torch.autocast("cpu", torch.bfloat16):
@@ -345,7 +345,7 @@ class Sequence(nn.Module):
 
 @body
 class Around(nn.Module):
-    """Both halves of the width through the same part: views in, views out."""
+    """One part that is called for both halves of the width, with views as arguments and results."""
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""More bodies: those whose forward reads, counts or draws something in Python."""
+"""Bodies whose forward reads, counts or draws something in Python."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from torch.nn.functional import silu as activation
 
 from programs.bodies import WIDTH, Linear, body
 
-GLOBALS: dict[str, Any] = {}  # what forwards read besides their modules; part of a snapshot
+GLOBALS: dict[str, Any] = {}  # read by forwards; part of a snapshot
 GENERATOR = torch.Generator()
 
 
 def reset_globals() -> None:
-    """Before every run of a program."""
+    """Sets the globals to what they are before a program; called before every run."""
     global gain, activation
     gain, activation = 1.0, functional.silu
     GLOBALS.clear()
@@ -37,7 +37,7 @@ def reset_globals() -> None:
 
 @contextlib.contextmanager
 def flag() -> Iterator[None]:
-    """A context manager of the user's own."""
+    """A context manager that a user has written."""
     before, GLOBALS["flag"] = GLOBALS["flag"], True
     try:
         yield
@@ -101,7 +101,7 @@ class Settings:
 
 @body
 class ReadsConfig(Linear):
-    """Configs as Hugging Face's, frozen or not."""
+    """Configurations as in transformers, frozen or not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class ReadsEnvironment(Linear):
 
 @body
 class Optional(Linear):
-    """None that may become a tensor, a module, a parameter."""
+    """Attributes that are None and may become a tensor, a module or a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ class Optional(Linear):
 
 @body
 class Depth(nn.Module):
-    """As many layers as an attribute says, or those of a route."""
+    """A loop over as many layers as an attribute says, or over the layers of a route."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -269,7 +269,7 @@ class Depth(nn.Module):
 
 @body
 class Annealed(Linear):
-    """Counts its calls in Python, and computes with the count."""
+    """A counter of calls in Python that the forward computes with."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ class Annealed(Linear):
 
 @body
 class Counted(Linear):
-    """Counts its calls in Python, for somebody else."""
+    """A counter of calls in Python that the forward does not use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ class Counted(Linear):
 
 @body
 class SideChannel(Linear):
-    """Leaves a tensor on the module, which the loss reads later."""
+    """A forward that puts a tensor on the module, which the loss reads later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -329,7 +329,7 @@ class DrawsGenerator(Linear):
 
 @body
 class ReadsAnother(Linear):
-    """A tensor of a module that is none of its own."""
+    """A tensor of a module that is not a submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -347,7 +347,7 @@ class ReadsAnother(Linear):
 
 @body
 class Remembers(Linear):
-    """Computes with what it saw in the call before."""
+    """A forward that computes with its input of the call before."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Hand-written adversaries: a scope, what happens around it, and the verdict under each engine.
+"""Hand-written adversaries: a scope, the code around it, and the verdict under each engine.
 
-A case is a few functions. ``s`` is the scope's module, which has a linear layer ``s.l``; ``m`` the
-model, which has an eager layer ``m.pre`` before the scope ``m.sc``; ``e`` is a namespace of the
-script's own, with ``e.log`` and ``e.kept``; ``i`` the number of the step. Steps 0 and 1 are for
-warming up, and ``change`` comes before step 4.
+A case is a few functions. Their arguments are ``s``, the scope's module with a linear layer
+``s.l``; ``m``, the model with an eager layer ``m.pre`` before the scope ``m.sc``; ``e``, a
+namespace of the script with ``e.log`` and ``e.kept``; and ``i``, the number of the step. Steps 0
+and 1 are the warm-up, and ``change`` is called before step 4.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WIDTH, WARMUP, CHANGE_AT = 4, 2, 4
 
 
 class Scope(nn.Module):
-    """``init`` and ``forward`` of a case as a module."""
+    """The scope: a module with ``init`` and ``forward`` of a case."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -89,16 +89,19 @@ def _batch(generator: torch.Generator, i: int) -> torch.Tensor:
 class Case:
     """One adversary.
 
-    init, forward: of the scope's module. ``scope``: a class in their place.
-    use: how the model calls the scope; ``loss`` and ``step``: what is made of that. A step returns
-        what is to be compared besides gradients, parameters, buffers, log, kept and random states.
-    start: before everything, as (m, e). change: once, before step 4, as (m, e). between: before
-        every step, as (m, e, i). around: a context of each step, as (m, e, i).
-    update: after each step, as (m, e, i); by default SGD and ``zero_grad``.
-    function: (m, e) -> a plain function, which the script calls as ``e.f`` and which callables
-        graph in the place of the scope.
-    options: for ``GraphConfig`` or ``FullIteration``.
-    may_kill: a wrong replay may kill the process: it gets one of its own.
+    init, forward: functions of the scope's module. ``scope`` is a class in their place.
+    use: calls the scope in the model. ``loss`` and ``step`` use its result. The values that a step
+        returns are compared, beside gradients, parameters, buffers, ``e.log``, ``e.kept`` and
+        random states.
+    start: called as (m, e) before everything.
+    change: called once as (m, e), before step 4.
+    between: called as (m, e, i) before every step.
+    around: called as (m, e, i); returns the context of a step.
+    update: called as (m, e, i) after each step; by default SGD and ``zero_grad``.
+    function: called as (m, e); returns a plain function, which the script calls as ``e.f`` and
+        which is graphed as a callable in the place of the scope.
+    options: arguments of ``GraphConfig`` or ``FullIteration``.
+    may_kill: whether a wrong replay may kill the process; then the case has its own process.
     ``e.graphs`` is the engine's handle, None eagerly; ``e.late`` is true from step 4 on.
     """
 
@@ -147,18 +150,18 @@ class CaseVerdict:
 
 
 class _Stop(Exception):
-    """Nothing that follows can be compared."""
+    """Signal that nothing after this point can be compared."""
 
 
 class CaseRun:
-    """One run; ``raises_at``: where the eager run raised, None for that run itself."""
+    """One run of a case; ``raises_at`` is where the eager run raised, None for the eager run."""
 
     def __init__(self, case: Case, engine: str | None, raises_at: int | None = None) -> None:
         self.case, self.engine, self.raises_at = case, engine, raises_at
         self.trace: list[tuple[str, Any]] = []
         self.named: list[str] = []
         self.raised: tuple[int, str] | None = None
-        torch.default_generator.manual_seed(0)  # torch's own notes the stack for a GPU to come
+        torch.default_generator.manual_seed(0)  # torch.manual_seed notes the stack for a GPU
         random.seed(0)
         np.random.seed(0)
         self.m = Model(case)
@@ -183,7 +186,7 @@ class CaseRun:
             if hasattr(self.e, "optimizer"):
                 options["optimizer"] = self.e.optimizer
             options = {"on_mismatch": "eager", "warmup_steps": WARMUP} | options
-            # Not a method of this run: guards would look into all that it has noted.
+            # A method of this run would make guards look into everything that the run has noted.
             case, m, e = self.case, self.m, self.e
             step = lambda batch: case.step(m, batch, e)  # noqa: E731
             self.handle = FullIteration(step, model=m, **options)
@@ -334,7 +337,7 @@ def _clean_process() -> Iterator[None]:
 
 
 def judge(case: Case, engine: str) -> CaseVerdict:
-    """Runs a case eagerly and graphed."""
+    """Run a case eagerly and graphed, and compare the two runs."""
     return _judge_apart(case, engine) if case.may_kill else _judge(case, engine)
 
 
@@ -343,7 +346,7 @@ def _judge_apart(case: Case, engine: str) -> CaseVerdict:
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=lambda: sender.send(_judge(case, engine)))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of forks beside threads
+        warnings.simplefilter("ignore")  # warnings of forks beside threads
         process.start()
     sender.close()
     try:
@@ -390,7 +393,7 @@ def _judge(case: Case, engine: str) -> CaseVerdict:
 
 
 def _difference(eager: CaseRun, graphed: CaseRun) -> str:
-    """After an error within a step only what came before is compared."""
+    """Compare two traces; after an error within a step only what came before the error."""
     a, b = eager.trace, graphed.trace
     if len(b) < len(a) and graphed.named:
         end = next((n for n, (name, _) in enumerate(b) if name.startswith("kept at")), len(b))

@@ -1,4 +1,4 @@
-"""What happens before a step of a program: ``BEFORE`` has functions of (world, pick) by name.
+"""Events before a step of a program: ``BEFORE`` has functions of (world, pick) by name.
 
 ``pick`` is a number to choose with. The functions draw no random numbers unless that is what they
 do. ``note`` is for hooks that look.
@@ -156,7 +156,7 @@ def _buffers(world: World) -> list[tuple[dict, str]]:
 
 @before
 def load_state(world, pick):
-    """In place, or by assignment; the first time it only keeps what is there."""
+    """Keeps the weights the first time; then, and later, loads half of the kept weights."""
     if not world.saved_state:
         world.saved_state = copy.deepcopy(world.model.state_dict())
     changed = {
@@ -271,7 +271,7 @@ def hook_accumulator(world, pick):
     if parameter.requires_grad:
         accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
         world.handles.append(accumulator.register_prehook(lambda grads: (grads[0] * 2.0,)))
-        world.kept.append(accumulator)  # or the hook would be gone with it
+        world.kept.append(accumulator)  # without it the hook would be gone
 
 
 @before
@@ -320,6 +320,6 @@ def evaluate(world, pick):
 
 @before
 def outside_of_step(world, pick):
-    """A forward and backward for something else: no step of training."""
+    """A forward and a backward that are no step of training."""
     world.model(world.batch()[0]).hidden.sum().backward()
     world.model.zero_grad()

@@ -1,4 +1,4 @@
-"""How a step of a program runs, and what happens between a forward and its backward.
+"""Events within a step of a program: ways to run it, and events between forward and backward.
 
 ``PLANS``: functions of (plan, pick) that change how a step runs, for this one or, if pick is odd,
 from then on. ``WITHIN``: functions of (world, result, loss, pick).
@@ -112,7 +112,7 @@ CONTEXTS["default dtype"] = _double_by_default
 
 @changes_plan
 def context(plan, pick):
-    """Around forwards, backwards or the whole step."""
+    """Puts a context around forwards, backwards or the whole step."""
     where = ("around_forward", "around_backward", "around_step")[pick // 2 % 3]
     names = sorted(CONTEXTS)
     setattr(plan, where, CONTEXTS[names[pick // 6 % len(names)]])

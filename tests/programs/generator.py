@@ -1,4 +1,4 @@
-"""From a seed a random program."""
+"""Generator of random programs from seeds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OPTIMIZERS = ("sgd", "momentum", "adamw", "foreach", "rmsprop")
 
 
 def generate(seed: int) -> Program:
-    """The program of a seed. Most have few odd things at once: then it is known what failed."""
+    """Make the program of a seed; most programs have few odd things, so that a failure is clear."""
     draw = random.Random(seed)
     engine = draw.choices(("scopes", "callables", "step"), (6, 2, 3))[0]
     own_layers = draw.choice(OWN_SCOPES) if engine != "callables" and draw.random() < 0.06 else ""
@@ -83,7 +83,7 @@ def _body(draw: random.Random, depth: int = 0) -> BodySpec:
 
 
 def _events(draw: random.Random, engine: str) -> tuple[Event, ...]:
-    """Most of them after the capture, which the third step makes."""
+    """Draw events, most of them after the third step, which captures."""
     kinds = [sorted(table) for table in (events.BEFORE, events.PLANS, events.WITHIN)]
     found = []
     for _ in range(draw.choice((0, 1, 1, 2, 3, 4))):

@@ -1,4 +1,4 @@
-"""Makes a failing program smaller while it fails in the same way."""
+"""Minimiser: makes a failing program smaller while it fails in the same way."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PLAINER = {
 
 
 def minimised(verdict: Verdict, budget: int = 60) -> Verdict:
-    """The verdict of the smallest program that fails alike, of those that ``budget`` runs tried."""
+    """Verdict of the smallest program that fails in the same way, found in ``budget`` runs."""
     best, is_smaller = verdict, True
     while is_smaller and budget > 0:
         is_smaller = False
@@ -31,7 +31,7 @@ def minimised(verdict: Verdict, budget: int = 60) -> Verdict:
                 break
             try:
                 found = judge(candidate)
-            except Exception:  # not a program any more: an event without its object
+            except Exception:  # no program any more: an event has lost its object
                 continue
             if found.outcome == verdict.outcome:
                 best, is_smaller = found, True
@@ -40,7 +40,7 @@ def minimised(verdict: Verdict, budget: int = 60) -> Verdict:
 
 
 def _smaller(program: Program) -> Iterator[Program]:
-    """Programs with one thing less, the largest steps first."""
+    """Yield programs with one thing less; the largest differences come first."""
     blocks = program.blocks
     if len(blocks) > 1:
         for index in range(len(blocks)):

@@ -20,7 +20,7 @@ VOCABULARY = 11
 
 @dataclass
 class Result:
-    """What one microbatch's forward gives: ``terms`` are for the loss, beside the hidden state."""
+    """Result of a forward: the hidden state, and ``terms`` for the loss."""
 
     hidden: torch.Tensor
     terms: list[torch.Tensor] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Trunk(nn.Module):
 
 
 class OwnLayers(nn.Module):
-    """The package's language model, for scopes that are lists of names."""
+    """The language model of the package, for scopes that are lists of names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def _body(spec: BodySpec) -> nn.Module:
 
 
 def visible(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What Python sees of a model's modules besides tensors: numbers, strings, lengths of lists."""
+    """Attributes of a model's modules besides tensors: numbers, strings, lengths of lists."""
     for name, module in model.named_modules():
         for key, value in sorted(vars(module).items()):
             if type(value) in _PLAIN:

@@ -4,8 +4,8 @@
     python tests/programs/run.py --seeds 17 --verbose     # one program, its trace of differences
     python tests/programs/run.py --seeds 0:2000 --json    # the same as JSON, one line per failure
 
-A failure is run again, made smaller, and grouped with failures whose smallest programs are alike.
-Every hundred seeds have a process of their own, so that a crash of one costs no other.
+A failing program is run again, made smaller, and grouped with programs that have the same smallest
+program. A process runs a hundred seeds, so that a crash costs only the rest of its hundred.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs one program eagerly and graphed, and says how they compare."""
+"""Runs of one program, eagerly and graphed, and their comparison."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a graphed run compares with the eager one."""
+    """Comparison of a graphed run with the eager run."""
 
     program: Program
     outcome: str
@@ -100,13 +100,13 @@ class Run:
 
     def _step(self, step: int, batch: list[torch.Tensor]) -> None:
         for x in batch:
-            x.grad = None  # of an attempt that ended in an error
+            x.grad = None  # a gradient of an attempt that ended in an error
         with self.world.plan.around_step():
             outputs = self.session.step(batch)
         self._note(f"step {step}: outputs", outputs)
 
     def _events(self, step: int) -> None:
-        """Of this step; changes of the plan that are not to last are undone first."""
+        """Apply the events of a step, after undoing the changes of the plan that do not last."""
         world = self.world
         world.plan = plan = _lasting_plan(self.program, step)
         for event in self.program.events:
@@ -150,7 +150,7 @@ class Run:
         if not is_named(error):
             raise Broken(CRASH, f"{place}: {told}") from error
         self.named.append(told)
-        # A whole step promises that nothing has happened; in scopes a part of the step has.
+        # A whole step promises that nothing has happened; with scopes, a part of the step has run.
         if self.program.engine != "step" or "event" in place:
             snapshot.put_back()
         try:
@@ -202,7 +202,7 @@ def sorted_state(world: World) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _lasting_plan(program: Program, step: int) -> Plan:
-    """With the changes of earlier steps that are to last (an odd pick)."""
+    """The plan of a step, with the lasting changes of earlier steps (events with an odd pick)."""
     plan = Plan(order=program.order)
     for event in program.events:
         if event.step < step and event.kind in events.PLANS and event.pick % 2:
@@ -215,7 +215,7 @@ def _within(event: Event) -> Callable[..., None]:
 
 
 def is_named(error: BaseException) -> bool:
-    """An error of the package: a ``GraphError``, or a ``ValueError`` that it raised itself."""
+    """Whether the package raised an error: a ``GraphError``, or a ``ValueError`` of its own."""
     if isinstance(error, GraphError):
         return True
     if not isinstance(error, ValueError):
@@ -233,9 +233,9 @@ def _told(error: BaseException) -> str:
 
 
 def judge(program: Program) -> Verdict:
-    """Runs the program twice. Whatever a run leaves behind in the process is cleaned up."""
+    """Run the program eagerly and graphed, and clean up what a run has left in the process."""
     gc.collect()
-    gc.freeze()  # a capture collects garbage, and most of the time of that goes to torch's modules
+    gc.freeze()  # a capture collects garbage: freeze torch's modules, which take most of the time
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore")
         stack.callback(restore_process)
@@ -284,7 +284,7 @@ def first_difference(eager: list[tuple[str, Any]], graphed: list[tuple[str, Any]
 
 
 def same(a: Any, b: Any) -> bool:
-    """Bit for bit; any NaN is as good as any other."""
+    """Whether two values are equal bit for bit, where all NaNs are equal."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return type(a) is type(b) and (a is b or bool(a == b))
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -299,7 +299,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def _place(a: Any, b: Any) -> str:
-    """Which elements of two tensors differ: how many, and the first."""
+    """The number of elements that differ between two tensors, and the first one."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.shape != b.shape:
         return ""
     pairs = zip(a.flatten().tolist(), b.flatten().tolist(), strict=True)
@@ -314,7 +314,7 @@ def _shown(value: Any) -> str:
 
 
 def leaks() -> str:
-    """What is still in force in this process and should not be."""
+    """Contexts and flags that a run has left on in this process."""
     found: dict[str, bool] = {
         "a dispatch mode": bool(_get_current_dispatch_mode_stack()),
         "a function mode": bool(_get_current_function_mode_stack()),
@@ -349,7 +349,7 @@ def restore_process() -> None:
 
 
 def confirmed(verdict: Verdict) -> Verdict:
-    """A failure whose eager run differs from itself is none of the engine's."""
+    """Whether two eager runs are equal; if not, a difference is no fault of the engine."""
     program = verdict.program
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""What several files of adversaries say about a script."""
+"""Parts of scripts that several files of adversaries share."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def tanh(s: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def other_from_fourth(after: Step, before: Step = plain_step) -> Step:
-    """One function up to the fourth step, another from then on."""
+    """Step that calls one function before step 4 and another from then on."""
     return lambda m, x, e: (after if e.late else before)(m, x, e)
 
 
 def several(count: int) -> Step:
-    """A step of so many microbatches."""
+    """A step of ``count`` microbatches."""
 
     def step(m, x, e):
         for n in range(count):
@@ -66,7 +66,7 @@ class Gain:
 
 
 def having(**attributes):
-    """The scope's module has these; containers are its own."""
+    """``init`` that gives the scope's module these attributes, with copies of containers."""
 
     def init(s):
         for name, value in attributes.items():
@@ -80,5 +80,5 @@ def setting(name, value):
 
 
 def parameters(m: torch.nn.Module) -> list[torch.Tensor]:
-    """Those that are trained."""
+    """The parameters that are trained."""
     return [p for p in m.parameters() if p.requires_grad]

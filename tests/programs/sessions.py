@@ -1,4 +1,4 @@
-"""A world's training steps under each engine, behind one interface."""
+"""Sessions: the training steps of a world under each engine, with one interface."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WARMUP = 2
 
 
 class Eager:
-    """The reference. ``errors`` are named errors that left a complete step behind."""
+    """The eager session; ``errors`` are named errors after which the step was complete."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -32,11 +32,11 @@ class Eager:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Everything within is eager."""
+        """Context in which everything is eager."""
         yield
 
     def counts(self) -> tuple[int, Counter[str]]:
-        """Replays, and eager calls by reason without those of the warm-up."""
+        """Number of replays, and eager calls by reason without the warm-up."""
         return 0, Counter()
 
     def release(self) -> None: ...
@@ -117,7 +117,7 @@ class Callables(Eager):
 
 
 def replays_of(graphs: Any) -> int:
-    """Of graphed callables, which have no report."""
+    """Report of graphed callables, which have none themselves."""
     if hasattr(graphs, "replayed"):
         return graphs.replayed
     recordings = graphs.captured.places if graphs.captured is not None else []
@@ -125,7 +125,7 @@ def replays_of(graphs: Any) -> int:
 
 
 class EagerWithSamples(Eager):
-    """The reference of callables: their sample arguments come from a forward that both run."""
+    """The eager session for callables, which runs the forward for sample arguments, too."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
@@ -153,7 +153,7 @@ class WholeStep(Eager):
 
     @contextlib.contextmanager
     def paused(self):
-        """A failed capture says: call again. After another error, the step itself is called."""
+        """Context in which a step runs eagerly, except to repeat a step whose capture failed."""
         self._is_paused = True
         yield
         self._is_paused = False
@@ -179,7 +179,7 @@ def generators(world: World) -> list[torch.Generator]:
 
 
 def scopes_of(world: World) -> dict[str, nn.Module]:
-    """By name, in order. A block that is another one's module again is no scope of its own."""
+    """Scopes by name, in order; a module that is used for two blocks is one scope."""
     found: dict[str, nn.Module] = {}
     for number, spec in enumerate(world.program.blocks):
         name = {"block": f"b{number}", "part": f"b{number}.part", "none": None}[spec.scope]
@@ -191,12 +191,12 @@ def scopes_of(world: World) -> dict[str, nn.Module]:
 
 
 def patterns(world: World) -> list[str]:
-    """Names alone would be taken for names of stages."""
+    """The patterns of scopes; plain names would be taken for names of stages."""
     return [f"b[{name[1]}]{name[2:]}" for name in scopes_of(world)]
 
 
 def sample_calls(world: World) -> dict[nn.Module, tuple[tuple, dict[str, Any]]]:
-    """One forward of the model: the scopes' first arguments, in the order of their calls."""
+    """Run one forward of the model, and return the arguments of each scope's first call."""
     samples: dict[nn.Module, tuple[tuple, dict[str, Any]]] = {}
 
     def note(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

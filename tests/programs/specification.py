@@ -10,7 +10,7 @@ ENGINES = ("scopes", "callables", "step")
 
 @dataclass(frozen=True)
 class BodySpec:
-    """A body of ``bodies.BODIES``; containers have parts."""
+    """Specification of a body in ``bodies.BODIES``; containers have parts."""
 
     kind: str
     parts: tuple[BodySpec, ...] = ()
@@ -23,7 +23,7 @@ class BodySpec:
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """scope: which part is one: "block", its "part" (the body), or "none"."""
+    """Specification of a block; ``scope`` is "block", its "part" (the body), or "none"."""
 
     body: BodySpec = BodySpec("plain")
     interface: str = "block"
@@ -33,7 +33,7 @@ class BlockSpec:
 
 @dataclass(frozen=True)
 class Event:
-    """What happens in ``step``; ``pick`` is a number that the event chooses with."""
+    """Specification of an event in ``step``; the event chooses by the number ``pick``."""
 
     step: int
     kind: str
@@ -44,13 +44,13 @@ class Event:
 class Program:
     """A training script.
 
-    engine: what captures: "scopes" (``graph``), "callables", "step" (``FullIteration``).
-    own_layers: scope names, where the model is the package's language model.
-    order: of the microbatches' forwards and backwards.
+    engine: the way of capturing: "scopes" (``graph``), "callables", "step" (``FullIteration``).
+    own_layers: names of scopes if the model is the package's language model.
+    order: the order of the microbatches' forwards and backwards.
     steps: optimizer steps, of which two are warm-up.
     zero: what ``zero_grad`` does: "none", "zeros", or "never" (gradients add up for ever).
-    optimizer_inside: the update is part of the step function (engine "step").
-    declares_generator: tells the engine of the generator that some bodies draw from.
+    optimizer_inside: whether the update is part of the step function (engine "step").
+    declares_generator: whether the engine is told of the generator that some bodies draw from.
     """
 
     seed: int
@@ -69,7 +69,7 @@ class Program:
     declares_generator: bool = False
 
     def features(self) -> list[str]:
-        """What is not the plainest, for a table."""
+        """The fields that differ from the plainest program, for a table."""
         found = [self.own_layers] if self.own_layers else []
         for block in self.blocks:
             found += [kind for kind in block.body.kinds() if kind != "plain"]

@@ -1,8 +1,7 @@
 """Forwards and backwards of one step of a program.
 
-``train_step`` is what every engine runs: within ``graphs.step()``, with graphed callables, or as
-the function that ``FullIteration`` captures. Where no event asks for it, it changes nothing in
-Python.
+Every engine runs ``train_step``: within ``graphs.step()``, with graphed callables, or as the
+function that ``FullIteration`` captures. It changes nothing in Python unless an event asks for it.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ def _backward(world, x, result, loss):
 
 @_gradients
 def _autograd_grad(world, x, result, loss):
-    """For half of the parameters, which keep no ``.grad``."""
+    """``autograd.grad`` for half of the parameters, which keep no ``.grad``."""
     parameters = [p for p in world.model.parameters() if p.requires_grad][::2]
     found = torch.autograd.grad(loss, parameters, allow_unused=True)
     return [None if gradient is None else gradient.clone() for gradient in found]
@@ -130,7 +129,7 @@ def _retained(world, x, result, loss):
 
 @_gradients
 def _each_term_alone(world, x, result, loss):
-    """One backward for each term: the graph behind them is shared."""
+    """One backward for each term, through a graph that the terms share."""
     for term in [term for term in result.terms if term.requires_grad]:
         term.backward(retain_graph=True)
     loss.backward()
@@ -138,7 +137,7 @@ def _each_term_alone(world, x, result, loss):
 
 @_gradients
 def _scaled(world, x, result, loss):
-    """As a loss scaler does: unscaled in place afterwards."""
+    """Scaled loss and gradients that are unscaled in place, as a loss scaler does it."""
     (loss * 8.0).backward()
     for parameter in world.model.parameters():
         if parameter.grad is not None:
@@ -202,7 +201,7 @@ def _last_first(world, batch):
 
 @_order
 def _interleaved(world, batch):
-    """1F1B of depth two."""
+    """The schedule 1F1B of depth two."""
     outputs, waiting = [], []
     for x in batch:
         waiting.append((x, *forward(world, x)))
@@ -224,7 +223,7 @@ def _summed(world, batch):
 
 @_order
 def _forward_left_alone(world, batch):
-    """A forward whose backward never comes, before each that counts."""
+    """A forward without a backward before each forward with one."""
     outputs = []
     for x in batch:
         forward(world, x)
@@ -234,7 +233,7 @@ def _forward_left_alone(world, batch):
 
 @_order
 def _fed_back(world, batch):
-    """Each microbatch starts from what the one before gave, through time."""
+    """Each microbatch starts from the result of the one before (backpropagation through time)."""
     if world.program.own_layers:
         return _accumulate(world, batch)
     x, losses, result = batch[0], [], None

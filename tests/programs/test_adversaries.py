@@ -1,6 +1,6 @@
 """Hand-written adversaries under every engine: equal, counted and equal, or a named error.
 
-Under one engine each, by turns, without ``--long``.
+Without ``--long``, each adversary runs under one engine; the engines take turns.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("thawed")
 
 
 def problem(seed: int) -> str | None:
-    """None, or what is wrong with the program of a seed, made as small as is cheap."""
+    """The failure of a seed's program, made as small as is cheap, or None."""
     verdict = judge(generate(seed))
     if verdict.is_allowed:
         return None
@@ -72,7 +72,7 @@ def test_everything_occurs_among_the_programs():
 
 
 def test_plain_programs_are_replayed():
-    """Or else nothing would be tested."""
+    """Most programs replay something; otherwise these tests would test nothing."""
     for engine in ("scopes", "callables", "step"):
         verdict = judge(Program(seed=1, engine=engine))
         assert verdict.outcome in (running.EQUAL, running.COUNTED), verdict

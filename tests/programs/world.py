@@ -1,4 +1,4 @@
-"""Everything a running program touches: model, optimizer, data, random numbers, what it keeps."""
+"""The world of a running program: model, optimizer, data, random numbers, kept tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass
 class Plan:
-    """How a step runs. Events change it, for one step or from then on.
+    """The way a step runs. Events change it for one step, or from then on.
 
     terms: which terms of the loss count: "all", "first", "none".
     before_backward: called with (world, result, loss) between forward and backward.
@@ -58,7 +58,10 @@ class Planned(Exception):
 
 @dataclass
 class World:
-    """``log`` and ``kept`` grow: what hooks saw, and tensors kept over steps."""
+    """All objects of a running program.
+
+    ``log`` has values that hooks saw, ``kept`` tensors of earlier steps.
+    """
 
     program: Program
     model: nn.Module
@@ -72,7 +75,7 @@ class World:
 
     @classmethod
     def of(cls, program: Program) -> World:
-        """Always the same for a program, whatever ran before."""
+        """Seed all generators, so that a program is the same whatever ran before."""
         bodies_python.reset_globals()
         model = build(program)
         torch.default_generator.manual_seed(program.seed + 1)
@@ -114,7 +117,7 @@ class World:
 
 
 class Snapshot:
-    """All of a world that a step may change, to be put back in place."""
+    """Snapshot of everything in a world that a step may change, to be put back in place."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -141,7 +144,7 @@ class Snapshot:
 
     def put_back(self) -> None:
         for dictionary, before in self._dictionaries:
-            # What an engine has put there, or taken away since, is its own business.
+            # Entries that an engine has put there, or taken away since, stay as they are now.
             own = {key: dictionary[key] for key in MADE_BY_GRAPHS if key in dictionary}
             dictionary.clear()
             dictionary.update({k: v for k, v in before.items() if not _is_made(k, v)} | own)
@@ -167,7 +170,9 @@ class Snapshot:
 
 
 def _is_made(key: str, value: Any) -> bool:
-    return key in MADE_BY_GRAPHS and not isinstance(value, partial)  # of the event patch_forward
+    return key in MADE_BY_GRAPHS and not isinstance(
+        value, partial
+    )  # the event patch_forward sets partials
 
 
 def _tensors(state: dict[str, Any]) -> Iterator[torch.Tensor]:

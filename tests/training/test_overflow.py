@@ -104,7 +104,7 @@ def _train(
         for number, average in enumerate(ema.averages):
             trace.note(f"step {index} average {number}", average)
     report = train.report() if scopes == "whole step" else graphs.report()
-    rows = [layer.moe.most_rows.item() for layer in model.layers]
+    rows = [layer.moe.row_statistics.most_rows.item() for layer in model.layers]
     for made in (train, graphs) if scopes == "whole step" else (graphs,):
         made.release()
     return trace, dropped, rows, report
