@@ -34,8 +34,8 @@ class AllGatherDispatcher(ExpertParallel):
     at most ``rows_factor * T * K`` rows, where ``T * K`` is a balanced routing. Pairs that do not
     fit are counted in ``dropped``, and the step has to be skipped and run again
     (``DeviceStep(...)(overflow=output.dropped_tokens)``). Rows past the last of ``offsets_e`` are
-    zero and belong to no expert. Memory grows with R, the products' time with the rows that are
-    routed here.
+    zero and belong to no expert. Memory grows with R; the time of the products grows with the rows
+    that are routed here.
 
     A token's partial sums come back rounded to the dtype of the rows and are added up in fp32 on
     the token's rank. NCCL and gloo give the same bits. If one rank holds all of a token's experts,
@@ -46,8 +46,16 @@ class AllGatherDispatcher(ExpertParallel):
     launched. If the numbers differ, every rank gets a ``ValueError``; if the other ranks go on
     with a number that they know, this rank gets it after five minutes. Later calls with a known
     number compare nothing, and replays run no Python, so the ranks have to change their number
-    together. ``group`` must be a ``ProcessGroup`` of torch.distributed with NCCL or gloo; without
-    a process group there is one rank.
+    together.
+
+    Args:
+        group: ranks that share the experts, a ``ProcessGroup`` of torch.distributed with NCCL or
+            gloo; without a process group there is one rank.
+        rows_factor: room for rows, as a multiple of the rows of a balanced routing, at least 1;
+            None makes room for the worst routing.
+
+    Raises:
+        ValueError: ``rows_factor`` is below 1 or not finite.
     """
 
     rows_factor: float | None = None

@@ -28,7 +28,8 @@ class Exchange:
 
     Attributes:
         arrival: order that maps rows sorted by expert to the order in which they arrived.
-        sent, received: numbers of rows to and from each rank, on the host.
+        sent: number of rows that go to each rank, on the host.
+        received: number of rows that come from each rank, on the host.
     """
 
     arrival: RowOrder
@@ -43,6 +44,10 @@ class AllToAllDispatcher(ExpertParallel):
 
     ``dispatch`` reads the split sizes on the host, once, so a capture ends there. Ranks may have
     different numbers of tokens. NCCL and gloo both work; without a process group there is one rank.
+
+    Args:
+        group: ranks that share the experts; each holds an equal block of them. All ranks have to
+            make every call, forward and backward.
     """
 
     name: ClassVar[str] = "all_to_all"

@@ -18,6 +18,11 @@ def check_equal_tokens(group: dist.ProcessGroup, tokens: int, dispatcher: str) -
     The n-th new number of this rank is compared with the n-th new number of every other rank,
     through the group's store.
 
+    Args:
+        group: the ranks of expert parallelism.
+        tokens: number of tokens of this rank.
+        dispatcher: name of the dispatcher, for the message.
+
     Raises:
         ValueError: the numbers differ, or some rank has no new number within five minutes.
     """

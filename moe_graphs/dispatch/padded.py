@@ -23,8 +23,14 @@ class PaddedDispatcher(Dispatcher):
 
     Every expert has ``C = ceil(T * K / E * capacity_factor)`` rows; free rows are zero. An expert's
     surplus pairs are dropped, the last tokens first: a dropped pair adds nothing to the output, and
-    the weights of the token's other experts stay as they are. The plan counts dropped pairs. A
-    factor of ``E / K`` never drops.
+    the weights of the token's other experts stay as they are. The plan counts dropped pairs.
+
+    Args:
+        capacity_factor: room of an expert, as a multiple of its rows if routing is balanced. 1.25
+            leaves a quarter of head-room, ``E / K`` never drops.
+
+    Raises:
+        ValueError: the factor is not positive and finite.
     """
 
     capacity_factor: float = 1.25
@@ -42,7 +48,7 @@ class PaddedDispatcher(Dispatcher):
         return range(num_experts)
 
     def capacity(self, num_tokens: int, top_k: int, num_experts: int) -> int:
-        """Number of rows per expert."""
+        """C, the number of rows of each expert, for ``num_tokens`` tokens."""
         return math.ceil(num_tokens * top_k / num_experts * self.capacity_factor)
 
     def preprocess(

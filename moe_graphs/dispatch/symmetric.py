@@ -48,9 +48,15 @@ class SymmetricDispatcher(ExpertParallel):
     capture, and keep it. On GPUs a rank that waits ten minutes for another one ends with a CUDA
     error.
 
+    Args:
+        group: ranks of one host that share the experts.
+        rows_factor: room for rows, as a multiple of the rows of a balanced routing, at least 1;
+            None makes room for the worst routing.
+
     Raises:
-        ValueError: in the first call and on every rank, if memory cannot be shared; the message
-            says which dispatcher to take.
+        ValueError: ``rows_factor`` is below 1 or not finite. The first call raises it on every rank
+            if memory cannot be shared or D is not divisible by 8; the message says which
+            dispatcher to take.
     """
 
     rows_factor: float | None = None
@@ -94,9 +100,12 @@ class SymmetricDispatcher(ExpertParallel):
         )
 
     def memory_for(self, rows: Tensor, experts_TK: Tensor) -> tuple[int, str]:
-        """Number of the peer memory for ``rows``, and the name of the group.
+        """Number of the peer memory for ``rows`` ``[..., D]``, and the name of the group.
 
         Rows of another dtype have another memory.
+
+        Raises:
+            ValueError: the ranks have different numbers of tokens, or cannot share memory.
         """
         group, (tokens, top_k) = self.process_group, experts_TK.shape
         assert group is not None
