@@ -290,7 +290,7 @@ def plan(
             "--model",
             "--preset",
             help="A published architecture (qwen3-235b-a22b, llama3.1-405b, ...), a preset of "
-            "train, or a directory with a Hugging Face config.json."
+            "train, or a directory with a Hugging Face config.json.",
         ),
     ],
     gpus: Annotated[int, typer.Option(help="Ranks.")],

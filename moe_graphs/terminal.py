@@ -39,15 +39,17 @@ def errors_in_a_line(*others: type[Exception]) -> Iterator[None]:
 
 def error_line(error: BaseException) -> str:
     """Return the message in one line. Options in front of a colon have their names of the shell."""
-    line, known = " ".join(str(error).split()), _options()
+    line = " ".join(str(error).split())
+    known = {name: option.opts[0] for name, option in _options().items()}
+    known |= {each[2:]: each for option in _options().values() for each in option.secondary_opts}
 
     def named(match: re.Match[str]) -> str:
         names = match[2].split(", ")
         if not all(name in known for name in names):
             return match[0]
-        return f"{match[1]}{', '.join(known[name].opts[0] for name in names)}: "
+        return f"{match[1]}{', '.join(known[name] for name in names)}: "
 
-    return re.sub(r"(^|[:;] )([a-z_]+(?:, [a-z_]+)*): ", named, line)
+    return re.sub(r"(^|[:;] )([a-z0-9_-]+(?:, [a-z0-9_-]+)*): ", named, line)
 
 
 def option_name(name: str) -> str:

@@ -72,7 +72,9 @@ class Way:
 
     def __str__(self) -> str:
         graphs = self.graph_config or "none, eager"
-        return f"graphs: {graphs} ({self.why}); dispatcher {self.dispatcher} ({self.why_dispatcher})"
+        return (
+            f"graphs: {graphs} ({self.why}); dispatcher {self.dispatcher} ({self.why_dispatcher})"
+        )
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,9 @@ def keep(options: Mapping[str, Any], given: Collection[str], ranks: int) -> Kept
         if name in options and name not in dropped and name not in given
     }
     words = " ".join(filter(None, (option_words(name, value) for name, value in kept.items())))
-    changed = ", ".join(_changes(options, {**record, _RANKS: record.get(_RANKS, ranks)}, ranks, {*dropped, *given}))
+    changed = ", ".join(
+        _changes(options, {**record, _RANKS: record.get(_RANKS, ranks)}, ranks, {*dropped, *given})
+    )
     text = None if "data" in given else saved.get("text")
     said = f"resume: {path}: {old}kept: {words or 'nothing'}; changed: {changed or 'nothing'}"
     return Kept({**options, **kept}, said, text)

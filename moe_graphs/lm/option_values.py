@@ -60,6 +60,15 @@ def preset_of(name: str | None, device: torch.device) -> tuple[str, Preset]:
     return name, known[name]()
 
 
+def stages_of(schedule: str, stages_per_rank: int | None) -> int:
+    """Return the number of stages of a rank, by default the schedule's."""
+    if stages_per_rank is None:
+        return 2 if schedule == "interleaved_1f1b" else 1
+    if stages_per_rank < 1:
+        raise ValueError(f"stages_per_rank: {stages_per_rank} must be at least 1")
+    return stages_per_rank
+
+
 def with_settings(preset: Preset, changes: dict[str, Any]) -> tuple[Preset, list[str]]:
     """Change the preset's training; return it, and lines on what was adapted to the changes.
 

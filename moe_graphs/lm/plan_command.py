@@ -13,7 +13,7 @@ from torch import nn
 from moe_graphs.checkpoints.hf_config import transformer_config
 from moe_graphs.checkpoints.shards import CONFIG, read_json
 from moe_graphs.layers import TransformerConfig, architectures
-from moe_graphs.lm.option_values import dtype_of
+from moe_graphs.lm.option_values import dtype_of, stages_of
 from moe_graphs.lm.run_presets import presets
 from moe_graphs.lm.settings import (
     TrainSettings,
@@ -67,6 +67,10 @@ def plan(
     """
     console = make_console(stderr=json_)
     with errors_in_a_line():
+        sizes = {"gpus": gpus, "batch_size": batch_size, "microbatches": microbatches,
+                 "sequence_length": sequence_length}  # fmt: skip
+        if wrong := [name for name, size in sizes.items() if size is not None and size < 1]:
+            raise ValueError(f"{', '.join(wrong)}: must be at least 1")
         config, defaults = named_model(model)
         layout = replace(layout_of(gpus, **degrees), reshard_after_forward=reshard_after_forward)
         if layout.ep == 1 and (dispatcher is not None or rows_factor is not None):
@@ -90,7 +94,7 @@ def plan(
             dispatcher=dispatcher or "all_to_all",
             rows_factor=rows_factor,
             schedule=schedule,
-            stages_per_rank=stages_per_rank or (2 if schedule == "interleaved_1f1b" else 1),
+            stages_per_rank=stages_of(schedule, stages_per_rank),
             optimizer=functools.partial(optimizer_costs, settings),
         )
         console.print(

@@ -30,6 +30,7 @@ from moe_graphs.terminal import errors_in_a_line, make_console, print_json
 _STEPS = 1000  # of the trainer's schedule: more than are profiled
 # On the CPU parts of other groups are among elementwise, copies and indexing in recordings.
 _WHOLE_IN_RECORDINGS = ("dense GEMM", "grouped GEMM", "attention", "cross entropy")
+_PICTURES = (".png", ".svg", ".pdf", ".jpg")
 Config = GraphConfig | FullIterationConfig | None
 
 
@@ -198,10 +199,14 @@ def _trace_file(trace: Path | None, way: str, ways: Mapping[str, Config]) -> Pat
     return trace.with_name(f"{stem}_{way}{dot}{ending}")
 
 
-def _check_files(*files: Path | None) -> None:
-    for file in files:
+def _check_files(trace: Path | None, picture: Path | None) -> None:
+    for file in (trace, picture):
         if file is not None and not file.parent.is_dir():
             raise ValueError(f"{file}: there is no directory {file.parent}: make it first")
+    if picture is not None and picture.suffix not in _PICTURES:
+        raise ValueError(f"out: {picture} is no picture: end its name in {', '.join(_PICTURES)}")
+    if trace is not None and not trace.name.endswith((".json", ".json.gz")):
+        raise ValueError(f"trace: {trace}: end its name in .json or .json.gz")
 
 
 def _sizes(options: training_run.RunOptions) -> str:

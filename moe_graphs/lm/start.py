@@ -82,9 +82,7 @@ def _check_workers(nproc: int, place: Place) -> None:
         )
 
 
-def _launch(
-    nproc: int, given: Collection[str], options: dict[str, Any], kept: Kept | None
-) -> None:
+def _launch(nproc: int, given: Collection[str], options: dict[str, Any], kept: Kept | None) -> None:
     """Waits for workers of this host. One that fails has said why."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
     config = LaunchConfig(

@@ -31,6 +31,7 @@ from moe_graphs.lm.option_values import (
     dtype_of,
     memory_errors,
     preset_of,
+    stages_of,
     with_settings,
 )
 from moe_graphs.lm.restarts import directories
@@ -41,7 +42,6 @@ from moe_graphs.lm.trainer import LogLine, TrainingDiverged
 from moe_graphs.lm.workers import Workers, agent, is_first, on_first
 from moe_graphs.tables import capture_table, comparison_table, full_iteration_table
 from moe_graphs.terminal import make_console, print_json
-
 
 EXPECTED = (ValueError, OSError, MemoryError, GraphError, TrainingDiverged, ImportError)
 """What ends a run with a line that says what to do, instead of a traceback."""
@@ -93,9 +93,17 @@ def train(
         chosen, said = with_settings(chosen, settings)
         if kept is not None:
             console.print(kept.said, markup=False)
-        way = _way(workers, chosen, dtype_of(dtype), Asked(
-            impl=impl, scopes=scopes, optimizer_in_graph=optimizer_in_graph, dispatcher=dispatcher
-        ))
+        way = _way(
+            workers,
+            chosen,
+            dtype_of(dtype),
+            Asked(
+                impl=impl,
+                scopes=scopes,
+                optimizer_in_graph=optimizer_in_graph,
+                dispatcher=dispatcher,
+            ),
+        )
         agents = [agent()] if workers is None else workers.agents
         asked = out, resume
         out, resume = on_first(workers, lambda: directories(*asked, name, agents))
@@ -115,7 +123,7 @@ def train(
             fp8=fp8,
             workers=workers,
             schedule=schedule,
-            stages_per_rank=stages_per_rank or (2 if schedule == "interleaved_1f1b" else 1),
+            stages_per_rank=stages_of(schedule, stages_per_rank),
             recorded=_recorded(record, None if init else name, chosen.training),
         )
         check_options(options, way.problems)
@@ -304,9 +312,7 @@ def _recorded(
     return {name: trained.get(name, value) for name, value in record.items()} | {"preset": preset}
 
 
-def _way(
-    workers: Workers | None, chosen: Preset, dtype: torch.dtype, asked: Asked
-) -> Way:
+def _way(workers: Workers | None, chosen: Preset, dtype: torch.dtype, asked: Asked) -> Way:
     situation = Situation(model=chosen.model)
     if workers is not None:
         layout, fsdp = workers.layout, workers.fsdp
