@@ -1,12 +1,13 @@
 """The fastest legal way to train in a layout: whole steps, scopes or eager, and which dispatcher.
 
-``docs/performance.md`` has the measurements. Whole steps with the update in the graph are the fastest
-way in every layout, scopes are the next one. Options that the command line names are never changed.
+``docs/performance.md`` has the measurements. Whole steps with the update in the graph are the
+fastest way in every layout, scopes are the next one. Options that the command line names are never
+changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ from moe_graphs.parallel import ParallelConfig, expert_mesh, shard_mesh
 
 _IN_ONE_PROCESS = ParallelConfig()
 _IMPLS = (*IMPLS, "full_iteration")
+_WORDS = {"full_iteration": "whole steps", "local": "scopes"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,24 +130,18 @@ def choose(asked: Asked, situation: Situation) -> Way:
     """Choose the fastest legal way among those that the named options leave."""
     dispatcher, why_dispatcher = _dispatcher(asked, situation)
     in_graph = asked.optimizer_in_graph is not False
-    # The fastest way first.
-    table: tuple[tuple[str, str, Callable[[], list[Obstacle]]], ...] = (
-        (
-            "full_iteration",
-            "whole steps",
-            lambda: against_whole_steps(situation, dispatcher, optimizer_in_graph=in_graph),
-        ),
-        ("local", "scopes", lambda: against_scopes(situation)),
-        ("none", "eager", lambda: []),
-    )
+    against = (
+        ("full_iteration", against_whole_steps(situation, dispatcher, optimizer_in_graph=in_graph)),
+        ("local", against_scopes(situation)),
+        ("none", []),
+    )  # the fastest way first
     impl, why = _named(asked)
     if impl is None:
-        passed = []
-        for impl, words, obstacles in table:
-            found = obstacles()
-            if not found:
-                break
-            passed.append(f"{words} are not, since {' and '.join(o.reason for o in found)}")
+        impl = next(way for way, obstacles in against if not obstacles)
+        passed = [
+            f"{_WORDS[way]} are not, since {' and '.join(each.reason for each in obstacles)}"
+            for way, obstacles in itertools.takewhile(lambda row: row[0] != impl, against)
+        ]
         why = f"the fastest legal way: {'; '.join(passed)}" if passed else "the fastest way"
     config, problems = _config(impl, asked, situation, dispatcher, in_graph)
     return Way(config, dispatcher, why, why_dispatcher, tuple(problems))

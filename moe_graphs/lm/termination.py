@@ -1,4 +1,4 @@
-"""The end of a run at SIGTERM: after the step in flight, with a checkpoint, on all ranks at one step."""
+"""The end of a run at SIGTERM: behind a step, on all ranks the same one, with a checkpoint."""
 
 from __future__ import annotations
 

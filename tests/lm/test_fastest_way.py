@@ -1,4 +1,4 @@
-"""The way that ``moe-graphs train`` takes by default: whole steps, scopes or eager, and a dispatcher."""
+"""The way that ``moe-graphs train`` takes by default, and its dispatcher."""
 
 from __future__ import annotations
 
