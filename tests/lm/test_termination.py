@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from moe_graphs.lm.sharded_checkpoint import read_model
 
 ROOT = Path(__file__).parents[2]
-STEPS = 200
+STEPS = 100
 COMMON = ["--device", "cpu", "--preset", "tiny", "--batch-size", 2, "--sequence-length", 32,
           "--steps", STEPS, "--impl", "none"]  # fmt: skip
 
