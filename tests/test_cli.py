@@ -150,7 +150,6 @@ def test_a_new_run_gets_a_directory_of_its_own(text, tmp_path, monkeypatch):
         (["--microbatches", "3"], "does not divide"),
         (["--stages-per-rank", "0"], "--stages-per-rank: 0 must be at least 1"),
         (["--nproc", "1", "--no-fsdp"], "--no-fsdp: one process has whole weights anyway"),
-        (["--init", "nowhere"], "--init: no directory nowhere"),
         (["--steps", "0"], "steps: 0 must be at least 1"),
         (["--resume", "nowhere"], "no checkpoint at nowhere"),
         (["--device", "tpu"], "device: 'tpu' is none of cpu, cuda, and cuda:0"),

@@ -163,8 +163,11 @@ def no_peers(workers: Workers | None, model: TransformerConfig, dtype: torch.dty
     """
     if workers is None or workers.layout.ep == 1:
         return "no ranks share experts"
-    if workers.device.type == "cpu":
-        return "it is for GPUs"
+    return "it is for GPUs" if workers.device.type == "cpu" else tried_peers(workers, model, dtype)
+
+
+def tried_peers(workers: Workers, model: TransformerConfig, dtype: torch.dtype) -> str:
+    """Make a little memory that ranks share, and return what is in the way, as ``no_peers``."""
     mesh = workers.data
     if workers.fsdp:
         mesh = expert_mesh(workers.layout, shard_mesh(workers.mesh))["ep"]

@@ -12,10 +12,18 @@ import torch
 import typer
 
 from distributed import run_distributed
-from lm_runs import small_preset
+from lm_runs import fresh_trainer, options, small_preset
 from moe_graphs.cli import build_app
 from moe_graphs.config import FullIterationConfig, GraphConfig
-from moe_graphs.lm.fastest_way import Asked, Situation, Way, choose, default_scopes, no_peers
+from moe_graphs.lm.fastest_way import (
+    Asked,
+    Situation,
+    Way,
+    choose,
+    default_scopes,
+    no_peers,
+    tried_peers,
+)
 from moe_graphs.lm.sharded_checkpoint import read_model
 from moe_graphs.lm.start import _train
 from moe_graphs.lm.workers import Workers, layout_of
@@ -174,13 +182,27 @@ def test_two_ranks_replay_without_a_flag_bitwise_as_eager(text, tmp_path):
         assert all(torch.equal(value, models[1][name]) for name, value in models[0].items())
 
 
-def reach(rank: int, world_size: int, device: str) -> str:
+def reach(rank: int, world_size: int, device: str, hidden_size: int) -> tuple[str, int]:
+    """Try peers' memory, and lay out and train a model behind that."""
     where = torch.device(device, rank) if device == "cuda" else torch.device(device)
     workers = Workers.on(layout_of(2, ep=2), where)
-    return no_peers(workers, small_preset().model, torch.float32)
+    model = dataclasses.replace(small_preset().model, hidden_size=hidden_size, num_heads=1)
+    ask = no_peers if device == "cuda" else tried_peers
+    said = ask(workers, model, torch.float32)
+    given = options(workers=workers, dispatcher="all_gather" if said else "symmetric", steps=1)
+    trainer = fresh_trainer(dataclasses.replace(given, device=where))
+    trainer.train_step()
+    return said, trainer.step
+
+
+@pytest.mark.parametrize(("size", "said"), [(16, ""), (12, "hidden sizes divisible by 8")])
+def test_peers_memory_is_tried_before_it_is_chosen(size, said):
+    for found, steps in run_distributed(reach, 2, arguments=("cpu", size)):
+        assert said in found
+        assert (bool(found), steps) == (bool(said), 1)
 
 
 @pytest.mark.multigpu
 def test_gpus_of_one_host_use_each_others_memory():
-    found = run_distributed(reach, 2, "nccl", arguments=("cuda",), timeout_seconds=200)
-    assert found == ["", ""]
+    found = run_distributed(reach, 2, "nccl", arguments=("cuda", 16), timeout_seconds=200)
+    assert found == [("", 1)] * 2

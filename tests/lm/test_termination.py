@@ -39,7 +39,7 @@ def start(*arguments: object) -> subprocess.Popen:
 
 def finished(*arguments: object) -> str:
     process = start(*arguments)
-    said = process.communicate(timeout=200)[0]
+    said = process.communicate(timeout=300)[0]
     assert process.returncode == 0, said
     return said
 
@@ -47,7 +47,7 @@ def finished(*arguments: object) -> str:
 def terminated(run: Path, *arguments: object) -> tuple[int, str]:
     """Start a run and send SIGTERM when it has logged a step; return its code and its words."""
     process, log = start(*arguments, "--out", run), run / "log.jsonl"
-    until = time.monotonic() + 150
+    until = time.monotonic() + 250
     try:
         while not (log.exists() and '"loss"' in log.read_text()):
             assert process.poll() is None, process.communicate()[0]
