@@ -12,6 +12,7 @@ import typer
 
 from moe_graphs import __version__
 from moe_graphs.bench.command import bench_app
+from moe_graphs.terminal import options_are_of
 
 # Options of several commands.
 Preset = Annotated[
@@ -22,7 +23,7 @@ OptimizerInGraph = Annotated[
     typer.Option("--optimizer-in-graph", help="With full_iteration: clipping and update, too."),
 ]
 BatchSize = Annotated[int | None, typer.Option(help="Sequences per optimizer step.")]
-Microbatches = Annotated[int | None, typer.Option(help="Parts of a step's batch.")]
+Microbatches = Annotated[int | None, typer.Option(help="Parts of a step's batch.", min=1)]
 SequenceLength = Annotated[int | None, typer.Option(help="Tokens of a sequence.")]
 Optimizer = Annotated[
     str | None,
@@ -293,7 +294,7 @@ def plan(
             "train, or a directory with a Hugging Face config.json.",
         ),
     ],
-    gpus: Annotated[int, typer.Option(help="Ranks.")],
+    gpus: Annotated[int, typer.Option(help="Ranks.", min=1)],
     dp_replicate: DpReplicate = None,
     dp_shard: DpShard = None,
     tp: Tp = None,
@@ -305,11 +306,14 @@ def plan(
     layers_per_group: LayersPerGroup = None,
     batch_size: Annotated[
         int | None,
-        typer.Option(help="Sequences per step of all ranks.  [default: one a microbatch and rank]"),
+        typer.Option(
+            help="Sequences per step of all ranks.  [default: one a microbatch and rank]", min=1
+        ),
     ] = None,
     microbatches: Microbatches = None,
     sequence_length: Annotated[
-        int | None, typer.Option(help="Tokens of a sequence.  [default: 4096, or the preset's]")
+        int | None,
+        typer.Option(help="Tokens of a sequence.  [default: 4096, or the preset's]", min=1),
     ] = None,
     dtype: Dtype = "float32",
     optimizer: Optimizer = None,
@@ -336,6 +340,9 @@ def plan(
     from moe_graphs.lm import plan_command
 
     plan_command.plan(**options)
+
+
+options_are_of(build_app)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,20 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import typer
 from rich.console import Console
 
 from moe_graphs.errors import GraphError
+
+_apps: list[Callable[[], typer.Typer]] = []
+
+
+def options_are_of(build_app: Callable[[], typer.Typer]) -> None:
+    """Set the command whose options have their names of the shell in errors."""
+    _apps.append(build_app)
 
 
 def make_console(*, stderr: bool) -> Console:
@@ -71,9 +78,9 @@ def option_words(name: str, value: Any) -> str:
 @functools.cache
 def _options() -> dict[str, Any]:
     """All options of ``moe-graphs``, of several commands' same name that of ``train``."""
-    from moe_graphs.cli import build_app  # which imports commands that import this
-
-    group: Any = typer.main.get_command(build_app())
+    if not _apps:
+        return {}
+    group: Any = typer.main.get_command(_apps[-1]())
     commands = sorted(group.commands.items(), key=lambda item: item[0] == "train")
     return {
         parameter.name: parameter

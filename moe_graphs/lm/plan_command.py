@@ -67,10 +67,6 @@ def plan(
     """
     console = make_console(stderr=json_)
     with errors_in_a_line():
-        sizes = {"gpus": gpus, "batch_size": batch_size, "microbatches": microbatches,
-                 "sequence_length": sequence_length}  # fmt: skip
-        if wrong := [name for name, size in sizes.items() if size is not None and size < 1]:
-            raise ValueError(f"{', '.join(wrong)}: must be at least 1")
         config, defaults = named_model(model)
         layout = replace(layout_of(gpus, **degrees), reshard_after_forward=reshard_after_forward)
         if layout.ep == 1 and (dispatcher is not None or rows_factor is not None):
