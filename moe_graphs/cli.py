@@ -134,7 +134,7 @@ def train(
     optimizer_in_graph: Annotated[
         bool | None,
         typer.Option(
-            "--optimizer-in-graph/--no-optimizer-in-graph",
+            "--optimizer-in-graph/--update-outside",
             help="Whole steps with clipping and update, or without.  [default: with]",
         ),
     ] = None,
