@@ -280,7 +280,9 @@ def test_help_imports_no_torch():
         "for name in ('torch', 'numpy', 'triton', 'safetensors', 'matplotlib'):\n"
         "    assert name not in sys.modules, name\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    wide = {**os.environ, "COLUMNS": "120"}  # at 80 the longest names are cut
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=wide)
     for word in ("train", "bench", "--optimizer-in-graph", "--scopes", "--budget"):
         assert word in done.stdout
 
