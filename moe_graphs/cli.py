@@ -12,8 +12,7 @@ import typer
 
 from moe_graphs import __version__
 from moe_graphs.bench.command import bench_app
-
-DEFAULT_SCOPES = "attn,moe_router,moe_preprocess"
+from moe_graphs.terminal import options_are_of
 
 # Options of several commands.
 Preset = Annotated[
@@ -24,7 +23,7 @@ OptimizerInGraph = Annotated[
     typer.Option("--optimizer-in-graph", help="With full_iteration: clipping and update, too."),
 ]
 BatchSize = Annotated[int | None, typer.Option(help="Sequences per optimizer step.")]
-Microbatches = Annotated[int | None, typer.Option(help="Parts of a step's batch.")]
+Microbatches = Annotated[int | None, typer.Option(help="Parts of a step's batch.", min=1)]
 SequenceLength = Annotated[int | None, typer.Option(help="Tokens of a sequence.")]
 Optimizer = Annotated[
     str | None,
@@ -106,6 +105,7 @@ def main() -> None:
 
 
 def train(
+    context: typer.Context,
     preset: Preset = None,
     init: Annotated[
         Path | None, typer.Option(help="Goes on with the Hugging Face checkpoint in a directory.")
@@ -121,19 +121,28 @@ def train(
         str | None,
         typer.Option(
             help="local captures scopes (as Megatron's transformer_engine does), full_iteration "
-            "whole steps, none trains eagerly.  [default: local, on several ranks: none]"
+            "whole steps, none trains eagerly.  [default: the fastest that is legal, which the run "
+            "prints]"
         ),
     ] = None,
     scopes: Annotated[
         str | None,
-        typer.Option(help=f"What to capture.  [default: {DEFAULT_SCOPES}, dense: attn,mlp]"),
+        typer.Option(
+            help="What to capture; --impl local goes without saying.  [default: all that can be]"
+        ),
     ] = None,
-    optimizer_in_graph: OptimizerInGraph = False,
+    optimizer_in_graph: Annotated[
+        bool | None,
+        typer.Option(
+            "--optimizer-in-graph/--update-outside",
+            help="Whole steps with clipping and update, or without.  [default: with]",
+        ),
+    ] = None,
     dispatcher: Annotated[
         str | None,
         typer.Option(
             help="local, padded, all_to_all, all_gather or symmetric.  [default: local, with --ep: "
-            "all_to_all]"
+            "symmetric where GPUs reach each other's memory, else all_gather]"
         ),
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
@@ -169,7 +178,11 @@ def train(
         ),
     ] = "none",
     resume: Annotated[
-        Path | None, typer.Option(help="A run's directory, or one of its checkpoints.")
+        Path | None,
+        typer.Option(
+            help="A run's directory, or one of its checkpoints; its settings are kept where none "
+            "are given."
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="By default a new directory in runs/.")] = None,
     checkpoint_every: Annotated[
@@ -207,9 +220,12 @@ def train(
     """Trains a byte-level MoE language model, or a Hugging Face checkpoint, on text: on one
     process, on torchrun's workers, or with --nproc on workers that it starts itself."""
     options = dict(locals())
+    del options["context"]
     from moe_graphs.lm.start import start
 
-    start(**options, default_scopes=DEFAULT_SCOPES)
+    sources = {name: context.get_parameter_source(name) for name in options}
+    given = {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+    start(given=given, **options)
 
 
 def export(
@@ -265,18 +281,20 @@ def profile(
     options = dict(locals())
     from moe_graphs.lm import profile_command
 
-    profile_command.profile(**options, default_scopes=DEFAULT_SCOPES)
+    profile_command.profile(**options)
 
 
 def plan(
     model: Annotated[
         str,
         typer.Option(
+            "--model",
+            "--preset",
             help="A published architecture (qwen3-235b-a22b, llama3.1-405b, ...), a preset of "
-            "train, or a directory with a Hugging Face config.json."
+            "train, or a directory with a Hugging Face config.json.",
         ),
     ],
-    gpus: Annotated[int, typer.Option(help="Ranks.")],
+    gpus: Annotated[int, typer.Option(help="Ranks.", min=1)],
     dp_replicate: DpReplicate = None,
     dp_shard: DpShard = None,
     tp: Tp = None,
@@ -288,11 +306,14 @@ def plan(
     layers_per_group: LayersPerGroup = None,
     batch_size: Annotated[
         int | None,
-        typer.Option(help="Sequences per step of all ranks.  [default: one a microbatch and rank]"),
+        typer.Option(
+            help="Sequences per step of all ranks.  [default: one a microbatch and rank]", min=1
+        ),
     ] = None,
     microbatches: Microbatches = None,
     sequence_length: Annotated[
-        int | None, typer.Option(help="Tokens of a sequence.  [default: 4096, or the preset's]")
+        int | None,
+        typer.Option(help="Tokens of a sequence.  [default: 4096, or the preset's]", min=1),
     ] = None,
     dtype: Dtype = "float32",
     optimizer: Optimizer = None,
@@ -319,6 +340,9 @@ def plan(
     from moe_graphs.lm import plan_command
 
     plan_command.plan(**options)
+
+
+options_are_of(build_app)
 
 
 if __name__ == "__main__":

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import typer
 from rich.console import Console
 
 from moe_graphs.errors import GraphError
+
+_apps: list[Callable[[], typer.Typer]] = []
+
+
+def options_are_of(build_app: Callable[[], typer.Typer]) -> None:
+    """Set the command whose options have their names of the shell in errors."""
+    _apps.append(build_app)
 
 
 def make_console(*, stderr: bool) -> Console:
@@ -30,9 +39,55 @@ def errors_in_a_line(*others: type[Exception]) -> Iterator[None]:
     except BrokenPipeError:
         raise  # A closed pipe (`| head`) is no error; typer ends the command silently.
     except expected as error:
-        line = " ".join(str(error).split())
+        line = error_line(error)
         make_console(stderr=True).print(f"error: {line}", style="red", markup=False)
         raise typer.Exit(1) from error
+
+
+def error_line(error: BaseException) -> str:
+    """Return the message in one line. Options in front of a colon have their names of the shell."""
+    line = " ".join(str(error).split())
+    known = {name: option.opts[0] for name, option in _options().items()}
+    known |= {each[2:]: each for option in _options().values() for each in option.secondary_opts}
+
+    def named(match: re.Match[str]) -> str:
+        names = match[2].split(", ")
+        if not all(name in known for name in names):
+            return match[0]
+        return f"{match[1]}{', '.join(known[name] for name in names)}: "
+
+    return re.sub(r"(^|[:;] )([a-z0-9_-]+(?:, [a-z0-9_-]+)*): ", named, line)
+
+
+def option_name(name: str) -> str:
+    """Return the shell's name of an option: ``--ema`` for ``ema_decay``."""
+    return _options()[name].opts[0] if name in _options() else name
+
+
+def option_words(name: str, value: Any) -> str:
+    """Return an option as it is typed, or nothing where ``value`` is what it has by default."""
+    option = _options().get(name)
+    default = None if option is None else option.default
+    if value is None or (type(value) is type(default) and value == default):
+        return ""
+    if isinstance(value, bool) and option is not None:
+        return (option.opts if value else option.secondary_opts or [f"not {option.opts[0]}"])[0]
+    return f"{option_name(name)} {value}"
+
+
+@functools.cache
+def _options() -> dict[str, Any]:
+    """All options of ``moe-graphs``, of several commands' same name that of ``train``."""
+    if not _apps:
+        return {}
+    group: Any = typer.main.get_command(_apps[-1]())
+    commands = sorted(group.commands.items(), key=lambda item: item[0] == "train")
+    return {
+        parameter.name: parameter
+        for _, command in commands
+        for parameter in command.params
+        if parameter.opts[0].startswith("--")
+    }
 
 
 def print_json(document: Any) -> None:

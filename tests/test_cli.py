@@ -44,8 +44,9 @@ def test_a_run_prints_its_lines_its_capture_and_its_result(text, tmp_path):
     result = invoke(*SMALL, "--data", text, "--steps", 6, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.stderr
     assert "step:     6  loss: " in result.stdout
-    assert "captured scopes" in result.stdout
-    assert "layers.1" in result.stdout
+    assert "graphs: full_iteration, with the optimizer (the fastest way)" in result.stdout
+    assert "warm-up: --warmup-steps 0, a tenth of --steps 6, in place of the" in result.stdout
+    assert "captured step" in result.stdout
     assert "bits per byte after 6 steps" in result.stdout
     assert "xz -9e" in result.stdout
     assert (tmp_path / "run" / "checkpoints" / "step_000006" / "model.safetensors").exists()
@@ -57,7 +58,8 @@ def test_json_is_the_only_thing_on_stdout(text, tmp_path):
     document = last_line(result)
     assert len(result.stdout.splitlines()) == 1
     assert document["steps"] == 5
-    assert document["report"]["captured"] > 0
+    assert document["report"]["state"] == "captured"
+    assert document["report"]["replayed"] == 2
     assert document["dropped"] is None
     assert document["compressors"].keys() == {"zlib -9", "bz2 -9", "xz -9e"}
     assert "step:" in result.stderr
@@ -133,14 +135,21 @@ def test_a_new_run_gets_a_directory_of_its_own(text, tmp_path, monkeypatch):
     [
         (["--preset", "huge"], "'huge' is not one of tiny, small"),
         (["--scopes", "atn"], "did you mean 'attn'"),
-        (["--impl", "none", "--scopes", "attn"], "impl='none' captures nothing"),
+        (
+            ["--impl", "none", "--scopes", "attn"],
+            "--scopes: 'attn' with --impl none, which captures nothing",
+        ),
         (["--impl", "none", "--compare"], "nothing to compare with"),
         (["--impl", "inductor"], "accepted are none, local, transformer_engine, full_iter"),
         (["--impl", "full_iteration", "--scopes", "attn"], "drop --scopes"),
-        (["--optimizer-in-graph"], "use --impl full_iteration"),
-        ([*WHOLE, "--dispatcher", "all_to_all"], "capture of the step failed"),
+        (["--impl", "local", "--optimizer-in-graph"], "use --impl full_iteration"),
+        (["--scopes", "attn", "--optimizer-in-graph"], "--scopes makes no graph of a step"),
+        ([*WHOLE, "--dispatcher", "all_to_all"], "reads sizes on the host: use --dispatcher loc"),
+        (["--warmup-steps", "9", "--steps", "9"], "--warmup-steps 9 leaves none of --steps 9"),
         (["--dispatcher", "alltoall"], "choose one of local, padded, all_to_all, all_gather"),
         (["--microbatches", "3"], "does not divide"),
+        (["--stages-per-rank", "0"], "--stages-per-rank: 0 must be at least 1"),
+        (["--nproc", "1", "--no-fsdp"], "--no-fsdp: one process has whole weights anyway"),
         (["--steps", "0"], "steps: 0 must be at least 1"),
         (["--resume", "nowhere"], "no checkpoint at nowhere"),
         (["--device", "tpu"], "device: 'tpu' is none of cpu, cuda, and cuda:0"),
@@ -148,7 +157,7 @@ def test_a_new_run_gets_a_directory_of_its_own(text, tmp_path, monkeypatch):
         (["--device", "cuda:x"], "device: 'cuda:x' is none of"),
         (["--device", ""], "device: '' is none of"),
         (["--preset", ""], "'' is not one of tiny, small"),
-        (["--scopes", ""], "empty scope list captures nothing"),
+        (["--scopes", ""], "--scopes: '' names none: name scopes"),
         (["--seed", 2**64], "seed: 18446744073709551616 must be from -2**63 to 2**64 - 1"),
         (["--seed", -(10**30)], "seed: -1000000"),
         (["--ep", "2"], "ep (2) must divide dp_shard (1)"),
@@ -156,9 +165,9 @@ def test_a_new_run_gets_a_directory_of_its_own(text, tmp_path, monkeypatch):
         (["--nproc", "2", "--dp-shard", "4"], "dp_shard (4) = 4, and there are 2 ranks"),
         (["--nproc", "0"], "nproc: 0 must be at least 1"),
         (["--timeout", "0"], "timeout: 0.0 seconds must be above 0"),
-        (["--checkpoint-every", "-1"], "checkpoint_every: -1 must not be negative"),
-        (["--learning-rate", "nan"], "learning_rate: nan must be at least 0 and finite"),
-        (["--learning-rate", "inf"], "learning_rate: inf must be"),
+        (["--checkpoint-every", "-1"], "--checkpoint-every: -1 must not be negative"),
+        (["--learning-rate", "nan"], "--learning-rate: nan must be at least 0 and finite"),
+        (["--learning-rate", "inf"], "--learning-rate: inf must be"),
         (["--steps", 10**15], "out of memory: "),
         (["--data", "nowhere"], "data: nothing at nowhere"),
     ],
@@ -171,6 +180,17 @@ def test_bad_arguments_are_one_line_that_says_what_to_do(text, tmp_path, argumen
     assert words in result.stderr
     assert result.stderr.splitlines()[-1].startswith("error: ")
     assert "Traceback" not in result.stderr
+
+
+def test_an_error_names_all_options_that_do_not_fit(text, tmp_path):
+    wrong = ["--impl", "none", "--scopes", "attn", "--optimizer-in-graph", "--mixed-precision"]
+    wrong += ["--schedule", "gpipe"]
+    result = invoke(*SMALL, "--data", text, "--out", tmp_path / "run", *wrong)
+    assert result.exit_code == 1
+    line = result.stderr.splitlines()[-1]
+    assert line.startswith("error: 4 things do not fit: --scopes: 'attn'")
+    for name in ("; --optimizer-in-graph: ", "; --schedule, --stages-per-rank: ", "; --mixed-prec"):
+        assert name in line
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +235,7 @@ def test_a_checkpoint_that_is_not_whole_is_a_line(text, finished, tmp_path, part
     result = invoke(*common, "--resume", broken)
     assert result.exit_code == 1
     line = result.stderr.splitlines()[-1]
-    assert line.startswith(f"error: resume: {path} ")
+    assert line.startswith(f"error: --resume: {path} ")
     assert "take another checkpoint" in line
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "out").exists()
@@ -260,7 +280,9 @@ def test_help_imports_no_torch():
         "for name in ('torch', 'numpy', 'triton', 'safetensors', 'matplotlib'):\n"
         "    assert name not in sys.modules, name\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    wide = {**os.environ, "COLUMNS": "120"}  # at 80 the longest names are cut
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=wide)
     for word in ("train", "bench", "--optimizer-in-graph", "--scopes", "--budget"):
         assert word in done.stdout
 
@@ -297,9 +319,46 @@ def test_an_export_that_cannot_be_written_is_a_line(finished, tmp_path):
         result = CliRunner().invoke(build_app(), ["export", str(finished), "--out", str(out)])
         assert result.exit_code == 1
         (line,) = result.stderr.splitlines()
-        assert line.startswith(f"error: out: {out} could not be written: ")
+        assert line.startswith(f"error: --out: {out} could not be written: ")
         assert line.endswith(": give another --out")
         assert "disk full" not in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["export", "nowhere", "--out", "file"], "RUN: no checkpoint at nowhere"),
+        (["profile", "--out", "a.txt", "--device", "cpu"], "--out: a.txt is no picture: end its"),
+        (["profile", "--trace", "a.txt", "--device", "cpu"], "--trace: a.txt: end its name in"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_of_other_commands_name_the_option(arguments, words):
+    result = CliRunner().invoke(build_app(), list(map(str, arguments)))
+    assert result.exit_code == 1
+    assert words in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "option", ["--gpus", "--batch-size", "--microbatches", "--sequence-length"]
+)
+def test_sizes_of_a_plan_are_at_least_one(option):
+    """Zero meant the default."""
+    result = CliRunner().invoke(
+        build_app(), ["plan", "--model", "tiny", "--gpus", "1", option, "0"]
+    )
+    assert result.exit_code == 2
+    assert option in result.stderr
+
+
+def test_a_plan_takes_the_preset_by_trains_word():
+    """``--preset`` is ``--model``."""
+    plans = [
+        CliRunner().invoke(build_app(), ["plan", word, "tiny", "--gpus", "1", "--json"])
+        for word in ("--model", "--preset")
+    ]
+    assert [plan.exit_code for plan in plans] == [0, 0]
+    assert plans[0].stdout == plans[1].stdout
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():

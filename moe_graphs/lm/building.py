@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ class RunOptions:
         fp8: the recipe by which Transformer Engine's parts compute, or "none".
         workers: the ranks that run it together, each with these options; None for one process.
         schedule, stages_per_rank: of their pipeline, if they are one (``Pipeline``).
+        recorded: options of the command that checkpoints hold, as JSON values by name.
     """
 
     preset: Preset
@@ -72,6 +73,7 @@ class RunOptions:
     workers: Workers | None = None
     schedule: str = "1f1b"
     stages_per_rank: int = 1
+    recorded: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.checkpoint_every < 0:
@@ -116,6 +118,7 @@ def build_trainer(options: RunOptions, batches: TrainingBatches) -> Trainer:
         settings,
         drops_tokens=options.dispatcher == "padded",
         surroundings=_surroundings(options, batches),
+        options=options.recorded,
         fp8_autocast=_fp8_autocast(options, model),
         autocast=autocast,
         workers=workers,

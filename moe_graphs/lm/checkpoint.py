@@ -32,6 +32,7 @@ MODEL, STATE, SETTINGS = PARTS = "model.safetensors", "training.pt", "settings.j
 LOG = "log.jsonl"
 MANIFEST = "manifest.json"  # of a sharded checkpoint, which has its settings beside it
 RUN = "run"  # the key in the settings that says which run wrote them
+OPTIONS = "options"  # the key for the options of the command, which --resume keeps
 _NAME = re.compile(r"step_(\d+)")
 
 
@@ -315,6 +316,8 @@ def check_same_model(path: Path, saved: Mapping[str, str], wanted: Mapping[str, 
 def settings_of(trainer: Trainer) -> dict[str, Any]:
     """As it is in the file. What is nested has names with dots."""
     found: dict[str, Any] = {RUN: trainer.run_id}
+    if trainer.options:
+        found[OPTIONS] = dict(trainer.options)
     stack = [("", {**dataclasses.asdict(trainer.settings), **trainer.surroundings})]
     while stack:
         prefix, values = stack.pop()
@@ -327,7 +330,8 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def differences_of(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    names = [name for name in (*now, *(saved.keys() - now.keys())) if name != RUN]
+    both = (*now, *(saved.keys() - now.keys()))
+    names = [name for name in both if name not in (RUN, OPTIONS)]
     unknown = "nothing known"
     return [
         f"{name}: {saved.get(name, unknown)} in the checkpoint, {now.get(name, unknown)} now"

@@ -33,7 +33,10 @@ def continued_preset(init: Path, *, steps: int = 200) -> Preset:
     """
     if not init.is_dir():
         raise ValueError(f"init: no directory {init}: give one with a Hugging Face checkpoint")
-    model = read_files(init, None).config
+    try:
+        model = read_files(init, None).config
+    except ValueError as error:
+        raise ValueError(f"init: {error}") from error
     training = TrainSettings(
         steps=steps,
         batch_size=8,

@@ -20,7 +20,10 @@ def export_model(run: Path, out: Path) -> None:
     with errors_in_a_line():
         if out.exists():
             raise ValueError(f"out: {out} exists: give another --out")
-        path = find_checkpoint(run)
+        try:
+            path = find_checkpoint(run)
+        except ValueError as error:  # which names train's option
+            raise ValueError(f"RUN: {str(error).removeprefix('resume: ')}") from error
         tensors = read_model(path) if is_sharded(path) else read_part(path / MODEL, load_file)
         _write(tensors, out)
         size = sum(tensor.nbytes for tensor in tensors.values()) / 1e6

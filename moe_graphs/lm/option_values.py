@@ -60,8 +60,35 @@ def preset_of(name: str | None, device: torch.device) -> tuple[str, Preset]:
     return name, known[name]()
 
 
-def with_settings(preset: Preset, changes: dict[str, Any]) -> Preset:
+def stages_of(schedule: str, stages_per_rank: int | None) -> int:
+    """Return the number of stages of a rank, by default the schedule's."""
+    if stages_per_rank is None:
+        return 2 if schedule == "interleaved_1f1b" else 1
+    if stages_per_rank < 1:
+        raise ValueError(f"stages_per_rank: {stages_per_rank} must be at least 1")
+    return stages_per_rank
+
+
+def with_settings(preset: Preset, changes: dict[str, Any]) -> tuple[Preset, list[str]]:
+    """Change the preset's training; return it, and lines on what was adapted to the changes.
+
+    Raises:
+        ValueError: the changes do not fit each other.
+    """
     given = {name: value for name, value in changes.items() if value is not None}
     if not 0 <= given.get("learning_rate", 0) < math.inf:
         raise ValueError(f"learning_rate: {given['learning_rate']} must be at least 0 and finite")
-    return dataclasses.replace(preset, training=dataclasses.replace(preset.training, **given))
+    settings, said = dataclasses.replace(preset.training, **given), []
+    steps, warmup = settings.steps, settings.warmup_steps
+    if warmup >= max(steps, 1) and "warmup_steps" in given and warmup > 0:
+        raise ValueError(
+            f"warmup_steps, steps: --warmup-steps {warmup} leaves none of --steps {steps} at the "
+            f"peak learning rate: lower --warmup-steps, or raise --steps"
+        )
+    if warmup >= steps:
+        settings = dataclasses.replace(settings, warmup_steps=steps // 10)
+        said.append(
+            f"warm-up: --warmup-steps {steps // 10}, a tenth of --steps {steps}, in place of the "
+            f"preset's {warmup}, which would not end"
+        )
+    return dataclasses.replace(preset, training=settings), said

@@ -13,7 +13,7 @@ from torch import nn
 from moe_graphs.checkpoints.hf_config import transformer_config
 from moe_graphs.checkpoints.shards import CONFIG, read_json
 from moe_graphs.layers import TransformerConfig, architectures
-from moe_graphs.lm.option_values import dtype_of
+from moe_graphs.lm.option_values import dtype_of, stages_of
 from moe_graphs.lm.run_presets import presets
 from moe_graphs.lm.settings import (
     TrainSettings,
@@ -90,7 +90,7 @@ def plan(
             dispatcher=dispatcher or "all_to_all",
             rows_factor=rows_factor,
             schedule=schedule,
-            stages_per_rank=stages_per_rank or (2 if schedule == "interleaved_1f1b" else 1),
+            stages_per_rank=stages_of(schedule, stages_per_rank),
             optimizer=functools.partial(optimizer_costs, settings),
         )
         console.print(

@@ -15,6 +15,7 @@ from moe_graphs.errors import GraphError
 from moe_graphs.lm import run as training_run
 from moe_graphs.lm.chosen_kernels import with_kernels
 from moe_graphs.lm.data import Text, corpus_at, standard_library
+from moe_graphs.lm.fastest_way import default_scopes
 from moe_graphs.lm.option_values import device_of, dtype_of, memory_errors, preset_of, with_settings
 from moe_graphs.lm.step_floors import step_floors
 from moe_graphs.lm.trainer import Trainer, autocast_of
@@ -29,6 +30,7 @@ from moe_graphs.terminal import errors_in_a_line, make_console, print_json
 _STEPS = 1000  # of the trainer's schedule: more than are profiled
 # On the CPU parts of other groups are among elementwise, copies and indexing in recordings.
 _WHOLE_IN_RECORDINGS = ("dense GEMM", "grouped GEMM", "attention", "cross entropy")
+_PICTURES = (".png", ".svg", ".pdf", ".jpg")
 Config = GraphConfig | FullIterationConfig | None
 
 
@@ -48,7 +50,6 @@ def profile(
     trace: Path | None,
     out: Path | None,
     json_: bool,
-    default_scopes: str,
     **settings: float | str | None,
 ) -> None:
     """The options of the command line, under the names they have there.
@@ -62,7 +63,7 @@ def profile(
         name, chosen = preset_of(preset, where)
         chosen = with_kernels(chosen, experts=experts, linear=linear, fp8=fp8, device=where)
         options = training_run.RunOptions(
-            preset=with_settings(chosen, {**settings, "steps": _STEPS}),
+            preset=with_settings(chosen, {**settings, "steps": _STEPS})[0],
             device=where,
             graph_config=None,
             dispatcher=dispatcher,
@@ -70,7 +71,8 @@ def profile(
             fp8=fp8,
             save=False,
         )
-        ways = parse_ways(impl, optimizer_in_graph, default_scopes)
+        scopes = default_scopes(chosen.model, dispatcher)
+        ways = parse_ways(impl, optimizer_in_graph, scopes)
         _check_files(trace, out)
         machine = torch.cuda.get_device_name(where) if where.type == "cuda" else "the CPU"
         title = f"preset {name} on {machine}, torch {torch.__version__}: {_sizes(options)}"
@@ -97,7 +99,7 @@ def profile(
             print_json({"setting": title, "profiles": [each.to_dict() for each in profiles]})
 
 
-def parse_ways(impl: str, optimizer_in_graph: bool, default_scopes: str) -> dict[str, Config]:
+def parse_ways(impl: str, optimizer_in_graph: bool, local: str) -> dict[str, Config]:
     """``none,attn+moe,full_iteration`` as configs by those names, in that order.
 
     Raises:
@@ -115,7 +117,7 @@ def parse_ways(impl: str, optimizer_in_graph: bool, default_scopes: str) -> dict
         elif name == "full_iteration":
             ways[name] = FullIterationConfig(optimizer_in_graph)
         else:
-            scopes = default_scopes if name == "local" else name.replace("+", ",")
+            scopes = local if name == "local" else name.replace("+", ",")
             try:
                 ways[name] = GraphConfig(scopes)
             except ValueError as error:
@@ -197,10 +199,14 @@ def _trace_file(trace: Path | None, way: str, ways: Mapping[str, Config]) -> Pat
     return trace.with_name(f"{stem}_{way}{dot}{ending}")
 
 
-def _check_files(*files: Path | None) -> None:
-    for file in files:
+def _check_files(trace: Path | None, picture: Path | None) -> None:
+    for file in (trace, picture):
         if file is not None and not file.parent.is_dir():
             raise ValueError(f"{file}: there is no directory {file.parent}: make it first")
+    if picture is not None and picture.suffix not in _PICTURES:
+        raise ValueError(f"out: {picture} is no picture: end its name in {', '.join(_PICTURES)}")
+    if trace is not None and not trace.name.endswith((".json", ".json.gz")):
+        raise ValueError(f"trace: {trace}: end its name in .json or .json.gz")
 
 
 def _sizes(options: training_run.RunOptions) -> str:

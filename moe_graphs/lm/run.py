@@ -33,6 +33,7 @@ from moe_graphs.lm.restarts import mark_launch
 from moe_graphs.lm.sample import Sample, sample_text
 from moe_graphs.lm.settings import states_of_8_bits
 from moe_graphs.lm.sharded_checkpoint import checkpoints_of, model_of, resume
+from moe_graphs.lm.termination import Terminated, termination
 from moe_graphs.lm.trainer import LogLine, Trainer, TrainingDiverged
 from moe_graphs.lm.workers import Workers, agent, check_equal, is_first, on_first
 from moe_graphs.parallel import whole_sequences
@@ -115,6 +116,7 @@ def run(options: RunOptions, text: Text, progress: Progress) -> Summary:
     Raises:
         ValueError: if ``out`` cannot be used: among other reasons, it holds another run.
         TrainingDiverged: if the loss is not finite any more, in training or on held-out text.
+        Terminated: SIGTERM came before the last step; the checkpoint of its step is written.
     """
     trainer = build_trainer(options, build_batches(options, text))
     if said := states_of_8_bits(trainer.model, trainer.settings):
@@ -222,7 +224,11 @@ def _train(
     preset, steps = options.preset, options.preset.training.steps
     sample = held_out.sample(options.sample_tokens // preset.training.sequence_length)
     curve: list[tuple[int, float]] = []
-    with _log(options) as log, checkpoints_of(options.out, trainer) as save:
+    with (
+        _log(options) as log,
+        checkpoints_of(options.out, trainer) as save,
+        termination(options.workers) as terminated,
+    ):
         if options.resume:
             resumed = {"resumed_from": str(options.resume), "differences": differences}
             log.write(json.dumps({"step": trainer.step, **resumed}) + "\n")
@@ -233,6 +239,8 @@ def _train(
             else:
                 trainer.train_step()
             last = trainer.step == steps
+            if terminated.is_due() and not last:
+                break
             if last or trainer.step % preset.log_every == 0:
                 line = trainer.log_line()
                 log.write(json.dumps(asdict(line), allow_nan=False) + "\n")
@@ -245,6 +253,10 @@ def _train(
             every = options.checkpoint_every
             if options.save and (last or (every and trainer.step % every == 0)):
                 progress.note(f"checkpoint: {save()}")
+        if trainer.step < steps and options.save:
+            save()
+    if trainer.step < steps:
+        raise Terminated(trainer.step, options.out, saved=options.save)
     return curve
 
 

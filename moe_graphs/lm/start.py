@@ -5,56 +5,71 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import uuid
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 import typer
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from moe_graphs.lm import train_command
-from moe_graphs.lm.workers import Place, Workers, check_equal, layout_of, meeting
+from moe_graphs.lm.kept_settings import Kept, keep, recorded
+from moe_graphs.lm.termination import EXIT_CODE, Terminated
+from moe_graphs.lm.workers import DEGREES, Place, Workers, check_equal, layout_of, meeting
 from moe_graphs.terminal import errors_in_a_line, make_console
 
 _SAME = "start all of them with the same command"
 
 
-def start(
-    *,
-    nproc: int | None,
-    timeout: float,
-    fsdp: bool,
-    dp_replicate: int | None,
-    dp_shard: int | None,
-    tp: int | None,
-    cp: int | None,
-    ep: int | None,
-    pp: int | None,
-    layers_per_group: int | None,
-    **options: Any,
-) -> None:
-    """The options of the command line, under the names they have there."""
-    degrees = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp, "cp": cp, "ep": ep,
-               "pp": pp, "layers_per_group": layers_per_group}  # fmt: skip
+def start(*, given: Collection[str], **options: Any) -> None:
+    """The options of the command line, under the names they have there.
+
+    Args:
+        given: names of the options that the command line gives; others have their defaults.
+    """
+    kept = None
+    nproc = options["nproc"]
     with errors_in_a_line():
         place = Place.of_environment()
-        if not timeout > 0:
-            raise ValueError(f"timeout: {timeout} seconds must be above 0")
+        if not options["timeout"] > 0:
+            raise ValueError(f"timeout: {options['timeout']} seconds must be above 0")
         if nproc is not None:
             _check_workers(nproc, place)
-            layout_of(nproc, **degrees)
-        elif place.world_size == 1:
-            layout_of(1, **degrees)
-        if not fsdp and (nproc or place.world_size) == 1:
+        alone = place.world_size == 1
+        ranks = nproc or place.world_size
+        if alone and options["resume"] is not None:  # torchrun's workers look when they have met
+            kept = keep(options, given, ranks)
+            options = kept.options
+        if alone:
+            layout_of(ranks, **_degrees(options))
+        if not options["fsdp"] and ranks == 1:
             raise ValueError("no-fsdp: one process has whole weights anyway: drop it")
     if nproc is not None and nproc > 1:
-        _launch(nproc, degrees, timeout, fsdp, options)
-    elif nproc == 1 or place.world_size == 1:
-        with errors_in_a_line(*train_command.EXPECTED):
-            train_command.train(None, **options)
+        _launch(nproc, given, options, kept)
+    elif alone:
+        try:
+            with errors_in_a_line(*train_command.EXPECTED):
+                _train(None, options, kept)
+        except Terminated as end:
+            make_console(stderr=options["json_"]).print(str(end), markup=False)
+            raise typer.Exit(EXIT_CODE) from end
     else:
-        _work(degrees, timeout, fsdp, options)
+        _work(given, options, None)
+
+
+def _degrees(options: Mapping[str, Any]) -> dict[str, int | None]:
+    return {name: options[name] for name in DEGREES}
+
+
+def _train(workers: Workers | None, options: Mapping[str, Any], kept: Kept | None) -> None:
+    others = {"nproc", "timeout", "fsdp", *DEGREES}
+    taken = {name: value for name, value in options.items() if name not in others}
+    ranks = 1 if workers is None else workers.count
+    train_command.train(workers, kept=kept, record=recorded(options, ranks), **taken)
 
 
 def _check_workers(nproc: int, place: Place) -> None:
@@ -67,9 +82,7 @@ def _check_workers(nproc: int, place: Place) -> None:
         )
 
 
-def _launch(
-    nproc: int, degrees: dict[str, int | None], timeout: float, fsdp: bool, options: Any
-) -> None:
+def _launch(nproc: int, given: Collection[str], options: dict[str, Any], kept: Kept | None) -> None:
     """Waits for workers of this host. One that fails has said why."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
     config = LaunchConfig(
@@ -85,27 +98,46 @@ def _launch(
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # tracebacks of processes that ended
     try:
-        elastic_launch(config, _work)(degrees, timeout, fsdp, options)
+        elastic_launch(config, _work)(given, options, kept)
+    except SignalException as error:  # the workers have said what they did
+        raise typer.Exit(128 + error.sigval) from error
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
+        if failure.exitcode == EXIT_CODE:
+            raise typer.Exit(EXIT_CODE) from error
         if failure.exitcode < 0:  # it could not say so itself
             console = make_console(stderr=True)
             console.print(f"error: rank {rank} was ended by {failure.signal_name()}", style="red")
         raise typer.Exit(1) from error
 
 
-def _work(
-    degrees: dict[str, int | None], timeout: float, fsdp: bool, options: dict[str, Any]
-) -> None:
+def _work(given: Collection[str], options: dict[str, Any], kept: Kept | None) -> None:
     """As one of the workers."""
-    place = Place.of_environment()
+    place, problem, end = Place.of_environment(), None, None
+    if kept is None and options["resume"] is not None:
+        try:
+            kept = keep(options, given, place.world_size)
+            options = kept.options
+        except ValueError as error:
+            problem = error
     on_gpu = options["device"] != "cpu" and torch.cuda.is_available()
+    timeout = options["timeout"]
     with meeting(place, on_gpu, timeout, *train_command.EXPECTED):
+        if problem is not None:
+            raise problem
         versions = {"torch": torch.__version__, "on a GPU": on_gpu}
-        check_equal({**options, **degrees, **versions, "fsdp": fsdp}, _SAME)
-        layout = layout_of(place.world_size, **degrees)
+        check_equal({**options, **versions}, _SAME)
+        layout = layout_of(place.world_size, **_degrees(options))
         device = _device(options["device"], place)
-        train_command.train(Workers.on(layout, device, timeout, fsdp=fsdp), **options)
+        try:
+            workers = Workers.on(layout, device, timeout, fsdp=options["fsdp"])
+            _train(workers, options, kept)
+        except Terminated as terminated:
+            end = terminated
+    if end is not None:
+        if place.rank == 0:
+            make_console(stderr=options["json_"]).print(str(end), markup=False)
+        sys.exit(EXIT_CODE)
 
 
 def _device(name: str | None, place: Place) -> torch.device:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from moe_graphs.config import IMPLS, FullIterationConfig, GraphConfig
 from moe_graphs.engine.report import Report
 from moe_graphs.engine.whole_step.full_iteration import FullIterationReport
 from moe_graphs.errors import GraphError
@@ -23,12 +23,15 @@ from moe_graphs.lm.chosen_kernels import with_kernels
 from moe_graphs.lm.compare import compare
 from moe_graphs.lm.continued import continued_preset
 from moe_graphs.lm.data import Documents, Text, corpus_at, standard_library
-from moe_graphs.lm.legal_layouts import check_options, default_dispatcher
+from moe_graphs.lm.fastest_way import Asked, Situation, Way, choose, no_peers
+from moe_graphs.lm.kept_settings import Kept, check_text
+from moe_graphs.lm.legal_layouts import check_options
 from moe_graphs.lm.option_values import (
     device_of,
     dtype_of,
     memory_errors,
     preset_of,
+    stages_of,
     with_settings,
 )
 from moe_graphs.lm.restarts import directories
@@ -40,9 +43,6 @@ from moe_graphs.lm.workers import Workers, agent, is_first, on_first
 from moe_graphs.tables import capture_table, comparison_table, full_iteration_table
 from moe_graphs.terminal import make_console, print_json
 
-_DENSE_SCOPES = "attn,mlp"
-
-
 EXPECTED = (ValueError, OSError, MemoryError, GraphError, TrainingDiverged, ImportError)
 """What ends a run with a line that says what to do, instead of a traceback."""
 
@@ -50,13 +50,15 @@ EXPECTED = (ValueError, OSError, MemoryError, GraphError, TrainingDiverged, Impo
 def train(
     workers: Workers | None,
     *,
+    kept: Kept | None,
+    record: Mapping[str, Any],
     preset: str | None,
     init: Path | None,
     tokenizer: Path | None,
     data: Path | None,
     impl: str | None,
     scopes: str | None,
-    optimizer_in_graph: bool,
+    optimizer_in_graph: bool | None,
     dispatcher: str | None,
     resume: Path | None,
     device: str | None,
@@ -73,14 +75,14 @@ def train(
     json_: bool,
     schedule: str,
     stages_per_rank: int | None,
-    default_scopes: str,
     **settings: float | str | None,
 ) -> None:
     """The options of the command line, under the names they have there.
 
     Args:
         workers: the ranks that this process is one of, each called with these options.
-        default_scopes: for ``impl`` local, where the model has experts.
+        kept: what ``resume`` has kept of its run, if there is one.
+        record: the options as checkpoints hold them.
         settings: of ``TrainSettings``; None for the preset's, or for those that suit ``init``.
     """
     console = make_console(stderr=json_) if is_first(workers) else Console(quiet=True)
@@ -88,18 +90,28 @@ def train(
         where = device_of(device) if workers is None else workers.device
         name, chosen = _chosen(preset, init, tokenizer, where, settings)
         chosen = with_kernels(chosen, experts=experts, linear=linear, fp8=fp8, device=where)
-        # Scopes are not legal under FSDP2: see ``check_options``.
-        impl = impl or ("local" if workers is None else "none")
-        if scopes is None and impl not in ("none", "full_iteration"):
-            scopes = _DENSE_SCOPES if chosen.model.moe is None else default_scopes
+        chosen, said = with_settings(chosen, settings)
+        if kept is not None:
+            console.print(kept.said, markup=False)
+        way = _way(
+            workers,
+            chosen,
+            dtype_of(dtype),
+            Asked(
+                impl=impl,
+                scopes=scopes,
+                optimizer_in_graph=optimizer_in_graph,
+                dispatcher=dispatcher,
+            ),
+        )
         agents = [agent()] if workers is None else workers.agents
         asked = out, resume
         out, resume = on_first(workers, lambda: directories(*asked, name, agents))
         options = training_run.RunOptions(
-            preset=with_settings(chosen, settings),
+            preset=chosen,
             device=where,
-            graph_config=_graph_config(impl, scopes, optimizer_in_graph),
-            dispatcher=dispatcher or default_dispatcher(workers),
+            graph_config=way.graph_config,
+            dispatcher=way.dispatcher,
             out=out,
             resume=resume,
             checkpoint_every=checkpoint_every,
@@ -111,11 +123,13 @@ def train(
             fp8=fp8,
             workers=workers,
             schedule=schedule,
-            stages_per_rank=stages_per_rank or (2 if schedule == "interleaved_1f1b" else 1),
+            stages_per_rank=stages_of(schedule, stages_per_rank),
+            recorded=_recorded(record, None if init else name, chosen.training),
         )
-        check_options(options)
+        check_options(options, way.problems)
         text = _text(options, data, console, keep=not compare_)
-        _describe(console, options, text, name)
+        check_text(kept, text.train_documents.identity["text"], text.source)
+        _describe(console, options, text, name, way, said)
         with training_run.deterministic(deterministic and where.type == "cuda"):
             document = (_compare if compare_ else _run)(options, text, console)
         if json_ and is_first(workers):
@@ -211,7 +225,14 @@ def _text(
     return text
 
 
-def _describe(console: Console, options: training_run.RunOptions, text: Text, name: str) -> None:
+def _describe(
+    console: Console,
+    options: training_run.RunOptions,
+    text: Text,
+    name: str,
+    way: Way,
+    adapted: Sequence[str],
+) -> None:
     skipped = ", ".join(f"{count} {reason}" for reason, count in text.skipped.items()) or "none"
     settings, unit = options.preset.training, text.train_documents.unit
     model = options.preset.model
@@ -227,10 +248,11 @@ def _describe(console: Console, options: training_run.RunOptions, text: Text, na
         f"sequences of {settings.sequence_length} {unit} in {settings.microbatches} microbatch(es)",
         f"epochs: {batches.batches_per_epoch} steps each; the last {batches.left_over} {unit} of "
         f"an epoch fill no batch, and the next epoch has others there",
+        *adapted,
         f"learning rate: {settings.learning_rate:g} after {settings.warmup_steps} steps, then down "
         f"to {settings.final_fraction:g} of it",
         f"precision: {options.precision}",
-        f"graphs: {options.graph_config or 'none, eager'}; dispatcher {options.dispatcher}",
+        str(way),
         f"kernels: experts {'none' if model.moe is None else model.moe.experts}, linear "
         f"{model.linear}, fp8 {options.fp8}; optimizer {settings.optimizer}{_update(settings)}",
     )
@@ -282,22 +304,20 @@ def _chosen(
     )
 
 
-def _graph_config(
-    impl: str, scopes: str | None, optimizer_in_graph: bool
-) -> GraphConfig | FullIterationConfig | None:
-    if impl == "full_iteration":
-        if scopes is not None:
-            raise ValueError(
-                f"scopes: {scopes!r} with impl='full_iteration', which captures the whole step: "
-                f"drop --scopes, or use --impl local"
-            )
-        return FullIterationConfig(optimizer_in_graph)
-    if impl not in IMPLS:
-        raise ValueError(f"impl: {impl!r}: accepted are {', '.join(IMPLS)}, full_iteration")
-    if optimizer_in_graph:
-        raise ValueError(
-            f"optimizer_in_graph: impl={impl!r} has no graph of a step to put it in: use --impl "
-            f"full_iteration"
-        )
-    config = GraphConfig(scopes, impl)
-    return None if config.impl == "none" else config
+def _recorded(
+    record: Mapping[str, Any], preset: str | None, training: TrainSettings
+) -> dict[str, Any]:
+    """The options, with the numbers that the preset has chosen."""
+    trained = dataclasses.asdict(training)
+    return {name: trained.get(name, value) for name, value in record.items()} | {"preset": preset}
+
+
+def _way(workers: Workers | None, chosen: Preset, dtype: torch.dtype, asked: Asked) -> Way:
+    situation = Situation(model=chosen.model)
+    if workers is not None:
+        layout, fsdp = workers.layout, workers.fsdp
+        situation = Situation(model=chosen.model, layout=layout, fsdp=fsdp)
+        if asked.dispatcher is None:
+            reason = no_peers(workers, chosen.model, dtype)
+            situation = dataclasses.replace(situation, no_peers=reason)
+    return choose(asked, situation)

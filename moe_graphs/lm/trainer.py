@@ -109,6 +109,8 @@ class Trainer:
         drops_tokens: whether the model's dispatcher may drop, so that the log line says so.
         surroundings: what else the numbers depend on, as JSON values by name: a checkpoint holds
             it, and resuming says what differs.
+        options: of the command, as JSON values by name: a checkpoint holds them, and the command
+            keeps them when it resumes.
         fp8_autocast: makes Transformer Engine's context, which stands around the whole step; by
             default none. Evaluation is outside of it, in bf16: so it leaves the scales of FP8 as
             they are, and takes sequences of any length.
@@ -133,6 +135,7 @@ class Trainer:
         graphs: Graphs | None = None,
         drops_tokens: bool = False,
         surroundings: Mapping[str, Any] = MappingProxyType({}),
+        options: Mapping[str, Any] = MappingProxyType({}),
         fp8_autocast: Autocast = contextlib.nullcontext,
         autocast: Autocast | None = None,
         workers: Workers | None = None,
@@ -140,6 +143,7 @@ class Trainer:
     ) -> None:
         self.model, self.batches, self.settings, self.graphs = model, batches, settings, graphs
         self.drops_tokens, self.surroundings = drops_tokens, surroundings
+        self.options = options
         self.fp8_autocast, self.workers, self.pipeline = fp8_autocast, workers, pipeline
         self.run_id = uuid.uuid4().hex
         some = next(model.parameters())

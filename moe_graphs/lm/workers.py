@@ -31,8 +31,10 @@ from moe_graphs.parallel import (
     make_mesh,
     part_of_sequences,
 )
+from moe_graphs.terminal import error_line
 
 _A_MOMENT = datetime.timedelta(seconds=5)
+DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "ep", "pp", "layers_per_group")
 _NO_FACTORS = ("ep", "layers_per_group")  # of the number of ranks
 _FAILURES = "moe_graphs: how many ranks have failed"  # the key in the store
 # Words of gloo's errors, which have no class of their own, when another rank is the cause.
@@ -337,7 +339,7 @@ def _report(
     except RuntimeError:  # the host of the store is gone, and has said why
         return
     if isinstance(error, expected):
-        line = " ".join(str(error).split())
+        line = error_line(error)
         print(f"error: rank {place.rank}: {line}", file=sys.stderr)
     elif isinstance(error, dist.DistError) or any(map(str(error).__contains__, _OF_OTHERS)):
         line = " ".join(str(error).split())

@@ -232,11 +232,11 @@ def test_parameters_in_bf16_are_saved_so(here, tmp_path):
         (["--preset", "tiny"], "preset: 'tiny' with --init, which has sizes of its own"),
         (["--init", "nowhere"], "init: no directory nowhere"),
         (["--tokenizer", "nowhere"], "tokenizer: no nowhere/tokenizer.json"),
-        (["--sequence-length", 65], "sequence_length: 65 is more than the 64 positions"),
+        (["--sequence-length", 65], "--sequence-length: 65 is more than the 64 positions"),
         (["--batch-size", 4000], "4000 sequences of 32 tokens are more than the"),
         (["--dtype", "float16"], "dtype: 'float16' is not one of float32, bfloat16"),
-        (["--warmup-steps", -1], "warmup_steps: -1 must not be negative"),
-        (["--learning-rate", -1], "learning_rate: -1.0 must be at least 0"),
+        (["--warmup-steps", -1], "--warmup-steps: -1 must not be negative"),
+        (["--learning-rate", -1], "--learning-rate: -1.0 must be at least 0"),
     ],
 )
 def test_bad_arguments_are_one_line(here, tmp_path, arguments, words):

@@ -118,7 +118,7 @@ def test_options_are_those_of_train():
     [
         (["--optimizer", "muon", "--tp", "2", "--gpus", "2"], "optimizer: muon with tp=2"),
         (["--optimizer", "muon", "--ema", "0.9"], "muon has no optimizer_state"),
-        (["--optimizer-state", "4bit"], "optimizer_state: '4bit' is not one of"),
+        (["--optimizer-state", "4bit"], "--optimizer-state: '4bit' is not one of"),
     ],
 )
 def test_what_train_refuses_is_refused(options, words):

@@ -1,0 +1,119 @@
+"""The options of a run in its checkpoints, and what ``--resume`` keeps of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_graphs.lm.checkpoint import OPTIONS, SETTINGS, find_checkpoint, load_settings, read_part
+from moe_graphs.lm.settings import TrainSettings
+from moe_graphs.lm.workers import DEGREES
+from moe_graphs.terminal import option_name, option_words
+
+_TRAINING = {field.name for field in dataclasses.fields(TrainSettings)}
+# Options of one start of the command, not of the run.
+_OF_A_START = {"resume", "out", "json_", "compare_", "nproc", "timeout"}
+_PATHS = {"init", "tokenizer", "data"}
+_WAY = {"impl", "scopes", "optimizer_in_graph"}
+_LAYOUT = {*DEGREES, "fsdp"}
+# Options that are right for one number of ranks only.
+_OF_RANKS = {*_LAYOUT, "dispatcher", "mixed_precision", "schedule", "stages_per_rank"}
+_RANKS = "ranks"  # the key beside the options
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A command's options with those of the run that it goes on with.
+
+    Attributes:
+        said: one line: what was kept, what was changed.
+        text: of the run's documents, as ``Documents.identity`` has it; None where it is to be
+            another one, or is not known.
+    """
+
+    options: dict[str, Any]
+    said: str
+    text: str | None
+
+
+def recorded(options: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+    """Make JSON values of the options that belong to a run."""
+    found: dict[str, Any] = {_RANKS: ranks}
+    for name, value in options.items():
+        if name not in _OF_A_START:
+            found[name] = str(value.resolve()) if isinstance(value, Path) else value
+    return found
+
+
+def keep(options: Mapping[str, Any], given: Collection[str], ranks: int) -> Kept:
+    """Take from the checkpoint of ``options["resume"]`` what the command line does not give.
+
+    Args:
+        given: names of the options that the command line gives.
+
+    Raises:
+        ValueError: there is no such checkpoint, or its settings cannot be read.
+    """
+    path = find_checkpoint(options["resume"])
+    saved = read_part(path / SETTINGS, load_settings)
+    record, old = saved.get(OPTIONS), ""
+    if record is None:
+        record = {name: saved[name] for name in _TRAINING & saved.keys() & options.keys()}
+        names = [*_PATHS, *_WAY, "dispatcher", "dtype", "checkpoint_every"]
+        missing = ", ".join(option_name(name) for name in sorted(set(names) - set(given)))
+        old = f"of a version that did not record {missing}, which are as in a new run; "
+    dropped = _dropped(record, given, ranks)
+    kept = {
+        name: Path(value) if name in _PATHS and value is not None else value
+        for name, value in record.items()
+        if name in options and name not in dropped and name not in given
+    }
+    words = " ".join(filter(None, (option_words(name, value) for name, value in kept.items())))
+    changed = ", ".join(
+        _changes(options, {**record, _RANKS: record.get(_RANKS, ranks)}, ranks, {*dropped, *given})
+    )
+    text = None if "data" in given else saved.get("text")
+    said = f"resume: {path}: {old}kept: {words or 'nothing'}; changed: {changed or 'nothing'}"
+    return Kept({**options, **kept}, said, text)
+
+
+def _dropped(record: Mapping[str, Any], given: Collection[str], ranks: int) -> set[str]:
+    """Name the run's options that what is given anew makes meaningless."""
+    dropped: set[str] = set()
+    if "preset" in given:
+        dropped |= {"init", "tokenizer"}
+    if "init" in given:
+        dropped |= {"preset"}
+    if _WAY & set(given):
+        dropped |= _WAY
+    if ranks != record.get(_RANKS, ranks) or _LAYOUT & set(given):
+        dropped |= _OF_RANKS
+    return dropped - set(given)
+
+
+def _changes(
+    options: Mapping[str, Any], record: Mapping[str, Any], ranks: int, names: Collection[str]
+) -> list[str]:
+    now = recorded(options, ranks)
+    changed = [name for name in (*sorted(names), _RANKS) if name in record and name in now]
+    return [
+        f"{option_words(name, now[name]) or f'{option_name(name)} by default'} (was {record[name]})"
+        for name in changed
+        if now[name] != record[name]
+    ]
+
+
+def check_text(kept: Kept | None, found: str, source: str) -> None:
+    """Return if the run goes on with its own text, or with another one that was asked for.
+
+    Raises:
+        ValueError: it would go on with another text, and ``--data`` does not ask for that.
+    """
+    if kept is not None and kept.text is not None and kept.text != found:
+        raise ValueError(
+            f"data: the run was trained on another text than {source} has now ({kept.text}; now "
+            f"{found}): bring that text back, or give --data by name to go on with another one"
+        )

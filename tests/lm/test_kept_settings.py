@@ -1,0 +1,154 @@
+"""``--resume`` keeps the settings of its run that the command line does not give anew."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from safetensors.torch import load_file
+from typer.testing import CliRunner, Result
+
+from moe_graphs.cli import build_app
+from moe_graphs.lm.kept_settings import Kept, keep, recorded
+
+OWN = ["--batch-size", 2, "--sequence-length", 32, "--learning-rate", 1e-2, "--warmup-steps", 1,
+       "--optimizer", "muon", "--seed", 7, "--dtype", "bfloat16", "--dispatcher", "padded",
+       "--microbatches", 2]  # fmt: skip
+
+
+def train(*arguments: object) -> Result:
+    return CliRunner().invoke(build_app(), ["train", *map(str, arguments)])
+
+
+def write_text(folder: Path) -> Path:
+    folder.mkdir()
+    for number in range(90):
+        (folder / f"{number}.py").write_text(f"def f_{number}(x):\n    return x * {number}\n" * 3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> tuple[Path, Path]:
+    """The text and the run of six steps, with a checkpoint in the middle."""
+    folder = tmp_path_factory.mktemp("run")
+    text, out = write_text(folder / "text"), folder / "run"
+    asked = ["--preset", "tiny", "--data", text, "--steps", 6, "--checkpoint-every", 3, *OWN]
+    done = train(*asked, "--impl", "none", "--device", "cpu", "--out", out)
+    assert done.exit_code == 0, done.stderr
+    return text, out
+
+
+def test_a_resumed_run_keeps_all_of_its_settings_and_goes_on_bitwise(run, tmp_path):
+    text, out = run
+    done = train("--resume", out / "checkpoints" / "step_000003", "--out", tmp_path / "again")
+    assert done.exit_code == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("resume: ")]
+    assert line.endswith("; changed: nothing")
+    for words in ("--preset tiny", f"--data {text}", "--steps 6", "--seed 7", "--impl none",
+                  "--optimizer muon", "--dtype bfloat16", "--dispatcher padded",
+                  "--learning-rate 0.01", "--warmup-steps 1", "--checkpoint-every 3"):  # fmt: skip
+        assert words in line, words
+    summaries = [json.loads((p / "summary.json").read_text()) for p in (out, tmp_path / "again")]
+    assert summaries[1]["differences"] == []
+    for name in ("steps", "train_loss", "held_out_bits_per_byte"):
+        assert summaries[0][name] == summaries[1][name]
+    models = [
+        load_file(path / "checkpoints" / "step_000006" / "model.safetensors")
+        for path in (out, tmp_path / "again")
+    ]
+    assert all((models[0][name] == models[1][name]).all() for name in models[0])
+
+
+def test_settings_that_are_given_anew_are_changed_and_said(run, tmp_path):
+    done = train("--resume", run[1], "--steps", 7, "--seed", 8, "--out", tmp_path / "again")
+    assert done.exit_code == 0, done.stderr
+    assert "changed: --seed 8 (was 7), --steps 7 (was 6)\n" in done.stdout
+    again = json.loads((tmp_path / "again" / "checkpoints/step_000007/settings.json").read_text())
+    assert (again["steps"], again["seed"], again["batch_size"]) == (7, 8, 2)
+
+
+def test_another_text_than_the_runs_is_refused_unless_it_is_asked_for(tmp_path):
+    text, out = write_text(tmp_path / "text"), tmp_path / "run"
+    common = ["--impl", "none", "--device", "cpu", *OWN, "--steps", 2]
+    assert train("--data", text, *common, "--out", out).exit_code == 0
+    (text / "1.py").write_text("def another(x):\n    return x - 1\n" * 9)
+    refused = train("--resume", out, "--steps", 3, "--out", tmp_path / "refused")
+    assert refused.exit_code == 1
+    (error,) = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
+    assert error.startswith("error: --data: the run was trained on another text")
+    assert "give --data by name" in error
+    assert not (tmp_path / "refused").exists()
+    asked = train("--resume", out, "--steps", 3, "--data", text, "--out", tmp_path / "asked")
+    assert asked.exit_code == 0, asked.stderr
+    assert "resumed with another setting: text: " in asked.stdout
+
+
+def test_a_run_of_a_version_that_recorded_no_options_says_so_by_name(run, tmp_path):
+    text, out = run
+    path = tmp_path / "old" / "checkpoints" / "step_000006"
+    path.mkdir(parents=True)
+    for part in (out / "checkpoints" / "step_000006").iterdir():
+        (path / part.name).write_bytes(part.read_bytes())
+    settings = json.loads((path / "settings.json").read_text())
+    del settings["options"]
+    (path / "settings.json").write_text(json.dumps(settings))
+    now = ["--dtype", "bfloat16", "--impl", "none", "--device", "cpu", "--dispatcher", "padded"]
+    done = train("--resume", path, "--data", text, *now, "--steps", 7, "--out", tmp_path / "new")
+    assert done.exit_code == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("resume: ")]
+    assert "of a version that did not record --checkpoint-every, --init, --optimizer-in-gr" in line
+    assert "--data," not in line  # given by name
+    assert "kept: " in line
+    assert "--batch-size 2" in line
+    summary = json.loads((tmp_path / "new" / "summary.json").read_text())
+    assert [each.partition(":")[0] for each in summary["differences"]] == ["steps"]
+
+
+def kept(folder: Path, then: list, ranks: int, now: list, ranks_now: int) -> Kept:
+    """The options of a command that goes on with what another one has written."""
+    options, _ = options_of(then)
+    settings = {"run": "a", "options": recorded(options, ranks)}
+    folder.mkdir(exist_ok=True)
+    (folder / "settings.json").write_text(json.dumps(settings))
+    options, given = options_of([*now, "--resume", folder])
+    return keep(options, given, ranks_now)
+
+
+def options_of(arguments: list) -> tuple[dict[str, Any], set[str]]:
+    command: Any = typer.main.get_command(build_app()).commands["train"]
+    context = command.make_context("train", [str(each) for each in arguments])
+    sources = {name: context.get_parameter_source(name).name for name in context.params}
+    given = {name for name, source in sources.items() if source == "COMMANDLINE"}
+    return dict(context.params), given
+
+
+def test_every_option_is_kept_or_is_of_one_start(tmp_path):
+    then = ["--no-save", "--ema", 0.9, "--stochastic-rounding", "--no-deterministic", "--fp8",
+            "block", "--init", tmp_path, "--tokenizer", tmp_path, "--scopes", "attn"]  # fmt: skip
+    found = kept(tmp_path / "c", then, 1, ["--out", tmp_path / "out"], 1)
+    wanted = {**options_of(then)[0], "out": tmp_path / "out", "resume": tmp_path / "c"}
+    assert found.options == wanted
+    for words in ("--no-save", "--ema 0.9", "--stochastic-rounding", "--no-deterministic"):
+        assert words in found.said
+
+
+def test_a_way_that_is_named_anew_replaces_the_runs_way(tmp_path):
+    found = kept(tmp_path, ["--scopes", "attn"], 1, ["--impl", "none"], 1)
+    assert (found.options["impl"], found.options["scopes"]) == ("none", None)
+    assert "changed: --impl none (was None), --scopes by default (was attn)" in found.said
+
+
+def test_a_layout_is_kept_on_as_many_ranks_and_chosen_anew_on_others(tmp_path):
+    then = ["--ep", 2, "--dispatcher", "all_gather", "--mixed-precision", "--impl", "none"]
+    same = kept(tmp_path, then, 2, [], 2).options
+    assert (same["ep"], same["dispatcher"], same["mixed_precision"]) == (2, "all_gather", True)
+    other = kept(tmp_path, then, 2, [], 1)
+    assert (other.options["ep"], other.options["dispatcher"]) == (None, None)
+    assert (other.options["mixed_precision"], other.options["impl"]) == (False, "none")
+    assert "--ep by default (was 2)" in other.said
+    assert "ranks 1 (was 2)" in other.said
+    anew = kept(tmp_path, then, 2, ["--tp", 2], 2).options
+    assert (anew["tp"], anew["ep"], anew["dispatcher"]) == (2, None, None)

@@ -1,0 +1,107 @@
+"""A run that gets SIGTERM ends behind a step with a checkpoint, from which it goes on bitwise."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moe_graphs.lm.sharded_checkpoint import read_model
+
+ROOT = Path(__file__).parents[2]
+STEPS = 100
+COMMON = ["--device", "cpu", "--preset", "tiny", "--batch-size", 2, "--sequence-length", 32,
+          "--steps", STEPS, "--impl", "none"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(90):
+        (folder / f"{number}.py").write_text(f"def f_{number}(x):\n    return x * {number}\n" * 3)
+    return folder
+
+
+def start(*arguments: object) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-m", "moe_graphs", "train", *map(str, arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=environment, cwd=ROOT, **pipes)
+
+
+def finished(*arguments: object) -> str:
+    process = start(*arguments)
+    said = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, said
+    return said
+
+
+def terminated(run: Path, *arguments: object) -> tuple[int, str]:
+    """Start a run and send SIGTERM when it has logged a step; return its code and its words."""
+    process, log = start(*arguments, "--out", run), run / "log.jsonl"
+    until = time.monotonic() + 250
+    try:
+        while not (log.exists() and '"loss"' in log.read_text()):
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=60)[0]
+    finally:
+        process.kill()
+    return process.returncode, said
+
+
+def check_goes_on_bitwise(text: Path, folder: Path, *layout: object) -> None:
+    """End a run by SIGTERM, resume it, and compare it with one that was not interrupted."""
+    whole, ended = folder / "whole", folder / "ended"
+    code, said = terminated(ended, *COMMON, "--data", text, *layout)
+    assert code == 128 + signal.SIGTERM, said
+    (line,) = [line for line in said.splitlines() if line.startswith("SIGTERM: ")]
+    step = int(re.search(r"ended after step (\d+); its checkpoint is written", line)[1])
+    assert 20 <= step < STEPS
+    assert line.endswith(f"go on with --resume {ended} --out {ended}")
+    assert "Traceback" not in said
+    names = [path.name for path in (ended / "checkpoints").iterdir()]
+    assert names == [f"step_{step:06d}"]
+    nproc = layout[:2]
+    assert "changed: nothing" in finished("--resume", ended, "--out", ended, *nproc)
+    finished(*COMMON, "--data", text, *layout, "--out", whole)
+    last = f"checkpoints/step_{STEPS:06d}"
+    models = [read_model(run / last) if layout else weights(run / last) for run in (whole, ended)]
+    assert all(torch.equal(value, models[1][name]) for name, value in models[0].items())
+    if not layout:
+        losses = [
+            torch.load(run / last / "training.pt")["history"]["loss"] for run in (whole, ended)
+        ]
+        assert torch.equal(*losses)
+        assert len(losses[0]) == STEPS
+
+
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return load_file(checkpoint / "model.safetensors")
+
+
+def test_a_terminated_run_goes_on_as_one_that_was_not_interrupted(text, tmp_path):
+    check_goes_on_bitwise(text, tmp_path)
+
+
+@pytest.mark.long
+def test_terminated_ranks_end_at_one_step_and_go_on_bitwise(text, tmp_path):
+    check_goes_on_bitwise(text, tmp_path, "--nproc", 2, "--ep", 2)
+
+
+def test_a_terminated_run_that_saves_nothing_says_so(text, tmp_path):
+    run = tmp_path / "run"
+    code, said = terminated(run, *COMMON, "--data", text, "--no-save")
+    assert code == 128 + signal.SIGTERM
+    assert "without a checkpoint (--no-save)" in said
+    assert not (run / "checkpoints").exists()
