@@ -9,6 +9,7 @@ from typing import Any
 
 IMPLS = ("none", "local", "transformer_engine")
 ON_MISMATCH = ("eager", "error", "recapture")
+ON_CAPTURE_ERROR = ("eager", "error")
 
 # A scope name stands for these stages of a layer. `full` stands for all the stages a layer has.
 SCOPE_STAGES: Mapping[str, tuple[str, ...]] = {
@@ -154,6 +155,16 @@ def check(choice: Choice) -> None:
             raise ValueError(message)
 
 
+def check_option(name: str, value: str, accepted: Sequence[str]) -> None:
+    """Check that an option has one of the accepted values.
+
+    Raises:
+        ValueError: the value is another one; the message names those that are accepted.
+    """
+    if value not in accepted:
+        raise ValueError(f"{name}={value!r}: accepted are {', '.join(map(repr, accepted))}")
+
+
 @dataclass(frozen=True)
 class GraphConfig:
     """Configuration of ``moe_graphs.graph``.
@@ -167,6 +178,9 @@ class GraphConfig:
         on_mismatch: what happens to a call that differs from its capture. "eager" runs the call
             eagerly and counts it, "error" raises ``GraphError``, "recapture" runs it eagerly, then
             observes the next steps and captures anew.
+        on_capture_error: what happens if a capture fails. "eager" warns (``GraphWarning``) and
+            trains on eagerly, on all ranks; "error" raises ``CaptureError`` at the end of the step.
+            ``graphs.capture(step)`` raises in any case.
         split_backward: capture the gradients of weights apart from the gradients of inputs, so
             that zero-bubble schedules (torch's, or by ``graphs.delayed_weights()``) can compute
             them later. The tensors that the weights' part needs are kept until then, which takes
@@ -186,6 +200,7 @@ class GraphConfig:
     impl: str = "local"
     warmup_steps: int = 3
     on_mismatch: str = "eager"
+    on_capture_error: str = "eager"
     split_backward: bool = False
     memory_limit: int | None = None
     verify: bool = True
@@ -198,9 +213,8 @@ class GraphConfig:
             )
         if self.impl not in IMPLS:
             raise ValueError(f"impl={self.impl!r}: accepted are {', '.join(IMPLS)}")
-        if self.on_mismatch not in ON_MISMATCH:
-            accepted = ", ".join(map(repr, ON_MISMATCH))
-            raise ValueError(f"on_mismatch={self.on_mismatch!r}: accepted are {accepted}")
+        check_option("on_mismatch", self.on_mismatch, ON_MISMATCH)
+        check_option("on_capture_error", self.on_capture_error, ON_CAPTURE_ERROR)
         if self.warmup_steps < 1:
             raise ValueError(
                 f"warmup_steps={self.warmup_steps}: at least 1, since the calls to capture are "

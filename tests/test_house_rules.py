@@ -24,6 +24,7 @@ ALLOWED = {
     "errors": set(),
     "config": {"errors"},
     "portable_launches": set(),
+    "report_tables": {"engine.reasons"},
     "staged": {"errors"},
     "kernels": {"kernels", "portable_launches"},
     "optim": {"optim", "kernels"},
@@ -42,6 +43,7 @@ ALLOWED = {
         "config",
         "errors",
         "portable_launches",
+        "report_tables",
     },
 }
 
