@@ -33,5 +33,5 @@ class Misses:
         said = (word, message or "")
         if self._calls[key] == reason.warns_at and said not in self._said:
             self._said.add(said)
-            calls = "a call" if reason.warns_at == 1 else f"{reason.warns_at} calls"
-            warn(f"{name}: {calls} ran eagerly ({word}): {message or reason}")
+            often = "" if reason.warns_at == 1 else f" {reason.warns_at} times"
+            warn(f"{name} ran eagerly{often} ({word}): {message or reason}")

@@ -237,7 +237,7 @@ def test_a_failed_capture_of_scopes_trains_eagerly_and_says_why(tmp_path):
 
     usual, _ = fit(tmp_path, "cpu", make=make)
     callback = GraphScopes(GraphConfig("bod*", warmup_steps=2))
-    with pytest.warns(UserWarning, match="GraphScopes: scope 'body': capture of its forward"):
+    with pytest.warns(UserWarning, match="scope 'body': capture of its forward"):
         trained, _ = fit(tmp_path, "cpu", callback, make=make)
     assert_same(usual, trained)
 

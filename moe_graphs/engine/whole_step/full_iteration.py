@@ -292,8 +292,8 @@ class FullIteration(Generic[BatchT, ResultT]):
         try:
             self._capture(batch, rehearsals=2)
         except CaptureError as error:
-            if self._on_capture_error == "error":
-                raise
+            if self._on_capture_error == "error" or self.state != "capture_failed":
+                raise  # where a replay differs from eager, ``on_mismatch`` decides
             warn(str(error))
 
     def _capture(self, batch: Any, rehearsals: int) -> None:

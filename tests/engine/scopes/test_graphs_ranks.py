@@ -7,6 +7,7 @@ for it or, worse, take part in the wrong one.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 from unittest.mock import patch
@@ -116,14 +117,15 @@ class Found(NamedTuple):
 
 def run_cases(rank: int, world_size: int, device: str) -> dict[str, Found]:
     config = GraphConfig("attn,moe", warmup_steps=WARMUP)
+    raising = dataclasses.replace(config, on_capture_error="error")
     recapture = GraphConfig("attn,moe", warmup_steps=WARMUP, on_mismatch="recapture")
     rounding = Difference("output 0", None, 1.0, 2.0, 1, only_order_of_sums=True)
     cases = {
         "shape at capture": (config, WARMUP, contextlib.nullcontext()),
         "shape at replay": (config, WARMUP + 1, contextlib.nullcontext()),
         "capture again": (recapture, WARMUP + 1, contextlib.nullcontext()),
-        "capture of a forward": (config, None, _failing_behind("record_forward")),
-        "capture of a backward": (config, None, _failing_behind("_record_backward")),
+        "capture of a forward": (raising, None, _failing_behind("record_forward")),
+        "capture of a backward": (raising, None, _failing_behind("_record_backward")),
         "difference in a forward": (config, None, _on_one_rank(_differing_forward())),
         "difference in a backward": (config, None, _on_one_rank(_differing_backward(WRONG))),
         "sums in another order": (config, None, _on_one_rank(_differing_backward(rounding))),

@@ -142,7 +142,11 @@ def fail_on_one_rank(rank: int, world_size: int, device: str) -> list[str]:
     model = replicas(device, stream)
     optimizer = optimizer_of(model, device)
     step = FullIteration(
-        make_step(model, optimizer), model=model, optimizer=optimizer, stream=stream
+        make_step(model, optimizer),
+        model=model,
+        optimizer=optimizer,
+        stream=stream,
+        on_capture_error="error",
     )
     if rank == 1:
         backend = step._definition.backend
