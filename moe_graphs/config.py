@@ -29,11 +29,13 @@ class Choice:
     Attributes:
         stages: the model's stages, each with the reason why it cannot be captured, or None; None
             as long as no model is known.
+        patterns: some that select submodules of the model, for messages.
     """
 
     impl: str
     scopes: tuple[str, ...]
     stages: Mapping[str, str | None] | None = None
+    patterns: tuple[str, ...] = ()
 
     def names(self) -> list[str]:
         return [scope for scope in self.scopes if not is_pattern(scope)]
@@ -68,7 +70,10 @@ def _duplicate(choice: Choice) -> str | None:
 
 def _impl_none(choice: Choice) -> str | None:
     if choice.impl == "none" and choice.scopes:
-        return f"impl='none' captures nothing, but scopes={choice.scopes}: drop one of the two"
+        return (
+            f"impl='none' captures nothing, but scopes={choice.scopes} are given: leave scopes out "
+            f"to train eagerly, GraphConfig(impl='none'), or leave impl out to capture them"
+        )
     return None
 
 
@@ -99,6 +104,14 @@ def _preprocess_needs_router(choice: Choice) -> str | None:
     return None
 
 
+def _otherwise(choice: Choice, name: str | None) -> str:
+    """Remedies that lead on: names that the model has, and patterns that select something."""
+    ways = [] if not choice.stages else [f"drop {name!r} (on this rank of a pipeline)"]
+    ways += [] if not choice.stages else ["take 'full'"]
+    some = ", ".join(map(repr, choice.patterns)) or "'*.mlp'"
+    return ", or ".join([*ways, f"select submodules by patterns on their names, such as {some}"])
+
+
 def _stage_exists(choice: Choice) -> str | None:
     stages = choice.stages or {}
     for name in choice.names():
@@ -108,11 +121,12 @@ def _stage_exists(choice: Choice) -> str | None:
             found = ", ".join(stages) or "none"
             return (
                 f"scope {name!r} needs a {kind} layer, and this model has none (stages found: "
-                f"{found}): drop {name!r} (on this rank of a pipeline), take 'full', or select "
-                f"submodules by a pattern such as '*.mlp'"
+                f"{found}): {_otherwise(choice, name)}"
             )
     if "full" in choice.scopes and not stages:
-        return "scope 'full' needs staged layers, and this model has none: use a pattern"
+        return (
+            f"scope 'full' needs staged layers, and this model has none: {_otherwise(choice, None)}"
+        )
     return None
 
 

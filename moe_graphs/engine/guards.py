@@ -166,8 +166,18 @@ class Guards:
             if foreign and id(module) not in self._outside:
                 raise CaptureError(
                     f"module {name or 'model'!r} has {shown_hooks(foreign)}, which a replay does "
-                    f"not run: remove them, or choose scopes without it"
+                    f"not run: remove them, or {self._scopes_without_hooks()}"
                 )
+
+    def _scopes_without_hooks(self) -> str:
+        """A remedy that names a part of the scope in which no module has hooks, if there is one."""
+        scope = self._arguments[0].get("")
+        children = scope.named_children() if isinstance(scope, nn.Module) else ()
+        for name, child in children:
+            hooks = chain.from_iterable(map(hooks_of, child.modules()))
+            if next(child.parameters(), None) is not None and not any(hooks):
+                return f"choose scopes that have none inside: '*.{name}' is one"
+        return "choose scopes that leave this module out"
 
     def check_keys(self) -> None:
         check_not_keyed_by_weights(self._found.containers)

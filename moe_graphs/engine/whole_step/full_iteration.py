@@ -44,6 +44,7 @@ from moe_graphs.engine.signature import Mismatch
 from moe_graphs.engine.static_memory import owned
 from moe_graphs.engine.whole_step import data_parallel
 from moe_graphs.engine.whole_step.capture_step import record_step
+from moe_graphs.engine.whole_step.optimizers import check_capturable_flags
 from moe_graphs.engine.whole_step.recorded_step import RecordedStep
 from moe_graphs.engine.whole_step.step_definition import StepDefinition
 from moe_graphs.errors import CaptureError, GraphError
@@ -148,6 +149,8 @@ class FullIteration(Generic[BatchT, ResultT]):
             raise ValueError(f"warmup_steps: got {warmup_steps}, must be at least 1")
         if not isinstance(model, nn.Module):
             model = nn.ModuleList(model)
+        if optimizer is not None:
+            check_capturable_flags(optimizer)
         backend = backend_for((*model.parameters(), *model.buffers()), generators, stream)
         self._definition = StepDefinition(step, model, optimizer, tuple(state), backend)
         self._has_stream = stream is not None
