@@ -1,4 +1,4 @@
-"""A capture that fails is a warning, and training goes on eagerly; an error where that is wanted."""
+"""A failed capture is a warning, and training goes on eagerly; an error where that is wanted."""
 
 from __future__ import annotations
 

@@ -67,11 +67,10 @@ def test_the_third_eager_call_warns_with_detail_and_remedy(device, reason):
 def test_replays_between_eager_calls_do_not_hide_them(device):
     model = build(device)
     graphs = warm(model, device)
-    with pytest.warns(GraphWarning, match="3 times") as said:
-        for _ in range(4):
-            for rows in (3, 4, 4, 4):
-                train_step(model, graphs, data(device, rows))
-    assert len(said) == 1
+    for rows in (3, 4, 4, 4) * 2:
+        train_step(model, graphs, data(device, rows))
+    with pytest.warns(GraphWarning, match="3 times"):
+        train_step(model, graphs, data(device, rows=3))
 
 
 def test_a_forgotten_step_warns_at_once(device):
@@ -100,9 +99,11 @@ def test_a_warm_up_that_never_ends_says_why(device):
     model = build(device)
     graphs = moe_graphs.graph(model, GraphConfig("f*t,s*d"))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        train_step(model, graphs, data(device))
+        train_step(model, graphs, data(device))
         with pytest.warns(GraphWarning, match=r"saved_tensors_hooks\): .*checkpointing"):
-            for _ in range(4):
-                train_step(model, graphs, data(device))
+            train_step(model, graphs, data(device))
+        train_step(model, graphs, data(device))
     assert graphs.report().eager_calls == {"saved_tensors_hooks": 8}
 
 

@@ -126,6 +126,8 @@ def run_cases(rank: int, world_size: int, device: str) -> dict[str, Found]:
         "capture again": (recapture, WARMUP + 1, contextlib.nullcontext()),
         "capture of a forward": (raising, None, _failing_behind("record_forward")),
         "capture of a backward": (raising, None, _failing_behind("_record_backward")),
+        "eager from a forward on": (config, None, _failing_behind("record_forward")),
+        "eager from a backward on": (config, None, _failing_behind("_record_backward")),
         "difference in a forward": (config, None, _on_one_rank(_differing_forward())),
         "difference in a backward": (config, None, _on_one_rank(_differing_backward(WRONG))),
         "sums in another order": (config, None, _on_one_rank(_differing_backward(rounding))),
@@ -136,7 +138,9 @@ def run_cases(rank: int, world_size: int, device: str) -> dict[str, Found]:
         dispatcher = SymmetricDispatcher() if name in SYMMETRIC else AllGatherDispatcher()
         expected, _ = _train(device, dispatcher, GraphConfig(impl="none"), odd_step, [])
         errors: list[str] = []
-        warned = pytest.warns(GraphWarning) if "difference" in name else contextlib.nullcontext()
+        warned = contextlib.nullcontext()
+        if "difference" in name or "eager from" in name:
+            warned = pytest.warns(GraphWarning)
         with trouble, warned:
             trace, report = _train(device, dispatcher, config, odd_step, errors)
         try:
@@ -171,6 +175,10 @@ def test_what_one_rank_cannot_do_none_does(backend, device):
     for name in ("capture of a forward", "capture of a backward"):
         assert "it failed on another rank" in first[name].errors[0]
         assert "no memory left" in second[name].errors[0]
+        assert first[name].eager_calls == second[name].eager_calls
+        assert first[name].eager_calls["capture_failed"] >= calls - 2
+    for name in ("eager from a forward on", "eager from a backward on"):
+        assert first[name].errors == second[name].errors == []
         assert first[name].eager_calls == second[name].eager_calls
         assert first[name].eager_calls["capture_failed"] >= calls - 2
     for name in ("difference in a forward", "difference in a backward"):
