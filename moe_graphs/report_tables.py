@@ -43,9 +43,10 @@ def text_of(report: Any) -> str:
     """Table of a ``Report`` or ``FullIterationReport``, with what is to be known beneath it."""
     table = capture_table(report) if hasattr(report, "scopes") else full_iteration_table(report)
     width = max(80, shutil.get_terminal_size((120, 24)).columns)
-    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
+    text = io.StringIO()
+    console = Console(file=text, width=width, color_system=None, highlight=False)
     console.print(table)
-    lines = [line.rstrip() for line in console.file.getvalue().rstrip().splitlines()]
+    lines = [line.rstrip() for line in text.getvalue().rstrip().splitlines()]
     return "\n".join([*lines, *_notes(report)])
 
 

@@ -215,7 +215,7 @@ EAGER_CALLS: Mapping[str, Reason] = {
         f"compute the loss alike in every step, or {CAPTURE_AGAIN}",
     ),
 }
-"""By reason, in the order of the guide's table."""
+"""Reasons for eager calls, in the order of the guide's table."""
 
 COPIED_GRADIENTS: Mapping[str, Reason] = {
     "never_unset": Reason(
@@ -246,7 +246,7 @@ COPIED_GRADIENTS: Mapping[str, Reason] = {
         "somebody held a view of .grad, and it is copied from then on", "clone() what you keep"
     ),
 }
-"""By reason, why a gradient of a weight is copied to become ``.grad``."""
+"""Reasons why a gradient of a weight is copied to become ``.grad``."""
 
 
 def reason_for(word: str) -> Reason:

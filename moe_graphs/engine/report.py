@@ -12,7 +12,7 @@ from moe_graphs.report_tables import explanation_of, text_of
 
 
 class PrintedReport:
-    """What all reports have in common: ``print`` shows a table, and why calls ran eagerly."""
+    """Base of all reports: ``print`` shows a table, and why calls ran eagerly."""
 
     def __str__(self) -> str:
         return text_of(self)

@@ -1,4 +1,4 @@
-"""What ``print(graphs.report())`` and ``report().explain()`` show, of scopes, steps, callables."""
+"""Texts of ``print(graphs.report())`` and ``report().explain()``, for all three engines."""
 
 from __future__ import annotations
 
