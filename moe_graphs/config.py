@@ -9,6 +9,7 @@ from typing import Any
 
 IMPLS = ("none", "local", "transformer_engine")
 ON_MISMATCH = ("eager", "error", "recapture")
+ON_CAPTURE_ERROR = ("eager", "error")
 
 # A scope name stands for these stages of a layer. `full` stands for all the stages a layer has.
 SCOPE_STAGES: Mapping[str, tuple[str, ...]] = {
@@ -28,11 +29,13 @@ class Choice:
     Attributes:
         stages: the model's stages, each with the reason why it cannot be captured, or None; None
             as long as no model is known.
+        patterns: some that select submodules of the model, for messages.
     """
 
     impl: str
     scopes: tuple[str, ...]
     stages: Mapping[str, str | None] | None = None
+    patterns: tuple[str, ...] = ()
 
     def names(self) -> list[str]:
         return [scope for scope in self.scopes if not is_pattern(scope)]
@@ -67,7 +70,10 @@ def _duplicate(choice: Choice) -> str | None:
 
 def _impl_none(choice: Choice) -> str | None:
     if choice.impl == "none" and choice.scopes:
-        return f"impl='none' captures nothing, but scopes={choice.scopes}: drop one of the two"
+        return (
+            f"impl='none' captures nothing, but scopes={choice.scopes} are given: leave scopes out "
+            f"to train eagerly, GraphConfig(impl='none'), or leave impl out to capture them"
+        )
     return None
 
 
@@ -98,6 +104,14 @@ def _preprocess_needs_router(choice: Choice) -> str | None:
     return None
 
 
+def _otherwise(choice: Choice, name: str | None) -> str:
+    """Remedies that lead on: names that the model has, and patterns that select something."""
+    ways = [] if not choice.stages else [f"drop {name!r} (on this rank of a pipeline)"]
+    ways += [] if not choice.stages else ["take 'full'"]
+    some = ", ".join(map(repr, choice.patterns)) or "'*.mlp'"
+    return ", or ".join([*ways, f"select submodules by patterns on their names, such as {some}"])
+
+
 def _stage_exists(choice: Choice) -> str | None:
     stages = choice.stages or {}
     for name in choice.names():
@@ -107,11 +121,12 @@ def _stage_exists(choice: Choice) -> str | None:
             found = ", ".join(stages) or "none"
             return (
                 f"scope {name!r} needs a {kind} layer, and this model has none (stages found: "
-                f"{found}): drop {name!r} (on this rank of a pipeline), take 'full', or select "
-                f"submodules by a pattern such as '*.mlp'"
+                f"{found}): {_otherwise(choice, name)}"
             )
     if "full" in choice.scopes and not stages:
-        return "scope 'full' needs staged layers, and this model has none: use a pattern"
+        return (
+            f"scope 'full' needs staged layers, and this model has none: {_otherwise(choice, None)}"
+        )
     return None
 
 
@@ -154,6 +169,16 @@ def check(choice: Choice) -> None:
             raise ValueError(message)
 
 
+def check_option(name: str, value: str, accepted: Sequence[str]) -> None:
+    """Check that an option has one of the accepted values.
+
+    Raises:
+        ValueError: the value is another one; the message names those that are accepted.
+    """
+    if value not in accepted:
+        raise ValueError(f"{name}={value!r}: accepted are {', '.join(map(repr, accepted))}")
+
+
 @dataclass(frozen=True)
 class GraphConfig:
     """Configuration of ``moe_graphs.graph``.
@@ -167,6 +192,9 @@ class GraphConfig:
         on_mismatch: what happens to a call that differs from its capture. "eager" runs the call
             eagerly and counts it, "error" raises ``GraphError``, "recapture" runs it eagerly, then
             observes the next steps and captures anew.
+        on_capture_error: what happens if a capture fails. "eager" warns (``GraphWarning``) and
+            trains on eagerly, on all ranks; "error" raises ``CaptureError`` at the end of the step.
+            ``graphs.capture(step)`` raises in any case.
         split_backward: capture the gradients of weights apart from the gradients of inputs, so
             that zero-bubble schedules (torch's, or by ``graphs.delayed_weights()``) can compute
             them later. The tensors that the weights' part needs are kept until then, which takes
@@ -186,6 +214,7 @@ class GraphConfig:
     impl: str = "local"
     warmup_steps: int = 3
     on_mismatch: str = "eager"
+    on_capture_error: str = "eager"
     split_backward: bool = False
     memory_limit: int | None = None
     verify: bool = True
@@ -198,9 +227,8 @@ class GraphConfig:
             )
         if self.impl not in IMPLS:
             raise ValueError(f"impl={self.impl!r}: accepted are {', '.join(IMPLS)}")
-        if self.on_mismatch not in ON_MISMATCH:
-            accepted = ", ".join(map(repr, ON_MISMATCH))
-            raise ValueError(f"on_mismatch={self.on_mismatch!r}: accepted are {accepted}")
+        check_option("on_mismatch", self.on_mismatch, ON_MISMATCH)
+        check_option("on_capture_error", self.on_capture_error, ON_CAPTURE_ERROR)
         if self.warmup_steps < 1:
             raise ValueError(
                 f"warmup_steps={self.warmup_steps}: at least 1, since the calls to capture are "

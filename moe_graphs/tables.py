@@ -1,68 +1,29 @@
-"""Tables of the engine's report and of a comparison, for a terminal."""
+"""Tables of a comparison, for a terminal, beside those of the engine's reports."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from moe_graphs.report_tables import (
+    capture_table,
+    format_bytes,
+    format_reasons,
+    full_iteration_table,
+)
+
 if TYPE_CHECKING:
-    from moe_graphs.engine.report import Report, ScopeReport
-    from moe_graphs.engine.whole_step.full_iteration import FullIterationReport
     from moe_graphs.lm.compare import Comparison, Side
 
-
-def capture_table(report: Report) -> Table:
-    """Table with a row per scope of a capture ``Report``, and a caption with the totals."""
-    table = Table(title="captured scopes", title_justify="left", caption_justify="left")
-    table.add_column("scope", overflow="fold")
-    headings = ("graphs", "kernels", "static", "boundary", "replays", "eager calls")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "eager calls" else "right")
-    for scope in report.scopes:
-        table.add_row(
-            scope.name,
-            "+".join(map(str, _graphs(scope))),
-            "?" if scope.kernels is None else f"{scope.kernels:,}",
-            format_bytes(scope.static_bytes),
-            format_bytes(scope.boundary_bytes),
-            f"{scope.replayed:,}",
-            format_reasons(scope.eager_calls),
-        )
-    table.caption = (
-        f"graphs: forward + backward (+ weights apart); kernels: recorded ops on the CPU; captured "
-        f"{report.captured}, for {' + '.join(map(str, report.slots)) or 0} microbatches in flight, "
-        f"replayed {report.replayed:,}, pool {format_bytes(report.pool_bytes)} (predicted "
-        f"{format_bytes(report.predicted_pool_bytes)}), static "
-        f"{format_bytes(report.static_bytes)}; eager calls: {format_reasons(report.eager_calls)}"
-    )
-    return table
-
-
-def full_iteration_table(report: FullIterationReport) -> Table:
-    """Table with one row, for the graph of a whole step."""
-    table = Table(title="captured step", title_justify="left", caption_justify="left")
-    headings = ("state", "kernels", "static", "pool", "capture", "replays", "eager calls")
-    for heading in headings:
-        words = heading in ("state", "eager calls")
-        table.add_column(heading, justify="left" if words else "right")
-    table.add_row(
-        report.state,
-        "?" if report.kernels is None else f"{report.kernels:,}",
-        format_bytes(report.static_bytes),
-        format_bytes(report.pool_bytes),
-        f"{report.capture_seconds:.2f} s",
-        f"{report.replayed:,}",
-        format_reasons(report.eager_calls),
-    )
-    table.caption = f"kernels: recorded ops on the CPU; captured {report.captures} times"
-    return table
-
-
-def _graphs(scope: ScopeReport) -> list[int]:
-    counts = [scope.forward_graphs, scope.backward_graphs]
-    return [*counts, scope.weight_graphs] if scope.weight_graphs else counts
+__all__ = [
+    "capture_table",
+    "comparison_table",
+    "format_bytes",
+    "format_reasons",
+    "full_iteration_table",
+    "verdict",
+]
 
 
 def comparison_table(comparison: Comparison) -> Table:
@@ -102,21 +63,6 @@ def verdict(comparison: Comparison) -> str:
     unequal = [name for name, same in others.items() if not same]
     text = f"{', '.join(equal)} bitwise equal over {steps} steps"
     return f"{text}; {', '.join(unequal)} DIFFER" if unequal else text
-
-
-def format_bytes(count: int) -> str:
-    if count < 1024:
-        return f"{count} B"
-    value, units = float(count), iter("KMGT")
-    unit = ""
-    while value >= 1024:
-        value, unit = value / 1024, next(units)
-    return f"{value:,.1f} {unit}iB"
-
-
-def format_reasons(reasons: Mapping[str, int]) -> str:
-    """Write ``{"warm-up": 12}`` as ``12 warm-up``, and no reasons as ``none``."""
-    return ", ".join(f"{count:,} {reason}" for reason, count in reasons.items()) or "none"
 
 
 def _ms(side: Side) -> str:

@@ -15,7 +15,7 @@ BROKEN = {
     "unknown": (dict(scopes="attn,moe_ruoter"), "did you mean 'moe_router'"),
     "unknown_without_guess": (dict(scopes="xyz"), r"a pattern on its name, such as '\*xyz'"),
     "duplicate": (dict(scopes=["attn", "attn"]), "listed twice"),
-    "impl_none": (dict(scopes="attn", impl="none"), "drop one of the two"),
+    "impl_none": (dict(scopes="attn", impl="none"), "leave scopes out to train eagerly"),
     "nothing_chosen": (dict(scopes=[]), "name scopes or impl='none'"),
     "full_is_alone": (dict(scopes="full,attn"), "stands alone"),
     "moe_excludes_its_parts": (dict(scopes="moe,moe_router"), "drop moe_router"),

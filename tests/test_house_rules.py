@@ -24,6 +24,7 @@ ALLOWED = {
     "errors": set(),
     "config": {"errors"},
     "portable_launches": set(),
+    "report_tables": {"engine.reasons"},
     "staged": {"errors"},
     "kernels": {"kernels", "portable_launches"},
     "optim": {"optim", "kernels"},
@@ -42,6 +43,7 @@ ALLOWED = {
         "config",
         "errors",
         "portable_launches",
+        "report_tables",
     },
 }
 
@@ -62,7 +64,7 @@ FRAGMENTS_OF_COMMENTS = re.compile(
 # shrink: whoever rewrites docstrings there lowers it. All other folders have none.
 FRAGMENTS_LEFT: dict[str, int] = {
     "moe_graphs/cli.py": 1,
-    "moe_graphs/engine": 245,
+    "moe_graphs/engine": 244,
     "moe_graphs/integrations": 56,
     "moe_graphs/kernels": 49,
     "moe_graphs/lm": 76,

@@ -16,10 +16,11 @@ from torch._C._dynamo import guards as of_dynamo
 
 from moe_graphs.engine.containers import GONE
 from moe_graphs.engine.fp8 import is_bookkeeping
-from moe_graphs.engine.hooks import are_of_fsdp, hooks_of
+from moe_graphs.engine.hooks import are_of_fsdp, hooks_of, shown_hooks
 from moe_graphs.engine.looking_into import check_not_keyed_by_weights, check_not_scripted
 from moe_graphs.engine.reachable import Reachable, Walk
 from moe_graphs.engine.reads import Reads, functions_of
+from moe_graphs.engine.reasons import CAPTURE_AGAIN, EAGER_CALLS
 from moe_graphs.engine.signature import Mismatch
 from moe_graphs.engine.stand_for import local, stands_for_another
 from moe_graphs.engine.tracing import address
@@ -94,8 +95,20 @@ class Guards:
             if difference is not None:
                 return difference
         if any(self._hooks) or self._hooks_of_fsdp != [list(hooks) for hooks in self._with_fsdp]:
-            return Mismatch("hooks", "a submodule has hooks now, which a replay does not run")
+            return self._other_hooks()
         return None if self._where.is_same() else self._where.mismatch(list(self._places))
+
+    def _other_hooks(self) -> Mismatch:
+        """Name of the module that has hooks now, and whose they are."""
+        inside = [(n, m) for n, m in self._found.modules if id(m) not in self._outside]
+        hooked = (
+            f"module {name or 'model'!r} has {shown_hooks(hooks)}"
+            for name, module in inside
+            if (hooks := [h for h in hooks_of(module) if h and not self._are_known(h)])
+        )
+        what = next(hooked, "a module that fully_shard has wrapped has other hooks")
+        remedy = EAGER_CALLS["hooks"].remedy
+        return Mismatch("hooks", f"{what} now, which a replay does not run: {remedy}")
 
     def changes(self) -> list[str]:
         """What is another value now, by its path and with both. State that an optimizer's first
@@ -149,12 +162,22 @@ class Guards:
         """
         self.check_followable()
         for name, module in self._found.modules:
-            foreign = [hooks for hooks in hooks_of(module) if not self._are_known(hooks)]
-            if any(foreign) and id(module) not in self._outside:
+            foreign = [each for each in hooks_of(module) if each and not self._are_known(each)]
+            if foreign and id(module) not in self._outside:
                 raise CaptureError(
-                    f"module {name or 'model'!r} has hooks, which a replay does not run: remove "
-                    f"them, or choose a scope that ends before it"
+                    f"module {name or 'model'!r} has {shown_hooks(foreign)}, which a replay does "
+                    f"not run: remove them, or {self._scopes_without_hooks()}"
                 )
+
+    def _scopes_without_hooks(self) -> str:
+        """A remedy that names a part of the scope in which no module has hooks, if there is one."""
+        scope = self._arguments[0].get("")
+        children = scope.named_children() if isinstance(scope, nn.Module) else ()
+        for name, child in children:
+            hooks = chain.from_iterable(map(hooks_of, child.modules()))
+            if next(child.parameters(), None) is not None and not any(hooks):
+                return f"choose scopes that have none inside: '*.{name}' is one"
+        return "choose scopes that leave this module out"
 
     def check_keys(self) -> None:
         check_not_keyed_by_weights(self._found.containers)
@@ -367,7 +390,7 @@ def _moved(name: str, what: str) -> Mismatch:
         "moved",
         f"{name!r} {what} since the capture, and the graph would read the old one: change it in "
         f"place (a model's load_state_dict without assign=True does, an lr that is filled instead "
-        f"of assigned), or capture again",
+        f"of assigned), or {CAPTURE_AGAIN}",
     )
 
 

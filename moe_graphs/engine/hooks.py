@@ -19,6 +19,22 @@ def hooks_of(module: nn.Module) -> list[dict]:
     return [getattr(module, kind) for kind in OF_MODULES]
 
 
+def shown_hooks(dicts: Iterable[dict]) -> str:
+    """Words for messages: which hooks, and whose they are."""
+    found = [hook for hooks in dicts for hook in hooks.values()]
+    named = [f"{_home(hook)}.{_name(hook)}" for hook in found[:3]]
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return f"hooks ({', '.join(named)}{more})"
+
+
+def _home(hook: Any) -> str:
+    return str(getattr(hook, "__module__", None) or type(hook).__module__)
+
+
+def _name(hook: Any) -> str:
+    return str(getattr(hook, "__qualname__", None) or type(hook).__qualname__)
+
+
 def forward_hooks_of(module: nn.Module) -> dict:
     """For code within a scope: if that named the attribute itself, graphs would depend on the hooks
     of the scope's own module, which run outside of them."""

@@ -1,34 +1,37 @@
-"""Training that has fallen back to eager, though nothing has failed, says so."""
+"""Training that falls back to eager calls says so, and knows the detail of each reason."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 from moe_graphs.engine.proof import warn
-from moe_graphs.engine.signature import Mismatch
-
-_MANY = 10  # eager calls, more than replays
-_SAID_BEFORE = {"capture_failed", "differs_from_eager", "weights_apart"}
+from moe_graphs.engine.reasons import reason_for
 
 
 class Misses:
-    """A ``GraphWarning``, once, when most calls of what was captured run eagerly."""
+    """Eager calls of what was to be replayed: one ``GraphWarning`` per name and reason.
+
+    Scopes that have the same to say (an input of another shape in every layer) say it once.
+
+    Attributes:
+        details: name and reason -> the message of the last such call.
+    """
 
     def __init__(self) -> None:
-        self._balance: Counter[str] = Counter()
-        self._moved: set[str] = set()
-        self._said = False
+        self.details: dict[tuple[str, str], str] = {}
+        self._calls: Counter[tuple[str, str]] = Counter()
+        self._said: set[tuple[str, str]] = set()
 
-    def replayed(self, name: str) -> None:
-        if self._balance[name]:
-            self._balance[name] -= 1
-
-    def ran_eagerly(self, name: str, mismatch: Mismatch) -> None:
-        if mismatch.reason == "moved" and name not in self._moved:
-            self._moved.add(name)
-            warn(f"{name} runs eagerly from now on: {mismatch.message}")
-        elif mismatch.reason != "moved" and mismatch.reason not in _SAID_BEFORE:
-            self._balance[name] += 1
-            if self._balance[name] == _MANY and not self._said:
-                self._said = True
-                warn(f"{name}: most calls run eagerly: {mismatch.message}")
+    def ran_eagerly(self, name: str, word: str, message: str | None = None) -> None:
+        """Count an eager call of ``name`` for the reason ``word``, and warn if it is time to."""
+        reason, key = reason_for(word), (name, word)
+        if message is not None:
+            self.details[key] = message
+        if reason.warns_at is None:
+            return
+        self._calls[key] += 1
+        said = (word, message or "")
+        if self._calls[key] == reason.warns_at and said not in self._said:
+            self._said.add(said)
+            often = "" if reason.warns_at == 1 else f" {reason.warns_at} times"
+            warn(f"{name} ran eagerly{often} ({word}): {message or reason}")

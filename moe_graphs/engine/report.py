@@ -8,6 +8,18 @@ from typing import Any
 from torch import nn
 
 from moe_graphs.engine.looking_into import attribute_of
+from moe_graphs.report_tables import explanation_of, text_of
+
+
+class PrintedReport:
+    """Base of all reports: ``print`` shows a table, and why calls ran eagerly."""
+
+    def __str__(self) -> str:
+        return text_of(self)
+
+    def explain(self) -> str:
+        """Every column of the table, and every reason that occurs, in plain sentences."""
+        return explanation_of(self)
 
 
 @dataclass(frozen=True)
@@ -19,6 +31,7 @@ class ScopeReport:
     static_bytes: inputs and outputs that its graphs read and write in place.
     boundary_bytes: the outputs among them, which are handed to the eager rest.
     eager_calls: reason -> number of calls that ran eagerly.
+    details: reason -> what the last such call differed in, and what to do.
     eager_calls has also backwards of replayed forwards that ran eagerly ("backward: ...").
     interrupted: why the graph ends before the scope's module does, or None.
     refused: why it is not replayed, though it was captured or planned, or None.
@@ -46,11 +59,12 @@ class ScopeReport:
     not_guarded: tuple[str, ...] = ()
     gradients_in_place: int = 0
     copied_gradients: dict[str, int] = field(default_factory=dict)
+    details: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Report:
-    """All scopes of a ``Graphs``.
+class Report(PrintedReport):
+    """All scopes of a ``Graphs``; ``print`` shows a table, ``explain()`` what its columns mean.
 
     captured: recordings (a forward and a backward graph each); replayed: their forwards replayed.
     slots: per chunk of the model, how many microbatches may be in flight at once.
@@ -61,7 +75,7 @@ class Report:
     occupation: as ``occupation_of`` the model.
     portable_launches: kernel and architecture -> launches in this process on a GPU for which the
         kernels have no tuned row (``docs/development/architectures.md``).
-    off_because: why there are no graphs at all, where there are none.
+    off_because: why there are no graphs at all, where there are none, as after a failed capture.
     """
 
     backend: str

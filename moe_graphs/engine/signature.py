@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from moe_graphs.engine.reasons import EAGER_CALLS
 from moe_graphs.engine.values import same_value
 
 _CONSTANTS = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout}
@@ -62,7 +63,8 @@ class TensorSpec:
         ):
             return None
         if not isinstance(value, torch.Tensor):
-            return Mismatch("structure", f"input {self.name!r}: captured a tensor, got {value!r}")
+            message = f"input {self.name!r}: captured a tensor, got {value!r}: pass a tensor"
+            return Mismatch("structure", message)
         return self._difference(TensorSpec.of(self.name, value))
 
     def unsupported(self) -> str | None:
@@ -88,12 +90,11 @@ class TensorSpec:
         return False
 
     def _difference(self, got: TensorSpec) -> Mismatch | None:
-        remedy = "let it run eagerly with on_mismatch='eager', or keep it as it was captured"
         for field in ("shape", "dtype", "device", "requires_grad", "layout", "stride", "kind"):
             captured, now = getattr(self, field), getattr(got, field)
             if captured != now:
-                message = f"input {self.name!r}: captured {field} {captured}, got {now}: {remedy}"
-                return Mismatch(field, message)
+                message = f"input {self.name!r}: captured {field} {captured}, got {now}"
+                return Mismatch(field, f"{message}: {EAGER_CALLS[field].remedy}")
         return None
 
 
@@ -109,8 +110,8 @@ class ConstantSpec:
         if value is self.value or same_value(value, self.value):
             return None
         message = (
-            f"input {self.name!r}: captured the constant {self.value!r}, got {value!r}: pass it as "
-            f"a tensor if it varies, or let the call run eagerly with on_mismatch='eager'"
+            f"input {self.name!r}: captured the constant {self.value!r}, got {value!r}: "
+            f"{EAGER_CALLS['constant'].remedy}"
         )
         return Mismatch("constant", message)
 

@@ -46,7 +46,11 @@ _WITH_RUNNING_STATISTICS = tuple(
     getattr(torch.ops.aten, name)
     for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 )
-_HOST_READ = "reads values on the host, which a graph cannot replay"
+_HOST_READ = (
+    "reads values on the host, which a graph cannot replay: keep them in tensors on the device "
+    "(torch.where in place of if), read them outside of what is captured, or choose scopes that "
+    "leave this module out"
+)
 
 
 def source_line(summary: traceback.StackSummary) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from moe_graphs.engine.whole_step.optimizers import remedy_for
+from moe_graphs.engine.whole_step.optimizers import check_capturable_flags, remedy_for
 from moe_graphs.optim.gradient_factor import local_part
 
 
@@ -47,8 +47,9 @@ def tensor_hyperparameters(optimizer: Optimizer, *, weight_decay: bool = False) 
 
     Raises:
         ValueError: ``weight_decay`` is asked for, but the optimizer's is not decoupled from the
-            gradient.
+            gradient; or the optimizer has ``capturable=True`` without ``fused=True`` on a CPU.
     """
+    check_capturable_flags(optimizer)
     for group in optimizer.param_groups:
         group["lr"] = _scalar(group["lr"], group)
         if weight_decay and "tensor_weight_decay" not in group:
@@ -137,7 +138,7 @@ def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
         optimizer.__setstate__({"state": old_state, "param_groups": old_groups})
         raise ValueError(
             f"state: {changed}, and graphs hold the tensor that this optimizer has: load it with "
-            f"optimizer.load_state_dict, and capture again"
+            f"optimizer.load_state_dict, and capture again (step.capture(batch) of a FullIteration)"
         )
     for group, old in zip(optimizer.param_groups, old_groups, strict=True):
         _place_decay(group, as_tensor="tensor_weight_decay" in old)

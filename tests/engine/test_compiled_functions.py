@@ -63,9 +63,11 @@ def train(function, engine):
 
     run, graphs = step, None
     if engine == "scopes":
-        graphs = moe_graphs.graph(model, GraphConfig("1*", warmup_steps=2))
+        graphs = moe_graphs.graph(
+            model, GraphConfig("1*", warmup_steps=2, on_capture_error="error")
+        )
     elif engine == "whole steps":
-        run = graphs = FullIteration(step, model=model, warmup_steps=2)
+        run = graphs = FullIteration(step, model=model, warmup_steps=2, on_capture_error="error")
     elif engine == "callables":
         with pytest.raises(CaptureError) as error:
             make_graphed_callables(model[1], (torch.ones(3, 4, requires_grad=True),))

@@ -145,6 +145,7 @@ def test_two_microbatches_in_flight(te, kind):
     assert not report.eager_calls.keys() - {"warmup", "backward: not_captured"}, report
 
 
+@pytest.mark.filterwarnings("ignore:.*ran eagerly 3 times .context:moe_graphs.GraphWarning")
 def test_a_recipe_that_changes_runs_eagerly(te):
     def run(graphed):
         te.FP8GlobalStateManager.quantization_state = te.GlobalState()
@@ -175,7 +176,7 @@ def test_an_autocast_within_a_scope_is_refused_by_name(te):
                 return super().forward(x)
 
     model = nn.Sequential(Enters(te))
-    graphs = moe_graphs.graph(model, GraphConfig("0*", warmup_steps=1))
+    graphs = moe_graphs.graph(model, GraphConfig("0*", warmup_steps=1, on_capture_error="error"))
     with pytest.raises(CaptureError, match="around the whole step"), graphs.step():
         model(torch.randn(ROWS, WIDTH)).sum().backward()
 
@@ -206,11 +207,13 @@ def check_refused(model, engine, match):
 
     x = torch.randn(ROWS, WIDTH)
     if engine == "scopes":
-        graphs = moe_graphs.graph(model, GraphConfig("0*", warmup_steps=1))
+        graphs = moe_graphs.graph(
+            model, GraphConfig("0*", warmup_steps=1, on_capture_error="error")
+        )
         with pytest.raises(CaptureError, match=match), graphs.step():
             step(x)
     else:
-        graphs = FullIteration(step, model=model, warmup_steps=1)
+        graphs = FullIteration(step, model=model, warmup_steps=1, on_capture_error="error")
         expected = graphs(x)
         with pytest.raises(CaptureError, match=match):
             graphs(x)

@@ -51,12 +51,15 @@ def train(make, engine, device="cpu", backward=plain_backward, **options):
     sample = torch.ones(2, 3, WIDTH, device=device, requires_grad=True)
     try:
         if engine == "scopes":
-            graphs = moe_graphs.graph(model, GraphConfig("scope*", warmup_steps=2, **options))
+            refusing = GraphConfig("scope*", warmup_steps=2, on_capture_error="error", **options)
+            graphs = moe_graphs.graph(model, refusing)
         elif engine == "callables":
             make_graphed_callables(model.scope, (sample,), **options)
             graphs = model.scope.graphs
         elif engine == "whole steps":
-            step = graphs = FullIteration(step, model=model, warmup_steps=2)
+            step = graphs = FullIteration(
+                step, model=model, warmup_steps=2, on_capture_error="error"
+            )
     except (GraphError, ValueError) as error:
         named.append(str(error))
     torch.manual_seed(1)

@@ -204,7 +204,7 @@ def test_an_autocast_within_a_scope_is_refused_by_name():
                 return super().forward(x)
 
     model = nn.Sequential(Enters("Linear")).cuda()
-    graphs = moe_graphs.graph(model, GraphConfig("0*", warmup_steps=1))
+    graphs = moe_graphs.graph(model, GraphConfig("0*", warmup_steps=1, on_capture_error="error"))
     x = torch.randn(LENGTH, BATCH, WIDTH, device="cuda", dtype=torch.bfloat16)
     with pytest.raises(CaptureError, match="around the whole step"), graphs.step():
         model(x).float().sum().backward()
@@ -217,7 +217,7 @@ def test_what_writes_past_the_dispatcher_is_refused_by_name(option):
     options = {option: True, "params_dtype": torch.bfloat16, "bias": False}
     model = nn.Sequential(te.Linear(WIDTH, WIDTH, **options)).cuda()
     model[0].weight.main_grad = torch.zeros_like(model[0].weight, dtype=torch.float32)
-    graphs = moe_graphs.graph(model, GraphConfig("0*", warmup_steps=1))
+    graphs = moe_graphs.graph(model, GraphConfig("0*", warmup_steps=1, on_capture_error="error"))
     x = torch.randn(LENGTH * BATCH, WIDTH, device="cuda", dtype=torch.bfloat16)
     with pytest.raises(CaptureError, match=option), graphs.step():
         model(x).float().sum().backward()

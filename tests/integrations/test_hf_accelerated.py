@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from moe_graphs import CaptureError
+from moe_graphs import GraphWarning
 from moe_graphs.integrations.transformers import accelerate_model, causal_lm_loss
 
 pytest.importorskip("transformers", reason="needs the extra hf")
@@ -85,7 +85,7 @@ def test_what_no_cuda_graph_can_hold_is_named():
     """MiniMax's linear attention brings zeros from the host in every forward."""
     skip_unknown("minimax")
     model = tiny("minimax", "grouped_mm", moe_intermediate_size=64).to(torch.bfloat16).cuda()
-    with pytest.raises(CaptureError, match="modeling_minimax.py:.*the model is eager again"):
+    with pytest.warns(GraphWarning, match="modeling_minimax.py:.*the model is eager again"):
         trained(model, accelerate_model(model).step)
 
 

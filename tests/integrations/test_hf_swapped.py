@@ -182,7 +182,7 @@ def test_the_balancing_loss_stays_and_graphs_end_before_the_router(family):
     assert all(map(torch.equal, eager, trained(model, graphs.step)))
     assert graphs.report().replayed > 0
     model = swapped(family, **options)
-    graphs = moe_graphs.graph(model, GraphConfig("moe_router"))
+    graphs = moe_graphs.graph(model, GraphConfig("moe_router", on_capture_error="error"))
     with pytest.raises(CaptureError, match="module 'gate' has hooks"):
         trained(model, graphs.step)
 

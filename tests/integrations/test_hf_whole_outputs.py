@@ -58,7 +58,7 @@ def run(flags, *, whole, family="qwen3_moe", between=None):
 def test_a_flag_is_served_within_the_graph(flags, family):
     _, expected = run(flags, whole=False, family=family)
     if "output_router_logits" in flags and BALANCES_ON_THE_HOST:
-        with pytest.raises(moe_graphs.CaptureError, match="bincount reads values on the host"):
+        with pytest.warns(moe_graphs.GraphWarning, match="bincount reads values on the host"):
             run(flags, whole=True, family=family)
         return
     report, found = run(flags, whole=True, family=family)

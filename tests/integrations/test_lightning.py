@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_runs import BATCHES, QUIET, Regression, assert_same, fit, loader, pl
-from moe_graphs import GraphConfig
+from moe_graphs import CaptureError, GraphConfig
 from moe_graphs.training.grad_scaler import GradScaler
 from training_runs import DEVICES
 
@@ -224,22 +224,35 @@ def test_an_exception_leaves_the_module_as_it_was(tmp_path, kind):
     assert "forward" not in module.body.__dict__
 
 
+class Synchronises(nn.Module):
+    def forward(self, inputs):
+        assert inputs.sum().item() < 1e9
+        return inputs
+
+
+def synchronising() -> Regression:
+    made = Regression()
+    made.body.append(Synchronises())
+    return made
+
+
 def test_a_failed_capture_of_scopes_trains_eagerly_and_says_why(tmp_path):
-    class Synchronises(nn.Module):
-        def forward(self, inputs):
-            assert inputs.sum().item() < 1e9
-            return inputs
-
-    def make() -> Regression:
-        made = Regression()
-        made.body.append(Synchronises())
-        return made
-
-    usual, _ = fit(tmp_path, "cpu", make=make)
+    usual, _ = fit(tmp_path, "cpu", make=synchronising)
     callback = GraphScopes(GraphConfig("bod*", warmup_steps=2))
-    with pytest.warns(UserWarning, match="GraphScopes: scope 'body': capture of its forward"):
-        trained, _ = fit(tmp_path, "cpu", callback, make=make)
+    with pytest.warns(UserWarning, match="scope 'body': capture of its forward") as said:
+        trained, _ = fit(tmp_path, "cpu", callback, make=synchronising)
+    assert sum("capture of its forward" in str(each.message) for each in said) == 1
     assert_same(usual, trained)
+    assert callback.report.off_because is not None
+
+
+@pytest.mark.parametrize("kind", ["scopes", "whole steps"])
+def test_a_failed_capture_is_an_error_on_request(tmp_path, kind):
+    callback = GraphScopes(GraphConfig("bod*", warmup_steps=2, on_capture_error="error"))
+    if kind == "whole steps":
+        callback = GraphWholeSteps(warmup_steps=2, on_capture_error="error")
+    with pytest.raises(CaptureError, match="capture of (the step|its forward) failed"):
+        fit(tmp_path, "cpu", callback, make=synchronising)
 
 
 def test_the_older_name_of_lightning_works_too(tmp_path):

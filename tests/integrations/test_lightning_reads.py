@@ -62,7 +62,7 @@ class ReadsWhatWasLogged(Regression):
 
 
 def test_the_epoch_is_no_constant(tmp_path):
-    (report,) = both(tmp_path, ReadsTheEpoch, max_epochs=3, says="most calls run eagerly")
+    (report,) = both(tmp_path, ReadsTheEpoch, max_epochs=3, says="ran eagerly 3 times")
     assert report.replayed == BATCHES - 2
     assert sum(report.eager_calls.values()) == 2 + 2 * BATCHES
 
@@ -103,7 +103,7 @@ class IsCounted(Regression):
 
 
 def test_training_that_falls_back_at_every_batch_says_so(tmp_path):
-    (report,) = both(tmp_path, IsCounted, says="most calls run eagerly: 'counted'")
+    (report,) = both(tmp_path, IsCounted, says="ran eagerly 3 times .*: 'counted'")
     assert report.eager_calls["attribute"] == 2 * BATCHES - 4
 
 

@@ -32,6 +32,7 @@ from programs.sessions import replays_of
 from programs.specification import ENGINES
 
 WIDTH, WARMUP, CHANGE_AT = 4, 2, 4
+NAMED = {"on_capture_error": "error"}  # what is refused is an error here, which has a name
 
 
 class Scope(nn.Module):
@@ -178,14 +179,14 @@ class CaseRun:
     def _open(self, sample: tuple[tuple, dict]) -> None:
         options = dict(self.case.options)
         if self.engine == "scopes":
-            config = GraphConfig("sc*", warmup_steps=WARMUP, **options)
+            config = GraphConfig("sc*", warmup_steps=WARMUP, **NAMED, **options)
             self.handle = moe_graphs.graph(self.m, config)
         elif self.engine == "callables":
             self.handle = self._open_callable(sample)
         elif self.engine == "step":
             if hasattr(self.e, "optimizer"):
                 options["optimizer"] = self.e.optimizer
-            options = {"on_mismatch": "eager", "warmup_steps": WARMUP} | options
+            options = {"on_mismatch": "eager", "warmup_steps": WARMUP} | NAMED | options
             # A method of this run would make guards look into everything that the run has noted.
             case, m, e = self.case, self.m, self.e
             step = lambda batch: case.step(m, batch, e)  # noqa: E731

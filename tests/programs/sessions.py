@@ -50,6 +50,7 @@ class Scopes(Eager):
             program.own_layers or patterns(world),
             warmup_steps=WARMUP,
             on_mismatch=program.on_mismatch,
+            on_capture_error="error",
         )
         self.graphs = moe_graphs.graph(world.model, config, generators(world))
 
@@ -142,6 +143,7 @@ class WholeStep(Eager):
             optimizer=world.optimizer if program.optimizer_inside else None,
             warmup_steps=WARMUP,
             on_mismatch=program.on_mismatch,
+            on_capture_error="error",
             generators=generators(world),
         )
         self._is_paused = False

@@ -29,6 +29,7 @@ from moe_graphs.engine.callables.arguments import (
 from moe_graphs.engine.callables.capture_slot import capture_slot, check_unused
 from moe_graphs.engine.callables.no_trace import NoTrace
 from moe_graphs.engine.explained import explained_call
+from moe_graphs.engine.misses import Misses
 from moe_graphs.engine.ranks import ALONE, Ranks
 from moe_graphs.engine.report import Report
 from moe_graphs.engine.resources import Resources
@@ -145,7 +146,8 @@ def make_graphed_callables(  # type: ignore[misc]  # the second's options are th
 
     Raises:
         ValueError: for arguments that do not fit.
-        CaptureError: if something cannot be captured, with the source line.
+        CaptureError: if something cannot be captured, with the source line. There is no training
+            yet that could go on eagerly: the callables are as they were.
     """
     is_single = not isinstance(callables, (tuple, list))
     functions = (callables,) if is_single else tuple(callables)
@@ -222,7 +224,7 @@ class CallableGraphs:
         tensors = (*self.model.parameters(), *self.model.buffers(), *tensor_leaves(
             [(call.args, call.kwargs) for call in calls]))  # fmt: skip
         self.backend = backend_for(tensors, generators)
-        self.calls = tuple(calls)
+        self.calls, self.misses = tuple(calls), Misses()
         self._resources = Resources[Captured](self.backend)
         self.graphed = [
             GraphedCallable(self, _scope_of(name, owner, function), on_mismatch, delay)
@@ -280,7 +282,8 @@ class CallableGraphs:
         chunks = [
             Chunk([
                 Slot([
-                    PlannedCall(calls[n].scope, calls[n].signature, ranks=ranks_of.get(n, ALONE))
+                    PlannedCall(calls[n].scope, calls[n].signature, misses=self.misses,
+                                ranks=ranks_of.get(n, ALONE))
                     for n in chunk.calls
                 ], self.backend, options.pool)
                 for _ in range(chunk.slots)
@@ -332,7 +335,9 @@ class CallableGraphs:
         """What was captured and what happened since. Waits for the device where it counts."""
         state = "captured" if self.captured is not None else "released"
         modules, took = nn.ModuleList(g.scope.module for g in self.graphed), self.capture_seconds
-        return report_of(self.backend, modules, state, self.graphed, self.captured, took)
+        return report_of(
+            self.backend, modules, state, self.graphed, self.captured, took, self.misses
+        )
 
     def release(self) -> None:
         """Gives modules their own forward back, and the graphs' memory. Idempotent."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_graphs.engine.misses import Misses
+from moe_graphs.engine.reasons import EAGER_CALLS
 from moe_graphs.engine.scopes.memory import MemoryPlan
 from moe_graphs.engine.scopes.place import Place
 from moe_graphs.engine.scopes.recorder import Recorder
@@ -41,8 +41,8 @@ class Chunk:
         message = (
             f"{len(self.slots)} microbatches are in flight (the backward of {waiting!r} is still "
             f"to come), one more forward would make {len(self.slots) + 1}, and "
-            f"{len(self.slots)} were captured, the most that the observed steps had: observe a "
-            f"step of the same schedule"
+            f"{len(self.slots)} were captured, the most that the observed steps had: "
+            f"{EAGER_CALLS['slots_full'].remedy}"
         )
         return Mismatch("slots_full", message)
 
@@ -52,7 +52,6 @@ class Captured:
 
     def __init__(self, chunks: Sequence[Chunk], recorder: Recorder, memory: MemoryPlan) -> None:
         self.chunks, self.recorder, self.memory = tuple(chunks), recorder, memory
-        self.misses = Misses()
         self._of_scope = {
             place.name: chunk for chunk in self.chunks for place in chunk.slots[0].places
         }
@@ -90,9 +89,7 @@ class Captured:
         """Where the next call of ``scope`` is replayed, or why it cannot be."""
         chunk = self._of_scope.get(scope)
         if chunk is None:
-            return Mismatch(
-                "not_observed", "this call was not observed in warm-up: nothing to replay"
-            )
+            return Mismatch("not_observed", str(EAGER_CALLS["not_observed"]))
         return chunk.next_place(scope)
 
     def end_step(self) -> None:

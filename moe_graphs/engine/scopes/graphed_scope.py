@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from moe_graphs.engine.fp8 import with_flag_on_device
+from moe_graphs.engine.misses import Misses
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.scopes.captured import Captured
 from moe_graphs.engine.scopes.delayed_weights import DelayedWeights
@@ -29,6 +30,7 @@ class Owner(Protocol):
     """What owns the graphs of some scopes."""
 
     observation: Observation
+    misses: Misses
 
     @property
     def captured(self) -> Captured | None: ...
@@ -100,6 +102,7 @@ class GraphedScope:
         reason = self.graphs.eager_reason() or self.why_eager(self.scope.module)
         if reason is not None:
             self.eager_calls[reason] += 1
+            self.graphs.misses.ran_eagerly(self._name, reason)
             return self.scope.forward(*args, **kwargs)
         call = Call(args, kwargs)
         inputs = self.scope.enter(call)
@@ -147,7 +150,6 @@ class GraphedScope:
         if mismatch is not None:
             slot.pass_by(place)
             return self._mismatched(mismatch, inputs, call)
-        self.graphs.captured.misses.replayed(self._name)
         outputs = place.forward.build_outputs(produced)
         return self.scope.leave(outputs, place.forward.exit, call)
 
@@ -178,8 +180,8 @@ class GraphedScope:
         if self.on_mismatch == "error" and mismatch.reason != "capture_failed":
             raise GraphError(f"{self._name}: {mismatch.message}")
         self.graphs.mismatched(mismatch)
-        self.graphs.captured.misses.ran_eagerly(self._name, mismatch)
         self.eager_calls[mismatch.reason] += 1
+        self.graphs.misses.ran_eagerly(self._name, mismatch.reason, mismatch.message)
         outputs, exit = self.scope.run(inputs, call, capturing=False)
         return self.scope.leave(outputs, exit, call)
 

@@ -30,6 +30,8 @@ from moe_graphs.config import GraphConfig
 from moe_graphs.engine import context
 from moe_graphs.engine.backends import backend_for
 from moe_graphs.engine.explained import explained_call
+from moe_graphs.engine.misses import Misses
+from moe_graphs.engine.proof import warn
 from moe_graphs.engine.ranks import ALONE, Ranks
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.report import Report
@@ -82,6 +84,8 @@ class Graphs:
     Attributes:
         state: "warmup", "capturing" as long as something planned has not been captured yet,
             "captured", "capture_failed", "released", or "off" (``impl="none"``).
+        off_because: the message of the capture that has failed, if one has.
+        misses: counts eager calls, and warns of them.
     """
 
     def __init__(
@@ -92,7 +96,7 @@ class Graphs:
         self.backend = backend_for((*model.parameters(), *model.buffers()), generators)
         self.delayed = DelayedWeights()
         self._dry_run = DryRun(model, self.backend)
-        self._in_step = self._paused = False
+        self._in_step = self._paused = self._is_ahead_of_time = False
         self._capture_seconds = 0.0
         self._ranks = Ranks(model)
         self._begin_warmup()
@@ -103,7 +107,8 @@ class Graphs:
         self._finalizer = weakref.finalize(self, self._resources.release)
 
     def _begin_warmup(self) -> None:
-        self.observation = Observation()
+        self.observation, self.misses = Observation(), Misses()
+        self.off_because: str | None = None
         self._measured: dict[int, CallMemory] = {}
         self._examined: dict[int, Examined] = {}
         self._communicating: set[int] = set()
@@ -122,10 +127,12 @@ class Graphs:
     def step(self) -> Iterator[None]:
         """Around all forwards and backwards of one training step.
 
+        If something cannot be captured or would take more than ``memory_limit``, the end of the
+        step warns of it (``GraphWarning``). The model is eager then, on all ranks, this step was
+        right, and training goes on.
+
         Raises:
-            CaptureError: at the end of a warm-up step, if something cannot be captured or would
-                take more than ``memory_limit``, or of a step in which a capture failed. The model
-                is eager then, this step was right, and training may go on.
+            CaptureError: in place of that warning, with ``on_capture_error="error"``.
             GraphError: if a ``backward_weight()`` is missing.
         """
         if self._in_step:
@@ -147,11 +154,15 @@ class Graphs:
         may_recapture = self.config.on_mismatch == "recapture" and self.captured is not None
         if may_recapture and self._ranks.any(self._wants_recapture):
             self.recapture()
-        elif self.state == "warmup":
-            self._warmup_step_ended()
-        elif self.state == "capturing":
-            self._capture_seconds += time.perf_counter() - started
-            self._capturing_step_ended()
+            return
+        try:
+            if self.state == "warmup":
+                self._warmup_step_ended()
+            elif self.state == "capturing":
+                self._capture_seconds += time.perf_counter() - started
+                self._capturing_step_ended()
+        except CaptureError as error:
+            self._fail(error)
 
     def eager_reason(self) -> str | None:
         """Why every call runs eagerly just now, or None if calls are observed or replayed."""
@@ -187,12 +198,16 @@ class Graphs:
 
     def _fail_together(self, error: CaptureError | None) -> None:
         if self._ranks.any(error is not None):
-            self._fail(error or CaptureError("another rank has failed to capture"))
+            raise error or CaptureError(
+                "another rank has failed to capture: the model is eager again on all ranks"
+            )
 
     def _fail(self, error: CaptureError) -> None:
-        self.state = "capture_failed"
+        self.state, self.off_because = "capture_failed", str(error)
         self._resources.release()
-        raise error
+        if self._is_ahead_of_time or self.config.on_capture_error == "error":
+            raise error
+        warn(str(error))
 
     def mismatched(self, mismatch: Mismatch) -> None:
         """A call runs eagerly that was to be replayed."""
@@ -218,11 +233,11 @@ class Graphs:
         copied, split = self.observation.with_gradients, self.config.split_backward
         memory = memory_plan(planned, self._measured, split, copied, accumulates=accumulates)
         limit = self.config.memory_limit
-        if limit is not None and memory.total_bytes > limit:
-            self._fail(CaptureError(
+        if limit is not None:
+            self._fail_together(CaptureError(
                 f"graphs would take {memory.total_bytes:,} bytes, and memory_limit is {limit:,}: "
                 f"choose fewer scopes, or raise the limit; the model is eager again\n{memory}"
-            ))  # fmt: skip
+            ) if memory.total_bytes > limit else None)  # fmt: skip
         return memory
 
     def _places(self, planned: Plan, memory: MemoryPlan) -> Captured:
@@ -247,6 +262,7 @@ class Graphs:
             ranks=self._ranks if alike in self._communicating else ALONE,
             refused=self.observation.refusal(observed.scope, split=chunk.split),
             copies_gradients=self.observation.copies_gradients(observed.scope, chunk),
+            misses=self.misses,
         )
 
     # ---- ahead of time
@@ -262,16 +278,20 @@ class Graphs:
 
         Raises:
             GraphError: if ``step`` updates parameters and ``optimizer`` is not given.
-            CaptureError: if the capture fails; the model is eager and untouched then.
+            CaptureError: if the capture fails, whatever ``on_capture_error`` says, since a capture
+                was asked for; the model is eager and untouched then.
         """
         if self.state != "warmup":
             raise GraphError(f"capture() in state {self.state!r}: it belongs before training")
+        self._is_ahead_of_time = True
         try:
             with without_trace(self.model, self.backend, optimizer):
                 self._capture_on(step, optimizer is not None)
         except BaseException:
             self.release()
             raise
+        finally:
+            self._is_ahead_of_time = False
 
     def _capture_on(self, step: Callable[[], object], may_update: bool) -> None:
         versions = [parameter._version for parameter in self.model.parameters()]
@@ -388,8 +408,16 @@ class Graphs:
 
     def report(self) -> Report:
         """What was captured and what happened since. Waits for the device where it counts."""
-        seconds = self._capture_seconds
-        return report_of(self.backend, self.model, self.state, self.scopes, self.captured, seconds)
+        return report_of(
+            self.backend,
+            self.model,
+            self.state,
+            self.scopes,
+            self.captured,
+            self._capture_seconds,
+            self.misses,
+            self.off_because,
+        )
 
 
 _STEPS_TO_CAPTURE = 3

@@ -11,8 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from moe_graphs.engine.backends.backend import Graph
+from moe_graphs.engine.misses import Misses
 from moe_graphs.engine.proof import Difference, warn
 from moe_graphs.engine.ranks import ALONE, Ranks
+from moe_graphs.engine.reasons import BACKWARD
 from moe_graphs.engine.scopes.examined import Examined
 from moe_graphs.engine.scopes.gradient_loans import GradientLoan
 from moe_graphs.engine.scopes.loans import Loan
@@ -41,6 +43,7 @@ class PlannedCall:
     backward_runs_once: autograd's graph of its forward is used up by one backward.
     eager_backwards: reason -> backwards of replayed forwards that ran eagerly.
     copies_gradients: why no weight's gradient may become ``.grad`` as it is, None if they may.
+    misses: of the graphs, which warn of eager backwards.
     """
 
     scope: Scope
@@ -53,6 +56,12 @@ class PlannedCall:
     backward_runs_once: bool = False
     eager_backwards: Counter[str] = field(default_factory=Counter)
     copies_gradients: str | None = "not_observed"
+    misses: Misses = field(default_factory=Misses)
+
+    def ran_backward_eagerly(self, reason: str) -> None:
+        """Count a backward of a replayed forward that no graph served."""
+        self.eager_backwards[reason] += 1
+        self.misses.ran_eagerly(f"scope {self.scope.name!r}", f"{BACKWARD}{reason}")
 
     def differs(self, difference: Difference) -> None:
         """Replays do not compute what eager does: it runs eagerly from now on."""

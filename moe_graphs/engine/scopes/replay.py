@@ -92,7 +92,7 @@ def _another(
     slot.check(pending)
     pairs = zip(gradients, pending.place.forward.differentiable, strict=True)
     incoming = [gradient for gradient, needed in pairs if needed]
-    pending.place.planned.eager_backwards["second_backward"] += 1
+    pending.place.planned.ran_backward_eagerly("second_backward")
     return (None, None, None, None, None, *recompute(recorder.backend, pending, incoming))
 
 
@@ -189,7 +189,7 @@ def _first_part(
         if place.backward is not None and not failed:  # its replay has left the same in place
             results |= lent(slot, place, place.first or place.backward, nodes, in_place_only=True)
         return results
-    place.planned.eager_backwards[reason] += 1
+    place.planned.ran_backward_eagerly(reason)
     gradients = dict(enumerate(recompute(recorder.backend, pending, incoming)))
     if reason == "other_layout" and _fits(place, incoming) and slot.call_in_gradients():
         slot.backward_done(pending, replayed=True)

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from moe_graphs.engine.backends.backend import Backend
+from moe_graphs.engine.misses import Misses
+from moe_graphs.engine.reasons import BACKWARD
 from moe_graphs.engine.report import Report, ScopeReport, occupation_of
 from moe_graphs.engine.scopes.captured import Captured
 from moe_graphs.engine.scopes.graphed_scope import GraphedScope
@@ -22,9 +24,11 @@ def report_of(
     scopes: Sequence[GraphedScope],
     captured: Captured | None,
     capture_seconds: float,
+    misses: Misses,
+    off_because: str | None = None,
 ) -> Report:
     places = captured.places if captured is not None else []
-    of_scopes = tuple(_report_scope(graphed, places) for graphed in scopes)
+    of_scopes = tuple(_report_scope(graphed, places, misses) for graphed in scopes)
     eager_calls: Counter[str] = Counter()
     for scope in of_scopes:
         eager_calls.update(scope.eager_calls)
@@ -43,10 +47,12 @@ def report_of(
         capture_seconds=capture_seconds,
         occupation=occupation_of(model),
         portable_launches=portable_launches(),
+        off_because=off_because,
     )
 
 
-def _report_scope(graphed: GraphedScope, places: Sequence[Place]) -> ScopeReport:
+def _report_scope(graphed: GraphedScope, places: Sequence[Place], misses: Misses) -> ScopeReport:
+    own_name = f"scope {graphed.scope.name!r}"
     of_scope = [place for place in places if place.name == graphed.scope.name]
     own = [place for place in of_scope if place.forward is not None]
     planned = {id(place.planned): place.planned for place in of_scope}.values()
@@ -54,7 +60,7 @@ def _report_scope(graphed: GraphedScope, places: Sequence[Place]) -> ScopeReport
     exits = [place.forward.exit.reason for place in own if place.forward.exit is not None]
     backwards: Counter[str] = Counter()
     for call in planned:
-        backwards.update({f"backward: {r}": n for r, n in call.eager_backwards.items()})
+        backwards.update({f"{BACKWARD}{r}": n for r, n in call.eager_backwards.items()})
     loans = [loan for place in own for loan in place.gradient_loans()]
     statics = [tensor for place in own for tensor in place.forward.static_tensors()]
     not_guarded = {n for place in own for n in place.forward.surroundings.guards.not_followed}
@@ -68,6 +74,7 @@ def _report_scope(graphed: GraphedScope, places: Sequence[Place]) -> ScopeReport
         boundary_bytes=sum(t.nbytes for place in own for t in place.forward.outputs),
         replayed=sum(place.replayed for place in own),
         eager_calls=dict(graphed.eager_calls + backwards),
+        details={word: text for (name, word), text in misses.details.items() if name == own_name},
         interrupted=exits[0] if exits else None,
         refused=next((call.refused.message for call in planned if call.refused), None),
         not_reproducible=any(call.not_reproducible for call in planned),

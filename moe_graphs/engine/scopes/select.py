@@ -134,7 +134,7 @@ def find_scopes(model: nn.Module, config: GraphConfig) -> list[Scope]:
     if not all(map(is_pattern, config.scopes)):
         layers = _outermost_staged(model)
         offered = {s.name: s.dynamic for _, layer in layers for s in layer.stages()}
-        choice = Choice(config.impl, config.scopes, offered)
+        choice = Choice(config.impl, config.scopes, offered, some_patterns(model))
         check(choice)
         wanted = choice.wanted_stages()
         scopes += [s for name, layer in layers if (s := _part_of_layer(name, layer, wanted))]
@@ -143,6 +143,20 @@ def find_scopes(model: nn.Module, config: GraphConfig) -> list[Scope]:
     _check_disjoint(scopes)
     order = {id(module): position for position, module in enumerate(model.modules())}
     return sorted(scopes, key=lambda scope: order[id(scope.module)])
+
+
+def some_patterns(model: nn.Module, count: int = 3) -> tuple[str, ...]:
+    """Patterns that select submodules of this model: repeated layers, and parts of a layer."""
+    named = [(n, m) for n, m in model.named_modules() if n and not _is_empty(m)]
+    layers = [name for name, _ in named if name.rpartition(".")[2].isdigit() and "." in name]
+    found = [f"{name.rpartition('.')[0]}.*" for name in layers]
+    found += [f"*.{n.rpartition('.')[2]}" for n, _ in named if n.rpartition(".")[0] in layers]
+    found += [f"*{name}" for name, _ in named if "." not in name]
+    return tuple(dict.fromkeys(found))[:count]
+
+
+def _is_empty(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is None
 
 
 def _outermost_staged(model: nn.Module, prefix: str = "") -> list[tuple[str, Staged]]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moe_graphs.engine.autograd import keeps_graph
 from moe_graphs.engine.backends.backend import Backend
+from moe_graphs.engine.reasons import EAGER_CALLS
 from moe_graphs.engine.scopes.gradient_loans import GradientLoan
 from moe_graphs.engine.scopes.loans import Loan
 from moe_graphs.engine.scopes.place import PendingBackward, Place, PlannedCall
@@ -31,7 +32,9 @@ from moe_graphs.errors import GraphError
 
 _ATTEMPTS = 3  # to capture a slot: a microbatch may leave scopes out
 _NOT_CAPTURED = Mismatch(
-    "not_captured", "a call before it was missing where its microbatch was captured"
+    "not_captured",
+    "a call before it was missing where its microbatch was captured: "
+    + EAGER_CALLS["not_captured"].remedy,
 )
 
 
@@ -191,7 +194,8 @@ class Slot:
                 if any(pending.place is source for pending in self.in_flight()):
                     name = place.planned.signature.leaves[index].name
                     message = f"input {name!r}: captured as the untouched output of another scope"
-                    return Mismatch("input_moved", f"{message}, got another tensor")
+                    remedy = EAGER_CALLS["input_moved"].remedy
+                    return Mismatch("input_moved", f"{message}, got another tensor: {remedy}")
                 writes.append(source)
         called_in = [each.call_in() for each in writes]  # all of them, come what may
         held, kind = "output", "an output"

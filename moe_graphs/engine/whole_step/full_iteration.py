@@ -31,19 +31,20 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from moe_graphs.config import ON_MISMATCH
+from moe_graphs.config import ON_CAPTURE_ERROR, ON_MISMATCH, check_option
 from moe_graphs.engine import context
 from moe_graphs.engine.backends import backend_for
 from moe_graphs.engine.misses import Misses
 from moe_graphs.engine.proof import warn
 from moe_graphs.engine.ranks import Ranks
 from moe_graphs.engine.reads import Reads
-from moe_graphs.engine.report import occupation_of
+from moe_graphs.engine.report import PrintedReport, occupation_of
 from moe_graphs.engine.resources import Resources
 from moe_graphs.engine.signature import Mismatch
 from moe_graphs.engine.static_memory import owned
 from moe_graphs.engine.whole_step import data_parallel
 from moe_graphs.engine.whole_step.capture_step import record_step
+from moe_graphs.engine.whole_step.optimizers import check_capturable_flags
 from moe_graphs.engine.whole_step.recorded_step import RecordedStep
 from moe_graphs.engine.whole_step.step_definition import StepDefinition
 from moe_graphs.errors import CaptureError, GraphError
@@ -55,10 +56,13 @@ ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True)
-class FullIterationReport:
-    """Attributes:
+class FullIterationReport(PrintedReport):
+    """Report of a whole step; ``print`` shows a table, ``explain()`` what its columns mean.
+
+    Attributes:
     state: "warmup", "captured", "capture_failed", "differs_from_eager" or "released".
     eager_calls: reason -> number of calls that ran eagerly.
+    details: reason -> what the last such call differed in, and what to do.
     kernels: in the graph (ops on the CPU recorder); None if not captured or not countable.
     static_bytes: inputs, outputs and gradients that the graph reads and writes in place.
     pool_bytes: device memory held by the graph; 0 on the CPU.
@@ -68,6 +72,7 @@ class FullIterationReport:
     not_guarded: what the step's Python can have read and nobody compares.
     occupation: as ``engine.report.occupation_of`` the model: rows that were asked for, and there.
     portable_launches: as in ``engine.report.Report``.
+    off_because: why there is no graph, after a capture that failed.
     """
 
     backend: str
@@ -84,6 +89,8 @@ class FullIterationReport:
     not_guarded: tuple[str, ...] = ()
     occupation: dict[str, tuple[int, int]] = field(default_factory=dict)
     portable_launches: dict[str, int] = field(default_factory=dict)
+    details: dict[str, str] = field(default_factory=dict)
+    off_because: str | None = None
 
 
 class FullIteration(Generic[BatchT, ResultT]):
@@ -107,9 +114,11 @@ class FullIteration(Generic[BatchT, ResultT]):
         state: what else ``step`` changes or reads: scaler, averages, tensors, a ``DeviceStep``.
         generators: what ``step`` draws random numbers from, besides the default ones.
         on_mismatch: what a call does that differs from the captured one (shapes, keys, constants,
-            flags, hyperparameters, addresses): run eagerly, counted in ``report()`` ("eager"; ten
-            more than are replayed are a ``GraphWarning``), raise ``GraphError`` ("error"), or
+            flags, hyperparameters, addresses): run eagerly, counted in ``report()`` ("eager"; the
+            third one of a reason is a ``GraphWarning``), raise ``GraphError`` ("error"), or
             capture again ("recapture").
+        on_capture_error: what a call does whose capture fails: warn, run eagerly as all later ones
+            ("eager"), or raise ``CaptureError`` ("error"). ``capture(batch)`` raises in any case.
         agree: ranks agree before each call with "eager", too: all replay it or none does, for steps
             that communicate in another order where they run eagerly.
         verify: compare the first replay bit for bit with an eager step from the same state.
@@ -129,22 +138,26 @@ class FullIteration(Generic[BatchT, ResultT]):
         generators: Sequence[torch.Generator] = (),
         warmup_steps: int = 3,
         on_mismatch: str = "eager",
+        on_capture_error: str = "eager",
         agree: bool = False,
         verify: bool = True,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        if on_mismatch not in ON_MISMATCH:
-            accepted = ", ".join(map(repr, ON_MISMATCH))
-            raise ValueError(f"on_mismatch: got {on_mismatch!r}, accepted are {accepted}")
+        check_option("on_mismatch", on_mismatch, ON_MISMATCH)
+        check_option("on_capture_error", on_capture_error, ON_CAPTURE_ERROR)
         if warmup_steps < 1:
             raise ValueError(f"warmup_steps: got {warmup_steps}, must be at least 1")
         if not isinstance(model, nn.Module):
             model = nn.ModuleList(model)
+        if optimizer is not None:
+            check_capturable_flags(optimizer)
         backend = backend_for((*model.parameters(), *model.buffers()), generators, stream)
         self._definition = StepDefinition(step, model, optimizer, tuple(state), backend)
         self._has_stream = stream is not None
         self._ranks = Ranks(model)
         self._warmup_steps, self._on_mismatch = warmup_steps, on_mismatch
+        self._on_capture_error = on_capture_error
+        self._off_because: str | None = None
         self._agrees = agree or on_mismatch != "eager"
         self._verify = verify
         self._reads: Reads | None = None
@@ -162,8 +175,8 @@ class FullIteration(Generic[BatchT, ResultT]):
         """Like ``step(batch)``.
 
         Raises:
-            CaptureError: the capture failed: nothing has happened, and calls run eagerly from now
-                on. Call again with this batch.
+            CaptureError: the capture failed, and ``on_capture_error="error"``: nothing has
+                happened, and calls run eagerly from now on. Call again with this batch.
             GraphError: this call differs from the captured one, and ``on_mismatch="error"``.
         """
         if self.state == "warmup":
@@ -172,7 +185,7 @@ class FullIteration(Generic[BatchT, ResultT]):
             mode = context.reason_of_modes()
             if self._ranks.any(mode is not None):  # a capture is of all ranks
                 return self._eager(batch, mode or "another_rank")
-            self._capture(batch, rehearsals=2)
+            self._try_to_capture(batch)
         if self.state != "captured":
             return self._eager(batch, self.state)
         leaves, structure = pytree.tree_flatten(batch)
@@ -182,11 +195,10 @@ class FullIteration(Generic[BatchT, ResultT]):
         if mismatch is not None:
             if self._on_mismatch != "recapture":
                 return self._mismatched(mismatch, batch)
-            self._capture(batch, rehearsals=2)
+            self._try_to_capture(batch)
             if self.state != "captured":
                 return self._eager(batch, self.state)
         self._replayed += 1
-        self._misses.replayed(_NAME)
         return self._recorded.replay(leaves)
 
     @contextlib.contextmanager
@@ -207,6 +219,10 @@ class FullIteration(Generic[BatchT, ResultT]):
         """Captures now, ahead of the first call, or again.
 
         Parameters, gradients, buffers, optimizer, ``state`` and random numbers are as before.
+
+        Raises:
+            CaptureError: the capture failed, whatever ``on_capture_error`` says, since a capture
+                was asked for. Calls run eagerly.
         """
         if self.state == "released":
             raise GraphError("full iteration: it was released: make a new one")
@@ -244,6 +260,8 @@ class FullIteration(Generic[BatchT, ResultT]):
             not_guarded=tuple(recorded.guards.not_followed) if recorded else (),
             occupation=occupation_of(self._definition.model),
             portable_launches=portable_launches(),
+            details={word: text for (_, word), text in self._misses.details.items()},
+            off_because=self._off_because,
         )
 
     @property
@@ -260,8 +278,9 @@ class FullIteration(Generic[BatchT, ResultT]):
         self._reads = reads
         return result
 
-    def _eager(self, batch: Any, reason: str) -> Any:
+    def _eager(self, batch: Any, reason: str, message: str | None = None) -> Any:
         self._eager_calls[reason] += 1
+        self._misses.ran_eagerly(_NAME, reason, message)
         # DDP accumulates on the stream it was built on: elsewhere torch warns of the mismatch.
         given = self._has_stream
         with self._definition.backend.on_stream() if given else contextlib.nullcontext():
@@ -270,8 +289,15 @@ class FullIteration(Generic[BatchT, ResultT]):
     def _mismatched(self, mismatch: Mismatch, batch: Any) -> Any:
         if self._on_mismatch == "error":
             raise GraphError(f"full iteration: {mismatch.message}")
-        self._misses.ran_eagerly(_NAME, mismatch)
-        return self._eager(batch, mismatch.reason)
+        return self._eager(batch, mismatch.reason, mismatch.message)
+
+    def _try_to_capture(self, batch: Any) -> None:
+        try:
+            self._capture(batch, rehearsals=2)
+        except CaptureError as error:
+            if self._on_capture_error == "error" or self.state != "capture_failed":
+                raise  # where a replay differs from eager, ``on_mismatch`` decides
+            warn(str(error))
 
     def _capture(self, batch: Any, rehearsals: int) -> None:
         started = time.perf_counter()
@@ -280,6 +306,7 @@ class FullIteration(Generic[BatchT, ResultT]):
         if on_cuda and data_parallel.wrappers(self._definition.model):
             eager_forwards = sum(self._eager_calls.values())
             rehearsals = max(rehearsals, data_parallel.EAGER_FORWARDS - eager_forwards)
+        self._off_because = None
         self.state = "captured"  # as replays find it, where the step looks at this object
         try:
             recorded, proof = record_step(
@@ -290,8 +317,8 @@ class FullIteration(Generic[BatchT, ResultT]):
                 verify=self._verify,
                 ranks=self._ranks,
             )
-        except BaseException:
-            self.state = "capture_failed"
+        except BaseException as error:
+            self.state, self._off_because = "capture_failed", str(error)
             raise
         self._captures, self._misses = self._captures + 1, Misses()
         self._capture_seconds += time.perf_counter() - started

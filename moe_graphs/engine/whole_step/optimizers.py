@@ -49,6 +49,21 @@ def check_optimizer(optimizer: Optimizer, device: torch.device) -> None:
                 )
 
 
+def check_capturable_flags(optimizer: Optimizer) -> None:
+    """Check that torch's optimizer can step at all: ``capturable`` alone is for GPUs.
+
+    Raises:
+        ValueError: the message names the flag that is missing.
+    """
+    for group in optimizer.param_groups:
+        on_cpu = any(parameter.device.type == "cpu" for parameter in group["params"])
+        if on_cpu and group.get("capturable") and not group.get("fused", True):
+            raise ValueError(
+                f"optimizer: {type(optimizer).__name__} has capturable=True, which torch accepts "
+                f"on a CPU with fused=True only: pass fused=True, too (right on GPUs as well)"
+            )
+
+
 def remedy_for(optimizer: Optimizer) -> str | None:
     """Why its step cannot be in a graph and what to use instead, or None if it can."""
     if isinstance(optimizer, _READ_VALUES):

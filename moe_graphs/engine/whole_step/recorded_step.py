@@ -14,6 +14,7 @@ from moe_graphs.engine import context, fp8
 from moe_graphs.engine.backends.backend import Graph
 from moe_graphs.engine.context import Context
 from moe_graphs.engine.guards import Guards
+from moe_graphs.engine.reasons import EAGER_CALLS
 from moe_graphs.engine.signature import Mismatch, tensor_leaves
 from moe_graphs.engine.static_memory import owned_leaves
 from moe_graphs.engine.whole_step.batch import StaticBatch
@@ -53,7 +54,7 @@ class RecordedStep:
             return Mismatch("grad_mode", message)
         mode = context.reason_of_modes()
         if mode is not None:
-            return Mismatch(mode, f"called under {mode.replace('_', ' ')}, which sees no graph")
+            return Mismatch(mode, str(EAGER_CALLS[mode]))
         return (
             self.batch.mismatch(batch, leaves, structure)
             or self.context.mismatch()

@@ -8,15 +8,16 @@ from typing import Any
 from moe_graphs.config import GraphConfig
 from moe_graphs.engine.report import Report
 from moe_graphs.engine.scopes.graphs import Graphs, graph
-from moe_graphs.errors import CaptureError, GraphWarning
-from moe_graphs.integrations.lightning.names import pl, rank_zero_info, rank_zero_warn
+from moe_graphs.integrations.lightning.names import pl, rank_zero_info
 
 
 class GraphScopes(pl.Callback):
     """``moe_graphs.graph`` on the module, and ``graphs.step()`` around what an update is made of.
 
     All batches that gradients are accumulated over are one step. Every strategy that keeps
-    parameters in place will do (one device, DDP). ``report`` is there after the training.
+    parameters in place will do (one device, DDP). ``report`` is there after the training. A capture
+    that fails is a warning, and training goes on eagerly, unless the configuration says
+    ``on_capture_error="error"``.
     """
 
     def __init__(self, config: GraphConfig) -> None:
@@ -45,7 +46,7 @@ class GraphScopes(pl.Callback):
     def on_train_end(self, *_: Any) -> None:
         assert self.graphs is not None
         self.report = self.graphs.report()
-        rank_zero_info(f"GraphScopes: {self.report}")
+        rank_zero_info(f"GraphScopes:\n{self.report}")
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._updates_at_opening = None
@@ -58,7 +59,4 @@ class GraphScopes(pl.Callback):
 
     def _close(self) -> None:
         self._updates_at_opening = None
-        try:
-            self._open.close()
-        except CaptureError as error:
-            rank_zero_warn(f"GraphScopes: {error}", category=GraphWarning)
+        self._open.close()

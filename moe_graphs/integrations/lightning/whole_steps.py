@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_graphs.config import ON_CAPTURE_ERROR, check_option
 from moe_graphs.engine.ranks import FAILED_ELSEWHERE, Ranks
 from moe_graphs.engine.whole_step.full_iteration import FullIteration, FullIterationReport
 from moe_graphs.errors import CaptureError, GraphWarning
@@ -33,8 +34,8 @@ class GraphWholeSteps(pl.Callback):
     Promised: parameters, logged values, random numbers and checkpoints are, bit for bit, those of
     the same training without this callback. A batch that differs from what was captured (shapes,
     numbers that ``training_step`` reads, such as ``current_epoch`` or ``global_step``, attributes
-    that have changed) runs as Lightning runs it, and is counted in ``reports``. If most of an
-    epoch's batches do, or nothing can be captured, a warning says why.
+    that have changed) runs as Lightning runs it, and is counted in ``reports``. The third one of a
+    reason is a warning, as is a capture that fails.
 
     ``accumulate_grad_batches`` may change: every kind of batch that it makes gets a graph of its
     own. The optimizer is never touched. Its step is in the graph if it is one of torch's that can
@@ -70,10 +71,20 @@ class GraphWholeSteps(pl.Callback):
 
     Args:
         on_mismatch: what to do with a batch that differs, as in ``FullIteration``.
+        on_capture_error: "eager" warns of a capture that fails, and Lightning trains on; "error"
+            raises ``CaptureError``.
     """
 
-    def __init__(self, *, warmup_steps: int = 3, on_mismatch: str = "eager") -> None:
+    def __init__(
+        self,
+        *,
+        warmup_steps: int = 3,
+        on_mismatch: str = "eager",
+        on_capture_error: str = "eager",
+    ) -> None:
+        check_option("on_capture_error", on_capture_error, ON_CAPTURE_ERROR)
         self.warmup_steps, self.on_mismatch = warmup_steps, on_mismatch
+        self.on_capture_error = on_capture_error
         self.reports: list[FullIterationReport] = []
         self._steps: _WholeSteps | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -106,7 +117,7 @@ class GraphWholeSteps(pl.Callback):
             rank_zero_info(f"GraphWholeSteps: the update runs behind the graph: {outside}")
         options = {"warmup_steps": self.warmup_steps, "on_mismatch": self.on_mismatch}
         options |= {"agree": True, "stream": self._stream}
-        self._steps = steps = _WholeSteps(trainer, pl_module, ranks, options)
+        self._steps = steps = _WholeSteps(trainer, pl_module, ranks, options, self.on_capture_error)
         self._replace(trainer.strategy, "training_step", steps.training_step)
         self._replace(trainer.strategy, "backward", steps.backward)
         if outside is None:
@@ -122,7 +133,7 @@ class GraphWholeSteps(pl.Callback):
     def on_train_end(self, *_: Any) -> None:
         if self._steps is not None:
             self.reports = self._steps.reports()
-            rank_zero_info("\n".join(f"GraphWholeSteps: {report}" for report in self.reports))
+            rank_zero_info("\n".join(f"GraphWholeSteps:\n{report}" for report in self.reports))
 
     def on_exception(self, *_: Any) -> None:
         self.teardown()  # which Lightning does not call then
@@ -156,6 +167,7 @@ class _WholeSteps:
         module: pl.LightningModule,
         ranks: Ranks,
         options: dict[str, Any],
+        on_capture_error: str,
     ) -> None:
         self.batch_idx = 0
         self._ranks, self._forward = ranks, Forward(trainer.strategy, module)
@@ -163,7 +175,9 @@ class _WholeSteps:
         self._lightnings_step = trainer.strategy.training_step
         self._lightnings_update = trainer.strategy.optimizer_step
         self._lightnings_zero_grad = module.optimizer_zero_grad
-        self._options = options
+        # What fails to be captured is told once of all graphs and ranks, here.
+        self._options = options | {"on_capture_error": "error"}
+        self._on_capture_error = on_capture_error
         self._iterations: dict[tuple[Any, ...], FullIteration[Any, Any]] = {}
         self._current: FullIteration[Any, Any]  # of the batch under way
         # A replay has done what Lightning is about to do: gradients are dropped, backward is done.
@@ -188,6 +202,8 @@ class _WholeSteps:
         try:
             results = iteration(call)
         except CaptureError as error:
+            if self._on_capture_error == "error":
+                raise
             own = None if FAILED_ELSEWHERE in str(error) else str(error)
             self._say(self._ranks.first_of(own) or str(error))  # it is raised on all
             results = iteration(call)

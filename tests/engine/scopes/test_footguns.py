@@ -45,7 +45,7 @@ import pytest
 import torch
 
 import moe_graphs
-from moe_graphs import CaptureError, GraphConfig
+from moe_graphs import CaptureError, GraphConfig, GraphWarning
 from training_runs import DEVICES
 from two_scopes import WIDTH, both, build, data, scopes, train_step, warm
 
@@ -92,7 +92,7 @@ def test_modifying_a_saved_output_in_place_is_an_error_as_in_eager(device):
 def test_modifying_an_input_in_place_inside_a_scope_is_refused(device):
     model = build(device)
     model.first.inside = lambda x: x.mul_(2)
-    graphs = moe_graphs.graph(model, scopes(warmup_steps=1))
+    graphs = moe_graphs.graph(model, scopes(warmup_steps=1, on_capture_error="error"))
     with pytest.raises(CaptureError, match="'f.*input 'x' is modified in place.*clone it"):
         train_step(model, graphs, data(device))
 
@@ -127,7 +127,7 @@ HOST_READS = {
 def test_reading_values_on_the_host_in_a_scope_names_the_line(device, read):
     model = build(device)
     model.second.inside = HOST_READS[read]
-    graphs = moe_graphs.graph(model, scopes(warmup_steps=1))
+    graphs = moe_graphs.graph(model, scopes(warmup_steps=1, on_capture_error="error"))
     message = "'second': capture of its forward failed: .*reads values on the host.*test_footguns"
     with pytest.raises(CaptureError, match=message):
         train_step(model, graphs, data(device))
@@ -139,7 +139,7 @@ def test_a_tensor_from_outside_is_refused_by_name_of_the_operation(device):
     model = build(device)
     outside = torch.randn(WIDTH, device=device)
     model.first.inside = lambda x: x + outside
-    graphs = moe_graphs.graph(model, scopes(warmup_steps=1))
+    graphs = moe_graphs.graph(model, scopes(warmup_steps=1, on_capture_error="error"))
     message = r"'first': .*aten.add reads a tensor \(8,\).*register it as a buffer.*test_footguns"
     with pytest.raises(CaptureError, match=message):
         train_step(model, graphs, data(device))
@@ -163,7 +163,7 @@ def test_changing_a_number_on_a_module_makes_the_call_eager(device):
 def test_hooks_inside_a_scope_are_refused_at_capture_and_run_later(device):
     model = build(device)
     handle = model.first.linear.register_forward_hook(lambda *args: None)
-    graphs = moe_graphs.graph(model, scopes(warmup_steps=1))
+    graphs = moe_graphs.graph(model, scopes(warmup_steps=1, on_capture_error="error"))
     with pytest.raises(CaptureError, match="'first': .*module 'linear' has hooks"):
         train_step(model, graphs, data(device))
     handle.remove()
@@ -206,7 +206,7 @@ def test_autocast_has_to_run_without_its_cache(device):
             output.float().square().mean().backward()
         return output
 
-    graphs = moe_graphs.graph(build(device), scopes(warmup_steps=1))
+    graphs = moe_graphs.graph(build(device), scopes(warmup_steps=1, on_capture_error="error"))
     with pytest.raises(CaptureError, match="cache_enabled=False"):
         step(graphs.model, graphs, True)
 
@@ -231,7 +231,9 @@ def test_a_forward_outside_a_step_is_eager(device):
         model(data(device)).sum().backward()
         return []
 
-    assert both(device, scenario).eager_calls["outside_step"] == 2
+    with pytest.warns(GraphWarning, match=r"outside_step\): .*inside of it") as said:
+        assert both(device, scenario).eager_calls["outside_step"] == 2
+    assert len(said) == 1
 
 
 def test_two_models_in_a_process_do_not_know_of_each_other(device):

@@ -299,7 +299,7 @@ def test_activation_checkpointing_inside_a_scope_is_refused(device, reentrant):
     block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)).to(device)
     model.second.block = block
     model.second.inside = lambda x: checkpoint(block, x, use_reentrant=reentrant)
-    graphs = moe_graphs.graph(model, scopes(warmup_steps=1))
+    graphs = moe_graphs.graph(model, scopes(warmup_steps=1, on_capture_error="error"))
     message = "use_reentrant=True" if reentrant else "activation checkpointing"
     with pytest.raises(CaptureError, match=f"'second': .*{message}"):
         train_step(model, graphs, data(device))

@@ -377,6 +377,7 @@ def named(*names: str) -> list[tuple[str, int]]:
 
 # What torch says, once a process, of own_strides.
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+@pytest.mark.filterwarnings("ignore:.* ran eagerly:moe_graphs.GraphWarning")
 @settings(max_examples=20, deadline=None)
 @given(programs, st.sampled_from(sorted(MODELS)), st.sampled_from(["plain", "accumulating"]))
 @example(named("keep_and_view", "backward", "scale_kept", "backward"), "plain", "plain")

@@ -7,6 +7,7 @@ for it or, worse, take part in the wrong one.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 from unittest.mock import patch
@@ -116,14 +117,17 @@ class Found(NamedTuple):
 
 def run_cases(rank: int, world_size: int, device: str) -> dict[str, Found]:
     config = GraphConfig("attn,moe", warmup_steps=WARMUP)
+    raising = dataclasses.replace(config, on_capture_error="error")
     recapture = GraphConfig("attn,moe", warmup_steps=WARMUP, on_mismatch="recapture")
     rounding = Difference("output 0", None, 1.0, 2.0, 1, only_order_of_sums=True)
     cases = {
         "shape at capture": (config, WARMUP, contextlib.nullcontext()),
         "shape at replay": (config, WARMUP + 1, contextlib.nullcontext()),
         "capture again": (recapture, WARMUP + 1, contextlib.nullcontext()),
-        "capture of a forward": (config, None, _failing_behind("record_forward")),
-        "capture of a backward": (config, None, _failing_behind("_record_backward")),
+        "capture of a forward": (raising, None, _failing_behind("record_forward")),
+        "capture of a backward": (raising, None, _failing_behind("_record_backward")),
+        "eager from a forward on": (config, None, _failing_behind("record_forward")),
+        "eager from a backward on": (config, None, _failing_behind("_record_backward")),
         "difference in a forward": (config, None, _on_one_rank(_differing_forward())),
         "difference in a backward": (config, None, _on_one_rank(_differing_backward(WRONG))),
         "sums in another order": (config, None, _on_one_rank(_differing_backward(rounding))),
@@ -134,7 +138,9 @@ def run_cases(rank: int, world_size: int, device: str) -> dict[str, Found]:
         dispatcher = SymmetricDispatcher() if name in SYMMETRIC else AllGatherDispatcher()
         expected, _ = _train(device, dispatcher, GraphConfig(impl="none"), odd_step, [])
         errors: list[str] = []
-        warned = pytest.warns(GraphWarning) if "difference" in name else contextlib.nullcontext()
+        warned = contextlib.nullcontext()
+        if "difference" in name or "eager from" in name:
+            warned = pytest.warns(GraphWarning)
         with trouble, warned:
             trace, report = _train(device, dispatcher, config, odd_step, errors)
         try:
@@ -169,6 +175,10 @@ def test_what_one_rank_cannot_do_none_does(backend, device):
     for name in ("capture of a forward", "capture of a backward"):
         assert "it failed on another rank" in first[name].errors[0]
         assert "no memory left" in second[name].errors[0]
+        assert first[name].eager_calls == second[name].eager_calls
+        assert first[name].eager_calls["capture_failed"] >= calls - 2
+    for name in ("eager from a forward on", "eager from a backward on"):
+        assert first[name].errors == second[name].errors == []
         assert first[name].eager_calls == second[name].eager_calls
         assert first[name].eager_calls["capture_failed"] >= calls - 2
     for name in ("difference in a forward", "difference in a backward"):

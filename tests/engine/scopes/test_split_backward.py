@@ -234,6 +234,7 @@ def test_autograd_asks_for_the_weights_later_as_zero_bubble_schedules_do(device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.filterwarnings("ignore:.*outside_step:moe_graphs.GraphWarning")
 def test_weights_that_are_asked_for_later_of_whole_graphs_are_eager_and_told_once(device):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).to(device)
     graphs = moe_graphs.graph(model, GraphConfig(["[0]"], warmup_steps=1))
@@ -251,6 +252,7 @@ def test_weights_that_are_asked_for_later_of_whole_graphs_are_eager_and_told_onc
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.filterwarnings("ignore:.*outside_step:moe_graphs.GraphWarning")
 def test_weights_that_are_asked_for_later_only_after_the_capture_are_right_and_counted(device):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).to(device)
     graphs = moe_graphs.graph(model, GraphConfig(["[0]"], warmup_steps=1))

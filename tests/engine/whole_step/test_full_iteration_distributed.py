@@ -136,13 +136,17 @@ def test_settings_that_cannot_be_captured_are_refused(backend):
             assert "stream=stream" in found[1]
 
 
-def fail_on_one_rank(rank: int, world_size: int, device: str) -> list[str]:
+def fail_on_one_rank(rank: int, world_size: int, device: str, policy: str) -> list[str]:
     """The capture fails on rank 1 only, after the rehearsals: no rank keeps a graph."""
     stream = torch.cuda.Stream() if device == "cuda" else None
     model = replicas(device, stream)
     optimizer = optimizer_of(model, device)
     step = FullIteration(
-        make_step(model, optimizer), model=model, optimizer=optimizer, stream=stream
+        make_step(model, optimizer),
+        model=model,
+        optimizer=optimizer,
+        stream=stream,
+        on_capture_error=policy,
     )
     if rank == 1:
         backend = step._definition.backend
@@ -155,6 +159,9 @@ def fail_on_one_rank(rank: int, world_size: int, device: str) -> list[str]:
             found.append(str(error))
             losses, _ = step(batch)
         assert losses[0].isfinite()
+    if policy == "eager":
+        assert not found
+        found.append(step.report().off_because)
     found.append(step.report().state)
     return found
 
@@ -164,8 +171,10 @@ def _raise() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_all_ranks_capture_or_none(backend):
-    found = run_distributed(fail_on_one_rank, RANKS, backend, arguments=(device_of(backend),))
+@pytest.mark.parametrize("policy", ["error", "eager"])
+def test_all_ranks_capture_or_none(backend, policy):
+    arguments = (device_of(backend), policy)
+    found = run_distributed(fail_on_one_rank, RANKS, backend, arguments=arguments)
     assert "it failed on another rank" in found[0][0]
     assert "OSError: disk on fire" in found[1][0]
     assert [each[1:] for each in found] == [["capture_failed"]] * RANKS

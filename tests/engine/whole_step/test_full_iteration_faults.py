@@ -1,8 +1,9 @@
 """What users of whole-step graphs run into, each as a test: this table is the documentation.
 
 "right": bitwise what the eager step does. "mismatch": ``GraphError`` before anything is launched,
-or with ``on_mismatch`` an eager call or another capture, both right. "refused": ``CaptureError``
-at the capture, after which training goes on eagerly as if it had not been tried.
+or with ``on_mismatch`` an eager call or another capture, both right. "refused": a warning at the
+capture (or ``CaptureError``, with ``on_capture_error="error"``), after which training goes on
+eagerly as if it had not been tried.
 
 | what you do                                              | what happens                     |
 |----------------------------------------------------------|----------------------------------|
@@ -186,7 +187,7 @@ def test_a_refused_capture_leaves_no_trace(device, reason):
     OUTSIDE[device] = torch.ones((), device=device)
     make, message = REFUSED[reason]
     toy = Toy(device)
-    step = toy.graph()
+    step = toy.graph(on_capture_error="error")
     for _ in range(3):
         step(toy.batch())
     make(toy)
@@ -263,7 +264,7 @@ def test_a_capture_that_fails_under_way(device, monkeypatch, where, failure):
             toy.trace().assert_equal(before)
         return [*returned, step(batch), step(toy.batch())]
 
-    report = both(device, scenario, {"on_mismatch": "recapture"})
+    report = both(device, scenario, {"on_mismatch": "recapture", "on_capture_error": "error"})
     assert report.state == "capture_failed"
     assert report.eager_calls == {"warmup": 3, "capture_failed": 2}
     assert report.pool_bytes == report.static_bytes == 0

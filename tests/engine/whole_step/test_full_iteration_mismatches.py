@@ -138,7 +138,7 @@ def test_changes_that_a_graph_would_not_see(device, change):
         step(toy.batch())
 
 
-@pytest.mark.filterwarnings("ignore:full iteration runs eagerly:moe_graphs.GraphWarning")
+@pytest.mark.filterwarnings("ignore:full iteration ran eagerly:moe_graphs.GraphWarning")
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("policy", ["eager", "recapture"])
 def test_changes_are_followed_on_request(device, change, policy):

@@ -65,7 +65,7 @@ def test_a_rate_read_through_a_wrapped_optimizer():
 
 def test_a_refused_capture_puts_back_what_a_callable_object_has_changed():
     model = Counting()
-    graphed = FullIteration(Step(model), model=model, warmup_steps=2)
+    graphed = FullIteration(Step(model), model=model, warmup_steps=2, on_capture_error="error")
     for _ in range(2):
         graphed(torch.ones(1, 2))
     with pytest.raises(CaptureError, match="changes calls"):
