@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -71,21 +70,13 @@ class Changes:
     def left(self, part: str, what: str, count: int, note: str) -> None:
         self.changes.append(Change(part, what, count, False, note))
 
-    def changed_forwards(
-        self, part: str, modules: list[Any], forward: Callable[..., Any], note: str
-    ) -> None:
-        """``forward`` takes the module first; ``modules`` are of one class."""
-        for module in modules:
-            module.forward = types.MethodType(forward, module)
-        undo = functools.partial(restore_forwards, modules)
-        self.changed(part, type(modules[0]).__name__, len(modules), note, undo)
-
     def changed_classes(
-        self, part: str, modules: list[Any], kind: type[nn.Module], note: str
+        self, part: str, modules: list[Any], maker: Callable[[type[Any]], Any], note: str
     ) -> None:
-        """``modules`` are of one class, ``kind`` is derived from it."""
-        name = type(modules[0]).__name__
-        self.changed(part, name, len(modules), note, change_class(modules, kind))
+        """Gives ``modules``, which are of one class, the forward that ``maker`` makes of it."""
+        kind = type(modules[0])
+        undo = change_class(modules, derived(kind, maker))
+        self.changed(part, kind.__name__, len(modules), note, undo)
 
     def add(self, others: Changes) -> None:
         """All of theirs, undone together."""
@@ -109,14 +100,34 @@ def trying() -> Iterator[None]:
 
 @functools.cache
 def derived(kind: type[Any], maker: Callable[[type[Any]], Any]) -> type[Any]:
-    """``kind`` with the forward that ``maker`` makes of it, under the same name; once for each."""
+    """``kind`` with the forward that ``maker`` makes of it, under the same name; once for each.
+
+    ``maker`` is a function of a module: a pickle of an object names it.
+    """
     own = {
         "forward": maker(kind),
         "_makers": (*makers_of(kind), maker),
+        "__reduce_ex__": _reduce,
         "__module__": kind.__module__,
         "__doc__": kind.__doc__,
     }
     return type(kind.__name__, (kind,), own)
+
+
+def _reduce(self: Any, protocol: int) -> tuple[Any, ...]:
+    """Names the class that others can import, and what was made of it."""
+    kind = type(self)
+    reduced: Any = object.__reduce_ex__(self, max(protocol, 2))
+    if "_makers" not in vars(kind):  # somebody has derived a class from it
+        return reduced
+    importable = next(each for each in kind.__mro__ if "_makers" not in vars(each))
+    return _rebuilt, (importable, makers_of(kind)), *reduced[2:]
+
+
+def _rebuilt(kind: type[Any], makers: tuple[Callable[[type[Any]], Any], ...]) -> Any:
+    for maker in makers:
+        kind = derived(kind, maker)
+    return kind.__new__(kind)
 
 
 def makers_of(kind: type[Any]) -> tuple[Callable[[type[Any]], Any], ...]:
@@ -142,9 +153,3 @@ def by_class(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
     for module in modules:
         found.setdefault(type(module), []).append(module)
     return list(found.values())
-
-
-def restore_forwards(modules: list[nn.Module]) -> None:
-    """Those of their classes."""
-    for module in modules:
-        module.__dict__.pop("forward", None)

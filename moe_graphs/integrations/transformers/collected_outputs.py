@@ -120,16 +120,24 @@ def collect_within(model: Any) -> Callable[[], None]:
     install(model)
     state = Collecting()
     state.take(model, may_be_new=True)
-    model.__dict__[_HOOKS] = state.hooks
+    # Copies and pickles carry no hooks: transformers puts its own in place there.
+    plain = functools.partial(_without_hooks, model)
+    model.__dict__.update({_HOOKS: state.hooks, "__getstate__": plain})
     kind: Any = type(model)
     restore = change_class([model], derived(kind, _forward_that_collects))
 
     def undo() -> None:
         restore()
         state.put_back()
-        del model.__dict__[_HOOKS]
+        for name in (_HOOKS, "__getstate__"):
+            model.__dict__.pop(name, None)
 
     return undo
+
+
+def _without_hooks(model: nn.Module) -> dict[str, Any]:
+    left = (_HOOKS, "__getstate__", "_output_capturing_hooks_installed")
+    return {name: value for name, value in vars(model).items() if name not in left}
 
 
 def _forward_that_collects(kind: type[Any]) -> Callable[..., Any]:
@@ -137,7 +145,7 @@ def _forward_that_collects(kind: type[Any]) -> Callable[..., Any]:
 
     @functools.wraps(theirs)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        hooks = vars(self)[_HOOKS]
+        hooks = vars(self).get(_HOOKS, ())  # a copy has none
         options = {f"output_{hook.key}" for hook in hooks}
         if not any(kwargs.get(each, getattr(self.config, each, False)) for each in options):
             return theirs(self, *args, **kwargs)

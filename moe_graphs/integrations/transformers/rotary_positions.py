@@ -29,7 +29,7 @@ def change_rotary(model: nn.Module, done: Changes) -> None:
             done.left("rotary", kind.__name__, len(modules), reason)
             continue
         note = "one kernel for queries and keys"
-        done.changed_forwards("rotary", modules, _rebound(kind.forward), note)
+        done.changed_classes("rotary", modules, _rebound, note)
 
 
 def _is_candidate(module: nn.Module) -> bool:
@@ -43,6 +43,8 @@ def _why_not(kind: type[nn.Module], modules: list[nn.Module]) -> str | None:
         return f"its forward does not call {_NAME} itself"
     if any("forward" in vars(module) for module in modules):
         return "has a forward of its own"
+    if theirs is _rotary:
+        return "is on our kernel already"
     if list(inspect.signature(theirs).parameters) != _PARAMETERS or not _computes(theirs):
         return "computes something else"
     return None
@@ -77,7 +79,8 @@ def _rotary(
     return query.transpose(1, 2), key.transpose(1, 2)
 
 
-def _rebound(forward: Any) -> types.FunctionType:
+def _rebound(kind: Any) -> types.FunctionType:
+    forward = kind.forward
     names = {**forward.__globals__, _NAME: _rotary}
     made = types.FunctionType(
         forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
