@@ -15,7 +15,7 @@ from moe_graphs.config import GraphConfig
 from moe_graphs.engine.report import Report
 from moe_graphs.engine.scopes.graphs import Graphs, graph
 from moe_graphs.integrations.transformers.caching import stop_caching
-from moe_graphs.integrations.transformers.changes import Changes, trying
+from moe_graphs.integrations.transformers.changes import Change, Changes, trying
 from moe_graphs.integrations.transformers.collected_outputs import collect_outputs
 from moe_graphs.integrations.transformers.experts_interface import NAME, register
 from moe_graphs.integrations.transformers.reached_code import host_read
@@ -205,6 +205,18 @@ def _change_loss(model: Any, done: Accelerated) -> None:
             model.loss_function = before
 
     done.changed("loss", what, 1, "fused, logits stay in their dtype", undo)
+    done.watch(functools.partial(_loss_of_trl, model))
+
+
+def _loss_of_trl(model: nn.Module) -> list[Change]:
+    """Whether TRL has set a forward on the model that computes the loss from hidden states."""
+    forward = vars(model).get("forward")
+    while forward is not None:
+        if getattr(forward, "__globals__", {}).get("__name__", "").startswith("trl."):
+            note = "TRL's trainers compute theirs by it, from hidden states"
+            return [Change("loss", "TRL's fused head", 1, False, note)]
+        forward = getattr(forward, "__wrapped__", None)
+    return []
 
 
 def causal_lm_loss(

@@ -34,15 +34,19 @@ def change_rotary(model: nn.Module, done: Changes) -> None:
 
 def _is_candidate(module: nn.Module) -> bool:
     kind = type(module)
-    return kind.__name__.endswith("Attention") and _NAME in getattr(kind.forward, "__globals__", {})
+    names = getattr(inspect.unwrap(kind.forward), "__globals__", {})
+    return kind.__name__.endswith("Attention") and _NAME in names
 
 
 def _why_not(kind: type[nn.Module], modules: list[nn.Module]) -> str | None:
-    theirs = kind.forward.__globals__[_NAME]
-    if _NAME not in kind.forward.__code__.co_names:
+    forward: Any = inspect.unwrap(kind.forward)
+    theirs = forward.__globals__[_NAME]
+    if _NAME not in forward.__code__.co_names:
         return f"its forward does not call {_NAME} itself"
     if any("forward" in vars(module) for module in modules):
         return "has a forward of its own"
+    if not _knows_its_inner(kind.forward):
+        return "a decorator of its forward is not known"
     if theirs is _rotary:
         return "is on our kernel already"
     if list(inspect.signature(theirs).parameters) != _PARAMETERS or not _computes(theirs):
@@ -80,10 +84,33 @@ def _rotary(
 
 
 def _rebound(kind: Any) -> types.FunctionType:
-    forward = kind.forward
-    names = {**forward.__globals__, _NAME: _rotary}
+    return _with_ours(kind.forward)
+
+
+def _with_ours(forward: Any) -> types.FunctionType:
+    """A copy of ``forward``, and of the decorators around it, in which the name is ours."""
+    inner, names, cells = getattr(forward, "__wrapped__", None), forward.__globals__, ()
+    if inner is None:
+        names, cells = {**names, _NAME: _rotary}, forward.__closure__
+    else:
+        made_inner = _with_ours(inner)
+        cells = tuple(
+            types.CellType(made_inner) if cell.cell_contents is inner else cell
+            for cell in forward.__closure__ or ()
+        )
     made = types.FunctionType(
-        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
+        forward.__code__, names, forward.__name__, forward.__defaults__, cells
     )
     made.__kwdefaults__ = forward.__kwdefaults__
+    if inner is not None:
+        made.__wrapped__ = made_inner  # type: ignore[attr-defined]
     return made
+
+
+def _knows_its_inner(forward: Any) -> bool:
+    """Whether the closure of every decorator around a forward holds what it calls."""
+    while (inner := getattr(forward, "__wrapped__", None)) is not None:
+        if not any(cell.cell_contents is inner for cell in forward.__closure__ or ()):
+            return False
+        forward = inner
+    return True

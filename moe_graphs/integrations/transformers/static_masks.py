@@ -122,7 +122,7 @@ def _why_masks(rule: MaskRule, given: dict[str, Any]) -> str | None:
             "attention_mask: layers of linear attention read no padding from one of four "
             "dimensions. Pad on the right, and pass batches through static_batch"
         )
-    for name in ("position_ids", "past_key_values"):
+    for name in ("position_ids", "past_key_values", "cache"):
         if mask is None and given.get(name) is not None:
             return (
                 f"{name}: in a whole step no mask is built from it. Pass a 4-D attention_mask, or "
