@@ -1,4 +1,4 @@
-"""Accelerated models are copied and pickled as a whole: ``copy.deepcopy``, ``torch.save(model)``."""
+"""Accelerated models are copied and pickled whole: ``deepcopy``, ``torch.save(model)``."""
 
 from __future__ import annotations
 

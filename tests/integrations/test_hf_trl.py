@@ -1,4 +1,4 @@
-"""TRL's ``SFTTrainer`` with its defaults, LoRA and router losses: to the end, saved, resumed, bitwise."""
+"""TRL's ``SFTTrainer`` with its defaults, LoRA and router losses: saved, resumed, bitwise."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ STEPS, SAVED_AT, LAYERS = 6, 3, 2
 
 @dataclass
 class Trained:
-    """``parameters``: those that were trained. ``logged``: losses and router losses, step by step."""
+    """The trained ``parameters``, and ``logged`` losses and router losses, step by step."""
 
     trainer: Any
     logged: list[dict[str, float]]

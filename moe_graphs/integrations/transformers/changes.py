@@ -1,4 +1,4 @@
-"""What was changed in a model and what was left, line by line, and how to undo it."""
+"""Changes of a model, line by line, with what was left, and how to undo them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Change:
 
 
 class Changes:
-    """What was done to a model in place.
+    """A record of changes to a model in place.
 
     Attributes:
         changes: line by line; ``print`` it.
@@ -50,7 +50,7 @@ class Changes:
         return "\n".join(map(str, [*self.changes, *self.since()]))
 
     def since(self) -> list[Change]:
-        """What no longer holds, since somebody else has changed the model."""
+        """Lists what no longer holds, since somebody else has changed the model."""
         return [change for look in self._watched for change in look()]
 
     def watch(self, look: Callable[[], list[Change]]) -> None:
@@ -64,7 +64,7 @@ class Changes:
         self.changes.append(Change(part, what, count, True, note))
 
     def on_undo(self, undo: Callable[[], None]) -> None:
-        """For a change that is not worth a line."""
+        """Takes the undo of a change that is not worth a line."""
         self._undo.append(undo)
 
     def left(self, part: str, what: str, count: int, note: str) -> None:
@@ -79,7 +79,7 @@ class Changes:
         self.changed(part, kind.__name__, len(modules), note, undo)
 
     def add(self, others: Changes) -> None:
-        """All of theirs, undone together."""
+        """Adds all changes of ``others``, which are undone together."""
         self._undo.append(others.undo)
         self.changes += others.changes
         self._watched.append(others.since)
@@ -87,8 +87,11 @@ class Changes:
 
 @contextlib.contextmanager
 def trying() -> Iterator[None]:
-    """For modules that are run on random numbers: made in here, tensors are fp32 on the CPU,
-    whatever is torch's default. Leaves no trace in torch's random numbers."""
+    """A context in which modules are run on random numbers.
+
+    Tensors that are made in it are fp32 on the CPU, whatever is torch's default. It leaves no trace
+    in torch's random numbers.
+    """
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -131,7 +134,7 @@ def _rebuilt(kind: type[Any], makers: tuple[Callable[[type[Any]], Any], ...]) ->
 
 
 def makers_of(kind: type[Any]) -> tuple[Callable[[type[Any]], Any], ...]:
-    """By which ``derived`` has made it, one after the other."""
+    """The functions by which ``derived`` has made ``kind``, in order."""
     return getattr(kind, "_makers", ())
 
 

@@ -13,8 +13,10 @@ from moe_graphs.integrations.transformers.accelerated import Accelerated, accele
 
 
 class GraphCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not follow transformers
-    """``Trainer(callbacks=[GraphCallback()])``: ``accelerate_model`` when training begins, one step
-    of graphs per update, with all of its microbatches.
+    """Graphs in ``Trainer(callbacks=[GraphCallback()])``, and in TRL's trainers.
+
+    It calls ``accelerate_model`` when training begins, and makes one step of graphs per update,
+    with all of its microbatches.
 
     Evaluation runs eagerly, checkpoints are Trainer's own, and with the same arguments but
     ``graphs=False`` training is the same bit for bit. Batches of another shape than the first ones

@@ -56,7 +56,7 @@ def _why_not(kind: type[nn.Module], modules: list[nn.Module]) -> str | None:
 
 @torch.no_grad()
 def _computes(theirs: Callable[..., tuple[Tensor, Tensor]]) -> bool:
-    """Of whole heads, and of parts of heads if it takes these. The tables' halves differ."""
+    """Compares whole heads, and parts of heads if it takes these. The tables' halves differ."""
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(2, n, 5, 16, generator=generator) for n in (4, 2))
     for columns in (16, 8):
@@ -76,7 +76,7 @@ def _computes(theirs: Callable[..., tuple[Tensor, Tensor]]) -> bool:
 def _rotary(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """With ``unsqueeze_dim`` 2, queries and keys are ``[B, S, heads, Q]``."""
+    """Our kernel. Queries and keys are ``[B, S, heads, Q]`` where ``unsqueeze_dim`` is 2."""
     if unsqueeze_dim == 1:
         return apply_rotary(q, k, cos, sin)
     query, key = apply_rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
