@@ -74,7 +74,7 @@ class Changes:
         self, part: str, modules: list[Any], maker: Callable[[type[Any]], Any], note: str
     ) -> None:
         """Gives ``modules``, which are of one class, the forward that ``maker`` makes of it."""
-        kind = type(modules[0])
+        kind: Any = type(modules[0])
         undo = change_class(modules, derived(kind, maker))
         self.changed(part, kind.__name__, len(modules), note, undo)
 
@@ -127,7 +127,7 @@ def _reduce(self: Any, protocol: int) -> tuple[Any, ...]:
     return _rebuilt, (importable, makers_of(kind)), *reduced[2:]
 
 
-def _rebuilt(kind: type[Any], makers: tuple[Callable[[type[Any]], Any], ...]) -> Any:
+def _rebuilt(kind: Any, makers: tuple[Callable[[type[Any]], Any], ...]) -> Any:
     for maker in makers:
         kind = derived(kind, maker)
     return kind.__new__(kind)

@@ -89,7 +89,8 @@ def _rebound(kind: Any) -> types.FunctionType:
 
 def _with_ours(forward: Any) -> types.FunctionType:
     """A copy of ``forward``, and of the decorators around it, in which the name is ours."""
-    inner, names, cells = getattr(forward, "__wrapped__", None), forward.__globals__, ()
+    inner, names = getattr(forward, "__wrapped__", None), forward.__globals__
+    cells: Any
     if inner is None:
         names, cells = {**names, _NAME: _rotary}, forward.__closure__
     else:
