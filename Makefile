@@ -8,12 +8,14 @@ WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# A file of versions to install no others than; empty takes the newest.
+CONSTRAINTS ?=
 # Each worker of `make test-gpu` takes some 4 GiB of the GPU's memory.
 GPU_PYTHON ?= $(BIN)/python
 GPU_WORKERS ?= 12
 RECORD ?= docs/development/suite_runs.jsonl
 
-.PHONY: train test test-all test-gpu lint format clean
+.PHONY: train test test-all test-oldest test-gpu lint format clean
 
 train: $(STAMP)
 	$(BIN)/moe-graphs train $(ARGS)
@@ -24,6 +26,14 @@ test: $(STAMP) lint
 # With whole runs of several processes, as CI, and with every combination of what tests vary.
 test-all: override ARGS += --long --full-grids
 test-all: test
+
+# The tests of transformers, PEFT and TRL with the oldest versions that the extras take.
+OLDEST := tests/integrations/test_hf_callback.py tests/integrations/test_hf_outputs.py \
+  tests/integrations/test_hf_peft.py tests/integrations/test_hf_pickled.py \
+  tests/integrations/test_hf_trl.py
+test-oldest:
+	$(MAKE) VENV=$(VENV)-oldest CONSTRAINTS=tests/oldest.txt $(VENV)-oldest/.installed
+	$(VENV)-oldest/bin/python -m pytest -n $(WORKERS) --dist worksteal $(OLDEST) $(ARGS)
 
 # Every test that needs a GPU, with whichever extras are installed; tests of several GPUs wait for them.
 # Another Python that has torch: `make test-gpu GPU_PYTHON=python3`. The run leaves a line in RECORD.
@@ -41,13 +51,13 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 # torch first, by itself: the pin decides which build is taken, everything else accepts it.
-$(STAMP): pyproject.toml Makefile
+$(STAMP): pyproject.toml Makefile $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -c "import triton" 2> /dev/null || $(BIN)/python -m pip install --quiet "$(TRITON)"
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --editable ".[dev]" $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VENV)-oldest runs .pytest_cache .ruff_cache .mypy_cache

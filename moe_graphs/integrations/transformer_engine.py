@@ -119,8 +119,9 @@ def te_linear(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """TE's ``Linear`` in the place of torch's without bias: the same parameter, with the same
-    values from the same seed.
+    """TE's ``Linear`` in the place of torch's without bias.
+
+    It has the same parameter, with the same values from the same seed.
 
     Its state_dict is torch's, too, as long as TE has nothing to save there: only delayed scaling
     has. Loading one without that state leaves what the module has, as TE does.
@@ -139,8 +140,10 @@ def fp8_recipe(name: str) -> Any:
 
 
 def fp8_autocast(recipe: Any) -> contextlib.AbstractContextManager[Any]:
-    """TE's context in which its modules compute in FP8; a new one for every step, around all of
-    it. Make the recipe once: TE tells recipes apart."""
+    """TE's context in which its modules compute in FP8.
+
+    Every step wants a new one around all of it. Make the recipe once: TE tells recipes apart.
+    """
     engine = import_transformer_engine()
     if hasattr(engine, "autocast"):
         return engine.autocast(enabled=True, recipe=recipe)
@@ -171,8 +174,10 @@ def check_fp8_sizes(model: nn.Module, rows: int) -> None:
 def back_to_fp8(
     model: nn.Module, autocast: Callable[[], contextlib.AbstractContextManager[Any]]
 ) -> None:
-    """Modules that ran outside of the autocast since, as in an evaluation, are what they were in
-    it: TE notes that in attributes, and graphs would find other ones."""
+    """Makes modules that ran outside of the autocast since, as in an evaluation, what they were.
+
+    TE notes that in attributes, and graphs would find other ones.
+    """
     with autocast():
         for _, module in _te_modules(model):
             if "num_gemms" in module.fp8_meta:  # it has been in FP8
@@ -180,7 +185,7 @@ def back_to_fp8(
 
 
 def fp8_state(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """What delayed scaling remembers, by module: scales and histories of the largest values.
+    """The memory of delayed scaling, by module: scales and histories of the largest values.
 
     On the CPU, as plain tensors: TE's own ``_extra_state`` is a pickle, which it does not load
     unless an environment variable allows it, and is empty after an evaluation in bf16. Other
@@ -249,8 +254,10 @@ def _as_torch_draws(weight: Tensor) -> None:
 
 
 def _without_empty_state(module: nn.Module) -> nn.Module:
-    """TE's module without an entry in the state_dict that says nothing, so that torch's modules
-    can load it, and it can load theirs."""
+    """TE's module without an entry in the state_dict that says nothing.
+
+    Torch's modules can then load it, and it can load theirs.
+    """
     module.register_state_dict_post_hook(_drop_empty_state)
     module.register_load_state_dict_pre_hook(_add_empty_state)
     return module

@@ -47,7 +47,7 @@ def test_it_trains_as_before_and_is_undone(family):
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
 
 
-# Of each kind of layer one; bailing_hybrid reads transformers' dictionary of activations.
+# One of each kind of layer; bailing_hybrid reads transformers' dictionary of activations.
 ALWAYS = {"qwen3_moe", "gpt_oss", "llama", "bailing_hybrid", "qwen3_next"}
 GRAPHED = [f if f in ALWAYS else pytest.param(f, marks=pytest.mark.full) for f in (*ALL, "llama")]
 

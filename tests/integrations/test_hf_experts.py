@@ -20,7 +20,7 @@ GRAPHED = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "granitemo
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch):
-    """How often our forward was called."""
+    """A list with an entry for each call of our forward."""
     register()
     counted = []
 

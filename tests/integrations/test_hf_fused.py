@@ -68,7 +68,7 @@ def test_sums_in_norms_change_no_bit_on_a_gpu(family):
 
 
 def test_hooks_on_norms_count():
-    """Those put in later as well: such layers run transformers' forward."""
+    """Hooks that are put in later count as well: such layers run transformers' forward."""
     seen, runs = [], []
     for changes in (APART, {}):
         model = made("qwen3_moe", changes)

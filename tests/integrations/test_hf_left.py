@@ -1,4 +1,4 @@
-"""What acceleration does not know stays as it is, and a line says which part it is."""
+"""Acceleration leaves what it does not know as it is, and a line says which part it is."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_layers_beside_them_are_graphed():
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 def test_experts_that_read_sizes_on_the_host_are_seen(implementation):
-    """transformers' "eager" experts loop; the others do not."""
+    """Experts of transformers loop where they are "eager"; the others do not."""
     model = tiny("gpt_oss", implementation)
     accelerated = accelerate_model(model, experts=False)
     assert ("nonzero" in str(accelerated)) == (implementation == "eager")

@@ -10,7 +10,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
-from hf_families import Texts, implementation_of, tiny  # noqa: E402
+from hf_families import Texts, counted, implementation_of, tiny  # noqa: E402
 from moe_graphs import GraphConfig  # noqa: E402
 from moe_graphs.integrations.transformers import GraphCallback, accelerate_model  # noqa: E402
 
@@ -63,9 +63,11 @@ def both(flags_of, family="qwen3_moe", between=None, **options):
     return accelerated.graphs.report()
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "llama"])
 @pytest.mark.parametrize("flags", FLAGS, ids="+".join)
 def test_what_a_flag_asks_for_leaves_the_graphs(flags, family):
+    if family == "llama":  # a dense model has no routers
+        flags = tuple(flag for flag in flags if flag != "output_router_logits")
     report = both(lambda number: flags, family)
     assert report.eager_calls == {"warmup": 3 * LAYERS}
     assert report.replayed == (STEPS - 3) * LAYERS
@@ -117,7 +119,7 @@ def test_layers_replay_once_checkpointing_is_off():
             )
 
     report = both(lambda number: ("output_router_logits",), between=between)
-    assert report.eager_calls == {"gradient_checkpointing": 2 * LAYERS, "warmup": 3 * LAYERS}
+    assert counted(report) == {"gradient_checkpointing": 2 * LAYERS, "warmup": 3 * LAYERS}
     assert report.replayed == (STEPS - 5) * LAYERS
 
 

@@ -80,7 +80,7 @@ def test_both_orders_are_alike_and_ask_for_nothing(family, task_type):
 
 
 def trained(family, callback, folder):
-    """What Trainer logs, and the trained parameters."""
+    """The losses that Trainer logs, and the trained parameters."""
     model = with_lora(base(family))
     arguments = transformers.TrainingArguments(
         str(folder), max_steps=STEPS, per_device_train_batch_size=2, logging_steps=1,

@@ -40,7 +40,7 @@ def expected_of(model):
 
 
 def move_biases(model):
-    """So that they change what is chosen."""
+    """Gives biases values that change which experts are chosen."""
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.linspace(-0.5, 0.5, buffer.numel()))

@@ -73,7 +73,7 @@ def test_a_whole_step_on_a_gpu(family, padding):
 
 @pytest.mark.parametrize("padding", ["right", "any"])
 def test_padded_batches_give_the_same_gradients(padding):
-    """Those of transformers with its mask, to rounding; padding on both sides for "any"."""
+    """The gradients are those with its masks, to rounding; "any" pads on both sides."""
     real = torch.ones_like(tokens())
     real[0, 11:] = 0
     if padding == "any":

@@ -179,7 +179,7 @@ def test_a_checkpoint_is_lightnings_and_resumes(tmp_path, device, saved_by):
 
 
 def assert_same_shape(left, right, path="checkpoint") -> None:
-    """The same keys and types all the way down, and nothing of ours among the callbacks."""
+    """Checkpoints have the same keys and types all the way down, and no callback of ours."""
     if path == "checkpoint['callbacks']":
         assert not [key for key, value in left.items() if value]
         return
@@ -204,7 +204,7 @@ def test_a_partial_batch_runs_eagerly(tmp_path):
 
 
 class Fails(Regression):
-    """In a hook: a replay does not run the Python of training_step."""
+    """The file is written in a hook: a replay does not run the Python of training_step."""
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         super().on_train_batch_end(outputs, batch, batch_idx)

@@ -121,7 +121,7 @@ OF_THE_MODULE = [
 def test_hooks_of_the_module_do_what_they_do_without_graphs(
     tmp_path, device, make, scheduled, accumulated
 ):
-    """With a rate that is not scheduled the update would be in the graph, but for them."""
+    """The update would be in the graph, but for them, with a rate that is not scheduled."""
     made = make if scheduled else fused(base=make)
     options = {"accumulate_grad_batches": accumulated}
     assert all_replayed(both(tmp_path, made, device=device, **options))
@@ -186,7 +186,7 @@ def test_layers_that_are_frozen_between_epochs_run_eagerly(tmp_path):
 
 
 class LogsAndChanges(Regression):
-    """What is logged is the value of then."""
+    """The value that is logged is the one of then."""
 
     def training_step(self, batch, batch_idx):
         total = batch[0].sum()

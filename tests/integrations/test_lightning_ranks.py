@@ -1,5 +1,7 @@
-"""Whole steps under Lightning's strategies of several ranks: bitwise the same training, and all
-ranks decide alike. gloo on the CPU recorder, NCCL on two GPUs."""
+"""Whole steps under Lightning's strategies of several ranks: bitwise the same training.
+
+All ranks decide alike. gloo runs on the CPU recorder, NCCL on two GPUs.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def reports_of(callback: GraphWholeSteps) -> Report:
 
 
 def compare(folder: str, device: str, kind: type, **options: Any) -> Report:
-    """Without and with graphs."""
+    """Trains without and with graphs."""
     again = copy.deepcopy(options)  # a scaler has a state
     expected = trace_of(*fit(folder, device, kind, **options))
     callback = GraphWholeSteps(warmup_steps=2)
@@ -94,7 +96,7 @@ def in_full(folder: str, device: str, kind: type) -> dict[str, Any]:
 
 
 def far_from_one_process(trained: pl.LightningModule, kind: type, device: str) -> float:
-    """How far the parameters are from those of a plain loop over the batches of all ranks."""
+    """The distance of the parameters from those of a plain loop over the batches of all ranks."""
     torch.manual_seed(0)
     model = kind().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -177,19 +179,19 @@ def on_ranks(work: Callable[..., Any], kind: str, device: str, folder: Path) -> 
 
 @pytest.fixture(scope="module", params=KINDS)
 def trained(request, device, tmp_path_factory) -> list[dict[str, Any]]:
-    """What each rank has found: bitwise differences have raised there."""
+    """The findings of each rank: bitwise differences have raised there."""
     return on_ranks(train_all, request.param, device, tmp_path_factory.mktemp("trained"))
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def few(request, device, tmp_path_factory) -> list[dict[str, Any]]:
-    """As ``trained``, of what does not take long."""
+    """The findings of runs that do not take long."""
     return on_ranks(train_few, request.param, device, tmp_path_factory.mktemp("few"))
 
 
 @pytest.mark.long
 def test_ranks_train_as_lightning_does(trained):
-    """What differs has raised on the ranks: this is that graphs did it, and the same on both."""
+    """Graphs ran, and did the same on both ranks; a difference has raised on the ranks."""
     first, second = trained
     for name in ("full", "resumed", "behind", "mixed", "true"):
         assert first[name] == second[name]
@@ -238,7 +240,7 @@ def fails(*_: Any) -> None:
 
 
 def say(folder: str, kind: type, *callbacks: Any, **options: Any) -> tuple[list[str], Report]:
-    """What is warned of."""
+    """The warnings of a run, and its report."""
     callback = GraphWholeSteps(warmup_steps=2)
     options = {**SHORT, "limit_train_batches": 5, **options}
     with warnings.catch_warnings(record=True) as said:

@@ -1,4 +1,4 @@
-"""What changes from batch to batch is no constant: rows of the table in test_lightning_footguns."""
+"""A value that changes from batch to batch is no constant: rows of test_lightning_footguns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What no graph can hold is named: rows of the table in test_lightning_footguns."""
+"""Errors name what no graph can hold: rows of the table in test_lightning_footguns."""
 
 from __future__ import annotations
 

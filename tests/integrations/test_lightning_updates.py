@@ -63,7 +63,7 @@ def test_a_rate_that_changes_by_hand_is_followed(tmp_path, caplog):
 
 
 class HookedOptimizer(pl.Callback):
-    """Of those that come late, and are not Lightning's."""
+    """A hook of the optimizer that comes late, and is not Lightning's."""
 
     def on_train_epoch_start(self, trainer, pl_module):
         if trainer.current_epoch == 1:
@@ -79,7 +79,7 @@ def test_hooks_of_the_optimizer_are_called(tmp_path, caplog):
 
 
 class Unfreezes(pl.Callback):
-    """As ``BaseFinetuning`` does it."""
+    """A callback that unfreezes as ``BaseFinetuning`` does it."""
 
     def on_fit_start(self, trainer, pl_module):
         pl_module.body.requires_grad_(False)

@@ -82,7 +82,7 @@ def _experts_run(experts, rows_RD, offsets_e) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def _in_our_layout(experts) -> dict[str, torch.Tensor]:
-    """Its gradients, by way of its weights."""
+    """Gradients of the experts, by way of their weights."""
     for parameter in experts.parameters():
         parameter.copy_(parameter.grad)
     return dict(zip(("w1", "w2"), experts.stacked_weights(), strict=True))

@@ -60,7 +60,7 @@ def dmoe(**options) -> nn.Module:
 
 
 class Block(nn.Module):
-    """As a user of MegaBlocks writes it."""
+    """A layer as a user of MegaBlocks writes it."""
 
     def __init__(self, **options) -> None:
         super().__init__()
@@ -165,8 +165,11 @@ def test_conversions_are_bitwise_both_ways(shared):
 
 @pytest.mark.parametrize("experts", ["moe_graphs", "megablocks"])
 def test_outputs_and_gradients_are_those_of_a_dmoe(experts):
-    """MegaBlocks' router rounds its scores to bfloat16, so a few tokens go elsewhere: they are left
-    out. For the others that rounding, one in 256 for each score, is what the tolerance allows."""
+    """MegaBlocks' router rounds its scores to bfloat16, so a few tokens go elsewhere.
+
+    Such tokens are left out. For the others the tolerance allows that rounding, one in 256 for each
+    score.
+    """
     layer = dmoe(moe_loss_weight=0)
     ours = from_megablocks(layer, experts)
     generator = torch.Generator().manual_seed(3)

@@ -1,5 +1,6 @@
-"""Transformer Engine's modules as parts of our layers, by a stand-in on the CPU: what is theirs is
-tried on a GPU by ``test_te_parts.py``.
+"""Transformer Engine's modules as parts of our layers, by a stand-in on the CPU.
+
+Their own modules are tried on a GPU by ``test_te_parts.py``.
 
 Shapes: B batch, S sequence, D model, F ffn, e experts, R rows.
 """
@@ -128,7 +129,7 @@ def test_weights_convert_bitwise_both_ways(engine, dtype):
 
 
 def test_a_model_begins_with_the_same_weights(engine):
-    """And leaves the generator where ours does; also one rank's experts."""
+    """The generator is left where ours leaves it; one rank's experts are the same, too."""
     found = []
     for config in (CONFIG, replace(CONFIG, linear="transformer_engine", moe=THEIRS)):
         torch.manual_seed(3)

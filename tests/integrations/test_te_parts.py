@@ -109,7 +109,7 @@ def experts_and_oracle(dtype: torch.dtype) -> tuple[parts.TEExperts, nn.Module, 
 
 
 def gradients(experts: nn.Module) -> tuple[Tensor, Tensor]:
-    """In our layout."""
+    """The gradients in our layout."""
     if isinstance(experts, GroupedExperts):
         return experts.w1.grad, experts.w2.grad
     stacks = (

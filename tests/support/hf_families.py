@@ -146,6 +146,11 @@ def loss_and_gradients(model: nn.Module, tokens: torch.Tensor) -> dict[str, torc
     return {"loss": output.loss.detach(), "logits": output.logits.detach(), **found}
 
 
+def counted(report: Any) -> dict[str, int]:
+    """Eager calls by reason; older transformers call checkpointed layers in the backward, too."""
+    return {name: n for name, n in report.eager_calls.items() if name != "recompute"}
+
+
 def trained(
     model: nn.Module, step: Callable[[], contextlib.AbstractContextManager[None]]
 ) -> list[torch.Tensor]:

@@ -99,7 +99,9 @@ class GraphedScope:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.scope.forward(*args, **kwargs)
-        reason = self.graphs.eager_reason() or self.why_eager(self.scope.module)
+        reason = self.graphs.eager_reason()
+        if reason in (None, "saved_tensors_hooks"):  # checkpointing's hooks have a better name
+            reason = self.why_eager(self.scope.module) or reason
         if reason is not None:
             self.eager_calls[reason] += 1
             self.graphs.misses.ran_eagerly(self._name, reason)

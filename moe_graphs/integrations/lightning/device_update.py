@@ -22,14 +22,16 @@ _NOT_CALLED = ("on_before_optimizer_step", "configure_gradient_clipping")
 
 @dataclass(frozen=True)
 class DeviceUpdate:
-    """In the place of the strategy's ``optimizer_step``: ``DeviceStep`` unscales, clips by norm,
-    updates or skips. The precision plugin saves and loads the scaler."""
+    """A ``DeviceStep`` in the place of the strategy's ``optimizer_step``.
+
+    It unscales, clips by norm, updates or skips. The precision plugin saves and loads the scaler.
+    """
 
     update: DeviceStep
 
     @classmethod
     def of(cls, trainer: pl.Trainer, module: pl.LightningModule) -> DeviceUpdate | None:
-        """None without a scaler of ours.
+        """The update on the device; None without a scaler of ours.
 
         Raises:
             ValueError: for what would not be called or cannot be skipped.

@@ -1,4 +1,4 @@
-"""What ``training_step`` gets for ``batch_idx`` while it is captured."""
+"""The stand-in that ``training_step`` gets for ``batch_idx`` while it is captured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Lightning does in the midst of a batch, and a graph of the batch would leave out."""
+"""Actions of Lightning in the midst of a batch that a graph of the batch would leave out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PRECISIONS = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision"
 
 
 def obstacle(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
-    """Why this training cannot run in graphs of whole batches."""
+    """The reason why this training cannot run in graphs of whole batches."""
     plugin = trainer.precision_plugin
     if not is_lightnings_own(plugin, *_PRECISIONS):
         return f"{type(plugin).__name__} is a precision plugin that it does not know"
@@ -39,7 +39,7 @@ def obstacle(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
 
 
 def hook_owners(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[Any, ...]:
-    """Whose hooks Lightning calls."""
+    """The objects whose hooks Lightning calls."""
     return module, *trainer.callbacks  # type: ignore[attr-defined]  # Lightning declares none
 
 

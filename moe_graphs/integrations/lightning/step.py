@@ -20,7 +20,7 @@ from moe_graphs.integrations.lightning.update import Update
 
 
 class Call:
-    """What a whole step is called with. It knows, too, how Lightning runs the batch.
+    """The argument of a whole step. It knows, too, how Lightning runs the batch.
 
     The engine makes another one of these from the graph's memory for everything that has to do
     with a capture, and that one has no ``eagerly``.
@@ -148,7 +148,7 @@ def _attributes(module: Any, **values: Any) -> Iterator[None]:
 
 
 def _check_batch(leaves: list[Any], structure: pytree.TreeSpec, batch: Any) -> None:
-    """Its tensors the engine looks after; its containers are the engine's own, made anew."""
+    """A copy with containers of the engine's own; the engine looks after its tensors."""
     now, structure_now = pytree.tree_flatten(batch)
     if structure != structure_now or not all(map(is_, now, leaves)):
         raise CaptureError(

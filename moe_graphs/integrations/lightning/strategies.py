@@ -12,7 +12,7 @@ from moe_graphs.integrations.lightning.names import pl
 from moe_graphs.integrations.lightning.obstacles import is_lightnings_own
 
 _KNOWN = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
-# Of DDP's arguments those that change nothing that runs in a step but its buckets and buffers.
+# The arguments of DDP that change nothing that runs in a step but its buckets and buffers.
 _OF_DDP = (
     *("gradient_as_bucket_view", "bucket_cap_mb", "broadcast_buffers", "init_sync"),
     *("process_group", "dim"),
@@ -20,7 +20,7 @@ _OF_DDP = (
 
 
 def unknown(trainer: pl.Trainer) -> str | None:
-    """Why there are no graphs under this strategy, on all ranks alike, or None."""
+    """The reason for no graphs under this strategy, on all ranks alike, or None."""
     if is_lightnings_own(trainer.strategy, *_KNOWN):
         return None
     return (
@@ -30,7 +30,7 @@ def unknown(trainer: pl.Trainer) -> str | None:
 
 
 def obstacle_of_strategy(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
-    """What in the strategy's settings whole steps do not go with."""
+    """Settings of the strategy that whole steps do not go with."""
     strategy: Any = trainer.strategy
     wrapper = replicas(strategy)
     if strategy.model is not module and (wrapper is None or wrapper.module is not module):
@@ -72,8 +72,10 @@ def replicas(strategy: Any) -> DistributedDataParallel | None:
 
 
 def built_on(stream: torch.cuda.Stream, strategy: Any) -> Any:
-    """DDPStrategy's ``_setup_model``, on a stream that is known: gradients are accumulated there,
-    so that it has to be the one of the captures."""
+    """DDPStrategy's ``_setup_model``, on a stream that is known.
+
+    Gradients are accumulated there, so that it has to be the stream of the captures.
+    """
 
     def _setup_model(model: nn.Module) -> DistributedDataParallel:
         ids = strategy.determine_ddp_device_ids()
@@ -95,7 +97,7 @@ class Forward:
         self._module, self._wrapper = module, replicas(strategy)
 
     def kind(self) -> tuple[bool, bool]:
-        """Of the coming step: whether gradients are reduced, and buffers sent."""
+        """Tells of the coming step whether gradients are reduced, and buffers sent."""
         if self._wrapper is None:
             return True, False
         sends = self._wrapper.will_sync_module_buffers()

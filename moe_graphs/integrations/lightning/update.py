@@ -43,7 +43,7 @@ class Update:
 
 
 def why_outside(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
-    """Why the update runs behind the graph. Nothing is lost but speed."""
+    """The reason why the update runs behind the graph. Nothing is lost but speed."""
     for owner in hook_owners(trainer, module):
         for name in _HOOKS:
             if is_overridden(owner, name):
@@ -69,7 +69,7 @@ def why_outside(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
-    """Of its step, which a replay does not run. They may come at any time."""
+    """Whether its step has hooks, which a replay does not run. They may come at any time."""
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     everywhere = (optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks)
     return any((*own, *everywhere))

@@ -91,7 +91,7 @@ class GraphWholeSteps(pl.Callback):
         self._undo = contextlib.ExitStack()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Before the strategy wraps the module: DDP is built on the stream of the captures."""
+        """Runs before the strategy wraps the module: DDP is built on the stream of the captures."""
         strategy: Any = trainer.strategy
         self._stream = None
         is_ddp = stage == "fit" and is_lightnings_own(strategy, "DDPStrategy")
@@ -144,7 +144,7 @@ class GraphWholeSteps(pl.Callback):
             self._steps.release()
 
     def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        """On the instance, with the signature of the original, which Lightning looks at."""
+        """Sets it on the instance, with the original's signature, which Lightning looks at."""
 
         @functools.wraps(getattr(owner, name))
         def replaced(*args: Any, **kwargs: Any) -> Any:
@@ -155,7 +155,7 @@ class GraphWholeSteps(pl.Callback):
 
 
 class _WholeSteps:
-    """What the strategy's and the module's methods are while training runs in whole steps.
+    """The methods of the strategy and of the module while training runs in whole steps.
 
     Attributes:
         batch_idx: of the batch that is coming.
@@ -196,7 +196,7 @@ class _WholeSteps:
     # ---- in the place of Lightning's methods
 
     def training_step(self, batch: Any, *index: int) -> Any:
-        """Of the strategy: replays forward and backward, or is Lightning's."""
+        """The strategy's step: replays forward and backward, or is Lightning's."""
         self._current = iteration = self._iteration(takes_index=bool(index))
         call = Call(batch, self._scale(), lambda: self._eagerly(batch, *index))
         try:
@@ -217,8 +217,7 @@ class _WholeSteps:
         return output
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Of the strategy, whose own does the same: a backward that was not in the graph, and what
-        follows it."""
+        """The strategy's backward: one that was not in the graph, and what follows it."""
         if not self._is_ahead:
             loss = self._plugin.pre_backward(loss, self._module)
             with self._current.watching():  # hooks of tensors are Python, too
@@ -229,7 +228,7 @@ class _WholeSteps:
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Of the strategy: the closure replays the update, too, or it is Lightning's."""
+        """The strategy's update: the closure replays the update, too, or it is Lightning's."""
         if self._ranks.any(has_hooks(optimizer)):
             return self._lightnings_update(optimizer, closure, *args, **kwargs)
         self._update = Update.of(self._trainer)

@@ -111,7 +111,7 @@ def _read(layer: Any) -> tuple[Any, Any]:
 
 
 def _not_ours(layer: Any, arguments: Any) -> str | None:
-    """What MoELayer does not compute, by the name of the argument that asks for it."""
+    """Names what MoELayer does not compute, by the name of the argument that asks for it."""
     activation = arguments.activation_fn
     norm = arguments.moe_normalize_expert_weights
     dtypes = {parameter.dtype for parameter in layer.parameters()}

@@ -10,7 +10,9 @@ from torch.nn import functional
 
 
 def import_megablocks(wanted: str) -> SimpleNamespace:
-    """What we use of MegaBlocks, by its names there. ``wanted``: what asks for it.
+    """The functions and classes of MegaBlocks that we use, by their names there.
+
+    ``wanted`` is what asks for them.
 
     Raises:
         ImportError: it is not installed; says how to.

@@ -15,7 +15,7 @@ from moe_graphs.config import GraphConfig
 from moe_graphs.engine.report import Report
 from moe_graphs.engine.scopes.graphs import Graphs, graph
 from moe_graphs.integrations.transformers.caching import stop_caching
-from moe_graphs.integrations.transformers.changes import Changes, trying
+from moe_graphs.integrations.transformers.changes import Change, Changes, trying
 from moe_graphs.integrations.transformers.collected_outputs import collect_outputs
 from moe_graphs.integrations.transformers.experts_interface import NAME, register
 from moe_graphs.integrations.transformers.reached_code import host_read
@@ -28,7 +28,7 @@ from moe_graphs.training.batch_types import know_batches
 
 
 class NoGraphs:
-    """What stands where the graphs would, and says why there are none.
+    """A stand-in for graphs that says why there are none.
 
     Attributes:
         state: "off".
@@ -60,11 +60,11 @@ class NoGraphs:
         )
 
     def release(self) -> None:
-        """There is nothing to release."""
+        """Releases nothing."""
 
 
 class Accelerated(Changes):
-    """What ``accelerate_model`` did to a model.
+    """The changes that ``accelerate_model`` made to a model.
 
     Attributes:
         graphs: of the decoder layers; where there are none, their ``report()`` says why.
@@ -75,7 +75,7 @@ class Accelerated(Changes):
         self.graphs: Graphs | NoGraphs = NoGraphs("accelerate_model was called with graphs=False")
 
     def step(self) -> contextlib.AbstractContextManager[None]:
-        """Around the forwards and backwards of one update, as ``Graphs.step``."""
+        """A context around the forwards and backwards of one update, as ``Graphs.step``."""
         return self.graphs.step()
 
     def no_graphs(self, what: str, reason: str) -> None:
@@ -95,8 +95,9 @@ def accelerate_model(
     graphs: GraphConfig | bool = True,
     whole_steps: bool = False,
 ) -> Accelerated:
-    """Changes a ``PreTrainedModel`` in place, or the one within PEFT's model; its weights, names
-    and checkpoints stay as they are.
+    """Changes a ``PreTrainedModel`` in place, or the one within PEFT's model.
+
+    Its weights, names and checkpoints stay as they are.
 
     Args:
         experts: whole MoE blocks on our stages (``swap_moe_layers``), the experts of others on our
@@ -205,6 +206,18 @@ def _change_loss(model: Any, done: Accelerated) -> None:
             model.loss_function = before
 
     done.changed("loss", what, 1, "fused, logits stay in their dtype", undo)
+    done.watch(functools.partial(_loss_of_trl, model))
+
+
+def _loss_of_trl(model: nn.Module) -> list[Change]:
+    """Whether TRL has set a forward on the model that computes the loss from hidden states."""
+    forward = vars(model).get("forward")
+    while forward is not None:
+        if getattr(forward, "__globals__", {}).get("__name__", "").startswith("trl."):
+            note = "TRL's trainers compute theirs by it, from hidden states"
+            return [Change("loss", "TRL's fused head", 1, False, note)]
+        forward = getattr(forward, "__wrapped__", None)
+    return []
 
 
 def causal_lm_loss(
@@ -216,8 +229,10 @@ def causal_lm_loss(
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """As transformers' ``ForCausalLMLoss``: the mean over targets, or their sum over
-    ``num_items_in_batch``. ``logits [..., S, V]``, ``labels [..., S]``."""
+    """The mean over targets, or their sum over ``num_items_in_batch``, as in transformers.
+
+    ``ForCausalLMLoss`` computes it there. ``logits [..., S, V]``, ``labels [..., S]``.
+    """
     if shift_labels is None:
         if labels is None:
             raise ValueError("causal_lm_loss takes labels or shift_labels: got none of the two")
@@ -234,8 +249,10 @@ def causal_lm_loss(
 
 
 def _write_dtype(model: Any) -> Callable[[], None]:
-    """Writes the dtype as ``save_pretrained`` does: a checkpoint then changes no attribute of the
-    configuration, which guards compare. Returns the undo."""
+    """Writes the dtype as ``save_pretrained`` does, and returns the undo.
+
+    A checkpoint then changes no attribute of the configuration, which guards compare.
+    """
     config, before = model.config, model.config.dtype
     config.dtype = written = str(model.dtype).removeprefix("torch.")
 
@@ -294,6 +311,6 @@ def _scopes_without(lists: dict[str, Any], left: dict[str, str]) -> tuple[str, .
 
 
 def _keep_no_casts(base_model: nn.Module, args: tuple[Any, ...]) -> None:
-    """Until the caller's autocast ends: graphs would keep stale casts. No number changes."""
+    """Switches off autocast's cache until the caller's autocast ends: graphs keep old casts."""
     if any(map(torch.is_autocast_enabled, ("cuda", "cpu"))):
         torch.set_autocast_cache_enabled(False)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from moe_graphs.integrations.transformers.changes import Changes, by_class, derived
+from moe_graphs.integrations.transformers.changes import Changes, by_class
 
 _NOTE = (
     "off in training unless asked for; rows packed by position_ids without a mask do not see one "
@@ -32,8 +32,7 @@ def stop_caching(model: Any, done: Changes) -> None:
         models.append(model)
     found = [m for m in models if _place_of_flag(type(m)) is not None]
     for modules in by_class(found):
-        kind: Any = type(modules[0])
-        done.changed_classes("caching", modules, derived(kind, _uncached), _NOTE)
+        done.changed_classes("caching", modules, _uncached, _NOTE)
 
 
 def _place_of_flag(kind: type[Any]) -> int | None:

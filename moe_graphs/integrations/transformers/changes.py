@@ -1,10 +1,9 @@
-"""What was changed in a model and what was left, line by line, and how to undo it."""
+"""Changes of a model, line by line, with what was left, and how to undo them."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +28,7 @@ class Change:
 
 
 class Changes:
-    """What was done to a model in place.
+    """A record of changes to a model in place.
 
     Attributes:
         changes: line by line; ``print`` it.
@@ -51,7 +50,7 @@ class Changes:
         return "\n".join(map(str, [*self.changes, *self.since()]))
 
     def since(self) -> list[Change]:
-        """What no longer holds, since somebody else has changed the model."""
+        """Lists what no longer holds, since somebody else has changed the model."""
         return [change for look in self._watched for change in look()]
 
     def watch(self, look: Callable[[], list[Change]]) -> None:
@@ -65,30 +64,22 @@ class Changes:
         self.changes.append(Change(part, what, count, True, note))
 
     def on_undo(self, undo: Callable[[], None]) -> None:
-        """For a change that is not worth a line."""
+        """Takes the undo of a change that is not worth a line."""
         self._undo.append(undo)
 
     def left(self, part: str, what: str, count: int, note: str) -> None:
         self.changes.append(Change(part, what, count, False, note))
 
-    def changed_forwards(
-        self, part: str, modules: list[Any], forward: Callable[..., Any], note: str
-    ) -> None:
-        """``forward`` takes the module first; ``modules`` are of one class."""
-        for module in modules:
-            module.forward = types.MethodType(forward, module)
-        undo = functools.partial(restore_forwards, modules)
-        self.changed(part, type(modules[0]).__name__, len(modules), note, undo)
-
     def changed_classes(
-        self, part: str, modules: list[Any], kind: type[nn.Module], note: str
+        self, part: str, modules: list[Any], maker: Callable[[type[Any]], Any], note: str
     ) -> None:
-        """``modules`` are of one class, ``kind`` is derived from it."""
-        name = type(modules[0]).__name__
-        self.changed(part, name, len(modules), note, change_class(modules, kind))
+        """Gives ``modules``, which are of one class, the forward that ``maker`` makes of it."""
+        kind: Any = type(modules[0])
+        undo = change_class(modules, derived(kind, maker))
+        self.changed(part, kind.__name__, len(modules), note, undo)
 
     def add(self, others: Changes) -> None:
-        """All of theirs, undone together."""
+        """Adds all changes of ``others``, which are undone together."""
         self._undo.append(others.undo)
         self.changes += others.changes
         self._watched.append(others.since)
@@ -96,8 +87,11 @@ class Changes:
 
 @contextlib.contextmanager
 def trying() -> Iterator[None]:
-    """For modules that are run on random numbers: made in here, tensors are fp32 on the CPU,
-    whatever is torch's default. Leaves no trace in torch's random numbers."""
+    """A context in which modules are run on random numbers.
+
+    Tensors that are made in it are fp32 on the CPU, whatever is torch's default. It leaves no trace
+    in torch's random numbers.
+    """
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -109,18 +103,38 @@ def trying() -> Iterator[None]:
 
 @functools.cache
 def derived(kind: type[Any], maker: Callable[[type[Any]], Any]) -> type[Any]:
-    """``kind`` with the forward that ``maker`` makes of it, under the same name; once for each."""
+    """``kind`` with the forward that ``maker`` makes of it, under the same name; once for each.
+
+    ``maker`` is a function of a module: a pickle of an object names it.
+    """
     own = {
         "forward": maker(kind),
         "_makers": (*makers_of(kind), maker),
+        "__reduce_ex__": _reduce,
         "__module__": kind.__module__,
         "__doc__": kind.__doc__,
     }
     return type(kind.__name__, (kind,), own)
 
 
+def _reduce(self: Any, protocol: int) -> tuple[Any, ...]:
+    """Names the class that others can import, and what was made of it."""
+    kind = type(self)
+    reduced: Any = object.__reduce_ex__(self, max(protocol, 2))
+    if "_makers" not in vars(kind):  # somebody has derived a class from it
+        return reduced
+    importable = next(each for each in kind.__mro__ if "_makers" not in vars(each))
+    return _rebuilt, (importable, makers_of(kind)), *reduced[2:]
+
+
+def _rebuilt(kind: Any, makers: tuple[Callable[[type[Any]], Any], ...]) -> Any:
+    for maker in makers:
+        kind = derived(kind, maker)
+    return kind.__new__(kind)
+
+
 def makers_of(kind: type[Any]) -> tuple[Callable[[type[Any]], Any], ...]:
-    """By which ``derived`` has made it, one after the other."""
+    """The functions by which ``derived`` has made ``kind``, in order."""
     return getattr(kind, "_makers", ())
 
 
@@ -142,9 +156,3 @@ def by_class(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
     for module in modules:
         found.setdefault(type(module), []).append(module)
     return list(found.values())
-
-
-def restore_forwards(modules: list[nn.Module]) -> None:
-    """Those of their classes."""
-    for module in modules:
-        module.__dict__.pop("forward", None)

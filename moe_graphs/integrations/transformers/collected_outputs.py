@@ -1,4 +1,4 @@
-"""What transformers collects inside of layers leaves their graphs as outputs.
+"""Graphs of layers give out as outputs what transformers collects inside of them.
 
 ``output_router_logits``, ``output_attentions`` and the like put hooks on routers and attention, and
 a replay runs no hooks. So the hooks inside of a graphed module are taken off it. In a call that
@@ -37,7 +37,7 @@ _HOOKS, _STATE = "_moe_graphs_hooks", "_moe_graphs_collecting"
 
 
 class Collected(NamedTuple):
-    """What a forward returns, and what was found in it, by the name of what was asked for."""
+    """The output of a forward, and what was found in it, by the name of what was asked for."""
 
     output: Any
     found: dict[str, list[Tensor]]
@@ -53,7 +53,7 @@ class Hook(NamedTuple):
 
 
 class Collecting:
-    """What is collected inside of one graphed module.
+    """The state of collecting inside of one graphed module.
 
     Attributes:
         hooks: those that were taken off the modules inside.
@@ -112,24 +112,34 @@ def collect_outputs(graphs: Graphs) -> Callable[[], None]:
 
 
 def collect_within(model: Any) -> Callable[[], None]:
-    """Puts what collects inside of ``model`` in place for calls that want it alone, so that a graph
-    of a whole step holds it; returns the undo."""
+    """Puts the hooks inside of ``model`` in place only for calls that want them.
+
+    A graph of a whole step then holds what they collect. Returns the undo.
+    """
     install = getattr(output_capturing, "maybe_install_capturing_hooks", None)
     if install is None:
         return lambda: None
     install(model)
     state = Collecting()
     state.take(model, may_be_new=True)
-    model.__dict__[_HOOKS] = state.hooks
+    # Copies and pickles carry no hooks: transformers puts its own in place there.
+    plain = functools.partial(_without_hooks, model)
+    model.__dict__.update({_HOOKS: state.hooks, "__getstate__": plain})
     kind: Any = type(model)
     restore = change_class([model], derived(kind, _forward_that_collects))
 
     def undo() -> None:
         restore()
         state.put_back()
-        del model.__dict__[_HOOKS]
+        for name in (_HOOKS, "__getstate__"):
+            model.__dict__.pop(name, None)
 
     return undo
+
+
+def _without_hooks(model: nn.Module) -> dict[str, Any]:
+    left = (_HOOKS, "__getstate__", "_output_capturing_hooks_installed")
+    return {name: value for name, value in vars(model).items() if name not in left}
 
 
 def _forward_that_collects(kind: type[Any]) -> Callable[..., Any]:
@@ -137,7 +147,7 @@ def _forward_that_collects(kind: type[Any]) -> Callable[..., Any]:
 
     @functools.wraps(theirs)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        hooks = vars(self)[_HOOKS]
+        hooks = vars(self).get(_HOOKS, ())  # a copy has none
         options = {f"output_{hook.key}" for hook in hooks}
         if not any(kwargs.get(each, getattr(self.config, each, False)) for each in options):
             return theirs(self, *args, **kwargs)
@@ -165,7 +175,7 @@ def _listen(module: nn.Module) -> Callable[[], None]:
 
 
 def _why_eager(module: nn.Module) -> str | None:
-    """For the report: by the name of the option of transformers."""
+    """The reason in the report: the name of the option of transformers."""
     if is_checkpointed(module):
         return "gradient_checkpointing"
     state = vars(module).get(_STATE)
@@ -213,7 +223,7 @@ def _after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
 
 
 def collecting_forward(kind: type[nn.Module]) -> Callable[..., Any]:
-    """As that of ``kind``, and in calls that want it with what was found inside."""
+    """The forward of ``kind`` that also returns, in calls that want it, what was found inside."""
     theirs = kind.forward
 
     @functools.wraps(theirs)
@@ -268,7 +278,7 @@ def is_collecting(hooks: dict[int, Callable[..., Any]]) -> bool:
 
 
 def _key_of(hook: Any) -> str | None:
-    """What a hook of transformers collects; None of any other hook."""
+    """The key under which a hook of transformers collects; None of any other hook."""
     if getattr(hook, "__module__", None) != output_capturing.__name__:
         return None
     return inspect.getclosurevars(hook).nonlocals.get("key")

@@ -47,7 +47,7 @@ def register() -> str:
 def experts_forward(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """What an experts module of transformers computes, dropless and without host syncs.
+    """Computes what an experts module of transformers computes, dropless and without host syncs.
 
     Rows are summed in fp32 in the order of the experts' ranks, so every run gives the same bits.
 
@@ -108,7 +108,7 @@ def _weight(experts: Any, name: str) -> Tensor:
 
 
 def _in_dtype_of(weight: Tensor, rows: Tensor) -> Tensor:
-    """Unless autocast casts both."""
+    """Casts as the module does, unless autocast casts both."""
     return rows if torch.is_autocast_enabled(rows.device.type) else rows.to(weight.dtype)
 
 
@@ -134,8 +134,11 @@ def _silu_classes() -> tuple[type[nn.Module], ...]:
 
 
 class _AddBias(torch.autograd.Function):
-    """``rows + bias[expert of the row]``. The bias' gradient is a grouped GEMM with a column of
-    ones: a gather's would be a scatter with atomics."""
+    """``rows + bias[expert of the row]``.
+
+    The bias' gradient is a grouped GEMM with a column of ones: a gather's would be a scatter with
+    atomics.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows_RN: Tensor, bias_EN: Tensor, offsets_E: Tensor) -> Tensor:

@@ -13,8 +13,10 @@ from moe_graphs.integrations.transformers.accelerated import Accelerated, accele
 
 
 class GraphCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not follow transformers
-    """``Trainer(callbacks=[GraphCallback()])``: ``accelerate_model`` when training begins, one step
-    of graphs per update, with all of its microbatches.
+    """Graphs in ``Trainer(callbacks=[GraphCallback()])``, and in TRL's trainers.
+
+    It calls ``accelerate_model`` when training begins, and makes one step of graphs per update,
+    with all of its microbatches.
 
     Evaluation runs eagerly, checkpoints are Trainer's own, and with the same arguments but
     ``graphs=False`` training is the same bit for bit. Batches of another shape than the first ones
@@ -27,15 +29,22 @@ class GraphCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fol
     (Mixtral, Qwen, DeepSeek, ...) and goes on with those that the model has.
 
     Args:
-        options: of ``accelerate_model``.
+        accelerated: what ``accelerate_model`` has returned for the model, if it was called before.
+            The callback marks its steps then, and leaves the model as it is in the end.
+        options: of ``accelerate_model`` otherwise.
 
     Attributes:
         accelerated: what was changed; ``report`` is there after the training.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, accelerated: Accelerated | None = None, **options: Any) -> None:
+        if accelerated is not None and options:
+            raise ValueError(
+                f"GraphCallback got what accelerate_model has returned and {', '.join(options)}: "
+                f"give options to accelerate_model"
+            )
         self.options = options
-        self.accelerated: Accelerated | None = None
+        self.accelerated, self._is_given = accelerated, accelerated is not None
         self.report: Report | None = None
         self._step = contextlib.ExitStack()
 
@@ -48,7 +57,8 @@ class GraphCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fol
                 f"Trainer spreads each batch over {args.n_gpu} GPUs by DataParallel, which copies "
                 f"the model in every step: start it with torchrun, or show it one GPU"
             )
-        self.accelerated = accelerate_model(model, **self.options)
+        if not self._is_given:
+            self.accelerated = _accelerate(model, self.options)
         if state.is_world_process_zero:
             print(self.accelerated)
 
@@ -68,5 +78,16 @@ class GraphCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fol
 
     def _undo(self) -> None:
         self._step.close()
-        if self.accelerated is not None:
+        if self.accelerated is not None and not self._is_given:
             self.accelerated.undo()
+
+
+def _accelerate(model: Any, options: dict[str, Any]) -> Accelerated:
+    try:
+        return accelerate_model(model, **options)
+    except ValueError as error:
+        if "has graphs already" not in str(error):
+            raise
+        raise ValueError(
+            f"{error}, or pass what accelerate_model has returned: GraphCallback(accelerated)"
+        ) from error

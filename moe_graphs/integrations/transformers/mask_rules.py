@@ -38,7 +38,7 @@ _WITHOUT_WINDOW = {"full_attention", "linear_attention"}
 
 @dataclass(frozen=True)
 class MaskRule:
-    """What the masks of a model are where a batch has no padding.
+    """The masks of a model where a batch has no padding.
 
     Attributes:
         window: causal up to so many tokens, None for any number.
@@ -64,7 +64,7 @@ class UnknownMasksError(ValueError):
 
 
 def mask_rule(model: Any) -> MaskRule:
-    """Of ``model``, a ``PreTrainedModel`` without its head.
+    """The rule of ``model``, a ``PreTrainedModel`` without its head.
 
     Raises:
         UnknownMasksError: its masks are not known to be causal.

@@ -12,7 +12,7 @@ _HOST_READS = {"tolist", "item", "nonzero", "numpy", "cpu"}
 
 
 def host_read(layer: Any) -> str | None:
-    """Where the forward of a layer reads values on the host, which no graph can hold; or None."""
+    """Says where the forward of a layer reads values on the host, which no graph can hold."""
     modules = [m for m in layer.modules() if not _has_other_experts(m)]
     for function in reached(modules):
         names = {name for code in codes(function.__code__) for name in code.co_names}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_graphs.engine.hooks import hooks_of
-from moe_graphs.integrations.transformers.changes import Changes, by_class, derived
+from moe_graphs.integrations.transformers.changes import Changes, by_class
 from moe_graphs.kernels import add_rms_norm, rms_norm
 
 # What a decoder layer's forward mentions, if it is the one that is computed here.
@@ -26,16 +25,17 @@ def change_norms(model: nn.Module, done: Changes) -> None:
     """Gives norms that compute just that (each class is tried) a forward of ours."""
     norms = (m for m in model.modules() if type(m).__name__.endswith("RMSNorm"))
     for modules in by_class(norms):
-        forward = next((each for each in _NORMS if all(_computes(m, each) for m in modules)), None)
-        if forward is None:
-            name = type(modules[0]).__name__
-            done.left("norms", name, len(modules), "computes something else")
+        makers = (each for each in _MAKERS if all(_computes(m, each) for m in modules))
+        maker = next(makers, None)
+        if maker is None or any(map(is_changed, modules)):
+            why = "computes something else" if maker is None else "are on our kernels already"
+            done.left("norms", type(modules[0]).__name__, len(modules), why)
             continue
-        done.changed_forwards("norms", modules, forward, "one kernel forward, one backward")
+        done.changed_classes("norms", modules, maker, "one kernel forward, one backward")
 
 
 @torch.no_grad()
-def _computes(norm: Any, forward: Callable[[nn.Module, Tensor], Tensor]) -> bool:
+def _computes(norm: Any, maker: Callable[[type[Any]], Callable[..., Tensor]]) -> bool:
     weight = getattr(norm, "weight", None)
     if weight is None or weight.dim() != 1 or not eps_of(norm) or "forward" in vars(norm):
         return False
@@ -43,7 +43,7 @@ def _computes(norm: Any, forward: Callable[[nn.Module, Tensor], Tensor]) -> bool
     tried = copy.deepcopy(norm).to("cpu", torch.float32)
     tried.weight.copy_(torch.rand(weight.shape, generator=generator) + 0.5)
     x = torch.randn(3, *weight.shape, generator=generator)
-    return torch.allclose(tried(x), forward(tried, x), rtol=1e-5, atol=1e-6)
+    return torch.allclose(tried(x), maker(type(norm))(tried, x), rtol=1e-5, atol=1e-6)
 
 
 def plain_norm(self: Any, hidden_states: Tensor) -> Tensor:
@@ -55,7 +55,15 @@ def zero_centred_norm(self: Any, hidden_states: Tensor) -> Tensor:
     return rms_norm(hidden_states, self.weight, eps_of(self), zero_centred=True)
 
 
-_NORMS = (plain_norm, zero_centred_norm)
+def _plain(kind: type[Any]) -> Callable[..., Tensor]:
+    return plain_norm
+
+
+def _zero_centred(kind: type[Any]) -> Callable[..., Tensor]:
+    return zero_centred_norm
+
+
+_NORMS, _MAKERS = (plain_norm, zero_centred_norm), (_plain, _zero_centred)
 
 
 def eps_of(norm: Any) -> float:
@@ -65,8 +73,8 @@ def eps_of(norm: Any) -> float:
 
 def is_changed(norm: nn.Module) -> Callable[..., Tensor] | None:
     """The forward of ours that it has, if it has one."""
-    forward = getattr(vars(norm).get("forward"), "__func__", None)
-    return forward if forward in _NORMS else None
+    forward: Any = type(norm).forward
+    return forward if forward in _NORMS and "forward" not in vars(norm) else None
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -90,7 +98,7 @@ def fuse_residuals(model: nn.Module, done: Changes) -> None:
             done.left("residual", kind.__name__, len(modules), reason)
             continue
         note = "residual sums in the norms' kernels"
-        done.changed_classes("residual", modules, derived(kind, fused_forward), note)
+        done.changed_classes("residual", modules, fused_forward, note)
 
 
 def _why_not(layers: list[Any]) -> str | None:
@@ -152,7 +160,6 @@ def _stood_in(layer: Any) -> tuple[Any, list[dict[str, Any]]]:
     for name in ("input_layernorm", "post_attention_layernorm"):
         norm = copy.copy(getattr(layer, name))
         norm._parameters = {"weight": nn.Parameter(torch.rand(_WIDTH, generator=generator) + 0.5)}
-        norm.forward = types.MethodType(norm.forward.__func__, norm)
         setattr(tried, name, norm)
     return tried, attention.given
 

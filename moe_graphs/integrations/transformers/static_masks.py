@@ -34,10 +34,10 @@ IGNORED = -100  # what transformers' losses leave out
 
 
 def static_attention(model: Any, done: Changes) -> None:
-    """Lets a model with ``sdpa`` attention build no masks; training with batches that would need
-    one is an error.
+    """Lets a model with ``sdpa`` attention build no masks.
 
-    A model whose masks are not known to be causal is left. ``done`` takes the change.
+    Training with batches that would need one is an error. A model whose masks are not known to be
+    causal is left. ``done`` takes the change.
     """
     before, base = model.config._attn_implementation, builder_of(model)
     if before != "sdpa":
@@ -108,7 +108,7 @@ def _attention(
 
 
 def _why_masks(rule: MaskRule, given: dict[str, Any]) -> str | None:
-    """Why what is given to a forward needs transformers' masks, None if it does not."""
+    """The reason why a forward's arguments need transformers' masks, None if they do not."""
     given = {**given, **given.get("kwargs", {})}
     mask = given.get("attention_mask")
     has_four = isinstance(mask, Tensor) and mask.dim() == 4
@@ -122,7 +122,7 @@ def _why_masks(rule: MaskRule, given: dict[str, Any]) -> str | None:
             "attention_mask: layers of linear attention read no padding from one of four "
             "dimensions. Pad on the right, and pass batches through static_batch"
         )
-    for name in ("position_ids", "past_key_values"):
+    for name in ("position_ids", "past_key_values", "cache"):
         if mask is None and given.get(name) is not None:
             return (
                 f"{name}: in a whole step no mask is built from it. Pass a 4-D attention_mask, or "

@@ -39,8 +39,10 @@ class PreparedRows:
 
 
 class SwappedExperts(nn.Module):
-    """``gate_up_proj [E, 2F, D]`` and ``down_proj [E, D, F]`` of ``experts``, the very parameters:
-    rows are multiplied by transposed views."""
+    """Experts with the very parameters of ``experts``.
+
+    ``gate_up_proj [E, 2F, D]`` and ``down_proj [E, D, F]``: transposed views multiply the rows.
+    """
 
     gate_up_proj: nn.Parameter
     down_proj: nn.Parameter
@@ -85,7 +87,7 @@ class SwappedMoE(MoEStages):
                 setattr(self, name, value)
 
     def why_own(self) -> str | None:
-        """Why the router chooses experts by its own forward, None if ours does."""
+        """The reason why the router chooses experts by its own forward, None if ours does."""
         router = getattr(self, self._router)
         if not isinstance(router, self._router_kind):
             return f"its router is a {type(router).__name__} now"
@@ -163,7 +165,7 @@ def settings_of(module: nn.Module) -> dict[str, Any]:
 
 
 def router_settings(router: nn.Module) -> dict[str, Any]:
-    """What the forwards of transformers' routers read."""
+    """The attributes that the forwards of transformers' routers read."""
     names = (
         "top_k", "norm_topk_prob", "routed_scaling_factor", "num_group", "topk_group",
         "topk_method", "num_experts", "hidden_dim",

@@ -121,7 +121,7 @@ class _Swap:
             setattr(parent, name, self.swapped)
 
     def undo(self) -> None:
-        """With the tensors of now, which may be others after ``model.to()``."""
+        """Puts the block back with the tensors of now, which ``model.to()`` may have replaced."""
         block, swapped = self.block, self.swapped
         block._buffers.update(swapped._buffers)
         parts = {name: part for name, part in swapped._modules.items() if name != "experts"}
@@ -194,7 +194,7 @@ def _config(block: Any) -> MoEConfig:
 
 
 def _unknown_part(block: Any) -> str:
-    """Which part of a block of another class is not ours, as far as one can see."""
+    """Names the part of a block of another class that is not ours, as far as one can see."""
     if not any(hasattr(block, name) for name in ROUTERS):
         names = ", ".join(name for name, _ in block.named_children())
         return f"it has {names}, and no router named {' or '.join(ROUTERS)}"
@@ -206,7 +206,7 @@ def _unknown_part(block: Any) -> str:
 
 
 def _conversion(block: Any) -> str:
-    """What makes a layer of ours from a block, if its experts are SwiGLU networks."""
+    """Names the call that makes a layer of ours from a block, if its experts are SwiGLU."""
     experts, router = block.experts, next((n for n in ROUTERS if hasattr(block, n)), None)
     if isinstance(experts, nn.ModuleList):
         one = experts[0] if len(experts) else None

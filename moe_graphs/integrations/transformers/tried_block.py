@@ -17,7 +17,7 @@ _WIDTH, _TOKENS, _ERROR = 8, (2, 16), 1e-5
 
 
 def why_it_differs(block: nn.Module, config: MoEConfig) -> str | None:
-    """None if outputs and gradients of the two are equal to 1e-5, with random numbers for weights.
+    """Compares outputs and gradients of the two, with random weights; None if equal to 1e-5.
 
     On the CPU in fp32, in training and evaluation (there the output alone), on a copy whose
     experts have a width of 8: nothing of the size of the experts is copied. 13 s and 2 GB for a
@@ -34,7 +34,7 @@ def why_it_differs(block: nn.Module, config: MoEConfig) -> str | None:
 
 
 def _with_own_choice(ours: Any) -> nn.Module:
-    """As after a change of the router, whose outputs are to be those that we know."""
+    """The block as a change of the router leaves it; its outputs are to be those that we know."""
     kind = ours._router_kind
     getattr(ours, ours._router).__class__ = type(kind.__name__, (kind,), {})
     return ours
