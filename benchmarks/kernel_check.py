@@ -292,7 +292,7 @@ def run_check(kind: str, timeout: float = 75) -> dict:
 def contenders(shape: tuple, routing: str, good: set[str]) -> dict:
     """Contenders by name: group, call, and the output to compare with torch's, or None."""
     from moe_graphs.kernels.gemm import launch as g
-    from moe_graphs.kernels.gemm.tiles import row_tiles
+    from moe_graphs.kernels.gemm.tile_scheduler import row_tiles
 
     rows, experts, K, N = shape
     offsets = group_ends(group_sizes(routing, rows, experts, 7))

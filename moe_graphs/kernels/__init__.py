@@ -6,11 +6,10 @@ GEMMs fill a folder. ``launching``, ``ops``, ``availability`` and ``precision`` 
 """
 
 from moe_graphs.kernels.choose_experts import route
-from moe_graphs.kernels.choose_experts_reference import RoutingRule
+from moe_graphs.kernels.choose_experts.reference import RoutingRule
 from moe_graphs.kernels.cross_entropy import cross_entropy
+from moe_graphs.kernels.gemm import grouped_gemm, swiglu_gemms
 from moe_graphs.kernels.gemm.gather import gather_gemm
-from moe_graphs.kernels.gemm.op import grouped_gemm
-from moe_graphs.kernels.gemm.swiglu_gemm import swiglu_gemms
 from moe_graphs.kernels.heads import split_heads, split_heads_by_rank
 from moe_graphs.kernels.permute import permute, unpermute
 from moe_graphs.kernels.rms_norm import add_rms_norm, rms_norm

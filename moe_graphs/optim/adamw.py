@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
-from moe_graphs.kernels.adamw_reference import adamw_update_reference
+from moe_graphs.kernels.adamw.reference import adamw_update_reference
 from moe_graphs.kernels.availability import has_kernel
 from moe_graphs.optim.averages import swapped_in
 from moe_graphs.optim.gradient_factor import multiply
@@ -277,7 +277,7 @@ def _update_ours(
 ) -> None:
     """Update ``rows``; steps count as in torch: up, and down again if the update is skipped."""
     if by_kernel:
-        from moe_graphs.kernels.adamw_triton import adamw_update as update
+        from moe_graphs.kernels.adamw.triton_kernels import adamw_update as update
     else:
         update = adamw_update_reference
     parameters, gradients, exp_avgs, exp_avg_sqs, steps, emas, keys, scales = columns_of(rows)

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from compiled import check, launch_compiler
 from many_tensors import alone, together
-from moe_graphs.kernels import adamw_triton
+from moe_graphs.kernels.adamw import triton_kernels as adamw_triton
 from moe_graphs.optim import AdamW, adamw
 
 OPTIONS: tuple[Any, ...] = (1e-2, None, 0.9, 0.999, 1e-8, 0.1, False, None, None, None)

@@ -19,10 +19,9 @@ pytest.importorskip("triton")
 
 from compiled import launch_compiler
 from kernel_cases import kernel_cases
-from moe_graphs.kernels import heads_triton, rms_norm_triton
+from moe_graphs.kernels.gemm import heuristics, portable_pointer, portable_tma
 from moe_graphs.kernels.gemm import launch as gemm
-from moe_graphs.kernels.gemm import pointer, tma, variants
-from moe_graphs.kernels.gemm.variants import Variant, row_variant, weight_variant
+from moe_graphs.kernels.gemm.heuristics import Variant, row_variant, weight_variant
 from moe_graphs.kernels.gpu_architectures import (
     HOPPER,
     LEAST_SHARED,
@@ -30,6 +29,8 @@ from moe_graphs.kernels.gpu_architectures import (
     architecture_of,
     stages_that_fit,
 )
+from moe_graphs.kernels.heads import triton_kernels as heads_triton
+from moe_graphs.kernels.rms_norm import triton_kernels as rms_norm_triton
 from moe_graphs.portable_launches import portable_launches
 from pretended_gpu import pretended_gpu
 
@@ -128,7 +129,7 @@ def test_gluon_variants_are_refused_by_name_elsewhere_than_on_hopper(number):
     message = f"does not run on cpu, which is sm_{number} .*accepted there are .*pointer"
     with pretended_gpu(number), mock.patch("moe_graphs.kernels.gemm.launch.launch") as launched:
         # The work lists, which any GPU can make, come before.
-        with mock.patch("moe_graphs.kernels.gemm.tiles.launch"):
+        with mock.patch("moe_graphs.kernels.gemm.tile_scheduler.launch"):
             for name in ("split", "pingpong"):
                 with pytest.raises(ValueError, match=f"variant '{name}' {message}"):
                     gemm.matmul_rows(x, w, ends, variant=row_variant(name, 64))
@@ -142,7 +143,7 @@ def test_gluon_variants_are_refused_by_name_elsewhere_than_on_hopper(number):
 
 def test_tma_is_refused_by_name_before_hopper():
     with pretended_gpu(89), pytest.raises(ValueError, match="accepted there are pointer"):
-        variants.check_variant(row_variant("tma", 256), CPU)
+        heuristics.check_variant(row_variant("tma", 256), CPU)
 
 
 @pytest.mark.long
@@ -187,9 +188,9 @@ WEIGHTS = {  # columns, dtype -> the variant
 def test_hoppers_choices_are_those_that_were_measured():
     """Their numbers are in docs/performance.md. Whoever changes a choice measures it again."""
     for (rows, columns), expected in ROWS.items():
-        assert row_variant(variants.choose_rows(HOPPER, 8 * rows, 8), columns, HOPPER) == expected
+        assert row_variant(heuristics.choose_rows(HOPPER, 8 * rows, 8), columns, HOPPER) == expected
     for (columns, dtype), expected in WEIGHTS.items():
-        name = variants.choose_weights(HOPPER, dtype)
+        name = heuristics.choose_weights(HOPPER, dtype)
         assert weight_variant(name, columns, dtype, HOPPER) == expected
     assert row_variant("tma", 1024) == Variant("tma", 128, 256, 64, 3, warps=8)
     assert row_variant("pointer", 1024) == Variant("pointer", 64, 128, 32, 3, warps=4)
@@ -218,8 +219,8 @@ def test_the_preferred_variant_has_the_rows_tile(number):
 def test_no_gemm_has_two_products_in_an_iteration():
     """Triton drops a half of two products into one accumulator on sm_103 (Liger-Kernel#1413)."""
     for kernel in (
-        pointer.rows_pointer_kernel, pointer.weights_pointer_kernel,
-        tma.rows_tma_kernel, tma.weights_tma_kernel,
+        portable_pointer.rows_pointer_kernel, portable_pointer.weights_pointer_kernel,
+        portable_tma.rows_tma_kernel, portable_tma.weights_tma_kernel,
     ):  # fmt: skip
         assert kernel.src.count("tl.dot(") == 1, kernel.__name__
 

@@ -19,13 +19,11 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 from compiled import Compiled, check, launch_compiler  # noqa: E402
 from grids import grid  # noqa: E402
 from moe_graphs import kernels  # noqa: E402
-from moe_graphs.kernels import (  # noqa: E402
-    heads_triton,
-    rms_norm_triton,
-    row_order_triton,
-)
-from moe_graphs.kernels.gemm import gluon_parts, tiles  # noqa: E402
 from moe_graphs.kernels.gemm import launch as gemm  # noqa: E402
+from moe_graphs.kernels.gemm import sm90_common, tile_scheduler  # noqa: E402
+from moe_graphs.kernels.heads import triton_kernels as heads_triton  # noqa: E402
+from moe_graphs.kernels.rms_norm import triton_kernels as rms_norm_triton  # noqa: E402
+from moe_graphs.kernels.row_order import triton_kernels as row_order_triton  # noqa: E402
 
 VARIANTS = ("split", "pingpong", "tma", "pointer")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -47,9 +45,9 @@ def compiled(monkeypatch):
     return launch_compiler(monkeypatch)
 
 
-def work(words: int) -> tiles.WorkList:
+def work(words: int) -> tile_scheduler.WorkList:
     records = torch.zeros(64, words, dtype=torch.int32)
-    return tiles.WorkList(records, torch.zeros(4, dtype=torch.int32), records)
+    return tile_scheduler.WorkList(records, torch.zeros(4, dtype=torch.int32), records)
 
 
 @pytest.mark.parametrize(
@@ -133,13 +131,15 @@ def test_work_lists_and_routing(compiled, experts):
     pairs = torch.zeros(16384, 8, dtype=torch.int64)
 
     def launches():
-        tiles.row_tiles(offsets, 4096, 128)
-        tail = tiles.Tail(16, 64, 132)
-        rows = tiles.row_tiles(offsets, 4096, 128, tail)
-        tiles.add_tail_(torch.empty(64, 512, dtype=BF16), torch.empty(132, 128, 256), rows, tail)
-        order = tiles.expert_order(offsets, skip_empty=True, limit=512)
-        tiles.add_partials_(torch.empty(8, 64, 64), torch.empty(4, 64, 64), order, True)
-        tiles.zero_tail_(torch.empty(64, 512, dtype=BF16), offsets)
+        tile_scheduler.row_tiles(offsets, 4096, 128)
+        tail = tile_scheduler.Tail(16, 64, 132)
+        rows = tile_scheduler.row_tiles(offsets, 4096, 128, tail)
+        tile_scheduler.add_tail_(
+            torch.empty(64, 512, dtype=BF16), torch.empty(132, 128, 256), rows, tail
+        )
+        order = tile_scheduler.expert_order(offsets, skip_empty=True, limit=512)
+        tile_scheduler.add_partials_(torch.empty(8, 64, 64), torch.empty(4, 64, 64), order, True)
+        tile_scheduler.zero_tail_(torch.empty(64, 512, dtype=BF16), offsets)
         row_order_triton.sort_pairs(pairs, experts)
 
     found = compiled(launches)
@@ -222,7 +222,7 @@ def store_number(barriers, out, number):
 
 @gluon.jit
 def barriers_without_use(out, n):
-    arguments = (gluon_parts.make_barriers(2, 1), out, gl.load(out) * n)
+    arguments = (sm90_common.make_barriers(2, 1), out, gl.load(out) * n)
     gl.warp_specialize([(store_number, arguments), (store_number, arguments)], [4], [24])
 
 

@@ -13,16 +13,14 @@ pytest.importorskip("triton")
 from compiled import check, launch_compiler
 from grids import grid
 from moe_graphs import kernels
-from moe_graphs.kernels import (
-    adamw_triton,
-    choose_experts_triton,
-    cross_entropy_triton,
-    heads_triton,
-    permute_triton,
-    rms_norm_triton,
-    swiglu_triton,
-)
-from moe_graphs.kernels.rotary_triton import turn_heads
+from moe_graphs.kernels.adamw import triton_kernels as adamw_triton
+from moe_graphs.kernels.choose_experts import triton_kernels as choose_experts_triton
+from moe_graphs.kernels.cross_entropy import triton_kernels as cross_entropy_triton
+from moe_graphs.kernels.heads import triton_kernels as heads_triton
+from moe_graphs.kernels.permute import triton_kernels as permute_triton
+from moe_graphs.kernels.rms_norm import triton_kernels as rms_norm_triton
+from moe_graphs.kernels.rotary.triton_kernels import turn_heads
+from moe_graphs.kernels.swiglu import triton_kernels as swiglu_triton
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

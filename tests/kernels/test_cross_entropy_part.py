@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from moe_graphs.kernels import cross_entropy_part
-from moe_graphs.kernels.cross_entropy_part import (
+from moe_graphs.kernels.cross_entropy import part as cross_entropy_part
+from moe_graphs.kernels.cross_entropy.part import (
     ELSEWHERE,
     IGNORED,
     columns_here,

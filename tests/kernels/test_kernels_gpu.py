@@ -18,10 +18,10 @@ from moe_graphs.kernels import (
     permute,
     route_rows,
     swiglu,
-    swiglu_reference,
     unpermute,
 )
 from moe_graphs.kernels.gemm import reference
+from moe_graphs.kernels.swiglu import reference as swiglu_reference
 from replays import check_replays
 
 pytestmark = pytest.mark.gpu

@@ -14,8 +14,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from compiled import check, launch_compiler
-from moe_graphs.kernels import peer_rows_reference, peer_rows_triton
 from moe_graphs.kernels.peer_rows import PeerMemory
+from moe_graphs.kernels.peer_rows import reference as peer_rows_reference
+from moe_graphs.kernels.peer_rows import triton_kernels as peer_rows_triton
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from moe_graphs.kernels.gemm import launch as gemm
-from moe_graphs.kernels.gemm.variants import row_variant, weight_variant
+from moe_graphs.kernels.gemm.heuristics import row_variant, weight_variant
 
 ROWS, EXPERTS, WIDTH = 32768, 32, 768
 LAUNCHES = 40  # per replay

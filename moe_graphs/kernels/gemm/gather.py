@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_graphs.kernels.availability import has_triton
-from moe_graphs.kernels.gemm import reference
-from moe_graphs.kernels.gemm.op import (
+from moe_graphs.kernels.gemm import (
     check_operands,
     grouped_gemm,
     grouped_gemm_dgrad,
     grouped_gemm_wgrad,
     matmul_rows,
+    reference,
     to_autocast,
 )
 from moe_graphs.kernels.ops import define_op, wants_gradient

@@ -12,21 +12,7 @@ from typing import Any
 
 import torch
 
-from moe_graphs.kernels.gemm.gluon_rows import gathered_rows_gluon_kernel, rows_gluon_kernel
-from moe_graphs.kernels.gemm.gluon_weights import weights_gluon_kernel
-from moe_graphs.kernels.gemm.pointer import rows_pointer_kernel, weights_pointer_kernel
-from moe_graphs.kernels.gemm.tiles import (
-    MAX_SLOTS,
-    Tail,
-    WorkList,
-    add_partials_,
-    add_tail_,
-    expert_order,
-    row_tiles,
-    split_limit,
-)
-from moe_graphs.kernels.gemm.tma import rows_tma_kernel, weights_tma_kernel
-from moe_graphs.kernels.gemm.variants import (
+from moe_graphs.kernels.gemm.heuristics import (
     GLUON,
     LONG_SUM,
     Variant,
@@ -37,6 +23,20 @@ from moe_graphs.kernels.gemm.variants import (
     sm_count,
     way_to_add,
     weight_variant,
+)
+from moe_graphs.kernels.gemm.portable_pointer import rows_pointer_kernel, weights_pointer_kernel
+from moe_graphs.kernels.gemm.portable_tma import rows_tma_kernel, weights_tma_kernel
+from moe_graphs.kernels.gemm.sm90_rows import gathered_rows_gluon_kernel, rows_gluon_kernel
+from moe_graphs.kernels.gemm.sm90_weights import weights_gluon_kernel
+from moe_graphs.kernels.gemm.tile_scheduler import (
+    MAX_SLOTS,
+    Tail,
+    WorkList,
+    add_partials_,
+    add_tail_,
+    expert_order,
+    row_tiles,
+    split_limit,
 )
 from moe_graphs.kernels.gpu_architectures import architecture_of
 from moe_graphs.kernels.launching import (

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from moe_graphs.kernels.availability import has_kernel
 from moe_graphs.kernels.ops import wants_gradient
-from moe_graphs.kernels.rms_norm_reference import plain_add_rms_norm, plain_rms_norm
+from moe_graphs.kernels.rms_norm.reference import plain_add_rms_norm, plain_rms_norm
 
 LONGEST = 8192  # a longer row and the sums for its weights do not fit into a program's registers
 
@@ -80,7 +80,7 @@ def _fits(x_RN: Tensor, weight_N: Tensor) -> bool:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_RN, weight_N, eps, zero_centred):
-        from moe_graphs.kernels import rms_norm_triton
+        from moe_graphs.kernels.rms_norm import triton_kernels as rms_norm_triton
 
         ctx.save_for_backward(x_RN, weight_N)
         ctx.constants = eps, zero_centred
@@ -89,7 +89,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RN):
-        from moe_graphs.kernels import rms_norm_triton
+        from moe_graphs.kernels.rms_norm import triton_kernels as rms_norm_triton
 
         # If only the weights' is asked for (by a zero-bubble schedule), x's gradient is written
         # once more for nothing.
@@ -102,7 +102,7 @@ class _RMSNorm(torch.autograd.Function):
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, residual_RN, weight_N, update_RN, eps, zero_centred):
-        from moe_graphs.kernels import rms_norm_triton
+        from moe_graphs.kernels.rms_norm import triton_kernels as rms_norm_triton
 
         ctx.set_materialize_grads(False)
         ctx.constants = eps, zero_centred
@@ -122,7 +122,7 @@ class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_sum_RN, grad_RN):
-        from moe_graphs.kernels import rms_norm_triton
+        from moe_graphs.kernels.rms_norm import triton_kernels as rms_norm_triton
 
         grad, grad_weight = grad_sum_RN, []
         if grad_RN is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_graphs.kernels.availability import has_kernel
-from moe_graphs.kernels.heads_reference import Heads, plain_heads_by_rank, plain_split_heads
+from moe_graphs.kernels.heads.reference import Heads, plain_heads_by_rank, plain_split_heads
 from moe_graphs.kernels.ops import wants_gradient
 
 
@@ -77,7 +77,7 @@ def split_heads_by_rank(
 class _SplitHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv_BSM, cos_SQ, sin_SQ, query_weight_N, key_weight_N, heads, kv_heads, eps):
-        from moe_graphs.kernels import heads_triton
+        from moe_graphs.kernels.heads import triton_kernels as heads_triton
 
         tensors = (qkv_BSM, cos_SQ, sin_SQ, query_weight_N, key_weight_N)
         ctx.save_for_backward(*tensors)
@@ -90,7 +90,7 @@ class _SplitHeads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_BSHQ, grad_key_BSGQ, grad_value_BSGQ):
-        from moe_graphs.kernels import heads_triton
+        from moe_graphs.kernels.heads import triton_kernels as heads_triton
 
         gradients = (grad_BSHQ, grad_key_BSGQ, grad_value_BSGQ)
         wants_weights = wants_gradient(ctx, 3) or wants_gradient(ctx, 4)
@@ -109,7 +109,7 @@ class _SplitHeadsByRank(torch.autograd.Function):
     def forward(
         ctx, qkv_BSM, cos_SQ, sin_SQ, query_weight_N, key_weight_N, heads, kv_heads, ranks, eps
     ):
-        from moe_graphs.kernels import heads_triton
+        from moe_graphs.kernels.heads import triton_kernels as heads_triton
 
         tensors = (qkv_BSM, cos_SQ, sin_SQ, query_weight_N, key_weight_N)
         ctx.save_for_backward(None if query_weight_N is None else qkv_BSM, *tensors[1:])
@@ -119,7 +119,7 @@ class _SplitHeadsByRank(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_WBSL):
-        from moe_graphs.kernels import heads_triton
+        from moe_graphs.kernels.heads import triton_kernels as heads_triton
 
         wants_weights = wants_gradient(ctx, 3) or wants_gradient(ctx, 4)
         grad_qkv, *grad_weights = heads_triton.heads_by_rank_backward(

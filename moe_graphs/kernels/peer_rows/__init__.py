@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_graphs.kernels import peer_rows_reference
 from moe_graphs.kernels.availability import has_kernel
 from moe_graphs.kernels.ops import define_op
+from moe_graphs.kernels.peer_rows import reference as peer_rows_reference
 from moe_graphs.kernels.permute import collect_rows_into, dot_rows, spread_rows
 
 
@@ -180,7 +180,7 @@ def push_rows(
 ) -> None:
     """Writes into all ranks' memory; between barriers of the caller's."""
     if has_kernel(source_TD):
-        from moe_graphs.kernels import peer_rows_triton
+        from moe_graphs.kernels.peer_rows import triton_kernels as peer_rows_triton
 
         peer_rows_triton.push_rows(
             source_TD, experts_TK, weights_TK, peers.addresses_3W, peers.rank, local
@@ -199,7 +199,7 @@ def pull_rows(
     out_TD = own.new_empty((tokens, own.shape[1]))
     out_TK = peers.weights[peers.rank].new_empty((tokens, top_k) if with_weights else (0, 0))
     if has_kernel(own):
-        from moe_graphs.kernels import peer_rows_triton
+        from moe_graphs.kernels.peer_rows import triton_kernels as peer_rows_triton
 
         peer_rows_triton.pull_rows(
             out_TD, out_TK, experts_TK, peers.addresses_3W, peers.rank, local

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from moe_graphs.kernels.availability import has_kernel
-from moe_graphs.kernels.choose_experts_reference import Choice, RoutingRule, choose
+from moe_graphs.kernels.choose_experts.reference import Choice, RoutingRule, choose
 from moe_graphs.kernels.ops import wants_gradient
 from moe_graphs.kernels.precision import accumulation_dtype
 
@@ -37,7 +37,7 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_TD, weight_ED, bias_E, rule):
-        from moe_graphs.kernels import choose_experts_triton
+        from moe_graphs.kernels.choose_experts import triton_kernels as choose_experts_triton
 
         logits_TE = _logits(hidden_TD, weight_ED)
         *choice, ranks_TE = choose_experts_triton.choose_experts(logits_TE, bias_E, *rule)
@@ -51,7 +51,7 @@ class _Route(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_weights_TK, _experts, grad_loss, _counts):
-        from moe_graphs.kernels import choose_experts_triton
+        from moe_graphs.kernels.choose_experts import triton_kernels as choose_experts_triton
 
         hidden_TD, weight_ED, logits_TE, ranks_TE, counts_E = ctx.saved_tensors
         if grad_weights_TK is None and grad_loss is None:

@@ -50,7 +50,7 @@ def _plain(x_BHSQ: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> Tensor:
 class _ApplyRotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query_BHSQ, key_BGSQ, cos_BSR, sin_BSR):
-        from moe_graphs.kernels.rotary_triton import turn_heads
+        from moe_graphs.kernels.rotary.triton_kernels import turn_heads
 
         ctx.save_for_backward(cos_BSR, sin_BSR)
         return turn_heads(query_BHSQ, key_BGSQ, cos_BSR, sin_BSR, False)
@@ -58,7 +58,7 @@ class _ApplyRotary(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_BHSQ, grad_key_BGSQ):
-        from moe_graphs.kernels.rotary_triton import turn_heads
+        from moe_graphs.kernels.rotary.triton_kernels import turn_heads
 
         return *turn_heads(grad_BHSQ, grad_key_BGSQ, *ctx.saved_tensors, True), None, None
 

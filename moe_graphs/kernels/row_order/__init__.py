@@ -44,9 +44,9 @@ def route_rows(experts_TK: Tensor, num_experts: int) -> RowOrder:
     order ``[1, 2, 3, 5, 0, 4]``, inverse ``[4, 0, 1, 2, 5, 3]``, offsets ``[2, 4, 6]``.
     """
     if experts_TK.is_cuda and counting_pays(experts_TK.numel(), num_experts) and has_triton():
-        from moe_graphs.kernels.row_order_triton import sort_pairs
+        from moe_graphs.kernels.row_order.triton_kernels import sort_pairs
     else:
-        from moe_graphs.kernels.row_order_reference import sort_pairs
+        from moe_graphs.kernels.row_order.reference import sort_pairs
     return RowOrder(*sort_pairs(experts_TK, num_experts))
 
 

@@ -32,7 +32,7 @@ def part_of_rows(logits_NV: Tensor, columns_N: Tensor) -> tuple[Tensor, Tensor]:
     at_N = logits_NV.gather(1, columns_N.clamp(min=0)[:, None]).squeeze(1)
     at_N = at_N.to(accumulation_dtype(logits_NV)).masked_fill(columns_N < 0, 0)
     if has_kernel(logits_NV):
-        from moe_graphs.kernels.cross_entropy_triton import cross_entropy_rows
+        from moe_graphs.kernels.cross_entropy.triton_kernels import cross_entropy_rows
 
         return cross_entropy_rows(logits_NV, columns_N, IGNORED)[1], at_N
     return logits_NV.to(at_N.dtype).logsumexp(1), at_N
@@ -48,7 +48,7 @@ def gradient_of_part(
         grad: ``[N]`` or 0-dim, of the rows' losses.
     """
     if has_kernel(logits_NV):
-        from moe_graphs.kernels.cross_entropy_triton import cross_entropy_backward
+        from moe_graphs.kernels.cross_entropy.triton_kernels import cross_entropy_backward
 
         return cross_entropy_backward(
             logits_NV, columns_N, logsumexp_N, grad, None, IGNORED, part=True

@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_graphs.kernels import permute_reference
 from moe_graphs.kernels.availability import has_kernel
+from moe_graphs.kernels.permute import reference as permute_reference
 from moe_graphs.kernels.row_order import RowOrder, pairs_per_token
 
 
@@ -96,7 +96,7 @@ def spread_rows(
 ) -> Tensor:
     """Every token's vector, times its weights, in its K rows; not differentiable."""
     if has_kernel(source_TD):
-        from moe_graphs.kernels import permute_triton
+        from moe_graphs.kernels.permute import triton_kernels as permute_triton
 
         rows = order_R.numel()
         return permute_triton.spread_rows(source_TD, inverse_TK, weights_TK, rows, has_gaps)
@@ -109,7 +109,7 @@ def collect_rows_into(
 ) -> None:
     """The weighted sum of every token's K rows, with gaps, into memory that there is already."""
     if has_kernel(rows_RD):
-        from moe_graphs.kernels import permute_triton
+        from moe_graphs.kernels.permute import triton_kernels as permute_triton
 
         permute_triton.collect_rows_into(out_TD, rows_RD, inverse_TK, weights_TK)
     else:
@@ -121,7 +121,7 @@ def _collect(
 ) -> Tensor:
     """The weighted sum of every token's K rows."""
     if has_kernel(rows_RD):
-        from moe_graphs.kernels import permute_triton
+        from moe_graphs.kernels.permute import triton_kernels as permute_triton
 
         return permute_triton.collect_rows(rows_RD, inverse_TK, weights_TK)
     return permute_reference.collect_rows(rows_RD, inverse_TK, weights_TK, has_gaps)
@@ -130,7 +130,7 @@ def _collect(
 def dot_rows(rows_RD: Tensor, inverse_TK: Tensor, other_TD: Tensor, has_gaps: bool) -> Tensor:
     """The inner products of every token's K rows with its vector, in fp32; not differentiable."""
     if has_kernel(rows_RD):
-        from moe_graphs.kernels import permute_triton
+        from moe_graphs.kernels.permute import triton_kernels as permute_triton
 
         return permute_triton.dot_rows(rows_RD, inverse_TK, other_TD)
     return permute_reference.dot_rows(rows_RD, inverse_TK, other_TD, has_gaps)

@@ -40,8 +40,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moe_graphs.kernels.gemm.gluon_copies import load_rows, tma_load
-from moe_graphs.kernels.gemm.gluon_parts import (
+from moe_graphs.kernels.gemm.sm90_common import (
+    load_rows,
     make_barriers,
     next_slot,
     place,
@@ -49,8 +49,9 @@ from moe_graphs.kernels.gemm.gluon_parts import (
     ragged,
     store_partial,
     store_rows,
+    tma_load,
 )
-from moe_graphs.kernels.gemm.tiles import (
+from moe_graphs.kernels.gemm.tile_scheduler import (
     COUNT_CUT,
     COUNT_LENGTH,
     COUNT_RECORDS,

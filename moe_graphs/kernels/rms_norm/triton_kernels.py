@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_graphs.kernels.add_sums_triton import PROGRAMS, add_sums
+from moe_graphs.kernels.add_sums import PROGRAMS, add_sums
 from moe_graphs.kernels.gpu_architectures import stages_that_fit
 from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2
 from moe_graphs.kernels.ops import define_op

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_graphs.kernels import cross_entropy_reference
 from moe_graphs.kernels.availability import has_kernel
+from moe_graphs.kernels.cross_entropy import reference as cross_entropy_reference
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -45,7 +45,7 @@ def cross_entropy(
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits_NV, targets_N, ignore_index, reduction):
-        from moe_graphs.kernels import cross_entropy_triton as kernels
+        from moe_graphs.kernels.cross_entropy import triton_kernels as kernels
 
         loss, logsumexp_N = kernels.cross_entropy_rows(logits_NV, targets_N, ignore_index)
         count = None
@@ -60,7 +60,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        from moe_graphs.kernels import cross_entropy_triton as kernels
+        from moe_graphs.kernels.cross_entropy import triton_kernels as kernels
 
         logits_NV, targets_N, logsumexp_N, count = ctx.saved_tensors
         grad_NV = kernels.cross_entropy_backward(

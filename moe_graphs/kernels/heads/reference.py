@@ -13,7 +13,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from moe_graphs.kernels.rms_norm_reference import plain_rms_norm
+from moe_graphs.kernels.rms_norm.reference import plain_rms_norm
 
 Heads = tuple[Tensor, Tensor, Tensor]
 

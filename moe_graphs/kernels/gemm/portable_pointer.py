@@ -10,7 +10,7 @@ All matrices are contiguous. Row offsets are 64-bit: R * K may exceed 2^31.
 import triton
 import triton.language as tl
 
-from moe_graphs.kernels.gemm.tiles import (
+from moe_graphs.kernels.gemm.tile_scheduler import (
     COUNT_RECORDS,
     EXPERT_RECORD,
     PART_END,

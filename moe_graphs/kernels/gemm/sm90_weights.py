@@ -33,8 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moe_graphs.kernels.gemm.gluon_copies import tma_load
-from moe_graphs.kernels.gemm.gluon_parts import (
+from moe_graphs.kernels.gemm.sm90_common import (
     fetch_weights,
     make_barriers,
     next_slot,
@@ -45,9 +44,10 @@ from moe_graphs.kernels.gemm.gluon_parts import (
     store_partial,
     store_weights,
     tile_of,
+    tma_load,
     zero_chunk,
 )
-from moe_graphs.kernels.gemm.tiles import (
+from moe_graphs.kernels.gemm.tile_scheduler import (
     COUNT_FULL,
     COUNT_RECORDS,
     EXPERT_RECORD,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.tools.ragged_tma import load_ragged, store_ragged
 
-from moe_graphs.kernels.gemm.tiles import (
+from moe_graphs.kernels.gemm.tile_scheduler import (
     COUNT_RECORDS,
     EXPERT_RECORD,
     PART_END,

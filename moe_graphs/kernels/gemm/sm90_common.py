@@ -17,15 +17,35 @@ kernels, and holds reproductions of the first two, which are silent miscompiles,
    a partition may read the barrier's initial value, 0x1ffffe, instead of its argument.
 """
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from moe_graphs.kernels.gemm.gluon_copies import tma_add, tma_load, tma_store
-from moe_graphs.kernels.gemm.tiles import BAND
+from moe_graphs.kernels.gemm.tile_scheduler import BAND
 
 # Base of a ragged TMA coordinate: see `ragged` below and triton.tools.ragged_tma.
 BILLION = gl.constexpr(1 << 30)
+
+
+# The older names are still there in Triton 3.9, and raise.
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+load_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+
+@builtin
+def tma_add(desc, coord, src, _semantic=None):
+    """`tma_store` that adds instead of overwriting (cp.reduce.async.bulk).
+
+    Triton 3.6 has the operation but no Gluon name for it. Every element is added to once per
+    launch, so the result does not depend on the order of tiles.
+    """
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, desc.handle, coord, src.handle)
 
 
 @gluon.jit

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_graphs.kernels import swiglu_reference
 from moe_graphs.kernels.availability import has_kernel
+from moe_graphs.kernels.swiglu import reference as swiglu_reference
 
 
 def swiglu(x_R2F: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx, x_R2F):
         ctx.save_for_backward(x_R2F)
         if has_kernel(x_R2F):
-            from moe_graphs.kernels import swiglu_triton
+            from moe_graphs.kernels.swiglu import triton_kernels as swiglu_triton
 
             return swiglu_triton.swiglu_forward(x_R2F)
         return swiglu_reference.swiglu_forward(x_R2F)
@@ -43,7 +43,7 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx, grad_RF):
         (x_R2F,) = ctx.saved_tensors
         if has_kernel(x_R2F):
-            from moe_graphs.kernels import swiglu_triton
+            from moe_graphs.kernels.swiglu import triton_kernels as swiglu_triton
 
             return swiglu_triton.swiglu_backward(x_R2F, grad_RF)
         return swiglu_reference.swiglu_backward(x_R2F, grad_RF)

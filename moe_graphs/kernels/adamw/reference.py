@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_graphs.kernels.state_codes_reference import MIXER, decode, encode
+from moe_graphs.kernels.adamw.state_codes import MIXER, decode, encode
 
 _LOW = (1 << 32) - 1
 
