@@ -32,8 +32,8 @@ class Architecture:
 
     number: ten times the compute capability.
     shared: bytes of shared memory that one block may use.
-    gemms: the variants of the grouped GEMM that run there (`gemm.variants`), the preferred first.
-    tile: the preferred variant's, where it differs from the one in `gemm.variants`.
+    gemms: the variants of the grouped GEMM that run there (`gemm.heuristics`), the preferred first.
+    tile: the preferred variant's, where it differs from the one in `gemm.heuristics`.
     known: False for an architecture without a row, which gets the portable kernels.
     """
 
@@ -50,7 +50,12 @@ class Architecture:
 
 
 _POINTER, _TMA = ("pointer",), ("tma", "pointer")
-_GLUON = ("split", "pingpong", "gather", *_TMA)  # WGMMA, which Gluon variants need, is Hopper's
+_GLUON = (
+    "cooperative",
+    "pingpong",
+    "gather",
+    *_TMA,
+)  # WGMMA, which Gluon variants need, is Hopper's
 
 TABLE = {
     row.number: row

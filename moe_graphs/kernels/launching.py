@@ -7,13 +7,10 @@ descriptor are looked up by what they depend on.
 """
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-from triton.tools.ragged_tma import create_ragged_descriptor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_graphs import portable_launches
 from moe_graphs.kernels.gpu_architectures import architecture_of
@@ -26,6 +23,19 @@ class _Compiled:
     kernel: Any = None
     constants: tuple = ()
     counted: str | None = None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel with its arguments, ready to run on the current stream."""
+
+    kernel: Any
+    grid: int
+    args: tuple
+    options: dict
+
+    def run(self) -> None:
+        launch(self.kernel, (self.grid,), self.args, **self.options)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], args: tuple, **constants: Any) -> None:
@@ -76,44 +86,8 @@ def _kind(arg: Any) -> Any:
     return type(arg), arg.base.dtype, *arg.block_shape
 
 
-def ragged_descriptor(rows: torch.Tensor, box: tuple[int, int], *, gluon: bool) -> Any:
-    """A descriptor of [rows, columns] whose loads and stores stop at a group's end.
-
-    Rows may lie apart.
-    """
-    return _on(rows, _ragged_template(rows.dtype, rows.shape[1], rows.stride(0), box, gluon))
-
-
-def matrix_descriptor(matrices: torch.Tensor, box: tuple[int, int], *, gluon: bool) -> Any:
-    """A descriptor of [E, rows, columns] with a box inside one matrix."""
-    return _on(matrices, _matrix_template(matrices.dtype, matrices.shape, box, gluon))
-
-
-@functools.cache
-def _ragged_template(dtype: torch.dtype, columns: int, stride: int, box: tuple, gluon: bool) -> Any:
-    # The number of rows is no part of it: bounds come with the coordinates.
-    row = torch.empty_strided((1, columns), (stride, 1), dtype=dtype, device="meta")
-    made = create_ragged_descriptor(row, box)
-    if not gluon:
-        return made
-    layout = _layout(dtype.itemsize, 4)
-    return GluonDescriptor(made.base, made.shape, made.strides, made.block_shape, layout)
-
-
-@functools.cache
-def _matrix_template(dtype: torch.dtype, shape: torch.Size, box: tuple, gluon: bool) -> Any:
-    matrices = torch.empty(shape, dtype=dtype, device="meta")
-    if not gluon:
-        return TensorDescriptor.from_tensor(matrices, [1, *box])
-    return GluonDescriptor.from_tensor(matrices, [1, *box], _layout(dtype.itemsize, 3))
-
-
-def _layout(element_size: int, rank: int) -> NVMMASharedLayout:
-    return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * element_size, rank=rank)
-
-
-def _on(base: torch.Tensor, template: Any) -> Any:
-    """The template, which has passed its checks, on other memory."""
+def on_memory(base: torch.Tensor, template: Any) -> Any:
+    """A TMA descriptor like the template, which has passed its checks, on other memory."""
     made = object.__new__(type(template))
     made.__dict__.update(template.__dict__, base=base)
     return made

@@ -25,7 +25,8 @@ from moe_graphs.kernels.heads import triton_kernels as heads_triton  # noqa: E40
 from moe_graphs.kernels.rms_norm import triton_kernels as rms_norm_triton  # noqa: E402
 from moe_graphs.kernels.row_order import triton_kernels as row_order_triton  # noqa: E402
 
-VARIANTS = ("split", "pingpong", "tma", "pointer")
+VARIANTS = ("cooperative", "pingpong", "tma", "pointer")
+CPU = torch.device("cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 # Values carried by the loops, per partition, tile loop first. Records are loaded one tile ahead, so
@@ -33,11 +34,11 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 #   rows consumer: slot, phase (ping-pong: passed), first, tiles_m, start, end | K loops:
 #   slot, phase (of a half without rows); slot, phase, acc.   producer: slot, phase, e, first,
 #   tiles_m, start, end | slot, phase
-ROWS_CARRY = {"split": [6, 2, 3] * 2 + [7, 2], "pingpong": [5, 3] * 2 + [7, 2]}
+ROWS_CARRY = {"cooperative": [6, 2, 3] * 2 + [7, 2], "pingpong": [5, 3] * 2 + [7, 2]}
 #   weights consumer: slot, phase (ping-pong: passed), e, start, end, and if it is used part | slot,
 #   phase, acc.   producer: slot, phase, start, end, and if it zeros a chunk and its expert | slot,
 #   phase, chunk, expert | the chunks that are left
-WEIGHTS_CARRY = {"split": 5, "pingpong": 4}
+WEIGHTS_CARRY = {"cooperative": 5, "pingpong": 4}
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def work(words: int) -> tile_scheduler.WorkList:
 @pytest.mark.parametrize(
     ("name", "transposed", "columns", "dtype"),
     grid(
-        [*VARIANTS, "split, cut along K"],
+        [*VARIANTS, "cooperative, cut along K"],
         [False, True],
         [(1024, BF16), (1024, FP16), (384, BF16)],
     ),
@@ -64,7 +65,9 @@ def test_rows(compiled, name, transposed, columns, dtype):
     w = torch.empty((8, columns, 512) if transposed else (8, 512, columns), dtype=dtype)
     variant = gemm.row_variant(name, columns)
     partials = torch.empty(132, variant.block_m, variant.block_n) if cut else None
-    launch = gemm.rows_launch(variant, x, w, out, work(8), transposed, 132, partials)
+    launch = gemm.kernels_of(variant, CPU).rows_launch(
+        variant, x, w, out, work(8), transposed, 132, partials
+    )
     (kernel,) = compiled(launch.run, arch=80 if name == "pointer" else 90)
     check(kernel, wgmma=name != "pointer")
     if name in ROWS_CARRY:
@@ -79,7 +82,9 @@ def test_gathered_rows(compiled, columns, dtype):
     x, out = torch.empty(512, 512, dtype=dtype), torch.empty(4096, columns, dtype=dtype)
     w, order = torch.empty(8, 512, columns, dtype=dtype), torch.zeros(4096, dtype=torch.int64)
     variant = gemm.row_variant("gather", columns)
-    launch = gemm.gathered_launch(variant, x, order, 8, w, out, work(8), 132)
+    launch = gemm.kernels_of(variant, CPU).gathered_launch(
+        variant, x, order, 8, w, out, work(8), 132
+    )
     (kernel,) = compiled(launch.run)
     check(kernel, wgmma=True)
     # The producer's K loop also carries its pointers; the fence is the consumers'.
@@ -98,11 +103,11 @@ def test_gathered_rows(compiled, columns, dtype):
 )
 def test_weights(compiled, name, columns, splits, out_dtype, add):
     x, dy = torch.empty(4096, 512, dtype=BF16), torch.empty(4096, columns, dtype=BF16)
-    experts = 4 if add == "reduce" else 8  # 1024 rows per expert, or 512
-    dw = torch.empty(experts, 512, columns, dtype=out_dtype)
+    dw = torch.empty(8, 512, columns, dtype=out_dtype)
     variant = gemm.weight_variant(name, columns, out_dtype)
     partials = torch.empty(4, 512, columns) if splits else None
-    launch = gemm.weights_launch(variant, x, dy, dw, work(4), add != "", 132, partials)
+    kernels = gemm.kernels_of(variant, CPU)
+    launch = kernels.weights_launch(variant, x, dy, dw, work(4), add, 132, partials)
     (kernel,) = compiled(launch.run, arch=80 if name == "pointer" else 90)
     check(kernel, wgmma=name != "pointer")
     if name in WEIGHTS_CARRY or name == "tma":
@@ -132,9 +137,9 @@ def test_work_lists_and_routing(compiled, experts):
 
     def launches():
         tile_scheduler.row_tiles(offsets, 4096, 128)
-        tail = tile_scheduler.Tail(16, 64, 132)
+        tail = tile_scheduler.LastRound(16, 64, 132)
         rows = tile_scheduler.row_tiles(offsets, 4096, 128, tail)
-        tile_scheduler.add_tail_(
+        tile_scheduler.add_cut_tiles_(
             torch.empty(64, 512, dtype=BF16), torch.empty(132, 128, 256), rows, tail
         )
         order = tile_scheduler.expert_order(offsets, skip_empty=True, limit=512)

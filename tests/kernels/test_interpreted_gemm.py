@@ -7,8 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from moe_graphs.kernels.gemm import launch as gemm
-from moe_graphs.kernels.gemm import reference, tile_scheduler
+from moe_graphs.kernels.gemm import heuristics, portable_pointer, reference, tile_scheduler
 
 POISON = 777.0
 
@@ -40,7 +39,7 @@ def test_work_list_example_of_a_split_expert():
 def test_row_tiles_example_of_a_cut_round():
     offsets = torch.tensor([24], dtype=torch.int32)
     work = tile_scheduler.row_tiles(
-        offsets, 24, 1, tile_scheduler.Tail(tiles_n=1, steps=64, programs=10)
+        offsets, 24, 1, tile_scheduler.LastRound(tiles_n=1, steps=64, programs=10)
     )
     assert work.count.tolist() == [24, 20, 4, 32]
 
@@ -55,10 +54,11 @@ def test_cut_rounds_cover_every_step_once_and_add_up(monkeypatch, sizes, columns
     monkeypatch.setattr(tile_scheduler, "ADD_ROWS", 32)
     block_m, block_n = 64, 128
     ends = torch.cumsum(torch.tensor(sizes), 0).to(torch.int32)
-    rows, tail = int(ends[-1]) + 5, tile_scheduler.Tail(-(-columns // block_n), steps, programs)
-    work = tile_scheduler.row_tiles(ends, rows, block_m, tail)
+    last_round = tile_scheduler.LastRound(-(-columns // block_n), steps, programs)
+    rows = int(ends[-1]) + 5
+    work = tile_scheduler.row_tiles(ends, rows, block_m, last_round)
     _, whole, cut, length = work.count.tolist()
-    total = sum(-(-n // block_m) for n in sizes) * tail.tiles_n
+    total = sum(-(-n // block_m) for n in sizes) * last_round.tiles_n
     assert (whole, cut) in ((total, 0), (total - total % programs, total % programs))
     assert not cut or steps - length >= tile_scheduler.LEAST_SAVED.value
     partials = torch.full((programs, block_m, block_n), POISON)
@@ -70,11 +70,13 @@ def test_cut_rounds_cover_every_step_once_and_add_up(monkeypatch, sizes, columns
         partials[program] = float(end - part * length)
     assert not cut or bool((seen == 1).all())
     out = torch.full((rows, columns), POISON)
-    tile_scheduler.add_tail_(out, partials, work, tail)
+    tile_scheduler.add_cut_tiles_(out, partials, work, last_round)
     done = torch.zeros_like(out, dtype=torch.bool)
     for tile in range(whole, whole + cut):
-        _, first, tiles_m, start, end = work.records.view(-1, 8)[tile // tail.tiles_n, :5].tolist()
-        m, n = place(tile - first * tail.tiles_n, tiles_m, tail.tiles_n)
+        _, first, tiles_m, start, end = work.records.view(-1, 8)[
+            tile // last_round.tiles_n, :5
+        ].tolist()
+        m, n = place(tile - first * last_round.tiles_n, tiles_m, last_round.tiles_n)
         row = start + m * block_m
         done[row : min(row + block_m, end), n * block_n : (n + 1) * block_n] = True
     assert bool((out[done] == steps).all())
@@ -153,18 +155,19 @@ def test_grouped_gemm(sizes):
     x, dy = torch.randn(real + 9, K), torch.randn(real + 9, N)
     x[real:], dy[real:] = float("nan"), float("nan")
     w = torch.randn(experts, K, N)
-    variant = gemm.row_variant("pointer", N)
+    variant = heuristics.row_variant("pointer", N)
     work = tile_scheduler.row_tiles(ends, len(x), variant.block_m)
     expected = reference.grouped_gemm(x, w, ends)
     for transposed, weights in ((False, w), (True, w.transpose(1, 2).contiguous())):
         out = torch.full((len(x), N), POISON)
-        gemm.rows_launch(variant, x, weights, out, work, transposed, 3).run()
+        portable_pointer.rows_launch(variant, x, weights, out, work, transposed, 3).run()
         torch.testing.assert_close(out[:real], expected[:real], rtol=1e-4, atol=1e-4)
         assert bool((out[real:] == POISON).all())
     for add in (False, True):
         out = torch.full((experts, K, N), 2.0 if add else POISON)
         order = tile_scheduler.expert_order(ends, skip_empty=add)
-        variant = gemm.weight_variant("pointer", N, torch.float32)
-        gemm.weights_launch(variant, x, dy, out, order, add, 3).run()
+        variant = heuristics.weight_variant("pointer", N, torch.float32)
+        how = "fetch" if add else ""
+        portable_pointer.weights_launch(variant, x, dy, out, order, how, 3).run()
         expected = reference.grouped_gemm_wgrad(x, dy, ends) + (2.0 if add else 0.0)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)

@@ -30,7 +30,7 @@ def cases() -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
     ends = (torch.rand(EXPERTS).softmax(0) * ROWS).cumsum(0).int()
     ends[-1] = ROWS
     ends = ends.cuda()
-    for name in ("split", "pingpong", "tma"):
+    for name in ("cooperative", "pingpong", "tma"):
         rows = row_variant(name, WIDTH)
         for back in (False, True):
             yield (

@@ -90,9 +90,9 @@ def _weights(columns: int) -> None:
 
 def _work_lists() -> None:
     offsets = _offsets(1024)
-    tail = tile_scheduler.Tail(16, 64, PROGRAMS)
+    tail = tile_scheduler.LastRound(16, 64, PROGRAMS)
     rows = tile_scheduler.row_tiles(offsets, 4096, 128, tail)
-    tile_scheduler.add_tail_(
+    tile_scheduler.add_cut_tiles_(
         torch.empty(64, 512, dtype=BF16), torch.empty(PROGRAMS, 128, 256), rows, tail
     )
     order = tile_scheduler.expert_order(offsets, skip_empty=True, limit=512)

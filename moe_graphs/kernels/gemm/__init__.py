@@ -19,6 +19,8 @@ from moe_graphs.kernels.gemm import reference
 from moe_graphs.kernels.ops import define_op, wants_gradient
 from moe_graphs.kernels.swiglu import swiglu
 
+MOST_EXPERTS = 1024  # a program of the work lists looks at the sizes of all of them
+
 
 def grouped_gemm(
     x_RK: Tensor,
@@ -151,12 +153,12 @@ def grouped_gemm_wgrad_add(
 
 @torch.library.impl("moe_graphs::grouped_gemm_forward", "cuda")
 def _(x_RK, w_EKN, offsets_E, zero_tail):
-    return matmul_rows(x_RK, w_EKN, offsets_E, zero_tail)
+    return rows_on_gpu(x_RK, w_EKN, offsets_E, zero_tail)
 
 
 @torch.library.impl("moe_graphs::grouped_gemm_dgrad", "cuda")
 def _(grad_RN, w_EKN, offsets_E, zero_tail):
-    return matmul_rows(grad_RN, w_EKN.transpose(1, 2), offsets_E, zero_tail)
+    return rows_on_gpu(grad_RN, w_EKN.transpose(1, 2), offsets_E, zero_tail)
 
 
 @torch.library.impl("moe_graphs::grouped_gemm_wgrad_add", "cuda")
@@ -181,7 +183,7 @@ def _(x_RK, grad_RN, offsets_E):
     return torch._grouped_mm(x_RK.t(), grad_RN.contiguous(), offs=offsets_E)
 
 
-def matmul_rows(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool) -> Tensor:
+def rows_on_gpu(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool) -> Tensor:
     """Rows times ``w_EKN``, which may be a transposed view: the kernels read either as it lies."""
     if not has_triton():
         return _grouped_mm(x_RK, w_EKN, offsets_E, zero_tail)
@@ -229,15 +231,21 @@ def _(x_RK, grad_RN, offsets_E, out_EKN):
 
 
 def check_operands(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor) -> None:
+    """Check all that does not depend on where the memory lies; ``launch.check_memory`` does.
+
+    Raises:
+        ValueError: with the shapes or dtypes that were given, and those that are accepted.
+    """
     if x_RK.dim() != 2 or w_EKN.dim() != 3 or x_RK.shape[1] != w_EKN.shape[1]:
         raise ValueError(
             f"grouped_gemm wants x [R, K] and w [E, K, N], got {tuple(x_RK.shape)} and "
             f"{tuple(w_EKN.shape)}"
         )
-    if offsets_E.shape != w_EKN.shape[:1] or offsets_E.dtype != torch.int32:
+    fits = offsets_E.shape == w_EKN.shape[:1] and offsets_E.is_contiguous()
+    if not fits or offsets_E.dtype != torch.int32:
         raise ValueError(
-            f"grouped_gemm wants offsets int32 [{w_EKN.shape[0]}], one cumulative end per expert, "
-            f"got {offsets_E.dtype} {tuple(offsets_E.shape)}"
+            f"grouped_gemm wants contiguous offsets int32 [{w_EKN.shape[0]}], one cumulative end "
+            f"per expert, got {offsets_E.dtype} {tuple(offsets_E.shape)}"
         )
     if x_RK.dtype != w_EKN.dtype:
         raise ValueError(
@@ -261,8 +269,11 @@ def _check_cuda(x_RK: Tensor, w_EKN: Tensor) -> None:
             f'torch.autocast("cuda", torch.bfloat16, cache_enabled=False), or build it with '
             f"dtype=torch.bfloat16"
         )
-    if w_EKN.shape[1] % 8 or w_EKN.shape[2] % 8:
+    experts, K, N = w_EKN.shape
+    if K % 8 or N % 8:
         raise ValueError(
             f"grouped_gemm on CUDA wants K and N in multiples of 8 (16-byte rows), got w "
             f"{tuple(w_EKN.shape)}: choose hidden_size and ffn_hidden_size so"
         )
+    if not 1 <= experts <= MOST_EXPERTS and has_triton():
+        raise ValueError(f"grouped_gemm on CUDA takes 1 to {MOST_EXPERTS} experts, got {experts}")

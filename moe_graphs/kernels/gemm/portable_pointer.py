@@ -7,9 +7,11 @@ The same work lists and the same results as tma, with masks where that has hardw
 All matrices are contiguous. Row offsets are 64-bit: R * K may exceed 2^31.
 """
 
+import torch
 import triton
 import triton.language as tl
 
+from moe_graphs.kernels.gemm.heuristics import Variant
 from moe_graphs.kernels.gemm.tile_scheduler import (
     COUNT_RECORDS,
     EXPERT_RECORD,
@@ -22,8 +24,10 @@ from moe_graphs.kernels.gemm.tile_scheduler import (
     ROW_RECORD,
     ROW_START,
     ROW_TILES,
+    WorkList,
     place,
 )
+from moe_graphs.kernels.launching import Launch
 
 
 @triton.jit
@@ -89,3 +93,37 @@ def weights_pointer_kernel(
         if ADD:
             acc += tl.load(at_dw, mask=live_dw, other=0.0)
         tl.store(at_dw, acc.to(dw_ptr.dtype.element_ty), mask=live_dw)
+
+
+def rows_launch(
+    v: Variant,
+    x_RK: torch.Tensor,
+    w: torch.Tensor,
+    out_RN: torch.Tensor,
+    work: WorkList,
+    transposed: bool,
+    grid: int,
+    partials: None = None,
+) -> Launch:
+    """The launch of the rows kernel over `work`, whose row tiles have `v.block_m` rows."""
+    args = (x_RK, w, out_RN, work.records, work.count, out_RN.shape[1], x_RK.shape[1])
+    tile = {"BLOCK_M": v.block_m, "BLOCK_N": v.block_n, "BLOCK_K": v.block_k, "GRID": grid}
+    tile |= {"TRANSPOSED": transposed, "num_warps": v.warps, "num_stages": v.stages}
+    return Launch(rows_pointer_kernel, grid, args, tile)
+
+
+def weights_launch(
+    v: Variant,
+    x_RK: torch.Tensor,
+    dy_RN: torch.Tensor,
+    dw_EKN: torch.Tensor,
+    work: WorkList,
+    add: str,
+    grid: int,
+    partials: None = None,
+) -> Launch:
+    """The launch of the weight-gradient kernel over `work`, an expert order; see `sm90_weights`."""
+    args = (x_RK, dy_RN, dw_EKN, work.records, work.count, *dw_EKN.shape[1:])
+    tile = {"BLOCK_M": v.block_m, "BLOCK_N": v.block_n, "BLOCK_R": v.block_k, "GRID": grid}
+    tile |= {"ADD": add != "", "num_warps": v.warps, "num_stages": v.stages}
+    return Launch(weights_pointer_kernel, grid, args, tile)

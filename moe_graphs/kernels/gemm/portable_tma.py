@@ -10,10 +10,16 @@ loop and the K loop into one pipelined loop, so that the next tile's loads are i
 tile's stores (measured +3 to +13 % at K <= 2048 on an H200).
 """
 
+import functools
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
-from triton.tools.ragged_tma import load_ragged, store_ragged
+from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged, store_ragged
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moe_graphs.kernels.gemm.heuristics import Variant
 from moe_graphs.kernels.gemm.tile_scheduler import (
     COUNT_RECORDS,
     EXPERT_RECORD,
@@ -26,8 +32,10 @@ from moe_graphs.kernels.gemm.tile_scheduler import (
     ROW_RECORD,
     ROW_START,
     ROW_TILES,
+    WorkList,
     place,
 )
+from moe_graphs.kernels.launching import Launch, on_memory
 
 
 @triton.jit
@@ -97,3 +105,75 @@ def weights_tma_kernel(
             left, right = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
             _put(dw_desc, e, row, column, left, ADD)
             _put(dw_desc, e, row, column + BLOCK_N // 2, right, ADD)
+
+
+def rows_launch(
+    v: Variant,
+    x_RK: torch.Tensor,
+    w: torch.Tensor,
+    out_RN: torch.Tensor,
+    work: WorkList,
+    transposed: bool,
+    grid: int,
+    partials: None = None,
+) -> Launch:
+    """The launch of the rows kernel over `work`, whose row tiles have `v.block_m` rows."""
+    box = (v.block_n, v.block_k) if transposed else (v.block_k, v.block_n)
+    args = (
+        ragged_descriptor(x_RK, (v.block_m, v.block_k)),
+        matrix_descriptor(w, box),
+        ragged_descriptor(out_RN, (v.block_m, v.block_n)),
+        work.records, work.count, out_RN.shape[1], x_RK.shape[1],
+    )  # fmt: skip
+    tile = {"BLOCK_M": v.block_m, "BLOCK_N": v.block_n, "BLOCK_K": v.block_k, "GRID": grid}
+    tile |= {"TRANSPOSED": transposed, "num_warps": v.warps, "num_stages": v.stages}
+    return Launch(rows_tma_kernel, grid, args, tile)
+
+
+def weights_launch(
+    v: Variant,
+    x_RK: torch.Tensor,
+    dy_RN: torch.Tensor,
+    dw_EKN: torch.Tensor,
+    work: WorkList,
+    add: str,
+    grid: int,
+    partials: None = None,
+) -> Launch:
+    """The launch of the weight-gradient kernel over `work`, an expert order; see `sm90_weights`."""
+    args = (
+        ragged_descriptor(x_RK, (v.block_k, v.block_m)),
+        ragged_descriptor(dy_RN, (v.block_k, v.block_n)),
+        matrix_descriptor(dw_EKN, (v.block_m, v.block_n // v.pieces)),
+        work.records, work.count, *dw_EKN.shape[1:],
+    )  # fmt: skip
+    tile = {"BLOCK_M": v.block_m, "BLOCK_N": v.block_n, "BLOCK_R": v.block_k, "GRID": grid}
+    tile |= {"ADD": add != "", "PIECES": v.pieces, "num_warps": v.warps, "num_stages": v.stages}
+    return Launch(weights_tma_kernel, grid, args, tile)
+
+
+def ragged_descriptor(rows: torch.Tensor, box: tuple[int, int]) -> TensorDescriptor:
+    """A descriptor of [rows, columns] whose loads and stores stop at a group's end.
+
+    Rows may lie apart.
+    """
+    return on_memory(rows, ragged_template(rows.dtype, rows.shape[1], rows.stride(0), box))
+
+
+def matrix_descriptor(matrices: torch.Tensor, box: tuple[int, int]) -> TensorDescriptor:
+    """A descriptor of [E, rows, columns] with a box inside one matrix."""
+    return on_memory(matrices, _matrix_template(matrices.dtype, matrices.shape, box))
+
+
+@functools.cache
+def ragged_template(dtype: torch.dtype, columns: int, stride: int, box: tuple[int, int]) -> Any:
+    """A ragged descriptor of one row, for `on_memory`."""
+    # The number of rows is no part of it: bounds come with the coordinates.
+    row = torch.empty_strided((1, columns), (stride, 1), dtype=dtype, device="meta")
+    return create_ragged_descriptor(row, box)
+
+
+@functools.cache
+def _matrix_template(dtype: torch.dtype, shape: torch.Size, box: tuple[int, int]) -> Any:
+    matrices = torch.empty(shape, dtype=dtype, device="meta")
+    return TensorDescriptor.from_tensor(matrices, [1, *box])

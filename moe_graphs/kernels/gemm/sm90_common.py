@@ -17,14 +17,21 @@ kernels, and holds reproductions of the first two, which are silent miscompiles,
    a partition may read the barrier's initial value, 0x1ffffe, instead of its argument.
 """
 
+import functools
+from typing import Any
+
+import torch
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from moe_graphs.kernels.gemm.portable_tma import ragged_template
 from moe_graphs.kernels.gemm.tile_scheduler import BAND
+from moe_graphs.kernels.launching import on_memory
 
 # Base of a ragged TMA coordinate: see `ragged` below and triton.tools.ragged_tma.
 BILLION = gl.constexpr(1 << 30)
@@ -227,3 +234,32 @@ def zero_chunk(out_ptr, chunk, e, size, CHUNK: gl.constexpr):
     at = chunk * CHUNK + gl.arange(0, CHUNK, layout=layout)
     zero = gl.zeros([CHUNK], out_ptr.dtype.element_ty, layout=layout)
     gl.store(out_ptr + e.to(gl.int64) * size + at, zero, mask=at < size)
+
+
+def ragged_descriptor(rows: torch.Tensor, box: tuple[int, int]) -> TensorDescriptor:
+    """The descriptor of `portable_tma.ragged_descriptor`, with a layout in shared memory."""
+    return on_memory(rows, _ragged_template(rows.dtype, rows.shape[1], rows.stride(0), box))
+
+
+def matrix_descriptor(matrices: torch.Tensor, box: tuple[int, int]) -> TensorDescriptor:
+    """The descriptor of `portable_tma.matrix_descriptor`, with a layout in shared memory."""
+    return on_memory(matrices, _matrix_template(matrices.dtype, matrices.shape, box))
+
+
+@functools.cache
+def _ragged_template(dtype: torch.dtype, columns: int, stride: int, box: tuple[int, int]) -> Any:
+    made = ragged_template(dtype, columns, stride, box)
+    layout = _layout(dtype.itemsize, 4)
+    return TensorDescriptor(made.base, made.shape, made.strides, made.block_shape, layout)
+
+
+@functools.cache
+def _matrix_template(dtype: torch.dtype, shape: torch.Size, box: tuple[int, int]) -> Any:
+    matrices = torch.empty(shape, dtype=dtype, device="meta")
+    return TensorDescriptor.from_tensor(matrices, [1, *box], _layout(dtype.itemsize, 3))
+
+
+def _layout(element_size: int, rank: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(
+        swizzle_byte_width=128, element_bitwidth=8 * element_size, rank=rank
+    )

@@ -28,6 +28,7 @@ Measured on an H200 (sustained): 0.93-1.02 of one dense cuBLAS GEMM from 1024 ro
 
 from typing import Any, NamedTuple
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -40,13 +41,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from moe_graphs.kernels.gemm.heuristics import Variant
 from moe_graphs.kernels.gemm.sm90_common import (
     load_rows,
     make_barriers,
+    matrix_descriptor,
     next_slot,
     place,
     previous_slot,
     ragged,
+    ragged_descriptor,
     store_partial,
     store_rows,
     tma_load,
@@ -62,7 +66,9 @@ from moe_graphs.kernels.gemm.tile_scheduler import (
     ROW_RECORD,
     ROW_START,
     ROW_TILES,
+    WorkList,
 )
+from moe_graphs.kernels.launching import Launch
 
 
 class Work(NamedTuple):
@@ -372,3 +378,56 @@ def gathered_rows_gluon_kernel(
         worker_num_warps=[4, 4],
         worker_num_regs=[224, 56],
     )
+
+
+def rows_launch(
+    v: Variant,
+    x_RK: torch.Tensor,
+    w: torch.Tensor,
+    out_RN: torch.Tensor,
+    work: WorkList,
+    transposed: bool,
+    grid: int,
+    partials: torch.Tensor | None = None,
+) -> Launch:
+    """The launch of the rows kernel over `work`, whose row tiles have `v.block_m` rows.
+
+    `partials` fp32 [grid, BLOCK_M, BLOCK_N] takes what `work` cuts along K; cooperative alone.
+    """
+    box = (v.block_n, v.block_k) if transposed else (v.block_k, v.block_n)
+    args = (
+        ragged_descriptor(x_RK, (v.block_m, v.block_k)),
+        matrix_descriptor(w, box),
+        ragged_descriptor(out_RN, (v.block_m if v.pingpong else v.block_m // 2, v.block_n)),
+        out_RN if partials is None else partials,
+        work.records, work.count, out_RN.shape[1], x_RK.shape[1],
+    )  # fmt: skip
+    kind = {"PINGPONG": v.pingpong, "SPLITS": partials is not None, "TRANSPOSED": transposed}
+    return Launch(rows_gluon_kernel, grid, args, kind | _tile(v, grid))
+
+
+def gathered_launch(
+    v: Variant,
+    x_TK: torch.Tensor,
+    order_R: torch.Tensor,
+    top_k: int,
+    w_EKN: torch.Tensor,
+    out_RN: torch.Tensor,
+    work: WorkList,
+    grid: int,
+) -> Launch:
+    """The launch of the gathered rows kernel over `work`, whose row tiles have `v.block_m` rows."""
+    _, K, N = w_EKN.shape
+    args = (
+        x_TK, order_R, top_k, matrix_descriptor(w_EKN, (v.block_k, v.block_n)),
+        ragged_descriptor(out_RN, (v.block_m // 2, v.block_n // v.pieces)),
+        work.records, work.count, N, K,
+    )  # fmt: skip
+    return Launch(gathered_rows_gluon_kernel, grid, args, {"PIECES": v.pieces} | _tile(v, grid))
+
+
+def _tile(v: Variant, grid: int) -> dict:
+    return {
+        "BLOCK_M": v.block_m, "BLOCK_N": v.block_n, "BLOCK_K": v.block_k, "STAGES": v.stages,
+        "GRID": grid, "num_warps": v.warps,
+    }  # fmt: skip

@@ -22,6 +22,7 @@ products) 0.87-0.96 and 0.74.
 
 from typing import Any, NamedTuple
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -33,13 +34,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from moe_graphs.kernels.gemm.heuristics import Variant
 from moe_graphs.kernels.gemm.sm90_common import (
     fetch_weights,
     make_barriers,
+    matrix_descriptor,
     next_slot,
     place,
     previous_slot,
     ragged,
+    ragged_descriptor,
     rounds_of,
     store_partial,
     store_weights,
@@ -55,7 +59,9 @@ from moe_graphs.kernels.gemm.tile_scheduler import (
     PART_EXPERT,
     PART_SLOT,
     PART_START,
+    WorkList,
 )
+from moe_graphs.kernels.launching import Launch
 
 # The producer zeros one number per so many multiply-adds (bf16: 0.6 TB/s on an H200), and only
 # behind every fourth K step: it is one warp, and finding a chunk's place delays the next loads.
@@ -301,3 +307,32 @@ def weights_gluon_kernel(
         worker_num_warps=[4, 1],
         worker_num_regs=[232, 40],
     )
+
+
+def weights_launch(
+    v: Variant,
+    x_RK: torch.Tensor,
+    dy_RN: torch.Tensor,
+    dw_EKN: torch.Tensor,
+    work: WorkList,
+    add: str,
+    grid: int,
+    partials: torch.Tensor | None = None,
+) -> Launch:
+    """The launch of the weight-gradient kernel over `work`, an expert order.
+
+    `add` is empty, or how a float32 gradient is added to (`heuristics.accumulate_mode`).
+    `partials` fp32 [slots, K, N] takes the partial sums of experts that `work` splits.
+    """
+    stored = v.block_m if v.pingpong else v.block_m // 2
+    args = (
+        ragged_descriptor(x_RK, (v.block_k, v.block_m)),
+        ragged_descriptor(dy_RN, (v.block_k, v.block_n)),
+        matrix_descriptor(dw_EKN, (stored, v.block_n // v.pieces)),
+        dw_EKN, dw_EKN if partials is None else partials,
+        work.records, work.count, *dw_EKN.shape[1:],
+    )  # fmt: skip
+    tile = {"BLOCK_M": v.block_m, "BLOCK_N": v.block_n, "BLOCK_R": v.block_k, "STAGES": v.stages}
+    tile |= {"PIECES": v.pieces, "BUFFERS": v.buffers, "GRID": grid, "num_warps": v.warps}
+    tile |= {"PINGPONG": v.pingpong, "ADD": add, "SPLITS": partials is not None}
+    return Launch(weights_gluon_kernel, grid, args, tile)

@@ -28,12 +28,12 @@ a slot of a workspace where its partial sum goes; `splits` says which slots belo
 and `splits` (expert, first slot, slots) has the one entry 2 0 3.
 
 Row tiles are dealt to the programs in rounds, and a last round with few tiles takes as long as a
-full one. With a `Tail` its tiles are cut into equal parts along K, one program each, whose partial
-sums go to a workspace: with 10 programs, 24 output tiles of 64 steps are 20 whole ones and 4 in 2
-parts of 32 steps; program p has part p // 4 of tile 20 + p % 4. Programs with the same part of
-neighbouring tiles read the same operands at the same time, as in a whole round: parts that begin
-anywhere would balance better and read from memory what now comes from L2 (measured: slower than
-not to cut at all from 90 tiles on).
+full one. With a `LastRound` its tiles are cut into equal parts along K, one program each, whose
+partial sums go to a workspace: with 10 programs, 24 output tiles of 64 steps are 20 whole ones and
+4 in 2 parts of 32 steps; program p has part p // 4 of tile 20 + p % 4. Programs with the same part
+of neighbouring tiles read the same operands at the same time, as in a whole round. Parts that begin
+anywhere would balance better and read from memory what now comes from L2. That was measured: from
+90 tiles on it is slower than not to cut at all.
 """
 
 from dataclasses import dataclass
@@ -94,7 +94,7 @@ class WorkList:
 
 
 @dataclass(frozen=True)
-class Tail:
+class LastRound:
     """What the last round's tiles are cut by: column tiles and K steps of a tile, programs."""
 
     tiles_n: int
@@ -146,11 +146,11 @@ def row_tiles_kernel(
     if e == num_experts - 1:
         tl.store(count_ptr + COUNT_RECORDS, first + tiles)
         if PROGRAMS:
-            _cut_tail((first + tiles) * tiles_n, count_ptr, steps, PROGRAMS)
+            _cut_last_round((first + tiles) * tiles_n, count_ptr, steps, PROGRAMS)
 
 
 @triton.jit
-def _cut_tail(total, count_ptr, steps, PROGRAMS: tl.constexpr):
+def _cut_last_round(total, count_ptr, steps, PROGRAMS: tl.constexpr):
     """Counts of tiles in whole rounds and after them, and steps of the latter's parts."""
     tail = total % PROGRAMS
     parts = tl.minimum(PROGRAMS // tl.maximum(tail, 1), MAX_PARTS)
@@ -279,14 +279,14 @@ def zero_tail_(rows_RN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
 
 
 def row_tiles(
-    offsets_E: torch.Tensor, rows: int, block_m: int, tail: Tail | None = None
+    offsets_E: torch.Tensor, rows: int, block_m: int, last_round: LastRound | None = None
 ) -> WorkList:
     """Row tiles of every expert in order, at most `ceil(rows / block_m) + E` of them.
 
     `offsets_E` int32 ends on the device. Rows past the last end belong to no tile.
     """
     experts = offsets_E.numel()
-    cut = tail or Tail(1, 1, 0)
+    cut = last_round or LastRound(1, 1, 0)
     records = cdiv(rows, block_m) + experts
     work = _empty_list(offsets_E, records * ROW_RECORD.value)
     launch(
@@ -298,12 +298,14 @@ def row_tiles(
     return work
 
 
-def add_tail_(out_RN: torch.Tensor, partials: torch.Tensor, work: WorkList, tail: Tail) -> None:
-    """Writes the rows of the tiles that were cut along K; `partials` [programs, M, N] of a tile."""
+def add_cut_tiles_(
+    out_RN: torch.Tensor, partials: torch.Tensor, work: WorkList, last_round: LastRound
+) -> None:
+    """Write the rows of the tiles that were cut along K; `partials` [programs, M, N] of a tile."""
     _, block_m, block_n = partials.shape
+    sizes = (last_round.tiles_n, last_round.steps, out_RN.shape[1])
     launch(
-        add_tail_kernel, (ADD_GRID,),
-        (out_RN, partials, work.records, work.count, tail.tiles_n, tail.steps, out_RN.shape[1]),
+        add_tail_kernel, (ADD_GRID,), (out_RN, partials, work.records, work.count, *sizes),
         BLOCK_M=block_m, BLOCK_N=block_n, ROWS=ADD_ROWS, GRID=ADD_GRID,
     )  # fmt: skip
 
