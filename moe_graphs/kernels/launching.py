@@ -17,8 +17,11 @@ from moe_graphs.kernels.gpu_architectures import architecture_of
 
 
 class _Compiled:
-    """What the first launch of a kind left: the compiled kernel, its constants in order, and under
-    which name its launches are counted, if they are."""
+    """A compiled kernel that the first launch of a kind has left.
+
+    Beside it are its constants in order, and the name under which its launches are counted, or
+    None.
+    """
 
     kernel: Any = None
     constants: tuple = ()
@@ -41,10 +44,13 @@ class Launch:
 def launch(kernel: Any, grid: tuple[int, ...], args: tuple, **constants: Any) -> None:
     """`kernel[grid](*args, **constants)` on the current stream.
 
-    `args` are positional, all constants and options go by name. Descriptors must be of this file:
-    their bases are aligned to 16 bytes. A tuple is of integers of 64 bits, and the kernel
-    not specialized for it. Which sums and products become one operation is up to the compiler: what
-    has to have the same bits in two kernels says it by `tl.fma`.
+    The compiler decides which sums and products become one operation. Where two kernels have to
+    give the same bits, they say so by `tl.fma`.
+
+    Args:
+        args: positional arguments. The base of a descriptor is aligned to 16 bytes (`on_memory`). A
+            tuple is of integers of 64 bits, for which the kernel is not specialized.
+        constants: constants and options by their names.
 
     Raises:
         ValueError: the GPU is older than the kernels; nothing is launched.
@@ -63,7 +69,7 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple, **constants: Any) ->
 
 
 def _counted(kernel: Any, args: tuple) -> str | None:
-    """The name under which launches on a GPU are counted whose architecture is not in the table."""
+    """The name under which launches are counted on a GPU that the table does not have."""
     gpu = architecture_of(next(arg.device for arg in args if isinstance(arg, torch.Tensor)))
     return None if gpu.known else f"{kernel.__name__} on {gpu.name}"
 
@@ -74,7 +80,7 @@ def _compiled(*key: Any) -> _Compiled:
 
 
 def _kind(arg: Any) -> Any:
-    """All that Triton compiles for: the type, whether 16 divides it, and whether it is 1."""
+    """The properties of an argument that Triton compiles for: type, divisible by 16, equal to 1."""
     if isinstance(arg, int):  # up to 64 bits, with a sign
         return arg == 1, arg % 16 == 0, -(1 << 31) <= arg < 1 << 31
     if isinstance(arg, float):  # fp32 for the kernel, whatever its value
@@ -97,7 +103,7 @@ def on_memory(base: torch.Tensor, template: Any) -> Any:
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """The quotient a / b, rounded up."""
     return -(-a // b)
 
 

@@ -32,7 +32,7 @@ def define_op(*, device: str = "cpu", mutates_args: tuple[str, ...] = ()) -> Cal
 
 
 def wants_gradient(ctx: Any, index: int) -> bool:
-    """In a backward: whether the gradient of tensor input ``index`` is asked for just now.
+    """Whether a backward is asked for the gradient of tensor input ``index`` just now.
 
     Zero-bubble schedules run a node once for its inputs and later for its weights;
     ``ctx.needs_input_grad`` says yes to both both times.

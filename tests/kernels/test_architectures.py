@@ -148,7 +148,7 @@ def test_tma_is_refused_by_name_before_hopper():
 @pytest.mark.long
 @pytest.mark.parametrize("number", [100, 120])
 def test_a_gluon_variant_compiled_for_a_foreign_architecture_ends_its_process(number):
-    """Why the refusal comes before a launch. A process of its own."""
+    """The reason for a refusal before a launch. The test needs a process of its own."""
     program = f"""
         import pytest, torch
         from compiled import launch_compiler
@@ -192,7 +192,7 @@ WEIGHTS = {  # columns, dtype -> the variant
 
 
 def test_hoppers_choices_are_those_that_were_measured():
-    """Their numbers are in docs/performance.md. Whoever changes a choice measures it again."""
+    """The measured numbers are in docs/performance.md. A changed choice is measured again."""
     for (rows, columns), expected in ROWS.items():
         name = heuristics.choose_rows(HOPPER, 8 * rows, 8)
         assert tile(row_variant(name, columns, HOPPER)) == expected

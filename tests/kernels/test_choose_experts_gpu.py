@@ -42,8 +42,10 @@ def check(got, plain, want) -> None:
 
 
 def operands(experts: int, dtype: torch.dtype, tokens: int = 500) -> tuple[torch.Tensor, ...]:
-    """hidden, weight (logits with a standard deviation of 1) and bias. Few tokens where scores lie
-    so close that fp32 would choose others than fp64."""
+    """Operands hidden, weight (logits with a standard deviation of 1) and bias.
+
+    There are few tokens where scores lie so close that fp32 would choose others than fp64.
+    """
     torch.manual_seed(experts + 1)
     hidden = torch.randn(min(tokens, 20_000 // experts), 256).to(dtype)
     weight = (torch.randn(experts, 256) / 16).to(dtype)

@@ -233,7 +233,7 @@ def barriers_without_use(out, n):
 
 @pytest.mark.xfail(strict=True, reason="Triton 3.6 gives memory of barriers to arguments")
 def test_trap_barriers_without_use(compiled):
-    """Under preemption a partition then reads the barrier's initial value as its argument."""
+    """A preempted partition then reads the barrier's initial value as its argument."""
     (kernel,) = compiled(lambda: launch(barriers_without_use, 1))
     assert not kernel.reused_barriers
 

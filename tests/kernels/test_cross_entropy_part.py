@@ -1,5 +1,4 @@
-"""Cross entropy of columns that lie apart: the parts together are torch's, plainly and by the
-kernels."""
+"""Cross entropy by parts of the columns: together they are torch's, with kernels and without."""
 
 from __future__ import annotations
 

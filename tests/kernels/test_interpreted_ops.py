@@ -171,8 +171,10 @@ def test_swiglu(rows, ffn):
     ],
 )
 def test_heads(monkeypatch, heads, kv_heads, size, norm, length):
-    """Gradients come as attention returns them: [B, H, S, Q], transposed. Several tokens for a
-    program, and for the last size several tiles for a token."""
+    """Gradients come as attention returns them: [B, H, S, Q], transposed.
+
+    A program has several tokens, and for the last size a token has several tiles.
+    """
     monkeypatch.setattr(heads_triton, "PROGRAMS", 3)
     monkeypatch.setitem(add_sums.TILE, "COLS", 128)  # fewer programs of the small kernel
     torch.manual_seed(0)
@@ -204,8 +206,10 @@ def test_heads(monkeypatch, heads, kv_heads, size, norm, length):
     ],
 )
 def test_heads_by_rank(monkeypatch, heads, kv_heads, ranks, size, norm):
-    """What is sent, and gradients as they arrive; for the last size several tiles for a token, with
-    heads of two ranks."""
+    """The rows that are sent, and gradients as they arrive.
+
+    For the last size a token has several tiles, with heads of two ranks.
+    """
     monkeypatch.setattr(heads_triton, "PROGRAMS", 3)
     monkeypatch.setitem(add_sums.TILE, "COLS", 128)
     torch.manual_seed(0)
@@ -248,8 +252,10 @@ def test_rotary(monkeypatch, heads, kv_heads, size, columns, sequences):
 @pytest.mark.parametrize("zero_centred", [False, True])
 @pytest.mark.parametrize(("rows", "size"), [(7, 1), (200, 70), (3, 2048), (2, 2880)])
 def test_rms_norm(monkeypatch, rows, size, zero_centred):
-    """Rows that lie apart, several tiles for a program, and rows of the last tile that are not
-    there: without eps, what is divided by in them is zero."""
+    """Rows lie apart, a program has several tiles, and the last tile has rows past the end.
+
+    Those rows would divide by zero, since eps is zero.
+    """
     monkeypatch.setattr(rms_norm_triton, "PROGRAMS", 2)
     monkeypatch.setitem(add_sums.TILE, "COLS", 128)
     torch.manual_seed(0)
@@ -271,7 +277,7 @@ def test_rms_norm(monkeypatch, rows, size, zero_centred):
 @pytest.mark.parametrize("zero_centred", [False, True])
 @pytest.mark.parametrize(("rows", "size"), [(7, 1), (100, 70), (3, 2048)])
 def test_add_rms_norm(monkeypatch, rows, size, zero_centred):
-    """With an update and without, gradients together, one by one, and of one output alone."""
+    """Norms with an update and without; gradients together, one by one, and of one output alone."""
     monkeypatch.setattr(rms_norm_triton, "PROGRAMS", 2)
     monkeypatch.setitem(add_sums.TILE, "COLS", 128)
     torch.manual_seed(0)

@@ -1,6 +1,6 @@
-"""What is remembered between launches: the compiled kernel of a kind, and checked descriptors.
+"""Launches remember the compiled kernel of a kind, and checked descriptors.
 
-Held against Triton itself, which compiles here and is only kept from running what it has compiled.
+They are tested against Triton itself, which compiles here and is only kept from running the result.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""``adamw_update`` in torch's operations: where there is no kernel, and to test the kernel by.
+"""``adamw_update`` in torch's operations, for tests of the kernel and for where there is none.
 
-The same formulas in the same order, without fused multiply-adds, and the same random bits.
+It has the kernel's formulas in the kernel's order, without fused multiply-adds, and the kernel's
+random bits.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def adamw_update_reference(
     exp_avg_sq_scales: Sequence[Tensor],
     rounded: bool,
 ) -> None:
-    """As ``adamw_triton.adamw_update``, for any device; in fp64 for parameters of fp64."""
+    """``triton_kernels.adamw_update`` for any device; in fp64 for parameters of fp64."""
     for number, given in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
         row = [_in_memory(tensor) for tensor in given]
         scales = [_in_memory(of[number]) for of in (exp_avg_scales, exp_avg_sq_scales) if of]
@@ -102,8 +103,10 @@ def _rounded(
 
 
 def random_bits(key: int, step: Tensor, count: int) -> Tensor:
-    """Philox4x32-10 of a counter (place // 16, 0, step, 0): its four words are for places 0, 4, 8
-    and 12 of sixteen, their products with powers of ``MIXER`` for those behind them.
+    """Random bits of 32 for each of ``count`` places, by Philox4x32-10.
+
+    The counter is (place // 16, 0, step, 0). Its four words are for places 0, 4, 8 and 12 of
+    sixteen; the three places behind each take the word's products with powers of ``MIXER``.
 
     Args:
         key: of up to 63 bits.
@@ -125,7 +128,7 @@ def random_bits(key: int, step: Tensor, count: int) -> Tensor:
 
 
 def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
-    """To one of bf16's two neighbours, the nearer one more often: ``x`` on the average.
+    """Round to one of the two neighbours in bf16, so that the average result is ``x``.
 
     Args:
         bits: integers like ``x``, of which the lower 16 are used.
@@ -145,7 +148,7 @@ def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _in_memory(tensor: Tensor) -> Tensor:
-    """Of a dense one all numbers as they lie there."""
+    """All numbers of a dense tensor, in the order of memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -154,7 +157,7 @@ def _number(value: float, like: Tensor) -> Tensor:
 
 
 def _divided(x: Tensor, by: Tensor) -> Tensor:
-    """Where torch sees that it is one number, it multiplies by what 1 / it is rounded to."""
+    """Divide by one number as a kernel does: torch would multiply by its rounded reciprocal."""
     return x / by.expand_as(x)
 
 

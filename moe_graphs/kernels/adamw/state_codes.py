@@ -6,16 +6,16 @@ that, and of 3 bits of mantissa and a sign for averages of gradients (E4M3), or 
 of squares, which have no sign (E4M4). As in every such format, 14 octaves below the largest numbers
 get evenly spaced.
 
-Codes are read and made by what fp32 does with numbers that small: bits of a code in the place of
-fp32's are the number times 2^-112, a part of the evenly spaced ones among them, and a product by a
+Codes are read and made by what fp32 does with very small numbers. A code's bits in the place of
+fp32's are the number times 2^-112, some of the evenly spaced numbers among them, and a product by a
 power of two is exact.
 
-Neighbouring codes are 1/8 or 1/16 of an octave's start apart wherever a scale moves to: numbers
-that keep still are never rounded again. Rounding is stochastic, by 19 or 20 bits, so that an
-average moves by what it gets, on the average, also where that is far less than a code. An average
-of squares is never rounded to zero, as what is divided by it must not blow up: below the least
-code, 2^-18 of the largest, updates are smaller than they ought to be. No code is an infinity or a
-NaN: they become 2^126, the largest number.
+Neighbouring codes are 1/8 or 1/16 of an octave's start apart, for every scale. So a number that
+does not change is not rounded again when its scale does. Rounding is stochastic, by 19 or 20 bits:
+an average moves by what it gets, on the average, also where that is far less than a code. An
+average of squares is never rounded to zero, since the update is divided by its root: below the
+least code, 2^-18 of the largest number, updates are smaller than they should be. No code is an
+infinity or a NaN: both become 2^126, the largest number.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-NUMBERS = 64  # that share a scale
-NEAREST = 1 << 31  # for bits
+NUMBERS = 64  # numbers that share a scale
+NEAREST = 1 << 31  # bits that round to the nearest code
 MOST = 2.0**126
 MIXER = 0x61C88647  # odd: its product with 32 random bits has others
 
@@ -57,7 +57,7 @@ def encode(x: Tensor, bits: Tensor | int, *, signed: bool) -> tuple[Tensor, Tens
 
 
 def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-    """What ``encode`` has made codes of: fp32, like ``codes``."""
+    """The numbers that ``encode`` has made codes of, in fp32 and the shape of ``codes``."""
     code = codes.int().unflatten(-1, (-1, NUMBERS))
     exact = (code & 127) << 20 | (code >> 7) << 31 if signed else code << 19
     value = exact.view(torch.float32) * 2.0**112 * _power(scales.int().clamp_min(1))[..., None]

@@ -4,16 +4,16 @@
     m = beta1 * m + (1 - beta1) * g,  v = beta2 * v + (1 - beta2) * g^2
     p -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-fp32 inside, rounded once. It is the order of torch's fused kernel, which computes in fp64 between
-two roundings to fp32. What all numbers of a tensor share is computed once, in fp64, by a small
-kernel: fp64 in every program would cost more than the memory does.
+The kernel computes in fp32 and rounds once, in the order of torch's fused kernel, which computes in
+fp64 between two roundings to fp32. Coefficients that all numbers of a tensor share are computed
+once, in fp64, by a small kernel: fp64 in every program would cost more than the memory does.
 
 Stochastic rounding to bf16 adds 16 random bits below the last one that is kept, and cuts. The bits
-are Philox's of a key of the tensor's, the step and the place in memory: a word for four numbers, of
-which parameter and both states use parts and products. `adamw_reference.py` has the same in torch's
-operations. States of 8 bits are codes with scales (`state_codes_reference.py`).
+are Philox's of a key of the tensor's, the step and the place in memory. A word serves four numbers;
+parameter and both states use parts and products of it. `reference.py` has the same in torch's
+operations. States of 8 bits are codes with scales (`state_codes.py`).
 
-Other updates are bound by memory, that of codes by instructions: 60 a number on Hopper.
+An update with codes is bound by instructions, 60 a number on Hopper; other updates by memory.
 
 All tensors of the same dtypes are one launch. Gradients lie elsewhere at every step, and a graph
 must not read host memory again: so addresses are arguments of launches that store them into a table
@@ -68,7 +68,10 @@ def _value(x):
 
 @triton.jit
 def _at(address_ptr, dtype: tl.constexpr, ALIGNED: tl.constexpr = False):
-    """Said of the number, before it is a pointer, Triton 3.6 forgets what divides it."""
+    """The pointer that lies at an address.
+
+    Triton 3.6 forgets `multiple_of` if it is said of the number, before that is a pointer.
+    """
     found = tl.load(address_ptr).to(tl.pointer_type(dtype))
     return tl.multiple_of(found, 16) if ALIGNED else found
 
@@ -107,14 +110,17 @@ def adamw_coefficients_kernel(
     tl.store(out + 7, tl.where(_value(found_inf) == 1, 0.0, 1.0))
     tl.store(out + 8, _value(grad_factor).to(tl.float32))
     tl.store(out + 9, step.to(tl.float32))
-    # The first average is the parameter: so that of zeros is none.
+    # The first average is the parameter itself, not a part of it added to zeros.
     tl.store(out + 10, tl.where(step > 1, ema_share, 1.0))
 
 
 @triton.jit
 def _lerp(old, new, share, NEAR: tl.constexpr):
-    """(1 - share) * old + share * new, as torch.lerp: so 1 - share is never rounded, which would
-    add up over many steps. NEAR: share is known to be below 0.5."""
+    """(1 - share) * old + share * new, computed as torch.lerp does.
+
+    1 - share is never rounded: its error would add up over many steps. NEAR: share is known to be
+    below 0.5.
+    """
     if NEAR:
         return tl.fma(share, new - old, old)
     is_near = share < 0.5
@@ -148,7 +154,7 @@ def _narrowed(x, bits, dtype: tl.constexpr, STOCHASTIC: tl.constexpr):
     """`bits`: the lower 16 are used."""
     if STOCHASTIC and dtype == tl.bfloat16:
         exact = x.to(tl.int32, bitcast=True)
-        # An infinity stays one. Of a NaN whose bits are all set the sum is a zero's.
+        # An infinity stays one. The sum would turn a NaN with all bits set into a zero.
         more = tl.maximum(exact + (bits & 0xFFFF).to(tl.int32), exact)
         return (more >> 16).to(tl.int16).to(dtype, bitcast=True)
     return x.to(dtype)
@@ -156,7 +162,7 @@ def _narrowed(x, bits, dtype: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def _of_each(of_block, BLOCK: tl.constexpr, NUMBERS: tl.constexpr):
-    """What numbers share, for every one of them."""
+    """A number for each group of NUMBERS, repeated for every member of the group."""
     return tl.broadcast_to(of_block[:, None], (BLOCK // NUMBERS, NUMBERS)).reshape(BLOCK)
 
 
@@ -341,7 +347,7 @@ def adamw_update(
     for kind, begin, end in launches:
         args = (table_NW, map_, begin)
         launch(adamw_kernel, ((end - begin) * SPAN,), args, **kind, **constants)
-    # As the documentation of torch wants it of whoever writes past its operators.
+    # torch's documentation asks for this where memory is written past its operators.
     written = (params, exp_avgs, exp_avg_sqs, emas, *scales)
     torch.autograd.graph.increment_version(list(itertools.chain.from_iterable(written)))
 
@@ -362,8 +368,10 @@ def _table(
     keys: Sequence[int],
     block: int,
 ) -> tuple[Tensor, Tensor, list[tuple[dict[str, Any], int, int]]]:
-    """Of tensors that are not empty the table, room for the map, and the launches: what tensors
-    of one kind are, their first span and their end."""
+    """The table of all tensors that are not empty, room for the map, and the launches.
+
+    A launch has the constants of one kind of tensors, their first span and the end of their spans.
+    """
     sizes = list(map(Tensor.numel, columns[0]))
     addresses = [list(map(Tensor.data_ptr, of)) for of in (steps, *columns, *scales)]
     odd: Iterable[int] = sizes
@@ -393,7 +401,7 @@ def _table(
 
 
 def _on_device(numbers: list[int], F: int, device: torch.device) -> Tensor:
-    """[N, W]"""
+    """The numbers of N rows of F fields, stored into a table [N, W] by launches."""
     N, sizes = len(numbers) // F, {"F": F, "W": F + COEFFICIENTS}
     room = torch.empty(cdiv(N, SENT) * SENT, sizes["W"], dtype=torch.int64, device=device)
     for first in range(0, N, SENT):

@@ -1,4 +1,4 @@
-"""From tokens to experts and weights.
+"""The router: experts and weights of each token.
 
 On CUDA a layer's router is one node of autograd with 10 to 13 kernels for forward and backward; the
 plain torch path says the same in 66 to 91.
@@ -114,7 +114,7 @@ def _has_exact_products(hidden_TD: Tensor, weight_ED: Tensor) -> bool:
 def _gradients(
     grad_TE: Tensor, hidden_TD: Tensor, weight_ED: Tensor, wanted: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Of hidden and weight, by products in the dtype of ``grad_TE``."""
+    """Gradients of hidden and weight, by products in the dtype of ``grad_TE``."""
     grad_hidden = grad_weight = None
     with torch.autocast(grad_TE.device.type, enabled=False):
         if wanted[0]:
@@ -127,7 +127,7 @@ def _gradients(
 def _split_gradients(
     grad_T2E: Tensor, hidden_TD: Tensor, weight_ED: Tensor, wanted: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The same by bf16 products: ``grad_T2E`` is high and low parts of the fp32 gradient.
+    """``_gradients`` by bf16 products: ``grad_T2E`` has high and low parts of the fp32 gradient.
 
     Together they have 16 bits: errors were 2e-6 to 9e-6 of the result (H200), where rounding it
     to bf16 has 2e-3. Not for fp16, in whose range small gradients have no such parts.

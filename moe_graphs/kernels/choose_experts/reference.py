@@ -31,12 +31,14 @@ class RoutingRule(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Attributes:
-    weights_TK: fp32 (fp64 for fp64 operands).
-    experts_TK: int64, distinct within a token, best first; the lowest number wins a tie in the
-        kernels, whoever ``torch.topk`` prefers in plain torch.
-    aux_loss: 0-dim, load-balancing loss plus z-loss, coefficients applied.
-    counts_E: int64, pairs per expert.
+    """The experts and weights of all tokens, with the router's loss.
+
+    Attributes:
+        weights_TK: fp32 (fp64 for fp64 operands).
+        experts_TK: int64, distinct within a token, best first. In the kernels the lowest number
+            wins a tie; in plain torch the one that ``torch.topk`` prefers.
+        aux_loss: 0-dim, load-balancing loss plus z-loss, coefficients applied.
+        counts_E: int64, pairs per expert.
     """
 
     weights_TK: Tensor
@@ -46,7 +48,7 @@ class Choice(NamedTuple):
 
 
 def choose(logits_TE: Tensor, bias_E: Tensor | None, rule: RoutingRule) -> Choice:
-    """The part behind the logits in plain torch: what the kernels are held against."""
+    """The choice, from the logits on, in plain torch: the kernels are tested against it."""
     scores_TE = logits_TE.sigmoid() if rule.sigmoid else logits_TE.softmax(-1)
     biased_TE = scores_TE.detach()
     if bias_E is not None:

@@ -27,8 +27,8 @@ ELEMENTS = 256  # of a program's tile: 8 per thread
 # 16 warps for each of 132 SMs: half of them take 26 us where these take 19 (H200, 16384 tokens, 128
 # experts). Not asked of the device, since it decides the order of the sums.
 PROGRAMS = 2048
-# So that all programs are resident at once: a second round would take as long as the first. A warp
-# that holds 512 lanes and more of a token needs all registers there are.
+# With so few registers all programs are resident at once: a second round would take as long as the
+# first. A warp that holds 512 lanes and more of a token needs all registers there are.
 MAX_REGISTERS, MAX_REGISTERS_WIDE, WIDE = 128, 255, 512
 FINISH = {"WIDTH": 8, "BLOCK": 512, "num_warps": 8}  # experts of a program, programs at once
 
@@ -236,8 +236,10 @@ def choose_experts(
     aux_loss_coef: float,
     z_loss_coef: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`weights_TK` (fp32), `experts_TK` (int64), the loss (0-dim fp32), `counts_E` (int64), and for
-    the backward `ranks_TE` (int8): which of the K an expert is for a token, -1 if none."""
+    """`weights_TK` (fp32), `experts_TK` (int64), loss (0-dim fp32), `counts_E` (int64), `ranks_TE`.
+
+    `ranks_TE` (int8) is for the backward: which of the K an expert is for a token, -1 if none.
+    """
     (tokens, E), device = logits_TE.shape, logits_TE.device
     weights_TK = torch.empty((tokens, top_k), device=device)
     experts_TK = torch.empty((tokens, top_k), dtype=torch.int64, device=device)

@@ -14,7 +14,7 @@ from moe_graphs.kernels.availability import has_kernel
 from moe_graphs.kernels.precision import accumulation_dtype
 
 IGNORED, ELSEWHERE = -100, -1
-"""Targets of rows that do not count, and of rows whose target is none of the columns here."""
+"""Targets of rows that do not count, and of rows whose target is not among the columns here."""
 
 
 def columns_here(targets_N: Tensor, first: int, columns: int, ignore_index: int) -> Tensor:
@@ -26,9 +26,14 @@ def columns_here(targets_N: Tensor, first: int, columns: int, ignore_index: int)
 
 
 def part_of_rows(logits_NV: Tensor, columns_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Of every row the logsumexp over these columns, and the target's logit or, if it is not here,
-    zero. In fp32 (fp64 for fp64 logits); of ignored rows anything. ``columns_N``: see
-    ``columns_here``."""
+    """Each row's logsumexp over these columns, and its target's logit.
+
+    Both are fp32 (fp64 for fp64 logits). The logit is zero if the target is not here; the numbers
+    of ignored rows mean nothing.
+
+    Args:
+        columns_N: targets as ``columns_here`` returns them.
+    """
     at_N = logits_NV.gather(1, columns_N.clamp(min=0)[:, None]).squeeze(1)
     at_N = at_N.to(accumulation_dtype(logits_NV)).masked_fill(columns_N < 0, 0)
     if has_kernel(logits_NV):

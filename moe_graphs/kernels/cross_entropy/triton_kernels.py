@@ -95,7 +95,7 @@ def cross_entropy_backward_kernel(
 def cross_entropy_rows(
     logits_NV: torch.Tensor, targets_N: torch.Tensor, ignore_index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows' losses (zero where ignored), and their logsumexp for the backward."""
+    """Each row's loss (zero if ignored), and its logsumexp for the backward."""
     logits_NV, targets_N = _rows(logits_NV), targets_N.contiguous()
     N, V = logits_NV.shape
     losses_N = logits_NV.new_empty(N, dtype=torch.float32)
@@ -135,8 +135,11 @@ def cross_entropy_backward(
     ignore_index: int,
     part: bool = False,
 ) -> torch.Tensor:
-    """The gradient of the logits, for that of the losses or of their sum or, with a count, mean.
-    ``part``: the logits are some columns of a vocabulary, and targets may be others."""
+    """The gradient of the logits, from the gradient of the losses, their sum or their mean.
+
+    `count` is given for the mean. `part`: the logits are some columns of a vocabulary, and targets
+    may be other columns.
+    """
     logits_NV, targets_N = _rows(logits_NV), targets_N.contiguous()
     N, V = logits_NV.shape
     grad_NV = logits_NV.new_empty((N, V))
@@ -169,7 +172,7 @@ def _(logits_NV, targets_N, logsumexp_N, grad, count, ignore_index, part=False):
 
 
 def _rows(logits_NV: torch.Tensor) -> torch.Tensor:
-    """Rows may lie apart (a padded vocabulary, cut off), a row may not."""
+    """The logits, copied if a row is not contiguous; rows may lie apart (a padded vocabulary)."""
     return logits_NV if logits_NV.stride(1) == 1 else logits_NV.contiguous()
 
 

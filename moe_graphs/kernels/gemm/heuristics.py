@@ -1,4 +1,4 @@
-"""Which kernel and which tile: from what the host knows, shapes, dtypes and the GPU.
+"""The choice of kernel and tile, from what the host knows: shapes, dtypes and the GPU.
 
 The best variant per shape against these rules was worth 0.05 % (forward) and 0.5 % (weights) in the
 mean of 13 shapes on an H200. That is noise, so nothing is tuned at run time.
@@ -139,7 +139,7 @@ def _module(file: str) -> Any:
 
 
 def accumulate_mode(rows: int, experts: int) -> str:
-    """How ``sm90_common.store_weights`` adds to a gradient: "reduce" in L2, or "fetch" first.
+    """The way in which ``sm90_common.store_weights`` adds: "reduce" in L2, or "fetch" first.
 
     The L2 adds slowly, but beside long products that is hidden. Measured on H200 (2026-11-21),
     TFLOP/s reduce / fetch: 274 / 342 at 512 rows per expert, 541 / 470 at 1024.
@@ -149,5 +149,5 @@ def accumulate_mode(rows: int, experts: int) -> str:
 
 @functools.cache
 def sm_count(device: torch.device) -> int:
-    """How many multiprocessors the GPU has, each of which takes one program of a GEMM."""
+    """The GPU's number of multiprocessors, each of which takes one program of a GEMM."""
     return torch.cuda.get_device_properties(device).multi_processor_count

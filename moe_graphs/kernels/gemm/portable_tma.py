@@ -3,7 +3,7 @@
     rows:     out_RN[r] = x_RK[r] @ w[e]                    w_EKN, or w_ENK when TRANSPOSED
     weights:  dw_EKN[e] (+)= x_RK[rows of e].T @ dy_RN[rows of e]
 
-Persistent over a device-written work list (tiles.py). Ragged descriptors
+Persistent over a device-written work list (tile_scheduler.py). Ragged descriptors
 (`triton.tools.ragged_tma`) bound every load and store by the group's end in hardware: rows of
 another expert are neither read nor written, and no masks are computed. `flatten` turns the tile
 loop and the K loop into one pipelined loop, so that the next tile's loads are issued during this

@@ -1,4 +1,4 @@
-"""What the warp-specialised Gluon kernels share: ring arithmetic, tile placement, the epilogue.
+"""Parts of both warp-specialised Gluon kernels for Hopper: ring, tile placement, epilogue, copies.
 
 The kernels have one producer warp that fills a ring of shared-memory slots by TMA, and two consumer
 partitions of four warps that multiply out of it. Two mbarriers belong to a slot: `full` (the TMA
@@ -135,7 +135,7 @@ def pieces_of(acc, PIECES: gl.constexpr):
 
 @gluon.jit
 def store_rows(acc, desc, buffers, FIRST: gl.constexpr, PIECES: gl.constexpr, row, end, column):
-    """acc -> rows `row...` of a ragged output, those before `end`. Asynchronous; one buffer."""
+    """Store acc into rows `row...` before `end` of a ragged output; asynchronous, one buffer."""
     WIDTH: gl.constexpr = acc.shape[1] // PIECES
     buffer = buffers.index(FIRST)
     above, below, at = ragged(row, end)
@@ -169,7 +169,7 @@ def store_weights(
     acc, desc, buffers, arrived, FIRST: gl.constexpr, BUFFERS: gl.constexpr, PIECES: gl.constexpr,
     e, row, column, ADD: gl.constexpr,
 ):  # fmt: skip
-    """acc -> matrix `e` of a [E, K, N] output in PIECES column pieces, through BUFFERS buffers.
+    """Store acc into matrix `e` of [E, K, N], in PIECES column pieces through BUFFERS buffers.
 
     Pieces rotate through `buffers[FIRST : FIRST + BUFFERS]`. ADD (fp32 outputs) adds to what is
     there, "reduce" in L2, "fetch" here: then it comes into the buffer first, by `fetch_weights`,
@@ -204,7 +204,7 @@ def store_weights(
 
 @gluon.jit
 def store_partial(acc, partials_ptr, slot, row, column, M, N):
-    """acc -> matrix `slot` of fp32 [slots, M, N], straight from registers: rare, so kept simple."""
+    """Store acc into matrix `slot` of fp32 [slots, M, N], from registers: rare, so kept simple."""
     layout: gl.constexpr = acc.type.layout
     rows = row + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, layout))
     columns = column + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
@@ -214,7 +214,7 @@ def store_partial(acc, partials_ptr, slot, row, column, M, N):
 
 @gluon.jit
 def rounds_of(total, GRID: gl.constexpr):
-    """How many of `total` tiles this CTA has in `tile_of`'s order."""
+    """The number of this CTA's tiles among `total`, in the order of `tile_of`."""
     full = total // GRID
     place_in_last = gl.where((full & 1) == 1, GRID - 1 - gl.program_id(0), gl.program_id(0))
     return full + (place_in_last < total - full * GRID).to(gl.int32)
@@ -222,7 +222,7 @@ def rounds_of(total, GRID: gl.constexpr):
 
 @gluon.jit
 def tile_of(round, GRID: gl.constexpr):
-    """This CTA's tile in a round. Tiles are dealt in boustrophedon, since they get shorter."""
+    """The CTA's tile in a round. Every second round is dealt backwards, since tiles get shorter."""
     return round * GRID + gl.where((round & 1) == 1, GRID - 1 - gl.program_id(0), gl.program_id(0))
 
 

@@ -3,18 +3,18 @@
     out_RN[r] = x_RK[r] @ w[e]        rows r of expert e; w_EKN, or w_ENK when TRANSPOSED
 
 A CTA is one producer warp and two consumer partitions of four warps, over a ring of shared-memory
-slots (see gluon_parts). Two ways to share the work between the consumers:
+slots (see sm90_common). Two ways to share the work between the consumers:
 
-- split: both take the same 128-row tile, each its 64-row half. A slot is free when both are done
-  with it, so they need no order among each other; a half without rows only releases slots.
+- cooperative: both take the same 128-row tile, each its 64-row half. A slot is free when both are
+  done with it, so they need no order among each other; a half without rows only releases slots.
   The best shape from about 400 rows per expert on.
 - ping-pong: alternate 64-row tiles, so that one multiplies while the other stores. A consumer may
   only start waiting for slots when the other has passed all its own waits: a parity wait is valid
   within one phase of the barrier, and without the `turn` barriers a consumer would wait several
   phases early (measured: garbage, then a hang). The best shape for few rows per expert.
 
-The last round of tiles may be cut along K (SPLITS, see tiles.py): after its whole tiles a CTA then
-has a part of a tile, whose partial sum goes to its slot of `partials`.
+The last round of tiles may be cut along K (SPLITS, see tile_scheduler.py): after its whole tiles a
+CTA then has a part of a tile, whose partial sum goes to its slot of `partials`.
 
 Gathered rows (GATHER) come through an index list instead: TMA of Hopper has no gather, so four
 producer warps copy them with cp.async, 16 bytes a thread, and the consumers fence before WGMMA
@@ -72,8 +72,10 @@ from moe_graphs.kernels.launching import Launch
 
 
 class Work(NamedTuple):
-    """What all CTAs do together: `total` tiles of `steps` K steps, of which `whole` are done whole
-    and `tail` in parts of `length` steps."""
+    """The work of all CTAs together: `total` tiles of `steps` K steps.
+
+    `whole` tiles are done whole, and `tail` tiles in parts of `length` steps.
+    """
 
     records_ptr: Any
     total: Any
@@ -85,7 +87,7 @@ class Work(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What a kernel is compiled for."""
+    """The constants that a kernel is compiled for."""
 
     BLOCK_M: Any
     BLOCK_N: Any
@@ -107,7 +109,7 @@ class Ring(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """Of the slots: full and empty; and whose turn it is (ping-pong)."""
+    """Barriers of the slots, full and empty, and of whose turn it is (ping-pong)."""
 
     full: Any
     empty: Any
@@ -130,7 +132,7 @@ def record_of(tile, work):
 
 @gluon.jit
 def _units_of(work, KIND: gl.constexpr):
-    """How many whole tiles this CTA has, and how many units of work with its part of a cut one."""
+    """The number of this CTA's whole tiles, and of its units: these and its part of a cut tile."""
     rounds = gl.cdiv(gl.maximum(work.whole - gl.program_id(0), 0), KIND.GRID)
     parts = work.tail * gl.cdiv(work.steps, work.length)
     return rounds, rounds + (gl.program_id(0) < parts).to(gl.int32)
@@ -185,7 +187,7 @@ def produce(x_desc, w_desc, work, ring, barriers, KIND: gl.constexpr):
 
 @gluon.jit
 def _produce_gathered(x_ptr, order_ptr, top_k, w_desc, work, K, ring, barriers, KIND: gl.constexpr):
-    """The same for rows `order[r] // top_k` of x. Four warps; K is a multiple of BLOCK_K."""
+    """`produce` for rows `order[r] // top_k` of x. Four warps; K is a multiple of BLOCK_K."""
     BLOCK_M: gl.constexpr = KIND.BLOCK_M
     BLOCK_K: gl.constexpr = KIND.BLOCK_K
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -348,7 +350,7 @@ def gathered_rows_gluon_kernel(
     PIECES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, GRID: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """`rows_gluon_kernel` (split) over rows `order[r] // top_k` of x; grid (GRID,), num_warps=4."""
+    """`rows_gluon_kernel`, cooperative, over rows `order[r] // top_k` of x; grid (GRID,)."""
     KIND: gl.constexpr = Kind(
         BLOCK_M, BLOCK_N, BLOCK_K, STAGES, False, True, False, PIECES, False, GRID
     )

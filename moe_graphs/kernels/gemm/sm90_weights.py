@@ -4,18 +4,19 @@
 
 The reduction runs over a group's rows, so the number of K steps differs from tile to tile and is
 known on the device only; rows past the group's end arrive as zeros from TMA. Tiles are M (columns
-of x) by N (columns of dy), experts longest first. The part of an expert that tiles.py has split
-goes to its slot of `partials` (SPLITS).
+of x) by N (columns of dy), experts longest first. A part of an expert's rows that
+tile_scheduler.py has split off goes to its slot of `partials` (SPLITS).
 
-Split and ping-pong share the work as in gluon_rows. Every partition walks over all tiles of the
-CTA, as the position in the ring is the sum of all steps before. Output in the dtype of `dw_desc`;
-ADD accumulates into it (fp32): "reduce", "fetch" or "" for not at all, see `store_weights`.
+Cooperative and ping-pong consumers share the work as in sm90_rows. Every partition walks over all
+tiles of the CTA, as the position in the ring is the sum of all steps before. Output has the dtype of
+`dw_desc`. ADD accumulates into it (fp32): "reduce", "fetch" or "" for not at all, see
+`store_weights`.
 
 An expert without rows has no tiles: the producer zeros its gradient, one chunk behind the loads of
 some K steps, so that it costs memory bandwidth beside the products and no time of the consumers.
 
-Measured on an H200 (2026-11-21, sustained), of one dense cuBLAS GEMM: bf16 (split) 0.91-1.02 from
-1024 rows per expert on, 0.82 at 512, 0.65-0.71 at 256; fp32 (ping-pong, whose stores go beside
+Measured on an H200 (2026-11-21, sustained), of one dense cuBLAS GEMM: bf16 (cooperative) 0.91-1.02
+from 1024 rows per expert on, 0.82 at 512, 0.65-0.71 at 256; fp32 (ping-pong, whose stores go beside
 products) 0.87-0.96 and 0.74.
 """
 # ruff: noqa: RUF005 (Triton's frontend has no starred lists)
@@ -72,7 +73,7 @@ STEPS_PER_CHUNK = gl.constexpr(4)
 
 
 class Kind(NamedTuple):
-    """What a kernel is compiled for. CHUNK numbers are zeroed at once, or none."""
+    """The constants that a kernel is compiled for. CHUNK numbers are zeroed at once, or none."""
 
     PINGPONG: Any
     ADD: Any
@@ -88,7 +89,7 @@ class Kind(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What there is to do: `total` tiles of M x N outputs, of which this CTA has `rounds`."""
+    """The work: `total` tiles of M x N outputs, of which this CTA has `rounds`."""
 
     records_ptr: Any
     count_ptr: Any
@@ -108,7 +109,7 @@ class Ring(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """Of the slots: full and empty; whose turn it is (ping-pong); what is added to has arrived."""
+    """Barriers of the slots, full and empty; of whose turn it is; of old gradients' arrival."""
 
     full: Any
     empty: Any

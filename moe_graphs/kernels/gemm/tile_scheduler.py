@@ -95,7 +95,7 @@ class WorkList:
 
 @dataclass(frozen=True)
 class LastRound:
-    """What the last round's tiles are cut by: column tiles and K steps of a tile, programs."""
+    """The last round of tiles, which may be cut along K: column tiles, K steps, programs."""
 
     tiles_n: int
     steps: int

@@ -1,4 +1,4 @@
-"""From the projection to the heads of attention: split, normalise, rotate, in one pass over memory.
+"""Heads of attention from their projection: split, normalised, rotated in one pass over memory.
 
 Shapes: B batch, S sequence, H query heads, G kv heads, Q head dim, M = (H + 2G) * Q, N size of a
 norm's weight, W ranks that exchange heads, L numbers of a token for one of them.
@@ -27,7 +27,7 @@ def split_heads(
 ) -> Heads:
     """Rows of queries, keys and values as ``[B, S, H, Q]``, ``[B, S, G, Q]``, ``[B, S, G, Q]``.
 
-    Queries and keys are rotated (``heads_reference.rotate``). With weights they are normalised
+    Queries and keys are rotated (``reference.rotate``). With weights they are normalised
     before, by their root mean square: weights of Q numbers normalise every head by itself (Qwen3),
     weights for all heads normalise them together (OLMoE). A kernel does all of it in fp32 and
     rounds once. Values are a view of ``qkv_BSM``, and nothing but that is kept for backward.
@@ -54,8 +54,10 @@ def split_heads_by_rank(
     key_weight_N: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """``split_heads``, laid out to be exchanged: ``[W, B, S, L]``, for every rank its part of the
-    queries', keys' and values' heads, side by side (``heads_reference.plain_heads_by_rank``).
+    """``split_heads``, laid out to be exchanged between ranks: ``[W, B, S, L]``.
+
+    Each rank's part of the queries', keys' and values' heads lies side by side
+    (``reference.plain_heads_by_rank``).
 
     The kernel does it in the same pass over memory if the ranks divide ``kv_heads``; otherwise
     there is a second one.

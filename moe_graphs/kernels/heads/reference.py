@@ -1,4 +1,4 @@
-"""From the projection to the heads in plain torch: what the kernels are held against.
+"""Heads of attention from their projection in plain torch: the kernels are tested against it.
 
 Shapes: B batch, S sequence, H query heads, G kv heads, Q head dim, M = (H + 2G) * Q, N size of a
 norm's weight, W ranks that exchange heads, L numbers of a token for one of them.
@@ -40,9 +40,11 @@ def plain_split_heads(
 
 
 def plain_heads_by_rank(heads_BSHQ: Sequence[Tensor], ranks: int) -> Tensor:
-    """``[B, S, H, Q]`` each, of other H and Q, as ``[W, B, S, L]``: for every rank its part of each
-    one's heads, side by side. Heads that the ranks do not divide are sent to as many as have
-    query heads that use them."""
+    """Tensors ``[B, S, H, Q]``, of several H and Q, as one ``[W, B, S, L]`` to be exchanged.
+
+    Each rank's part of every tensor's heads lies side by side. If the ranks do not divide the
+    number of heads, a head goes to every rank that has a query head which uses it.
+    """
     parts = []
     for x_BSHQ in heads_BSHQ:
         copies = ranks // math.gcd(ranks, x_BSHQ.shape[2])

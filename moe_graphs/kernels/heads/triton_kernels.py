@@ -5,13 +5,14 @@
 
     dn = dy turned back,  dw = sum of dn * x * r,  dx = r * (dn * w - x * r * mean(dn * w * x * r))
 
-fp32 inside, rounded once. A program has all heads of a token, one tile for each half, so rows and
-angles are read once. If weights' gradients are wanted, a program of the backward goes over
-tokens in steps of the number of programs and adds up in registers; a small kernel then adds up the
-programs. Their number depends on the number of tokens only: deterministic, the same on every GPU.
+The kernels compute in fp32 and round once. A program has all heads of a token, one tile for each
+half, so rows and angles are read once. If weights' gradients are wanted, a program of the backward
+goes over tokens in steps of the number of programs and adds up in registers; a small kernel then
+adds up the programs. Their number depends on the number of tokens only, so the result is
+deterministic and the same on every GPU.
 
-For ranks that exchange heads the same kernels write what is to be sent, and read gradients as they
-arrive: for every rank its part of the queries', keys' and values' heads, side by side.
+For ranks that exchange heads the same kernels write rows to be sent, and read gradients as they
+arrive: each rank's part of the queries', keys' and values' heads lies side by side.
 
 B batch, S sequence, H query heads, G kv heads, Q head dim, M = (H + 2G) * Q, N size of a weight,
 W ranks, L = M / W.
@@ -46,7 +47,7 @@ def _place_by_rank(
     rank_stride, done,
     HEADS: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, Q: tl.constexpr,
 ):  # fmt: skip
-    """Likewise from head `done` on, of which as many as a rank has lie side by side."""
+    """`_place` from head `done` on, where the heads of each rank lie side by side."""
     each: tl.constexpr = HEADS // RANKS
     head = done + tl.arange(0, LANES)[:, None]
     column = tl.arange(0, triton.next_power_of_2(Q // 2))[None, :]
@@ -95,7 +96,7 @@ def _load_weight(
 
 @triton.jit
 def _mean(x, HEADS: tl.constexpr, Q: tl.constexpr, FULL: tl.constexpr):
-    """Of what is normalised together; `x` is the sum of both halves."""
+    """The mean over all that is normalised together; `x` is the sum of both halves."""
     total = tl.sum(x, 1, keep_dims=True) / Q
     if FULL:
         total = tl.sum(total, 0, keep_dims=True) / HEADS
@@ -186,7 +187,8 @@ def _backward_heads(
         heads = HEADS - done
         dy = _load_gradients(dy_ptr, dy_stride, rank_stride, done, HEADS, RANKS, LANES, Q)
         dy_first, dy_second = dy
-        # Which products are fused is said: the same bits with the weights' gradients and without.
+        # `tl.fma` says which products are fused: bits are the same with weights' gradients and
+        # without.
         first = tl.fma(dy_first, cos, dy_second * sin)
         second = tl.fma(dy_second, cos, dy_first * sin * -1.0)  # a minus would be a subtraction
         if NORM != "none":
@@ -349,7 +351,7 @@ def heads_by_rank_backward(
     eps: float,
     wants_weights: bool,
 ) -> list[torch.Tensor]:
-    """As `heads_backward`. `qkv_BSM` is read where there are norms."""
+    """The gradients that `heads_backward` returns. `qkv_BSM` is read where there are norms."""
     (W, B, S, L), dsent_WBSL = dsent_WBSL.shape, dsent_WBSL.contiguous()
     weights, Q = (query_weight_N, key_weight_N), W * L // (heads + 2 * kv_heads)
     dqkv = dsent_WBSL.new_empty((B, S, W * L))
@@ -423,7 +425,7 @@ def _launch_backward(
     made: list[torch.Tensor],
     kinds: dict,
 ) -> None:
-    """Writes `made`. Gradients lie from where they begin on by the strides."""
+    """Write `made`. `gradients` begin where their tensors do, and `strides` lead through them."""
     dqkv, wants_weights = made[0], len(made) > 1
     B, S, _ = dqkv.shape
     programs = min(B * S, PROGRAMS) if wants_weights else B * S
@@ -448,7 +450,7 @@ def _variant(
     key_weight_N: torch.Tensor | None,
     eps: float,
 ) -> dict:
-    """What is compiled in."""
+    """The constants that the kernels are compiled for."""
     norm, columns = "none", 2 * next_power_of_2(Q // 2)
     limit = max(TILE // columns, 1)
     if query_weight_N is not None:
@@ -465,7 +467,7 @@ def _variant(
 
 
 def _stages(variant: dict, dqkv: torch.Tensor) -> int:
-    """With sums, a token is worked on while the next one or two are on their way."""
+    """The stages of a loop with sums: it loads the next one or two tokens during one's work."""
     element_size = dqkv.element_size()
     tiles = 2 * variant["QUERY_LANES"] + 3 * variant["KEY_LANES"]
     if variant["NORM"] == "full":  # and the weights, of up to four bytes

@@ -32,13 +32,14 @@ from moe_graphs.kernels.permute import collect_rows_into, dot_rows, spread_rows
 
 @dataclass(frozen=True, eq=False)
 class PeerMemory:
-    """What all ranks hold at fixed addresses, as this rank sees it.
+    """The memory of all ranks at fixed addresses, as this rank sees it.
 
     Attributes:
         rows: per rank ``[G, D]``: tokens or gradients that were pushed to it, or partial sums
             that it has for others.
-        experts, weights: per rank ``[G, K]``, int64 and fp32; gradients of weights likewise.
-        addresses_3W: int64 on the device, of those three on every rank.
+        experts, weights: per rank ``[G, K]``, int64 and fp32; gradients of weights take the place
+            of weights.
+        addresses_3W: int64 on the device, the addresses of rows, experts and weights on every rank.
         barrier: enqueued between kernels, or waits on the CPU.
         owned: what keeps the memory alive.
     """
@@ -76,7 +77,7 @@ def memory_of(number: int) -> PeerMemory:
 
 
 def number_of(memory: PeerMemory) -> int:
-    """What the ops below call this memory by, from now on."""
+    """The number by which the ops below know this memory from now on."""
     _numbered.append(memory)
     return len(_numbered) - 1
 
@@ -90,11 +91,16 @@ def push_tokens(
     memory: int,
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
-    """Sends tokens to all ranks that have an expert of them (``received_rows``), and their routing
-    to all: ``experts_GK`` (to be read before the next call) and ``weights_GK`` of all tokens.
+    """Send tokens to all ranks that have an expert of them, and their routing to all ranks.
 
-    local: how many experts a rank holds. group_name: of the ranks, whose memory that is: an op
-    that communicates says with whom.
+    ``received_rows`` reads the tokens.
+
+    Args:
+        local: the number of experts that a rank holds.
+        group_name: the group of the ranks. An op that communicates says with whom.
+
+    Returns:
+        ``experts_GK`` (to be read before the next call) and ``weights_GK`` of all ranks' tokens.
     """
     peers = memory_of(memory)
     peers.barrier()
@@ -107,7 +113,7 @@ def push_tokens(
 def push_gradients(
     grad_TD: Tensor, experts_TK: Tensor, local: int, memory: int, group_name: str
 ) -> None:
-    """As tokens travel, without their routing."""
+    """Send gradients to the ranks that ``push_tokens`` sends tokens to, without their routing."""
     peers = memory_of(memory)
     peers.barrier()
     push_rows(grad_TD, experts_TK, None, local, peers)
@@ -118,16 +124,14 @@ def push_gradients(
 def received_rows(
     order_R: Tensor, inverse_GK: Tensor, weights_GK: Tensor | None, memory: int
 ) -> Tensor:
-    """``rows_RD``: what the last call has pushed to this rank, times its weights, in the rows of
-    the local experts."""
+    """``rows_RD``, the local experts' rows: tokens of the last push to this rank, times weights."""
     peers = memory_of(memory)
     return spread_rows(peers.rows[peers.rank], order_R, inverse_GK, weights_GK, True)
 
 
 @define_op(device="default")
 def received_dots(rows_RD: Tensor, inverse_GK: Tensor, memory: int) -> Tensor:
-    """``dots_GK``: the inner products of what the last call has pushed to this rank with the rows
-    of the local experts."""
+    """``dots_GK``, the inner products of the last push to this rank with local experts' rows."""
     peers = memory_of(memory)
     return dot_rows(rows_RD, inverse_GK, peers.rows[peers.rank], True)
 
@@ -142,8 +146,11 @@ def pull_sums(
     memory: int,
     group_name: str,
 ) -> Tensor:
-    """``out_TD``: each token's rows, weighted, summed where they are and rounded, then over the
-    ranks, in their order and in fp32, and rounded once more."""
+    """``out_TD``, the weighted sum of each token's rows on all ranks.
+
+    A rank sums the rows that it has, and rounds. Then the token's rank adds up the ranks' sums, in
+    their order and in fp32, and rounds once more.
+    """
     peers = memory_of(memory)
     peers.barrier()
     collect_rows_into(peers.rows[peers.rank], rows_RD, inverse_GK, weights_GK)
@@ -161,8 +168,10 @@ def pull_gradients(
     memory: int,
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
-    """``grad_TD`` as sums are pulled, without weights, and the weights' own gradients ``[T, K]``
-    from the ranks of their experts."""
+    """``grad_TD``, and the gradients of weights ``[T, K]`` from the ranks of their experts.
+
+    ``grad_TD`` is summed like the sums of ``pull_sums``, without weights.
+    """
     peers = memory_of(memory)
     peers.barrier()
     collect_rows_into(peers.rows[peers.rank], grad_RD, inverse_GK, None)
@@ -178,7 +187,7 @@ def push_rows(
     local: int,
     peers: PeerMemory,
 ) -> None:
-    """Writes into all ranks' memory; between barriers of the caller's."""
+    """Write into all ranks' memory; the caller has a barrier before it and one behind it."""
     if has_kernel(source_TD):
         from moe_graphs.kernels.peer_rows import triton_kernels as peer_rows_triton
 
@@ -193,7 +202,7 @@ def push_rows(
 def pull_rows(
     experts_TK: Tensor, local: int, peers: PeerMemory, with_weights: bool
 ) -> tuple[Tensor, Tensor]:
-    """Reads from all ranks' memory; likewise. Without weights the second one is empty."""
+    """Read from all ranks' memory, between barriers. Without weights the second tensor is empty."""
     own = peers.rows[peers.rank]
     tokens, top_k = experts_TK.shape
     out_TD = own.new_empty((tokens, own.shape[1]))

@@ -43,8 +43,10 @@ def pull_rows(
     rank: int,
     local: int,
 ) -> None:
-    """``out_TD``: the sum of a token's rows at the ranks that hold any of its experts; ``out_TK``,
-    unless it is empty: each pair's number at the rank of its expert."""
+    """Write ``out_TD``, the sum of a token's rows at the ranks that hold any of its experts.
+
+    ``out_TK`` gets each pair's number at the rank of its expert, unless it is empty.
+    """
     tokens = out_TD.shape[0]
     mine = slice(rank * tokens, (rank + 1) * tokens)
     holder_TK = experts_TK // local

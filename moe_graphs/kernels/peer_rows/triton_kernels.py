@@ -5,8 +5,8 @@ on the device. A push reads a token once and stores it at every rank that wants 
 first, so that not all ranks store to the same one at once; a pull loads from all ranks at once and
 adds in their order in fp32. A rank that holds no expert of a token is left alone.
 
-T tokens of a rank, W ranks, D model (`width` eighths of it), K top-k. Addresses: of rows, experts
-and weights on every rank, `[3, W]`.
+T tokens of a rank, W ranks, D model (`width` eighths of it), K top-k. Addresses `[3, W]` are
+those of rows, experts and weights on every rank.
 """
 
 import torch
@@ -22,8 +22,11 @@ PUSHING, PULLING = 528, 1056
 
 @triton.jit
 def _at(addresses_ptr, index, dtype: tl.constexpr):
-    """What lies at one of the addresses; all are aligned to 16 bytes. Said of the number, before it
-    is a pointer, Triton 3.6 forgets it, and moves two bytes at a time."""
+    """The pointer that lies at one of the addresses, all of which are aligned to 16 bytes.
+
+    If that is said of the number, before it is a pointer, Triton 3.6 forgets it, and moves two
+    bytes at a time.
+    """
     return tl.multiple_of(tl.load(addresses_ptr + index).to(tl.pointer_type(dtype)), 16)
 
 
@@ -117,8 +120,10 @@ def pull_rows(
     rank: int,
     local: int,
 ) -> None:
-    """`out_TD`: the sum of a token's rows at the ranks that hold any of its experts; `out_TK`,
-    unless it is empty: each pair's number at the rank of its expert."""
+    """Write `out_TD`, the sum of a token's rows at the ranks that hold any of its experts.
+
+    `out_TK` gets each pair's number at the rank of its expert, unless it is empty.
+    """
     tokens, D = out_TD.shape
     args = (
         out_TD, out_TK, experts_TK.contiguous(), addresses_3W, tokens, _eighths(D), rank, local,

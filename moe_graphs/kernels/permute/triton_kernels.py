@@ -162,7 +162,7 @@ def _(rows_RD, inverse_TK, other_TD):
 
 
 def _or(given: torch.Tensor | None, anything: torch.Tensor) -> torch.Tensor:
-    """What is given, or a pointer that is not read."""
+    """The tensor that is given, or a pointer that is not read."""
     return anything if given is None else given.contiguous()
 
 

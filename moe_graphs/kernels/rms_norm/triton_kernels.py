@@ -3,12 +3,12 @@
     y = x * r * w,  r = 1 / sqrt(mean(x^2) + eps)
     dw = sum of dy * x * r,  dx = r * (dy * w - x * r * mean(dy * w * x * r))
 
-With ADD, x is the sum of two tensors, written as well, and what arrives at the sum is added to dx:
-each is rounded before, as by kernels apart. Else fp32 inside, rounded once. A program has whole
-rows in registers, several if they are short, so r is computed again in the backward rather than
-kept. If the weight's gradient is wanted, a program of the backward goes over tiles of rows in steps
-of the number of programs and adds up in registers; a small kernel then adds up the programs. Their
-number depends on the shape only: deterministic.
+With ADD, x is the sum of two tensors, which is written as well, and the sum's gradient is added to
+dx. Each is rounded before, as by separate kernels. Otherwise the kernels compute in fp32 and round
+once. A program has whole rows in registers, several if they are short, so the backward computes r
+again, and r is not kept. If the weight's gradient is wanted, a program of the backward goes over
+tiles of rows in steps of the number of programs and adds up in registers; a small kernel then adds
+up the programs. Their number depends on the shape only, so the result is deterministic.
 
 R rows, N size of the norm.
 """
@@ -130,7 +130,7 @@ def add_rms_norm_forward(
 
 
 def _launch_forward(x_RN, update_RN, weight_N, y_RN, sum_RN, eps, zero_centred) -> None:
-    """Without `update_RN`, `sum_RN` is not written."""
+    """Launch the forward. `sum_RN` is written where there is an `update_RN`."""
     if not y_RN.numel():
         return
     rows = _rows(x_RN)
@@ -152,8 +152,7 @@ def rms_norm_backward(
     wants_weight: bool,
     dsum_RN: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """The gradient of `x_RN`, `dsum_RN` added to it, and if wanted that of the weight, in its
-    dtype."""
+    """The gradient of `x_RN` plus `dsum_RN`, and if wanted the weight's, in the weight's dtype."""
     dx_RN, *dw = made = _empty_gradients(x_RN, weight_N, wants_weight)
     variant = _variant(weight_N, eps, zero_centred, BACKWARD_PER_WARP)
     programs = cdiv(x_RN.numel() // max(len(weight_N), 1), variant["ROWS"])
@@ -211,7 +210,7 @@ def _rows(x_RN: torch.Tensor) -> torch.Tensor:
 
 
 def _variant(weight_N: torch.Tensor, eps: float, zero_centred: bool, per_warp: int) -> dict:
-    """What is compiled in."""
+    """The constants that the kernels are compiled for."""
     columns = next_power_of_2(len(weight_N))
     rows = max(TILE // columns, 1)
     return {

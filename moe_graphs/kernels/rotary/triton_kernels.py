@@ -3,7 +3,7 @@
     y1 = x1 * cos1 - x2 * sin1,     y2 = x2 * cos2 + x1 * sin2      1 and 2 are halves of R columns
     dx1 = dy1 * cos1 + dy2 * sin2,  dx2 = dy2 * cos2 - dy1 * sin1
 
-A program has all heads of a token. fp32 inside, rounded once.
+A program has all heads of a token. It computes in fp32 and rounds once.
 
 B batch, S sequence, H query heads, G kv heads, Q head dim, R columns of it that turn.
 """
@@ -104,13 +104,13 @@ def _(query_BHSQ, key_BGSQ, cos_BSR, sin_BSR, back):
 
 
 def _empty(x: torch.Tensor) -> torch.Tensor:
-    """In the layout of x, unless its heads do not lie in one piece."""
+    """An empty tensor in the layout of x, or contiguous if a head of x is not."""
     made = torch.empty_like(x)
     return made if made.stride(3) == 1 else x.new_empty(x.shape)
 
 
 def _variant(H: int, G: int, Q: int, R: int) -> dict:
-    """What is compiled in."""
+    """The constants that the kernels are compiled for."""
     limit = max(TILE // next_power_of_2(R // 2), 1)
     query_lanes, key_lanes = (min(next_power_of_2(n), limit) for n in (H, G))
     return {

@@ -16,7 +16,7 @@ from moe_graphs.kernels.availability import has_triton
 
 @dataclass(frozen=True)
 class RowOrder:
-    """Where expert-sorted rows come from and go back to. All on the rows' device.
+    """The order of expert-sorted rows, and its inverse. All tensors are on the rows' device.
 
     Attributes:
         order_R: int64, for each row the flat pair ``t * K + k`` it holds.
@@ -51,7 +51,7 @@ def route_rows(experts_TK: Tensor, num_experts: int) -> RowOrder:
 
 
 def counting_pays(pairs: int, num_experts: int) -> bool:
-    """Whether the counting sort of ``row_order_triton`` is faster than torch's stable sort.
+    """Whether the counting sort of ``triton_kernels`` is faster than torch's stable sort.
 
     Measured on H200 (2026-11-21), us of ours / torch's: 2^17 pairs 25 / 44 (128 experts) and
     34 / 47 (512), 2^18 pairs 45 / 50 and 63 / 54, 2^19 pairs 68 / 59 (8 experts).

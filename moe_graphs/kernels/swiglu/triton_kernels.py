@@ -3,7 +3,7 @@
     h = silu(gate) * up,  x_R2F = [gate | up]
     dgate = dh * up * s * (1 + gate * (1 - s)),  dup = dh * gate * s,  s = sigmoid(gate)
 
-fp32 inside, rounded once.
+The kernels compute in fp32 and round once.
 
 R rows, F ffn.
 """
@@ -34,7 +34,7 @@ def silu_times(gate, up):
 
 @triton.jit
 def gradients_of(gate, up, dh):
-    """Of gate and up, in fp32."""
+    """Gradients of gate and up, in fp32."""
     s = tl.sigmoid(gate)
     return dh * up * s * (1 + gate * (1 - s)), dh * gate * s
 
