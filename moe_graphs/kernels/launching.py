@@ -24,7 +24,7 @@ class _Compiled:
     """
 
     kernel: Any = None
-    constants: tuple = ()
+    constants: tuple[Any, ...] = ()
     counted: str | None = None
 
 
@@ -34,14 +34,14 @@ class Launch:
 
     kernel: Any
     grid: int
-    args: tuple
-    options: dict
+    args: tuple[Any, ...]
+    options: dict[str, Any]
 
     def run(self) -> None:
         launch(self.kernel, (self.grid,), self.args, **self.options)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], args: tuple, **constants: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], **constants: Any) -> None:
     """`kernel[grid](*args, **constants)` on the current stream.
 
     The compiler decides which sums and products become one operation. Where two kernels have to
@@ -68,7 +68,7 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple, **constants: Any) ->
         portable_launches.count(known.counted)
 
 
-def _counted(kernel: Any, args: tuple) -> str | None:
+def _counted(kernel: Any, args: tuple[Any, ...]) -> str | None:
     """The name under which launches are counted on a GPU that the table does not have."""
     gpu = architecture_of(next(arg.device for arg in args if isinstance(arg, torch.Tensor)))
     return None if gpu.known else f"{kernel.__name__} on {gpu.name}"

@@ -380,7 +380,9 @@ def _table(
     aligned = [bits % 16 == 0 for bits in odd]
     dtypes = (map(operator.attrgetter("dtype"), of) for of in columns)
     kinds = list(zip(map(bool, sizes), aligned, *dtypes, strict=True))
-    fields, numbers, launches, span = [sizes, *addresses, *([keys] if keys else [])], [], [], 0
+    fields, span = [sizes, *addresses, *([keys] if keys else [])], 0
+    numbers: list[int] = []
+    launches: list[tuple[dict[str, Any], int, int]] = []
     for kind in dict.fromkeys(kinds):
         if not kind[0]:
             continue

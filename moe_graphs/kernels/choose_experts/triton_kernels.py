@@ -15,6 +15,8 @@ program and then over the programs, in a fixed order: no atomics.
 T tokens, E experts, K top-k, N groups, P programs; LANES is E in powers of two.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -324,7 +326,7 @@ def _gradient_like(logits_TE: torch.Tensor, split: bool) -> torch.Tensor:
     return logits_TE.new_empty((tokens, E))
 
 
-def _tile(E: int) -> dict:
+def _tile(E: int) -> dict[str, Any]:
     """One warp holds all experts of a token, so that no search goes through shared memory."""
     lanes = max(4, next_power_of_2(E))
     return {"LANES": lanes, "ROWS": max(1, ELEMENTS // lanes), "num_warps": 1}

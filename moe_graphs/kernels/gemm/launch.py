@@ -77,7 +77,7 @@ def matmul_rows(
         partials = torch.empty(shape, dtype=torch.float32, device=device)
     work = row_tiles(offsets_E, rows, v.block_m, last_round)
     kernels.rows_launch(v, x_RK, w_EKN, out, work, transposed, grid, partials).run()
-    if partials is not None:
+    if last_round is not None and partials is not None:
         add_cut_tiles_(out, partials, work, last_round)
     return out
 

@@ -129,7 +129,7 @@ def pieces_of(acc, PIECES: gl.constexpr):
     if PIECES >= 2:
         pieces = halves(acc)
     if PIECES >= 4:
-        pieces = halves(pieces[0]) + halves(pieces[1])
+        pieces = halves(pieces[0]) + halves(pieces[1])  # type: ignore[misc]
     return pieces
 
 

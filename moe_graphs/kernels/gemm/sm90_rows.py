@@ -428,7 +428,7 @@ def gathered_launch(
     return Launch(gathered_rows_gluon_kernel, grid, args, {"PIECES": v.pieces} | _tile(v, grid))
 
 
-def _tile(v: Variant, grid: int) -> dict:
+def _tile(v: Variant, grid: int) -> dict[str, int]:
     return {
         "BLOCK_M": v.block_m, "BLOCK_N": v.block_n, "BLOCK_K": v.block_k, "STAGES": v.stages,
         "GRID": grid, "num_warps": v.warps,

@@ -8,8 +8,8 @@ of x) by N (columns of dy), experts longest first. A part of an expert's rows th
 tile_scheduler.py has split off goes to its slot of `partials` (SPLITS).
 
 Cooperative and ping-pong consumers share the work as in sm90_rows. Every partition walks over all
-tiles of the CTA, as the position in the ring is the sum of all steps before. Output has the dtype of
-`dw_desc`. ADD accumulates into it (fp32): "reduce", "fetch" or "" for not at all, see
+tiles of the CTA, as the position in the ring is the sum of all steps before. The output has the
+dtype of `dw_desc`. ADD accumulates into it (fp32): "reduce", "fetch" or "" for not at all, see
 `store_weights`.
 
 An expert without rows has no tiles: the producer zeros its gradient, one chunk behind the loads of
@@ -335,5 +335,5 @@ def weights_launch(
     )  # fmt: skip
     tile = {"BLOCK_M": v.block_m, "BLOCK_N": v.block_n, "BLOCK_R": v.block_k, "STAGES": v.stages}
     tile |= {"PIECES": v.pieces, "BUFFERS": v.buffers, "GRID": grid, "num_warps": v.warps}
-    tile |= {"PINGPONG": v.pingpong, "ADD": add, "SPLITS": partials is not None}
-    return Launch(weights_gluon_kernel, grid, args, tile)
+    kind = {"PINGPONG": v.pingpong, "ADD": add, "SPLITS": partials is not None}
+    return Launch(weights_gluon_kernel, grid, args, kind | tile)

@@ -18,6 +18,8 @@ B batch, S sequence, H query heads, G kv heads, Q head dim, M = (H + 2G) * Q, N 
 W ranks, L = M / W.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -405,14 +407,14 @@ def _empty_gradients(
 ) -> list[torch.Tensor]:
     if not wants_weights:
         return [dqkv]
-    return [dqkv, *(w.new_empty(w.shape) for w in (query_weight_N, key_weight_N))]
+    return [dqkv, *(w.new_empty(w.shape) for w in (query_weight_N, key_weight_N) if w is not None)]
 
 
 def _weights(
     query_weight_N: torch.Tensor | None, key_weight_N: torch.Tensor | None, anything: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights, or pointers that are not read."""
-    if query_weight_N is None:
+    if query_weight_N is None or key_weight_N is None:
         return anything, anything
     return query_weight_N.contiguous(), key_weight_N.contiguous()
 
@@ -423,7 +425,7 @@ def _launch_backward(
     inputs: tuple[torch.Tensor, ...],
     weights: tuple[torch.Tensor | None, torch.Tensor | None],
     made: list[torch.Tensor],
-    kinds: dict,
+    kinds: dict[str, Any],
 ) -> None:
     """Write `made`. `gradients` begin where their tensors do, and `strides` lead through them."""
     dqkv, wants_weights = made[0], len(made) > 1
@@ -449,11 +451,11 @@ def _variant(
     query_weight_N: torch.Tensor | None,
     key_weight_N: torch.Tensor | None,
     eps: float,
-) -> dict:
+) -> dict[str, Any]:
     """The constants that the kernels are compiled for."""
     norm, columns = "none", 2 * next_power_of_2(Q // 2)
     limit = max(TILE // columns, 1)
-    if query_weight_N is not None:
+    if query_weight_N is not None and key_weight_N is not None:
         norm = "head" if query_weight_N.numel() == key_weight_N.numel() == Q else "full"
     if norm == "full":
         limit = next_power_of_2(max(H, G))
@@ -466,7 +468,7 @@ def _variant(
     }  # fmt: skip
 
 
-def _stages(variant: dict, dqkv: torch.Tensor) -> int:
+def _stages(variant: dict[str, Any], dqkv: torch.Tensor) -> int:
     """The stages of a loop with sums: it loads the next one or two tokens during one's work."""
     element_size = dqkv.element_size()
     tiles = 2 * variant["QUERY_LANES"] + 3 * variant["KEY_LANES"]

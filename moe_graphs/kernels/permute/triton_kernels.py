@@ -12,6 +12,8 @@ T tokens, D model, K top-k, R rows. A negative inverse is a pair without a row (
 is written for it, and it counts as zero.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -166,7 +168,7 @@ def _or(given: torch.Tensor | None, anything: torch.Tensor) -> torch.Tensor:
     return anything if given is None else given.contiguous()
 
 
-def _tile(inverse_TK: torch.Tensor, D: int) -> dict:
+def _tile(inverse_TK: torch.Tensor, D: int) -> dict[str, Any]:
     block = min(WIDEST, next_power_of_2(D))
     warps = 4 if block > WIDEST // 4 else 2
     return {"K": inverse_TK.shape[1], "BLOCK_D": block, "num_warps": warps}

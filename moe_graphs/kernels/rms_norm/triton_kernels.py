@@ -13,6 +13,8 @@ up the programs. Their number depends on the shape only, so the result is determ
 R rows, N size of the norm.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -209,7 +211,9 @@ def _rows(x_RN: torch.Tensor) -> torch.Tensor:
     return x_RN if x_RN.stride(1) == 1 else x_RN.contiguous()
 
 
-def _variant(weight_N: torch.Tensor, eps: float, zero_centred: bool, per_warp: int) -> dict:
+def _variant(
+    weight_N: torch.Tensor, eps: float, zero_centred: bool, per_warp: int
+) -> dict[str, Any]:
     """The constants that the kernels are compiled for."""
     columns = next_power_of_2(len(weight_N))
     rows = max(TILE // columns, 1)

@@ -8,6 +8,8 @@ A program has all heads of a token. It computes in fp32 and rounds once.
 B batch, S sequence, H query heads, G kv heads, Q head dim, R columns of it that turn.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -109,7 +111,7 @@ def _empty(x: torch.Tensor) -> torch.Tensor:
     return made if made.stride(3) == 1 else x.new_empty(x.shape)
 
 
-def _variant(H: int, G: int, Q: int, R: int) -> dict:
+def _variant(H: int, G: int, Q: int, R: int) -> dict[str, Any]:
     """The constants that the kernels are compiled for."""
     limit = max(TILE // next_power_of_2(R // 2), 1)
     query_lanes, key_lanes = (min(next_power_of_2(n), limit) for n in (H, G))

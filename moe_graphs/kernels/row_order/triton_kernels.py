@@ -108,8 +108,9 @@ def sort_pairs(
     launch(_count_kernel, (blocks,), args, BLOCK=BLOCK, WIDTH=min(lanes, COUNT_WIDTH))
     args = (counts_BE, totals_E, num_experts, blocks)
     launch(_sum_kernel, (cdiv(num_experts, SUM["WIDTH"]),), args, **SUM)
-    args = (experts_R, counts_BE, totals_E, order_R, inverse_R, offsets_E, pairs, num_experts)
-    launch(_place_kernel, (blocks,), args, BLOCK=BLOCK, EXPERTS=lanes)
+    made = (order_R, inverse_R, offsets_E)
+    given = (experts_R, counts_BE, totals_E, *made, pairs, num_experts)
+    launch(_place_kernel, (blocks,), given, BLOCK=BLOCK, EXPERTS=lanes)
     return order_R, inverse_R, offsets_E
 
 
