@@ -38,9 +38,9 @@ there. An architecture without a row (sm_87, sm_110, sm_121) gets the portable k
 fit every row, with a warning and a count in `graphs.report().portable_launches`. A GPU older than
 sm_80 is refused by name before a launch.
 
-A cell is the largest shared memory of a block in bytes, and behind it the bytes of registers that
-were spilled, if any. `AxBxC, S stages, W warps` is the tile of the grouped GEMM: rows, columns,
-step of the sum.
+With the newest Triton only those kernels were compiled that come nearest to a limit. A cell is the
+largest shared memory of a block in bytes, and behind it the bytes of registers that were spilled,
+if any. `AxBxC, S stages, W warps` is the tile of the grouped GEMM: rows, columns, step of the sum.
 """
 
 
@@ -109,8 +109,10 @@ def _most(cells: dict[str, list[int]] | None) -> str:
 
 
 def _cell(cell: list[int] | None) -> str:
-    if cell is None or not cell[0]:
-        return "none"
+    if cell is None:
+        return "not compiled"
+    if not cell[0]:
+        return "no kernel"
     return f"{cell[1]:,}" + (f", {cell[2]} spilled" if cell[2] else "")
 
 
