@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# At import and not when it is asked for: torch.compile does not trace a search for a package.
+# Found out at import, since torch.compile does not trace a search for a package.
 _INSTALLED = importlib.util.find_spec("triton") is not None
 _as_on_gpus = False
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-SMALL = 1024  # bytes of shared memory for sums and barriers, beside what a loop loads ahead
+SMALL = 1024  # bytes of shared memory for sums and barriers, beside those that a loop loads ahead
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Tile:
     warps: int
 
 
-@dataclass(frozen=True, eq=False)  # a row is itself: looked up at every launch
+@dataclass(frozen=True, eq=False)  # compared by identity, since it is looked up at every launch
 class Architecture:
     """A row of the table.
 
@@ -52,12 +52,8 @@ class Architecture:
 
 
 _POINTER, _TMA = ("pointer",), ("tma", "pointer")
-_GLUON = (
-    "cooperative",
-    "pingpong",
-    "gather",
-    *_TMA,
-)  # WGMMA, which Gluon variants need, is Hopper's
+# Gluon variants need WGMMA, which only Hopper has.
+_GLUON = ("cooperative", "pingpong", "gather", *_TMA)
 
 TABLE = {
     row.number: row

@@ -59,7 +59,7 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], **constant
     grid = (*grid, 1, 1)[:3]
     if known.kernel is None:  # the first time, and always under Triton's interpreter
         known.counted = _counted(kernel, args)
-        # Products and sums are fused, which Triton 3.10 would not do unasked.
+        # Fused products and sums have to be asked for from Triton 3.10 on.
         known.kernel = kernel[grid](*args, **constants, enable_fp_fusion=True)
         known.constants = tuple(constants[n] for n in kernel.arg_names if n in constants)
     else:

@@ -60,7 +60,7 @@ def adamw_update_reference(
         p = p - (rate.double() * _number(weight_decay, p).double()).to(wide) * p
         m = _lerp(m, g, _number(1 - beta1, p))
         v = _lerp(v, g * g, _number(1 - beta2, p))
-        root = v.double().sqrt().to(wide)  # on the CPU that of fp32 is off by a last bit
+        root = v.double().sqrt().to(wide)  # the CPU's root of fp32 is off by a last bit
         r = 1 / (root * factor + eps).double().sqrt().to(wide)
         p = p - step_size * (m * r * r)
         kept: Sequence[Tensor] = (p, m, v)

@@ -26,7 +26,7 @@ from torch import Tensor
 NUMBERS = 64  # numbers that share a scale
 NEAREST = 1 << 31  # bits that round to the nearest code
 MOST = 2.0**126
-MIXER = 0x61C88647  # odd: its product with 32 random bits has others
+MIXER = 0x61C88647  # odd: its product with 32 random bits is 32 other random bits
 
 
 def encode(x: Tensor, bits: Tensor | int, *, signed: bool) -> tuple[Tensor, Tensor]:

@@ -37,15 +37,15 @@ from moe_graphs.kernels.adamw.state_codes import MIXER, NUMBERS
 from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2
 from moe_graphs.kernels.ops import define_op
 
-# A row of the table has fields of 64 bits: numbers, first span, addresses of step, parameter,
-# gradient, states, and of the average and the scales if there are, the key if there is. Behind
-# these F, in fp32: lr * decay, lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), 1 - beta1, 1 - beta2,
-# eps, scale, live, factor, t, 1 - the decay of the average.
-COEFFICIENTS = 6  # fields that these take
+# A row of the table has F fields of 64 bits: how many numbers, the first span, addresses of step,
+# parameter, gradient and states, then if they exist those of the average and the scales, and the
+# key. Behind the F fields stand, in fp32: lr * decay, lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t),
+# 1 - beta1, 1 - beta2, eps, scale, live, factor, t, 1 - the decay of the average.
+COEFFICIENTS = 6  # fields that the fp32 numbers take
 BLOCK, WARPS = 1024, 4  # 16 bytes of bf16 for a thread: the fastest of those tried on an H200
-SPAN = 16  # blocks that an entry of the map is for: its tensor
+SPAN = 16  # blocks for which an entry of the map names the tensor
 SENT = 32  # rows of the table that are arguments of one launch: at most 4 KiB, which all GPUs take
-WIDE = tl.constexpr(1 << 62)  # makes a number one of 64 bits for Triton, as addresses are
+WIDE = tl.constexpr(1 << 62)  # added to a number, so that Triton takes it for one of 64 bits
 
 
 @triton.jit(do_not_specialize=["numbers"], do_not_specialize_on_alignment=["numbers"])
@@ -60,7 +60,7 @@ def adamw_table_kernel(table_ptr, numbers, F: tl.constexpr, W: tl.constexpr):
 @triton.jit
 def _value(x):
     """A number, given as one or as a tensor of one."""
-    x = tl.core.to_tensor(x)  # the interpreter has floats of Python
+    x = tl.core.to_tensor(x)  # in the interpreter it is a float of Python
     if x.dtype.is_ptr():
         x = tl.load(x)
     return x.to(tl.float64)

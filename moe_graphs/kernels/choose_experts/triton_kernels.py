@@ -25,9 +25,9 @@ from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2
 from moe_graphs.kernels.ops import define_op
 
 STRUCK = tl.constexpr(-(2**31))  # below the key of every number, -inf included
-ELEMENTS = 256  # of a program's tile: 8 per thread
-# 16 warps for each of 132 SMs: half of them take 26 us where these take 19 (H200, 16384 tokens, 128
-# experts). Not asked of the device, since it decides the order of the sums.
+ELEMENTS = 256  # elements of a program's tile: 8 per thread
+# 16 warps for each of 132 SMs: half as many take 26 us instead of 19 (H200, 16384 tokens, 128
+# experts). The number does not depend on the device, since it decides the order of the sums.
 PROGRAMS = 2048
 # With so few registers all programs are resident at once: a second round would take as long as the
 # first. A warp that holds 512 lanes and more of a token needs all registers there are.
@@ -81,7 +81,9 @@ def _scores(logits, real, SIGMOID: tl.constexpr, Z: tl.constexpr):
 @triton.jit
 def _strike_groups(keys, lane, SIZE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr):
     """Leaves only the experts of the best groups."""
-    totals = tl.full(keys.shape, STRUCK, dtype=tl.int32)  # of its group, in every expert's lane
+    totals = tl.full(
+        keys.shape, STRUCK, dtype=tl.int32
+    )  # a group's total, in the lane of each of its experts
     for group in range(GROUPS):
         own = tl.where(lane // SIZE == group, keys, STRUCK)
         total = _value(tl.max(own, 1))

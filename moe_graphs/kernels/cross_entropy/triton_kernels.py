@@ -45,7 +45,7 @@ def cross_entropy_forward_kernel(
     log = tl.log(tl.sum(total * tl.exp(top - highest), 0))
     known = (target >= 0) & (target < V)
     at_target = tl.load(logits_ptr + target, mask=known, other=float("nan")).to(tl.float32)
-    # Not logsumexp - x: where both are large, their difference is not.
+    # logsumexp - x would lose digits where both are large and their difference is not.
     loss = log + (highest - at_target)
     tl.store(losses_ptr + row, tl.where(counts, loss, 0.0))
     tl.store(logsumexp_ptr + row, highest + log)
@@ -102,7 +102,7 @@ def cross_entropy_rows(
     logsumexp_N = torch.empty_like(losses_N)
     if N:
         row_stride = logits_NV.stride(0)
-        # 16 bytes a lane, where Triton can know that a row begins on such a boundary.
+        # A lane loads 16 bytes if Triton can know that rows begin at multiples of 16 bytes.
         aligned = V % 16 == 0 and row_stride % 16 == 0
         width = 16 // logits_NV.element_size() if aligned else 1
         block = min(TILE, next_power_of_2(V))

@@ -35,8 +35,8 @@ def grouped_gemm(
     Under autocast both operands are cast to the autocast dtype first, visibly to autograd.
 
     Args:
-        w_EKN: contiguous, or the transpose of a contiguous ``[E, N, K]``: read as it lies, and its
-            gradient is laid out alike.
+        w_EKN: contiguous, or the transpose of a contiguous ``[E, N, K]``. Either is read without a
+            copy, and its gradient has its layout.
         offsets_E: int32 cumulative ends on the rows' device. Empty experts are allowed, and get
             zero weight gradients.
         zero_tail: rows past the last end come out as zero, in the output and in the gradient of
@@ -64,9 +64,9 @@ def swiglu_gemms(rows_RD: Tensor, w1_ED2F: Tensor, w2_EFD: Tensor, offsets_E: Te
 
     Args:
         w1_ED2F: gate and up side by side. Both weights may be transposed views, as for
-            ``grouped_gemm``, and are cast like its.
-        offsets_E: int32 cumulative ends. Behind the last one anything may come out, in the rows and
-            in their gradient.
+            ``grouped_gemm``, and are cast as there.
+        offsets_E: int32 cumulative ends. Rows past the last end, and their gradients, are
+            undefined.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or the GPU path does not take them.
@@ -85,7 +85,7 @@ def is_transposed(w_EKN: Tensor) -> bool:
 
 
 def to_autocast(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in the autocast dtype, if autocast is on for their device."""
+    """Rows and weights, in the autocast dtype if autocast is on for their device."""
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         return x.to(dtype), w.to(dtype)
@@ -96,9 +96,9 @@ class _GroupedGemm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_RK, w_EKN, offsets_E, zero_tail, main_grad):
         needs_x, needs_w = ctx.needs_input_grad[:2]
-        # Rows are kept only for the weights' gradient and the other way round.
+        # Rows are kept only for the weights' gradient, weights only for that of the rows.
         ctx.save_for_backward(x_RK if needs_w else None, w_EKN if needs_x else None, offsets_E)
-        # The buffer changes between microbatches: kept as it is, outside autograd's version check.
+        # The buffer changes between microbatches, so autograd must not check its version.
         ctx.zero_tail, ctx.main_grad = zero_tail, main_grad
         ctx.is_transposed = is_transposed(w_EKN)
         return grouped_gemm_forward(x_RK, w_EKN, offsets_E, zero_tail)

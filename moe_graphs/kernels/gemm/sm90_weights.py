@@ -145,7 +145,7 @@ def _produce(x_desc, dy_desc, dw_ptr, work, ring, barriers, KIND: gl.constexpr):
     per_expert = work.tiles_m * work.tiles_n
     slot = 0
     phase = 1
-    chunk = gl.program_id(0)  # the next one to zero, of those of all experts without rows
+    chunk = gl.program_id(0)  # the next one to zero, among all of experts without rows
     chunks = 0
     per_matrix = 0
     empty_e = 0

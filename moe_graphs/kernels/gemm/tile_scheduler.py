@@ -47,17 +47,17 @@ from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2
 # A row tile's record and its words; int32, five used, so that a record is 32 bytes.
 ROW_RECORD = tl.constexpr(8)
 ROW_EXPERT, ROW_FIRST_TILE, ROW_TILES, ROW_START, ROW_END = map(tl.constexpr, range(5))
-# What a list of row tiles counts: records, output tiles done whole, those cut along K, and the
-# steps of a part of these.
+# Counts of a list of row tiles: records, output tiles that are done whole, output tiles that are
+# cut along K, and the steps of a part of a cut tile.
 COUNT_RECORDS, COUNT_WHOLE, COUNT_CUT, COUNT_LENGTH = map(tl.constexpr, range(4))
 # The record of an expert, or of a part of its rows. `slot` is -1 for an expert in one piece.
 EXPERT_RECORD = tl.constexpr(4)
 PART_EXPERT, PART_START, PART_END, PART_SLOT = map(tl.constexpr, range(4))
 # An entry of `splits`, as long as an expert's record.
 SPLIT_EXPERT, SPLIT_SLOT, SPLIT_PARTS = map(tl.constexpr, range(3))
-# What an expert order counts besides records: those of experts with rows, and entries of `splits`.
+# More counts of an expert order: records of experts with rows, and entries of `splits`.
 COUNT_FULL, COUNT_SPLITS = map(tl.constexpr, (1, 2))
-COUNTS = 4  # words, so that what lies behind them is aligned to 16 bytes
+COUNTS = 4  # words, so that the records behind them are aligned to 16 bytes
 
 # Row tiles of one expert are walked in bands of this many, all columns of a band before the next
 # band, so that a band's rows and a column's weights meet in L2. 4 to 64 measured equal on H200.
@@ -68,7 +68,7 @@ LEAST_SAVED = tl.constexpr(16)
 MAX_PARTS = tl.constexpr(8)
 SHORTEST_LIMIT = 512  # rows; a shorter part would not be worth writing and reading its partial sum
 NO_LIMIT = 1 << 30  # rows; no expert has twice as many
-PART_ROWS = tl.constexpr(64)  # a part of an expert's rows is a multiple of this, but for the last
+PART_ROWS = tl.constexpr(64)  # divides the rows of every part of an expert but the last
 
 ROW_TILES_AT_ONCE = 128  # records that a program writes at once
 ADD_GRID = 264  # programs that add up partial sums: two for each SM of an H200
@@ -176,7 +176,7 @@ def add_tail_kernel(
         record = records_ptr + (tile // tiles_n) * ROW_RECORD
         local = tile - tl.load(record + ROW_FIRST_TILE) * tiles_n
         tile_m, tile_n = place(local, tl.load(record + ROW_TILES), tiles_n)
-        line = (piece % PIECES) * ROWS + tl.arange(0, ROWS)  # of the tile
+        line = (piece % PIECES) * ROWS + tl.arange(0, ROWS)  # line of the tile
         row = tl.load(record + ROW_START) + tile_m * BLOCK_M + line
         lane = tl.arange(0, BLOCK_N)
         live = (row < tl.load(record + ROW_END))[:, None] & (tile_n * BLOCK_N + lane < N)[None, :]
@@ -262,7 +262,7 @@ def zero_tail_kernel(
     """Zeros the rows past the last end, row by row over the programs. Grid (GRID,)."""
     lane = tl.arange(0, ZERO_COLUMNS)
     first = (tl.load(offsets_ptr + last) + tl.program_id(0)).to(tl.int64)
-    for row in range(first, rows, GRID):  # 64-bit, as its start is
+    for row in range(first, rows, GRID):  # 64 bits, like its start
         for base in range(0, columns, ZERO_COLUMNS):
             at = rows_ptr + row * columns + base + lane
             zero = tl.zeros((ZERO_COLUMNS,), dtype=rows_ptr.dtype.element_ty)

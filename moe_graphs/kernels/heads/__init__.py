@@ -96,8 +96,8 @@ class _SplitHeads(torch.autograd.Function):
 
         gradients = (grad_BSHQ, grad_key_BSGQ, grad_value_BSGQ)
         wants_weights = wants_gradient(ctx, 3) or wants_gradient(ctx, 4)
-        # The gradient of qkv is a part of those of the weights: if only they are asked for (by a
-        # zero-bubble schedule), it is written once more for nothing.
+        # The gradients of the weights need that of qkv. If only they are asked for (by a
+        # zero-bubble schedule), the gradient of qkv is written once more for nothing.
         grad_qkv, *grad_weights = heads_triton.heads_backward(
             *gradients, *ctx.saved_tensors, ctx.eps, wants_weights
         )

@@ -30,9 +30,9 @@ from moe_graphs.kernels.launching import launch, next_power_of_2
 from moe_graphs.kernels.ops import define_op
 
 TILE = 4096  # numbers of a tile at most, unless all of them are normalised together
-NUMBERS_PER_WARP, NUMBERS_PER_WARP_FULL = 1024, 512  # full: a thread also has as many weights
-# Bytes in flight of a token up to which two more are on their way, or one: a multiprocessor has 228
-# KiB for three programs.
+NUMBERS_PER_WARP, NUMBERS_PER_WARP_FULL = 1024, 512  # with `full` a thread also has as many weights
+# A loop loads two tokens ahead, or one, if a token has at most so many bytes: a multiprocessor has
+# 228 KiB for three programs.
 THREE_STAGES, TWO_STAGES = 16384, 65536
 
 
@@ -431,7 +431,7 @@ def _launch_backward(
     dqkv, wants_weights = made[0], len(made) > 1
     B, S, _ = dqkv.shape
     programs = min(B * S, PROGRAMS) if wants_weights else B * S
-    sums = dqkv  # not written
+    sums = dqkv  # a pointer that is not written to
     if wants_weights:
         width = sum(weight.numel() for weight in made[1:])
         sums = dqkv.new_empty((programs, width), dtype=torch.float32)

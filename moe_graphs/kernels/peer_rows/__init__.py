@@ -68,7 +68,7 @@ class PeerMemory:
         return cls(rank, rows, experts, weights, table, barrier, owned)
 
 
-# An op takes numbers, and its memory stays where it is as long as a graph may know the number.
+# An op can take a number but no object. The memory is kept, since a graph may know the number.
 _numbered: list[PeerMemory] = []
 
 

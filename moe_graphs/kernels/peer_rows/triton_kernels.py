@@ -16,7 +16,7 @@ import triton.language as tl
 from moe_graphs.kernels.launching import launch, next_power_of_2
 
 WIDEST = 2048  # numbers of a row that a program of four warps has in flight
-# Programs. Stores are not waited for, loads of other ranks' memory take microseconds.
+# Numbers of programs. Nothing waits for a store; a load from another rank takes microseconds.
 PUSHING, PULLING = 528, 1056
 
 
@@ -39,7 +39,7 @@ def push_kernel(
     D = width * 8
     slot = tl.arange(0, K_LANES)
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
-        here = tl.core.to_tensor(token).to(tl.int64)  # the interpreter's is Python's
+        here = tl.core.to_tensor(token).to(tl.int64)  # in the interpreter it is an int of Python
         row = here + rank * tokens
         expert = tl.load(experts_ptr + here * K + slot, mask=slot < K, other=0)
         holder = tl.where(slot < K, expert.to(tl.int32) // local, -1)
@@ -70,7 +70,7 @@ def pull_kernel(
     D = width * 8
     slot = tl.arange(0, K_LANES)
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
-        here = tl.core.to_tensor(token).to(tl.int64)  # the interpreter's is Python's
+        here = tl.core.to_tensor(token).to(tl.int64)  # in the interpreter it is an int of Python
         row = here + rank * tokens
         expert = tl.load(experts_ptr + here * K + slot, mask=slot < K, other=0)
         holder = tl.where(slot < K, expert.to(tl.int32) // local, -1)

@@ -22,7 +22,7 @@ from moe_graphs.kernels.launching import launch, next_power_of_2
 from moe_graphs.kernels.ops import define_op
 
 WIDEST = 2048  # numbers of a vector that a program of four warps has in flight
-DOT_NUMBERS, DOT_LEAST = 4096, 128  # of the [K, D] tile of `dot`, and of D at least
+DOT_NUMBERS, DOT_LEAST = 4096, 128  # numbers of the [K, D] tile of `dot`, and least D
 
 
 @triton.jit

@@ -91,8 +91,8 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, grad_RN):
         from moe_graphs.kernels.rms_norm import triton_kernels as rms_norm_triton
 
-        # If only the weights' is asked for (by a zero-bubble schedule), x's gradient is written
-        # once more for nothing.
+        # If only the weights' gradient is asked for (by a zero-bubble schedule), x's gradient is
+        # written once more for nothing.
         grad_x, *grad_weight = rms_norm_triton.rms_norm_backward(
             grad_RN, *ctx.saved_tensors, *ctx.constants, wants_gradient(ctx, 1)
         )
@@ -108,7 +108,7 @@ class _AddRMSNorm(torch.autograd.Function):
         ctx.constants = eps, zero_centred
         ctx.update_dtype, ctx.dtype = None, residual_RN.dtype
         if update_RN is None:
-            # Behind an alias, not the input itself, gradients of both outputs arrive here.
+            # With an alias instead of the input itself, gradients of both outputs arrive here.
             sum_RN = residual_RN.view_as(residual_RN)
             y_RN = rms_norm_triton.rms_norm_forward(residual_RN, weight_N, eps, zero_centred)
         else:

@@ -25,8 +25,8 @@ from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2
 from moe_graphs.kernels.ops import define_op
 
 TILE = 4096  # numbers of a program at a time, unless a row has more
-# Compiled for sm_90, a backward of 4096 columns has 168 registers a thread: three programs of four
-# warps on a multiprocessor, as PROGRAMS wants it, with two tiles each on their way.
+# Compiled for sm_90, a backward of 4096 columns has 168 registers a thread. So a multiprocessor has
+# three programs of four warps, for which PROGRAMS is chosen, and each loads two tiles ahead.
 FORWARD_PER_WARP, BACKWARD_PER_WARP, STAGES = 512, 1024, 3
 
 
@@ -52,7 +52,7 @@ def _store(ptr, tile, rows, y, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.con
 
 @triton.jit
 def _load_scale(weight_ptr, ZERO_CENTRED: tl.constexpr, N: tl.constexpr, COLS: tl.constexpr):
-    # In one dimension until it is loaded: of [1, COLS], Triton would take the layout for the rows.
+    # One dimension until it is loaded: for [1, COLS], Triton would use the layout of the rows.
     column = tl.arange(0, COLS)
     scale = tl.load(weight_ptr + column, mask=column < N, other=0.0).to(tl.float32)
     return (scale + 1 if ZERO_CENTRED else scale)[None, :]
@@ -88,11 +88,11 @@ def rms_norm_backward_kernel(
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), programs, num_stages=STAGES):
         x = _load(x_ptr, tile, rows, stride, N, ROWS, COLS)
         dy = _load(dy_ptr, tile, rows, dy_stride, N, ROWS, COLS)
-        # Two sums that do not wait for one another. Which products are fused is said, here and
-        # below: the same bits with the weight's gradient and without.
+        # Two sums that do not wait for one another. `tl.fma` says which products are fused, here
+        # and below: bits are the same with the weight's gradient and without.
         square = tl.sum(tl.fma(x, x, 0.0), 1, keep_dims=True) / N
         along = tl.sum(tl.fma(x * dy, scale, 0.0), 1, keep_dims=True) / N
-        # Without eps, a row that is not there has no finite r, and would be in the sums.
+        # If eps is 0, a row past the end has no finite r, and would spoil the sums.
         there = tile * ROWS + tl.arange(0, ROWS)[:, None] < rows
         r = tl.where(there, tl.rsqrt(square + EPS), 0.0)
         x *= r
@@ -158,7 +158,7 @@ def rms_norm_backward(
     dx_RN, *dw = made = _empty_gradients(x_RN, weight_N, wants_weight)
     variant = _variant(weight_N, eps, zero_centred, BACKWARD_PER_WARP)
     programs = cdiv(x_RN.numel() // max(len(weight_N), 1), variant["ROWS"])
-    sums = dx_RN  # not written
+    sums = dx_RN  # a pointer that is not written to
     if wants_weight:
         programs = min(programs, PROGRAMS)
         sums = x_RN.new_empty((programs, len(weight_N)), dtype=torch.float32)
@@ -168,7 +168,7 @@ def rms_norm_backward(
         strides = dy.stride(0), rows.stride(0), dsum.stride(0)
         args = (dy, rows, dsum, weight_N.contiguous(), dx_RN, sums, len(rows), *strides)
         stages = 1
-        # Numbers are copied ahead of time by sixteens; one by one, it takes too many registers.
+        # Loading ahead copies 16 numbers at once; one by one, it takes too many registers.
         if wants_weight and len(weight_N) % 16 == 0:
             read = (dy, rows) if dsum_RN is None else (dy, rows, dsum)
             tile = variant["ROWS"] * variant["COLS"] * sum(x.element_size() for x in read)

@@ -25,7 +25,7 @@ import triton.language as tl
 from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2
 from moe_graphs.kernels.ops import define_op
 
-BLOCK = 128  # pairs of a program: it compares each with each
+BLOCK = 128  # pairs of a program, which compares each with each
 COUNT_WIDTH = 64  # experts that it counts at once
 SUM = {"BLOCKS": 512, "WIDTH": 8}  # blocks that a program of the sums takes at once, its experts
 
