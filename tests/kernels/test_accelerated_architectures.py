@@ -85,7 +85,7 @@ def test_a_known_architecture_gets_its_variants_and_all_kernels_fit(compiled, nu
     gluon = number == 90
     kind = "gluon" if gluon else TABLE[number].gemms[0]
     assert {f"rows_{kind}_kernel", f"weights_{kind}_kernel"} <= names
-    assert {"choose_kernel", "rms_norm_backward_kernel", "turn_heads_kernel"} <= names
+    assert {"choose_kernel", "rms_norm_backward_kernel", "cross_entropy_backward_kernel"} <= names
     assert all(kernel.shared <= TABLE[number].shared for kernel in kernels)
     assert not any(counted.values())
 
