@@ -17,6 +17,7 @@ import torch
 
 pytest.importorskip("triton")
 
+import architecture_table
 from compiled import launch_compiler
 from kernel_cases import kernel_cases
 from moe_graphs.kernels.gemm import heuristics, portable_pointer, portable_tma
@@ -224,6 +225,14 @@ def test_the_preferred_variant_has_the_rows_tile(number):
             row.tile.block_m, row.tile.block_n, row.tile.block_k,
         )  # fmt: skip
         assert (found.stages, found.warps) == (row.tile.stages, row.tile.warps)
+
+
+def test_the_page_of_architectures_is_that_of_its_lines_and_of_the_table():
+    lines = architecture_table.read_lines()
+    assert architecture_table.PAGE.read_text() == architecture_table.page(lines)
+    assert {number for _, number in lines} == set(TABLE)
+    for (_, number), cells in lines.items():
+        assert all(shared <= TABLE[number].shared for _, shared, _ in cells.values())
 
 
 def test_no_gemm_has_two_products_in_an_iteration():

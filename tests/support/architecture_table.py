@@ -82,7 +82,9 @@ def page(found: dict[tuple[str, int], dict[str, list[int]]]) -> str:
         numbers = [number for number in TABLE if (version, number) in found]
         rows = [["kernel", *(f"sm_{number}" for number in numbers)]]
         for case in kernel_cases():
-            rows.append([case, *(_cell(found[version, n].get(case)) for n in numbers)])
+            cells = [found[version, number].get(case) for number in numbers]
+            if any(cells):
+                rows.append([case, *map(_cell, cells)])
         text += f"\n## Triton {version}\n\n{_table(rows)}"
     return text
 
