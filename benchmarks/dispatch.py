@@ -130,7 +130,7 @@ def with_programs(programs: int, call: Call) -> None:
     if not torch.cuda.is_available():
         call()
         return
-    from moe_graphs.kernels import peer_rows_triton
+    from moe_graphs.kernels.peer_rows import triton_kernels as peer_rows_triton
 
     kept = peer_rows_triton.PUSHING, peer_rows_triton.PULLING
     peer_rows_triton.PUSHING = peer_rows_triton.PULLING = programs

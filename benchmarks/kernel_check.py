@@ -42,10 +42,10 @@ from moe_graphs.bench.timing import (  # noqa: E402
 )
 
 POISON = 777.0
-KERNELS = ("split", "pingpong", "tma", "pointer")
+KERNELS = ("cooperative", "pingpong", "tma", "pointer")
 KINDS = [
     *(f"{op}:{name}" for op in ("rows", "weights") for name in KERNELS),
-    "gather:split",
+    "gather:cooperative",
     "ops:all",
 ]
 # (routing, rows, experts, K, N, rows past the last end)
@@ -107,7 +107,8 @@ class Rows:
 
 def rows_case(name: str, case: tuple, seed: int, dtype: torch.dtype, transposed: bool) -> str:
     """Empty if right, otherwise what was wrong."""
-    from moe_graphs.kernels.gemm.launch import matmul_rows, row_variant
+    from moe_graphs.kernels.gemm.heuristics import row_variant
+    from moe_graphs.kernels.gemm.launch import matmul_rows
 
     _, rows, experts, K, N, tail = case
     groups = Rows.of(case, seed)
@@ -136,7 +137,8 @@ def rows_case(name: str, case: tuple, seed: int, dtype: torch.dtype, transposed:
 
 def gather_case(case: tuple, seed: int, dtype: torch.dtype) -> str:
     """Gathered rows equal copied rows; order entries past the last end are not followed."""
-    from moe_graphs.kernels.gemm.launch import matmul_gathered, matmul_rows, row_variant
+    from moe_graphs.kernels.gemm.heuristics import row_variant
+    from moe_graphs.kernels.gemm.launch import matmul_gathered, matmul_rows
 
     routing, rows, experts, K, N, tail = case
     K = -(-K // 64) * 64
@@ -161,7 +163,8 @@ def gather_case(case: tuple, seed: int, dtype: torch.dtype) -> str:
 
 def weights_case(name: str, case: tuple, seed: int, dtype: torch.dtype, mode: str) -> str:
     """Empty if right, otherwise what was wrong. Modes: same (dtype of x), float32, add."""
-    from moe_graphs.kernels.gemm.launch import matmul_weights, weight_variant
+    from moe_graphs.kernels.gemm.heuristics import weight_variant
+    from moe_graphs.kernels.gemm.launch import matmul_weights
 
     _, rows, experts, K, N, _ = case
     groups = Rows.of(case, seed)
@@ -292,7 +295,7 @@ def run_check(kind: str, timeout: float = 75) -> dict:
 def contenders(shape: tuple, routing: str, good: set[str]) -> dict:
     """Contenders by name: group, call, and the output to compare with torch's, or None."""
     from moe_graphs.kernels.gemm import launch as g
-    from moe_graphs.kernels.gemm.tiles import row_tiles
+    from moe_graphs.kernels.gemm.tile_scheduler import row_tiles
 
     rows, experts, K, N = shape
     offsets = group_ends(group_sizes(routing, rows, experts, 7))
@@ -315,7 +318,7 @@ def contenders(shape: tuple, routing: str, good: set[str]) -> dict:
     def add(name, group, call, out):
         jobs[name] = (group, call, out)
 
-    for name in ("split", "pingpong", "tma"):
+    for name in ("cooperative", "pingpong", "tma"):
         if f"rows:{name}" in good:
             vy, vx = g.row_variant(name, N), g.row_variant(name, K)
             add(
@@ -349,7 +352,7 @@ def contenders(shape: tuple, routing: str, good: set[str]) -> dict:
                 ),
                 None,
             )
-    if "gather:split" in good:
+    if "gather:cooperative" in good:
         tokens, order = matrices(rows // 8, K, dtype=bf16), torch.randperm(rows, device="cuda")
         add(
             "gather fwd",
@@ -358,23 +361,22 @@ def contenders(shape: tuple, routing: str, good: set[str]) -> dict:
             None,
         )
         add(
-            "copy+split fwd",
+            "copy+cooperative fwd",
             "fwd",
             lambda: g.matmul_rows(
                 tokens.index_select(0, order // 8),
                 w,
                 offsets,
                 out=y,
-                variant=g.row_variant("split", N),
+                variant=g.row_variant("cooperative", N),
             ),
             None,
         )
-    if "rows:split" in good:  # what the work list costs: the GEMM alone, list made beforehand
-        v = g.row_variant("split", N)
-        launch = g.rows_launch(
-            v, x, w, y, row_tiles(offsets, rows, v.block_m), False, g.sm_count(x.device)
-        )
-        add("split fwd alone", "fwd", launch.run, y)
+    if "rows:cooperative" in good:  # what the work list costs: the GEMM alone, list made beforehand
+        v = g.row_variant("cooperative", N)
+        kernels, grid = g.kernels_of(v, x.device), g.sm_count(x.device)
+        launch = kernels.rows_launch(v, x, w, y, row_tiles(offsets, rows, v.block_m), False, grid)
+        add("cooperative fwd alone", "fwd", launch.run, y)
     return jobs  # fmt: skip
 
 
@@ -504,7 +506,8 @@ def print_row(row: dict) -> None:
     dense = rates["dense"]
     head = "x".join(map(str, row["shape"]))
     head += f" {row['routing']}{' cool' if row['cool'] else ''}"
-    host = {name: us for name, us in row["host_us"].items() if name.startswith(("torch", "split "))}
+    shown = ("torch", "cooperative ")
+    host = {name: us for name, us in row["host_us"].items() if name.startswith(shown)}
     print(f"\n{head}  dense {dense:.0f}  host us {host}")
     for group in ("fwd", "dgrad", "wgrad"):
         if f"torch {group}" not in rates:

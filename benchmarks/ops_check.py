@@ -183,8 +183,10 @@ def torch_route(ids: torch.Tensor, experts: int):
 
 def timed_jobs(T: int, D: int, F: int, E: int, K: int) -> dict:
     """Timed calls by name: call, bytes that must move or 0, torch's plain call or None."""
-    from moe_graphs.kernels import permute_triton, swiglu_reference, swiglu_triton
-    from moe_graphs.kernels.gemm import tiles
+    from moe_graphs.kernels.gemm import tile_scheduler
+    from moe_graphs.kernels.permute import triton_kernels as permute_triton
+    from moe_graphs.kernels.swiglu import reference as swiglu_reference
+    from moe_graphs.kernels.swiglu import triton_kernels as swiglu_triton
 
     ids, R = top_k_ids(T, K, E), T * K
     order = route_rows(ids, E)
@@ -194,8 +196,8 @@ def timed_jobs(T: int, D: int, F: int, E: int, K: int) -> dict:
     move = 2 * D * (T + R)
     return {
         "route": (lambda: route_rows(ids, E), 24 * R, lambda: torch_route(ids, E)),
-        "row tiles": (lambda: tiles.row_tiles(ends, R, 128), 0, None),
-        "expert order": (lambda: tiles.expert_order(ends, skip_empty=False), 0, None),
+        "row tiles": (lambda: tile_scheduler.row_tiles(ends, R, 128), 0, None),
+        "expert order": (lambda: tile_scheduler.expert_order(ends, skip_empty=False), 0, None),
         "permute": (
             lambda: permute_triton.spread_rows(hidden, inverse, None, R, False),
             move,
@@ -228,7 +230,7 @@ def print_times() -> None:
 
 def print_routing_times() -> None:
     """Microseconds of ours / torch's stable sort, where the two meet."""
-    from moe_graphs.kernels.row_order_triton import sort_pairs
+    from moe_graphs.kernels.row_order.triton_kernels import sort_pairs
 
     for tokens in (2048, 16384, 32768, 65536):
         cells = []

@@ -183,7 +183,9 @@ def contenders(p: Problem) -> dict[str, dict[str, Call]]:
 
 def _variants(p: Problem) -> list[str]:
     """Variants that the chosen one is compared with, as far as this GPU runs them."""
-    return [n for n in ("tma", "split", "pingpong") if n in architecture_of(p.x_RK.device).gemms]
+    return [
+        n for n in ("tma", "cooperative", "pingpong") if n in architecture_of(p.x_RK.device).gemms
+    ]
 
 
 def _installed(module: str) -> bool:

@@ -1,16 +1,20 @@
-"""The ops of a mixture-of-experts layer, sizes on the device.
+"""The ops of a mixture-of-experts layer, which read sizes on the device.
 
-An op's files stand side by side: ``swiglu`` is what is called, ``swiglu_reference`` says in plain
-torch what it computes (and is the path without kernels), ``swiglu_triton`` has the kernels. The
-GEMMs fill a folder. ``launching``, ``ops``, ``availability`` and ``precision`` are for all.
+Each op has a folder. Its ``__init__`` has the functions that are called, ``reference`` says in
+plain torch what they compute (and runs where there are no kernels), ``triton_kernels`` has the
+kernels. In ``gemm`` the kernels lie in files named by architecture: ``sm90_*`` for Hopper,
+``portable_*`` for all.
+
+The files beside the folders serve all ops: ``launching`` (quick launches), ``ops`` (torch ops that
+cost little to call), ``availability`` (is there a kernel for a tensor?), ``gpu_architectures``
+(limits and choices by GPU), ``precision`` and ``add_sums``.
 """
 
 from moe_graphs.kernels.choose_experts import route
-from moe_graphs.kernels.choose_experts_reference import RoutingRule
+from moe_graphs.kernels.choose_experts.reference import RoutingRule
 from moe_graphs.kernels.cross_entropy import cross_entropy
+from moe_graphs.kernels.gemm import grouped_gemm, swiglu_gemms
 from moe_graphs.kernels.gemm.gather import gather_gemm
-from moe_graphs.kernels.gemm.op import grouped_gemm
-from moe_graphs.kernels.gemm.swiglu_gemm import swiglu_gemms
 from moe_graphs.kernels.heads import split_heads, split_heads_by_rank
 from moe_graphs.kernels.permute import permute, unpermute
 from moe_graphs.kernels.rms_norm import add_rms_norm, rms_norm

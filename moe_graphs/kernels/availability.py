@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# At import and not when it is asked for: torch.compile does not trace a search for a package.
+# Found out at import, since torch.compile does not trace a search for a package.
 _INSTALLED = importlib.util.find_spec("triton") is not None
 _as_on_gpus = False
 
@@ -24,8 +24,10 @@ def has_kernel(x: Tensor) -> bool:
 
 @contextlib.contextmanager
 def as_on_gpus() -> Iterator[None]:
-    """Fake tensors of the CPU are served as those of a GPU are: what the kernels keep for their
-    backward can be seen without one. For this process as a whole."""
+    """Serve fake tensors of the CPU like those of a GPU, in the whole process.
+
+    Without a GPU, this shows which tensors the kernels keep for their backward.
+    """
     global _as_on_gpus
     before, _as_on_gpus = _as_on_gpus, True
     try:

@@ -1,4 +1,4 @@
-"""The architectures of GPUs, a row for each: what a block may use, and what kernels choose by it.
+"""A table of GPU architectures: the limits of each, and what kernels choose by them.
 
 Only Hopper (sm_90) has run. For every other row all kernels are compiled and fit: a test holds it
 (`tests/kernels/test_architectures.py`), and `docs/development/architectures.md` has the numbers.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-SMALL = 1024  # bytes of shared memory for sums and barriers, beside what a loop loads ahead
+SMALL = 1024  # bytes of shared memory for sums and barriers, beside those that a loop loads ahead
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,17 @@ class Tile:
     warps: int
 
 
-@dataclass(frozen=True, eq=False)  # a row is itself: looked up at every launch
+@dataclass(frozen=True, eq=False)  # compared by identity, since it is looked up at every launch
 class Architecture:
     """A row of the table.
 
-    number: ten times the compute capability.
-    shared: bytes of shared memory that one block may use.
-    gemms: the variants of the grouped GEMM that run there (`gemm.variants`), the preferred first.
-    tile: the preferred variant's, where it differs from the one in `gemm.variants`.
-    known: False for an architecture without a row, which gets the portable kernels.
+    Attributes:
+        number: ten times the compute capability.
+        gpus: products that have it.
+        shared: bytes of shared memory that one block may use.
+        gemms: variants of the grouped GEMM that run there (`gemm.heuristics`), the preferred first.
+        tile: the preferred variant's, where it differs from the one in `gemm.heuristics`.
+        known: False for an architecture without a row, which gets the portable kernels.
     """
 
     number: int
@@ -50,7 +52,8 @@ class Architecture:
 
 
 _POINTER, _TMA = ("pointer",), ("tma", "pointer")
-_GLUON = ("split", "pingpong", "gather", *_TMA)  # WGMMA, which Gluon variants need, is Hopper's
+# Gluon variants need WGMMA, which only Hopper has.
+_GLUON = ("cooperative", "pingpong", "gather", *_TMA)
 
 TABLE = {
     row.number: row
@@ -96,7 +99,7 @@ def architecture_of(device: torch.device) -> Architecture:
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Tensors of the CPU come to kernels only to be compiled or interpreted: as on Hopper."""
+    """The device's compute capability; for the CPU, where kernels are only compiled, Hopper's."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
@@ -106,8 +109,10 @@ def portable(number: int) -> Architecture:
 
 
 def stages_that_fit(device: torch.device, bytes_ahead: int, wanted: int) -> int:
-    """How many stages a loop may have, `wanted` at most: all but one of them hold `bytes_ahead` of
-    shared memory, which an iteration loads."""
+    """The number of stages that a loop may have, at most `wanted`.
+
+    An iteration loads `bytes_ahead` into shared memory, and all stages but one hold as much.
+    """
     shared = architecture_of(device).shared
     fitting = (n for n in range(wanted, 1, -1) if (n - 1) * bytes_ahead + SMALL <= shared)
     return next(fitting, 1)

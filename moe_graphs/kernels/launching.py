@@ -7,34 +7,50 @@ descriptor are looked up by what they depend on.
 """
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-from triton.tools.ragged_tma import create_ragged_descriptor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_graphs import portable_launches
 from moe_graphs.kernels.gpu_architectures import architecture_of
 
 
 class _Compiled:
-    """What the first launch of a kind left: the compiled kernel, its constants in order, and under
-    which name its launches are counted, if they are."""
+    """A compiled kernel that the first launch of a kind has left.
+
+    Beside it are its constants in order, and the name under which its launches are counted, or
+    None.
+    """
 
     kernel: Any = None
-    constants: tuple = ()
+    constants: tuple[Any, ...] = ()
     counted: str | None = None
 
 
-def launch(kernel: Any, grid: tuple[int, ...], args: tuple, **constants: Any) -> None:
+@dataclass(frozen=True)
+class Launch:
+    """One kernel with its arguments, ready to run on the current stream."""
+
+    kernel: Any
+    grid: int
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def run(self) -> None:
+        launch(self.kernel, (self.grid,), self.args, **self.options)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], **constants: Any) -> None:
     """`kernel[grid](*args, **constants)` on the current stream.
 
-    `args` are positional, all constants and options go by name. Descriptors must be of this file:
-    their bases are aligned to 16 bytes. A tuple is of integers of 64 bits, and the kernel
-    not specialized for it. Which sums and products become one operation is up to the compiler: what
-    has to have the same bits in two kernels says it by `tl.fma`.
+    The compiler decides which sums and products become one operation. Where two kernels have to
+    give the same bits, they say so by `tl.fma`.
+
+    Args:
+        args: positional arguments. The base of a descriptor is aligned to 16 bytes (`on_memory`). A
+            tuple is of integers of 64 bits, for which the kernel is not specialized.
+        constants: constants and options by their names.
 
     Raises:
         ValueError: the GPU is older than the kernels; nothing is launched.
@@ -43,7 +59,7 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple, **constants: Any) ->
     grid = (*grid, 1, 1)[:3]
     if known.kernel is None:  # the first time, and always under Triton's interpreter
         known.counted = _counted(kernel, args)
-        # Products and sums are fused, which Triton 3.10 would not do unasked.
+        # Fused products and sums have to be asked for from Triton 3.10 on.
         known.kernel = kernel[grid](*args, **constants, enable_fp_fusion=True)
         known.constants = tuple(constants[n] for n in kernel.arg_names if n in constants)
     else:
@@ -52,8 +68,8 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple, **constants: Any) ->
         portable_launches.count(known.counted)
 
 
-def _counted(kernel: Any, args: tuple) -> str | None:
-    """The name under which launches on a GPU are counted whose architecture is not in the table."""
+def _counted(kernel: Any, args: tuple[Any, ...]) -> str | None:
+    """The name under which launches are counted on a GPU that the table does not have."""
     gpu = architecture_of(next(arg.device for arg in args if isinstance(arg, torch.Tensor)))
     return None if gpu.known else f"{kernel.__name__} on {gpu.name}"
 
@@ -64,7 +80,7 @@ def _compiled(*key: Any) -> _Compiled:
 
 
 def _kind(arg: Any) -> Any:
-    """All that Triton compiles for: the type, whether 16 divides it, and whether it is 1."""
+    """The properties of an argument that Triton compiles for: type, divisible by 16, equal to 1."""
     if isinstance(arg, int):  # up to 64 bits, with a sign
         return arg == 1, arg % 16 == 0, -(1 << 31) <= arg < 1 << 31
     if isinstance(arg, float):  # fp32 for the kernel, whatever its value
@@ -76,44 +92,8 @@ def _kind(arg: Any) -> Any:
     return type(arg), arg.base.dtype, *arg.block_shape
 
 
-def ragged_descriptor(rows: torch.Tensor, box: tuple[int, int], *, gluon: bool) -> Any:
-    """A descriptor of [rows, columns] whose loads and stores stop at a group's end.
-
-    Rows may lie apart.
-    """
-    return _on(rows, _ragged_template(rows.dtype, rows.shape[1], rows.stride(0), box, gluon))
-
-
-def matrix_descriptor(matrices: torch.Tensor, box: tuple[int, int], *, gluon: bool) -> Any:
-    """A descriptor of [E, rows, columns] with a box inside one matrix."""
-    return _on(matrices, _matrix_template(matrices.dtype, matrices.shape, box, gluon))
-
-
-@functools.cache
-def _ragged_template(dtype: torch.dtype, columns: int, stride: int, box: tuple, gluon: bool) -> Any:
-    # The number of rows is no part of it: bounds come with the coordinates.
-    row = torch.empty_strided((1, columns), (stride, 1), dtype=dtype, device="meta")
-    made = create_ragged_descriptor(row, box)
-    if not gluon:
-        return made
-    layout = _layout(dtype.itemsize, 4)
-    return GluonDescriptor(made.base, made.shape, made.strides, made.block_shape, layout)
-
-
-@functools.cache
-def _matrix_template(dtype: torch.dtype, shape: torch.Size, box: tuple, gluon: bool) -> Any:
-    matrices = torch.empty(shape, dtype=dtype, device="meta")
-    if not gluon:
-        return TensorDescriptor.from_tensor(matrices, [1, *box])
-    return GluonDescriptor.from_tensor(matrices, [1, *box], _layout(dtype.itemsize, 3))
-
-
-def _layout(element_size: int, rank: int) -> NVMMASharedLayout:
-    return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * element_size, rank=rank)
-
-
-def _on(base: torch.Tensor, template: Any) -> Any:
-    """The template, which has passed its checks, on other memory."""
+def on_memory(base: torch.Tensor, template: Any) -> Any:
+    """A TMA descriptor like the template, which has passed its checks, on other memory."""
     made = object.__new__(type(template))
     made.__dict__.update(template.__dict__, base=base)
     return made
@@ -123,7 +103,7 @@ def _on(base: torch.Tensor, template: Any) -> Any:
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """The quotient a / b, rounded up."""
     return -(-a // b)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 
-def define_op(*, device: str = "cpu", mutates_args: tuple[str, ...] = ()) -> Callable:
+def define_op(*, device: str = "cpu", mutates_args: tuple[str, ...] = ()) -> Callable[..., Any]:
     """Makes an annotated function the op ``moe_graphs::name``, and itself its kernel on ``device``.
 
     ``torch.library.impl`` adds kernels and ``torch.library.register_fake`` shapes. The op has no
@@ -21,7 +21,7 @@ def define_op(*, device: str = "cpu", mutates_args: tuple[str, ...] = ()) -> Cal
     Example: ``@define_op()`` on ``def twice(x: Tensor) -> Tensor`` leaves ``twice`` as the op.
     """
 
-    def define(function: Callable) -> Callable:
+    def define(function: Callable[..., Any]) -> Any:
         name = f"moe_graphs::{function.__name__}"
         schema = torch.library.infer_schema(function, mutates_args=mutates_args)
         torch.library.define(name, schema, tags=torch.Tag.pt2_compliant_tag)
@@ -32,7 +32,7 @@ def define_op(*, device: str = "cpu", mutates_args: tuple[str, ...] = ()) -> Cal
 
 
 def wants_gradient(ctx: Any, index: int) -> bool:
-    """In a backward: whether the gradient of tensor input ``index`` is asked for just now.
+    """Whether a backward is asked for the gradient of tensor input ``index`` just now.
 
     Zero-bubble schedules run a node once for its inputs and later for its weights;
     ``ctx.needs_input_grad`` says yes to both both times.

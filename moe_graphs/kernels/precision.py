@@ -1,4 +1,4 @@
-"""In which precision a sum runs, and how its result is rounded."""
+"""The precision of sums, and the rounding of their results."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moe_graphs.kernels import apply_rotary
-from moe_graphs.kernels.heads_reference import plain_heads_by_rank
+from moe_graphs.kernels.heads.reference import plain_heads_by_rank
 from moe_graphs.layers.head_exchange import HeadExchange
 from moe_graphs.layers.linear import build_linear
 from moe_graphs.layers.model_config import TransformerConfig

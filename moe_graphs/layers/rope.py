@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moe_graphs.kernels.heads_reference import rotate
+from moe_graphs.kernels.heads.reference import rotate
 from moe_graphs.layers.head_exchange import HeadExchange
 from moe_graphs.layers.model_config import TransformerConfig
 from moe_graphs.layers.rope_scaling import Llama3Scaling, YarnScaling

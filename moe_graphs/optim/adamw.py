@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
-from moe_graphs.kernels.adamw_reference import adamw_update_reference
+from moe_graphs.kernels.adamw.reference import adamw_update_reference
 from moe_graphs.kernels.availability import has_kernel
 from moe_graphs.optim.averages import swapped_in
 from moe_graphs.optim.gradient_factor import multiply
@@ -57,7 +57,7 @@ class AdamW(torch.optim.AdamW):
             None for the parameter's dtype, as in torch. Loaded states are cast to it. In bf16
             ``exp_avg_sq`` loses changes below 1/256 of its value, so with a ``beta2`` of 0.999 it
             never falls, unless it is rounded stochastically.
-            8-bit codes (``kernels/state_codes_reference.py``) are always rounded stochastically, by
+            8-bit codes (``kernels/adamw/state_codes.py``) are always rounded stochastically, by
             ``seed``. The state then has ``exp_avg_code``, in the parameter's shape, and
             ``exp_avg_scale``, ``[..., Y // 64]``, both uint8, and the same two for ``exp_avg_sq``;
             Y is the parameter's last dimension. States stay in fp32 for parameters with fewer than
@@ -277,7 +277,7 @@ def _update_ours(
 ) -> None:
     """Update ``rows``; steps count as in torch: up, and down again if the update is skipped."""
     if by_kernel:
-        from moe_graphs.kernels.adamw_triton import adamw_update as update
+        from moe_graphs.kernels.adamw.triton_kernels import adamw_update as update
     else:
         update = adamw_update_reference
     parameters, gradients, exp_avgs, exp_avg_sqs, steps, emas, keys, scales = columns_of(rows)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_graphs.kernels.state_codes_reference import NEAREST, NUMBERS, decode, encode
+from moe_graphs.kernels.adamw.state_codes import NEAREST, NUMBERS, decode, encode
 from moe_graphs.optim.gradient_factor import local_part
 
 _DTYPES = (None, torch.float32, torch.bfloat16, torch.uint8)

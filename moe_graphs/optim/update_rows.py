@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_graphs.kernels.state_codes_reference import NUMBERS
+from moe_graphs.kernels.adamw.state_codes import NUMBERS
 from moe_graphs.optim.update_options import STATES, code_names
 
 _PLAIN = {Tensor, torch.nn.Parameter}

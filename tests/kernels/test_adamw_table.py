@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from compiled import check, launch_compiler
 from many_tensors import alone, together
-from moe_graphs.kernels import adamw_triton
+from moe_graphs.kernels.adamw import triton_kernels as adamw_triton
 from moe_graphs.optim import AdamW, adamw
 
 OPTIONS: tuple[Any, ...] = (1e-2, None, 0.9, 0.999, 1e-8, 0.1, False, None, None, None)
@@ -20,7 +20,7 @@ OPTIONS: tuple[Any, ...] = (1e-2, None, 0.9, 0.999, 1e-8, 0.1, False, None, None
 
 @pytest.mark.parametrize("coded", [False, True])
 def test_each_tensor_gets_what_it_gets_alone(interpreted, monkeypatch, coded):
-    """Of odd sizes, empty, unaligned, of several dtypes; more rows than a launch carries."""
+    """Tensors of odd sizes, empty, unaligned, of several dtypes; more than a launch carries."""
     monkeypatch.setattr(adamw_triton, "BLOCK", 128)
     for a, b in zip(together("cpu", coded), alone("cpu", coded), strict=True):
         assert torch.equal(a, b)
@@ -32,7 +32,7 @@ def test_nothing_but_empty_tensors(interpreted):
 
 
 def test_gradients_that_lie_elsewhere_at_every_step(interpreted, monkeypatch):
-    """Also where memory of an earlier one holds other numbers now."""
+    """The table is right also where memory of an earlier table holds other numbers now."""
     monkeypatch.setattr(adamw, "LARGE", 10)
     monkeypatch.setattr(adamw, "has_kernel", lambda x: True)
     held, others = ([nn.Parameter(torch.ones(n, 3)) for n in (40, 7)] for _ in range(2))

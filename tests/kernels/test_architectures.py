@@ -17,12 +17,12 @@ import torch
 
 pytest.importorskip("triton")
 
+import architecture_table
 from compiled import launch_compiler
 from kernel_cases import kernel_cases
-from moe_graphs.kernels import heads_triton, rms_norm_triton
+from moe_graphs.kernels.gemm import heuristics, portable_pointer, portable_tma
 from moe_graphs.kernels.gemm import launch as gemm
-from moe_graphs.kernels.gemm import pointer, tma, variants
-from moe_graphs.kernels.gemm.variants import Variant, row_variant, weight_variant
+from moe_graphs.kernels.gemm.heuristics import Variant, row_variant, weight_variant
 from moe_graphs.kernels.gpu_architectures import (
     HOPPER,
     LEAST_SHARED,
@@ -30,6 +30,8 @@ from moe_graphs.kernels.gpu_architectures import (
     architecture_of,
     stages_that_fit,
 )
+from moe_graphs.kernels.heads import triton_kernels as heads_triton
+from moe_graphs.kernels.rms_norm import triton_kernels as rms_norm_triton
 from moe_graphs.portable_launches import portable_launches
 from pretended_gpu import pretended_gpu
 
@@ -126,36 +128,38 @@ def test_gluon_variants_are_refused_by_name_elsewhere_than_on_hopper(number):
     x, w, ends = torch.empty(64, 64, dtype=BF16), torch.empty(4, 64, 64, dtype=BF16), torch.zeros(4)
     ends, order = ends.int(), torch.zeros(64, dtype=torch.int64)
     message = f"does not run on cpu, which is sm_{number} .*accepted there are .*pointer"
-    with pretended_gpu(number), mock.patch("moe_graphs.kernels.gemm.launch.launch") as launched:
-        # The work lists, which any GPU can make, come before.
-        with mock.patch("moe_graphs.kernels.gemm.tiles.launch"):
-            for name in ("split", "pingpong"):
-                with pytest.raises(ValueError, match=f"variant '{name}' {message}"):
-                    gemm.matmul_rows(x, w, ends, variant=row_variant(name, 64))
-                with pytest.raises(ValueError, match=f"variant '{name}' {message}"):
-                    gemm.matmul_weights(x, x, ends, variant=weight_variant(name, 64, BF16))
-            with pytest.raises(ValueError, match=f"variant 'gather' {message}"):
-                gemm.matmul_gathered(x, order, 1, w, ends)
+    launches = [
+        f"moe_graphs.kernels.{name}.launch" for name in ("launching", "gemm.tile_scheduler")
+    ]
+    with pretended_gpu(number), mock.patch(launches[0]) as first, mock.patch(launches[1]) as second:
+        for name in ("cooperative", "pingpong"):
+            with pytest.raises(ValueError, match=f"variant '{name}' {message}"):
+                gemm.matmul_rows(x, w, ends, variant=row_variant(name, 64))
+            with pytest.raises(ValueError, match=f"variant '{name}' {message}"):
+                gemm.matmul_weights(x, x, ends, variant=weight_variant(name, 64, BF16))
+        with pytest.raises(ValueError, match=f"variant 'gather' {message}"):
+            gemm.matmul_gathered(x, order, 1, w, ends)
         assert not gemm.can_gather(x)
-        launched.assert_not_called()
+        first.assert_not_called()
+        second.assert_not_called()
 
 
 def test_tma_is_refused_by_name_before_hopper():
     with pretended_gpu(89), pytest.raises(ValueError, match="accepted there are pointer"):
-        variants.check_variant(row_variant("tma", 256), CPU)
+        heuristics.kernels_of(row_variant("tma", 256), CPU)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [100, 120])
 def test_a_gluon_variant_compiled_for_a_foreign_architecture_ends_its_process(number):
-    """Why the refusal comes before a launch. A process of its own."""
+    """The reason for a refusal before a launch. The test needs a process of its own."""
     program = f"""
         import pytest, torch
         from compiled import launch_compiler
         from kernel_cases import kernel_cases
-        from moe_graphs.kernels.gemm import launch, variants
-        launch.check_variant = lambda *_: None
-        launch.choose_rows = lambda *_: "split"
+        from moe_graphs.kernels.gemm import launch, sm90_rows
+        launch.kernels_of = lambda *_: sm90_rows
+        launch.choose_rows = lambda *_: "cooperative"
         compiled = launch_compiler(pytest.MonkeyPatch())
         compiled(kernel_cases()["grouped GEMM, rows"], arch={number})
     """
@@ -170,30 +174,38 @@ def test_a_gluon_variant_compiled_for_a_foreign_architecture_ends_its_process(nu
     assert "Cannot select" in run.stderr
 
 
+def tile(variant: Variant) -> tuple:
+    return (
+        variant.name, variant.block_m, variant.block_n, variant.block_k, variant.stages,
+        variant.warps, variant.pieces, variant.buffers,
+    )  # fmt: skip
+
+
 ROWS = {  # rows per expert, columns -> the variant
-    (512, 1024): Variant("split", 128, 256, 64, 3),
-    (512, 384): Variant("split", 128, 128, 64, 5),
-    (256, 1024): Variant("pingpong", 64, 256, 64, 4),
-    (256, 384): Variant("pingpong", 64, 128, 64, 6),
+    (512, 1024): ("cooperative", 128, 256, 64, 3, 4, 1, 1),
+    (512, 384): ("cooperative", 128, 128, 64, 5, 4, 1, 1),
+    (256, 1024): ("pingpong", 64, 256, 64, 4, 4, 1, 1),
+    (256, 384): ("pingpong", 64, 128, 64, 6, 4, 1, 1),
 }
 WEIGHTS = {  # columns, dtype -> the variant
-    (1024, BF16): Variant("split", 128, 256, 32, 6),
-    (384, BF16): Variant("split", 128, 128, 32, 8),
-    (1024, FP32): Variant("pingpong", 128, 128, 64, 5, pieces=4, buffers=2),
-    (384, FP32): Variant("pingpong", 128, 128, 64, 5, pieces=4, buffers=2),
+    (1024, BF16): ("cooperative", 128, 256, 32, 6, 4, 1, 1),
+    (384, BF16): ("cooperative", 128, 128, 32, 8, 4, 1, 1),
+    (1024, FP32): ("pingpong", 128, 128, 64, 5, 4, 4, 2),
+    (384, FP32): ("pingpong", 128, 128, 64, 5, 4, 4, 2),
 }
 
 
 def test_hoppers_choices_are_those_that_were_measured():
-    """Their numbers are in docs/performance.md. Whoever changes a choice measures it again."""
+    """The measured numbers are in docs/performance.md. A changed choice is measured again."""
     for (rows, columns), expected in ROWS.items():
-        assert row_variant(variants.choose_rows(HOPPER, 8 * rows, 8), columns, HOPPER) == expected
+        name = heuristics.choose_rows(HOPPER, 8 * rows, 8)
+        assert tile(row_variant(name, columns, HOPPER)) == expected
     for (columns, dtype), expected in WEIGHTS.items():
-        name = variants.choose_weights(HOPPER, dtype)
-        assert weight_variant(name, columns, dtype, HOPPER) == expected
-    assert row_variant("tma", 1024) == Variant("tma", 128, 256, 64, 3, warps=8)
-    assert row_variant("pointer", 1024) == Variant("pointer", 64, 128, 32, 3, warps=4)
-    assert row_variant("gather", 1024) == Variant("gather", 128, 256, 64, 4, pieces=2)
+        name = heuristics.choose_weights(HOPPER, dtype)
+        assert tile(weight_variant(name, columns, dtype, HOPPER)) == expected
+    assert tile(row_variant("tma", 1024)) == ("tma", 128, 256, 64, 3, 8, 1, 1)
+    assert tile(row_variant("pointer", 1024)) == ("pointer", 64, 128, 32, 3, 4, 1, 1)
+    assert tile(row_variant("gather", 1024)) == ("gather", 128, 256, 64, 4, 4, 2, 1)
     largest = 3 * 8192 * 4  # bytes of a row of fp32, thrice
     assert stages_that_fit(CPU, largest, rms_norm_triton.STAGES) == rms_norm_triton.STAGES
     assert stages_that_fit(CPU, heads_triton.THREE_STAGES, 3) == 3
@@ -215,11 +227,19 @@ def test_the_preferred_variant_has_the_rows_tile(number):
         assert (found.stages, found.warps) == (row.tile.stages, row.tile.warps)
 
 
+def test_the_page_of_architectures_is_that_of_its_lines_and_of_the_table():
+    lines = architecture_table.read_lines()
+    assert architecture_table.PAGE.read_text() == architecture_table.page(lines)
+    assert {number for _, number in lines} == set(TABLE)
+    for (_, number), cells in lines.items():
+        assert all(shared <= TABLE[number].shared for _, shared, _ in cells.values())
+
+
 def test_no_gemm_has_two_products_in_an_iteration():
     """Triton drops a half of two products into one accumulator on sm_103 (Liger-Kernel#1413)."""
     for kernel in (
-        pointer.rows_pointer_kernel, pointer.weights_pointer_kernel,
-        tma.rows_tma_kernel, tma.weights_tma_kernel,
+        portable_pointer.rows_pointer_kernel, portable_pointer.weights_pointer_kernel,
+        portable_tma.rows_tma_kernel, portable_tma.weights_tma_kernel,
     ):  # fmt: skip
         assert kernel.src.count("tl.dot(") == 1, kernel.__name__
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_graphs.kernels import RoutingRule, route
-from moe_graphs.kernels.choose_experts_reference import choose
+from moe_graphs.kernels.choose_experts.reference import choose
 from moe_graphs.layers import MoEConfig, TopKRouter
 from replays import check_replays
 from routing_rules import LOSSES, PLAIN, RULES
@@ -42,8 +42,10 @@ def check(got, plain, want) -> None:
 
 
 def operands(experts: int, dtype: torch.dtype, tokens: int = 500) -> tuple[torch.Tensor, ...]:
-    """hidden, weight (logits with a standard deviation of 1) and bias. Few tokens where scores lie
-    so close that fp32 would choose others than fp64."""
+    """Operands hidden, weight (logits with a standard deviation of 1) and bias.
+
+    There are few tokens where scores lie so close that fp32 would choose others than fp64.
+    """
     torch.manual_seed(experts + 1)
     hidden = torch.randn(min(tokens, 20_000 // experts), 256).to(dtype)
     weight = (torch.randn(experts, 256) / 16).to(dtype)
@@ -102,7 +104,7 @@ def test_only_one_of_the_results_is_used(name):
 @pytest.mark.parametrize("name", ["qwen", "deepseek-v3", "odd"])
 def test_many_tokens_on_poisoned_memory(name):
     """More tokens than the programs take at once; deterministic mode fills new memory with NaN."""
-    from moe_graphs.kernels import choose_experts_triton
+    from moe_graphs.kernels.choose_experts import triton_kernels as choose_experts_triton
 
     experts, rule = WIDE[name]
     logits = 2 * torch.randn(20_003, experts, device="cuda")

@@ -19,15 +19,14 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 from compiled import Compiled, check, launch_compiler  # noqa: E402
 from grids import grid  # noqa: E402
 from moe_graphs import kernels  # noqa: E402
-from moe_graphs.kernels import (  # noqa: E402
-    heads_triton,
-    rms_norm_triton,
-    row_order_triton,
-)
-from moe_graphs.kernels.gemm import gluon_parts, tiles  # noqa: E402
 from moe_graphs.kernels.gemm import launch as gemm  # noqa: E402
+from moe_graphs.kernels.gemm import sm90_common, tile_scheduler  # noqa: E402
+from moe_graphs.kernels.heads import triton_kernels as heads_triton  # noqa: E402
+from moe_graphs.kernels.rms_norm import triton_kernels as rms_norm_triton  # noqa: E402
+from moe_graphs.kernels.row_order import triton_kernels as row_order_triton  # noqa: E402
 
-VARIANTS = ("split", "pingpong", "tma", "pointer")
+VARIANTS = ("cooperative", "pingpong", "tma", "pointer")
+CPU = torch.device("cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 # Values carried by the loops, per partition, tile loop first. Records are loaded one tile ahead, so
@@ -35,11 +34,11 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 #   rows consumer: slot, phase (ping-pong: passed), first, tiles_m, start, end | K loops:
 #   slot, phase (of a half without rows); slot, phase, acc.   producer: slot, phase, e, first,
 #   tiles_m, start, end | slot, phase
-ROWS_CARRY = {"split": [6, 2, 3] * 2 + [7, 2], "pingpong": [5, 3] * 2 + [7, 2]}
+ROWS_CARRY = {"cooperative": [6, 2, 3] * 2 + [7, 2], "pingpong": [5, 3] * 2 + [7, 2]}
 #   weights consumer: slot, phase (ping-pong: passed), e, start, end, and if it is used part | slot,
 #   phase, acc.   producer: slot, phase, start, end, and if it zeros a chunk and its expert | slot,
 #   phase, chunk, expert | the chunks that are left
-WEIGHTS_CARRY = {"split": 5, "pingpong": 4}
+WEIGHTS_CARRY = {"cooperative": 5, "pingpong": 4}
 
 
 @pytest.fixture
@@ -47,15 +46,15 @@ def compiled(monkeypatch):
     return launch_compiler(monkeypatch)
 
 
-def work(words: int) -> tiles.WorkList:
+def work(words: int) -> tile_scheduler.WorkList:
     records = torch.zeros(64, words, dtype=torch.int32)
-    return tiles.WorkList(records, torch.zeros(4, dtype=torch.int32), records)
+    return tile_scheduler.WorkList(records, torch.zeros(4, dtype=torch.int32), records)
 
 
 @pytest.mark.parametrize(
     ("name", "transposed", "columns", "dtype"),
     grid(
-        [*VARIANTS, "split, cut along K"],
+        [*VARIANTS, "cooperative, cut along K"],
         [False, True],
         [(1024, BF16), (1024, FP16), (384, BF16)],
     ),
@@ -66,7 +65,9 @@ def test_rows(compiled, name, transposed, columns, dtype):
     w = torch.empty((8, columns, 512) if transposed else (8, 512, columns), dtype=dtype)
     variant = gemm.row_variant(name, columns)
     partials = torch.empty(132, variant.block_m, variant.block_n) if cut else None
-    launch = gemm.rows_launch(variant, x, w, out, work(8), transposed, 132, partials)
+    launch = gemm.kernels_of(variant, CPU).rows_launch(
+        variant, x, w, out, work(8), transposed, 132, partials
+    )
     (kernel,) = compiled(launch.run, arch=80 if name == "pointer" else 90)
     check(kernel, wgmma=name != "pointer")
     if name in ROWS_CARRY:
@@ -81,7 +82,9 @@ def test_gathered_rows(compiled, columns, dtype):
     x, out = torch.empty(512, 512, dtype=dtype), torch.empty(4096, columns, dtype=dtype)
     w, order = torch.empty(8, 512, columns, dtype=dtype), torch.zeros(4096, dtype=torch.int64)
     variant = gemm.row_variant("gather", columns)
-    launch = gemm.gathered_launch(variant, x, order, 8, w, out, work(8), 132)
+    launch = gemm.kernels_of(variant, CPU).gathered_launch(
+        variant, x, order, 8, w, out, work(8), 132
+    )
     (kernel,) = compiled(launch.run)
     check(kernel, wgmma=True)
     # The producer's K loop also carries its pointers; the fence is the consumers'.
@@ -100,11 +103,11 @@ def test_gathered_rows(compiled, columns, dtype):
 )
 def test_weights(compiled, name, columns, splits, out_dtype, add):
     x, dy = torch.empty(4096, 512, dtype=BF16), torch.empty(4096, columns, dtype=BF16)
-    experts = 4 if add == "reduce" else 8  # 1024 rows per expert, or 512
-    dw = torch.empty(experts, 512, columns, dtype=out_dtype)
+    dw = torch.empty(8, 512, columns, dtype=out_dtype)
     variant = gemm.weight_variant(name, columns, out_dtype)
     partials = torch.empty(4, 512, columns) if splits else None
-    launch = gemm.weights_launch(variant, x, dy, dw, work(4), add != "", 132, partials)
+    kernels = gemm.kernels_of(variant, CPU)
+    launch = kernels.weights_launch(variant, x, dy, dw, work(4), add, 132, partials)
     (kernel,) = compiled(launch.run, arch=80 if name == "pointer" else 90)
     check(kernel, wgmma=name != "pointer")
     if name in WEIGHTS_CARRY or name == "tma":
@@ -133,13 +136,15 @@ def test_work_lists_and_routing(compiled, experts):
     pairs = torch.zeros(16384, 8, dtype=torch.int64)
 
     def launches():
-        tiles.row_tiles(offsets, 4096, 128)
-        tail = tiles.Tail(16, 64, 132)
-        rows = tiles.row_tiles(offsets, 4096, 128, tail)
-        tiles.add_tail_(torch.empty(64, 512, dtype=BF16), torch.empty(132, 128, 256), rows, tail)
-        order = tiles.expert_order(offsets, skip_empty=True, limit=512)
-        tiles.add_partials_(torch.empty(8, 64, 64), torch.empty(4, 64, 64), order, True)
-        tiles.zero_tail_(torch.empty(64, 512, dtype=BF16), offsets)
+        tile_scheduler.row_tiles(offsets, 4096, 128)
+        tail = tile_scheduler.LastRound(16, 64, 132)
+        rows = tile_scheduler.row_tiles(offsets, 4096, 128, tail)
+        tile_scheduler.add_cut_tiles_(
+            torch.empty(64, 512, dtype=BF16), torch.empty(132, 128, 256), rows, tail
+        )
+        order = tile_scheduler.expert_order(offsets, skip_empty=True, limit=512)
+        tile_scheduler.add_partials_(torch.empty(8, 64, 64), torch.empty(4, 64, 64), order, True)
+        tile_scheduler.zero_tail_(torch.empty(64, 512, dtype=BF16), offsets)
         row_order_triton.sort_pairs(pairs, experts)
 
     found = compiled(launches)
@@ -222,13 +227,13 @@ def store_number(barriers, out, number):
 
 @gluon.jit
 def barriers_without_use(out, n):
-    arguments = (gluon_parts.make_barriers(2, 1), out, gl.load(out) * n)
+    arguments = (sm90_common.make_barriers(2, 1), out, gl.load(out) * n)
     gl.warp_specialize([(store_number, arguments), (store_number, arguments)], [4], [24])
 
 
 @pytest.mark.xfail(strict=True, reason="Triton 3.6 gives memory of barriers to arguments")
 def test_trap_barriers_without_use(compiled):
-    """Under preemption a partition then reads the barrier's initial value as its argument."""
+    """A preempted partition then reads the barrier's initial value as its argument."""
     (kernel,) = compiled(lambda: launch(barriers_without_use, 1))
     assert not kernel.reused_barriers
 

@@ -13,16 +13,14 @@ pytest.importorskip("triton")
 from compiled import check, launch_compiler
 from grids import grid
 from moe_graphs import kernels
-from moe_graphs.kernels import (
-    adamw_triton,
-    choose_experts_triton,
-    cross_entropy_triton,
-    heads_triton,
-    permute_triton,
-    rms_norm_triton,
-    swiglu_triton,
-)
-from moe_graphs.kernels.rotary_triton import turn_heads
+from moe_graphs.kernels.adamw import triton_kernels as adamw_triton
+from moe_graphs.kernels.choose_experts import triton_kernels as choose_experts_triton
+from moe_graphs.kernels.cross_entropy import triton_kernels as cross_entropy_triton
+from moe_graphs.kernels.heads import triton_kernels as heads_triton
+from moe_graphs.kernels.permute import triton_kernels as permute_triton
+from moe_graphs.kernels.rms_norm import triton_kernels as rms_norm_triton
+from moe_graphs.kernels.rotary.triton_kernels import turn_heads
+from moe_graphs.kernels.swiglu import triton_kernels as swiglu_triton
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -182,7 +180,7 @@ def test_rms_norm(compiled, size, dtype):
         if size % 16 == 0:  # 16 bytes at a time, the backward's copied ahead
             assert "ld.global.v4.b32" in forward.ptx
             assert "cp.async.cg.shared.global [ %r" in backward.ptx
-        # Of the rows nothing changes its layout in the loop.
+        # No row changes its layout in the loop.
         loop = backward.ttgir.split("scf.for")[1].split("scf.yield")[0]
         assert "convert_layout" not in loop
 
@@ -234,8 +232,11 @@ def test_adamw(compiled, dtype, of_gradients, in_memory):
 
 @pytest.mark.parametrize(("dtype", "rounded"), [(BF16, True), (FP32, False)])
 def test_adamw_with_states_of_8_bits(compiled, dtype, rounded):
-    """Codes and random numbers lie as the numbers do, a word serves parameter and both states, and
-    a block's largest is found without shared memory, where only scales and parameters pass."""
+    """Codes and random numbers lie as the numbers do, and a word serves parameter and both states.
+
+    A block's largest number is found without shared memory, through which only scales and
+    parameters pass.
+    """
     p, g = (torch.empty(1 << 16, dtype=dtype) for _ in range(2))
     m, v = (torch.empty(1 << 16, dtype=torch.uint8) for _ in range(2))
     scales = [[torch.empty(1 << 10, dtype=torch.uint8)] for _ in range(2)]
@@ -249,7 +250,7 @@ def test_adamw_with_states_of_8_bits(compiled, dtype, rounded):
     check(update, wgmma=False)
     assert "f64" not in update.ptx
     assert update.shared <= 4096
-    # Of a thread's 16 numbers; the codes of a state are one access.
+    # A thread has 16 numbers; the codes of a state are one access.
     assert update.ptx.count("ld.global.v4.b32") == 2 * dtype.itemsize + 2
     assert update.ptx.count("st.global.v4.b32") == dtype.itemsize + 2
     assert update.ptx.count("global.b8") == 4

@@ -1,5 +1,4 @@
-"""Grouped GEMMs on a GPU that is shared with another process, which interrupts
-them anywhere."""
+"""Grouped GEMMs on a GPU that is shared with another process, which interrupts them anywhere."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_results_do_not_depend_on_who_else_computes():
-    """Once a kernel read a number where a barrier had been: only when it was interrupted."""
+    """A kernel once read a number where a barrier had been, and only when it was interrupted."""
     if not has_triton() or torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("waits for a Hopper GPU with Triton")
     root = Path(__file__).parents[2]

@@ -53,7 +53,7 @@ def error(found: Tensor, exact: Tensor) -> float:
     [(1000, 256, 0), (300, 32768, 0), (60, 151936, 0), (100, 50257, 0), (33, 1000, 24), (7, 1, 0)],
 )
 def test_against_fp64(rows, vocabulary, padding, dtype, reduction):
-    """At most twice the error of torch's fp32 path, loss and gradient."""
+    """Loss and gradient have at most twice the error of torch's fp32 path."""
     logits, targets = example(rows, vocabulary, dtype, padding)
 
     def exact(logits, targets):

@@ -1,5 +1,4 @@
-"""Cross entropy of columns that lie apart: the parts together are torch's, plainly and by the
-kernels."""
+"""Cross entropy by parts of the columns: together they are torch's, with kernels and without."""
 
 from __future__ import annotations
 
@@ -7,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from moe_graphs.kernels import cross_entropy_part
-from moe_graphs.kernels.cross_entropy_part import (
+from moe_graphs.kernels.cross_entropy import part as cross_entropy_part
+from moe_graphs.kernels.cross_entropy.part import (
     ELSEWHERE,
     IGNORED,
     columns_here,

@@ -37,7 +37,7 @@ def test_refuses(arguments, message):
 
 
 def test_every_rank_gets_its_heads():
-    """Of four query and two kv heads; of these each rank of four has one that its query uses."""
+    """Four ranks share four query heads and two kv heads: each has the kv head of its query."""
     query, key, value = split_heads(QKV, TABLE, TABLE, 4, 2)
     for ranks in (1, 2, 4):
         sent = split_heads_by_rank(QKV, TABLE, TABLE, 4, 2, ranks)

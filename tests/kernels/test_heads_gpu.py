@@ -107,7 +107,7 @@ def test_against_fp64(shape, norm, dtype):
 
 @pytest.mark.parametrize("norm", ["head", "full"])
 def test_gradients_asked_for_one_by_one(norm):
-    """As zero-bubble schedules and frozen parameters do; an output that is not used is zero."""
+    """Zero-bubble schedules and frozen parameters do so; an output that is not used is zero."""
     shape = SHAPES[1]
     tables, leaves = operands(shape, norm, torch.bfloat16, torch.float32)
     leaves = [x.requires_grad_() for x in leaves]
@@ -125,7 +125,7 @@ def test_gradients_asked_for_one_by_one(norm):
 @pytest.mark.parametrize("norm", ["none", "head", "full"])
 @pytest.mark.parametrize(("number", "ranks"), [(0, 4), (1, 2), (5, 8)])
 def test_laid_out_by_rank_as_in_two_passes(number, ranks, norm):
-    """To the bit: the same numbers in the same order, elsewhere."""
+    """Results agree to the bit: the same numbers in the same order, at other places."""
     shape = SHAPES[number]
     tables, leaves = operands(shape, norm, torch.bfloat16, torch.float32)
     given = (*tables, shape.H, shape.G)

@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("triton")
 
 from grids import grid
-from moe_graphs.kernels import choose_experts_triton
-from moe_graphs.kernels.choose_experts_reference import choose
+from moe_graphs.kernels.choose_experts import triton_kernels as choose_experts_triton
+from moe_graphs.kernels.choose_experts.reference import choose
 from routing_rules import PLAIN, RULES
 
 pytestmark = pytest.mark.usefixtures("interpreted", "poisoned_memory")

@@ -7,8 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from moe_graphs.kernels.gemm import launch as gemm
-from moe_graphs.kernels.gemm import reference, tiles
+from moe_graphs.kernels.gemm import heuristics, portable_pointer, reference, tile_scheduler
 
 POISON = 777.0
 
@@ -17,19 +16,19 @@ pytestmark = pytest.mark.usefixtures("interpreted", "poisoned_memory")
 
 def test_work_list_examples():
     offsets = torch.tensor([5, 5, 8], dtype=torch.int32)
-    rows = tiles.row_tiles(offsets, 8, 4)
+    rows = tile_scheduler.row_tiles(offsets, 8, 4)
     assert rows.count[0] == 3
     records = rows.records.view(-1, 8)[:3, :5].tolist()
     assert records == [[0, 0, 2, 0, 5], [0, 0, 2, 0, 5], [2, 2, 1, 5, 8]]
-    experts = tiles.expert_order(offsets, skip_empty=False)
+    experts = tile_scheduler.expert_order(offsets, skip_empty=False)
     assert experts.records.view(-1, 4).tolist() == [[0, 0, 5, -1], [2, 5, 8, -1], [1, 5, 5, -1]]
     assert experts.count[:3].tolist() == [3, 2, 0]
-    assert tiles.expert_order(offsets, skip_empty=True).count[:3].tolist() == [2, 2, 0]
+    assert tile_scheduler.expert_order(offsets, skip_empty=True).count[:3].tolist() == [2, 2, 0]
 
 
 def test_work_list_example_of_a_split_expert():
     offsets = torch.tensor([0, 512, 2048], dtype=torch.int32)
-    work = tiles.expert_order(offsets, skip_empty=False, limit=512)
+    work = tile_scheduler.expert_order(offsets, skip_empty=False, limit=512)
     assert work.count[:3].tolist() == [5, 4, 1]
     assert work.records.view(-1, 4)[:5].tolist() == [
         [1, 0, 512, -1], [2, 512, 1024, 0], [2, 1024, 1536, 1], [2, 1536, 2048, 2], [0, 0, 0, -1],
@@ -39,7 +38,9 @@ def test_work_list_example_of_a_split_expert():
 
 def test_row_tiles_example_of_a_cut_round():
     offsets = torch.tensor([24], dtype=torch.int32)
-    work = tiles.row_tiles(offsets, 24, 1, tiles.Tail(tiles_n=1, steps=64, programs=10))
+    work = tile_scheduler.row_tiles(
+        offsets, 24, 1, tile_scheduler.LastRound(tiles_n=1, steps=64, programs=10)
+    )
     assert work.count.tolist() == [24, 20, 4, 32]
 
 
@@ -49,16 +50,17 @@ def test_row_tiles_example_of_a_cut_round():
 )
 def test_cut_rounds_cover_every_step_once_and_add_up(monkeypatch, sizes, columns, steps, programs):
     """Partials that count their steps add up to all of them, on the rows of the cut tiles only."""
-    monkeypatch.setattr(tiles, "ADD_GRID", 5)  # every program takes as long, idle ones too
-    monkeypatch.setattr(tiles, "ADD_ROWS", 32)
+    monkeypatch.setattr(tile_scheduler, "ADD_GRID", 5)  # every program takes as long, idle ones too
+    monkeypatch.setattr(tile_scheduler, "ADD_ROWS", 32)
     block_m, block_n = 64, 128
     ends = torch.cumsum(torch.tensor(sizes), 0).to(torch.int32)
-    rows, tail = int(ends[-1]) + 5, tiles.Tail(-(-columns // block_n), steps, programs)
-    work = tiles.row_tiles(ends, rows, block_m, tail)
+    last_round = tile_scheduler.LastRound(-(-columns // block_n), steps, programs)
+    rows = int(ends[-1]) + 5
+    work = tile_scheduler.row_tiles(ends, rows, block_m, last_round)
     _, whole, cut, length = work.count.tolist()
-    total = sum(-(-n // block_m) for n in sizes) * tail.tiles_n
+    total = sum(-(-n // block_m) for n in sizes) * last_round.tiles_n
     assert (whole, cut) in ((total, 0), (total - total % programs, total % programs))
-    assert not cut or steps - length >= tiles.LEAST_SAVED.value
+    assert not cut or steps - length >= tile_scheduler.LEAST_SAVED.value
     partials = torch.full((programs, block_m, block_n), POISON)
     seen = torch.zeros(max(cut, 1), steps)
     for program in range(cut * -(-steps // length)):
@@ -68,11 +70,13 @@ def test_cut_rounds_cover_every_step_once_and_add_up(monkeypatch, sizes, columns
         partials[program] = float(end - part * length)
     assert not cut or bool((seen == 1).all())
     out = torch.full((rows, columns), POISON)
-    tiles.add_tail_(out, partials, work, tail)
+    tile_scheduler.add_cut_tiles_(out, partials, work, last_round)
     done = torch.zeros_like(out, dtype=torch.bool)
     for tile in range(whole, whole + cut):
-        _, first, tiles_m, start, end = work.records.view(-1, 8)[tile // tail.tiles_n, :5].tolist()
-        m, n = place(tile - first * tail.tiles_n, tiles_m, tail.tiles_n)
+        _, first, tiles_m, start, end = work.records.view(-1, 8)[
+            tile // last_round.tiles_n, :5
+        ].tolist()
+        m, n = place(tile - first * last_round.tiles_n, tiles_m, last_round.tiles_n)
         row = start + m * block_m
         done[row : min(row + block_m, end), n * block_n : (n + 1) * block_n] = True
     assert bool((out[done] == steps).all())
@@ -80,7 +84,7 @@ def test_cut_rounds_cover_every_step_once_and_add_up(monkeypatch, sizes, columns
 
 
 def place(local: int, tiles_m: int, tiles_n: int) -> tuple[int, int]:
-    """`tiles.place` in Python."""
+    """`tile_scheduler.place` in Python."""
     band, rest = divmod(local, 8 * tiles_n)
     column, row = divmod(rest, min(tiles_m - 8 * band, 8))
     return 8 * band + row, column
@@ -98,7 +102,7 @@ def place(local: int, tiles_m: int, tiles_n: int) -> tuple[int, int]:
     ],
 )
 def test_split_limit(rows, tiles_of_expert, limit):
-    assert tiles.split_limit(rows, tiles_of_expert, 132) == limit
+    assert tile_scheduler.split_limit(rows, tiles_of_expert, 132) == limit
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -106,15 +110,15 @@ def test_split_experts_keep_every_row_and_fit_the_slots(seed):
     torch.manual_seed(seed)
     sizes = torch.randint(0, 40, (16,)) ** torch.randint(1, 4, (16,))
     rows, ends = int(sizes.sum()), torch.cumsum(sizes, 0).to(torch.int32)
-    limit = max(512, -(-rows // tiles.MAX_SLOTS))
-    work = tiles.expert_order(ends, skip_empty=False, limit=limit)
+    limit = max(512, -(-rows // tile_scheduler.MAX_SLOTS))
+    work = tile_scheduler.expert_order(ends, skip_empty=False, limit=limit)
     records = work.records.view(-1, 4)[: int(work.count[0])].tolist()
     lengths = [end - start for _, start, end, _ in records]
     assert max(lengths) < 2 * limit
     assert sum(lengths) == rows
     slots = sorted(slot for *_, slot in records if slot >= 0)
     assert slots == list(range(len(slots)))
-    assert len(slots) <= rows // limit <= tiles.MAX_SLOTS
+    assert len(slots) <= rows // limit <= tile_scheduler.MAX_SLOTS
     for e, first, parts, _ in work.splits.view(-1, 4)[: int(work.count[2])].tolist():
         own = sorted((slot, start, end) for x, start, end, slot in records if x == e)
         assert [slot for slot, _, _ in own] == list(range(first, first + parts))
@@ -123,22 +127,22 @@ def test_split_experts_keep_every_row_and_fit_the_slots(seed):
 
 @pytest.mark.parametrize("add", [False, True])
 def test_add_partials(monkeypatch, add):
-    monkeypatch.setattr(tiles, "ADD_GRID", 5)
+    monkeypatch.setattr(tile_scheduler, "ADD_GRID", 5)
     torch.manual_seed(0)
     partials, out = torch.randn(3, 40, 72), torch.randn(3, 40, 72)
-    work = tiles.expert_order(
+    work = tile_scheduler.expert_order(
         torch.tensor([0, 512, 2048], dtype=torch.int32), skip_empty=add, limit=512
     )
     expected = out.clone()
     expected[2] = partials.sum(0) + (out[2] if add else 0)
-    tiles.add_partials_(out, partials, work, add)
+    tile_scheduler.add_partials_(out, partials, work, add)
     torch.testing.assert_close(out, expected)
 
 
 def test_zero_tail(monkeypatch):
-    monkeypatch.setattr(tiles, "ZERO_GRID", 3)
+    monkeypatch.setattr(tile_scheduler, "ZERO_GRID", 3)
     rows = torch.full((7, 1030), POISON)
-    tiles.zero_tail_(rows, torch.tensor([2, 5], dtype=torch.int32))
+    tile_scheduler.zero_tail_(rows, torch.tensor([2, 5], dtype=torch.int32))
     assert bool((rows[:5] == POISON).all())
     assert bool((rows[5:] == 0).all())
 
@@ -151,18 +155,19 @@ def test_grouped_gemm(sizes):
     x, dy = torch.randn(real + 9, K), torch.randn(real + 9, N)
     x[real:], dy[real:] = float("nan"), float("nan")
     w = torch.randn(experts, K, N)
-    variant = gemm.row_variant("pointer", N)
-    work = tiles.row_tiles(ends, len(x), variant.block_m)
+    variant = heuristics.row_variant("pointer", N)
+    work = tile_scheduler.row_tiles(ends, len(x), variant.block_m)
     expected = reference.grouped_gemm(x, w, ends)
     for transposed, weights in ((False, w), (True, w.transpose(1, 2).contiguous())):
         out = torch.full((len(x), N), POISON)
-        gemm.rows_launch(variant, x, weights, out, work, transposed, 3).run()
+        portable_pointer.rows_launch(variant, x, weights, out, work, transposed, 3).run()
         torch.testing.assert_close(out[:real], expected[:real], rtol=1e-4, atol=1e-4)
         assert bool((out[real:] == POISON).all())
     for add in (False, True):
         out = torch.full((experts, K, N), 2.0 if add else POISON)
-        order = tiles.expert_order(ends, skip_empty=add)
-        variant = gemm.weight_variant("pointer", N, torch.float32)
-        gemm.weights_launch(variant, x, dy, out, order, add, 3).run()
+        order = tile_scheduler.expert_order(ends, skip_empty=add)
+        variant = heuristics.weight_variant("pointer", N, torch.float32)
+        how = "fetch" if add else ""
+        portable_pointer.weights_launch(variant, x, dy, out, order, how, 3).run()
         expected = reference.grouped_gemm_wgrad(x, dy, ends) + (2.0 if add else 0.0)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)

@@ -8,34 +8,28 @@ from torch.nn import functional
 
 pytest.importorskip("triton")
 
-from moe_graphs.kernels import (
-    RowOrder,
-    add_sums_triton,
-    cross_entropy_triton,
-    heads_triton,
-    permute,
-    permute_triton,
-    rms_norm_triton,
-    rotary_triton,
-    route_rows,
-    row_order_triton,
-    swiglu_reference,
-    swiglu_triton,
-    unpermute,
-)
+from moe_graphs.kernels import RowOrder, add_sums, permute, route_rows, unpermute
+from moe_graphs.kernels.cross_entropy import triton_kernels as cross_entropy_triton
 from moe_graphs.kernels.heads import (
     _SplitHeads,
     _SplitHeadsByRank,
     plain_heads_by_rank,
     plain_split_heads,
 )
+from moe_graphs.kernels.heads import triton_kernels as heads_triton
+from moe_graphs.kernels.permute import triton_kernels as permute_triton
 from moe_graphs.kernels.rms_norm import (
     _AddRMSNorm,
     _RMSNorm,
     plain_add_rms_norm,
     plain_rms_norm,
 )
+from moe_graphs.kernels.rms_norm import triton_kernels as rms_norm_triton
 from moe_graphs.kernels.rotary import _ApplyRotary, plain_rotary
+from moe_graphs.kernels.rotary import triton_kernels as rotary_triton
+from moe_graphs.kernels.row_order import triton_kernels as row_order_triton
+from moe_graphs.kernels.swiglu import reference as swiglu_reference
+from moe_graphs.kernels.swiglu import triton_kernels as swiglu_triton
 
 POISON = 777.0
 
@@ -177,10 +171,12 @@ def test_swiglu(rows, ffn):
     ],
 )
 def test_heads(monkeypatch, heads, kv_heads, size, norm, length):
-    """Gradients come as attention returns them: [B, H, S, Q], transposed. Several tokens for a
-    program, and for the last size several tiles for a token."""
+    """Gradients come as attention returns them: [B, H, S, Q], transposed.
+
+    A program has several tokens, and for the last size a token has several tiles.
+    """
     monkeypatch.setattr(heads_triton, "PROGRAMS", 3)
-    monkeypatch.setitem(add_sums_triton.TILE, "COLS", 128)  # fewer programs of the small kernel
+    monkeypatch.setitem(add_sums.TILE, "COLS", 128)  # fewer programs of the small kernel
     torch.manual_seed(0)
     qkv = torch.randn(2, length, (heads + 2 * kv_heads) * size, requires_grad=True)
     angles = torch.randn(length, size // 2)
@@ -210,10 +206,12 @@ def test_heads(monkeypatch, heads, kv_heads, size, norm, length):
     ],
 )
 def test_heads_by_rank(monkeypatch, heads, kv_heads, ranks, size, norm):
-    """What is sent, and gradients as they arrive; for the last size several tiles for a token, with
-    heads of two ranks."""
+    """The rows that are sent, and gradients as they arrive.
+
+    For the last size a token has several tiles, with heads of two ranks.
+    """
     monkeypatch.setattr(heads_triton, "PROGRAMS", 3)
-    monkeypatch.setitem(add_sums_triton.TILE, "COLS", 128)
+    monkeypatch.setitem(add_sums.TILE, "COLS", 128)
     torch.manual_seed(0)
     qkv = torch.randn(2, 3, (heads + 2 * kv_heads) * size, requires_grad=True)
     angles, inputs, weights = torch.randn(3, size // 2), [qkv], (None, None)
@@ -254,10 +252,12 @@ def test_rotary(monkeypatch, heads, kv_heads, size, columns, sequences):
 @pytest.mark.parametrize("zero_centred", [False, True])
 @pytest.mark.parametrize(("rows", "size"), [(7, 1), (200, 70), (3, 2048), (2, 2880)])
 def test_rms_norm(monkeypatch, rows, size, zero_centred):
-    """Rows that lie apart, several tiles for a program, and rows of the last tile that are not
-    there: without eps, what is divided by in them is zero."""
+    """Rows lie apart, a program has several tiles, and the last tile has rows past the end.
+
+    Those rows would divide by zero, since eps is zero.
+    """
     monkeypatch.setattr(rms_norm_triton, "PROGRAMS", 2)
-    monkeypatch.setitem(add_sums_triton.TILE, "COLS", 128)
+    monkeypatch.setitem(add_sums.TILE, "COLS", 128)
     torch.manual_seed(0)
     wide = torch.cat([torch.randn(rows, size), torch.full((rows, 4), POISON)], 1)
     x, weight = wide[:, :size].requires_grad_(), torch.randn(size, requires_grad=True)
@@ -277,9 +277,9 @@ def test_rms_norm(monkeypatch, rows, size, zero_centred):
 @pytest.mark.parametrize("zero_centred", [False, True])
 @pytest.mark.parametrize(("rows", "size"), [(7, 1), (100, 70), (3, 2048)])
 def test_add_rms_norm(monkeypatch, rows, size, zero_centred):
-    """With an update and without, gradients together, one by one, and of one output alone."""
+    """Norms with an update and without; gradients together, one by one, and of one output alone."""
     monkeypatch.setattr(rms_norm_triton, "PROGRAMS", 2)
-    monkeypatch.setitem(add_sums_triton.TILE, "COLS", 128)
+    monkeypatch.setitem(add_sums.TILE, "COLS", 128)
     torch.manual_seed(0)
     x, added = (torch.randn(size, rows).t().requires_grad_() for _ in range(2))
     weight, grads = torch.randn(size, requires_grad=True), torch.randn(size, rows, 2).unbind(2)

@@ -18,10 +18,10 @@ from moe_graphs.kernels import (
     permute,
     route_rows,
     swiglu,
-    swiglu_reference,
     unpermute,
 )
 from moe_graphs.kernels.gemm import reference
+from moe_graphs.kernels.swiglu import reference as swiglu_reference
 from replays import check_replays
 
 pytestmark = pytest.mark.gpu
@@ -186,8 +186,10 @@ def experts_layer(hidden, weights, ids, w1, w2):
 @pytest.mark.parametrize("used", [32, 20, 1])
 @pytest.mark.parametrize("tokens", [512, 8192])
 def test_nothing_depends_on_memory_that_nobody_wrote(used, tokens):
-    """The experts of the preset `small`, of which only `used` get rows: bitwise the same when every
-    fresh tensor is full of NaN and of the largest integers."""
+    """Results are bitwise the same when every fresh tensor is full of NaN and largest integers.
+
+    The experts are those of the preset `small`, and only `used` of them get rows.
+    """
     x, w1, w2 = random(tokens, 768), random(32, 768, 768), random(32, 384, 768)
     experts_TK = torch.stack(
         [torch.randperm(used, device="cuda")[: min(4, used)] for _ in range(8)]

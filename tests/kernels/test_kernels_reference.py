@@ -47,7 +47,7 @@ def _operands(counts: tuple[int, ...], tail: int = 0, size_k: int = 5, size_n: i
 
 
 def _plain_grouped_gemm(x, w, counts):
-    """The same sum, one row at a time, with autograd's own gradients."""
+    """The grouped GEMM, one row at a time, with autograd's own gradients."""
     experts = [e for e, count in enumerate(counts) for _ in range(count)]
     rows = [x[row] @ w[expert] for row, expert in enumerate(experts)]
     tail = x.shape[0] - len(experts)

@@ -1,6 +1,6 @@
-"""What is remembered between launches: the compiled kernel of a kind, and checked descriptors.
+"""Launches remember the compiled kernel of a kind, and checked descriptors.
 
-Held against Triton itself, which compiles here and is only kept from running what it has compiled.
+They are tested against Triton itself, which compiles here and is only kept from running the result.
 """
 
 from __future__ import annotations
@@ -24,14 +24,8 @@ from triton.runtime.jit import JITFunction
 from triton.tools.ragged_tma import create_ragged_descriptor
 
 from compiled import CompileOnlyDriver
-from moe_graphs.kernels.launching import (
-    _kind,
-    cdiv,
-    launch,
-    matrix_descriptor,
-    next_power_of_2,
-    ragged_descriptor,
-)
+from moe_graphs.kernels.gemm import portable_tma, sm90_common
+from moe_graphs.kernels.launching import _kind, cdiv, launch, next_power_of_2
 
 
 @triton.jit
@@ -141,14 +135,14 @@ def tensors() -> list[torch.Tensor]:
 
 def descriptors() -> list[object]:
     found = []
-    for dtype, gluon, width in itertools.product(
-        (torch.bfloat16, torch.float16, torch.float32), (False, True), (64, 128)
+    for dtype, made, width in itertools.product(
+        (torch.bfloat16, torch.float16, torch.float32), (portable_tma, sm90_common), (64, 128)
     ):
         rows, box = torch.empty(40, 256, dtype=dtype), (16, width)
         found += [
-            ragged_descriptor(rows, box, gluon=gluon),
-            ragged_descriptor(rows[:7], box, gluon=gluon),
-            matrix_descriptor(rows.view(5, 8, 256), (8, width), gluon=gluon),
+            made.ragged_descriptor(rows, box),
+            made.ragged_descriptor(rows[:7], box),
+            made.matrix_descriptor(rows.view(5, 8, 256), (8, width)),
         ]
     return found
 
@@ -162,13 +156,13 @@ def test_memory_of_one_kind_is_one_to_triton(made: Callable[[], list]):
 
 def test_a_descriptor_on_other_memory_is_the_one_made_for_it():
     for rows in (torch.empty(40, 64).bfloat16(), torch.empty(7, 64).bfloat16()):
-        ours = ragged_descriptor(rows, (16, 64), gluon=False)
+        ours = portable_tma.ragged_descriptor(rows, (16, 64))
         want = create_ragged_descriptor(rows, (16, 64))
         assert ours.base is rows
         assert (ours.shape, ours.strides) == (want.shape, want.strides)
         assert ours.block_shape == want.block_shape
     for matrices in (torch.empty(3, 64, 128).half(), torch.empty(3, 64, 128).half()):
-        ours = matrix_descriptor(matrices, (64, 64), gluon=True)
+        ours = sm90_common.matrix_descriptor(matrices, (64, 64))
         want = TensorDescriptor.from_tensor(matrices, [1, 64, 64], ours.layout)
         assert ours.base is matrices
         assert (ours.shape, ours.strides) == (want.shape, want.strides)

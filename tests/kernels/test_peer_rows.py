@@ -14,14 +14,15 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from compiled import check, launch_compiler
-from moe_graphs.kernels import peer_rows_reference, peer_rows_triton
 from moe_graphs.kernels.peer_rows import PeerMemory
+from moe_graphs.kernels.peer_rows import reference as peer_rows_reference
+from moe_graphs.kernels.peer_rows import triton_kernels as peer_rows_triton
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def _memories(W: int, T: int, D: int, K: int, dtype: torch.dtype, device: str) -> list[PeerMemory]:
-    """Of all ranks, on one device. What nobody writes is NaN, or no expert."""
+    """Memory of all ranks, on one device. Places that nobody writes hold NaN, or no expert."""
     G = W * T
     rows = tuple(torch.full((G, D), torch.nan, dtype=dtype, device=device) for _ in range(W))
     experts = tuple(torch.full((G, K), -(10**9), device=device) for _ in range(W))

@@ -36,7 +36,7 @@ SHAPES = [
 
 
 def operands(shape: tuple[int, ...], dtype: torch.dtype, weight_dtype: torch.dtype) -> list[Tensor]:
-    """x and the weights, to which gradients flow, and y's gradient."""
+    """Operands x and weights, to which gradients flow, and y's gradient."""
     torch.manual_seed(0)
     x, dy = (torch.randn(shape, device="cuda").to(dtype) for _ in range(2))
     weight = (torch.rand(shape[-1], device="cuda") - 0.4).to(weight_dtype)
@@ -69,7 +69,7 @@ def test_against_fp64(shape, dtype, zero_centred):
 
 
 def test_gradients_asked_for_one_by_one():
-    """As zero-bubble schedules and frozen parameters do."""
+    """Zero-bubble schedules and frozen parameters ask so."""
     x, weight, dy = operands((777, 2048), torch.bfloat16, torch.float32)
     y = rms_norm(x, weight, EPS)
     together = torch.autograd.grad(y, (x, weight), dy, retain_graph=True)
@@ -107,7 +107,7 @@ def test_replays_bitwise_on_other_numbers(shape):
 
 
 def test_under_autocast_it_keeps_the_dtype():
-    """torch's op would make it fp32."""
+    """The op of torch would make it fp32."""
     x, weight, dy = operands((8, 64), torch.bfloat16, torch.float32)
     for norm in (rms_norm, plain_rms_norm):
         with torch.autocast("cuda", torch.bfloat16):

@@ -59,7 +59,7 @@ def test_plain_torch(name):
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("name", FEW)
 def test_interpreted_kernels(monkeypatch, name):
-    """What is traced is what a GPU runs, but for the choice of kernels; plain torch is right."""
+    """The traced graph is what a GPU runs, except for the kernels; plain torch is right."""
     case = op_cases()[name]
     expected = case.results(case.run)
     for module in WITH_KERNELS:
@@ -90,7 +90,7 @@ def test_as_for_a_gpu(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_on_a_gpu(name):
-    """The same kernels, so the same bits; plain torch rounds a rotation's sums otherwise."""
+    """Results have the same bits by the same kernels; plain torch rounds a rotation otherwise."""
     case = op_cases(Tensor.cuda, torch.bfloat16)[name]
     tolerance = {} if name == "rotate" else {"rtol": 0, "atol": 0}
     check(case, case.results(case.run), **tolerance)
@@ -98,7 +98,7 @@ def test_on_a_gpu(name):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_gradients_are_added_to_a_buffer(device):
-    """What the backward adds to `main_grad` in place is a part of its graph."""
+    """The sum that the backward adds to `main_grad` in place is a part of its graph."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     x, w = (torch.randn(s).to(device, dtype).requires_grad_() for s in ((6, 16), (2, 16, 8)))
     offsets = torch.tensor([2, 6], dtype=torch.int32, device=device)

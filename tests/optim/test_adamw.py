@@ -28,7 +28,7 @@ FUSED = {"fused": True, "capturable": True}
 @pytest.fixture
 def kernel(interpreted, monkeypatch):
     """Let our kernel, interpreted, update parameters with ten elements and more."""
-    from moe_graphs.kernels import adamw_triton
+    from moe_graphs.kernels.adamw import triton_kernels as adamw_triton
 
     launches = []
     update = adamw_triton.adamw_update
@@ -188,7 +188,7 @@ def test_a_state_of_another_shape_is_refused():
 
 def test_tensors_at_steps_of_their_own(kernel):
     """More tensors than a program of the small kernel takes, under another default dtype."""
-    from moe_graphs.kernels import adamw_triton
+    from moe_graphs.kernels.adamw import triton_kernels as adamw_triton
 
     torch.set_default_dtype(torch.float64)
     try:

@@ -18,8 +18,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 pytest.importorskip("triton")
 
 from moe_graphs.engine.whole_step.full_iteration import FullIteration
-from moe_graphs.kernels.adamw_reference import adamw_update_reference, random_bits
-from moe_graphs.kernels.state_codes_reference import NEAREST, decode, encode
+from moe_graphs.kernels.adamw.reference import adamw_update_reference, random_bits
+from moe_graphs.kernels.adamw.state_codes import NEAREST, decode, encode
 from moe_graphs.optim import AdamW, UpdateOptions, adamw
 from moe_graphs.training.capturable import load_optimizer_state
 from moe_graphs.training.device_step import DeviceStep
@@ -137,7 +137,7 @@ def test_what_has_no_code_is_the_largest_number(signed):
 def test_the_kernel_is_the_plain_path_bit_for_bit(
     interpreted, monkeypatch, dtype, rounded, found_inf
 ):
-    from moe_graphs.kernels import adamw_triton
+    from moe_graphs.kernels.adamw import triton_kernels as adamw_triton
 
     monkeypatch.setattr(adamw_triton, "BLOCK", 128)
     inf = None if found_inf is None else torch.tensor(found_inf)
@@ -166,7 +166,7 @@ def test_parameters_of_a_kernel_are_those_of_the_plain_path(interpreted, monkeyp
     """Sizes that are no multiple of a program's are included."""
     dtype = BF16 if options else FP32
     plain = train(made(dtype, **options), 3)
-    from moe_graphs.kernels import adamw_triton
+    from moe_graphs.kernels.adamw import triton_kernels as adamw_triton
 
     monkeypatch.setattr(adamw_triton, "BLOCK", 1 << 12)
     monkeypatch.setattr(adamw, "has_kernel", lambda x: True)
@@ -238,7 +238,7 @@ def test_replays_are_eager_steps_with_new_bits_each(request, monkeypatch, by_ker
     """Steps are scaled, clipped and skipped, also the first one."""
     if by_kernel:
         request.getfixturevalue("interpreted")
-        from moe_graphs.kernels import adamw_triton
+        from moe_graphs.kernels.adamw import triton_kernels as adamw_triton
 
         monkeypatch.setattr(adamw_triton, "BLOCK", 1 << 12)
         monkeypatch.setattr(adamw, "has_kernel", lambda x: True)

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from captured_updates import captured_update
 from many_tensors import alone, together
-from moe_graphs.kernels import adamw_triton
+from moe_graphs.kernels.adamw import triton_kernels as adamw_triton
 from moe_graphs.optim import AdamW, adamw
 from moe_graphs.training.capturable import tensor_hyperparameters
 from moe_graphs.training.device_step import DeviceStep

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from grids import by_turns
 from moe_graphs.engine.whole_step.full_iteration import FullIteration
-from moe_graphs.kernels.adamw_reference import (
+from moe_graphs.kernels.adamw.reference import (
     adamw_update_reference,
     random_bits,
     round_stochastically,
@@ -70,7 +70,7 @@ def test_the_kernel_is_the_plain_path_bit_for_bit(
     interpreted, monkeypatch, dtype, states, rounded, found_inf
 ):
     """Memory past the end is not written, neither with random bits nor without."""
-    from moe_graphs.kernels import adamw_triton
+    from moe_graphs.kernels.adamw import triton_kernels as adamw_triton
 
     monkeypatch.setattr(adamw_triton, "BLOCK", 64)
     generator = torch.Generator().manual_seed(0)
@@ -96,7 +96,7 @@ def test_the_kernel_is_the_plain_path_bit_for_bit(
 def test_parameters_of_a_kernel_are_those_of_the_plain_path(interpreted, monkeypatch):
     """Small parameters get the same numbers as well, whatever updates them."""
     plain = train(AdamW(parameters(), lr=1e-2, **ALL), 3)
-    from moe_graphs.kernels import adamw_triton
+    from moe_graphs.kernels.adamw import triton_kernels as adamw_triton
 
     monkeypatch.setattr(adamw_triton, "BLOCK", 64)
     monkeypatch.setattr(adamw, "has_kernel", lambda x: True)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
-from moe_graphs.kernels import adamw_triton
-from moe_graphs.kernels.adamw_reference import adamw_update_reference
-from moe_graphs.kernels.state_codes_reference import NEAREST, decode, encode
+from moe_graphs.kernels.adamw import triton_kernels as adamw_triton
+from moe_graphs.kernels.adamw.reference import adamw_update_reference
+from moe_graphs.kernels.adamw.state_codes import NEAREST, decode, encode
 from moe_graphs.optim import AdamW
 from moe_graphs.training.device_step import DeviceStep
 from moe_graphs.training.grad_scaler import GradScaler

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from moe_graphs.kernels.gemm import launch as gemm
-from moe_graphs.kernels.gemm.variants import row_variant, weight_variant
+from moe_graphs.kernels.gemm.heuristics import row_variant, weight_variant
 
 ROWS, EXPERTS, WIDTH = 32768, 32, 768
 LAUNCHES = 40  # per replay
@@ -30,7 +30,7 @@ def cases() -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
     ends = (torch.rand(EXPERTS).softmax(0) * ROWS).cumsum(0).int()
     ends[-1] = ROWS
     ends = ends.cuda()
-    for name in ("split", "pingpong", "tma"):
+    for name in ("cooperative", "pingpong", "tma"):
         rows = row_variant(name, WIDTH)
         for back in (False, True):
             yield (

@@ -12,20 +12,18 @@ import torch
 from torch import Tensor
 
 from moe_graphs import kernels
-from moe_graphs.kernels import (
-    adamw_triton,
-    choose_experts_triton,
-    cross_entropy_triton,
-    heads_triton,
-    peer_rows_triton,
-    permute_triton,
-    rms_norm_triton,
-    row_order_triton,
-    swiglu_triton,
-)
+from moe_graphs.kernels.adamw import triton_kernels as adamw_triton
+from moe_graphs.kernels.choose_experts import triton_kernels as choose_experts_triton
+from moe_graphs.kernels.cross_entropy import triton_kernels as cross_entropy_triton
 from moe_graphs.kernels.gemm import launch as gemm
-from moe_graphs.kernels.gemm import tiles
-from moe_graphs.kernels.rotary_triton import turn_heads
+from moe_graphs.kernels.gemm import tile_scheduler
+from moe_graphs.kernels.heads import triton_kernels as heads_triton
+from moe_graphs.kernels.peer_rows import triton_kernels as peer_rows_triton
+from moe_graphs.kernels.permute import triton_kernels as permute_triton
+from moe_graphs.kernels.rms_norm import triton_kernels as rms_norm_triton
+from moe_graphs.kernels.rotary.triton_kernels import turn_heads
+from moe_graphs.kernels.row_order import triton_kernels as row_order_triton
+from moe_graphs.kernels.swiglu import triton_kernels as swiglu_triton
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PROGRAMS = 132
@@ -92,12 +90,14 @@ def _weights(columns: int) -> None:
 
 def _work_lists() -> None:
     offsets = _offsets(1024)
-    tail = tiles.Tail(16, 64, PROGRAMS)
-    rows = tiles.row_tiles(offsets, 4096, 128, tail)
-    tiles.add_tail_(torch.empty(64, 512, dtype=BF16), torch.empty(PROGRAMS, 128, 256), rows, tail)
-    order = tiles.expert_order(offsets, skip_empty=True, limit=512)
-    tiles.add_partials_(torch.empty(8, 64, 64), torch.empty(4, 64, 64), order, True)
-    tiles.zero_tail_(torch.empty(64, 512, dtype=BF16), offsets)
+    tail = tile_scheduler.LastRound(16, 64, PROGRAMS)
+    rows = tile_scheduler.row_tiles(offsets, 4096, 128, tail)
+    tile_scheduler.add_cut_tiles_(
+        torch.empty(64, 512, dtype=BF16), torch.empty(PROGRAMS, 128, 256), rows, tail
+    )
+    order = tile_scheduler.expert_order(offsets, skip_empty=True, limit=512)
+    tile_scheduler.add_partials_(torch.empty(8, 64, 64), torch.empty(4, 64, 64), order, True)
+    tile_scheduler.zero_tail_(torch.empty(64, 512, dtype=BF16), offsets)
 
 
 def _order_of_rows(experts: int) -> None:

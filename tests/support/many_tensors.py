@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_graphs.kernels import adamw_triton
-from moe_graphs.kernels.state_codes_reference import NEAREST, encode
+from moe_graphs.kernels.adamw import triton_kernels as adamw_triton
+from moe_graphs.kernels.adamw.state_codes import NEAREST, encode
 
 BF16, FP32 = torch.bfloat16, torch.float32
 COUNT = 37

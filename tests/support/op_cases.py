@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_graphs import kernels
-from moe_graphs.kernels.heads_reference import rotate
+from moe_graphs.kernels.heads.reference import rotate
 
 T, D, F, E, K = 24, 64, 16, 4, 2  # 64 is what the kernel of gathered rows takes at least
 RULE = kernels.RoutingRule(

@@ -21,7 +21,7 @@ from moe_graphs.kernels import (
     swiglu_gemms,
     unpermute,
 )
-from moe_graphs.kernels.gemm.op import grouped_gemm_wgrad
+from moe_graphs.kernels.gemm import grouped_gemm_wgrad
 from moe_graphs.kernels.ops import wants_gradient
 
 NAME = "moe_graphs"

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_graphs.kernels.availability import has_triton
-from moe_graphs.kernels.gemm import reference
-from moe_graphs.kernels.gemm.op import (
+from moe_graphs.kernels.gemm import (
     check_operands,
     grouped_gemm,
     grouped_gemm_dgrad,
     grouped_gemm_wgrad,
-    matmul_rows,
+    reference,
+    rows_on_gpu,
     to_autocast,
 )
 from moe_graphs.kernels.ops import define_op, wants_gradient
@@ -86,7 +86,7 @@ def _(hidden_TD, order_R, w_EDN, offsets_E):
             top_k = pairs_per_token(order_R.numel(), hidden_TD.shape[0])
             w_EDN = w_EDN.contiguous()
             return matmul_gathered(hidden_TD.contiguous(), order_R, top_k, w_EDN, offsets_E)
-    return matmul_rows(_rows(hidden_TD, order_R), w_EDN, offsets_E, False)
+    return rows_on_gpu(_rows(hidden_TD, order_R), w_EDN, offsets_E, False)
 
 
 @torch.library.register_fake("moe_graphs::gather_gemm_forward")

@@ -75,7 +75,7 @@ def test_the_first_part_computes_no_gradient_of_a_weight_and_the_second_none_of_
 def test_experts_compute_each_gradient_in_its_own_part(monkeypatch):
     calls = []
     # The package exports a function of the module's name.
-    grouped_gemm = importlib.import_module("moe_graphs.kernels.gemm.op")
+    grouped_gemm = importlib.import_module("moe_graphs.kernels.gemm")
     for name in ("grouped_gemm_dgrad", "grouped_gemm_wgrad"):
         original = getattr(grouped_gemm, name)
 

@@ -1,0 +1,129 @@
+"""Grouped GEMMs over plain pointers: for GPUs before Hopper and for Triton's interpreter.
+
+    rows:     out_RN[r] = x_RK[r] @ w[e]                    w_EKN, or w_ENK when TRANSPOSED
+    weights:  dw_EKN[e] (+)= x_RK[rows of e].T @ dy_RN[rows of e]
+
+The same work lists and the same results as tma, with masks where that has hardware bounds.
+All matrices are contiguous. Row offsets are 64-bit: R * K may exceed 2^31.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_graphs.kernels.gemm.heuristics import Variant
+from moe_graphs.kernels.gemm.tile_scheduler import (
+    COUNT_RECORDS,
+    EXPERT_RECORD,
+    PART_END,
+    PART_EXPERT,
+    PART_START,
+    ROW_END,
+    ROW_EXPERT,
+    ROW_FIRST_TILE,
+    ROW_RECORD,
+    ROW_START,
+    ROW_TILES,
+    WorkList,
+    place,
+)
+from moe_graphs.kernels.launching import Launch
+
+
+@triton.jit
+def rows_pointer_kernel(
+    x_ptr, w_ptr, out_ptr, records_ptr, count_ptr, N, K,
+    TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GRID: tl.constexpr,
+):  # fmt: skip
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tl.load(count_ptr + COUNT_RECORDS) * tiles_n, GRID):
+        record = records_ptr + (tile // tiles_n) * ROW_RECORD
+        e = tl.load(record + ROW_EXPERT).to(tl.int64)
+        end = tl.load(record + ROW_END)
+        local = tile - tl.load(record + ROW_FIRST_TILE) * tiles_n
+        tile_m, tile_n = place(local, tl.load(record + ROW_TILES), tiles_n)
+        rows = tl.load(record + ROW_START) + tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        live_m = (rows < end)[:, None]
+        live_n = (columns < N)[None, :]
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in tl.range(0, K, BLOCK_K):
+            ks = k + tl.arange(0, BLOCK_K)
+            at_x = x_ptr + rows.to(tl.int64)[:, None] * K + ks[None, :]
+            x = tl.load(at_x, mask=live_m & (ks < K)[None, :], other=0.0)
+            if TRANSPOSED:
+                at_w = w_ptr + e * N * K + columns[None, :] * K + ks[:, None]
+            else:
+                at_w = w_ptr + e * N * K + ks[:, None] * N + columns[None, :]
+            w = tl.load(at_w, mask=live_n & (ks < K)[:, None], other=0.0)
+            acc = tl.dot(x, w, acc)
+        at_out = out_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
+        tl.store(at_out, acc.to(out_ptr.dtype.element_ty), mask=live_m & live_n)
+
+
+@triton.jit
+def weights_pointer_kernel(
+    x_ptr, dy_ptr, dw_ptr, records_ptr, count_ptr, M, N,
+    ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    GRID: tl.constexpr,
+):  # fmt: skip
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    per_expert = tiles_m * tiles_n
+    for tile in tl.range(tl.program_id(0), tl.load(count_ptr + COUNT_RECORDS) * per_expert, GRID):
+        record = records_ptr + (tile // per_expert) * EXPERT_RECORD
+        e = tl.load(record + PART_EXPERT).to(tl.int64)
+        start = tl.load(record + PART_START)
+        end = tl.load(record + PART_END)
+        tile_m, tile_n = place(tile % per_expert, tiles_m, tiles_n)
+        ms = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        ns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for r in tl.range(0, end - start, BLOCK_R):
+            rows = (start + r + tl.arange(0, BLOCK_R)).to(tl.int64)
+            live = rows < end
+            at_x = x_ptr + rows[None, :] * M + ms[:, None]
+            x = tl.load(at_x, mask=live[None, :] & (ms < M)[:, None], other=0.0)
+            at_dy = dy_ptr + rows[:, None] * N + ns[None, :]
+            dy = tl.load(at_dy, mask=live[:, None] & (ns < N)[None, :], other=0.0)
+            acc = tl.dot(x, dy, acc)
+        at_dw = dw_ptr + e * M * N + ms[:, None] * N + ns[None, :]
+        live_dw = (ms < M)[:, None] & (ns < N)[None, :]
+        if ADD:
+            acc += tl.load(at_dw, mask=live_dw, other=0.0)
+        tl.store(at_dw, acc.to(dw_ptr.dtype.element_ty), mask=live_dw)
+
+
+def rows_launch(
+    v: Variant,
+    x_RK: torch.Tensor,
+    w: torch.Tensor,
+    out_RN: torch.Tensor,
+    work: WorkList,
+    transposed: bool,
+    grid: int,
+    partials: None = None,
+) -> Launch:
+    """The launch of the rows kernel over `work`, whose row tiles have `v.block_m` rows."""
+    args = (x_RK, w, out_RN, work.records, work.count, out_RN.shape[1], x_RK.shape[1])
+    tile = {"BLOCK_M": v.block_m, "BLOCK_N": v.block_n, "BLOCK_K": v.block_k, "GRID": grid}
+    tile |= {"TRANSPOSED": transposed, "num_warps": v.warps, "num_stages": v.stages}
+    return Launch(rows_pointer_kernel, grid, args, tile)
+
+
+def weights_launch(
+    v: Variant,
+    x_RK: torch.Tensor,
+    dy_RN: torch.Tensor,
+    dw_EKN: torch.Tensor,
+    work: WorkList,
+    add: str,
+    grid: int,
+    partials: None = None,
+) -> Launch:
+    """The launch of the weight-gradient kernel over `work`, an expert order; see `sm90_weights`."""
+    args = (x_RK, dy_RN, dw_EKN, work.records, work.count, *dw_EKN.shape[1:])
+    tile = {"BLOCK_M": v.block_m, "BLOCK_N": v.block_n, "BLOCK_R": v.block_k, "GRID": grid}
+    tile |= {"ADD": add != "", "num_warps": v.warps, "num_stages": v.stages}
+    return Launch(weights_pointer_kernel, grid, args, tile)
