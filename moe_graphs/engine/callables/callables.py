@@ -27,8 +27,8 @@ from moe_graphs.engine.callables.arguments import (
     plan_of,
 )
 from moe_graphs.engine.callables.capture_slot import capture_slot, check_unused
-from moe_graphs.engine.callables.no_trace import NoTrace
 from moe_graphs.engine.explained import explained_call
+from moe_graphs.engine.guards import Guards, reads_before_running
 from moe_graphs.engine.ranks import ALONE, Ranks
 from moe_graphs.engine.report import Report
 from moe_graphs.engine.resources import Resources
@@ -44,6 +44,7 @@ from moe_graphs.engine.scopes.reporting import report_of
 from moe_graphs.engine.scopes.select import Call, Scope
 from moe_graphs.engine.scopes.slots import Slot
 from moe_graphs.engine.signature import Mismatch, Signature, tensor_leaves
+from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.errors import CaptureError, GraphError
 from moe_graphs.pipelines.schedule import Action, slots
 
@@ -264,18 +265,46 @@ class CallableGraphs:
             for graphed, call, hooks in zip(self.graphed, self.calls, options.hooks, strict=True)
         ]
         gc.collect()  # none while a capture runs
-        with NoTrace(DryRun(self.model, self.backend), calls) as no_trace:
-            self._capture(plan, calls, options, no_trace)
+        before = self._before(calls)
+        try:
+            self._capture(plan, calls, options)
+        except BaseException:
+            before.put_back()
+            raise
         self.capture_seconds = time.perf_counter() - started
 
-    def _capture(
-        self, plan: Plan, calls: Sequence[ScopeCall], options: CaptureOptions, no_trace: NoTrace
-    ) -> None:
+    def _before(self, calls: Sequence[ScopeCall]) -> Snapshot:
+        """All that the calls can reach. The values of tensors are put back by each run itself.
+
+        Raises:
+            CaptureError: if a call may use up what nobody can put back.
+        """
+        guards = list(map(self._guards, calls))
+        for each in guards:
+            each.check_followable()
+        return Snapshot(
+            self.backend,
+            guards=guards,
+            python_random=True,
+            hooks_of=[*self.model.parameters(), self.model],
+            gradients_of=self.model.parameters(),
+        )
+
+    def _guards(self, call: ScopeCall) -> Guards:
+        dry_run = DryRun(self.model, self.backend)
+        reads = reads_before_running(
+            [call.scope.forward],
+            call.scope.module.modules(),
+            lambda reads: dry_run.guards(call, reads, ()),
+        )
+        return dry_run.guards(call, reads, ())
+
+    def _capture(self, plan: Plan, calls: Sequence[ScopeCall], options: CaptureOptions) -> None:
         ranks = Ranks(self.model)
         measured, communicating = self._rehearse(calls, options, ranks)
         ranks_of = dict.fromkeys(communicating, ranks)
         memory = memory_plan(plan, measured, options.split)
-        no_trace.rehearsed()
+        rehearsed = list(map(self._guards, calls))  # a table that a first run makes is no change
         recorder = Recorder(self.model, self.backend, split=options.split, verify=options.verify)
         chunks = [
             Chunk([
@@ -294,7 +323,8 @@ class CallableGraphs:
                 for slot in chunk.slots:
                     capture_slot(slot, [calls[number] for number in planned.calls], recorder)
                     check_unused(slot, options.allow_unused_input)
-            no_trace.check()
+            for call, guards in zip(calls, rehearsed, strict=True):
+                guards.check_unchanged(f"scope {call.scope.name!r}: ")
         except BaseException:
             self._resources.release()
             raise

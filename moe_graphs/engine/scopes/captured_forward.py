@@ -14,11 +14,11 @@ from torch.utils import _pytree as pytree
 from moe_graphs.engine.autograd import LeafUses, has_hooks, leaves_behind
 from moe_graphs.engine.backends.backend import Graph
 from moe_graphs.engine.fp8 import Scales
-from moe_graphs.engine.preserve import StandIns
 from moe_graphs.engine.scopes.dry_run import DryForward, ScopeCall
 from moe_graphs.engine.scopes.open_call import OpenCall
 from moe_graphs.engine.scopes.recording import OutputLeaf, RecordedForward, Surroundings
 from moe_graphs.engine.scopes.select import Exit
+from moe_graphs.engine.stand_ins import StandIns
 from moe_graphs.engine.static_memory import target_of
 from moe_graphs.engine.tracing import address
 from moe_graphs.engine.values import is_plain, same_value

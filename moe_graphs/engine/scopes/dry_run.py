@@ -22,12 +22,13 @@ from moe_graphs.engine.autograd import leaves_behind
 from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.context import Context
 from moe_graphs.engine.guards import Guards, tensors_of_others
-from moe_graphs.engine.preserve import HiddenState, StandIns, preserved_hidden_state
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.scopes.memory import CallMemory, nbytes
 from moe_graphs.engine.scopes.recording import has_tensors_inside
 from moe_graphs.engine.scopes.select import Call, Exit, Scope
 from moe_graphs.engine.signature import Signature, TensorSpec, tensor_leaves
+from moe_graphs.engine.snapshot import Snapshot
+from moe_graphs.engine.stand_ins import StandIns
 from moe_graphs.engine.static_memory import static_copy
 from moe_graphs.engine.tracing import MODIFIED_INPUT, Trace, address, differing_op
 from moe_graphs.errors import CaptureError
@@ -108,15 +109,15 @@ class ScopeCall:
 @dataclass(frozen=True)
 class DryForward:
     """What a forward did. ``outputs``: flat, detached; ``written``: tensors from outside that it
-    modifies, with the values that it leaves there; ``hidden``: the state that it leaves beside
-    them; ``uses_fp8``: whether Transformer Engine's modules have cast to FP8."""
+    modifies, with the values that it leaves there; ``scales``: the FP8 scales that it leaves;
+    ``uses_fp8``: whether Transformer Engine's modules have cast to FP8."""
 
     outputs: list[Any]
     structure: pytree.TreeSpec
     trace: Trace
     reads: Reads
     written: list[tuple[Tensor, Tensor]]
-    hidden: HiddenState
+    scales: dict[str, Tensor]
     draws: bool
     uses_fp8: bool
 
@@ -137,15 +138,11 @@ class DryRun:
 
     def make_ready(self, call: ScopeCall) -> None:
         """Where no real call came first: a forward, unwatched, makes what modules keep for FP8."""
-        with (
-            preserved_hidden_state(self.backend.device, self.backend.generators),
-            self.stand_ins(call).in_place(),
-        ):
+        with Snapshot(self.backend) as before, self.stand_ins(call).in_place():
             leaves = call.detached_leaves()
-            trace = Trace(self.backend.device, strict=False, refuse=False)
+            trace = Trace(self.backend.device, strict=False, refuse=False, before=before)
             with fp8.Autocast().beside(leaves), trace:
                 call.run(leaves)
-            trace.put_back()
             fp8.register(call.scope.module)
 
     def examine(
@@ -173,21 +170,19 @@ class DryRun:
             guards[0].check_keys()
         forwards: list[Trace] = []
         backwards: list[Trace] = []
-        try:
+        with Snapshot(guards=guards) as before:
             while len(forwards) < runs:
                 traces, ran, memory = self._forward_and_backward(call, linked)
                 for each in guards:
                     each.check_unchanged()
                 if not forwards:
                     guards.append(self.guards(call, Reads.together(*ran), ()))
+                    before.keep_objects(guards[-1])
                 forwards.append(traces[0])
                 backwards.append(traces[1])
                 if len(backwards) == 2 and differing_op(*backwards) is not None:
                     backwards.pop(0)  # no real one came before: it may have filled a cache
                     runs += 1
-        finally:
-            for each in guards:
-                each.put_back()
         _check_alike(forwards)
         _check_alike(backwards)
         return memory, set().union(*(trace.groups for trace in (*forwards, *backwards)))
@@ -216,15 +211,19 @@ class DryRun:
     ) -> Iterator[tuple[DryForward, tuple[Any, list[Any]]]]:
         """Gives also the outputs with their history, and the leaves that they come from. Within
         the context its changes are in force."""
-        device, generators = self.backend.device, self.backend.generators
         leaves = call.detached_leaves()
         inputs = tensor_leaves(leaves)
         names = [call.signature.leaves[index].name for index in call.signature.tensors()]
         named = dict(zip(names, inputs, strict=True))
-        before = HiddenState(device, generators)
-        trace = Trace(device, [*self.known(), *inputs], inputs=named, generators=generators)
         stand_ins, reads = self.stand_ins(call), Reads(refuse=True)
-        try:
+        with Snapshot(self.backend) as before:
+            trace = Trace(
+                self.backend.device,
+                [*self.known(), *inputs],
+                inputs=named,
+                generators=self.backend.generators,
+                before=before,
+            )
             hooks = call.forward_hooks() if with_hooks else contextlib.nullcontext({})
             beside = fp8.Autocast().beside(leaves)
             with hooks as produced, stand_ins.in_place(), beside as uses, reads, trace:
@@ -235,15 +234,12 @@ class DryRun:
             reads.check_doors(asked=doors.OF_HISTORY)
             flat, structure = pytree.tree_flatten(outputs)
             _check_outputs(flat, inputs)
-            after = [(tensor, tensor.detach().clone()) for tensor in trace.written()]
-            now = HiddenState(device, generators)
-            draws = not before.random.is_current()
+            after = [(tensor, tensor.detach().clone()) for tensor in before.tensors]
+            scales = fp8.Fp8State().named_values()
+            draws = before.has_drawn()
             detached = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in flat]
-            dry = DryForward(detached, structure, trace, reads, after, now, draws, uses.fp8)
+            dry = DryForward(detached, structure, trace, reads, after, scales, draws, uses.fp8)
             yield dry, (outputs, leaves)
-        finally:
-            before.put_back()
-            trace.put_back()
 
     def _forward_and_backward(
         self, call: ScopeCall, linked: Sequence[int]
@@ -273,10 +269,9 @@ class DryRun:
         produced = tensor_leaves(outputs)
         differentiable = [output for output in produced if output.requires_grad]
         gradients = [torch.ones_like(output) for output in differentiable]
-        trace = Trace(self.backend.device, strict=False).goes_on_from(dry.trace)
-        reads = Reads(refuse=True)
-        found_grads = [(p, p.grad) for p in self.model.parameters()]
-        try:
+        reads, found_grads = Reads(refuse=True), [(p, p.grad) for p in self.model.parameters()]
+        with Snapshot(gradients_of=self.model.parameters()) as before:
+            trace = Trace(self.backend.device, strict=False, before=before).goes_on_from(dry.trace)
             if differentiable:
                 wanted = leaves_behind(differentiable)
                 meter.restart()
@@ -291,15 +286,13 @@ class DryRun:
                     )
                 reads.check_random()
                 reads.check_doors()
-            self._check_no_gradients(found_grads, trace)
-        finally:
-            trace.put_back()
-            for parameter, gradient in found_grads:
-                parameter.grad = gradient
+            self._check_no_gradients(found_grads, before.tensors)
         return trace, reads, produced
 
-    def _check_no_gradients(self, found: Sequence[tuple[Any, Any]], trace: Trace) -> None:
-        written = {address(tensor) for tensor in trace.written()}
+    def _check_no_gradients(
+        self, found: Sequence[tuple[Any, Any]], tensors: Sequence[Tensor]
+    ) -> None:
+        written = {address(tensor) for tensor in tensors}
         for parameter, gradient in found:
             if parameter.grad is not gradient or (
                 gradient is not None and address(gradient) in written

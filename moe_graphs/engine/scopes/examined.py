@@ -7,12 +7,10 @@ another by then, it is looked into again before it is captured.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
-from moe_graphs.engine.guards import Guards, reads_before_running
+from moe_graphs.engine.guards import reads_before_running
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.scopes.dry_run import DryRun, ScopeCall
+from moe_graphs.engine.snapshot import Snapshot
 
 
 class Examined:
@@ -36,20 +34,8 @@ class Examined:
             call.scope.module.modules(),
             lambda reads: self._dry_run.guards(call, reads, ()),
         )
-        with unchanged(self._dry_run.guards(call, Reads.together(self._reads, reached), ())):
+        guards = self._dry_run.guards(call, Reads.together(self._reads, reached), ())
+        with Snapshot(guards=[guards]):
             self._dry_run.examine(call, self._reads)
+            guards.check_unchanged()
         self._guards = self._dry_run.guards(call, self._reads, ())
-
-
-@contextlib.contextmanager
-def unchanged(guards: Guards) -> Iterator[None]:
-    """Whatever the block changes of what is guarded is put back.
-
-    Raises:
-        CaptureError: if it changes anything.
-    """
-    try:
-        yield
-        guards.check_unchanged()
-    finally:
-        guards.put_back()

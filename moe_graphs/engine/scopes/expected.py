@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from moe_graphs.engine import fp8
-from moe_graphs.engine.preserve import HiddenState, Values
 from moe_graphs.engine.proof import Difference, first_difference, is_noise
 from moe_graphs.engine.scopes.dry_run import DryForward
 from moe_graphs.engine.signature import tensor_leaves
+from moe_graphs.engine.snapshot import Snapshot
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the first replay of a forward has to leave, and how to undo it."""
+    """What the first replay of a forward has to leave, and the state before it."""
 
     dry: DryForward
-    hidden: HiddenState
-    values: Values
+    before: Snapshot
 
     def difference(
         self,
         outputs: Sequence[Any],
         written: Sequence[tuple[Tensor, Tensor]] | None = None,
-        hidden: HiddenState | None = None,
+        scales: Mapping[str, Tensor] | None = None,
     ) -> Difference | None:
-        """``written``: tensors with the values found there, ``hidden``: the state beside them; by
+        """``written``: tensors with the values found there, ``scales``: those of FP8; by
         default those of now."""
         found = tensor_leaves(outputs)
         names = [f"output {number}" for number in range(len(found))]
@@ -40,8 +39,8 @@ class Expected:
             found.append(tensor)
         if written is not None:
             found[len(found) - len(written) :] = [value for _, value in written]
-        scales = fp8.named_tensors() if hidden is None else hidden.scales()
-        for name, value in self.dry.hidden.scales().items():
+        scales = fp8.named_tensors() if scales is None else scales
+        for name, value in self.dry.scales.items():
             names.append(name)
             expected.append(value)
             found.append(scales[name])
@@ -55,7 +54,3 @@ class Expected:
             if found is not None and not is_noise(eager, other, replayed):
                 return found
         return None
-
-    def undo(self) -> None:
-        self.hidden.put_back()
-        self.values.put_back()

@@ -47,8 +47,8 @@ from moe_graphs.engine.scopes.recorder import Recorder
 from moe_graphs.engine.scopes.reporting import report_of
 from moe_graphs.engine.scopes.select import find_scopes
 from moe_graphs.engine.scopes.slots import Backwards, Slot
-from moe_graphs.engine.scopes.without_trace import without_trace
 from moe_graphs.engine.signature import Mismatch
+from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.errors import CaptureError, GraphError
 from moe_graphs.profiling.profiler import profile_step
 from moe_graphs.profiling.step_profile import StepProfile
@@ -266,8 +266,16 @@ class Graphs:
         """
         if self.state != "warmup":
             raise GraphError(f"capture() in state {self.state!r}: it belongs before training")
+        parameters = list(self.model.parameters())
         try:
-            with without_trace(self.model, self.backend, optimizer):
+            with Snapshot(
+                self.backend,
+                values=(*parameters, *self.model.buffers()),
+                gradients_of=parameters,
+                optimizer=optimizer,
+            ):
+                for parameter in parameters:
+                    parameter.grad = None
                 self._capture_on(step, optimizer is not None)
         except BaseException:
             self.release()

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moe_graphs.engine.preserve import HiddenState
 from moe_graphs.engine.proof import ELSEWHERE, Difference, first_difference, is_noise, varies
 from moe_graphs.engine.scopes.dry_run import DryRun, ScopeCall
 from moe_graphs.engine.scopes.effects import Effects
@@ -15,6 +14,7 @@ from moe_graphs.engine.scopes.expected import Expected
 from moe_graphs.engine.scopes.place import PendingBackward, Place
 from moe_graphs.engine.scopes.recompute import compute_anew
 from moe_graphs.engine.scopes.recording import RecordedBackward
+from moe_graphs.engine.snapshot import Snapshot
 
 
 class Proofs:
@@ -34,9 +34,9 @@ class Proofs:
         found = expected.difference(outputs) if self._verify else None
         if not anywhere(found is not None):
             return None
-        expected.undo()
+        expected.before.put_back()
         again = self._dry_run.forward(call)
-        eager_varies = expected.difference(again.outputs, again.written, again.hidden) is not None
+        eager_varies = expected.difference(again.outputs, again.written, again.scales) is not None
         may_vary = found is not None and found.only_order_of_sums and not eager_varies
         wrong = None
         if anywhere(may_vary):
@@ -48,7 +48,7 @@ class Proofs:
         if anywhere(wrong is not None):
             return wrong or ELSEWHERE
         place.planned.not_reproducible = True
-        expected.undo()
+        expected.before.put_back()
         place.forward.graph.replay()
         return None
 
@@ -97,10 +97,10 @@ class Proofs:
 
     def agrees(self, place: Place, eager: Mapping[int, Tensor | None]) -> bool:
         """Replays the backward, and compares it with an eager one on the same gradients."""
-        hidden = HiddenState(self._backend.device, self._backend.generators)
+        before = Snapshot(self._backend)
         place.backward.graph.replay()
-        if not hidden.random.is_current():
-            hidden.put_back()
+        if before.has_drawn():
+            before.put_back()
             return False
         names = self._names_of(place, place.backward.uses)
         expected = [eager[use] for use in place.backward.uses]
@@ -125,7 +125,7 @@ def _replays_vary(place: Place, expected: Expected, anywhere: Callable[[bool], b
     before = [output.clone() for output in outputs]
 
     def another() -> Difference | None:
-        expected.undo()
+        expected.before.put_back()
         place.forward.graph.replay()
         return first_difference(names, before, outputs)
 

@@ -20,12 +20,10 @@ from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.context import Context
 from moe_graphs.engine.explained import explained_call
 from moe_graphs.engine.guards import Guards
-from moe_graphs.engine.preserve import HiddenState, Values
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.scopes.captured_forward import CapturedForward, Saved
 from moe_graphs.engine.scopes.dry_run import DryRun, ScopeCall, check_capturable
 from moe_graphs.engine.scopes.effects import Effects
-from moe_graphs.engine.scopes.examined import unchanged
 from moe_graphs.engine.scopes.expected import Expected
 from moe_graphs.engine.scopes.gradient_loans import Allocations, GradientLoan, reason_to_copy
 from moe_graphs.engine.scopes.loans import Loan
@@ -36,6 +34,7 @@ from moe_graphs.engine.scopes.recompute import recompute
 from moe_graphs.engine.scopes.recording import RecordedBackward, Surroundings
 from moe_graphs.engine.scopes.slots import Slot
 from moe_graphs.engine.signature import Mismatch, TensorSpec
+from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.stand_for import local
 from moe_graphs.engine.static_memory import copy_to, static_copy, static_like, target_of
 from moe_graphs.engine.tracing import Operations, address, differing_op
@@ -88,12 +87,9 @@ class Recorder:
             guards = self.dry_run.guards(call, dry.reads, dry.trace.read)
             guards.check_hooks()
             guards.check_keys()
-            expected = Expected(
-                dry,
-                HiddenState(self.backend.device, self.backend.generators),
-                Values([tensor for tensor, _ in dry.written]),
-            )
-            surroundings = Surroundings(guards, state)
+            written = [tensor for tensor, _ in dry.written]
+            expected = Expected(dry, Snapshot(self.backend, values=written))
+            objects, surroundings = Snapshot(guards=[guards]), Surroundings(guards, state)
             with Loan.of_our_own(slot.loans()):
                 self._capture_forward(slot, place, call, expected, surroundings)
             for loan in place.loans.values():
@@ -101,7 +97,7 @@ class Recorder:
             try:
                 guards.check_unchanged()
             except CaptureError:
-                guards.put_back()
+                objects.put_back()
                 raise
             done["output"] = pytree.tree_unflatten(dry.outputs, dry.structure)
         return expected
@@ -129,7 +125,7 @@ class Recorder:
                 with operations:  # inside: beginning a capture runs operations of its own
                     output, exit = call.run(inputs)
         finally:
-            expected.undo()  # the recorder for the CPU has run what it recorded
+            expected.before.put_back()  # the recorder for the CPU has run what it recorded
         (graph,) = graphs
         try:
             differing = differing_op(expected.dry.trace, operations)
@@ -198,10 +194,11 @@ class Recorder:
                 guards = Guards(reads.of_contexts, reads)
                 state = Context(self.backend.device.type, of_backward=True)
                 surroundings = Surroundings(guards, state)
-                with effects.once(), unchanged(guards):
+                with effects.once(), Snapshot(guards=[guards]):
                     again = self._again(slot, place, eagerly, effects)
                     if place.open is not None:
                         self._record(slot, pending, eager, again, surroundings, effects)
+                    guards.check_unchanged()
         return dict(zip(run.first_uses, eager, strict=True))
 
     def _again(

@@ -121,13 +121,12 @@ def _trace(definition: StepDefinition, batch: StaticBatch) -> Trace:
     watched = definition.guards(Reads()).tensors
     known = [*model.parameters(), *model.buffers(), *batch.tensors(), *watched, *gradients]
     known += (fp8.named_tensors() | fp8.tensors_of(model)).values()
-    return Trace(
+    return Trace(  # without copies: ``StateBefore`` has everything, on the host
         definition.backend.device,
         known,
         strict=not data_parallel.wrappers(model),  # DDP reads its buckets, which nobody else knows
         inputs=batch.named_tensors(),
         generators=definition.backend.generators,
-        keep=False,  # ``StateBefore`` has everything, on the host
     )
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from moe_graphs.engine import fp8
-from moe_graphs.engine.preserve import RandomState
 from moe_graphs.engine.proof import (
     ELSEWHERE,
     Difference,
@@ -20,6 +19,7 @@ from moe_graphs.engine.proof import (
 )
 from moe_graphs.engine.ranks import Ranks
 from moe_graphs.engine.signature import tensor_leaves
+from moe_graphs.engine.snapshot import random_digest
 from moe_graphs.engine.static_memory import owned_leaves
 from moe_graphs.engine.tracing import Operations, differing_op
 from moe_graphs.engine.whole_step.batch import StaticBatch
@@ -172,9 +172,8 @@ class Proof:
             kept.append({name: value if value is None else owned_leaves([value.detach()])[0]})
         present = {key: tensor for key, tensor in named.items() if tensor is not None}
         found = dict(zip(present, fingerprints(list(present.values())), strict=True))
-        backend = self._definition.backend
-        random = RandomState(backend.device, backend.generators)
-        return {**dict.fromkeys(named), **found, "the random numbers drawn": random.digest()}
+        random = random_digest(self._definition.backend)
+        return {**dict.fromkeys(named), **found, "the random numbers drawn": random}
 
     def _named(self, outputs: list[Tensor]) -> Iterator[tuple[str, Tensor | None]]:
         names = {id(t): name for name, t in self._definition.model.named_parameters()}

@@ -86,8 +86,8 @@ def _failing_behind(name: str) -> Iterator[None]:
 def _differing_forward() -> Iterator[None]:
     compare = Expected.difference
 
-    def wrong(self, outputs, written=None, hidden=None):
-        return WRONG if written is None else compare(self, outputs, written, hidden)
+    def wrong(self, outputs, written=None, scales=None):
+        return WRONG if written is None else compare(self, outputs, written, scales)
 
     with patch.object(Expected, "difference", wrong):
         yield
