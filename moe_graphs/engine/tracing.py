@@ -186,12 +186,13 @@ class Trace(Operations):
                 self._check(func, args, kwargs, tensors)
             self._note(func, args, kwargs)
             self._keep_what_is_written(func, args, kwargs)
+            given = set(map(address, found))
         # An op's own implementation may look at values (a custom op on the CPU): it is one op.
         with torch._C.DisableTorchFunction():
             out = func(*args, **kwargs)
         with unwatched():
             made = {address(tensor) for tensor in tensor_leaves(out)}
-            self._made |= made
+            self._made |= made - given  # a view of what lies outside lies outside, too
             if func is torch.ops.aten.lift_fresh.default and self._device.type != "cpu":
                 self._from_python |= {address(t) for t in tensor_leaves(out) if t.is_cpu}
             elif not func.is_view:
