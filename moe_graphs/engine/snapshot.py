@@ -318,7 +318,7 @@ def _put_back_objects(several: Sequence[tuple[Any, ...]]) -> None:
 def _hooks_kept(
     holders: Iterable[Tensor | nn.Module | Optimizer],
 ) -> Callable[[], None]:
-    """What puts the hooks of these, and of all optimizers, back as they are now."""
+    """A function that puts the hooks of these, and of all optimizers, back as they are now."""
     holders = list(holders)
     tensors = [
         (each, kind, getattr(each, kind), dict(getattr(each, kind) or {}))

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from moe_graphs.engine.explained import explained_call
-from moe_graphs.engine.scopes.dry_run import ScopeCall
 from moe_graphs.engine.scopes.place import PendingBackward, Place
 from moe_graphs.engine.scopes.recorder import Recorder
 from moe_graphs.engine.scopes.slots import Slot
+from moe_graphs.engine.scopes.trials import ScopeCall
 from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.errors import GraphError
 

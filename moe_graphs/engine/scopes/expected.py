@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_graphs.engine import fp8
 from moe_graphs.engine.proof import Difference, first_difference, is_noise
-from moe_graphs.engine.scopes.dry_run import DryForward
+from moe_graphs.engine.scopes.trials import TriedForward
 from moe_graphs.engine.signature import tensor_leaves
 from moe_graphs.engine.snapshot import Snapshot
 
@@ -19,7 +19,7 @@ from moe_graphs.engine.snapshot import Snapshot
 class Expected:
     """What the first replay of a forward has to leave, and the state before it."""
 
-    dry: DryForward
+    tried: TriedForward
     before: Snapshot
 
     def difference(
@@ -32,15 +32,15 @@ class Expected:
         default those of now."""
         found = tensor_leaves(outputs)
         names = [f"output {number}" for number in range(len(found))]
-        expected = list(tensor_leaves(self.dry.outputs))
-        for tensor, value in self.dry.written:
+        expected = list(tensor_leaves(self.tried.outputs))
+        for tensor, value in self.tried.written:
             names.append(f"buffer {tuple(tensor.shape)}")
             expected.append(value)
             found.append(tensor)
         if written is not None:
             found[len(found) - len(written) :] = [value for _, value in written]
         scales = fp8.named_tensors() if scales is None else scales
-        for name, value in self.dry.scales.items():
+        for name, value in self.tried.scales.items():
             names.append(name)
             expected.append(value)
             found.append(scales[name])
@@ -48,7 +48,7 @@ class Expected:
 
     def unexplained(self, again: Sequence[Any], outputs: Sequence[Any]) -> Difference | None:
         """An output that differs by more than what another eager run differs by."""
-        three = map(tensor_leaves, (self.dry.outputs, again, outputs))
+        three = map(tensor_leaves, (self.tried.outputs, again, outputs))
         for number, (eager, other, replayed) in enumerate(zip(*three, strict=True)):
             found = first_difference([f"output {number}"], [eager], [replayed])
             if found is not None and not is_noise(eager, other, replayed):

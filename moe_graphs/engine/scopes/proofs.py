@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from moe_graphs.engine.proof import ELSEWHERE, Difference, first_difference, is_noise, varies
-from moe_graphs.engine.scopes.dry_run import DryRun, ScopeCall
 from moe_graphs.engine.scopes.effects import Effects
 from moe_graphs.engine.scopes.expected import Expected
 from moe_graphs.engine.scopes.place import PendingBackward, Place
 from moe_graphs.engine.scopes.recompute import compute_anew
 from moe_graphs.engine.scopes.recording import RecordedBackward
+from moe_graphs.engine.scopes.trials import ScopeCall, Trials
 from moe_graphs.engine.snapshot import Snapshot
 
 
@@ -21,8 +21,8 @@ class Proofs:
     """Of the recordings of one model. ``verify``: whether forwards are compared at all; of
     backwards, those with a second eager run are."""
 
-    def __init__(self, model: nn.Module, dry_run: DryRun, *, verify: bool) -> None:
-        self._model, self._dry_run, self._backend = model, dry_run, dry_run.backend
+    def __init__(self, model: nn.Module, trials: Trials, *, verify: bool) -> None:
+        self._model, self._trials, self._backend = model, trials, trials.backend
         self._verify = verify
 
     def difference_of_forward(
@@ -35,7 +35,7 @@ class Proofs:
         if not anywhere(found is not None):
             return None
         expected.before.put_back()
-        again = self._dry_run.forward(call)
+        again = self._trials.forward(call)
         eager_varies = expected.difference(again.outputs, again.written, again.scales) is not None
         may_vary = found is not None and found.only_order_of_sums and not eager_varies
         wrong = None

@@ -22,7 +22,6 @@ from moe_graphs.engine.explained import explained_call
 from moe_graphs.engine.guards import Guards
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.scopes.captured_forward import CapturedForward, Saved
-from moe_graphs.engine.scopes.dry_run import DryRun, ScopeCall, check_capturable
 from moe_graphs.engine.scopes.effects import Effects
 from moe_graphs.engine.scopes.expected import Expected
 from moe_graphs.engine.scopes.gradient_loans import Allocations, GradientLoan, reason_to_copy
@@ -33,6 +32,7 @@ from moe_graphs.engine.scopes.proofs import Proofs
 from moe_graphs.engine.scopes.recompute import recompute
 from moe_graphs.engine.scopes.recording import RecordedBackward, Surroundings
 from moe_graphs.engine.scopes.slots import Slot
+from moe_graphs.engine.scopes.trials import ScopeCall, Trials, check_capturable
 from moe_graphs.engine.signature import Mismatch, TensorSpec
 from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.stand_for import local
@@ -58,8 +58,8 @@ class Recorder:
         self, model: nn.Module, backend: Backend, *, split: bool = False, verify: bool = True
     ) -> None:
         self.model, self.backend, self.split, self.verify = model, backend, split, verify
-        self.dry_run = DryRun(model, backend)
-        self.proofs = Proofs(model, self.dry_run, verify=verify)
+        self.trials = Trials(model, backend)
+        self.proofs = Proofs(model, self.trials, verify=verify)
         self.failure: CaptureError | None = None
         self.shared: dict[Any, Tensor] = {}
 
@@ -81,14 +81,14 @@ class Recorder:
         with explained_call(place.name, "forward", self.backend), call.forward_hooks() as done:
             state = Context(self.backend.device.type)
             check_capturable(call, state)
-            if place.planned.examined is not None:
-                place.planned.examined.again_if_changed(call)
-            dry = self.dry_run.forward(call)
-            guards = self.dry_run.guards(call, dry.reads, dry.trace.read)
+            if place.planned.tried is not None:
+                place.planned.tried.again_if_changed(call)
+            tried = self.trials.forward(call)
+            guards = self.trials.guards(call, tried.run.reads, tried.run.trace.read)
             guards.check_hooks()
             guards.check_keys()
-            written = [tensor for tensor, _ in dry.written]
-            expected = Expected(dry, Snapshot(self.backend, values=written))
+            written = [tensor for tensor, _ in tried.written]
+            expected = Expected(tried, Snapshot(self.backend, values=written))
             objects, surroundings = Snapshot(guards=[guards]), Surroundings(guards, state)
             with Loan.of_our_own(slot.loans()):
                 self._capture_forward(slot, place, call, expected, surroundings)
@@ -99,7 +99,7 @@ class Recorder:
             except CaptureError:
                 objects.put_back()
                 raise
-            done["output"] = pytree.tree_unflatten(dry.outputs, dry.structure)
+            done["output"] = pytree.tree_unflatten(tried.outputs, tried.structure)
         return expected
 
     def _capture_forward(
@@ -111,8 +111,8 @@ class Recorder:
         surroundings: Surroundings,
     ) -> None:
         inputs, sources = self._static_inputs(slot, call)
-        stand_ins, operations, saved = self.dry_run.stand_ins(call), Operations(), Saved()
-        scales = fp8.Scales.of(call.scope.module) if expected.dry.uses_fp8 else None
+        stand_ins, operations, saved = self.trials.stand_ins(call), Operations(), Saved()
+        scales = fp8.Scales.of(call.scope.module) if expected.tried.uses_fp8 else None
         try:
             with (
                 stand_ins.in_place(),
@@ -128,7 +128,7 @@ class Recorder:
             expected.before.put_back()  # the recorder for the CPU has run what it recorded
         (graph,) = graphs
         try:
-            differing = differing_op(expected.dry.trace, operations)
+            differing = differing_op(expected.tried.run.trace, operations)
             if differing is not None:
                 raise CaptureError(f"the capture does something else than a run: {differing}")
             buffers = list(self.model.buffers())
@@ -136,12 +136,12 @@ class Recorder:
             recorded, open = captured.described(
                 graph,
                 surroundings,
-                expected.dry,
+                expected.tried,
                 linked=frozenset(sources),
                 scales=scales,
                 split=self.split,
             )
-            owned = {address(tensor) for tensor in self.dry_run.known()}
+            owned = {address(tensor) for tensor in self.trials.known()}
             place.opened(recorded, open, sources, owned)
         except BaseException:
             graph.release()

@@ -1,4 +1,4 @@
-"""Recording a whole step: rehearse, capture, prove, and leave everything as it was."""
+"""Recording a whole step: try it, capture it, verify it, and leave everything as it was."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from moe_graphs.engine.whole_step.grad_fields import (
     set_gradients,
 )
 from moe_graphs.engine.whole_step.recorded_step import RecordedStep
-from moe_graphs.engine.whole_step.rehearsal import Rehearsal, rehearse
 from moe_graphs.engine.whole_step.state_before import StateBefore
 from moe_graphs.engine.whole_step.step_definition import StepDefinition
 from moe_graphs.engine.whole_step.step_hooks import StepHooks
 from moe_graphs.engine.whole_step.step_proof import Proof
+from moe_graphs.engine.whole_step.step_trials import TriedStep, try_step
 from moe_graphs.errors import CaptureError
 
 
@@ -90,11 +90,11 @@ def record_step(
 
 @dataclass(frozen=True)
 class _Prepared:
-    """Where the capture starts: ``found`` are the gradients that are set for it."""
+    """The state from which the capture starts: ``found`` are the gradients that are set for it."""
 
     batch: StaticBatch
     state: Context
-    seen: Rehearsal
+    seen: TriedStep
     found: Gradients
     pool: Any
     entry: Entry | None
@@ -112,7 +112,7 @@ def _prepare(
         )
     static = StaticBatch.of(batch, definition.backend.device)
     entry = Entry.of_now()
-    seen = rehearse(definition, static, before.reads, rehearsals)
+    seen = try_step(definition, static, before.reads, rehearsals)
     before.first_step_state.check()
     check_streams(definition.model, seen.stale)
     parameters = list(definition.parameters().values())

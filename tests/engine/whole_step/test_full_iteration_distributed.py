@@ -137,7 +137,7 @@ def test_settings_that_cannot_be_captured_are_refused(backend):
 
 
 def fail_on_one_rank(rank: int, world_size: int, device: str) -> list[str]:
-    """The capture fails on rank 1 only, after the rehearsals: no rank keeps a graph."""
+    """The capture fails on rank 1 only, after the trial runs: no rank keeps a graph."""
     stream = torch.cuda.Stream() if device == "cuda" else None
     model = replicas(device, stream)
     optimizer = optimizer_of(model, device)
