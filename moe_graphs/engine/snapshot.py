@@ -4,10 +4,10 @@ Parts are put back in this order. Each user takes those parts that its run may c
 
 | part | who may change it | how it is put back | the copy |
 |---|---|---|---|
+| values of tensors | operations that write in place | copied in place, versions stay | see below |
 | torch's random numbers | operations that draw | generators get their state | host |
 | FP8 scales, amaxes | Transformer Engine's kernels | copied in place | device |
 | position in FP8 autocasts | Transformer Engine's modules | set | host |
-| values of tensors | operations that write in place | copied in place, versions stay | see below |
 | objects that guards found | Python | put into the same places again | none |
 | Python's random numbers, numpy's | Python | generators get their state | host |
 | hooks | Python | the same dictionaries get the same hooks | none |
@@ -15,9 +15,11 @@ Parts are put back in this order. Each user takes those parts that its run may c
 | an optimizer's state | its `step()` | `load_state_dict()` | device |
 
 Values are those of parameters, buffers, states of optimizers, and whatever else is named or is seen
-to be written (`Trace`). Their copies lie on the device. Copies of a whole step lie on the host
-(`on_host`): they hold all that an optimizer knows. State that an optimizer makes in its first step
-is no part of a snapshot: whole steps take it away again (`whole_step/optimizers.py`).
+to be written (`Trace`). Their copies lie on the device; those of a whole step lie on the host
+(`on_host`), because they hold all that an optimizer knows. FP8 scales come behind them: kernels
+write scales past torch's dispatcher, and a trace may see too late that they are written. State that
+an optimizer makes in its first step is no part of a snapshot: whole steps take it away again
+(`whole_step/optimizers.py`).
 """
 
 from __future__ import annotations
@@ -75,15 +77,15 @@ class Snapshot:
         gradients_of: Iterable[Tensor] = (),
         optimizer: Optimizer | None = None,
     ) -> None:
+        self._values = [_Values(values, on_host=on_host)]
+        # No methods of this object: in a circle its copies would wait for the garbage collector.
+        self._undo: list[Callable[[], object]] = [partial(_put_back_values, self._values)]
         self._states: list[_State] = []
-        self._undo: list[Callable[[], object]] = []
         self._fp8: Fp8State | None = None
         if backend is not None:
             self._states, self._fp8 = _random_states(backend), Fp8State()
             self._undo += [partial(state.set, state.value) for state in self._states]
             self._undo.append(self._fp8.put_back)
-        self._values = [_Values(values, on_host=on_host)]
-        self._undo.append(partial(_put_back_values, self._values))  # not a method: no circle
         self._objects = list(map(_objects_of, guards))
         self._undo.append(partial(_put_back_objects, self._objects))
         self._python: _PythonRandomState | None = None

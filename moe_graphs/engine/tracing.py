@@ -38,6 +38,7 @@ _MAKERS = {torch.tensor, torch.as_tensor, torch.asarray}  # of lists: they read 
 _VALUE_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 # Where hooks on saved tensors are in force, autograd makes them itself. They compute nothing.
 _OF_AUTOGRAD = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+_LIFT_FRESH = torch.ops.aten.lift_fresh.default
 MODIFIED_INPUT = (
     "which a replay would do to its own copy only: clone it before modifying it (inplace=False)"
 )
@@ -186,14 +187,15 @@ class Trace(Operations):
                 self._check(func, args, kwargs, tensors)
             self._note(func, args, kwargs)
             self._keep_what_is_written(func, args, kwargs)
-            given = set(map(address, found))
+            # What is lifted was made by Python, inside of the block.
+            given = set() if func is _LIFT_FRESH else set(map(address, found))
         # An op's own implementation may look at values (a custom op on the CPU): it is one op.
         with torch._C.DisableTorchFunction():
             out = func(*args, **kwargs)
         with unwatched():
             made = {address(tensor) for tensor in tensor_leaves(out)}
             self._made |= made - given  # a view of what lies outside lies outside, too
-            if func is torch.ops.aten.lift_fresh.default and self._device.type != "cpu":
+            if func is _LIFT_FRESH and self._device.type != "cpu":
                 self._from_python |= {address(t) for t in tensor_leaves(out) if t.is_cpu}
             elif not func.is_view:
                 self._from_python -= made
@@ -211,7 +213,7 @@ class Trace(Operations):
             )
         if self._strict:
             self._check_hooks(operation)
-        if func is not torch.ops.aten.lift_fresh.default:
+        if func is not _LIFT_FRESH:
             self._check_memory(operation, tensors)
 
     def _check_hooks(self, operation: Any) -> None:
