@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from moe_graphs.engine.proof import warn
 from moe_graphs.engine.signature import Mismatch
+from moe_graphs.engine.verify import warn
 
 _MANY = 10  # eager calls, more than replays
 _SAID_BEFORE = {"capture_failed", "differs_from_eager", "weights_apart"}

@@ -60,7 +60,7 @@ def _capture_forward(slot: Slot, place: Place, call: ScopeCall, recorder: Record
             leaf.value if leaf.source == "constant" else sources[leaf.source][leaf.value]
             for leaf in place.forward.output_leaves
         ]
-        difference = recorder.proofs.difference_of_forward(place, call, expected, outputs)
+        difference = recorder.verification.difference_of_forward(place, call, expected, outputs)
         if difference is not None:
             place.planned.differs(difference)
     finally:

@@ -167,7 +167,7 @@ class GraphedScope:
             return Mismatch("capture_failed", str(error))
         pending = slot.begin_replay(place, leaves)
         produced = replay(slot, pending, recorder, self.delayed, leaves)
-        difference = recorder.proofs.difference_of_forward(place, call, expected, produced)
+        difference = recorder.verification.difference_of_forward(place, call, expected, produced)
         if difference is None:
             return produced
         slot.cancel(pending)

@@ -180,7 +180,7 @@ class Graphs:
         self._fail_together(captured.recorder.failure)
         if captured.is_complete:
             self.state = "captured"
-            self.backend.make_room()  # what the eager runs of the proofs have left
+            self.backend.make_room()  # what the eager runs of verifications have left
             for place in captured.places:
                 place.planned.tried = None
 

@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from moe_graphs.engine.backends.backend import Graph
-from moe_graphs.engine.proof import Difference, warn
 from moe_graphs.engine.ranks import ALONE, Ranks
 from moe_graphs.engine.scopes.gradient_loans import GradientLoan
 from moe_graphs.engine.scopes.loans import Loan
@@ -26,6 +25,7 @@ from moe_graphs.engine.scopes.select import Scope
 from moe_graphs.engine.scopes.trials import Tried
 from moe_graphs.engine.signature import Mismatch, Signature
 from moe_graphs.engine.static_memory import copy_to
+from moe_graphs.engine.verify import Difference, warn
 from moe_graphs.errors import GraphError
 
 

@@ -16,11 +16,11 @@ from torch.utils import _pytree as pytree
 
 from moe_graphs.engine.autograd import LeafUses
 from moe_graphs.engine.backends.backend import Backend
-from moe_graphs.engine.proof import Difference, first_difference
 from moe_graphs.engine.scopes.place import PendingBackward, Place
 from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.stand_ins import StandIns
 from moe_graphs.engine.static_memory import static_copy
+from moe_graphs.engine.verify import Difference, first_difference
 from moe_graphs.errors import GraphError
 
 

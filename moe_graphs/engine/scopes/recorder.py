@@ -22,17 +22,15 @@ from moe_graphs.engine.explained import explained_call
 from moe_graphs.engine.guards import Guards
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.scopes.captured_forward import CapturedForward, Saved
-from moe_graphs.engine.scopes.effects import Effects
-from moe_graphs.engine.scopes.expected import Expected
 from moe_graphs.engine.scopes.gradient_loans import Allocations, GradientLoan, reason_to_copy
 from moe_graphs.engine.scopes.loans import Loan
 from moe_graphs.engine.scopes.open_call import BackwardRun
 from moe_graphs.engine.scopes.place import PendingBackward, Place
-from moe_graphs.engine.scopes.proofs import Proofs
 from moe_graphs.engine.scopes.recompute import recompute
 from moe_graphs.engine.scopes.recording import RecordedBackward, Surroundings
 from moe_graphs.engine.scopes.slots import Slot
 from moe_graphs.engine.scopes.trials import ScopeCall, Trials, check_capturable
+from moe_graphs.engine.scopes.verification import Effects, Expected, Verification
 from moe_graphs.engine.signature import Mismatch, TensorSpec
 from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.stand_for import local
@@ -59,7 +57,7 @@ class Recorder:
     ) -> None:
         self.model, self.backend, self.split, self.verify = model, backend, split, verify
         self.trials = Trials(model, backend)
-        self.proofs = Proofs(model, self.trials, verify=verify)
+        self.verification = Verification(model, self.trials, verify=verify)
         self.failure: CaptureError | None = None
         self.shared: dict[Any, Tensor] = {}
 
@@ -265,7 +263,7 @@ class Recorder:
             self._record_backward(slot, place, surroundings)
         for recorded in (place.first, place.backward):  # as they were captured
             if recorded is not None and place.planned.refused is None:
-                self.proofs.backward(pending, run.given, recorded, eager, again, effects)
+                self.verification.backward(pending, run.given, recorded, eager, again, effects)
 
     def _record_backward(self, slot: Slot, place: Place, surroundings: Surroundings) -> None:
         run = place.run
@@ -325,7 +323,7 @@ class Recorder:
                 place.planned.copies_gradients,
             ),
         )
-        self.proofs.backward(pending, run.given, place.weights, eager, again, effects)
+        self.verification.backward(pending, run.given, place.weights, eager, again, effects)
 
     def _static_incoming(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         if self.split:  # they have to stay until the weights' part

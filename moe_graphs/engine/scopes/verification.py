@@ -1,24 +1,99 @@
-"""Compares the first replay of each recording with what eager computes."""
+"""Compares the first replay of each recording of a scope or callable with what eager computes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from moe_graphs.engine.proof import ELSEWHERE, Difference, first_difference, is_noise, varies
-from moe_graphs.engine.scopes.effects import Effects
-from moe_graphs.engine.scopes.expected import Expected
+from moe_graphs.engine import fp8
+from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.scopes.place import PendingBackward, Place
 from moe_graphs.engine.scopes.recompute import compute_anew
 from moe_graphs.engine.scopes.recording import RecordedBackward
-from moe_graphs.engine.scopes.trials import ScopeCall, Trials
+from moe_graphs.engine.scopes.trials import ScopeCall, Trials, TriedForward
+from moe_graphs.engine.signature import tensor_leaves
 from moe_graphs.engine.snapshot import Snapshot
+from moe_graphs.engine.tracing import Trace
+from moe_graphs.engine.verify import ByValue, Difference, Left, difference
 
 
-class Proofs:
-    """Of the recordings of one model. ``verify``: whether forwards are compared at all; of
+@dataclass(frozen=True)
+class Expected:
+    """Everything that the first replay of a forward has to leave, and the state before it."""
+
+    tried: TriedForward
+    before: Snapshot
+
+    @property
+    def left(self) -> Left:
+        """Everything that the trial run has left."""
+        return _left_of(self.tried)
+
+    def found(self, outputs: Sequence[Any]) -> Left:
+        """Everything that a replay has left just now."""
+        written = [(tensor, tensor) for tensor, _ in self.tried.written]
+        scales = fp8.named_tensors()
+        return _left(outputs, written, {name: scales[name] for name in self.tried.scales})
+
+
+def _left_of(tried: TriedForward) -> Left:
+    return _left(tried.outputs, tried.written, tried.scales)
+
+
+def _left(
+    outputs: Sequence[Any],
+    written: Sequence[tuple[Tensor, Tensor]],
+    scales: Mapping[str, Tensor],
+) -> Left:
+    return [
+        *((f"output {number}", leaf) for number, leaf in enumerate(tensor_leaves(outputs))),
+        *((f"buffer {tuple(tensor.shape)}", value) for tensor, value in written),
+        *scales.items(),
+    ]
+
+
+class Effects:
+    """The effects of a backward beside its results: numbers that it draws, tensors that it writes,
+    FP8 scales. They are seen in a first run; all other runs start from where the first one started,
+    and their effects happen only once."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self._before = backend, Snapshot(backend)
+        self._after = Snapshot()
+
+    @contextlib.contextmanager
+    def seen(self) -> Iterator[None]:
+        """A context around the first run."""
+        with Trace(self._backend.device, strict=False, refuse=False, before=self._before):
+            yield
+        self._after = Snapshot(self._backend, values=self._before.tensors)
+
+    def again(self) -> None:
+        """Puts everything back, for another run."""
+        self._before.put_back()
+
+    def once(self) -> Snapshot:
+        """A context around all other runs."""
+        return self._after
+
+    def difference(self) -> Difference | None:
+        """How what another run has written differs."""
+        after, found = self._after, fp8.named_tensors()
+        names = [f"the tensor {tuple(tensor.shape)} that it writes" for tensor in after.tensors]
+        expected, scales = zip(names, after.values, strict=True), after.scales()
+        written = zip(names, after.tensors, strict=True)
+        return difference(
+            [*expected, *scales.items()],
+            [*written, *((name, found.get(name)) for name in scales)],
+        )
+
+
+class Verification:
+    """Verifies the recordings of one model. ``verify``: whether forwards are compared at all; of
     backwards, those with a second eager run are."""
 
     def __init__(self, model: nn.Module, trials: Trials, *, verify: bool) -> None:
@@ -30,27 +105,31 @@ class Proofs:
     ) -> Difference | None:
         """How the first replay differs from eager, after which everything is as before the call;
         None if it does not, or if eager itself differs from one run to the next."""
-        anywhere = place.planned.ranks.any
-        found = expected.difference(outputs) if self._verify else None
-        if not anywhere(found is not None):
-            return None
-        expected.before.put_back()
-        again = self._trials.forward(call)
-        eager_varies = expected.difference(again.outputs, again.written, again.scales) is not None
-        may_vary = found is not None and found.only_order_of_sums and not eager_varies
-        wrong = None
-        if anywhere(may_vary):
-            eager_varies |= _replays_vary(place, expected, anywhere)
-        elif eager_varies:
-            wrong = expected.unexplained(again.outputs, outputs)
-        if found is not None and not eager_varies:
-            wrong = found
-        if anywhere(wrong is not None):
-            return wrong or ELSEWHERE
-        place.planned.not_reproducible = True
-        expected.before.put_back()
-        place.forward.graph.replay()
-        return None
+        planned, graph, static = place.planned, place.forward.graph, place.forward.outputs
+
+        def again() -> Left:
+            expected.before.put_back()
+            return _left_of(self._trials.forward(call))
+
+        first: list[Tensor] = []
+
+        def another_replay() -> Difference | None:
+            if not first:
+                first.extend(output.clone() for output in static)
+            expected.before.put_back()
+            graph.replay()
+            return difference(_left(first, (), {}), _left(static, (), {}))
+
+        eager, number = expected.left, len(tensor_leaves(expected.tried.outputs))
+        replayed = expected.found(outputs) if self._verify else eager
+        verdict = ByValue(planned.ranks.any).replayed(
+            eager, replayed, again, another_replay, outputs=number
+        )
+        if verdict.not_reproducible:
+            planned.not_reproducible = True
+            expected.before.put_back()
+            graph.replay()
+        return verdict.difference
 
     def backward(
         self,
@@ -71,29 +150,23 @@ class Proofs:
             recorded.graph.replay()
         if again is None or recorded.graph is None:
             return
-        names = self._names_of(pending.place, recorded.uses)
-        eager_varies = first_difference(names, eager, again) is not None
-        rows = zip(names, eager, again, recorded.gradients, strict=True)
-        compared = [(name, a, c) for name, a, b, c in rows if not is_noise(a, b, c)]
-        found = first_difference(*zip(*compared, strict=True)) if compared else None
-        if found is None and not eager_varies:
-            found = effects.difference()
-        anywhere = pending.place.planned.ranks.any
-        may_vary = found is not None and found.only_order_of_sums and not eager_varies
-        if anywhere(may_vary):
+        planned, names = pending.place.planned, self._names_of(pending.place, recorded.uses)
 
-            def another() -> Difference | None:
-                effects.again()
-                with self._backend.on_stream():
-                    difference, gradients = compute_anew(self._backend, pending, incoming)
-                anew = [gradients[use] for use in recorded.uses]
-                return difference or first_difference(names, eager, anew)
+        def left(gradients: Sequence[Tensor | None]) -> Left:
+            return list(zip(names, gradients, strict=True))
 
-            eager_varies |= varies(another, anywhere)
-        planned = pending.place.planned
-        planned.not_reproducible |= eager_varies
-        if anywhere(found is not None and not (eager_varies and found.only_order_of_sums)):
-            planned.differs(found or ELSEWHERE)
+        def another_run() -> Difference | None:
+            effects.again()
+            with self._backend.on_stream():
+                found, gradients = compute_anew(self._backend, pending, incoming)
+            return found or difference(left(eager), left([gradients[u] for u in recorded.uses]))
+
+        verdict = ByValue(planned.ranks.any).replayed_once(
+            left(eager), left(again), left(recorded.gradients), effects.difference, another_run
+        )
+        planned.not_reproducible |= verdict.not_reproducible
+        if verdict.difference is not None:
+            planned.differs(verdict.difference)
 
     def agrees(self, place: Place, eager: Mapping[int, Tensor | None]) -> bool:
         """Replays the backward, and compares it with an eager one on the same gradients."""
@@ -102,10 +175,12 @@ class Proofs:
         if before.has_drawn():
             before.put_back()
             return False
-        names = self._names_of(place, place.backward.uses)
-        expected = [eager[use] for use in place.backward.uses]
-        difference = first_difference(names, expected, place.backward.gradients)
-        return not place.planned.ranks.any(difference is not None)
+        names, uses = self._names_of(place, place.backward.uses), place.backward.uses
+        found = difference(
+            [(name, eager[use]) for name, use in zip(names, uses, strict=True)],
+            list(zip(names, place.backward.gradients, strict=True)),
+        )
+        return not place.planned.ranks.any(found is not None)
 
     def _names_of(self, place: Place, uses: Sequence[int]) -> list[str]:
         of_parameters = {id(p): name for name, p in self._model.named_parameters()}
@@ -117,16 +192,3 @@ class Proofs:
             else f"the gradient of {of_parameters.get(id(each), 'a parameter')}"
             for each in listed
         ]
-
-
-def _replays_vary(place: Place, expected: Expected, anywhere: Callable[[bool], bool]) -> bool:
-    outputs = place.forward.outputs
-    names = [f"output {number}" for number in range(len(outputs))]
-    before = [output.clone() for output in outputs]
-
-    def another() -> Difference | None:
-        expected.before.put_back()
-        place.forward.graph.replay()
-        return first_difference(names, before, outputs)
-
-    return varies(another, anywhere)
