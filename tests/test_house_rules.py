@@ -62,7 +62,7 @@ FRAGMENTS_OF_COMMENTS = re.compile(
 # shrink: whoever rewrites docstrings there lowers it. All other folders have none.
 FRAGMENTS_LEFT: dict[str, int] = {
     "moe_graphs/cli.py": 1,
-    "moe_graphs/engine": 235,
+    "moe_graphs/engine": 225,
     "moe_graphs/integrations": 56,
     "moe_graphs/kernels": 49,
     "moe_graphs/lm": 76,
