@@ -248,3 +248,30 @@ def test_a_trace_adds_what_is_written_outside_of_its_block():
         assert len(before.tensors) == 3  # one tensor, and two views of the other
     assert outside.tolist() == view.tolist() == [0, 1, 2, 3]
     assert trace._before is None  # what is kept of a trace holds no copies
+
+
+def test_a_tensor_that_python_makes_in_the_block_is_the_blocks_own():
+    with Snapshot() as before:
+        with Trace(CPU, before=before):  # strict: memory from outside would be refused
+            made = torch.tensor([1.0, 2.0])
+            made[0].add_(1)
+            made.mul_(2)
+        assert before.tensors == []
+    assert made.tolist() == [4, 4]
+
+
+@pytest.mark.gpu
+def test_parts_on_a_gpu_are_put_back():
+    weight = torch.arange(4.0, device="cuda")
+    generator = torch.Generator("cuda").manual_seed(5)
+    backend = backend_for([weight], [generator])
+    before = random_digest(backend)
+    for on_host in (False, True):
+        with Snapshot(backend, values=[weight], on_host=on_host) as state:
+            assert state.values[0].is_cuda is (not on_host)
+            weight += torch.rand(4, device="cuda") + torch.rand(
+                4, device="cuda", generator=generator
+            )
+            assert state.has_drawn()
+        assert weight.tolist() == [0, 1, 2, 3]
+        assert random_digest(backend) == before
