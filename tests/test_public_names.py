@@ -14,7 +14,7 @@ import pytest
 import moe_graphs
 
 # What the engine, tests and benchmarks look into, and users have no need of.
-INTERNAL = {"Graphs.captured", "Graphs.examine", "Graphs.mismatched"}
+INTERNAL = {"Graphs.captured", "Graphs.try_out", "Graphs.mismatched"}
 PUBLIC = [getattr(moe_graphs, name) for name in moe_graphs.__all__]
 # Packages whose names are imported from them, and packages of modules that are.
 WITH_NAMES = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +21,7 @@ from moe_graphs.engine.reachable import Reachable, Walk
 from moe_graphs.engine.reads import Reads, functions_of
 from moe_graphs.engine.reasons import CAPTURE_AGAIN, EAGER_CALLS
 from moe_graphs.engine.signature import Mismatch
+from moe_graphs.engine.snapshot import state_of
 from moe_graphs.engine.stand_for import local, stands_for_another
 from moe_graphs.engine.tracing import address
 from moe_graphs.engine.untouched import Untouched
@@ -115,7 +115,7 @@ class Guards:
         step has made is none of it."""
         found = self._walk()
         now = found.leaves
-        drawn = [name for name, rng, state in self._draws if not _same_state(rng, state)]
+        drawn = [name for name, rng, state in self.draws if not _same_state(rng, state)]
         changed = [
             f"{name} ({_shown(before)} -> {_shown(now.get(name, GONE))})"
             for name, before in self._found.leaves.items()
@@ -143,17 +143,6 @@ class Guards:
                 f"{where}it changes {changes[0]}, and a replay runs no Python: keep it in a buffer "
                 f"that is changed in place, or change it outside of the scope"
             )
-
-    def put_back(self) -> None:
-        """Everything but the values of tensors is as it was when this was made."""
-        for container, contents in self._contents:
-            if list(map(id, container.contents().values())) != list(map(id, contents.values())):
-                container.put_back(contents)
-        for cell, value in self._cells:
-            if cell.write is not None and value is not GONE and not cell.is_still(value):
-                cell.write(value)
-        for _, rng, state in self._draws:
-            _set_state(rng, state)
 
     def check_hooks(self) -> None:
         """
@@ -203,11 +192,11 @@ class Guards:
     def _adopt(self, found: Reachable) -> None:
         """What is compared from now on."""
         self._found = found
-        self._contents = [(each, each.contents()) for each in found.containers]
-        self._cells = [(cell, cell.read()) for cell in found.cells]
+        self.contents = [(each, each.contents()) for each in found.containers]
+        self.cells = [(cell, cell.read()) for cell in found.cells]
         matter = {id(leaf) for leaf in found.leaves.values() if is_bookkeeping(leaf)}
         matter.update(map(id, found.tensors.values()))
-        self._untouched = Untouched(self._contents, self._noisy, matter)
+        self._untouched = Untouched(self.contents, self._noisy, matter)
         inside = (module for _, module in found.modules if id(module) not in self._outside)
         hooks = [each for module in inside for each in hooks_of(module)]
         self._with_fsdp = [each for each in hooks if each and self._are_known(each)]
@@ -218,14 +207,14 @@ class Guards:
         self._functions = found.functions
         self._code = list(map(_CODE_OF, self._functions))
         quick = (
-            (self._contents, self._untouched.is_true),
-            (self._cells, self._cells_are_still),
+            (self.contents, self._untouched.is_true),
+            (self.cells, self._cells_are_still),
             (self._typed, lambda: list(map(type, self._typed)) == self._types),
             (self._functions, lambda: list(map(_CODE_OF, self._functions)) == self._code),
         )
         self._quick = [is_true for compared, is_true in quick if compared]
         self._is_empty = not (self._quick or self._places)
-        self._draws = [(name, rng, _state_of(rng)) for name, rng in found.draws]
+        self.draws = [(name, rng, state_of(rng)) for name, rng in found.draws]
 
     def _are_known(self, hooks: dict) -> bool:
         return self._sharded and are_of_fsdp(hooks)
@@ -235,7 +224,7 @@ class Guards:
         return all(map(operator.call, self._quick))
 
     def _cells_are_still(self) -> bool:
-        return all(cell.is_still(value) for cell, value in self._cells)
+        return all(cell.is_still(value) for cell, value in self.cells)
 
     def _look_again(self) -> Mismatch | None:
         """Other containers may hold the same leaves, and what changed may not matter."""
@@ -403,21 +392,5 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _state_of(generator: Any) -> Any:
-    """Of a generator of Python's or numpy's."""
-    if hasattr(generator, "bit_generator"):
-        return copy.deepcopy(generator.bit_generator.state)
-    return generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if hasattr(generator, "bit_generator"):
-        generator.bit_generator.state = state
-    elif hasattr(generator, "setstate"):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
-
-
 def _same_state(generator: Any, state: Any) -> bool:
-    return repr(_state_of(generator)) == repr(state)
+    return repr(state_of(generator)) == repr(state)

@@ -1,4 +1,4 @@
-"""Where torch keeps hooks, and how they are put back."""
+"""Where torch keeps hooks."""
 
 from __future__ import annotations
 
@@ -35,6 +35,11 @@ def _name(hook: Any) -> str:
     return str(getattr(hook, "__qualname__", None) or type(hook).__qualname__)
 
 
+def hooks_of_modules(modules: Iterable[nn.Module]) -> list[dict]:
+    """Hooks of these modules and of all that are in them."""
+    return [hooks for root in modules for module in root.modules() for hooks in hooks_of(module)]
+
+
 def forward_hooks_of(module: nn.Module) -> dict:
     """For code within a scope: if that named the attribute itself, graphs would depend on the hooks
     of the scope's own module, which run outside of them."""
@@ -58,33 +63,3 @@ def are_of_fsdp(hooks: dict) -> bool:
     with the step, what they keep in Python ``whole_step/fsdp.py`` looks after."""
     homes = (str(getattr(hook, "__module__", "")) for hook in hooks.values())
     return all(home.startswith("torch.distributed.fsdp") for home in homes)
-
-
-class KeptHooks:
-    """Hooks of tensors, modules and optimizers, to be put back as they were."""
-
-    def __init__(
-        self, tensors: Iterable[Tensor], model: nn.Module, optimizers: Iterable[Optimizer]
-    ) -> None:
-        self._of_tensors = [
-            (each, kind, getattr(each, kind), dict(getattr(each, kind) or {}))
-            for each in tensors
-            for kind in OF_TENSORS
-        ]
-        dicts = [hooks for module in model.modules() for hooks in hooks_of(module)]
-        dicts += hooks_of_updates(optimizers)
-        self._dicts = [(hooks, dict(hooks)) for hooks in dicts]
-
-    def put_back(self) -> None:
-        for tensor, kind, hooks, contents in self._of_tensors:
-            if getattr(tensor, kind) is not hooks:
-                setattr(tensor, kind, hooks)
-            _put_back(hooks, contents)
-        for hooks, contents in self._dicts:
-            _put_back(hooks, contents)
-
-
-def _put_back(hooks: dict | None, contents: dict) -> None:
-    if hooks is not None and hooks != contents:
-        hooks.clear()
-        hooks.update(contents)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from moe_graphs.engine.proof import warn
 from moe_graphs.engine.reasons import reason_for
+from moe_graphs.engine.verify import warn
 
 
 class Misses:

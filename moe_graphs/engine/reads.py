@@ -14,7 +14,6 @@ import gc
 import importlib
 import inspect
 import pathlib
-import random
 import re
 import sys
 import types
@@ -28,6 +27,7 @@ from torch.utils import _pytree as pytree
 from moe_graphs.engine import doors
 from moe_graphs.engine.looking_into import attribute_of, contents_of_cell, with_inner_code
 from moe_graphs.engine.origins import origin_of, origin_of_class
+from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.values import BY_IDENTITY
 from moe_graphs.errors import CaptureError
 
@@ -87,7 +87,7 @@ class Reads:
         # Dispatch modes and optimizers do so with their first operation, and nobody is to be
         # watched doing it.
         importlib.import_module("torch._dynamo")
-        self._drawn = PythonRandomState()
+        self._before = Snapshot(python_random=True)
         self._profiler = sys.getprofile()
         self._collecting = gc.get_threshold()
         gc.set_threshold(0)  # its callbacks and finalizers are none of the block's
@@ -182,7 +182,8 @@ class Reads:
         seeding = next((_SEEDING[code] for code in self.code if code in _SEEDING), None)
         if seeding is not None:
             raise CaptureError(f"torch's {seeding}() is called, and a replay would not do it again")
-        drawn = self._drawn.put_back()
+        drawn = self._before.drawn_from()
+        self._before.put_back()
         if drawn is not None:
             raise CaptureError(
                 f"it draws from {drawn}, which a replay does not do again: draw with torch"
@@ -287,31 +288,6 @@ def _profile_again(profiler: Any) -> None:
         sys.setprofile(profiler)
     else:
         profiler.enable()
-
-
-class PythonRandomState:
-    """The generators that Python code draws from besides torch's."""
-
-    def __init__(self) -> None:
-        self._random = random.getstate()
-        numpy = sys.modules.get("numpy")
-        self._numpy = numpy.random if numpy is not None else None
-        self._legacy = self._numpy.get_state() if self._numpy is not None else None
-
-    def put_back(self) -> str | None:
-        """The name of what was drawn from since, if anything was."""
-        drawn = None
-        if random.getstate() != self._random:
-            random.setstate(self._random)
-            drawn = "Python's random"
-        if self._numpy is not None and not _same_numpy_state(self._numpy.get_state(), self._legacy):
-            self._numpy.set_state(self._legacy)
-            drawn = "numpy.random"
-        return drawn
-
-
-def _same_numpy_state(a: tuple, b: tuple) -> bool:
-    return a[0] == b[0] and a[2:] == b[2:] and bool((a[1] == b[1]).all())
 
 
 @functools.cache

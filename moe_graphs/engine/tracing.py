@@ -18,11 +18,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_graphs.engine.communication import communicates, finished
-from moe_graphs.engine.preserve import Values
 from moe_graphs.engine.ranks import groups_in
 from moe_graphs.engine.reads import unwatched
 from moe_graphs.engine.resizing import noting_resizes
 from moe_graphs.engine.signature import tensor_leaves
+from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.stand_for import has_no_values, is_wrapper, local
 from moe_graphs.errors import CaptureError
 
@@ -38,6 +38,7 @@ _MAKERS = {torch.tensor, torch.as_tensor, torch.asarray}  # of lists: they read 
 _VALUE_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 # Where hooks on saved tensors are in force, autograd makes them itself. They compute nothing.
 _OF_AUTOGRAD = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+_LIFT_FRESH = torch.ops.aten.lift_fresh.default
 MODIFIED_INPUT = (
     "which a replay would do to its own copy only: clone it before modifying it (inplace=False)"
 )
@@ -126,7 +127,7 @@ class Trace(Operations):
         inputs: what the block must not modify, by name.
         generators: the random number generators that a graph knows, besides the default ones.
         refuse: otherwise what is written is noted, and that is all.
-        keep: copies what is written outside of the block, so that it can be put back.
+        before: is given what is written outside of the block, so that it can be put back.
 
     Attributes:
         read: addresses of the known memory that was read, or written.
@@ -144,17 +145,17 @@ class Trace(Operations):
         inputs: Mapping[str, Tensor] = MappingProxyType({}),
         generators: Sequence[torch.Generator] = (),
         refuse: bool = True,
-        keep: bool = True,
+        before: Snapshot | None = None,
     ) -> None:
         super().__init__()
-        self._device, self._strict, self._refuse, self._keep = device, strict, refuse, keep
+        self._device, self._strict, self._refuse, self._before = device, strict, refuse, before
         self._known = {address(tensor) for tensor in known}
         self._inputs = {address(t): name for name, t in inputs.items() if t.numel()}
         defaults = (torch.default_generator, *torch.cuda.default_generators)
         self._generators = {generator._cdata for generator in (*defaults, *generators)}
         self._made: set[int] = set()
         self._from_python: set[int] = set()  # memory on the CPU whose values are constants
-        self._before: dict[tuple, Values] = {}
+        self._kept: set[tuple] = set()
         self._host_reads = _RefuseHostReads(self._from_python)
         self.read: set[int] = set()
         self._resizes = noting_resizes(self._allocated)
@@ -171,6 +172,7 @@ class Trace(Operations):
         self._resizes.__exit__(None, None, None)
         if self._refuse:
             self._host_reads.__exit__(*exception)
+        self._before = None  # this object is kept for longer than the copies are needed
 
     def _allocated(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         if nbytes:
@@ -189,31 +191,19 @@ class Trace(Operations):
                 self._check(func, args, kwargs, tensors)
             self._note(func, args, kwargs)
             self._keep_what_is_written(func, args, kwargs)
+            # What is lifted was made by Python, inside of the block.
+            given = set() if func is _LIFT_FRESH else set(map(address, found))
         # An op's own implementation may look at values (a custom op on the CPU): it is one op.
         with torch._C.DisableTorchFunction():
             out = func(*args, **kwargs)
         with unwatched():
             made = {address(tensor) for tensor in tensor_leaves(out)}
-            self._made |= made
-            if func is torch.ops.aten.lift_fresh.default and self._device.type != "cpu":
+            self._made |= made - given  # a view of what lies outside lies outside, too
+            if func is _LIFT_FRESH and self._device.type != "cpu":
                 self._from_python |= {address(t) for t in tensor_leaves(out) if t.is_cpu}
             elif not func.is_view:
                 self._from_python -= made
         return out
-
-    def written(self) -> list[Tensor]:
-        """Tensors from outside of the block that it has modified."""
-        return [tensor for values in self._before.values() for tensor in values.tensors]
-
-    def put_back(self) -> None:
-        """What the block has modified outside of itself is as it was."""
-        self.rewind()
-        self._before.clear()
-
-    def rewind(self) -> None:
-        """Likewise, and it can be done again."""
-        for values in reversed(self._before.values()):
-            values.put_back()
 
     def _check(self, func: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> None:
         operation = func.overloadpacket
@@ -227,7 +217,7 @@ class Trace(Operations):
             )
         if self._strict:
             self._check_hooks(operation)
-        if func is not torch.ops.aten.lift_fresh.default:
+        if func is not _LIFT_FRESH:
             self._check_memory(operation, tensors)
 
     def _check_hooks(self, operation: Any) -> None:
@@ -264,8 +254,9 @@ class Trace(Operations):
                     f"{func.overloadpacket}, {MODIFIED_INPUT}"
                 )
             key = (where, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-            if self._keep and key not in self._before:
-                self._before[key] = Values([tensor.detach()])
+            if self._before is not None and key not in self._kept:
+                self._kept.add(key)
+                self._before.keep(tensor.detach())
 
 
 def differing_op(first: Operations, second: Operations) -> str | None:

@@ -289,6 +289,40 @@ def _writes_first_reads_second(s, x, flat):
 
 case("an input is written and read through another input", _writes_first_reads_second,
      step=_one_changes)  # fmt: skip
+
+
+def _with_buffer(s):
+    s.register_buffer("b", torch.arange(4.0))
+
+
+def _write_to_a_view(s, x):
+    s.b[1:3].mul_(2.0).add_(1.0)
+    return s.l(x) * s.b.clone()
+
+
+def _write_to_what_was_viewed(s, x):
+    scale = s.b[1] * 2.0
+    s.b.add_(1.0)
+    return s.l(x) * scale
+
+
+def _write_to_a_row_of_the_input(s, x):
+    x[0].add_(1.0)
+    return s.l(x)
+
+
+def _write_to_an_element_of_a_parameter(s, x):
+    with torch.no_grad():
+        s.l.bias[1].mul_(0.5)
+    return s.l(x)
+
+
+case("a buffer is written through a view", _write_to_a_view, _with_buffer)
+case("a buffer is written of which a view was read", _write_to_what_was_viewed, _with_buffer)
+case("a row of the input is written", _write_to_a_row_of_the_input,
+     use=lambda m, x: m.sc(m.pre(x) * 1.0))  # fmt: skip
+case("a row of the batch is written", _write_to_a_row_of_the_input, use=lambda m, x: m.sc(x))
+case("an element of a parameter is written", _write_to_an_element_of_a_parameter)
 case("the input is a parameter of the scope", lambda s, x: torch.tanh(s.l(x)),
      use=lambda m, x: m.sc(m.sc.l.weight))  # fmt: skip
 case("the input is a view of a parameter of the scope", lambda s, x: torch.tanh(s.l(x)),

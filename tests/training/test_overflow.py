@@ -16,7 +16,7 @@ from full_iterations import optimizer_of
 from moe_graphs import GraphConfig
 from moe_graphs.dispatch import make_dispatcher
 from moe_graphs.dispatch.local_rows import room_for_rows
-from moe_graphs.engine.preserve import RandomState
+from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.whole_step.full_iteration import FullIteration
 from moe_graphs.layers import LanguageModel
 from moe_graphs.training.device_step import DeviceStep, StepResult
@@ -85,7 +85,7 @@ def _train(
     torch.manual_seed(dist.get_rank())
     for index, tokens in enumerate(microbatches(device, STEPS, seed=10 + dist.get_rank())):
         _skew(model, index)
-        batch, random = {"tokens": tokens}, RandomState(torch.device(device))
+        batch, random = {"tokens": tokens}, Snapshot(graphs.backend)
         with graphs.step():
             loss, lost, result = train(batch)
         dropped.append((lost.item(), result.overflowed.item()))

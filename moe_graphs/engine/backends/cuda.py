@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from moe_graphs.engine.backends.backend import Backend, Graph, MemoryMeter
-from moe_graphs.engine.preserve import no_garbage_collection
+from moe_graphs.engine.snapshot import no_garbage_collection
 
 _LARGE_POOL = 64 << 20
 

@@ -27,15 +27,14 @@ from moe_graphs.engine.callables.arguments import (
     plan_of,
 )
 from moe_graphs.engine.callables.capture_slot import capture_slot, check_unused
-from moe_graphs.engine.callables.no_trace import NoTrace
 from moe_graphs.engine.explained import explained_call
+from moe_graphs.engine.guards import Guards
 from moe_graphs.engine.misses import Misses
 from moe_graphs.engine.ranks import ALONE, Ranks
 from moe_graphs.engine.report import Report
 from moe_graphs.engine.resources import Resources
 from moe_graphs.engine.scopes.captured import Captured, Chunk
 from moe_graphs.engine.scopes.delayed_weights import DelayedWeights
-from moe_graphs.engine.scopes.dry_run import DryRun, Hooks, ScopeCall
 from moe_graphs.engine.scopes.graphed_scope import GraphedScope
 from moe_graphs.engine.scopes.memory import CallMemory, memory_plan
 from moe_graphs.engine.scopes.place import PlannedCall
@@ -44,7 +43,9 @@ from moe_graphs.engine.scopes.recorder import Recorder
 from moe_graphs.engine.scopes.reporting import report_of
 from moe_graphs.engine.scopes.select import Call, Scope
 from moe_graphs.engine.scopes.slots import Slot
+from moe_graphs.engine.scopes.trials import Hooks, ScopeCall, Trials
 from moe_graphs.engine.signature import Mismatch, Signature, tensor_leaves
+from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.errors import CaptureError, GraphError
 from moe_graphs.pipelines.schedule import Action, slots
 
@@ -166,11 +167,11 @@ def make_graphed_callables(  # type: ignore[misc]  # the second's options are th
     options = CaptureOptions(
         split=any(delays),
         verify=verify,
-        rehearsals=warmup_steps if num_warmup_iters is None else num_warmup_iters,
+        trials=warmup_steps if num_warmup_iters is None else num_warmup_iters,
         pool=pool,
         hooks=hooks_of(capture_time_hooks, len(functions)),
-        before_rehearsals=pre_warmup_hook,
-        after_rehearsals=post_warmup_hook,
+        before_trials=pre_warmup_hook,
+        after_trials=post_warmup_hook,
         allow_unused_input=allow_unused_input,
     )
     with fp8.autocast(enabled, recipe, amax_reduction_group):
@@ -199,11 +200,11 @@ class CaptureOptions:
 
     split: bool
     verify: bool
-    rehearsals: int
+    trials: int
     pool: Any
     hooks: Sequence[Hooks]
-    before_rehearsals: Callable[[], None] | None
-    after_rehearsals: Callable[[], None] | None
+    before_trials: Callable[[], None] | None
+    after_trials: Callable[[], None] | None
     allow_unused_input: bool
 
 
@@ -266,18 +267,41 @@ class CallableGraphs:
             for graphed, call, hooks in zip(self.graphed, self.calls, options.hooks, strict=True)
         ]
         gc.collect()  # none while a capture runs
-        with NoTrace(DryRun(self.model, self.backend), calls) as no_trace:
-            self._capture(plan, calls, options, no_trace)
+        before = self._before(calls)
+        try:
+            self._capture(plan, calls, options)
+        except BaseException:
+            before.put_back()
+            raise
         self.capture_seconds = time.perf_counter() - started
 
-    def _capture(
-        self, plan: Plan, calls: Sequence[ScopeCall], options: CaptureOptions, no_trace: NoTrace
-    ) -> None:
+    def _before(self, calls: Sequence[ScopeCall]) -> Snapshot:
+        """All that the calls can reach. The values of tensors are put back by each run itself.
+
+        Raises:
+            CaptureError: if a call may use up what nobody can put back.
+        """
+        guards = list(map(self._guards, calls))
+        for each in guards:
+            each.check_followable()
+        return Snapshot(
+            self.backend,
+            guards=guards,
+            python_random=True,
+            hooks_of=[*self.model.parameters(), self.model],
+            gradients_of=self.model.parameters(),
+        )
+
+    def _guards(self, call: ScopeCall) -> Guards:
+        trials = Trials(self.model, self.backend)
+        return trials.guards(call, trials.reads_before_running(call), ())
+
+    def _capture(self, plan: Plan, calls: Sequence[ScopeCall], options: CaptureOptions) -> None:
         ranks = Ranks(self.model)
-        measured, communicating = self._rehearse(calls, options, ranks)
+        measured, communicating = self._try(calls, options, ranks)
         ranks_of = dict.fromkeys(communicating, ranks)
         memory = memory_plan(plan, measured, options.split)
-        no_trace.rehearsed()
+        tried = list(map(self._guards, calls))  # a table that a first run makes is no change
         recorder = Recorder(self.model, self.backend, split=options.split, verify=options.verify)
         chunks = [
             Chunk([
@@ -297,31 +321,33 @@ class CallableGraphs:
                 for slot in chunk.slots:
                     capture_slot(slot, [calls[number] for number in planned.calls], recorder)
                     check_unused(slot, options.allow_unused_input)
-            no_trace.check()
+            for call, guards in zip(calls, tried, strict=True):
+                guards.check_unchanged(f"scope {call.scope.name!r}: ")
         except BaseException:
             self._resources.release()
             raise
 
-    def _rehearse(
+    def _try(
         self, calls: Sequence[ScopeCall], options: CaptureOptions, ranks: Ranks
     ) -> tuple[dict[int, CallMemory], set[int]]:
         """Also which of them communicate."""
         measured: dict[int, CallMemory] = {}
         communicating = set()
-        dry_run = DryRun(self.model, self.backend)
-        if options.before_rehearsals is not None:
-            options.before_rehearsals()
+        trials = Trials(self.model, self.backend)
+        if options.before_trials is not None:
+            options.before_trials()
         for number, call in enumerate(calls):
-            if options.rehearsals:
+            if options.trials:
                 with explained_call(call.scope.name, "forward", self.backend):
                     if fp8.is_enabled():
-                        dry_run.make_ready(call)
-                    measured[number], groups = dry_run.examine(call, runs=options.rehearsals)
-                if groups:
-                    ranks.join(groups)
+                        trials.make_ready(call)
+                    tried = trials.forward_and_backward(call, runs=options.trials)
+                measured[number] = tried.memory
+                if tried.groups:
+                    ranks.join(tried.groups)
                     communicating.add(number)
-        if options.after_rehearsals is not None:
-            options.after_rehearsals()
+        if options.after_trials is not None:
+            options.after_trials()
         return measured, communicating
 
     def install(self) -> None:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from moe_graphs.engine.explained import explained_call
-from moe_graphs.engine.preserve import preserved_hidden_state, preserved_values
-from moe_graphs.engine.scopes.dry_run import ScopeCall
 from moe_graphs.engine.scopes.place import PendingBackward, Place
 from moe_graphs.engine.scopes.recorder import Recorder
 from moe_graphs.engine.scopes.slots import Slot
+from moe_graphs.engine.scopes.trials import ScopeCall
+from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.errors import GraphError
 
 
@@ -22,11 +22,7 @@ def capture_slot(slot: Slot, calls: Sequence[ScopeCall], recorder: Recorder) -> 
     Raises:
         CaptureError: for what cannot be captured.
     """
-    backend = recorder.backend
-    with (
-        preserved_hidden_state(backend.device, backend.generators),
-        preserved_values(recorder.model.buffers()),
-    ):
+    with Snapshot(recorder.backend, values=recorder.model.buffers()):
         while not slot.is_closed:  # a second time, if backwards turn out to run only once
             _capture(slot, calls, recorder)
             slot.end_step()
@@ -64,11 +60,11 @@ def _capture_forward(slot: Slot, place: Place, call: ScopeCall, recorder: Record
             leaf.value if leaf.source == "constant" else sources[leaf.source][leaf.value]
             for leaf in place.forward.output_leaves
         ]
-        difference = recorder.proofs.difference_of_forward(place, call, expected, outputs)
+        difference = recorder.verification.difference_of_forward(place, call, expected, outputs)
         if difference is not None:
             place.planned.differs(difference)
     finally:
-        expected.undo()
+        expected.before.put_back()
 
 
 def _gradient(output: Tensor, generator: torch.Generator) -> Tensor:

@@ -14,11 +14,11 @@ from torch.utils import _pytree as pytree
 from moe_graphs.engine.autograd import LeafUses, has_hooks, leaves_behind
 from moe_graphs.engine.backends.backend import Graph
 from moe_graphs.engine.fp8 import Scales
-from moe_graphs.engine.preserve import StandIns
-from moe_graphs.engine.scopes.dry_run import DryForward, ScopeCall
 from moe_graphs.engine.scopes.open_call import OpenCall
 from moe_graphs.engine.scopes.recording import OutputLeaf, RecordedForward, Surroundings
 from moe_graphs.engine.scopes.select import Exit
+from moe_graphs.engine.scopes.trials import ScopeCall, TriedForward
+from moe_graphs.engine.stand_ins import StandIns
 from moe_graphs.engine.static_memory import target_of
 from moe_graphs.engine.tracing import address
 from moe_graphs.engine.values import is_plain, same_value
@@ -49,13 +49,13 @@ class CapturedForward:
         self,
         graph: Graph,
         surroundings: Surroundings,
-        dry: DryForward,
+        tried: TriedForward,
         *,
         linked: frozenset[int],
         scales: Scales | None,
         split: bool,
     ) -> tuple[RecordedForward, OpenCall]:
-        leaves, outputs = self._sources(dry.outputs)
+        leaves, outputs = self._sources(tried.outputs)
         live = [output for output in outputs if output.requires_grad]
         open = self._open(live)
         saved, first = self._saved, self._call.signature.first
@@ -77,8 +77,8 @@ class CapturedForward:
             saved_outputs=tuple(o.detach() for o in outputs if saved.has(o)),
             saved_inputs=tuple(i for i in self._tensors if saved.has(self._inputs[i])),
             saved_of_model=tuple(filter(saved.has, self._of_model(open))),
-            written=tuple(tensor for tensor, _ in dry.written),
-            draws=dry.draws,
+            written=tuple(tensor for tensor, _ in tried.written),
+            draws=tried.draws,
             scales=scales,
             is_split=split and bool(live),
             arguments=self._call.arguments.without_tensors(),

@@ -14,12 +14,12 @@ from moe_graphs.engine.misses import Misses
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.scopes.captured import Captured
 from moe_graphs.engine.scopes.delayed_weights import DelayedWeights
-from moe_graphs.engine.scopes.dry_run import ScopeCall
 from moe_graphs.engine.scopes.observation import Observation
 from moe_graphs.engine.scopes.place import Place
 from moe_graphs.engine.scopes.replay import replay
 from moe_graphs.engine.scopes.select import Call, Scope
 from moe_graphs.engine.scopes.slots import Slot
+from moe_graphs.engine.scopes.trials import ScopeCall
 from moe_graphs.engine.signature import Mismatch, flatten
 from moe_graphs.errors import CaptureError, GraphError
 
@@ -38,10 +38,10 @@ class Owner(Protocol):
     def eager_reason(self) -> str | None:
         """Why every call runs eagerly just now, or None if calls are observed or replayed."""
 
-    def examine(self, call: ScopeCall, alike: int, linked: list[int], reads: Reads) -> None:
+    def try_out(self, call: ScopeCall, alike: int, linked: list[int], reads: Reads) -> None:
         """Looks for what cannot be captured. ``alike``: the number of the observed call."""
 
-    def wants_to_examine(self, alike: int) -> bool: ...
+    def wants_trials(self, alike: int) -> bool: ...
 
     def mismatched(self, mismatch: Mismatch) -> None:
         """A call runs eagerly that was to be replayed."""
@@ -119,12 +119,12 @@ class GraphedScope:
         number, alike, _ = observation.forward(self.scope, planned)
         linked = observation.linked(planned)
         reads = Reads()
-        if not self.graphs.wants_to_examine(alike):
+        if not self.graphs.wants_trials(alike):
             outputs, exit = self.scope.run(inputs, call, capturing=True)
         else:
             with reads:
                 outputs, exit = self.scope.run(inputs, call, capturing=True)
-            self.graphs.examine(self._scope_call(planned, call, alike), alike, linked, reads)
+            self.graphs.try_out(self._scope_call(planned, call, alike), alike, linked, reads)
         observation.produced(number, self.scope, outputs)
         return self.scope.leave(outputs, exit, call)
 
@@ -171,7 +171,7 @@ class GraphedScope:
             return Mismatch("capture_failed", str(error))
         pending = slot.begin_replay(place, leaves)
         produced = replay(slot, pending, recorder, self.delayed, leaves)
-        difference = recorder.proofs.difference_of_forward(place, call, expected, produced)
+        difference = recorder.verification.difference_of_forward(place, call, expected, produced)
         if difference is None:
             return produced
         slot.cancel(pending)

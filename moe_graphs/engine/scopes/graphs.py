@@ -7,7 +7,7 @@
         optimizer.step()
 
 The first ``warmup_steps`` steps run eagerly and are observed (``observation.py``), and each call is
-looked into once for what cannot be captured (``dry_run.py``). When the last of them ends, it is
+tried once for what cannot be captured (``trials.py``). When the last of them ends, it is
 planned which calls get which places (``plan.py``). From then on a call is captured by the first
 microbatch that comes to its place, where it is called (``recorder.py``); it is replayed
 (``replay.py``) from that call on, if it matches its recording, and runs eagerly and is counted, or
@@ -31,15 +31,12 @@ from moe_graphs.engine import context
 from moe_graphs.engine.backends import backend_for
 from moe_graphs.engine.explained import explained_call
 from moe_graphs.engine.misses import Misses
-from moe_graphs.engine.proof import warn
 from moe_graphs.engine.ranks import ALONE, Ranks
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.report import Report
 from moe_graphs.engine.resources import Resources
 from moe_graphs.engine.scopes.captured import Captured, Chunk
 from moe_graphs.engine.scopes.delayed_weights import DelayedWeights
-from moe_graphs.engine.scopes.dry_run import DryRun, ScopeCall
-from moe_graphs.engine.scopes.examined import Examined
 from moe_graphs.engine.scopes.graphed_scope import install_all
 from moe_graphs.engine.scopes.memory import CallMemory, ChunkMemory, MemoryPlan, memory_plan
 from moe_graphs.engine.scopes.observation import Observation
@@ -49,8 +46,10 @@ from moe_graphs.engine.scopes.recorder import Recorder
 from moe_graphs.engine.scopes.reporting import report_of
 from moe_graphs.engine.scopes.select import find_scopes
 from moe_graphs.engine.scopes.slots import Backwards, Slot
-from moe_graphs.engine.scopes.without_trace import without_trace
+from moe_graphs.engine.scopes.trials import ScopeCall, Trials, Tried
 from moe_graphs.engine.signature import Mismatch
+from moe_graphs.engine.snapshot import Snapshot
+from moe_graphs.engine.verify import warn
 from moe_graphs.errors import CaptureError, GraphError
 from moe_graphs.profiling.profiler import profile_step
 from moe_graphs.profiling.step_profile import StepProfile
@@ -95,7 +94,7 @@ class Graphs:
         self.config = config
         self.backend = backend_for((*model.parameters(), *model.buffers()), generators)
         self.delayed = DelayedWeights()
-        self._dry_run = DryRun(model, self.backend)
+        self._trials = Trials(model, self.backend)
         self._in_step = self._paused = self._is_ahead_of_time = False
         self._capture_seconds = 0.0
         self._ranks = Ranks(model)
@@ -110,7 +109,7 @@ class Graphs:
         self.observation, self.misses = Observation(), Misses()
         self.off_because: str | None = None
         self._measured: dict[int, CallMemory] = {}
-        self._examined: dict[int, Examined] = {}
+        self._tried: dict[int, Tried] = {}
         self._communicating: set[int] = set()
         self._failure: CaptureError | None = None
         self._memory: MemoryPlan | None = None
@@ -183,7 +182,7 @@ class Graphs:
             self._memory = self._predicted(planned, accumulates)
             if len(self.observation.steps) == self.config.warmup_steps:
                 self._resources.captured = self._places(planned, self._memory)
-                self._examined.clear()
+                self._tried.clear()
                 self.state = "capturing"
 
     def _capturing_step_ended(self) -> None:
@@ -192,9 +191,9 @@ class Graphs:
         self._fail_together(captured.recorder.failure)
         if captured.is_complete:
             self.state = "captured"
-            self.backend.make_room()  # what the eager runs of the proofs have left
+            self.backend.make_room()  # what the eager runs of verifications have left
             for place in captured.places:
-                place.planned.examined = None
+                place.planned.tried = None
 
     def _fail_together(self, error: CaptureError | None) -> None:
         if self._ranks.any(error is not None):
@@ -214,17 +213,18 @@ class Graphs:
         if self.config.on_mismatch == "recapture" and mismatch.reason in _WORTH_A_CAPTURE:
             self._wants_recapture = True
 
-    def wants_to_examine(self, alike: int) -> bool:
+    def wants_trials(self, alike: int) -> bool:
         return alike not in self._measured and self._failure is None
 
-    def examine(self, call: ScopeCall, alike: int, linked: list[int], reads: Reads) -> None:
+    def try_out(self, call: ScopeCall, alike: int, linked: list[int], reads: Reads) -> None:
         """What cannot be captured is found in the first warm-up step, and told at its end."""
         try:
             with explained_call(call.scope.name, "forward", self.backend):
-                self._measured[alike], groups = self._dry_run.examine(call, reads, linked)
-                self._examined[alike] = Examined(self._dry_run, call, reads)
-            if groups:
-                self._ranks.join(groups)
+                tried = self._trials.forward_and_backward(call, reads, linked)
+                self._measured[alike] = tried.memory
+                self._tried[alike] = Tried(self._trials, call, reads)
+            if tried.groups:
+                self._ranks.join(tried.groups)
                 self._communicating.add(alike)
         except CaptureError as error:
             self._failure = error
@@ -258,7 +258,7 @@ class Graphs:
         return PlannedCall(
             observed.scope,
             observed.signature,
-            examined=self._examined.get(alike),
+            tried=self._tried.get(alike),
             ranks=self._ranks if alike in self._communicating else ALONE,
             refused=self.observation.refusal(observed.scope, split=chunk.split),
             copies_gradients=self.observation.copies_gradients(observed.scope, chunk),
@@ -284,8 +284,16 @@ class Graphs:
         if self.state != "warmup":
             raise GraphError(f"capture() in state {self.state!r}: it belongs before training")
         self._is_ahead_of_time = True
+        parameters = list(self.model.parameters())
         try:
-            with without_trace(self.model, self.backend, optimizer):
+            with Snapshot(
+                self.backend,
+                values=(*parameters, *self.model.buffers()),
+                gradients_of=parameters,
+                optimizer=optimizer,
+            ):
+                for parameter in parameters:
+                    parameter.grad = None
                 self._capture_on(step, optimizer is not None)
         except BaseException:
             self.release()

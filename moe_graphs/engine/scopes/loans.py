@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from moe_graphs.engine.preserve import no_garbage_collection
+from moe_graphs.engine.snapshot import no_garbage_collection
 
 
 class Loan:

@@ -1,4 +1,4 @@
-"""How much memory graphs will take, from rehearsals, before anything is captured."""
+"""How much memory graphs will take, from trial runs, before anything is captured."""
 
 from __future__ import annotations
 

@@ -13,11 +13,11 @@ from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine.autograd import is_wanted, nodes_behind
-from moe_graphs.engine.proof import warn
 from moe_graphs.engine.scopes.memory import ChunkMemory
 from moe_graphs.engine.scopes.plan import Event
 from moe_graphs.engine.scopes.select import Scope
 from moe_graphs.engine.signature import Mismatch, Signature, flatten
+from moe_graphs.engine.verify import warn
 
 
 @dataclass(frozen=True)

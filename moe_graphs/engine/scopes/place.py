@@ -12,10 +12,8 @@ from torch import Tensor
 
 from moe_graphs.engine.backends.backend import Graph
 from moe_graphs.engine.misses import Misses
-from moe_graphs.engine.proof import Difference, warn
 from moe_graphs.engine.ranks import ALONE, Ranks
 from moe_graphs.engine.reasons import BACKWARD
-from moe_graphs.engine.scopes.examined import Examined
 from moe_graphs.engine.scopes.gradient_loans import GradientLoan
 from moe_graphs.engine.scopes.loans import Loan
 from moe_graphs.engine.scopes.open_call import BackwardRun, OpenCall
@@ -26,8 +24,10 @@ from moe_graphs.engine.scopes.recording import (
     versions_of,
 )
 from moe_graphs.engine.scopes.select import Scope
+from moe_graphs.engine.scopes.trials import Tried
 from moe_graphs.engine.signature import Mismatch, Signature
 from moe_graphs.engine.static_memory import copy_to
+from moe_graphs.engine.verify import Difference, warn
 from moe_graphs.errors import GraphError
 
 
@@ -35,7 +35,7 @@ from moe_graphs.errors import GraphError
 class PlannedCall:
     """What is known of a call, whatever the slot.
 
-    examined: in the warm-up, until everything is captured.
+    tried: in the warm-up, until everything is captured.
     ranks: those that it communicates with: they capture and compare it when this one does.
     copied_outputs: handed out as copies, since somebody keeps views of them beyond the next replay.
     refused: why it is not replayed (any more).
@@ -48,7 +48,7 @@ class PlannedCall:
 
     scope: Scope
     signature: Signature
-    examined: Examined | None = None
+    tried: Tried | None = None
     ranks: Ranks = ALONE
     copied_outputs: set[int] = field(default_factory=set)
     refused: Mismatch | None = None

@@ -16,10 +16,11 @@ from torch.utils import _pytree as pytree
 
 from moe_graphs.engine.autograd import LeafUses
 from moe_graphs.engine.backends.backend import Backend
-from moe_graphs.engine.preserve import StandIns, Values
-from moe_graphs.engine.proof import Difference, first_difference
 from moe_graphs.engine.scopes.place import PendingBackward, Place
+from moe_graphs.engine.snapshot import Snapshot
+from moe_graphs.engine.stand_ins import StandIns
 from moe_graphs.engine.static_memory import static_copy
+from moe_graphs.engine.verify import Difference, first_difference
 from moe_graphs.errors import GraphError
 
 
@@ -52,7 +53,7 @@ def compute_anew(
     module = place.planned.scope.module
     stand_ins = StandIns([module])
     now = backend.random_position() if forward.draws else None
-    written = Values(forward.written)
+    written = Snapshot(values=forward.written)
     scales = forward.scales or contextlib.nullcontext()
     try:
         if forward.draws:

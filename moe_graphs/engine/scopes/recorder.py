@@ -20,22 +20,19 @@ from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.context import Context
 from moe_graphs.engine.explained import explained_call
 from moe_graphs.engine.guards import Guards
-from moe_graphs.engine.preserve import HiddenState, Values
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.scopes.captured_forward import CapturedForward, Saved
-from moe_graphs.engine.scopes.dry_run import DryRun, ScopeCall, check_capturable
-from moe_graphs.engine.scopes.effects import Effects
-from moe_graphs.engine.scopes.examined import unchanged
-from moe_graphs.engine.scopes.expected import Expected
 from moe_graphs.engine.scopes.gradient_loans import Allocations, GradientLoan, reason_to_copy
 from moe_graphs.engine.scopes.loans import Loan
 from moe_graphs.engine.scopes.open_call import BackwardRun
 from moe_graphs.engine.scopes.place import PendingBackward, Place
-from moe_graphs.engine.scopes.proofs import Proofs
 from moe_graphs.engine.scopes.recompute import recompute
 from moe_graphs.engine.scopes.recording import RecordedBackward, Surroundings
 from moe_graphs.engine.scopes.slots import Slot
+from moe_graphs.engine.scopes.trials import ScopeCall, Trials, check_capturable
+from moe_graphs.engine.scopes.verification import Effects, Expected, Verification
 from moe_graphs.engine.signature import Mismatch, TensorSpec
+from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.stand_for import local
 from moe_graphs.engine.static_memory import copy_to, static_copy, static_like, target_of
 from moe_graphs.engine.tracing import Operations, address, differing_op
@@ -59,8 +56,8 @@ class Recorder:
         self, model: nn.Module, backend: Backend, *, split: bool = False, verify: bool = True
     ) -> None:
         self.model, self.backend, self.split, self.verify = model, backend, split, verify
-        self.dry_run = DryRun(model, backend)
-        self.proofs = Proofs(model, self.dry_run, verify=verify)
+        self.trials = Trials(model, backend)
+        self.verification = Verification(model, self.trials, verify=verify)
         self.failure: CaptureError | None = None
         self.shared: dict[Any, Tensor] = {}
 
@@ -82,18 +79,15 @@ class Recorder:
         with explained_call(place.name, "forward", self.backend), call.forward_hooks() as done:
             state = Context(self.backend.device.type)
             check_capturable(call, state)
-            if place.planned.examined is not None:
-                place.planned.examined.again_if_changed(call)
-            dry = self.dry_run.forward(call)
-            guards = self.dry_run.guards(call, dry.reads, dry.trace.read)
+            if place.planned.tried is not None:
+                place.planned.tried.again_if_changed(call)
+            tried = self.trials.forward(call)
+            guards = self.trials.guards(call, tried.run.reads, tried.run.trace.read)
             guards.check_hooks()
             guards.check_keys()
-            expected = Expected(
-                dry,
-                HiddenState(self.backend.device, self.backend.generators),
-                Values([tensor for tensor, _ in dry.written]),
-            )
-            surroundings = Surroundings(guards, state)
+            written = [tensor for tensor, _ in tried.written]
+            expected = Expected(tried, Snapshot(self.backend, values=written))
+            objects, surroundings = Snapshot(guards=[guards]), Surroundings(guards, state)
             with Loan.of_our_own(slot.loans()):
                 self._capture_forward(slot, place, call, expected, surroundings)
             for loan in place.loans.values():
@@ -101,9 +95,9 @@ class Recorder:
             try:
                 guards.check_unchanged()
             except CaptureError:
-                guards.put_back()
+                objects.put_back()
                 raise
-            done["output"] = pytree.tree_unflatten(dry.outputs, dry.structure)
+            done["output"] = pytree.tree_unflatten(tried.outputs, tried.structure)
         return expected
 
     def _capture_forward(
@@ -115,8 +109,8 @@ class Recorder:
         surroundings: Surroundings,
     ) -> None:
         inputs, sources = self._static_inputs(slot, call)
-        stand_ins, operations, saved = self.dry_run.stand_ins(call), Operations(), Saved()
-        scales = fp8.Scales.of(call.scope.module) if expected.dry.uses_fp8 else None
+        stand_ins, operations, saved = self.trials.stand_ins(call), Operations(), Saved()
+        scales = fp8.Scales.of(call.scope.module) if expected.tried.uses_fp8 else None
         try:
             with (
                 stand_ins.in_place(),
@@ -129,10 +123,10 @@ class Recorder:
                 with operations:  # inside: beginning a capture runs operations of its own
                     output, exit = call.run(inputs)
         finally:
-            expected.undo()  # the recorder for the CPU has run what it recorded
+            expected.before.put_back()  # the recorder for the CPU has run what it recorded
         (graph,) = graphs
         try:
-            differing = differing_op(expected.dry.trace, operations)
+            differing = differing_op(expected.tried.run.trace, operations)
             if differing is not None:
                 raise CaptureError(f"the capture does something else than a run: {differing}")
             buffers = list(self.model.buffers())
@@ -140,12 +134,12 @@ class Recorder:
             recorded, open = captured.described(
                 graph,
                 surroundings,
-                expected.dry,
+                expected.tried,
                 linked=frozenset(sources),
                 scales=scales,
                 split=self.split,
             )
-            owned = {address(tensor) for tensor in self.dry_run.known()}
+            owned = {address(tensor) for tensor in self.trials.known()}
             place.opened(recorded, open, sources, owned)
         except BaseException:
             graph.release()
@@ -198,10 +192,11 @@ class Recorder:
                 guards = Guards(reads.of_contexts, reads)
                 state = Context(self.backend.device.type, of_backward=True)
                 surroundings = Surroundings(guards, state)
-                with effects.once(), unchanged(guards):
+                with effects.once(), Snapshot(guards=[guards]):
                     again = self._again(slot, place, eagerly, effects)
                     if place.open is not None:
                         self._record(slot, pending, eager, again, surroundings, effects)
+                    guards.check_unchanged()
         return dict(zip(run.first_uses, eager, strict=True))
 
     def _again(
@@ -268,7 +263,7 @@ class Recorder:
             self._record_backward(slot, place, surroundings)
         for recorded in (place.first, place.backward):  # as they were captured
             if recorded is not None and place.planned.refused is None:
-                self.proofs.backward(pending, run.given, recorded, eager, again, effects)
+                self.verification.backward(pending, run.given, recorded, eager, again, effects)
 
     def _record_backward(self, slot: Slot, place: Place, surroundings: Surroundings) -> None:
         run = place.run
@@ -328,7 +323,7 @@ class Recorder:
                 place.planned.copies_gradients,
             ),
         )
-        self.proofs.backward(pending, run.given, place.weights, eager, again, effects)
+        self.verification.backward(pending, run.given, place.weights, eager, again, effects)
 
     def _static_incoming(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         if self.split:  # they have to stay until the weights' part

@@ -194,7 +194,7 @@ def _first_part(
     if reason == "other_layout" and _fits(place, incoming) and slot.call_in_gradients():
         slot.backward_done(pending, replayed=True)
         _copy_in(place, incoming)
-        if recorder.proofs.agrees(place, gradients):
+        if recorder.verification.agrees(place, gradients):
             place.proven_layouts.add(layouts_of(incoming))
         return gradients
     slot.backward_done(pending, replayed=False)

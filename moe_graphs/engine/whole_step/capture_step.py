@@ -1,4 +1,4 @@
-"""Recording a whole step: rehearse, capture, prove, and leave everything as it was."""
+"""Recording a whole step: try it, capture it, verify it, and leave everything as it was."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from moe_graphs.engine.fp8 import Entry
 from moe_graphs.engine.ranks import Ranks
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.tracing import Operations
+from moe_graphs.engine.verify import Verdict
 from moe_graphs.engine.whole_step import data_parallel
 from moe_graphs.engine.whole_step.accumulators import (
     check_streams,
@@ -31,11 +32,11 @@ from moe_graphs.engine.whole_step.grad_fields import (
     set_gradients,
 )
 from moe_graphs.engine.whole_step.recorded_step import RecordedStep
-from moe_graphs.engine.whole_step.rehearsal import Rehearsal, rehearse
 from moe_graphs.engine.whole_step.state_before import StateBefore
 from moe_graphs.engine.whole_step.step_definition import StepDefinition
 from moe_graphs.engine.whole_step.step_hooks import StepHooks
-from moe_graphs.engine.whole_step.step_proof import Proof
+from moe_graphs.engine.whole_step.step_trials import TriedStep, try_step
+from moe_graphs.engine.whole_step.step_verification import StepVerification
 from moe_graphs.errors import CaptureError
 
 
@@ -47,7 +48,7 @@ def record_step(
     rehearsals: int,
     verify: bool,
     ranks: Ranks,
-) -> tuple[RecordedStep, Proof | None]:
+) -> tuple[RecordedStep, Verdict | None]:
     """Captures the step as called now, on all ranks. Nothing it touches is changed.
 
     reads: the Python that a real call has run, if there was one.
@@ -69,32 +70,33 @@ def record_step(
             with ranks.together():
                 prepared = _prepare(definition, batch, rehearsals, before)
             ranks.join(prepared.seen.groups)
-            proof = Proof(definition, before, ranks) if verify else None
             with ranks.together():
                 data_parallel.check_memory(ranks.group)
-                if proof is not None:
-                    proof.expect(prepared.batch, prepared.found)
+                verification = None
+                if verify:
+                    static, found = prepared.batch, prepared.found
+                    verification = StepVerification(definition, before, ranks, static, found)
+                    verification.expect()
                 operations = Operations()
                 recorded = _record(definition, prepared, before, operations)
                 failing.callback(recorded.release)
-                if proof is not None:
-                    proof.check(recorded, prepared.found, operations)
+                verdict = verification.check(recorded, operations) if verification else None
         # Behind the context, which makes autograd forget the nodes: these are the caller's.
         updating = definition.optimizers() if prepared.seen.optimizer_steps else []
         if recorded.gradients is not None:
             recorded.gradients.settled()
         hooks = StepHooks(definition.parameters(), updating)
         failing.pop_all()  # nothing has failed
-        return replace(recorded, hooks=hooks), proof
+        return replace(recorded, hooks=hooks), verdict
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """Where the capture starts: ``found`` are the gradients that are set for it."""
+    """The state from which the capture starts: ``found`` are the gradients that are set for it."""
 
     batch: StaticBatch
     state: Context
-    seen: Rehearsal
+    seen: TriedStep
     found: Gradients
     pool: Any
     entry: Entry | None
@@ -112,7 +114,7 @@ def _prepare(
         )
     static = StaticBatch.of(batch, definition.backend.device)
     entry = Entry.of_now()
-    seen = rehearse(definition, static, before.reads, rehearsals)
+    seen = try_step(definition, static, before.reads, rehearsals)
     before.first_step_state.check()
     check_streams(definition.model, seen.stale)
     parameters = list(definition.parameters().values())

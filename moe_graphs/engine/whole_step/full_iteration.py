@@ -35,13 +35,13 @@ from moe_graphs.config import ON_CAPTURE_ERROR, ON_MISMATCH, check_option
 from moe_graphs.engine import context
 from moe_graphs.engine.backends import backend_for
 from moe_graphs.engine.misses import Misses
-from moe_graphs.engine.proof import warn
 from moe_graphs.engine.ranks import Ranks
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.report import PrintedReport, occupation_of
 from moe_graphs.engine.resources import Resources
 from moe_graphs.engine.signature import Mismatch
 from moe_graphs.engine.static_memory import owned
+from moe_graphs.engine.verify import warn
 from moe_graphs.engine.whole_step import data_parallel
 from moe_graphs.engine.whole_step.capture_step import record_step
 from moe_graphs.engine.whole_step.optimizers import check_capturable_flags

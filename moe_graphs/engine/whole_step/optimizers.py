@@ -88,7 +88,7 @@ def _flags(group: Mapping[str, Any]) -> str:
 
 
 class FirstStepState:
-    """State that a rehearsal made: taken away again until the first replay, which needs it.
+    """State that a trial run made: taken away again until the first replay, which needs it.
 
     Until then the optimizer looks as if it had never run.
     """
@@ -109,7 +109,7 @@ class FirstStepState:
                 )
 
     def tensors(self) -> list[torch.Tensor]:
-        """What the rehearsals made."""
+        """What the trial runs made."""
         made = [
             optimizer.state[parameter]
             for optimizer, before in zip(self._optimizers, self._before, strict=True)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_graphs.engine.hooks import KeptHooks
-from moe_graphs.engine.preserve import HiddenState, Values
-from moe_graphs.engine.reads import PythonRandomState, Reads
+from moe_graphs.engine.reads import Reads
+from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.whole_step.accumulators import check_hooks, forget_accumulators
 from moe_graphs.engine.whole_step.grad_fields import gradients_of, set_gradients
 from moe_graphs.engine.whole_step.optimizers import FirstStepState
@@ -33,43 +32,41 @@ class StateBefore:
     def __enter__(self) -> StateBefore:
         definition = self._definition
         self.gradients = gradients_of(self._parameters)
-        self._guards = definition.guards(self._all_reads)  # more than what is compared at calls
+        guards = definition.guards(self._all_reads)  # more than what is compared at calls
         if not self._ran:
-            self._guards.check_followable()
+            guards.check_followable()
         self.first_step_state = FirstStepState(definition.optimizers())
         tensors = [
             *definition.model.parameters(),
             *definition.model.buffers(),
-            *self._guards.tensors,
+            *guards.tensors,
         ]
         tensors += [gradient for gradient in self.gradients if gradient is not None]
-        unique = {id(tensor): tensor for tensor in tensors}
-        self._values = Values(unique.values(), on_host=True)
-        self._python_random = PythonRandomState()
-        self._hidden = HiddenState(definition.backend.device, definition.backend.generators)
-        self._hooks = KeptHooks(unique.values(), definition.model, definition.optimizers())
+        unique = list({id(tensor): tensor for tensor in tensors}.values())
+        self._state = Snapshot(definition.backend, values=unique, on_host=True)
+        self._python = Snapshot(
+            guards=[guards],
+            python_random=True,
+            hooks_of=[*unique, definition.model, *definition.optimizers()],
+        )
         check_hooks(definition.model)
         self._forget_accumulators()  # those of the caller's stream
         return self
 
     def tensors(self) -> list[Tensor]:
         """All that the step may change, besides ``.grad``."""
-        return [*self._values.tensors, *self.first_step_state.tensors()]
+        return [*self._state.tensors, *self.first_step_state.tensors()]
 
     def put_back_values(self) -> None:
         """For another run from the same state. Gradients stay as they are set."""
-        self._values.put_back()
-        self._hidden.put_back()
+        self._state.put_back()
         self.first_step_state.zero()
 
     def __exit__(self, *exception: object) -> None:
-        self._values.put_back()
-        self._hidden.put_back()
+        self._state.put_back()
         self.first_step_state.take_away()
         if exception[0] is not None:
-            self._guards.put_back()
-            self._python_random.put_back()
-            self._hooks.put_back()
+            self._python.put_back()
         set_gradients(self._parameters, self.gradients)
         self._forget_accumulators()  # those that an exception's traceback holds
 

@@ -21,11 +21,11 @@ from distributed import RANKS, run_distributed
 from full_iterations import optimizer_of
 from moe_graphs import CaptureError, GraphConfig, GraphError, GraphWarning
 from moe_graphs.dispatch import AllGatherDispatcher, Dispatcher, SymmetricDispatcher
-from moe_graphs.engine.proof import Difference
+from moe_graphs.engine import verify
 from moe_graphs.engine.report import Report
-from moe_graphs.engine.scopes import proofs
-from moe_graphs.engine.scopes.expected import Expected
 from moe_graphs.engine.scopes.recorder import Recorder
+from moe_graphs.engine.scopes.verification import Expected
+from moe_graphs.engine.verify import ByValue, Difference
 from moe_graphs.engine.whole_step.full_iteration import FullIteration
 from training_runs import Trace, loss_of, microbatches, tiny_model
 
@@ -85,23 +85,25 @@ def _failing_behind(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _differing_forward() -> Iterator[None]:
-    compare = Expected.difference
+    replayed = Expected.found
 
-    def wrong(self, outputs, written=None, hidden=None):
-        return WRONG if written is None else compare(self, outputs, written, hidden)
+    def wrong(self, outputs):
+        (name, output), *others = replayed(self, outputs)
+        return [(name, output + 1), *others]
 
-    with patch.object(Expected, "difference", wrong):
+    with patch.object(Expected, "found", wrong):
         yield
 
 
 @contextlib.contextmanager
 def _differing_backward(found: Difference) -> Iterator[None]:
-    compare = proofs.first_difference
+    compare = ByValue.replayed_once
 
-    def wrong(names, *values):
-        return found if len(names) > 1 else compare(names, *values)
+    def wrong(self, *runs):
+        with patch.multiple(verify, difference=lambda *_: found, unexplained=lambda *_: found):
+            return compare(self, *runs)
 
-    with patch.object(proofs, "first_difference", wrong):
+    with patch.object(ByValue, "replayed_once", wrong):
         yield
 
 

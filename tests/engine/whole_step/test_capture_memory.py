@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from moe_graphs import FullIteration
-from moe_graphs.engine.host_memory import copies_on_host
-from moe_graphs.engine.preserve import Values
+from moe_graphs.engine.snapshot import Snapshot, copies_on_host
 
 
 def some_tensors(device: str) -> list[torch.Tensor]:
@@ -36,7 +35,7 @@ def test_values_come_back_from_the_host(device):
             assert copy.dtype == tensor.dtype
             assert torch.equal(copy, tensor.cpu())
     before = [tensor.clone() for tensor in tensors]
-    values = Values(tensors, on_host=True)
+    values = Snapshot(values=tensors, on_host=True)
     for tensor in tensors:
         tensor.zero_()
     values.put_back()

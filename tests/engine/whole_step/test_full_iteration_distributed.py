@@ -23,7 +23,7 @@ from grids import by_turns
 from moe_graphs import CaptureError, GraphError
 from moe_graphs.engine.whole_step import data_parallel
 from moe_graphs.engine.whole_step.full_iteration import FullIteration
-from moe_graphs.engine.whole_step.step_proof import Proof
+from moe_graphs.engine.whole_step.step_verification import StepVerification
 from training_runs import Trace, loss_of, tiny_model
 
 BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)]
@@ -137,7 +137,7 @@ def test_settings_that_cannot_be_captured_are_refused(backend):
 
 
 def fail_on_one_rank(rank: int, world_size: int, device: str, policy: str) -> list[str]:
-    """The capture fails on rank 1 only, after the rehearsals: no rank keeps a graph."""
+    """The capture fails on rank 1 only, after the trial runs: no rank keeps a graph."""
     stream = torch.cuda.Stream() if device == "cuda" else None
     model = replicas(device, stream)
     optimizer = optimizer_of(model, device)
@@ -238,7 +238,7 @@ def test_ranks_agree_when_the_batch_of_one_differs(backend):
     assert others == [[[], 1, 6, {"warmup": 3}]] * (RANKS - 1)
 
 
-def differ_in_the_proof(rank: int, world_size: int, device: str, policy: str) -> list:
+def differ_in_the_verification(rank: int, world_size: int, device: str, policy: str) -> list:
     """A replay differs on rank 1 only: no rank replays, and none waits for another."""
     stream = torch.cuda.Stream() if device == "cuda" else None
     model = replicas(device, stream)
@@ -251,8 +251,10 @@ def differ_in_the_proof(rank: int, world_size: int, device: str, policy: str) ->
         on_mismatch=policy,
     )
     if rank == 1:
-        replay = Proof._replay
-        Proof._replay = lambda self, *args: replay(self, *args) | {"output 0": "another value"}
+        replay = StepVerification._replay
+        StepVerification._replay = lambda self, *args: (
+            replay(self, *args) | {"output 0": "another value"}
+        )
     errors = 0
     for batch in batches(device, 6, 2, seed=rank):
         try:
@@ -268,7 +270,7 @@ def differ_in_the_proof(rank: int, world_size: int, device: str, policy: str) ->
 @pytest.mark.parametrize("policy", ["error", pytest.param("recapture", marks=pytest.mark.long)])
 def test_no_rank_replays_what_differs_on_another(backend, policy):
     found = run_distributed(
-        differ_in_the_proof, RANKS, backend, arguments=(device_of(backend), policy)
+        differ_in_the_verification, RANKS, backend, arguments=(device_of(backend), policy)
     )
     assert found == [["differs_from_eager", int(policy == "error")]] * RANKS
 

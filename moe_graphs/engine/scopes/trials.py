@@ -1,7 +1,8 @@
-"""Runs a call of a scope eagerly, beside the real one, and leaves no trace.
+"""Trial runs of a scope's call: eager, beside the real one, without a trace.
 
-What a graph cannot have is refused here by name; what the Python could read, what is written and
-how much memory it takes is found here; and what it computes is what a replay has to compute.
+What a graph cannot have is refused here by name. What the Python could read, what is written and
+how much memory the call takes is found here. What the call computes is what a replay has to
+compute.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ from moe_graphs.engine import doors, fp8
 from moe_graphs.engine.autograd import leaves_behind
 from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.context import Context
-from moe_graphs.engine.guards import Guards, tensors_of_others
-from moe_graphs.engine.preserve import HiddenState, StandIns, preserved_hidden_state
+from moe_graphs.engine.guards import Guards, reads_before_running, tensors_of_others
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.scopes.memory import CallMemory, nbytes
 from moe_graphs.engine.scopes.recording import has_tensors_inside
 from moe_graphs.engine.scopes.select import Call, Exit, Scope
 from moe_graphs.engine.signature import Signature, TensorSpec, tensor_leaves
+from moe_graphs.engine.snapshot import Snapshot
+from moe_graphs.engine.stand_ins import StandIns
 from moe_graphs.engine.static_memory import static_copy
 from moe_graphs.engine.tracing import MODIFIED_INPUT, Trace, address, differing_op
+from moe_graphs.engine.trial_run import TrialRun
 from moe_graphs.errors import CaptureError
 
 # "forward_pre_hooks" and so on -> what to call with the module and the values.
@@ -106,60 +109,71 @@ class ScopeCall:
 
 
 @dataclass(frozen=True)
-class DryForward:
-    """What a forward did. ``outputs``: flat, detached; ``written``: tensors from outside that it
-    modifies, with the values that it leaves there; ``hidden``: the state that it leaves beside
-    them; ``uses_fp8``: whether Transformer Engine's modules have cast to FP8."""
+class TriedForward:
+    """The findings of a trial run of a forward.
 
+    Attributes:
+        outputs: flat, detached.
+        written: tensors from outside that it modifies, with the values that it leaves there.
+        scales: the FP8 scales that it leaves.
+        draws: whether it draws random numbers.
+        uses_fp8: whether Transformer Engine's modules have cast to FP8.
+    """
+
+    run: TrialRun
     outputs: list[Any]
     structure: pytree.TreeSpec
-    trace: Trace
-    reads: Reads
     written: list[tuple[Tensor, Tensor]]
-    hidden: HiddenState
+    scales: dict[str, Tensor]
     draws: bool
     uses_fp8: bool
 
 
-class DryRun:
-    """Runs calls of the scopes of a model."""
+@dataclass(frozen=True)
+class TriedCall:
+    """The findings of trial runs of forward and backward. ``groups``: of processes over which they
+    communicate."""
+
+    memory: CallMemory
+    groups: set[dist.ProcessGroup]
+
+
+class Trials:
+    """Trial runs of calls of the scopes of a model."""
 
     def __init__(self, model: nn.Module, backend: Backend) -> None:
         self.model, self.backend = model, backend
 
-    def forward(self, call: ScopeCall) -> DryForward:
-        """
+    def forward(self, call: ScopeCall) -> TriedForward:
+        """Runs a forward once.
+
         Raises:
             CaptureError: for what cannot be in a graph.
         """
-        with self._forward(call) as (dry, _):
-            return dry
+        with self._forward(call) as (tried, _):
+            return tried
 
     def make_ready(self, call: ScopeCall) -> None:
-        """Where no real call came first: a forward, unwatched, makes what modules keep for FP8."""
-        with (
-            preserved_hidden_state(self.backend.device, self.backend.generators),
-            self.stand_ins(call).in_place(),
-        ):
+        """An unwatched forward makes what modules keep for FP8, where no real call came first."""
+        with Snapshot(self.backend) as before, self.stand_ins(call).in_place():
             leaves = call.detached_leaves()
-            trace = Trace(self.backend.device, strict=False, refuse=False)
+            trace = Trace(self.backend.device, strict=False, refuse=False, before=before)
             with fp8.Autocast().beside(leaves), trace:
                 call.run(leaves)
-            trace.put_back()
             fp8.register(call.scope.module)
 
-    def examine(
+    def forward_and_backward(
         self,
         call: ScopeCall,
         reads: Reads | None = None,
         linked: Sequence[int] = (),
         runs: int = 2,
-    ) -> tuple[CallMemory, set[dist.ProcessGroup]]:
-        """Forward and backward, several times: every run has to do what the first one did. Tells
-        also over which groups of processes they communicate.
+    ) -> TriedCall:
+        """Runs both several times: every run has to do what the first one did.
 
-        reads: what a real run of the call has read, if there was one; linked: inputs that are
-        outputs of others.
+        Args:
+            reads: what a real run of the call has read, if there was one.
+            linked: inputs that are outputs of others.
 
         Raises:
             CaptureError: for what cannot be in a graph, or depends on state that Python keeps.
@@ -173,24 +187,24 @@ class DryRun:
             guards[0].check_keys()
         forwards: list[Trace] = []
         backwards: list[Trace] = []
-        try:
+        with Snapshot(guards=guards) as before:
             while len(forwards) < runs:
-                traces, ran, memory = self._forward_and_backward(call, linked)
+                both, memory = self._forward_and_backward(call, linked)
                 for each in guards:
                     each.check_unchanged()
                 if not forwards:
-                    guards.append(self.guards(call, Reads.together(*ran), ()))
-                forwards.append(traces[0])
-                backwards.append(traces[1])
+                    ran = Reads.together(*(run.reads for run in both))
+                    guards.append(self.guards(call, ran, ()))
+                    before.keep_objects(guards[-1])
+                forwards.append(both[0].trace)
+                backwards.append(both[1].trace)
                 if len(backwards) == 2 and differing_op(*backwards) is not None:
                     backwards.pop(0)  # no real one came before: it may have filled a cache
                     runs += 1
-        finally:
-            for each in guards:
-                each.put_back()
         _check_alike(forwards)
         _check_alike(backwards)
-        return memory, set().union(*(trace.groups for trace in (*forwards, *backwards)))
+        groups = set().union(*(trace.groups for trace in (*forwards, *backwards)))
+        return TriedCall(memory, groups)
 
     def guards(self, call: ScopeCall, reads: Reads, addresses: Sequence[int]) -> Guards:
         module = call.scope.module
@@ -199,6 +213,14 @@ class DryRun:
         others = tensors_of_others(self.model, addresses, known)
         others |= fp8.tensors_of(module)
         return Guards(roots, reads, addresses, tensors=others, outside=[module])
+
+    def reads_before_running(self, call: ScopeCall) -> Reads:
+        """Reads that the call may do, as far as can be told without running it."""
+        return reads_before_running(
+            [call.scope.forward],
+            call.scope.module.modules(),
+            lambda reads: self.guards(call, reads, ()),
+        )
 
     def known(self) -> list[Tensor]:
         return [
@@ -213,45 +235,44 @@ class DryRun:
     @contextlib.contextmanager
     def _forward(
         self, call: ScopeCall, *, with_hooks: bool = False
-    ) -> Iterator[tuple[DryForward, tuple[Any, list[Any]]]]:
+    ) -> Iterator[tuple[TriedForward, tuple[Any, list[Any]]]]:
         """Gives also the outputs with their history, and the leaves that they come from. Within
         the context its changes are in force."""
-        device, generators = self.backend.device, self.backend.generators
         leaves = call.detached_leaves()
         inputs = tensor_leaves(leaves)
         names = [call.signature.leaves[index].name for index in call.signature.tensors()]
         named = dict(zip(names, inputs, strict=True))
-        before = HiddenState(device, generators)
-        trace = Trace(device, [*self.known(), *inputs], inputs=named, generators=generators)
-        stand_ins, reads = self.stand_ins(call), Reads(refuse=True)
-        try:
+        with Snapshot(self.backend) as before:
+            known = [*self.known(), *inputs]
+            run = TrialRun(self.backend, known, before=before, inputs=named)
             hooks = call.forward_hooks() if with_hooks else contextlib.nullcontext({})
-            beside = fp8.Autocast().beside(leaves)
-            with hooks as produced, stand_ins.in_place(), beside as uses, reads, trace:
+            beside, stand_ins = fp8.Autocast().beside(leaves), self.stand_ins(call)
+            with hooks as produced, stand_ins.in_place(), beside as uses, run:
                 outputs = produced["output"] = _run(call, leaves)
             if uses.fp8:
                 fp8.register(call.scope.module)
-            reads.check_random()
-            reads.check_doors(asked=doors.OF_HISTORY)
+            run.check(asked=doors.OF_HISTORY)
             flat, structure = pytree.tree_flatten(outputs)
             _check_outputs(flat, inputs)
-            after = [(tensor, tensor.detach().clone()) for tensor in trace.written()]
-            now = HiddenState(device, generators)
-            draws = not before.random.is_current()
-            detached = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in flat]
-            dry = DryForward(detached, structure, trace, reads, after, now, draws, uses.fp8)
-            yield dry, (outputs, leaves)
-        finally:
-            before.put_back()
-            trace.put_back()
+            tried = TriedForward(
+                run=run,
+                outputs=[leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in flat],
+                structure=structure,
+                written=[(tensor, tensor.detach().clone()) for tensor in before.tensors],
+                scales=fp8.Fp8State().named_values(),
+                draws=before.has_drawn(),
+                uses_fp8=uses.fp8,
+            )
+            yield tried, (outputs, leaves)
 
     def _forward_and_backward(
         self, call: ScopeCall, linked: Sequence[int]
-    ) -> tuple[tuple[Trace, Trace], tuple[Reads, Reads], CallMemory]:
+    ) -> tuple[tuple[TrialRun, TrialRun], CallMemory]:
         meter = self.backend.meter()
-        with meter, self._forward(call, with_hooks=True) as (dry, (outputs, leaves)):
+        with meter, self._forward(call, with_hooks=True) as (tried, (outputs, leaves)):
             forward, kept = meter.peak(), meter.alive()
-            backward, reads, produced = self._backward(call, dry, outputs, meter)
+            produced = tensor_leaves(outputs)
+            backward = self._backward(call, tried, produced, meter)
             inputs = {id(tensor): tensor for tensor in tensor_leaves(leaves)}
             of_others = nbytes([leaves[index] for index in linked])
             memory = CallMemory(
@@ -265,41 +286,31 @@ class DryRun:
                 gradients=nbytes([o for o in produced if o.requires_grad]),
                 weights=nbytes(p for p in leaves_behind(produced) if id(p) not in inputs),
             )
-        return (dry.trace, backward), (dry.reads, reads), memory
+        return (tried.run, backward), memory
 
     def _backward(
-        self, call: ScopeCall, dry: DryForward, outputs: Any, meter: Any
-    ) -> tuple[Trace, Reads, list[Tensor]]:
-        produced = tensor_leaves(outputs)
+        self, call: ScopeCall, tried: TriedForward, produced: Sequence[Tensor], meter: Any
+    ) -> TrialRun:
         differentiable = [output for output in produced if output.requires_grad]
         gradients = [torch.ones_like(output) for output in differentiable]
-        trace = Trace(self.backend.device, strict=False).goes_on_from(dry.trace)
-        reads = Reads(refuse=True)
         found_grads = [(p, p.grad) for p in self.model.parameters()]
-        try:
+        with Snapshot(gradients_of=self.model.parameters()) as before:
+            run = TrialRun(self.backend, before=before, strict=False, behind=tried.run)
             if differentiable:
                 wanted = leaves_behind(differentiable)
                 meter.restart()
-                with (
-                    call.backward_hooks(gradients) as found,
-                    torch.autograd.set_multithreading_enabled(False),  # where ``reads`` can see it
-                    reads,
-                    trace,
-                ):
+                with call.backward_hooks(gradients) as found, run:
                     found += torch.autograd.grad(
                         differentiable, wanted, gradients, allow_unused=True
                     )
-                reads.check_random()
-                reads.check_doors()
-            self._check_no_gradients(found_grads, trace)
-        finally:
-            trace.put_back()
-            for parameter, gradient in found_grads:
-                parameter.grad = gradient
-        return trace, reads, produced
+                run.check()
+            self._check_no_gradients(found_grads, before.tensors)
+        return run
 
-    def _check_no_gradients(self, found: Sequence[tuple[Any, Any]], trace: Trace) -> None:
-        written = {address(tensor) for tensor in trace.written()}
+    def _check_no_gradients(
+        self, found: Sequence[tuple[Any, Any]], tensors: Sequence[Tensor]
+    ) -> None:
+        written = {address(tensor) for tensor in tensors}
         for parameter, gradient in found:
             if parameter.grad is not gradient or (
                 gradient is not None and address(gradient) in written
@@ -308,6 +319,37 @@ class DryRun:
                     f"its backward accumulates into .grad of a parameter {tuple(parameter.shape)} "
                     f"by itself: return the gradient from the autograd function instead"
                 )
+
+
+class Tried:
+    """A call as the warm-up tried it; it is tried again if it has changed before its capture.
+
+    A capture runs a call beside the real one, too. It leaves no trace because the call was tried:
+    the call changes nothing in Python, and runs no hooks. Where what its Python could read is
+    another by then, the call is tried again before it is captured.
+
+    reads: of a real run of the call.
+    """
+
+    def __init__(self, trials: Trials, call: ScopeCall, reads: Reads) -> None:
+        self._trials, self._reads = trials, reads
+        self._guards = trials.guards(call, reads, ())
+
+    def again_if_changed(self, call: ScopeCall) -> None:
+        """Leaves no trace in what the call can reach.
+
+        Raises:
+            CaptureError: for what cannot be captured now.
+        """
+        if self._guards.mismatch() is None:
+            return
+        self._trials.guards(call, self._reads, ()).check_hooks()
+        reached = self._trials.reads_before_running(call)
+        guards = self._trials.guards(call, Reads.together(self._reads, reached), ())
+        with Snapshot(guards=[guards]):
+            self._trials.forward_and_backward(call, self._reads)
+            guards.check_unchanged()
+        self._guards = self._trials.guards(call, self._reads, ())
 
 
 def _run(call: ScopeCall, leaves: Sequence[Any]) -> Any:

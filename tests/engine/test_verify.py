@@ -11,7 +11,7 @@ from torch import nn
 import moe_graphs
 from moe_graphs import FullIteration, GraphConfig, make_graphed_callables
 from moe_graphs.engine.backends.cpu import Tape
-from moe_graphs.engine.proof import Difference, fingerprints, varies
+from moe_graphs.engine.verify import Difference, fingerprints, varies
 from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
 
 PERIOD = 5

@@ -1,4 +1,4 @@
-"""Running a whole step eagerly before its capture, to find what cannot be in a graph."""
+"""Trial runs of a whole step before its capture, to find what cannot be in a graph."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from moe_graphs.engine import doors, fp8
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.stand_for import stands_for_another
 from moe_graphs.engine.tracing import Trace, address
+from moe_graphs.engine.trial_run import TrialRun
 from moe_graphs.engine.whole_step import data_parallel
 from moe_graphs.engine.whole_step.batch import StaticBatch
 from moe_graphs.engine.whole_step.grad_fields import gradients_of, set_gradients
@@ -26,8 +27,8 @@ from moe_graphs.errors import CaptureError
 
 
 @dataclass
-class Rehearsal:
-    """What was seen.
+class TriedStep:
+    """The findings of the trial runs.
 
     Attributes:
         reads: which Python ran; read: addresses of the memory that was read.
@@ -45,7 +46,7 @@ class Rehearsal:
     optimizer_steps: bool = False
 
 
-def rehearse(definition: StepDefinition, batch: StaticBatch, reads: Reads, runs: int) -> Rehearsal:
+def try_step(definition: StepDefinition, batch: StaticBatch, reads: Reads, runs: int) -> TriedStep:
     """Runs the step on the batch, at least twice, under the eyes of ``Trace``.
 
     The last run finds the gradients that the one before left, which shows what the step drops.
@@ -61,7 +62,7 @@ def rehearse(definition: StepDefinition, batch: StaticBatch, reads: Reads, runs:
         raise CaptureError(unsupported)
     named = definition.parameters()
     parameters = list(named.values())
-    entry, streams, seen = gradients_of(parameters), {}, Rehearsal(reads)
+    entry, streams, seen = gradients_of(parameters), {}, TriedStep(reads)
     versions = [parameter._version for parameter in parameters]
     strangers = _of_other_models(definition)
     definition.guards(reads, constants=batch.constants()).check_hooks()
@@ -91,43 +92,39 @@ def rehearse(definition: StepDefinition, batch: StaticBatch, reads: Reads, runs:
     return seen
 
 
-def _run(definition: StepDefinition, batch: StaticBatch, seen: Rehearsal) -> Trace:
-    """What it has read in Python, ``seen`` knows from now on; it must not have changed any of what
-    was known before."""
+def _run(definition: StepDefinition, batch: StaticBatch, seen: TriedStep) -> Trace:
+    """Runs the step once. ``seen`` gets what it has read in Python; the step must not have changed
+    any of what was known before."""
     before = definition.guards(seen.reads, constants=batch.constants())
-    reads, trace = Reads(in_step=True, refuse=True), _trace(definition, batch)
-    autocast = fp8.Autocast()
-    # On this thread, where ``reads`` can see backwards and hooks.
-    with torch.autograd.set_multithreading_enabled(False), reads, trace:
+    run, autocast = _trial_run(definition, batch), fp8.Autocast()
+    with run:
         definition.run(batch.tree())
     autocast.put_back()
-    reads.check_random()
-    reads.check_doors(asked=doors.OF_VERSIONS)
+    run.check(asked=doors.OF_VERSIONS)
     changes = before.changes()
     if changes:
         raise CaptureError(
             f"it changes {changes[0]} within the step, and a replay runs no Python: keep it in a "
             f"tensor, or change it outside of the step (a scheduler's step() belongs there)"
         )
-    seen.reads = Reads.together(seen.reads, reads)
-    seen.read |= trace.read
-    seen.groups |= trace.groups
-    return trace
+    seen.reads = Reads.together(seen.reads, run.reads)
+    seen.read |= run.trace.read
+    seen.groups |= run.trace.groups
+    return run.trace
 
 
-def _trace(definition: StepDefinition, batch: StaticBatch) -> Trace:
+def _trial_run(definition: StepDefinition, batch: StaticBatch) -> TrialRun:
     model = definition.model
     gradients = [g for g in gradients_of(list(model.parameters())) if g is not None]
     watched = definition.guards(Reads()).tensors
     known = [*model.parameters(), *model.buffers(), *batch.tensors(), *watched, *gradients]
     known += (fp8.named_tensors() | fp8.tensors_of(model)).values()
-    return Trace(
-        definition.backend.device,
+    return TrialRun(
+        definition.backend,  # no ``before``: ``StateBefore`` has everything, on the host
         known,
-        strict=not data_parallel.wrappers(model),  # DDP reads its buckets, which nobody else knows
         inputs=batch.named_tensors(),
-        generators=definition.backend.generators,
-        keep=False,  # ``StateBefore`` has everything, on the host
+        strict=not data_parallel.wrappers(model),  # DDP reads its buckets, which nobody else knows
+        in_step=True,
     )
 
 
@@ -164,7 +161,7 @@ def _noting_streams(named: Mapping[str, nn.Parameter], streams: dict[str, Any]) 
 
 
 @contextlib.contextmanager
-def _noting_optimizers(definition: StepDefinition, seen: Rehearsal) -> Iterator[None]:
+def _noting_optimizers(definition: StepDefinition, seen: TriedStep) -> Iterator[None]:
     known = definition.optimizers()
 
     def check(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:

@@ -1,0 +1,96 @@
+"""A trial run: a block is run beside the real run and watched, before anything is captured.
+
+Scopes and callables (`scopes/trials.py`) and whole steps (`whole_step/step_trials.py`) try what
+they are about to capture. What a graph cannot have is refused there by name. A `Snapshot` puts back
+what the block has changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from moe_graphs.engine.backends.backend import Backend
+from moe_graphs.engine.reads import Reads
+from moe_graphs.engine.snapshot import Snapshot
+from moe_graphs.engine.tracing import Trace
+
+
+class TrialRun:
+    """A context around one run of a block.
+
+    Args:
+        known: memory from outside that the block may read.
+        before: the snapshot that is given what the block writes; None where somebody else has it.
+        inputs: tensors that the block must not modify, by name.
+        strict: whether reads of any other memory from outside are refused.
+        behind: the trial run of the forward, if the block is its backward.
+        in_step: whether the block is a whole step.
+
+    Attributes:
+        reads: which Python ran.
+        trace: which operations ran, the memory that they read, and the groups of processes over
+            which they communicated.
+
+    Raises:
+        CaptureError: inside of the block, for an operation that cannot be in a graph.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        known: Iterable[Tensor] = (),
+        *,
+        before: Snapshot | None = None,
+        inputs: Mapping[str, Tensor] = MappingProxyType({}),
+        strict: bool = True,
+        behind: TrialRun | None = None,
+        in_step: bool = False,
+    ) -> None:
+        self.reads = Reads(in_step=in_step, refuse=True)
+        self.trace = Trace(
+            backend.device,
+            known,
+            strict=strict,
+            inputs=inputs,
+            generators=backend.generators if behind is None else (),
+            before=before,
+        )
+        if behind is not None:
+            self.trace.goes_on_from(behind.trace)
+        self._has_backward = in_step or behind is not None
+
+    def __enter__(self) -> TrialRun:
+        self._threads = _on_this_thread() if self._has_backward else contextlib.nullcontext()
+        self._threads.__enter__()
+        self.reads.__enter__()
+        self.trace.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            self.trace.__exit__(*exception)
+        finally:
+            self.reads.__exit__(*exception)
+            self._threads.__exit__(*exception)
+
+    def check(self, *, asked: frozenset[str] = frozenset()) -> None:
+        """Puts back what was drawn from generators of Python and numpy.
+
+        Args:
+            asked: attributes of tensors whose answers in a graph are not those outside of it.
+
+        Raises:
+            CaptureError: for Python that a replay could not do again.
+        """
+        self.reads.check_random()
+        self.reads.check_doors(asked=asked)
+
+
+def _on_this_thread() -> contextlib.AbstractContextManager[None]:
+    """Backwards run where ``reads`` can see them."""
+    return torch.autograd.set_multithreading_enabled(False)

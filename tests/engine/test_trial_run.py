@@ -1,0 +1,106 @@
+"""A trial run watches a block's Python and operations, and its snapshot puts back what it wrote."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import pytest
+import torch
+
+from moe_graphs.engine.backends import backend_for
+from moe_graphs.engine.snapshot import Snapshot
+from moe_graphs.engine.trial_run import TrialRun
+from moe_graphs.errors import CaptureError
+
+
+def backend(*generators):
+    return backend_for([torch.zeros(1)], generators)
+
+
+def doubled(x):
+    return x * 2
+
+
+def test_what_ran_is_known_afterwards():
+    x = torch.ones(2)
+    with TrialRun(backend(), [x]) as run:
+        doubled(x)
+    assert doubled.__code__ in run.reads.code
+    assert [str(op[0]) for op in run.trace.ops] == ["aten.mul.Tensor"]
+    assert run.trace.read == {x.data_ptr()}
+    run.check()
+
+
+def test_what_the_block_wrote_is_put_back_by_the_snapshot():
+    x, buffer = torch.ones(2), torch.zeros(2)
+    with Snapshot() as before:
+        with TrialRun(backend(), [x, buffer], before=before):
+            buffer.add_(x)
+        assert before.tensors[0].data_ptr() == buffer.data_ptr()
+        assert buffer.tolist() == [1, 1]
+    assert buffer.tolist() == [0, 0]
+
+
+def test_a_backward_knows_what_its_forward_made():
+    """The strict forward refuses foreign memory; the backward reads tensors of the forward."""
+    x = torch.ones(2, requires_grad=True)
+    with TrialRun(backend(), [x]) as forward:
+        made = x * 2
+        loss = made.sum()
+    with Snapshot() as before:
+        with TrialRun(backend(), before=before, strict=False, behind=forward) as backward:
+            made.detach().zero_()  # what the forward made is no business of the caller's
+            torch.autograd.grad(loss, x)
+        assert before.tensors == []
+    assert len(backward.trace.ops) > 1
+
+
+@pytest.mark.parametrize("options", [{}, {"in_step": True}])
+def test_backwards_run_on_the_watched_thread(options):
+    def threads() -> bool:
+        return torch._C._is_multithreading_enabled()
+
+    before = threads()
+    assert before
+    with TrialRun(backend(), **options):
+        assert threads() is (not options)
+    assert threads()
+    with TrialRun(backend()) as forward, TrialRun(backend(), behind=forward):
+        assert not threads()
+    assert threads()
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (lambda x, g: x.add_(1), "input 'x' is modified in place"),
+        (lambda x, g: x[0].add_(1), "input 'x' is modified in place"),
+        (lambda x, g: x.sum().item(), "reads values on the host"),
+        (lambda x, g: torch.rand(2, generator=torch.Generator()), "pass generators"),
+        (lambda x, g: (torch.rand(2, generator=g), random.random()), "draws from Python's random"),
+    ],
+)
+def test_what_a_graph_cannot_have_is_refused_and_nothing_stays_watched(block, message):
+    x, generator, drawn = torch.ones(2), torch.Generator(), random.getstate()
+
+    def tried():
+        with TrialRun(backend(generator), [x], inputs={"x": x}) as run:
+            block(x, generator)
+        run.check()
+
+    with pytest.raises(CaptureError, match=message):
+        tried()
+    assert sys.getprofile() is None
+    assert random.getstate() == drawn
+    assert x.tolist() == [1, 1]
+    x.add_(1).sum().item()  # no mode is left
+
+
+def test_memory_that_nobody_knows_is_refused_only_where_the_run_is_strict():
+    foreign = torch.ones(2)
+    with TrialRun(backend(), strict=False):
+        doubled(foreign)
+    with pytest.raises(CaptureError, match="neither an input nor a parameter"):
+        with TrialRun(backend()):
+            doubled(foreign)
