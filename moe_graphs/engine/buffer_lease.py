@@ -283,7 +283,7 @@ class Allocations(DispatchMode):
 def reason_to_copy(
     parameter: Tensor, gradient: Tensor, gradients: Sequence[Tensor | None], made: Allocations
 ) -> str | None:
-    """Why a gradient of a recorded backward cannot become ``.grad``, or None.
+    """The reason why a gradient of a recorded backward cannot become ``.grad``, or None.
 
     gradients: all gradients of the backward.
     """

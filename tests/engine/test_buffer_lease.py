@@ -31,7 +31,7 @@ def gradient(device: str, **options) -> tuple[nn.Parameter, BufferLease]:
 
 
 def written(lease: BufferLease) -> None:
-    """What a replay does."""
+    """Writes to the memory as a replay does."""
     lease._static.data.fill_(-1.0)
 
 
@@ -55,7 +55,7 @@ def test_a_tensor_that_has_gone_returns_the_lease(device):
 
 
 def test_fewer_references_of_the_engine_are_noted(device):
-    """Otherwise as many references of callers would go unseen."""
+    """References of callers would go unseen otherwise."""
     static = memory(device)
     of_engine = static.detach()
     lease = BufferLease(static)
@@ -138,7 +138,7 @@ def test_a_tensor_that_is_held_moves(device):
 
 
 def test_tensors_on_one_storage_stay_on_one_storage(device):
-    """One of them twice, and with the offset and the strides of each."""
+    """One tensor is handed out twice; each keeps its offset and its strides."""
     static = torch.arange(6.0, device=device).view(2, 3)
     lease = BufferLease(static, outputs=(0, 1, 2))
     whole, turned = static.detach(), static[:, 1:].t()
@@ -171,7 +171,7 @@ def test_a_tensor_that_has_moved_by_itself_is_none_of_the_holders(device):
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_view_that_is_held_refuses(device, view, beside):
-    """Beside the tensor itself, too: what is written to one of the two is seen in the other."""
+    """A view beside the tensor refuses, too: what is written to one of them is seen in both."""
     lease = BufferLease(memory(device))
     tensor = lease.hand_out()
     held, address = VIEWS[view](tensor), tensor.data_ptr()
@@ -231,6 +231,16 @@ def test_a_grad_that_is_kept_when_it_is_none_again_was_noted(device):
     assert lease.reclaim()
     written(lease)
     assert torch.equal(kept, memory(device))
+
+
+def test_a_grad_and_the_tensor_that_was_handed_out_move_together(device):
+    parameter, lease = gradient(device)
+    kept = lease.hand_out()
+    parameter.grad = kept.detach()
+    assert lease.reclaim()
+    written(lease)
+    kept += 1.0
+    assert torch.equal(parameter.grad, memory(device) + 1.0)
 
 
 def test_a_grad_that_lies_elsewhere_or_nowhere_is_not_noted(device):
@@ -305,7 +315,7 @@ def test_a_standing_gradient_that_is_kept_moves(device, drops):
 
 @pytest.mark.skipif(not hasattr(Tensor, "_use_count"), reason="this torch does not tell")
 def test_a_standing_gradient_that_autograd_has_saved_moves(device):
-    """Such a reference is none of Python's."""
+    """A reference of autograd is none of Python's."""
     parameter, lease = gradient(device, standing=True)
     scale = torch.ones((), device=device, requires_grad=True)
     replayed(parameter, lease, 1.0)
@@ -359,10 +369,9 @@ class Wrapper(Tensor):
 
 @pytest.mark.parametrize("levels", [1, 2])
 def test_a_standing_gradient_that_stands_for_another_is_given_another(device, levels):
-    made, static = [memory(device)], memory(device)
-    parameter = nn.Parameter(Wrapper(memory(device)))
+    parameter, static = nn.Parameter(Wrapper(memory(device))), memory(device)
     for _ in range(levels):
-        made, static = [Wrapper(made[0])], Wrapper(static)
+        static = Wrapper(static)
     lease = BufferLease(static, parameter=parameter, standing=True)
     assert not lease.can_be_added
     kept = lease.standing
@@ -370,6 +379,7 @@ def test_a_standing_gradient_that_stands_for_another_is_given_another(device, le
     innermost = buffer_lease.local(static)
     innermost.fill_(-1.0)
     assert torch.equal(buffer_lease.local(kept), memory(device))
+    assert isinstance(kept.inner, Wrapper) == (levels == 2)
     assert buffer_lease.local(lease.standing).data_ptr() == innermost.data_ptr()
 
 
