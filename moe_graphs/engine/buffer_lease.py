@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 import weakref
 from collections import Counter
@@ -119,30 +120,25 @@ class BufferLease:
 
     # ---- counting
 
-    def settle(self) -> None:
-        """Takes note that references of the engine have gone: fewer are known from now on."""
-        self._others()
+    def settle(self) -> int:
+        """The number of references that are not the engine's. If references of the engine have
+        gone, fewer are known from now on."""
+        found = self._references()
+        if found < self._known:
+            self._known = found  # the difference was garbage of the engine's
+        return found - self._known
 
     def is_held(self) -> bool:
         """Whether anybody but the engine holds the memory."""
-        return self._others() > 0 or self._is_standing_held()
+        return self.settle() > 0 or (self.standing is not None and self._is_standing_held())
 
     def _references(self) -> int:
         """References of tensors to the storage, and of Python to the object that stands for it:
         whoever asks a tensor for its storage gets the same object."""
         return torch._C._storage_Use_Count(self._storage._cdata) + sys.getrefcount(self._storage)
 
-    def _others(self) -> int:
-        """The number of references that are not the engine's."""
-        found = self._references()
-        if found < self._known:
-            self._known = found  # the difference was garbage of the engine's
-        return found - self._known
-
     def _is_standing_held(self) -> bool:
         """Whether anything but ``.grad`` and the engine holds the standing tensor itself."""
-        if self.standing is None:
-            return False
         of_grad = _holders_of_grad() if self._parameter.grad is self.standing else 0
         return _holders(self.standing) > self._of_standing + of_grad
 
@@ -171,11 +167,11 @@ class BufferLease:
         found = {id(tensor): tensor for ref in self.handed if (tensor := ref()) is not None}
         alive = list(filter(self._has, found.values()))  # the others have moved by themselves
         del found
-        if self._others() != len(alive):
+        if self.settle() != len(alive):
             return False
         if alive:
             _move_together(alive, self._storage.clone())
-        if self._is_standing_held():
+        if self.standing is not None and self._is_standing_held():
             _move_alone(self.standing)
             self.standing = self._static.detach()
         self.handed.clear()
@@ -197,7 +193,7 @@ class Leases:
         return (lease for _, lease in self._rows)
 
     def add(self, leases: Iterable[BufferLease], position: int = 0) -> None:
-        self._rows += [(position, lease) for lease in leases]
+        self._rows += zip(itertools.repeat(position), leases)
 
     def reclaim(self, first: int = 0) -> bool:
         """Reclaims all that a graph at a position may write: the memory of the graphs that were
@@ -205,7 +201,7 @@ class Leases:
         if not self._rows:
             return True
         self._rows = [row for row in self._rows if row[0] < first or not row[1].reclaim()]
-        return all(position < first for position, _ in self._rows)
+        return not self._rows or all(position < first for position, _ in self._rows)
 
 
 @contextlib.contextmanager

@@ -186,7 +186,7 @@ class Place:
     def note_handed(self, outputs: Sequence[Tensor]) -> None:
         """Leases the outputs, the tensors as they come out of autograd."""
         for lease in self.leases:
-            lease.note_handed(outputs[number] for number in lease.outputs)
+            lease.note_handed(map(outputs.__getitem__, lease.outputs))
         self.out.add(self.leases)
 
     def handed_as(self, leaf: Any) -> int | None:
@@ -201,9 +201,10 @@ class Place:
         Whoever holds a view once does it again (a pipeline's send that is waited for late), so from
         then on the output is handed out as a copy.
         """
-        free = self.out.reclaim()
+        if self.out.reclaim():
+            return True
         self.planned.copied_outputs.update(*(lease.outputs for lease in self.out))
-        return free
+        return False
 
     def release(self) -> None:
         for graph in self.graphs():
