@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from programs.cases import Table
+from programs.cases import Table, plain_update
 from programs.scripts import tanh
 
 case = Table()
@@ -42,6 +42,48 @@ KEPT = {
 }  # fmt: skip
 for _name, _what in KEPT.items():
     case(f"kept over steps: {_name}", tanh, step=keeping(_what), engines=("scopes", "callables"))
+
+
+def _output_and_view(m, x, e):
+    y = m.sc(m.pre(x))
+    if e.kept:
+        with torch.no_grad():
+            e.kept[-2].add_(1.0)
+    e.kept += [y, y.detach().view(-1)]
+    y.square().mean().backward()
+
+
+case("kept over steps: the output and a view of it, which sees what is written later", tanh,
+     step=_output_and_view, engines=("scopes", "callables"))  # fmt: skip
+
+
+def grad_kept(keep, later):
+    """Keeps something of a ``.grad`` after one step, and looks at it two steps later."""
+
+    def update(m, e, i):
+        if i == 3:
+            e.held = keep(m.sc.l.weight.grad)
+        if i == 5:
+            e.kept += later(e.held)
+        plain_update(m, e, i)
+
+    return update
+
+
+def _written_later(held):
+    held[0].add_(1.0)
+    return [each.clone() for each in held]
+
+
+GRADS_KEPT = {
+    "itself": (lambda g: g, lambda g: [g.clone()]),
+    "its storage": (lambda g: g.untyped_storage(), lambda s: [
+        torch.empty(0).set_(s, 0, (4, 4)).clone()]),
+    "itself and a view, which sees what is written later": (
+        lambda g: (g, g.view(-1)), _written_later),
+}  # fmt: skip
+for _name, (_keep, _later) in GRADS_KEPT.items():
+    case(f"of .grad is kept: {_name}", tanh, update=grad_kept(_keep, _later))
 
 
 def _keep_gradient(m, x, e):

@@ -48,6 +48,20 @@ with_second("the second scope runs on what is kept of the first", lambda m, x, e
     e.kept.append(m.sc(m.pre(x))), m.sc2(e.kept[-1] + e.kept[0].detach()).mean())[1])  # fmt: skip
 
 
+def third_scope(m, e):
+    second_scope(m, e)
+    m.sc3 = Scope(Case("third", tanh))
+    m.sc.l.requires_grad_(False)
+
+
+case("a frozen scope's output goes to two scopes, to the first of them changed", tanh,
+     loss=lambda m, x, e: (lambda h: (m.sc2(h * 2.0 if e.late else h) * m.sc3(h)).mean())(
+         m.sc(m.pre(x).detach())), start=third_scope, engines=("scopes",))  # fmt: skip
+case("a frozen scope's output goes to two scopes, to the second of them changed", tanh,
+     loss=lambda m, x, e: (lambda h: (m.sc2(h) * m.sc3(h * 2.0 if e.late else h)).mean())(
+         m.sc(m.pre(x).detach())), start=third_scope, engines=("scopes",))  # fmt: skip
+
+
 def share(m, e):
     second_scope(m, e)
     m.sc2.l = m.sc.l

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
+from moe_graphs.engine.buffer_lease import BufferLease
 from moe_graphs.engine.scopes import replay
-from moe_graphs.engine.scopes.gradient_loans import GradientLoan
 from moe_graphs.engine.scopes.place import Place
 from moe_graphs.engine.scopes.slots import Slot
 
@@ -25,7 +25,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     those of the backwards captured after it. If gradients are accumulated, only a first
     microbatch's graph may overwrite them.
     """
-    begin, replayed, call_in_place = Slot.begin_replay, replay._replayed, Slot.call_in_place
+    begin, replayed, reclaim = Slot.begin_replay, replay._replayed, Slot.reclaim_in_place
 
     def begin_replay(slot, place, leaves):
         _overwrite([] if slot.accumulates else slot.places)
@@ -39,25 +39,25 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
         return replayed(slot, place, incoming, nodes)
 
     def begin_first(slot, place=None):
-        free = call_in_place(slot, place)
+        free = reclaim(slot, place)
         if free and place is not None:
             _overwrite(later(slot, place))
         return free
 
     monkeypatch.setattr(Slot, "begin_replay", begin_replay)
-    monkeypatch.setattr(Slot, "call_in_place", begin_first)
+    monkeypatch.setattr(Slot, "reclaim_in_place", begin_first)
     monkeypatch.setattr(replay, "_replayed", backward)
 
 
-def in_place(places: Sequence[Place]) -> Iterator[GradientLoan]:
-    """Loans of gradients that are lent in place, or were until somebody kept a view."""
+def in_place(places: Sequence[Place]) -> Iterator[BufferLease]:
+    """Leases of gradients that are lent in place, or were until somebody kept a view."""
     for place in places:
-        for loan in place.gradient_loans():
-            if not _NEVER_IN_PLACE & set(loan.copied):
-                yield loan
+        for lease in place.gradient_leases():
+            if not _NEVER_IN_PLACE & set(lease.copied):
+                yield lease
 
 
 @torch.no_grad()
 def _overwrite(places: Sequence[Place]) -> None:
-    for loan in in_place(places):
-        loan._gradient.data.fill_(float("nan"))
+    for lease in in_place(places):
+        lease._static.data.fill_(float("nan"))

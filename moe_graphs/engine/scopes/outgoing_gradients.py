@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from moe_graphs.engine.autograd import accumulates
-from moe_graphs.engine.scopes.gradient_loans import GradientLoan
+from moe_graphs.engine.buffer_lease import BufferLease
 from moe_graphs.engine.scopes.place import Place
 from moe_graphs.engine.scopes.recording import RecordedBackward
 from moe_graphs.engine.scopes.slots import Slot
@@ -58,22 +58,22 @@ def lent(
 ) -> dict[int, Tensor]:
     """The part of it that is static memory."""
     found: dict[int, Tensor] = {}
-    added: list[GradientLoan] = []
-    in_place: list[GradientLoan] = []
-    for use, parameter, loan in recorded.of_parameters:
+    added: list[BufferLease] = []
+    in_place: list[BufferLease] = []
+    for use, parameter, lease in recorded.of_parameters:
         there = parameter.grad
         if there is None:
-            loans = in_place if loan.is_in_place else None
+            leases = in_place if lease.in_place else None
         else:
-            is_plain = loan.is_plain and there.layout is torch.strided
-            loans = added if is_plain and not in_place_only else None
-        if loans is None:
+            can_be_added = lease.can_be_added and there.layout is torch.strided
+            leases = added if can_be_added and not in_place_only else None
+        if leases is None:
             continue
         if not parameter._backward_hooks and accumulates(nodes()[use]):
-            found[use] = loan.lend()
-            loans.append(loan)
+            found[use] = lease.hand_out()
+            leases.append(lease)
         elif there is None:
-            loan.copied["hooks" if parameter._backward_hooks else "asked_for"] += 1
+            lease.copied["hooks" if parameter._backward_hooks else "asked_for"] += 1
     slot.lend(place, added=added, in_place=in_place)
     return found
 

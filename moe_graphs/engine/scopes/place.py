@@ -11,11 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from moe_graphs.engine.backends.backend import Graph
+from moe_graphs.engine.buffer_lease import BufferLease, Leases
 from moe_graphs.engine.misses import Misses
 from moe_graphs.engine.ranks import ALONE, Ranks
 from moe_graphs.engine.reasons import BACKWARD
-from moe_graphs.engine.scopes.gradient_loans import GradientLoan
-from moe_graphs.engine.scopes.loans import Loan
 from moe_graphs.engine.scopes.open_call import BackwardRun, OpenCall
 from moe_graphs.engine.scopes.recording import (
     Layouts,
@@ -81,6 +80,8 @@ class Place:
         open: autograd's graph of the forward, until everything is recorded.
         run: the backward of it that was begun last.
         proven_layouts: of incoming gradients, with which a replay was compared with eager as well.
+        leases: one for each storage that its outputs lie on, if they are not copied.
+        out: those of the leases whose outputs were handed out.
     """
 
     def __init__(self, planned: PlannedCall, position: int) -> None:
@@ -97,9 +98,8 @@ class Place:
         self.open: OpenCall | None = None
         self.run: BackwardRun | None = None
         self.sources: dict[int, tuple[Place, int]] = {}
-        self.loans: dict[int, Loan] = {}
-        self._indices_of_loan: list[tuple[Loan, list[int]]] = []
-        self._handed: list[weakref.ref[Tensor]] = []
+        self.leases: list[BufferLease] = []
+        self.out = Leases()
         self.replayed = 0
 
     @property
@@ -129,8 +129,8 @@ class Place:
             if self.forward.inputs[i].requires_grad and i not in got
         ]
 
-    def gradient_loans(self) -> list[GradientLoan]:
-        """Of the weights' gradients."""
+    def gradient_leases(self) -> list[BufferLease]:
+        """The leases of the weights' gradients."""
         recorded = (self.first or self.backward, self.weights)
         return [row[-1] for each in recorded if each is not None for row in each.of_parameters]
 
@@ -156,10 +156,10 @@ class Place:
             storage = output.untyped_storage()
             if output.dim() > 0 and storage.data_ptr() not in owned:
                 on_storage.setdefault(storage._cdata, []).append(index)
-        for indices in on_storage.values():
-            loan = Loan(forward.outputs[indices[0]].untyped_storage())
-            self.loans.update(dict.fromkeys(indices, loan))
-            self._indices_of_loan.append((loan, indices))
+        self.leases = [
+            BufferLease(forward.outputs[numbers[0]], outputs=numbers)
+            for numbers in on_storage.values()
+        ]
 
     def is_in_place(self, index: int, leaf: Tensor) -> bool:
         """Whether static memory has the values of an input already."""
@@ -169,6 +169,14 @@ class Place:
             return False
         source, output = self.sources[index]  # which may be handed out as a copy
         return source.handed_as(leaf) == output and leaf._version == 0
+
+    def needs_output(self, source: Place, output: int) -> bool:
+        """Whether the backward may read the memory of an output of a place: it is that place, or
+        the memory is a static input."""
+        memory = source.forward.outputs[output].untyped_storage()._cdata
+        inputs = (at.forward.outputs[number].untyped_storage()
+                  for at, number in self.sources.values())  # fmt: skip
+        return self is source or any(each._cdata == memory for each in inputs)
 
     def load(self, leaves: Sequence[Any]) -> None:
         """Copies the inputs into place, except those that are already there."""
@@ -185,28 +193,27 @@ class Place:
         ]
 
     def note_handed(self, outputs: Sequence[Tensor]) -> None:
-        """As they come out of autograd."""
-        self._handed = list(map(weakref.ref, outputs))
-        for loan, indices in self._indices_of_loan:
-            loan.hand([self._handed[index] for index in indices])
+        """Leases the outputs, the tensors as they come out of autograd."""
+        for lease in self.leases:
+            lease.note_handed(map(outputs.__getitem__, lease.outputs))
+        self.out.add(self.leases)
 
     def handed_as(self, leaf: Any) -> int | None:
-        """Which output of the last replay a tensor is, the very object that was handed out."""
-        for index, handed in enumerate(self._handed):
-            if handed() is leaf:
-                return index
-        return None
+        """The number of the output of the last replay that a tensor is, the very object that was
+        handed out. None once its memory was reclaimed."""
+        numbers = (lease.output_of(leaf) for lease in self.leases)
+        return next((number for number in numbers if number is not None), None)
 
-    def call_in(self) -> bool:
-        """Before a replay overwrites the outputs: whoever holds one gets memory of its own.
+    def reclaim(self) -> bool:
+        """Reclaims the outputs before they are overwritten. False if a view of one is held.
 
-        False if something else than the tensor handed out (a view of it) holds the memory. Whoever
-        did that once does it again (a pipeline's send that is waited for late), so from then on
-        the output is handed out as a copy.
+        Whoever holds a view once does it again (a pipeline's send that is waited for late), so from
+        then on the output is handed out as a copy.
         """
-        held = [indices for loan, indices in self._indices_of_loan if not loan.call_in()]
-        self.planned.copied_outputs.update(*held)
-        return not held
+        if self.out.reclaim():
+            return True
+        self.planned.copied_outputs.update(*(lease.outputs for lease in self.out))
+        return False
 
     def release(self) -> None:
         for graph in self.graphs():

@@ -17,13 +17,17 @@ from torch.utils import _pytree as pytree
 
 from moe_graphs.engine import fp8
 from moe_graphs.engine.backends.backend import Backend
+from moe_graphs.engine.buffer_lease import (
+    Allocations,
+    BufferLease,
+    reason_to_copy,
+    references_of_the_engine,
+)
 from moe_graphs.engine.context import Context
 from moe_graphs.engine.explained import explained_call
 from moe_graphs.engine.guards import Guards
 from moe_graphs.engine.reads import Reads
 from moe_graphs.engine.scopes.captured_forward import CapturedForward, Saved
-from moe_graphs.engine.scopes.gradient_loans import Allocations, GradientLoan, reason_to_copy
-from moe_graphs.engine.scopes.loans import Loan
 from moe_graphs.engine.scopes.open_call import BackwardRun
 from moe_graphs.engine.scopes.place import PendingBackward, Place
 from moe_graphs.engine.scopes.recompute import recompute
@@ -88,10 +92,10 @@ class Recorder:
             written = [tensor for tensor, _ in tried.written]
             expected = Expected(tried, Snapshot(self.backend, values=written))
             objects, surroundings = Snapshot(guards=[guards]), Surroundings(guards, state)
-            with Loan.of_our_own(slot.loans()):
+            with references_of_the_engine(slot.leases()):
                 self._capture_forward(slot, place, call, expected, surroundings)
-            for loan in place.loans.values():
-                loan.nothing_is_out()
+            for lease in place.leases:
+                lease.settle()
             try:
                 guards.check_unchanged()
             except CaptureError:
@@ -284,7 +288,7 @@ class Recorder:
             return RecordedBackward(graph, surroundings, run.layouts, targets, *of_uses)
 
         first, copies = None, place.planned.copies_gradients
-        with Loan.of_our_own(slot.loans()):
+        with references_of_the_engine(slot.leases()):
             if copies == "accumulated" and not place.planned.backward_runs_once:
                 first = recorded(slot.pool_of_first, last=False, copies=None)
             backward = recorded(slot.backwards.pool, last=not self.split, copies=copies)
@@ -306,7 +310,7 @@ class Recorder:
         graph, gradients = None, []
         if run.second_uses:
             pool = slot.pool_of_weights
-            with Loan.of_our_own(slot.loans()), self.backend.record(pool) as graphs:
+            with references_of_the_engine(slot.leases()), self.backend.record(pool) as graphs:
                 gradients = run.second_part()
             (graph,) = graphs
         place.weights = RecordedBackward(
@@ -348,11 +352,11 @@ class Recorder:
         made: Allocations,
         copies: str | None,
     ) -> tuple[tuple, ...]:
-        """``uses``, ``listed``, ``gradients`` and ``loans`` of a ``RecordedBackward``. ``copies``:
+        """``uses``, ``listed``, ``gradients`` and ``leases`` of a ``RecordedBackward``. ``copies``:
         why none of the gradients stays in place."""
         listed = tuple(place.forward.listed[use] for use in uses)
         static: list[Tensor | None] = []
-        loans: list[GradientLoan | None] = []
+        leases: list[BufferLease | None] = []
         for each, gradient in zip(listed, gradients, strict=True):
             reason: str | None = "of_an_input"
             if isinstance(each, Tensor) and gradient is not None:
@@ -363,5 +367,6 @@ class Recorder:
                 kept = self.backend.borrow(kept)
             static.append(kept)
             is_lent = isinstance(each, Tensor) and kept is not None
-            loans.append(GradientLoan(each, kept, reason) if is_lent else None)
-        return uses, listed, tuple(static), tuple(loans)
+            lease = BufferLease(kept, parameter=each, reason=reason) if is_lent else None
+            leases.append(lease)
+        return uses, listed, tuple(static), tuple(leases)

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine.backends.backend import Graph
+from moe_graphs.engine.buffer_lease import BufferLease
 from moe_graphs.engine.context import Context
 from moe_graphs.engine.fp8 import Scales
 from moe_graphs.engine.guards import Guards
-from moe_graphs.engine.scopes.gradient_loans import GradientLoan
 from moe_graphs.engine.scopes.select import Call, Exit
 from moe_graphs.engine.signature import Mismatch, Signature, unflattening
 from moe_graphs.engine.stand_for import local
@@ -145,7 +145,7 @@ class RecordedBackward:
         gradients: of these (of a DTensor its local part). Those that may become ``.grad`` have
             their memory for themselves, of the others it is only borrowed: later captures of the
             slot use it again.
-        loans: of the weights' gradients, for when they are handed out.
+        leases: of the weights' gradients, for when they are handed out.
     """
 
     graph: Graph | None
@@ -155,12 +155,12 @@ class RecordedBackward:
     uses: tuple[int, ...]
     listed: tuple[int | Tensor, ...]
     gradients: tuple[Tensor | None, ...]
-    loans: tuple[GradientLoan | None, ...]
+    leases: tuple[BufferLease | None, ...]
 
     @cached_property
-    def of_parameters(self) -> list[tuple[int, Tensor, GradientLoan]]:
-        """Uses, parameters and the loans of their gradients."""
-        rows = zip(self.uses, self.listed, self.loans, strict=True)
+    def of_parameters(self) -> list[tuple[int, Tensor, BufferLease]]:
+        """Uses, parameters and the leases of their gradients."""
+        rows = zip(self.uses, self.listed, self.leases, strict=True)
         return [row for row in rows if row[2] is not None]
 
     @cached_property
@@ -170,11 +170,11 @@ class RecordedBackward:
     @cached_property
     def has_some_in_place(self) -> bool:
         """Whether it was captured with gradients that may become ``.grad``."""
-        return any(loan.is_in_place for _, _, loan in self.of_parameters)
+        return any(lease.in_place for _, _, lease in self.of_parameters)
 
     def finds_no_gradient(self) -> bool:
         """Whether those that may become ``.grad`` would: there is none yet to add to."""
-        in_place = [parameter for _, parameter, loan in self.of_parameters if loan.is_in_place]
+        in_place = [parameter for _, parameter, lease in self.of_parameters if lease.in_place]
         return bool(in_place) and all(parameter.grad is None for parameter in in_place)
 
     @cached_property

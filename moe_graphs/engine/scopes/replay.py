@@ -161,7 +161,7 @@ def _weights_part(
         second_uses = place.run.second_uses  # a capture that fails lets go of the run
         gradients = recorder.backward_of_weights(slot, pending)
         return dict(zip(second_uses, gradients, strict=True))
-    slot.call_in_gradients()
+    slot.reclaim_added()
     if place.weights.graph is not None:
         place.weights.graph.replay()
     if nodes is None:
@@ -191,7 +191,7 @@ def _first_part(
         return results
     place.planned.ran_backward_eagerly(reason)
     gradients = dict(enumerate(recompute(recorder.backend, pending, incoming)))
-    if reason == "other_layout" and _fits(place, incoming) and slot.call_in_gradients():
+    if reason == "other_layout" and _fits(place, incoming) and slot.reclaim_added():
         slot.backward_done(pending, replayed=True)
         _copy_in(place, incoming)
         if recorder.verification.agrees(place, gradients):
@@ -208,10 +208,7 @@ def _first_part(
 def _replayed(
     slot: Slot, place: Place, incoming: Sequence[Tensor | None], nodes: _Nodes
 ) -> dict[int, Tensor | None]:
-    recorded = place.backward
-    is_first = place.first is not None and place.first.finds_no_gradient()
-    if is_first and slot.call_in_place(place):
-        recorded = place.first
+    recorded = slot.backward_to_replay(place)
     _copy_in(place, incoming)
     if recorded.graph is not None:
         recorded.graph.replay()

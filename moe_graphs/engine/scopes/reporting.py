@@ -61,7 +61,7 @@ def _report_scope(graphed: GraphedScope, places: Sequence[Place], misses: Misses
     backwards: Counter[str] = Counter()
     for call in planned:
         backwards.update({f"{BACKWARD}{r}": n for r, n in call.eager_backwards.items()})
-    loans = [loan for place in own for loan in place.gradient_loans()]
+    leases = [lease for place in own for lease in place.gradient_leases()]
     statics = [tensor for place in own for tensor in place.forward.static_tensors()]
     not_guarded = {n for place in own for n in place.forward.surroundings.guards.not_followed}
     return ScopeReport(
@@ -79,6 +79,6 @@ def _report_scope(graphed: GraphedScope, places: Sequence[Place], misses: Misses
         refused=next((call.refused.message for call in planned if call.refused), None),
         not_reproducible=any(call.not_reproducible for call in planned),
         not_guarded=tuple(sorted(not_guarded)),
-        gradients_in_place=sum(loan.is_in_place for loan in loans),
-        copied_gradients=dict(sum((loan.copied for loan in loans), Counter())),
+        gradients_in_place=sum(lease.in_place for lease in leases),
+        copied_gradients=dict(sum((lease.copied for lease in leases), Counter())),
     )

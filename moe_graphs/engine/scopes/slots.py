@@ -1,4 +1,4 @@
-"""Which recording a call replays, and whether it may: microbatches in flight and their order.
+"""May this call be replayed, and where does it write? Microbatches in flight, and their order.
 
 A microbatch takes a ``Slot`` with its first forward and gives it back with its last backward. The
 recordings of a slot share a memory pool, so they may only be replayed in the order of their
@@ -8,6 +8,44 @@ microbatches that fits the slots is right. Backwards of several slots work in on
 they share: one runs after the other, and what it leaves is taken before the next one begins.
 
 Every slot is captured by the first microbatch that takes it.
+
+| state of a place | comes from | its next forward | its next backward |
+|---|---|---|---|
+| empty (``forward is None``) | ``Place.clear`` | is captured if all places before it are \
+captured or refused (``may_record``), else eager: ``not_captured`` | none |
+| open (``open is not None``) | ``Place.opened`` | is replayed | is computed on autograd's graph \
+of the capture, and captured if all forwards are there (``may_record_backward``) |
+| recorded (``is_recorded``) | ``backward_recorded`` | is replayed | is replayed |
+| refused (``planned.refused``) | ``PlannedCall.differs`` | runs eagerly | is eager's own |
+| released (``is_closed``, empty) | ``release`` | runs eagerly | error (``check_alive``) |
+
+| state of a replayed forward | comes from | its backward |
+|---|---|---|
+| in flight | ``begin_replay`` | is replayed (``unreplayable`` says why not) |
+| weights pending | ``backward_done``, if the weights' gradients are computed apart | the second \
+part may come (``weights_done``), in any order |
+| over | ``backward_done``, ``weights_done`` | error, unless autograd's graph was retained: then \
+its forward is computed anew (``second_backward``) |
+| abandoned | the caller has dropped it (``in_flight``) | never comes |
+| cancelled | ``end_step`` | error |
+
+| what is replayed | where it writes | what has to be true (the reason if it is not) |
+|---|---|---|
+| a forward | its static inputs and outputs (``Place.load``, ``Place.out``); another place's \
+output, if that is the static input | the call is the captured one (``Signature``, \
+``Surroundings``); nobody holds these outputs (``output_held``); no backward still needs that \
+output (``Place.needs_output``; ``input_moved``) |
+| | the pool of the slot, where gradients of the last microbatch may be | they are reclaimed \
+(``gradient_held``), or lie in a pool of their own (``accumulates``) |
+| a backward | the pool of the slot, or the one that slots share (``Backwards``) | its turn has \
+come (``out_of_order``); the incoming gradients are laid out as captured (``other_layout``, \
+``other_outputs``); gradients that autograd added are reclaimed (``gradient_held``) |
+| a first microbatch's backward | ``pool_of_first`` | no ``.grad`` is there, and nobody holds \
+what the last step left there; else the other recording serves (``backward_to_replay``) |
+| the weights' part | ``pool_of_weights`` | its first part has run, and it has not \
+(``weights_done``) |
+
+``buffer_lease.py`` has the states of the memory itself.
 """
 
 from __future__ import annotations
@@ -15,18 +53,16 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
 from moe_graphs.engine.autograd import keeps_graph
 from moe_graphs.engine.backends.backend import Backend
+from moe_graphs.engine.buffer_lease import BufferLease, Leases, references_of_the_engine
 from moe_graphs.engine.reasons import EAGER_CALLS
-from moe_graphs.engine.scopes.gradient_loans import GradientLoan
-from moe_graphs.engine.scopes.loans import Loan
 from moe_graphs.engine.scopes.place import PendingBackward, Place, PlannedCall
-from moe_graphs.engine.scopes.recording import Layouts
+from moe_graphs.engine.scopes.recording import Layouts, RecordedBackward
 from moe_graphs.engine.signature import Mismatch
 from moe_graphs.errors import GraphError
 
@@ -42,13 +78,13 @@ class Backwards:
     """Where backwards work, one after the other.
 
     Attributes:
-        lent: gradients in it that autograd adds to others just now.
+        added: leases of gradients in the pool that autograd adds to others just now.
     """
 
     def __init__(self, backend: Backend, pool: Any = None) -> None:
         self._backend, self._stream = backend, None
         self.pool = backend.new_pool() if pool is None else pool
-        self.lent: list[GradientLoan] = []
+        self.added = Leases()
 
     def begin(self) -> None:
         """The next one works here, on the current stream."""
@@ -96,7 +132,7 @@ class Slot:
         # Nothing but first microbatches' backwards writes where ``.grad`` is until the next step.
         self.pool_of_first = self._backend.new_pool(self._first_bytes)
         self.backwards = self._shared or Backwards(self._backend, self.pool)
-        self._in_place: dict[int, list[GradientLoan]] = {}  # by the position of the backward
+        self.in_place = Leases()  # of gradients that have become ``.grad``
         self._clock, self._backwards = -1, 0
         self._stream: Any = None
         # By position: a recording waits for one backward at most.
@@ -126,7 +162,7 @@ class Slot:
         )
         if complete and self._shared is not None:
             self._shared.begin()
-        return complete and self.call_in_gradients()
+        return complete and self.reclaim_added()
 
     def backward_recorded(self, place: Place) -> None:
         """The order in which they are captured is the one in which they may be replayed."""
@@ -138,14 +174,14 @@ class Slot:
         was handed out in this microbatch."""
         for place in self.places:
             index = place.handed_as(leaf)
-            if index is not None and index in place.loans:
+            if index is not None:
                 static = place.forward.outputs[index]
                 return (place, index) if static.data_ptr() == leaf.data_ptr() else None
         return None
 
-    def loans(self) -> list[Loan]:
-        found = {id(loan): loan for place in self.places for loan in place.loans.values()}
-        return list(found.values())
+    def leases(self) -> list[BufferLease]:
+        """The leases of all outputs."""
+        return [lease for place in self.places for lease in place.leases]
 
     def uses_again(self, parameter: Tensor) -> str | None:
         """Why no gradient of a parameter becomes ``.grad``: autograd adds up several of them."""
@@ -189,55 +225,44 @@ class Slot:
 
     def _make_room(self, place: Place, leaves: Sequence[Any]) -> Mismatch | None:
         writes = [place]
-        for index, (source, _) in place.sources.items():
+        for index, (source, output) in place.sources.items():
             if not place.is_in_place(index, leaves[index]):
-                if any(pending.place is source for pending in self.in_flight()):
+                if any(each.place.needs_output(source, output) for each in self.in_flight()):
                     name = place.planned.signature.leaves[index].name
                     message = f"input {name!r}: captured as the untouched output of another scope"
                     remedy = EAGER_CALLS["input_moved"].remedy
                     return Mismatch("input_moved", f"{message}, got another tensor: {remedy}")
                 writes.append(source)
-        called_in = [each.call_in() for each in writes]  # all of them, come what may
+        reclaimed = [each.reclaim() for each in writes]  # all of them, come what may
         held, kind = "output", "an output"
-        if all(called_in):
+        if all(reclaimed):
             # Forwards may write where the gradients of the last microbatch are, unless these have a
             # pool of their own.
-            free = self.accumulates or self.call_in_place()
-            if self.call_in_gradients() and free:
+            free = self.accumulates or self.reclaim_in_place()
+            if self.reclaim_added() and free:
                 return None
             held, kind = "gradient", "a weight's gradient"
         message = f"a view of {kind} of its last replay is still in use: clone() what you keep"
         return Mismatch(f"{held}_held", message)
 
-    def lend(
-        self, place: Place, *, added: list[GradientLoan], in_place: list[GradientLoan]
-    ) -> None:
-        """Gradients in a pool's memory: autograd holds those that it adds just now; the others
-        become ``.grad``, until a graph needs their memory again."""
-        self.backwards.lent += added
-        if in_place:
-            self._in_place[place.backward_position] = in_place
+    def lend(self, place: Place, *, added: list[BufferLease], in_place: list[BufferLease]) -> None:
+        """Notes gradients in a pool's memory that are handed out: autograd holds those that it adds
+        just now; the others become ``.grad``, until a graph needs their memory again."""
+        self.backwards.added.add(added)
+        self.in_place.add(in_place, place.backward_position)
 
-    def call_in_place(self, place: Place | None = None) -> bool:
-        """Those that have become ``.grad``. ``place``: only where its backward may write, in the
-        memory of those that were captured with it or later."""
-        first = -1 if place is None else place.backward_position
-        for position in [each for each in self._in_place if each >= first]:
-            held = [loan for loan in self._in_place[position] if not loan.call_in()]
-            if held:
-                self._in_place[position] = held
-            else:
-                del self._in_place[position]
-        return all(position < first for position in self._in_place)
+    def reclaim_in_place(self, place: Place | None = None) -> bool:
+        """Reclaims gradients that have become ``.grad``. ``place``: only where its backward may
+        write."""
+        return self.in_place.reclaim(0 if place is None else place.backward_position)
 
-    def call_in_gradients(self, *, collecting: bool = False) -> bool:
-        """Those that were added. ``collecting``: what only garbage holds comes back, too."""
-        at = self.backwards
-        at.lent = [loan for loan in at.lent if not loan.call_in()]
-        if at.lent and collecting:
-            gc.collect()
-            at.lent = [loan for loan in at.lent if not loan.call_in()]
-        return not at.lent
+    def reclaim_added(self, *, collecting: bool = False) -> bool:
+        """Reclaims gradients that were added to others. ``collecting``: also those that only
+        garbage holds."""
+        added = self.backwards.added
+        if added.reclaim():
+            return True
+        return collecting and gc.collect() >= 0 and added.reclaim()
 
     def in_flight(self) -> list[PendingBackward]:
         """Replayed forwards whose backward may still come."""
@@ -294,8 +319,14 @@ class Slot:
         if mismatch is not None:
             return mismatch.reason
         # When garbage goes is not the same on all ranks, and what they run has to be.
-        free = self.call_in_gradients(collecting=place.planned.ranks.group is not None)
+        free = self.reclaim_added(collecting=place.planned.ranks.group is not None)
         return None if free else "gradient_held"
+
+    def backward_to_replay(self, place: Place) -> RecordedBackward:
+        """The recording that serves a backward which can be replayed: that of a first microbatch if
+        no ``.grad`` is there and nobody holds the memory where its gradients stay."""
+        is_first = place.first is not None and place.first.finds_no_gradient()
+        return place.first if is_first and self.reclaim_in_place(place) else place.backward
 
     def backward_done(self, pending: PendingBackward, *, replayed: bool) -> None:
         """Its backward has run, or is about to be replayed."""
@@ -329,8 +360,8 @@ class Slot:
         self._pending.clear()
         self._retained.clear()
         self._clock = -1
-        for loan in chain.from_iterable(self._in_place.values()):
-            loan.note_holder()
+        for lease in self.in_place:
+            lease.note_grad()
         begun = any(place.forward is not None for place in self.places)
         if not self.is_closed and (begun or all(place.planned.refused for place in self.places)):
             self._close_or_begin_anew()
@@ -347,7 +378,7 @@ class Slot:
 
     def let_go_of_autograd(self, places: Sequence[Place]) -> None:
         """What their forwards have left there is not needed any more."""
-        with Loan.of_our_own(self.loans()):
+        with references_of_the_engine(self.leases()):
             for place in places:
                 place.open = place.run = None
 

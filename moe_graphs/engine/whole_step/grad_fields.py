@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from itertools import repeat
 from operator import attrgetter, is_
@@ -10,7 +9,7 @@ from operator import attrgetter, is_
 import torch
 
 from moe_graphs.engine.backends.backend import Graph
-from moe_graphs.engine.scopes.loans import references
+from moe_graphs.engine.buffer_lease import BufferLease
 from moe_graphs.engine.signature import Mismatch
 from moe_graphs.engine.stand_for import local, stands_for_another
 from moe_graphs.engine.static_memory import copy_all
@@ -47,13 +46,14 @@ class StaticGradients:
         self._parts = {n: p for n, p, _, f, _ in rows if f is not None and is_part(f)}
         stay_unset = {n for n, _, _, _, g in rows if n in self._unset and g is None}
         self._after = [(n, p, f, g) for n, p, _, f, g in rows if n not in stay_unset]
-        self._lent: dict[str, tuple[torch.Tensor, _Lent]] = {}
+        self._leases: dict[str, tuple[torch.Tensor, bool, BufferLease]] = {}
 
     def settled(self) -> None:
         """At the end of the capture: from now on, who holds a gradient is a caller."""
         for name, parameter, found, left in self._after:
             if left is not None and not is_part(left):
-                self._lent[name] = parameter, _Lent(left, adds=left is found)
+                lease = BufferLease(left, parameter=parameter, standing=True)
+                self._leases[name] = parameter, left is found, lease
 
     def mismatch(self) -> Mismatch | None:
         if not all(map(is_, map(_GRAD_OF, self._unset.values()), repeat(None))):
@@ -71,8 +71,10 @@ class StaticGradients:
                     f"now: call zero_grad(set_to_none=False)"
                 )
                 return Mismatch("gradients_gone", message)
-        for name, (parameter, lent) in self._lent.items():
-            if not lent.call_in(is_set=parameter.grad is lent.handed):
+        for name, (parameter, adds, lease) in self._leases.items():
+            if adds and parameter.grad is lease.standing:
+                continue  # the step adds to what it finds there
+            if not lease.reclaim():
                 message = (
                     f"a view of {name}.grad of an earlier step is still held, and the graph would "
                     f"write there: clone what is to be kept"
@@ -100,46 +102,10 @@ class StaticGradients:
         for name, parameter, found, left in self._after:
             if left is not None and left is found and parameter.grad is not None:
                 continue  # it was added to, wherever it is
-            if name in self._lent:
-                left = self._lent[name][1].handed
+            if name in self._leases:
+                left = self._leases[name][-1].standing
             if parameter.grad is not left:
                 parameter.grad = left
-
-
-class _Lent:
-    """Memory of a gradient, and the tensor that is handed out as ``.grad``.
-
-    An eager step makes new ones: whoever still has the last one gets memory of its own.
-
-    adds: the step adds to what it finds, so that only a ``.grad`` that was dropped is called in.
-    """
-
-    def __init__(self, left: torch.Tensor, *, adds: bool) -> None:
-        self._static, self.handed = left.detach(), left.detach()
-        self._storage, self._adds = local(left).untyped_storage(), adds
-        self._known = references(self._storage)
-        self._known_of_handed = sys.getrefcount(self.handed)  # ``.grad`` itself is none of them
-
-    def call_in(self, *, is_set: bool) -> bool:
-        """False if something else (a view) holds the memory. ``is_set``: as ``.grad``, still."""
-        if is_set and self._adds:
-            return True
-        if sys.getrefcount(self.handed) > self._known_of_handed:
-            _move(self.handed)
-            self.handed = self._static.detach()
-        return references(self._storage) <= self._known
-
-
-def _move(handed: torch.Tensor) -> None:
-    """To memory of its own. A tensor that stands for another one is given another to stand for."""
-    part = local(handed)
-    if part is handed:
-        handed.data = handed.detach().clone()
-        return
-    holder: torch.Tensor = handed
-    while (inner := getattr(holder, name := holder.__tensor_flatten__()[0][0])) is not part:
-        holder = inner
-    setattr(holder, name, part.detach().clone())
 
 
 def keep_apart(parameters: Sequence[torch.Tensor], found: Gradients) -> None:

@@ -79,6 +79,42 @@ def test_a_view_of_an_output_that_is_kept_makes_the_call_eager(device):
     assert report.eager_calls["output_held"] == 2
 
 
+def test_a_view_of_an_output_sees_what_is_written_to_the_output_later(device):
+    """The two stay on one memory: neither moves alone."""
+
+    def scenario(model, graphs):
+        output = train_step(model, graphs, data(device))
+        view = output.detach().view(-1)
+        train_step(model, graphs, data(device))
+        with torch.no_grad():
+            output.add_(1.0)
+        return [output, view]
+
+    assert both(device, scenario).eager_calls["output_held"] == 1
+
+
+@pytest.mark.parametrize("changed", ["second", "third"])
+def test_an_output_of_a_frozen_scope_that_two_scopes_take(device, changed):
+    """The memory of that output is the input of both. Where one gets another tensor, the other
+    one's backward still needs what is there, and a later call must not find that other tensor."""
+    found = []
+    for config in (GraphConfig(impl="none"), GraphConfig(["[012]"], warmup_steps=2)):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(3))).to(device)
+        model[0].requires_grad_(False)
+        graphs = moe_graphs.graph(model, config)
+        for number in range(6):
+            with graphs.step():
+                output = model[0](data(device))
+                other = output * 2 if number > 3 else output
+                second = model[1](other if changed == "second" else output)
+                third = model[2](other if changed == "third" else output)
+                (second * third).square().mean().backward()
+        found.append([second, third, *(p.grad for p in model[1:].parameters())])
+    assert all(map(torch.equal, *found))
+    assert graphs.report().eager_calls["input_moved"] == 2
+
+
 def test_modifying_a_saved_output_in_place_is_an_error_as_in_eager(device):
     for config in (GraphConfig(impl="none"), None):
         model = build(device)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import moe_graphs
 from moe_graphs import GraphConfig, GraphWarning
-from moe_graphs.engine.scopes.loans import all_references
 from moe_graphs.engine.scopes.memory import CallMemory, memory_plan
 from moe_graphs.engine.scopes.plan import Plan, PlannedChunk
 from moe_graphs.engine.scopes.recorder import Recorder
@@ -34,14 +33,14 @@ def poisoned(monkeypatch, request):
 @pytest.fixture
 def firsts(monkeypatch) -> Counter[str]:
     """How many backwards have left gradients in place, of first microbatches."""
-    count, call_in = Counter[str](), Slot.call_in_place
+    count, reclaim = Counter[str](), Slot.reclaim_in_place
 
     def counted(slot, place=None):
-        free = call_in(slot, place)
+        free = reclaim(slot, place)
         count["backwards"] += free and place is not None
         return free
 
-    monkeypatch.setattr(Slot, "call_in_place", counted)
+    monkeypatch.setattr(Slot, "reclaim_in_place", counted)
     return count
 
 
@@ -90,7 +89,7 @@ def test_no_gradient_of_a_first_microbatch_is_copied(device):
     def scenario(model, graphs):
         found = [each for _ in range(3) for each in train(model, graphs)]
         if graphs.captured is not None:
-            static = {loan._gradient.data_ptr() for loan in in_place(graphs.captured.places)}
+            static = {lease._static.data_ptr() for lease in in_place(graphs.captured.places)}
             assert {p.grad.data_ptr() for p in model.parameters()} == static
         return found
 
@@ -218,15 +217,14 @@ def test_only_the_engine_holds_what_is_not_out(device):
     for _ in range(4):
         train(model, graphs)
     model.zero_grad()
-    loans = list(in_place(graphs.captured.places))
-    assert len(loans) == 4
-    for loan in loans:
-        known = all_references(loan._storage)
-        assert loan._known == known
-        kept = loan._gradient.data
-        assert loan.is_out
+    leases = list(in_place(graphs.captured.places))
+    assert len(leases) == 4
+    for lease in leases:
+        assert lease._known == lease._references()
+        kept = lease._static.data
+        assert lease.is_held()
         del kept
-        assert not loan.is_out
+        assert not lease.is_held()
 
 
 class Tied(Model):

@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import moe_graphs
 from moe_graphs import GraphConfig
-from moe_graphs.engine.scopes.loans import all_references
 from poisoned_gradients import in_place, poison
 from training_runs import DEVICES
 from two_scopes import WIDTH, both, build, data, scopes, train_step, update, warm
@@ -29,7 +28,7 @@ def poisoned(monkeypatch, request):
 
 
 def static_gradients(graphs: moe_graphs.Graphs) -> set[int]:
-    return {loan._gradient.data_ptr() for loan in in_place(graphs.captured.places)}
+    return {lease._static.data_ptr() for lease in in_place(graphs.captured.places)}
 
 
 def copied(report: moe_graphs.Report) -> Counter[str]:
@@ -79,18 +78,17 @@ def test_only_the_engine_holds_what_is_not_out(device):
     model = build(device)
     graphs = warm(model, device)
     model.zero_grad()
-    for loan in in_place(graphs.captured.places):
-        known = all_references(loan._storage)
-        assert loan._known == known
-        kept = loan._gradient.data
-        assert loan.is_out
+    for lease in in_place(graphs.captured.places):
+        assert lease._known == lease._references()
+        kept = lease._static.data
+        assert lease.is_held()
         del kept
-        storage = loan._gradient.untyped_storage()
-        assert loan.is_out
+        storage = lease._static.untyped_storage()
+        assert lease.is_held()
         del storage
-        assert not loan.is_out
+        assert not lease.is_held()
         if device == "cuda":  # no recorder that holds what it runs again
-            assert torch._C._storage_Use_Count(loan._storage._cdata) == 2
+            assert torch._C._storage_Use_Count(lease._storage._cdata) == 2
 
 
 @on_devices

@@ -14,6 +14,7 @@ from torch import nn
 
 from full_iterations import Run, batches, train
 from moe_graphs import FullIteration, GraphError, GraphWarning
+from moe_graphs.engine import buffer_lease
 from moe_graphs.training.forward_backward import GraphedForwardBackward
 from moe_graphs.training.static_loader import StaticLoader
 from training_runs import DEVICES, Trace, loss_of, tiny_model
@@ -201,3 +202,41 @@ def test_gradients_that_are_kept_over_steps(device, zeroed, view):
     assert all(map(torch.equal, found, expected))
     eager = {"warmup": 3, "gradients_held": 3} if view else {"warmup": 3}
     assert report.eager_calls == eager
+
+
+@pytest.mark.parametrize("zeroed", ["within", "between"])
+def test_gradients_that_nobody_keeps_are_not_moved(device, zeroed, monkeypatch):
+    """The ``.grad`` of the last step is no holder, although it is a reference."""
+    moved: list[torch.Tensor] = []
+    monkeypatch.setattr(buffer_lease, "_move_alone", moved.append)
+    model = torch.nn.Linear(4, 4).to(device)
+
+    def plain(x):
+        if zeroed == "within":
+            model.zero_grad()
+        model(x).square().mean().backward()
+
+    step = FullIteration(plain, model=model)
+    for _ in range(7):
+        step(torch.randn(3, 4).to(device))
+        if zeroed == "between":
+            model.zero_grad()
+    assert step.report().replayed == 4
+    assert not moved
+
+
+def test_the_storage_of_a_gradient_that_is_kept_does_not_change(device):
+    """Python's object for a storage is a reference that the storage itself does not count."""
+    model = torch.nn.Linear(4, 4).to(device)
+
+    def plain(x):
+        model.zero_grad()
+        model(x).square().mean().backward()
+
+    step = FullIteration(plain, model=model)
+    for _ in range(5):
+        step(torch.randn(3, 4).to(device))
+    kept, expected = model.weight.grad.untyped_storage(), model.weight.grad.clone()
+    step(torch.randn(3, 4).to(device))
+    assert torch.equal(torch.empty(0, device=device).set_(kept, 0, (4, 4)), expected)
+    assert step.report().eager_calls == {"warmup": 3, "gradients_held": 1}
