@@ -38,9 +38,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import moe_graphs
 from moe_graphs.bench import environment
 from moe_graphs.engine.backends.cuda import CudaGraphs
+from moe_graphs.engine.callables.order import Action
 from moe_graphs.layers import MoEConfig, TransformerConfig, TransformerLayer
 from moe_graphs.pipelines.builders import gpipe, interleaved_1f1b
-from moe_graphs.pipelines.schedule import Action
 from timed_replays import NotReplayed, check_replayed
 
 CASES = tuple(

@@ -1,8 +1,8 @@
 """MoE training on PyTorch with partial CUDA graphs.
 
 The engine's modules are in ``moe_graphs.engine`` and are imported from there
-(``from moe_graphs.engine.scopes.plan import Plan``). The names of this module are imported at their
-first use, so that ``moe-graphs --help`` does not wait for torch.
+(``from moe_graphs.engine.partial.plan import Plan``). The names of this module are imported at
+their first use, so that ``moe-graphs --help`` does not wait for torch.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from moe_graphs.config import GraphConfig
     from moe_graphs.engine.callables.callables import make_graphed_callables
+    from moe_graphs.engine.callables.order import Action
+    from moe_graphs.engine.partial.graphs import Graphs, graph
+    from moe_graphs.engine.partial.plan import CallMemory, ChunkMemory, MemoryPlan
     from moe_graphs.engine.report import Report, ScopeReport
-    from moe_graphs.engine.scopes.graphs import Graphs, graph
-    from moe_graphs.engine.scopes.memory import CallMemory, ChunkMemory, MemoryPlan
     from moe_graphs.engine.whole_step.full_iteration import FullIteration, FullIterationReport
     from moe_graphs.errors import CaptureError, GraphError, GraphWarning
-    from moe_graphs.pipelines.schedule import Action, Schedule, Span
+    from moe_graphs.pipelines.schedule import Schedule, Span
     from moe_graphs.profiling.floors import Floor, Rates, measure_rates
-    from moe_graphs.profiling.profiler import profile_step
+    from moe_graphs.profiling.profiler import profile_graphs, profile_step
     from moe_graphs.profiling.step_profile import GroupTimes, StepProfile, TracedStep
     from moe_graphs.profiling.timeline import Timeline
     from moe_graphs.staged import Stage, Staged, end_capture_here, record
@@ -67,6 +68,7 @@ __all__ = [
     "load_optimizer_state",
     "make_graphed_callables",
     "measure_rates",
+    "profile_graphs",
     "profile_step",
     "record",
     "tensor_hyperparameters",
@@ -78,13 +80,14 @@ _HOMES = {
     "config": ("GraphConfig",),
     "engine.callables.callables": ("make_graphed_callables",),
     "engine.report": ("Report", "ScopeReport"),
-    "engine.scopes.graphs": ("Graphs", "graph"),
-    "engine.scopes.memory": ("CallMemory", "ChunkMemory", "MemoryPlan"),
+    "engine.partial.graphs": ("Graphs", "graph"),
+    "engine.partial.plan": ("CallMemory", "ChunkMemory", "MemoryPlan"),
     "engine.whole_step.full_iteration": ("FullIteration", "FullIterationReport"),
     "errors": ("CaptureError", "GraphError", "GraphWarning"),
-    "pipelines.schedule": ("Action", "Schedule", "Span"),
+    "engine.callables.order": ("Action",),
+    "pipelines.schedule": ("Schedule", "Span"),
     "profiling.floors": ("Floor", "Rates", "measure_rates"),
-    "profiling.profiler": ("profile_step",),
+    "profiling.profiler": ("profile_graphs", "profile_step"),
     "profiling.step_profile": ("GroupTimes", "StepProfile", "TracedStep"),
     "profiling.timeline": ("Timeline",),
     "staged": ("Stage", "Staged", "end_capture_here", "record"),

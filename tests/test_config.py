@@ -8,7 +8,7 @@ from torch import nn
 import moe_graphs
 from moe_graphs import GraphConfig
 from moe_graphs.dispatch import AllToAllDispatcher
-from moe_graphs.engine.scopes.select import find_scopes
+from moe_graphs.engine.partial.scope import find_scopes
 from training_runs import tiny_model
 
 BROKEN = {

@@ -31,13 +31,11 @@ ALLOWED = {
     "layers": {"layers", "checkpoints", "dispatch", "kernels", "staged"},
     "checkpoints": {"checkpoints", "layers.model_config", "layers.rope_scaling"},
     "parallel": {"parallel", "checkpoints", "layers", "dispatch", "kernels"},
-    "pipelines": {"pipelines", "errors"},
+    "pipelines": {"pipelines", "engine.callables.order", "errors"},
     "planning": {"planning", "parallel", "pipelines", "layers", "dispatch", "kernels", "tables"},
-    "profiling": {"profiling"},
+    "profiling": {"profiling", "engine", "errors"},
     "engine": {
         "engine",
-        "pipelines",
-        "profiling",
         "staged",
         "config",
         "errors",
@@ -63,7 +61,7 @@ FRAGMENTS_OF_COMMENTS = re.compile(
 # shrink: whoever rewrites docstrings there lowers it. All other folders have none.
 FRAGMENTS_LEFT: dict[str, int] = {
     "moe_graphs/cli.py": 1,
-    "moe_graphs/engine": 210,
+    "moe_graphs/engine": 190,
     "moe_graphs/lm": 76,
     "tests/engine": 40,
     "tests/lm": 25,

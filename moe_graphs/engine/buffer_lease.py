@@ -7,20 +7,18 @@ again, the engine reclaims the lease, and the graph runs only if the memory is i
 
 | state | who holds the memory | who decides that it comes to this |
 |---|---|---|
-| returned | the engine alone: its references are counted (``settle``), and there is no other | \
+| returned | the engine alone: its references are counted (``settle``), and there is no other |
 ``reclaim`` |
-| leased | a caller may hold the tensor that it was given: an output (``Place.note_handed``), or \
-a gradient that autograd is adding (``Backwards.added``) | ``replay``; \
-``outgoing_gradients.lent`` |
-| in place as ``.grad`` | the parameter, until a graph needs the memory (``Slot.in_place``), or \
-until the step drops it (a whole step, which puts it there after every replay) | \
-``reason_to_copy`` at the capture, ``outgoing_gradients.lent`` at a replay; ``StaticGradients`` |
-| moved | the engine alone: the tensors that callers held have memory of their own now | \
+| leased | a caller may hold the tensor that it was given: an output (``Place.note_handed``), or a
+gradient that autograd is adding (``Backwards.added``) | ``replay``; ``outgoing_gradients.lent`` |
+| in place as ``.grad`` | the parameter, until a graph needs the memory (``Slot.in_place``), or
+until the step drops it (a whole step, which puts it there after every replay) | ``reason_to_copy``
+at the capture, ``outgoing_gradients.lent`` at a replay; ``StaticGradients`` |
+| moved | the engine alone: the tensors that callers held have memory of their own now |
 ``reclaim``: every reference that is not the engine's is a tensor that was handed out |
-| view held | somebody has a view, an alias or the storage itself, or has freed the memory | \
-``reclaim``: a graph that would write there is not replayed (``output_held``, ``gradient_held``, \
-``gradients_held``); that output is a copy from then on, and so is that gradient (``view_held``) \
-|
+| view held | somebody has a view, an alias or the storage itself, or has freed the memory |
+``reclaim``: a graph that would write there is not replayed (``output_held``, ``gradient_held``,
+``gradients_held``); that output is a copy from then on, and so is that gradient (``view_held``) |
 
 After "moved" the lease is returned. After "view held" it is returned as soon as nobody else holds
 the memory. References from numpy and DLPack are not counted.
@@ -40,9 +38,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_graphs.engine.signature import tensor_leaves
 from moe_graphs.engine.snapshot import no_garbage_collection
-from moe_graphs.engine.stand_for import local, stands_for_another
+from moe_graphs.engine.tensors import local, stands_for_another, tensor_leaves
 from moe_graphs.engine.tracing import DispatchMode
 
 

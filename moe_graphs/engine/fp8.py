@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_graphs.engine.signature import is_call
+from moe_graphs.engine.tensors import is_call
 from moe_graphs.errors import CaptureError
 
 _NOT_ASKED = 0

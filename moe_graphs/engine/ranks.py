@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moe_graphs.engine.looking_into import attribute_of
-from moe_graphs.engine.signature import Mismatch
+from moe_graphs.engine.guards.introspection import attribute_of
+from moe_graphs.engine.tensors import Mismatch
 from moe_graphs.errors import CaptureError
 
 FAILED_ELSEWHERE = "it failed on another rank"

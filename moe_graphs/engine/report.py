@@ -1,13 +1,16 @@
-"""What was captured and what happened since, as plain values."""
+"""Reports of what was captured and what happened since; warnings of calls that run eagerly."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import nn
 
-from moe_graphs.engine.looking_into import attribute_of
+from moe_graphs.engine.guards.introspection import attribute_of
+from moe_graphs.engine.reasons import reason_for
+from moe_graphs.engine.verify import warn
 from moe_graphs.report_tables import explanation_of, text_of
 
 
@@ -110,3 +113,35 @@ def occupation_of(model: nn.Module) -> dict[str, tuple[int, int]]:
         if callable(attribute_of(module, "occupation"))
     }
     return {name: found for name, found in told.items() if found is not None}
+
+
+# ---- calls that run eagerly, though nothing has failed: counts and warnings
+
+
+class Misses:
+    """Eager calls of what was to be replayed: one ``GraphWarning`` per name and reason.
+
+    Scopes that have the same to say (an input of another shape in every layer) say it once.
+
+    Attributes:
+        details: name and reason -> the message of the last such call.
+    """
+
+    def __init__(self) -> None:
+        self.details: dict[tuple[str, str], str] = {}
+        self._calls: Counter[tuple[str, str]] = Counter()
+        self._said: set[tuple[str, str]] = set()
+
+    def ran_eagerly(self, name: str, word: str, message: str | None = None) -> None:
+        """Count an eager call of ``name`` for the reason ``word``, and warn if it is time to."""
+        reason, key = reason_for(word), (name, word)
+        if message is not None:
+            self.details[key] = message
+        if reason.warns_at is None:
+            return
+        self._calls[key] += 1
+        said = (word, message or "")
+        if self._calls[key] == reason.warns_at and said not in self._said:
+            self._said.add(said)
+            often = "" if reason.warns_at == 1 else f" {reason.warns_at} times"
+            warn(f"{name} ran eagerly{often} ({word}): {message or reason}")

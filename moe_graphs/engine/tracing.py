@@ -17,13 +17,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_graphs.engine.communication import communicates, finished
+from moe_graphs.engine.guards.bytecode_names import unwatched
 from moe_graphs.engine.ranks import groups_in
-from moe_graphs.engine.reads import unwatched
-from moe_graphs.engine.resizing import noting_resizes
-from moe_graphs.engine.signature import tensor_leaves
 from moe_graphs.engine.snapshot import Snapshot
-from moe_graphs.engine.stand_for import has_no_values, is_wrapper, local
+from moe_graphs.engine.tensors import (
+    communicates,
+    finished,
+    has_no_values,
+    is_wrapper,
+    local,
+    noting_resizes,
+    tensor_leaves,
+)
 from moe_graphs.errors import CaptureError
 
 # Reads of tensor values that never reach the dispatcher on the CPU.

@@ -1,6 +1,6 @@
 """A trial run: a block is run beside the real run and watched, before anything is captured.
 
-Scopes and callables (`scopes/trials.py`) and whole steps (`whole_step/step_trials.py`) try what
+Scopes and callables (`partial/trials.py`) and whole steps (`whole_step/capture_step.py`) try what
 they are about to capture. What a graph cannot have is refused there by name. A `Snapshot` puts back
 what the block has changed.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_graphs.engine.backends.backend import Backend
-from moe_graphs.engine.reads import Reads
+from moe_graphs.engine.guards.bytecode_names import Reads
 from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.tracing import Trace
 

@@ -10,7 +10,7 @@ A strategy says what is kept of a run, and with that how it is compared:
 
 Each is given what two runs have left behind by name (`Left`), or functions that run once more, and
 answers with a `Verdict`. What runs, from which state, and what is compared is the business of
-`scopes/verification.py` and `whole_step/step_verification.py`. Every strategy is asked the same on
+`partial/verify.py` and `whole_step/capture_step.py`. Every strategy is asked the same on
 all ranks that run together: a further run holds collectives.
 """
 
@@ -26,8 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_graphs.engine.stand_for import local
-from moe_graphs.engine.static_memory import owned_leaves
+from moe_graphs.engine.tensors import local, owned_leaves
 from moe_graphs.errors import GraphWarning
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

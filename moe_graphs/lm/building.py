@@ -15,7 +15,7 @@ import torch
 
 from moe_graphs.config import FullIterationConfig, GraphConfig
 from moe_graphs.dispatch import make_dispatcher
-from moe_graphs.engine.scopes.graphs import graph
+from moe_graphs.engine.partial.graphs import graph
 from moe_graphs.integrations.transformer_engine import (
     check_fp8_sizes,
     fp8_autocast,

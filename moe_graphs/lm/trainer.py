@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_graphs.config import FullIterationConfig
+from moe_graphs.engine.partial.graphs import Graphs
 from moe_graphs.engine.report import Report
-from moe_graphs.engine.scopes.graphs import Graphs
 from moe_graphs.engine.whole_step.full_iteration import FullIteration, FullIterationReport
 from moe_graphs.integrations.transformer_engine import back_to_fp8
 from moe_graphs.layers import LanguageModel

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moe_graphs.pipelines.schedule import Action, Order, Schedule
+from moe_graphs.engine.callables.order import Action, Order
+from moe_graphs.pipelines.schedule import Schedule
 
 
 def gpipe(pp: int, microbatches: int) -> Schedule:

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from moe_graphs.pipelines.schedule import KIND_OF, Action, Kind, Order, Schedule, check_order
+from moe_graphs.engine.callables.order import (
+    KIND_OF,
+    Action,
+    Order,
+    check_order,
+)
+from moe_graphs.pipelines.schedule import Schedule
 
 
 def from_torch(schedule: Any) -> Schedule:
@@ -56,41 +61,6 @@ def from_torch_csv(text: str) -> Schedule:
     return Schedule(
         tuple(tuple(Action.parse(cell) for cell in row if cell.strip()) for row in rows)
     )
-
-
-def from_te_order(signed: Sequence[int | float]) -> Order:
-    """Read one rank's order from Transformer Engine's ``_order``.
-
-    ``c`` is a forward of the rank's own chunk ``c - 1``, ``-c`` is its backward, ``-c - 0.5`` are
-    the weight gradients of the chunk's latest backward. The format has no microbatches: the n-th
-    forward of a chunk, and its n-th backward, belong to microbatch n.
-
-    Raises:
-        ValueError: an entry is wrong; the message names it.
-    """
-    counts: Counter[tuple[str, int]] = Counter()
-    order: list[Action] = []
-    for position, number in enumerate(signed):
-        chunk = math.floor(abs(number)) - 1
-        if chunk < 0 or number not in (chunk + 1, -chunk - 1, -chunk - 1.5):
-            raise ValueError(
-                f"position {position} of _order: {number!r} is none of c (forward), -c (backward) "
-                f"and -c-0.5 (gradients of weights), with chunks c from 1"
-            )
-        if number == -chunk - 1.5:
-            latest = counts["B", chunk] - 1
-            if latest < 0:
-                raise ValueError(
-                    f"position {position} of _order: {number!r} comes before any backward of "
-                    f"chunk {chunk + 1}"
-                )
-            order.append(Action("W", chunk, latest))
-            continue
-        kind: Kind = "F" if number > 0 else "B"
-        order.append(Action(kind, chunk, counts[kind, chunk]))
-        counts[kind, chunk] += 1
-    check_order(order, "_order")
-    return tuple(order)
 
 
 def to_te_order(order: Iterable[Action]) -> list[int | float]:

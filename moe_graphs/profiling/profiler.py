@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from moe_graphs.engine.partial.graphs import Graphs
+from moe_graphs.errors import GraphError
 from moe_graphs.profiling.floors import Floor, Rates, counted_floors, measure_rates
 from moe_graphs.profiling.step_profile import StepProfile, summarize
 from moe_graphs.profiling.timeline import read_timeline
@@ -91,6 +93,26 @@ def profile_step(
         timeline=read_timeline(events, steps) if on_gpu else None,
         rates=rates,
     )
+
+
+def profile_graphs(
+    graphs: Graphs, step: Callable[[], object], **options: Any
+) -> tuple[StepProfile, StepProfile]:
+    """Profile a training step twice: run eagerly, and with its graphs.
+
+    Args:
+        step: a whole step, with ``graphs.step()`` around its forwards and backwards.
+        options: those of ``profile_step``, except ``name`` and ``device``.
+
+    Raises:
+        GraphError: the graphs are not captured yet.
+    """
+    if graphs.state != "captured":
+        raise GraphError(f"profile: the graphs are {graphs.state}: run steps until they replay")
+    options["device"] = graphs.backend.device
+    with graphs.paused():
+        eager = profile_step(step, name="eager", **options)
+    return eager, profile_step(step, name="graphed", **options)
 
 
 def traced_events(

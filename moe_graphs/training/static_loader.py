@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from moe_graphs.engine.signature import ConstantSpec, Signature
-from moe_graphs.engine.static_memory import dense_pair
-from moe_graphs.engine.values import same_value
-from moe_graphs.engine.whole_step.batch import input_name, structure_mismatch
+from moe_graphs.engine.tensors import ConstantSpec, Signature, dense_pair, same_value
+from moe_graphs.engine.whole_step.recorded_step import input_name, structure_mismatch
 from moe_graphs.errors import GraphError
 from moe_graphs.training.batch_types import know_batches
 

@@ -8,16 +8,16 @@ import hypothesis
 import pytest
 import torch
 
-from moe_graphs.engine import origins
+from moe_graphs.engine.guards import introspection
 from moe_graphs.engine.whole_step.full_iteration import FullIteration
 
 
 def test_what_is_installed_is_no_users():
     triton = pytest.importorskip("triton")
-    found = [origins.origin_of(each.__file__) for each in (torch, triton, json, hypothesis)]
+    found = [introspection.origin_of(each.__file__) for each in (torch, triton, json, hypothesis)]
     assert found == ["internal", "internal", "internal", "library"]
-    assert origins.origin_of(__file__) == "own"
-    assert origins.origin_of(FullIteration.__call__.__code__.co_filename) == "internal"
+    assert introspection.origin_of(__file__) == "own"
+    assert introspection.origin_of(FullIteration.__call__.__code__.co_filename) == "internal"
 
 
 def test_a_torch_that_was_built_where_its_sources_are_is_torch(tmp_path, monkeypatch):
@@ -25,7 +25,8 @@ def test_a_torch_that_was_built_where_its_sources_are_is_torch(tmp_path, monkeyp
     file = tmp_path / "built_in_place" / "__init__.py"
     file.touch()
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(origins, "_INTERNAL", ("not_there", "built_in_place"))
-    monkeypatch.setattr(origins, "_internal_places", origins._internal_places.__wrapped__)
-    assert origins.origin_of.__wrapped__(str(file)) == "internal"
-    assert origins.origin_of.__wrapped__(str(tmp_path / "built_in_place_by_me.py")) == "own"
+    monkeypatch.setattr(introspection, "_INTERNAL", ("not_there", "built_in_place"))
+    uncached = introspection._internal_places.__wrapped__
+    monkeypatch.setattr(introspection, "_internal_places", uncached)
+    assert introspection.origin_of.__wrapped__(str(file)) == "internal"
+    assert introspection.origin_of.__wrapped__(str(tmp_path / "built_in_place_by_me.py")) == "own"

@@ -78,7 +78,7 @@ def of_sources() -> tuple[set[str], set[str]]:
         calls |= returned(tree, OF_CALLS) | counted(tree, {"eager_calls", "_eager_calls"}, takes)
         copies |= returned(tree, OF_COPIES) | counted(tree, {"copied"}, {})
         calls |= assigned(tree)
-        calls |= fields(tree) if file.name == "signature.py" else set()
+        calls |= fields(tree) if file.name == "tensors.py" else set()
     return calls, copies
 
 

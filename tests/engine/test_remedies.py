@@ -10,7 +10,7 @@ from torch import nn
 
 import moe_graphs
 from moe_graphs import FullIteration, GraphConfig, GraphWarning
-from moe_graphs.engine.scopes.select import find_scopes
+from moe_graphs.engine.partial.scope import find_scopes
 from two_scopes import build, data, scopes, train_step, warm
 
 

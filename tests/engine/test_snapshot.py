@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from moe_graphs.engine.backends import backend_for
-from moe_graphs.engine.guards import Guards
-from moe_graphs.engine.reads import Reads
+from moe_graphs.engine.guards.bytecode_names import Reads
+from moe_graphs.engine.guards.guards import Guards
 from moe_graphs.engine.snapshot import Snapshot, random_digest
 from moe_graphs.engine.tracing import Trace
 

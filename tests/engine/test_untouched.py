@@ -8,8 +8,8 @@ from collections import OrderedDict, deque
 import pytest
 from torch import nn
 
-from moe_graphs.engine.containers import Container
-from moe_graphs.engine.untouched import Untouched
+from moe_graphs.engine.guards.guards import Untouched
+from moe_graphs.engine.guards.introspection import Container
 
 CHANGES = {
     "set": (lambda d: d.__setitem__("a", 2), lambda d: d.__setitem__("a", 1)),

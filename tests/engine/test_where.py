@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_graphs.engine.guards import Where
+from moe_graphs.engine.guards.guards import Where
 
 
 def swap_strides(tensor):

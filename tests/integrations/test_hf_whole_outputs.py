@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import moe_graphs
-from moe_graphs.engine.hooks import forward_hooks_of
+from moe_graphs.engine.guards.introspection import forward_hooks_of
 from moe_graphs.integrations.transformers import accelerate_model
 
 pytest.importorskip("transformers", reason="needs the extra hf")

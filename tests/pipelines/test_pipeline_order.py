@@ -14,8 +14,9 @@ import torch
 import moe_graphs
 from grids import by_turns, pairs
 from moe_graphs import GraphConfig
+from moe_graphs.engine.callables.order import slots
 from moe_graphs.pipelines.builders import interleaved_1f1b, one_f_one_b
-from moe_graphs.pipelines.schedule import Schedule, slots
+from moe_graphs.pipelines.schedule import Schedule
 from pipeline_runs import SEQUENCE, WIDTH, eager_rank, make_chunks, make_schedule, run_rank
 
 SPLIT = ("zero_bubble", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")

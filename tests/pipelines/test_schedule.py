@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_graphs.engine.callables.order import Action, check_order
 from moe_graphs.pipelines.builders import (
     gpipe,
     interleaved_1f1b,
     one_f_one_b,
     zero_bubble,
 )
-from moe_graphs.pipelines.schedule import Action, Schedule, check_order
+from moe_graphs.pipelines.schedule import Schedule
 from random_schedules import schedules
 
 

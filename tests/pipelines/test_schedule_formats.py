@@ -8,20 +8,14 @@ import pytest
 from hypothesis import given, settings
 from torch.distributed.pipelining.schedules import _Action
 
+from moe_graphs.engine.callables.order import Action, from_te_order, slots
 from moe_graphs.pipelines.builders import (
     gpipe,
     interleaved_1f1b,
     one_f_one_b,
     zero_bubble,
 )
-from moe_graphs.pipelines.formats import (
-    from_te_order,
-    from_torch,
-    from_torch_csv,
-    to_te_order,
-    to_torch_csv,
-)
-from moe_graphs.pipelines.schedule import Action, slots
+from moe_graphs.pipelines.formats import from_torch, from_torch_csv, to_te_order, to_torch_csv
 from pipeline_runs import torch_schedule
 from random_schedules import schedules
 

@@ -104,11 +104,11 @@ def test_graphs_are_profiled_beside_eager(tmp_path):
     graphs = moe_graphs.graph(model, moe_graphs.GraphConfig("attn,moe", warmup_steps=1))
     step = stepping(model, graphs)
     with pytest.raises(moe_graphs.GraphError, match="warmup: run steps"):
-        graphs.profile(step)
+        moe_graphs.profile_graphs(graphs, step)
     for _ in range(3):
         step()
     replayed = graphs.report().replayed
-    pair = graphs.profile(step, rates=RATES)
+    pair = moe_graphs.profile_graphs(graphs, step, rates=RATES)
     assert [each.name for each in pair] == ["eager", "graphed"]
     report = graphs.report()
     assert report.replayed > replayed
@@ -197,7 +197,7 @@ def test_on_a_gpu(tmp_path):
     step = stepping(model, graphs)
     for _ in range(3):
         step()
-    eager, graphed = graphs.profile(step, trace=tmp_path / "trace.json")
+    eager, graphed = moe_graphs.profile_graphs(graphs, step, trace=tmp_path / "trace.json")
     names = {event["name"] for event in json.loads((tmp_path / "trace.json").read_text())[
         "traceEvents"]}  # fmt: skip
     assert any(name.startswith("cudaGraphLaunch") for name in names)

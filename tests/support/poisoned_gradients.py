@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from moe_graphs.engine.buffer_lease import BufferLease
-from moe_graphs.engine.scopes import replay
-from moe_graphs.engine.scopes.place import Place
-from moe_graphs.engine.scopes.slots import Slot
+from moe_graphs.engine.partial import replay
+from moe_graphs.engine.partial.slots import Place, Slot
 
 _NEVER_IN_PLACE = {
     "not_observed", "split", "several_slots", "never_unset", "used_again", "other_type",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from moe_graphs.pipelines.schedule import Action, Schedule
+from moe_graphs.engine.callables.order import Action
+from moe_graphs.pipelines.schedule import Schedule
 
 
 @st.composite

@@ -82,7 +82,7 @@ def scopes() -> None:
 
     for _ in range(3):
         step()
-    eager, _ = graphs.profile(step)
+    eager, _ = moe_graphs.profile_graphs(graphs, step)
     assert_type(eager, moe_graphs.StepProfile)
     assert_type(eager.traced.groups[0].reached, float | None)
     assert_type(moe_graphs.profile_step(step, steps=1, rates=eager.rates), moe_graphs.StepProfile)

@@ -1,10 +1,10 @@
-"""What the engine asks of a backend: record what a block of code does, and do it again."""
+"""The interface of a backend: it records what a block of code does, and does it again."""
 
 from __future__ import annotations
 
 import abc
 import contextlib
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -108,3 +108,28 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def release(self) -> None:
         """After the graphs: gives back what the backend itself holds."""
+
+
+# ---- what was captured on a backend, apart from its users: a finalizer can hold it
+
+
+class Releasable(Protocol):
+    def release(self) -> None: ...
+
+
+T = TypeVar("T", bound=Releasable)
+
+
+class Resources(Generic[T]):
+    """What was captured on a backend, and the backend, which gives back what it holds itself."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.captured: T | None = None
+
+    def release(self) -> None:
+        """Idempotent."""
+        if self.captured is not None:
+            self.captured.release()
+            self.captured = None
+            self.backend.release()

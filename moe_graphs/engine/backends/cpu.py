@@ -18,10 +18,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine.backends.backend import Backend, Graph, MemoryMeter
-from moe_graphs.engine.communication import arrived, communicates, sends, wait
-from moe_graphs.engine.reads import unwatched
-from moe_graphs.engine.resizing import noting_resizes
-from moe_graphs.engine.signature import tensor_leaves
+from moe_graphs.engine.guards.bytecode_names import unwatched
+from moe_graphs.engine.tensors import (
+    arrived,
+    communicates,
+    noting_resizes,
+    sends,
+    tensor_leaves,
+    wait,
+)
 from moe_graphs.engine.tracing import DispatchMode
 from moe_graphs.errors import CaptureError
 

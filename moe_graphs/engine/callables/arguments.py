@@ -8,11 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from moe_graphs.engine.scopes.plan import Plan, PlannedChunk
-from moe_graphs.engine.scopes.select import Call
+from moe_graphs.engine.callables.order import Action, check_order, from_te_order, slots
+from moe_graphs.engine.partial.plan import Plan, PlannedChunk
+from moe_graphs.engine.partial.scope import Call
 from moe_graphs.errors import GraphError
-from moe_graphs.pipelines.formats import from_te_order
-from moe_graphs.pipelines.schedule import Action, check_order, slots
 
 _HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 _WITH_KWARGS = ("forward_pre_hooks_with_kwargs", "forward_hooks_with_kwargs")

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from moe_graphs.engine import context, fp8
+from moe_graphs.engine import fp8
 from moe_graphs.engine.backends import backend_for
+from moe_graphs.engine.backends.backend import Resources
 from moe_graphs.engine.callables.arguments import (
     each_args,
     each_kwargs,
@@ -26,28 +27,23 @@ from moe_graphs.engine.callables.arguments import (
     order_of,
     plan_of,
 )
-from moe_graphs.engine.callables.capture_slot import capture_slot, check_unused
-from moe_graphs.engine.explained import explained_call
-from moe_graphs.engine.guards import Guards
-from moe_graphs.engine.misses import Misses
+from moe_graphs.engine.callables.capture_ahead import capture_slot, check_unused
+from moe_graphs.engine.callables.order import Action, slots
+from moe_graphs.engine.capture_errors import explained_call
+from moe_graphs.engine.guards import torch_state
+from moe_graphs.engine.guards.guards import Guards
+from moe_graphs.engine.partial.capture import Recorder
+from moe_graphs.engine.partial.graphed_scope import Captured, Chunk, GraphedScope, report_of
+from moe_graphs.engine.partial.plan import CallMemory, Plan, memory_plan
+from moe_graphs.engine.partial.replay import DelayedWeights
+from moe_graphs.engine.partial.scope import Call, Scope
+from moe_graphs.engine.partial.slots import PlannedCall, Slot
+from moe_graphs.engine.partial.trials import Hooks, ScopeCall, Trials
 from moe_graphs.engine.ranks import ALONE, Ranks
-from moe_graphs.engine.report import Report
-from moe_graphs.engine.resources import Resources
-from moe_graphs.engine.scopes.captured import Captured, Chunk
-from moe_graphs.engine.scopes.delayed_weights import DelayedWeights
-from moe_graphs.engine.scopes.graphed_scope import GraphedScope
-from moe_graphs.engine.scopes.memory import CallMemory, memory_plan
-from moe_graphs.engine.scopes.place import PlannedCall
-from moe_graphs.engine.scopes.plan import Plan
-from moe_graphs.engine.scopes.recorder import Recorder
-from moe_graphs.engine.scopes.reporting import report_of
-from moe_graphs.engine.scopes.select import Call, Scope
-from moe_graphs.engine.scopes.slots import Slot
-from moe_graphs.engine.scopes.trials import Hooks, ScopeCall, Trials
-from moe_graphs.engine.signature import Mismatch, Signature, tensor_leaves
+from moe_graphs.engine.report import Misses, Report
 from moe_graphs.engine.snapshot import Snapshot
+from moe_graphs.engine.tensors import Mismatch, Signature, tensor_leaves
 from moe_graphs.errors import CaptureError, GraphError
-from moe_graphs.pipelines.schedule import Action, slots
 
 C = TypeVar("C", bound="Callable[..., Any] | tuple[Callable[..., Any], ...]")
 
@@ -243,7 +239,7 @@ class CallableGraphs:
         return self.report().eager_calls
 
     def eager_reason(self) -> str | None:
-        return context.reason_to_run_eagerly()
+        return torch_state.reason_to_run_eagerly()
 
     def mismatched(self, mismatch: Mismatch) -> None:
         """A call runs eagerly that was to be replayed."""
@@ -254,7 +250,7 @@ class CallableGraphs:
             CaptureError: for what cannot be captured; nothing stays behind.
         """
         started = time.perf_counter()
-        reason = context.reason_of_modes()
+        reason = torch_state.reason_of_modes()
         if reason is not None:
             raise CaptureError(
                 f"make_graphed_callables under {reason!r}: every call there runs eagerly: call it "

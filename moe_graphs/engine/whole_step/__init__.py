@@ -1,1 +1,1 @@
-"""The parts of ``FullIteration``: how a whole step is tried, recorded, guarded and replayed."""
+"""The parts of `FullIteration`: how a whole step is tried, recorded, guarded and replayed."""

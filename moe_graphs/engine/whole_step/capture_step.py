@@ -1,42 +1,47 @@
-"""Recording a whole step: try it, capture it, verify it, and leave everything as it was."""
+"""Records a whole step: try it, capture it, verify it, and leave everything as it was."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
-from moe_graphs.engine.context import Context
-from moe_graphs.engine.explained import explained
+from moe_graphs.engine import fp8
+from moe_graphs.engine.capture_errors import explained
 from moe_graphs.engine.fp8 import Entry
+from moe_graphs.engine.guards import bytecode_names
+from moe_graphs.engine.guards.bytecode_names import Reads
+from moe_graphs.engine.guards.torch_state import Context
 from moe_graphs.engine.ranks import Ranks
-from moe_graphs.engine.reads import Reads
-from moe_graphs.engine.tracing import Operations
-from moe_graphs.engine.verify import Verdict
-from moe_graphs.engine.whole_step import data_parallel
-from moe_graphs.engine.whole_step.accumulators import (
-    check_streams,
-)
-from moe_graphs.engine.whole_step.batch import StaticBatch
+from moe_graphs.engine.snapshot import Snapshot, random_digest
+from moe_graphs.engine.tensors import stands_for_another, tensor_leaves
+from moe_graphs.engine.tracing import Operations, Trace, address, differing_op
+from moe_graphs.engine.trial_run import TrialRun
+from moe_graphs.engine.verify import ByFingerprint, Verdict
+from moe_graphs.engine.whole_step import fsdp
 from moe_graphs.engine.whole_step.fsdp import Sharding
 from moe_graphs.engine.whole_step.grad_fields import (
     Gradients,
     StaticGradients,
+    check_hooks,
+    check_streams,
+    forget_accumulators,
     gradients_of,
     gradients_to_find,
     set_gradients,
 )
-from moe_graphs.engine.whole_step.recorded_step import RecordedStep
-from moe_graphs.engine.whole_step.state_before import StateBefore
-from moe_graphs.engine.whole_step.step_definition import StepDefinition
-from moe_graphs.engine.whole_step.step_hooks import StepHooks
-from moe_graphs.engine.whole_step.step_trials import TriedStep, try_step
-from moe_graphs.engine.whole_step.step_verification import StepVerification
+from moe_graphs.engine.whole_step.optimizers import FirstStepState, StepHooks, check_optimizer
+from moe_graphs.engine.whole_step.recorded_step import RecordedStep, StaticBatch, StepDefinition
 from moe_graphs.errors import CaptureError
 
 
@@ -62,7 +67,7 @@ def record_step(
         contextlib.ExitStack() as failing,
     ):
         failing.callback(backend.release)
-        data_parallel.check_settings(definition.model)
+        fsdp.check_settings(definition.model)
         definition.sharding.rest()
         gc.collect()  # none while a capture runs
         backend.make_room()  # what eager steps have left there serves no other stream
@@ -71,7 +76,7 @@ def record_step(
                 prepared = _prepare(definition, batch, rehearsals, before)
             ranks.join(prepared.seen.groups)
             with ranks.together():
-                data_parallel.check_memory(ranks.group)
+                fsdp.check_memory(ranks.group)
                 verification = None
                 if verify:
                     static, found = prepared.batch, prepared.found
@@ -165,3 +170,312 @@ def _record(
         entry=prepared.entry,
         sharding=Sharding(definition.model),
     )
+
+
+# ---- trial runs: the step runs eagerly, to find what cannot be in a graph
+
+
+@dataclass
+class TriedStep:
+    """The findings of the trial runs.
+
+    Attributes:
+        reads: which Python ran; read: addresses of the memory that was read.
+        dropped: per parameter, whether the step forgets the ``.grad`` it finds.
+        stale: names of parameters whose gradients are accumulated on another stream.
+        groups: of processes, over which it communicates.
+    """
+
+    reads: Reads
+    read: set[int] = field(default_factory=set)
+    dropped: list[bool] = field(default_factory=list)
+    stale: list[str] = field(default_factory=list)
+    groups: set[dist.ProcessGroup] = field(default_factory=set)
+    touches_gradients: bool = False
+    optimizer_steps: bool = False
+
+
+def try_step(definition: StepDefinition, batch: StaticBatch, reads: Reads, runs: int) -> TriedStep:
+    """Runs the step on the batch, at least twice, under the eyes of ``Trace``.
+
+    The last run finds the gradients that the one before left, which shows what the step drops.
+
+    reads: what is known of the Python that runs.
+
+    Raises:
+        CaptureError: for what cannot be in a graph, or depends on state that Python keeps.
+    """
+    reads.check_doors()
+    unsupported = fp8.unsupported(definition.model)
+    if unsupported is not None:
+        raise CaptureError(unsupported)
+    named = definition.parameters()
+    parameters = list(named.values())
+    entry, streams, seen = gradients_of(parameters), {}, TriedStep(reads)
+    versions = [parameter._version for parameter in parameters]
+    strangers = _of_other_models(definition)
+    definition.guards(reads, constants=batch.constants()).check_hooks()
+    with _noting_streams({**named, **strangers}, streams), _noting_optimizers(definition, seen):
+        for _ in range(max(1, runs - 1)):
+            set_gradients(parameters, entry)
+            trace = _run(definition, batch, seen)
+        before = gradients_of(parameters)
+        trace = _run(definition, batch, seen)
+    if strangers.keys() & streams.keys():
+        raise CaptureError(
+            "the optimizer updates parameters that are not in model=...: pass all their modules, "
+            "model=[model, criterion, ...], so that their gradients can be looked after"
+        )
+    after = gradients_of(parameters)
+    if any(gradient is not None and gradient.requires_grad for gradient in after):
+        raise CaptureError("backward(create_graph=True) leaves gradients that require grad")
+    seen.dropped = [_is_dropped(*pair, trace) for pair in zip(before, after, strict=True)]
+    here = _current_stream(definition.backend.device)
+    # FSDP2 runs these hooks itself, on its own stream, which it orders with the caller's.
+    plain = (item for item in streams.items() if not stands_for_another(named[item[0]]))
+    seen.stale = [name for name, stream in plain if stream != here]
+    updated = versions != [parameter._version for parameter in parameters]
+    found = [gradient for gradient in before if gradient is not None]
+    touched = any(address(gradient) in trace.read for gradient in found)
+    seen.touches_gradients = bool(streams) or updated or touched
+    return seen
+
+
+def _run(definition: StepDefinition, batch: StaticBatch, seen: TriedStep) -> Trace:
+    """Runs the step once. ``seen`` gets what it has read in Python; the step must not have changed
+    any of what was known before."""
+    before = definition.guards(seen.reads, constants=batch.constants())
+    run, autocast = _trial_run(definition, batch), fp8.Autocast()
+    with run:
+        definition.run(batch.tree())
+    autocast.put_back()
+    run.check(asked=bytecode_names.OF_VERSIONS)
+    changes = before.changes()
+    if changes:
+        raise CaptureError(
+            f"it changes {changes[0]} within the step, and a replay runs no Python: keep it in a "
+            f"tensor, or change it outside of the step (a scheduler's step() belongs there)"
+        )
+    seen.reads = Reads.together(seen.reads, run.reads)
+    seen.read |= run.trace.read
+    seen.groups |= run.trace.groups
+    return run.trace
+
+
+def _trial_run(definition: StepDefinition, batch: StaticBatch) -> TrialRun:
+    model = definition.model
+    gradients = [g for g in gradients_of(list(model.parameters())) if g is not None]
+    watched = definition.guards(Reads()).tensors
+    known = [*model.parameters(), *model.buffers(), *batch.tensors(), *watched, *gradients]
+    known += (fp8.named_tensors() | fp8.tensors_of(model)).values()
+    return TrialRun(
+        definition.backend,  # no ``before``: ``StateBefore`` has everything, on the host
+        known,
+        inputs=batch.named_tensors(),
+        strict=not fsdp.wrappers(model),  # DDP reads its buckets, which nobody else knows
+        in_step=True,
+    )
+
+
+def _is_dropped(old: Tensor | None, new: Tensor | None, trace: Trace) -> bool:
+    """A gradient that was replaced, but looked at before, went into its successor."""
+    return old is not None and new is not old and address(old) not in trace.read
+
+
+def _of_other_models(definition: StepDefinition) -> dict[str, Tensor]:
+    """Parameters of optimizers that do not belong to the model."""
+    own = {id(parameter) for parameter in definition.model.parameters()}
+    groups = [group for optimizer in definition.optimizers() for group in optimizer.param_groups]
+    others = [p for group in groups for p in group["params"] if id(p) not in own]
+    return {f"stranger {i}": p for i, p in enumerate(others) if p.requires_grad}
+
+
+@contextlib.contextmanager
+def _noting_streams(named: Mapping[str, nn.Parameter], streams: dict[str, Any]) -> Iterator[None]:
+    """Notes on which stream each parameter's gradient is accumulated, by its name."""
+
+    def note(name: str, parameter: Tensor) -> None:
+        streams[name] = _current_stream(parameter.device)
+
+    handles = [
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: note(name, p))
+        for name, parameter in named.items()
+        if parameter.requires_grad
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _noting_optimizers(definition: StepDefinition, seen: TriedStep) -> Iterator[None]:
+    known = definition.optimizers()
+
+    def check(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        if not any(optimizer is each for each in known):
+            raise CaptureError(
+                f"the step calls step() of a {type(optimizer).__name__} that FullIteration does "
+                f"not know: pass optimizer=..., so that its state can be put back and watched"
+            )
+        check_optimizer(optimizer, definition.backend.device)
+        seen.optimizer_steps = True
+
+    handle = register_optimizer_step_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _current_stream(device: torch.device) -> Any:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+# ---- everything that a step touches, as it was before the capture
+
+
+class StateBefore:
+    """A context: whatever happens inside, everything that the step touches is as before then.
+
+    Attributes:
+        reads: what is known of the Python that the step runs.
+        gradients: ``.grad`` of the parameters, as it was found.
+        first_step_state: what the optimizers' first steps make.
+    """
+
+    def __init__(self, definition: StepDefinition, reads: Reads | None) -> None:
+        self._definition = definition
+        known = [] if reads is None else [reads]
+        self.reads = Reads.together(Reads.before_running(definition.step), *known)
+        self._ran = reads is not None
+        self._all_reads = Reads.together(definition.reads_before(), *known)
+        self._parameters = list(definition.parameters().values())
+
+    def __enter__(self) -> StateBefore:
+        definition = self._definition
+        self.gradients = gradients_of(self._parameters)
+        guards = definition.guards(self._all_reads)  # more than what is compared at calls
+        if not self._ran:
+            guards.check_followable()
+        self.first_step_state = FirstStepState(definition.optimizers())
+        tensors = [
+            *definition.model.parameters(),
+            *definition.model.buffers(),
+            *guards.tensors,
+        ]
+        tensors += [gradient for gradient in self.gradients if gradient is not None]
+        unique = list({id(tensor): tensor for tensor in tensors}.values())
+        self._state = Snapshot(definition.backend, values=unique, on_host=True)
+        self._python = Snapshot(
+            guards=[guards],
+            python_random=True,
+            hooks_of=[*unique, definition.model, *definition.optimizers()],
+        )
+        check_hooks(definition.model)
+        self._forget_accumulators()  # those of the caller's stream
+        return self
+
+    def tensors(self) -> list[Tensor]:
+        """All that the step may change, besides ``.grad``."""
+        return [*self._state.tensors, *self.first_step_state.tensors()]
+
+    def put_back_values(self) -> None:
+        """For another run from the same state. Gradients stay as they are set."""
+        self._state.put_back()
+        self.first_step_state.zero()
+
+    def __exit__(self, *exception: object) -> None:
+        self._state.put_back()
+        self.first_step_state.take_away()
+        if exception[0] is not None:
+            self._python.put_back()
+        set_gradients(self._parameters, self.gradients)
+        self._forget_accumulators()  # those that an exception's traceback holds
+
+    def _forget_accumulators(self) -> None:
+        gathered = self._definition.sharding.unsharded_parameters()
+        forget_accumulators(self._definition.model, gathered)
+
+
+class StepVerification:
+    """Runs the step eagerly from the very state that the graph is replayed from.
+
+    Args:
+        found: the gradients that are set for the capture.
+    """
+
+    def __init__(
+        self,
+        definition: StepDefinition,
+        before: StateBefore,
+        ranks: Ranks,
+        batch: StaticBatch,
+        found: Gradients,
+    ) -> None:
+        self._definition, self._before, self._anywhere = definition, before, ranks.any
+        self._parameters = list(definition.parameters().values())
+        self._batch, self._found = batch, found
+        self._entry = [None if g is None else g.detach().clone() for g in found]
+        self._strategy = ByFingerprint(ranks.any)
+        self._operations = Operations()
+        self._watch: contextlib.AbstractContextManager[Any] = self._operations  # of the first run
+
+    def expect(self) -> None:
+        """Runs the step eagerly; afterwards everything is as before it."""
+        self._strategy.expect(self._run_eagerly)
+        self._put_back()
+
+    def check(self, recorded: RecordedStep, operations: Operations) -> Verdict:
+        """Replays the step, and compares. Leaves what the replay has left.
+
+        Raises:
+            CaptureError: if even what was captured is not what was run.
+        """
+        differing_ops = differing_op(self._operations, operations)
+        if self._anywhere(differing_ops is not None):
+            differing_ops = differing_ops or "on another rank"
+            raise CaptureError(
+                f"the capture does something else than a run: {differing_ops}: the step depends on "
+                f"state that Python keeps (a counter, random, time), and a replay runs no Python"
+            )
+        replay, make_room = partial(self._replay, recorded), self._definition.backend.make_room
+        return self._strategy.check(self._run_eagerly, replay, make_room)
+
+    def _run_eagerly(self) -> dict[str, Any]:
+        self._put_back()
+        watch, self._watch = self._watch, contextlib.nullcontext()
+        with watch:
+            outputs = self._definition.run(self._batch.tree())
+        return self._left(tensor_leaves(outputs))
+
+    def _replay(self, recorded: RecordedStep) -> dict[str, Any]:
+        self._put_back()
+        recorded.run()
+        return self._left(tensor_leaves(recorded.outputs))
+
+    @torch.no_grad()
+    def _put_back(self) -> None:
+        self._before.put_back_values()
+        for static, value in zip(self._found, self._entry, strict=True):
+            if static is not None:
+                static.copy_(value)
+        set_gradients(self._parameters, self._found)
+
+    def _left(self, outputs: list[Tensor]) -> dict[str, Any]:
+        random = random_digest(self._definition.backend)
+        return {**dict(self._named(outputs)), "the random numbers drawn": random}
+
+    def _named(self, outputs: list[Tensor]) -> Iterator[tuple[str, Tensor | None]]:
+        names = {id(t): name for name, t in self._definition.model.named_parameters()}
+        names |= {id(t): f"buffer {name}" for name, t in self._definition.model.named_buffers()}
+        for number, output in enumerate(outputs):
+            yield f"output {number}", output
+        for number, tensor in enumerate(self._before.tensors()):
+            yield names.get(id(tensor), f"tensor {number} of the optimizer or of state="), tensor
+        for parameter, gradient in zip(
+            self._parameters, gradients_of(self._parameters), strict=True
+        ):
+            yield f"the gradient of {names[id(parameter)]}", gradient
+        yield from fp8.named_tensors().items()

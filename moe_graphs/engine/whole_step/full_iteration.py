@@ -32,21 +32,18 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from moe_graphs.config import ON_CAPTURE_ERROR, ON_MISMATCH, check_option
-from moe_graphs.engine import context
 from moe_graphs.engine.backends import backend_for
-from moe_graphs.engine.misses import Misses
+from moe_graphs.engine.backends.backend import Resources
+from moe_graphs.engine.guards import torch_state
+from moe_graphs.engine.guards.bytecode_names import Reads
 from moe_graphs.engine.ranks import Ranks
-from moe_graphs.engine.reads import Reads
-from moe_graphs.engine.report import PrintedReport, occupation_of
-from moe_graphs.engine.resources import Resources
-from moe_graphs.engine.signature import Mismatch
-from moe_graphs.engine.static_memory import owned
+from moe_graphs.engine.report import Misses, PrintedReport, occupation_of
+from moe_graphs.engine.tensors import Mismatch, owned
 from moe_graphs.engine.verify import warn
-from moe_graphs.engine.whole_step import data_parallel
+from moe_graphs.engine.whole_step import fsdp
 from moe_graphs.engine.whole_step.capture_step import record_step
 from moe_graphs.engine.whole_step.optimizers import check_capturable_flags
-from moe_graphs.engine.whole_step.recorded_step import RecordedStep
-from moe_graphs.engine.whole_step.step_definition import StepDefinition
+from moe_graphs.engine.whole_step.recorded_step import RecordedStep, StepDefinition
 from moe_graphs.errors import CaptureError, GraphError
 from moe_graphs.portable_launches import portable_launches
 
@@ -182,7 +179,7 @@ class FullIteration(Generic[BatchT, ResultT]):
         if self.state == "warmup":
             if self._eager_calls["warmup"] < self._warmup_steps:
                 return self._warmup(batch)
-            mode = context.reason_of_modes()
+            mode = torch_state.reason_of_modes()
             if self._ranks.any(mode is not None):  # a capture is of all ranks
                 return self._eager(batch, mode or "another_rank")
             self._try_to_capture(batch)
@@ -303,9 +300,9 @@ class FullIteration(Generic[BatchT, ResultT]):
         started = time.perf_counter()
         self._resources.release()
         on_cuda = self._definition.backend.device.type == "cuda"
-        if on_cuda and data_parallel.wrappers(self._definition.model):
+        if on_cuda and fsdp.wrappers(self._definition.model):
             eager_forwards = sum(self._eager_calls.values())
-            rehearsals = max(rehearsals, data_parallel.EAGER_FORWARDS - eager_forwards)
+            rehearsals = max(rehearsals, fsdp.EAGER_FORWARDS - eager_forwards)
         self._off_because = None
         self.state = "captured"  # as replays find it, where the step looks at this object
         try:

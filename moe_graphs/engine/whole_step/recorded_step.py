@@ -1,27 +1,216 @@
-"""A whole step as one graph, once recorded: whether a call may replay it, and its replay."""
+"""A whole step as one graph: its definition, its batch, whether a call may replay it, and its
+replay."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
-from moe_graphs.engine import context, fp8
-from moe_graphs.engine.backends.backend import Graph
-from moe_graphs.engine.context import Context
-from moe_graphs.engine.guards import Guards
+from moe_graphs.engine import fp8
+from moe_graphs.engine.backends.backend import Backend, Graph
+from moe_graphs.engine.guards import torch_state
+from moe_graphs.engine.guards.bytecode_names import Reads
+from moe_graphs.engine.guards.guards import Guards, reads_before_running
+from moe_graphs.engine.guards.introspection import tensor_hooks_of
+from moe_graphs.engine.guards.torch_state import Context
 from moe_graphs.engine.reasons import EAGER_CALLS
-from moe_graphs.engine.signature import Mismatch, tensor_leaves
-from moe_graphs.engine.static_memory import owned_leaves
-from moe_graphs.engine.whole_step.batch import StaticBatch
+from moe_graphs.engine.tensors import (
+    Mismatch,
+    Signature,
+    TensorSpec,
+    copy_all,
+    dense_pair,
+    owned_leaves,
+    static_copy,
+    tensor_leaves,
+)
 from moe_graphs.engine.whole_step.fsdp import Sharding
-from moe_graphs.engine.whole_step.grad_fields import StaticGradients
-from moe_graphs.engine.whole_step.optimizers import FirstStepState
-from moe_graphs.engine.whole_step.step_hooks import StepHooks
+from moe_graphs.engine.whole_step.grad_fields import StaticGradients, gradients_of, keep_apart
+from moe_graphs.engine.whole_step.optimizers import FirstStepState, StepHooks
+from moe_graphs.errors import CaptureError
+
+# ---- what a graph is captured from: the step function, and what it works on
+
+
+@dataclass(frozen=True)
+class StepDefinition:
+    """``state``: objects besides model and optimizer that the step changes or reads."""
+
+    step: Callable[[Any], Any]
+    model: nn.Module
+    optimizer: Optimizer | None
+    state: tuple[Any, ...]
+    backend: Backend
+
+    def run(self, batch: Any) -> Any:
+        """The step; afterwards no parameter is gathered that FSDP2 has sharded, and gradients that
+        it has made share no memory with one another."""
+        parameters = list(self.parameters().values())
+        before = gradients_of(parameters)
+        result = self.step(batch)
+        self.sharding.rest()
+        keep_apart(parameters, before)
+        return result
+
+    @functools.cached_property
+    def sharding(self) -> Sharding:
+        return Sharding(self.model)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Those that have a gradient, or may get one. A frozen one may have one left."""
+        return {
+            name: p
+            for name, p in self.model.named_parameters()
+            if p.requires_grad or p.grad is not None
+        }
+
+    def optimizers(self) -> list[Optimizer]:
+        """Also those within ``state`` (the optimizer of a ``DeviceStep``)."""
+        candidates = [self.optimizer, *self.state]
+        candidates += [v for s in self.state if hasattr(s, "__dict__") for v in vars(s).values()]
+        return list({id(c): c for c in candidates if isinstance(c, Optimizer)}.values())
+
+    def reads_before(self) -> Reads:
+        """The Python that the step may run, as far as can be told without running it."""
+        hooks = tensor_hooks_of(self.model.parameters())
+        return reads_before_running([self.step, *hooks], self.model.modules(), self.guards)
+
+    def guards(
+        self,
+        reads: Reads,
+        addresses: frozenset[int] | set[int] = frozenset(),
+        *,
+        constants: dict[str, Any] | None = None,
+        optimizer: bool = True,
+        schedulers: bool = True,
+    ) -> Guards:
+        """Schedulers change between steps, and must not within them."""
+        everything = {
+            f"state[{i}]": each
+            for i, each in enumerate(self.state)
+            if schedulers or not isinstance(each, LRScheduler)
+        }
+        if optimizer and self.optimizer is not None:
+            everything["optimizer"] = self.optimizer
+        return Guards(
+            {"": self.model, "step": self.step, **(constants or {})},
+            reads,
+            addresses,
+            everything=everything,
+            tensors=fp8.tensors_of(self.model),
+            tensor_names={id(p): name for name, p in self.model.named_parameters()},
+            sharded=True,
+        )
+
+
+# ---- the batch: static buffers that the graph reads, and what fits into them
+
+
+@dataclass(frozen=True)
+class StaticBatch:
+    """``leaves``: static tensors where the batch had tensors, the captured constants elsewhere."""
+
+    signature: Signature
+    leaves: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, batch: Any, device: torch.device) -> StaticBatch:
+        """A copy of ``batch``.
+
+        Raises:
+            CaptureError: if a graph cannot read it.
+        """
+        signature = Signature.of(batch, input_name)
+        unsupported = signature.unsupported()
+        if unsupported is not None:
+            raise CaptureError(unsupported)
+        leaves: list[Any] = []
+        for spec, first, leaf in zip(
+            signature.leaves, signature.first, pytree.tree_leaves(batch), strict=True
+        ):
+            if isinstance(spec, TensorSpec):
+                _check(spec, device)
+                leaves.append(static_copy(leaf) if first == len(leaves) else leaves[first])
+            else:
+                leaves.append(leaf)
+        return cls(signature, tuple(leaves))
+
+    def tree(self) -> Any:
+        """What the step is captured with."""
+        return pytree.tree_unflatten(self.leaves, self.signature.structure)
+
+    def tensors(self) -> list[Tensor]:
+        return list({id(tensor): tensor for tensor in tensor_leaves(self.leaves)}.values())
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        pairs = zip(self.signature.leaves, self.leaves, strict=True)
+        return {spec.name: leaf for spec, leaf in pairs if isinstance(spec, TensorSpec)}
+
+    def constants(self) -> dict[str, Any]:
+        specs = zip(self.signature.leaves, self.leaves, strict=True)
+        return {spec.name: leaf for spec, leaf in specs if not isinstance(spec, TensorSpec)}
+
+    def mismatch(self, batch: Any, leaves: Sequence[Any], structure: Any) -> Mismatch | None:
+        """The first difference between a call's batch, also given flat, and the captured one."""
+        if structure != self.signature.structure:
+            return structure_mismatch(self.signature, batch)
+        return self.signature.mismatch(structure, leaves)
+
+    def load(self, leaves: Sequence[Any]) -> None:
+        """Copies a call's tensors into place, on the current stream. They must match."""
+        targets, sources = [], []
+        for number, (static, leaf) in enumerate(zip(self.leaves, leaves, strict=True)):
+            is_first = self.signature.first[number] == number
+            if is_first and isinstance(static, Tensor) and leaf.data_ptr() != static.data_ptr():
+                target, source = dense_pair(static, leaf)
+                targets.append(target)
+                sources.append(source)
+        copy_all(targets, sources)
+
+
+def input_name(path: Sequence[Any]) -> str:
+    """How messages name a leaf: ``batch['tokens'][0]``."""
+    return "batch" + pytree.keystr(tuple(path))
+
+
+def structure_mismatch(signature: Signature, batch: Any) -> Mismatch:
+    """Names the leaves that are missing or too many."""
+    captured = [spec.name for spec in signature.leaves]
+    now = [input_name(path) for path, _ in pytree.tree_flatten_with_path(batch)[0]]
+    missing = [name for name in captured if name not in now]
+    extra = [name for name in now if name not in captured]
+    parts = [f"{', '.join(missing[:4])} missing"] if missing else []
+    parts += [f"{', '.join(extra[:4])} not known"] if extra else []
+    found = "; ".join(parts) or "other containers around the same leaves"
+    message = (
+        f"the inputs are built differently: {found} ({len(captured)} leaves before, {len(now)} "
+        f"now): pass the same keys, and the same number of microbatches"
+    )
+    return Mismatch("structure", message)
+
+
+def _check(spec: TensorSpec, device: torch.device) -> None:
+    if spec.device != device:
+        raise CaptureError(
+            f"input {spec.name!r} is on {spec.device} and the model on {device}: a graph reads "
+            f"device memory only: move it there, for instance with StaticLoader(loader, device)"
+        )
+    if spec.requires_grad:
+        raise CaptureError(
+            f"input {spec.name!r} requires grad, and a whole step returns no gradients of its "
+            f"inputs: detach it"
+        )
+
+
+# ---- the recorded step
 
 
 @dataclass(frozen=True)
@@ -52,7 +241,7 @@ class RecordedStep:
         if torch.is_grad_enabled() != self.grad_enabled:
             message = "grad mode is not that of the capture: keep no_grad and its kin in the step"
             return Mismatch("grad_mode", message)
-        mode = context.reason_of_modes()
+        mode = torch_state.reason_of_modes()
         if mode is not None:
             return Mismatch(mode, str(EAGER_CALLS[mode]))
         return (

@@ -6,8 +6,8 @@ import contextlib
 from typing import Any
 
 from moe_graphs.config import GraphConfig
+from moe_graphs.engine.partial.graphs import Graphs, graph
 from moe_graphs.engine.report import Report
-from moe_graphs.engine.scopes.graphs import Graphs, graph
 from moe_graphs.integrations.lightning.names import pl, rank_zero_info
 
 

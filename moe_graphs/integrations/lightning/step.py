@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from moe_graphs.engine.reads import unwatched
-from moe_graphs.engine.stand_for import local
+from moe_graphs.engine.guards.bytecode_names import unwatched
+from moe_graphs.engine.tensors import local
 from moe_graphs.errors import CaptureError
 from moe_graphs.integrations.lightning.index import BatchIndex
 from moe_graphs.integrations.lightning.strategies import Forward

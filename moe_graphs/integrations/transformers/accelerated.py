@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_graphs.config import GraphConfig
+from moe_graphs.engine.partial.graphs import Graphs, graph
 from moe_graphs.engine.report import Report
-from moe_graphs.engine.scopes.graphs import Graphs, graph
 from moe_graphs.integrations.transformers.caching import stop_caching
 from moe_graphs.integrations.transformers.changes import Change, Changes, trying
 from moe_graphs.integrations.transformers.collected_outputs import collect_outputs

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from moe_graphs.engine.hooks import forward_hooks_of
-from moe_graphs.engine.scopes.graphs import Graphs
+from moe_graphs.engine.guards.introspection import forward_hooks_of
+from moe_graphs.engine.partial.graphs import Graphs
 from moe_graphs.integrations.transformers.changes import (
     by_class,
     change_class,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_graphs.engine.hooks import hooks_of
+from moe_graphs.engine.guards.introspection import hooks_of
 from moe_graphs.integrations.transformers.changes import Changes, by_class
 from moe_graphs.kernels import add_rms_norm, rms_norm
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_graphs.dispatch import LocalDispatcher
-from moe_graphs.engine.hooks import forward_hooks_of, hooks_of
+from moe_graphs.engine.guards.introspection import forward_hooks_of, hooks_of
 from moe_graphs.errors import GraphWarning
 from moe_graphs.integrations.transformers.collected_outputs import is_collecting
 from moe_graphs.kernels import route, swiglu_gemms

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from moe_graphs.engine.hooks import hooks_of
+from moe_graphs.engine.guards.introspection import hooks_of
 from moe_graphs.integrations.transformers.changes import Change, Changes
 from moe_graphs.integrations.transformers.experts_interface import is_swiglu
 from moe_graphs.integrations.transformers.swapped_block import (

@@ -12,8 +12,8 @@ from torch import nn
 
 import moe_graphs
 from moe_graphs import CaptureError, GraphError, make_graphed_callables
+from moe_graphs.engine.callables.order import Action
 from moe_graphs.pipelines.builders import one_f_one_b
-from moe_graphs.pipelines.schedule import Action
 from training_runs import DEVICES
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)

@@ -21,9 +21,9 @@ from distributed import RANKS, run_distributed
 from full_iterations import batches, optimizer_of
 from grids import by_turns
 from moe_graphs import CaptureError, GraphError
-from moe_graphs.engine.whole_step import data_parallel
+from moe_graphs.engine.whole_step import fsdp
+from moe_graphs.engine.whole_step.capture_step import StepVerification
 from moe_graphs.engine.whole_step.full_iteration import FullIteration
-from moe_graphs.engine.whole_step.step_verification import StepVerification
 from training_runs import Trace, loss_of, tiny_model
 
 BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)]
@@ -280,9 +280,9 @@ def test_expandable_segments_with_graph_registration(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"is_expandable": True}])
     monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
     with pytest.raises(CaptureError, match="NCCL_GRAPH_REGISTER=0 before init_process_group"):
-        data_parallel.check_memory(object())
+        fsdp.check_memory(object())
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
-    data_parallel.check_memory(object())
+    fsdp.check_memory(object())
 
 
 # Two ranks for each ending, forked after what takes long to import, and ending as interpreters do.

@@ -1,0 +1,92 @@
+"""Captures the calls of a slot ahead of time, on sample arguments, and leaves no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moe_graphs.engine.capture_errors import explained_call
+from moe_graphs.engine.partial.capture import Recorder
+from moe_graphs.engine.partial.slots import PendingBackward, Place, Slot
+from moe_graphs.engine.partial.trials import ScopeCall
+from moe_graphs.engine.snapshot import Snapshot
+from moe_graphs.errors import GraphError
+
+# ---- the capture of a slot on sample arguments
+
+
+def capture_slot(slot: Slot, calls: Sequence[ScopeCall], recorder: Recorder) -> None:
+    """All forwards, then all backwards in reverse, each compared with eager. Leaves no trace.
+
+    Raises:
+        CaptureError: for what cannot be captured.
+    """
+    with Snapshot(recorder.backend, values=recorder.model.buffers()):
+        while not slot.is_closed:  # a second time, if backwards turn out to run only once
+            _capture(slot, calls, recorder)
+            slot.end_step()
+
+
+def _capture(slot: Slot, calls: Sequence[ScopeCall], recorder: Recorder) -> None:
+    generator = torch.Generator(recorder.backend.device).manual_seed(0)
+    backwards: list[PendingBackward] = []
+    for place, call in zip(slot.places, calls, strict=True):
+        _capture_forward(slot, place, call, recorder)
+    for place, call in reversed(list(zip(slot.places, calls, strict=True))):
+        if not place.planned.refused and any(place.forward.differentiable):
+            pairs = zip(place.forward.outputs, place.forward.differentiable, strict=True)
+            incoming = [_gradient(output, generator) for output, needed in pairs if needed]
+            random = recorder.backend.random_position() if place.forward.draws else None
+            pending = PendingBackward(place, call.leaves, random)
+            backwards.append(pending)
+            with explained_call(place.name, "backward", recorder.backend):
+                with call.backward_hooks(incoming) as found:
+                    found += recorder.backward(slot, pending, incoming).values()
+            _raise(recorder)
+    if recorder.split:
+        for pending in backwards:
+            if pending.place.run is not None:
+                recorder.backward_of_weights(slot, pending)
+                _raise(recorder)
+
+
+def _capture_forward(slot: Slot, place: Place, call: ScopeCall, recorder: Recorder) -> None:
+    expected = recorder.record_forward(slot, place, call)
+    try:
+        place.forward.graph.replay()
+        sources = {"graph": place.forward.outputs, "input": call.leaves}
+        outputs = [
+            leaf.value if leaf.source == "constant" else sources[leaf.source][leaf.value]
+            for leaf in place.forward.output_leaves
+        ]
+        difference = recorder.verification.difference_of_forward(place, call, expected, outputs)
+        if difference is not None:
+            place.planned.differs(difference)
+    finally:
+        expected.before.put_back()
+
+
+def _gradient(output: Tensor, generator: torch.Generator) -> Tensor:
+    made = torch.randn(output.shape, generator=generator, dtype=torch.float32, device=output.device)
+    return torch.empty_like(output, requires_grad=False).copy_(made)
+
+
+def _raise(recorder: Recorder) -> None:
+    if recorder.failure is not None:
+        raise recorder.failure
+
+
+def check_unused(slot: Slot, allowed: bool) -> None:
+    """
+    Raises:
+        GraphError: for an input that requires a gradient and gets none, unless that is allowed.
+    """
+    for place in slot.places:
+        unused = place.unused_inputs()
+        if unused and not allowed:
+            raise GraphError(
+                f"{place.name}: input {unused[0]!r} requires a gradient and gets none: pass "
+                f"allow_unused_input=True, or a sample that requires none"
+            )

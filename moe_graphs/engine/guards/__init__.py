@@ -1,0 +1,1 @@
+"""Guards: a graph's assumptions about the Python around it, compared at every call."""

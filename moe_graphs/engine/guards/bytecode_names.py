@@ -1,0 +1,471 @@
+"""The Python that ran in a block: names that it can have read, and impure calls that it made.
+
+A graph runs no Python. To know what its values depend on, one eager run is watched by
+``sys.setprofile``: the code of every function that ran mentions all names that it can look up, in
+its ``self``, its arguments, its globals and closure. ``guards.py`` looks them up, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import gc
+import importlib
+import inspect
+import pathlib
+import re
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from moe_graphs.engine.guards.introspection import (
+    attribute_of,
+    contents_of_cell,
+    origin_of,
+    origin_of_class,
+    with_inner_code,
+)
+from moe_graphs.engine.snapshot import Snapshot
+from moe_graphs.engine.tensors import BY_IDENTITY
+from moe_graphs.errors import CaptureError
+
+# ---- impure calls: their answers cannot be compared later, and no name gives them away
+
+# Functions of C, by module; an empty set is all of them.
+_OF_C: dict[str, frozenset[str]] = {
+    "_warnings": frozenset({"warn", "warn_explicit"}),
+    "builtins": frozenset({"eval", "exec", "globals", "input", "open"}),
+    "sys": frozenset({"_getframe", "getrecursionlimit", "getrefcount", "gettrace", "getprofile"}),
+    "_io": frozenset({"open"}),
+    "_thread": frozenset({"get_ident", "get_native_id"}),
+    "gc": frozenset(),
+    "posix": frozenset(),
+    "nt": frozenset(),
+    "time": frozenset(),
+    "_socket": frozenset(),
+}
+_METHODS_OF_C = {"datetime.now", "datetime.utcnow", "date.today", "Generator.initial_seed"}
+# Functions of Python, by module; likewise.
+_OF_PYTHON: dict[str, frozenset[str]] = {
+    "inspect": frozenset({"currentframe", "stack"}),
+    "threading": frozenset({"current_thread", "get_ident", "active_count", "enumerate"}),
+    "logging": frozenset({"isEnabledFor", "getEffectiveLevel"}),
+    "random": frozenset({"getstate"}),
+    "genericpath": frozenset(),
+    "posixpath": frozenset({"abspath", "realpath", "expanduser"}),
+    "pathlib": frozenset({"read_text", "read_bytes", "exists", "is_file", "is_dir", "stat", "open",
+                          "iterdir", "glob", "cwd", "home"}),
+    "tempfile": frozenset(),
+    "subprocess": frozenset(),
+    "socket": frozenset(),
+}  # fmt: skip
+# Of Transformer Engine: scales follow where it ends, and whose modules came first is settled there.
+_ENTERS_FP8 = ("fp8_autocast_enter", "autocast_enter")
+FP8 = "Transformer Engine's autocast"
+_CHECKPOINT = "Transformer Engine's checkpoint"
+# Whoever watches operations makes dynamo leave the function uncompiled, for good, and that rounds
+# otherwise.
+_COMPILED = "torch.compile"
+_OF_NUMPY = {"geterr", "get_printoptions"}
+# Attributes that lead to globals.
+TO_GLOBALS = frozenset({"__globals__", "f_globals", "f_locals", "gi_frame"})
+# What tells a forward's inputs and weights from the static ones of a graph.
+OF_HISTORY = frozenset({"grad", "grad_fn", "is_leaf", "_base", "_version", "_is_view"})
+OF_VERSIONS = frozenset({"_version"})  # a replay of a whole step counts once what it writes often
+
+
+def refusal(door: str) -> str:
+    """Why a graph cannot have it, and what to do."""
+    if door == _COMPILED:
+        return (
+            "it calls a function of torch.compile, which does something else when it is watched: "
+            "leave it out, or do not compile there (torch.compiler.disable; for Transformer "
+            "Engine's fused functions NVTE_TORCH_COMPILE=0)"
+        )
+    if door == _CHECKPOINT:
+        return f"it calls {door}, which keeps scales in Python: checkpoint around it instead"
+    if door == FP8:
+        return f"it enters {door}: enter it outside of the scope, around the whole step"
+    return (
+        f"it calls {door}(), whose answer may be another one at every call, and a replay runs no "
+        f"Python: call it outside, and pass on the answer"
+    )
+
+
+def of_c(function: Any) -> str | None:
+    """The name of a function of C, if it is such a door."""
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, torch.Tensor):
+        return "Tensor.data_ptr" if function.__name__ == "data_ptr" else None
+    if function is torch.get_num_threads:
+        return "torch.get_num_threads"
+    if owner is not None and not isinstance(owner, types.ModuleType):
+        name = getattr(function, "__qualname__", "")
+        return name if name in _METHODS_OF_C else None
+    module = getattr(function, "__module__", None) or getattr(owner, "__name__", "")
+    return _found(_OF_C, module, function.__name__)
+
+
+def of_python(frame: types.FrameType, *, of_the_user: bool) -> str | None:
+    """The name of the function of Python that has just been called, if it is such a door.
+
+    of_the_user: it was called by code of the user's own.
+    """
+    if frame.f_code is torch.Tensor.__reduce_ex__.__code__:
+        return "pickle.dumps"
+    module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+    if name in _ENTERS_FP8 and frame.f_locals.get("enabled"):
+        return FP8
+    if (module, name) == ("transformer_engine.pytorch.distributed", "checkpoint"):
+        return _CHECKPOINT
+    if (module, name) == ("torch._dynamo.eval_frame", "compile_wrapper"):
+        return _COMPILED
+    if not of_the_user:
+        return None
+    if module.partition(".")[0] == "numpy":
+        return f"numpy.{name}" if name in _OF_NUMPY else None
+    return _found(_OF_PYTHON, "pathlib" if module.startswith("pathlib") else module, name)
+
+
+def _found(doors: dict[str, frozenset[str]], module: str, name: str) -> str | None:
+    names = doors.get(module)
+    if names is None or (names and name not in names):
+        return None
+    return f"{module}.{name}"
+
+
+# ---- names that were read
+
+_ENGINE = str(pathlib.Path(__file__).parents[1])
+# Functions that set the state of a random number generator, or ask for its seed: a replay would
+# not do it again.
+_SEEDING = {
+    function.__code__: function.__name__
+    for function in (torch.manual_seed, torch.seed, torch.set_rng_state, torch.cuda.manual_seed,
+                     torch.cuda.manual_seed_all, torch.cuda.seed, torch.cuda.set_rng_state,
+                     torch.initial_seed, torch.cuda.initial_seed)
+    for function in (getattr(function, "__wrapped__", function),)
+    if hasattr(function, "__code__")
+}  # fmt: skip
+
+
+_OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
+_TEMPLATES = {"format", "format_map", "attrgetter", "methodcaller"}  # names stand in their strings
+_CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
+
+
+class Reads:
+    """A context; afterwards it knows what ran inside, on this thread.
+
+    Args:
+        in_step: the block is a whole training step, with whatever surrounds its modules.
+        refuse: a door (``py``) raises ``CaptureError`` where it is opened, before anything
+            has happened behind it; otherwise ``check_doors`` does.
+
+    Attributes:
+        code: of every function that ran, with the globals it looked its names up in.
+        names: every name that this code mentions: of attributes, globals, and as a string.
+        names_of_modules: likewise, that of torch included, which reads modules' attributes.
+        values, values_of_modules: those of them that are not only names of methods being called,
+            as ``clear`` is in ``x.clear()``, which reads no number of that name.
+        owners: objects whose methods ran, by id, but for those that the block made.
+        of_contexts: what the ``ctx`` of autograd functions held, without tensors.
+        doors: what was called that reads state nobody can compare later.
+    """
+
+    def __init__(self, *, in_step: bool = False, refuse: bool = False) -> None:
+        self._open_doors = {FP8} if in_step else set()
+        self._refuse = refuse
+        self.code: dict[types.CodeType, dict[str, Any]] = {}
+        self.names: set[str] = set()
+        self.names_of_modules: set[str] = set()
+        self.values: set[str] = set()
+        self.values_of_modules: set[str] = set()
+        self.owners: dict[int, Any] = {}
+        self.doors: list[str] = []
+        self._ran: set[types.CodeType] = set()
+        self.of_contexts: dict[str, Any] = {}
+        self._seen: dict[int, weakref.ref | None] = {}
+        self._may_have_state = functools.cache(_may_have_state)  # of some thousand calls
+
+    def __enter__(self) -> Reads:
+        # Dispatch modes and optimizers do so with their first operation, and nobody is to be
+        # watched doing it.
+        importlib.import_module("torch._dynamo")
+        self._before = Snapshot(python_random=True)
+        self._profiler = sys.getprofile()
+        self._collecting = gc.get_threshold()
+        gc.set_threshold(0)  # its callbacks and finalizers are none of the block's
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _profile_again(self._profiler)
+        gc.set_threshold(*self._collecting)
+        self._ran = set(self.code)
+        self.code.update(_not_seen_running(self.code))
+        for code in self.code:
+            self._mentions(code)
+        alive = (reference() for reference in self._seen.values() if reference is not None)
+        self.owners = {id(owner): owner for owner in alive if owner is not None}
+        self._seen.clear()
+
+    @classmethod
+    def before_running(cls, *functions: Callable[..., Any], with_inner: bool = False) -> Reads:
+        """What can be told of functions without running them: their own code and that of functions
+        that they name or enclose. with_inner: and of functions that they make, as hooks are."""
+        reads, todo = cls(), [*functions]
+        while todo:
+            each = todo.pop()
+            wrapped = attribute_of(each, "__wrapped__")
+            todo += [] if wrapped is None else [wrapped]
+            each = attribute_of(each, "__func__") or each
+            code = attribute_of(each, "__code__")
+            if code is None or code in reads.code or origin_of(code.co_filename) == "internal":
+                continue
+            todo += filter(callable, map(contents_of_cell, each.__closure__ or ()))
+            for inner in with_inner_code(code) if with_inner else (code,):
+                reads.code[inner] = each.__globals__
+                reads._mentions(inner)
+                todo += filter(callable, map(each.__globals__.get, global_names_of(inner)))
+        return reads
+
+    @classmethod
+    def together(cls, *several: Reads) -> Reads:
+        """What all of the blocks have read."""
+        united = cls()
+        for reads in several:
+            united.code.update(reads.code)
+            united.names |= reads.names
+            united.names_of_modules |= reads.names_of_modules
+            united.values |= reads.values
+            united.values_of_modules |= reads.values_of_modules
+            united.owners.update(reads.owners)
+            united.doors += reads.doors
+        return united
+
+    def names_of_the_user(self) -> set[str]:
+        """Those that the user's own code mentions."""
+        own = (code for code in self.code if origin_of(code.co_filename) == "own")
+        return set().union(*map(_names_of, own))
+
+    def check_doors(self, *, asked: frozenset[str] = frozenset()) -> None:
+        """asked: attributes of tensors whose answers in a graph are not those outside of it.
+
+        Raises:
+            CaptureError: if the block asks for what can be another thing at every call.
+        """
+        if self.doors:
+            raise CaptureError(refusal(self.doors[0]))
+        hidden = (code for code in self.code if origin_of(code.co_filename) == "own")
+        for code in hidden:
+            if _names_of(code) & TO_GLOBALS or ("sys", "modules") in attributes_of_globals(code):
+                raise CaptureError(
+                    f"{code.co_qualname} looks up globals by another way than their names, and "
+                    f"nobody can compare what it finds"
+                )
+        found = (
+            (code, _names_of(code) & asked - _called_methods_of(code))
+            for code in self._ran
+            if asked and origin_of(code.co_filename) == "own"
+        )
+        for code, names in found:
+            if names:
+                raise CaptureError(
+                    f"{code.co_qualname} asks for .{min(names)} of a tensor: inside of a graph "
+                    f"tensors are other objects, with another history: ask outside"
+                )
+
+    def check_random(self) -> None:
+        """Puts back what was drawn from generators of Python and numpy.
+
+        Raises:
+            CaptureError: if the block draws from them, or seeds those of torch.
+        """
+        seeding = next((_SEEDING[code] for code in self.code if code in _SEEDING), None)
+        if seeding is not None:
+            raise CaptureError(f"torch's {seeding}() is called, and a replay would not do it again")
+        drawn = self._before.drawn_from()
+        self._before.put_back()
+        if drawn is not None:
+            raise CaptureError(
+                f"it draws from {drawn}, which a replay does not do again: draw with torch"
+            )
+
+    def owns_what_ran(self, value: Any) -> bool:
+        """Whether a method of ``value`` ran, and it outlived the block."""
+        return self.owners.get(id(value)) is value
+
+    def _mentions(self, code: types.CodeType) -> None:
+        self.names_of_modules |= _names_of(code)
+        self.values_of_modules |= _values_of(code)
+        if origin_of(code.co_filename) != "internal":
+            self.names |= _names_of(code)
+            self.values |= _values_of(code)
+
+    def _note(self, frame: types.FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event == "c_call" and origin_of(code.co_filename) == "own":
+            self._open(of_c(argument))
+        if event != "call" or code.co_filename.startswith(_ENGINE) or code.co_name == "<module>":
+            return
+        self.code.setdefault(code, frame.f_globals)
+        caller = frame.f_back.f_code.co_filename if frame.f_back is not None else "?"
+        self._open(of_python(frame, of_the_user=origin_of(caller) == "own"))
+        if not code.co_argcount:
+            return
+        owner = frame.f_locals.get(code.co_varnames[0])
+        if isinstance(owner, torch._C._FunctionBase):
+            self._note_context(owner)
+        if id(owner) in self._seen or not self._may_have_state(type(owner)):
+            return
+        # What is made inside of the block is none of its inputs.
+        is_made_here = code.co_name in _CONSTRUCTORS
+        with contextlib.suppress(TypeError):  # no weak references to it: it is found by name
+            self._seen[id(owner)] = None if is_made_here else weakref.ref(owner)
+
+    def _note_context(self, context: Any) -> None:
+        for name, value in vars(context).items():
+            if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value)):
+                self.of_contexts[f"{type(context).__name__}.{name}"] = value
+
+    def _open(self, door: str | None) -> None:
+        if door is not None and door not in self.doors and door not in self._open_doors:
+            self.doors.append(door)
+            if self._refuse:
+                self.check_doors()
+
+
+def functions_of(kind: type) -> list[Callable[..., Any]]:
+    """Of a class of the user's own: its methods, autograd functions' backwards among them."""
+    own = [base for base in kind.__mro__ if origin_of_class(base) == "own"]
+    found = [getattr(value, "__func__", value) for base in own for value in vars(base).values()]
+    return [value for value in found if isinstance(value, types.FunctionType)]
+
+
+def _may_have_state(kind: type) -> bool:
+    """Whether it is that of a module, or of objects of the user's. Others are found by name."""
+    if issubclass(kind, torch.nn.Module):
+        return True
+    if issubclass(kind, (torch.Tensor, torch._C._FunctionBase, *BY_IDENTITY)):
+        return False
+    return kind.__dictoffset__ != 0 and origin_of_class(kind) == "own"  # if it has attributes
+
+
+def _not_seen_running(
+    code: dict[types.CodeType, dict[str, Any]],
+) -> dict[types.CodeType, dict[str, Any]]:
+    """Of what it names: the backwards of autograd functions, which run later, on any thread, and
+    functions behind a cache, which did not run if it was full."""
+    found = {}
+    for each, globals_ in code.items():
+        if origin_of(each.co_filename) == "internal":
+            continue
+        for value in map(globals_.get, global_names_of(each)):
+            if isinstance(value, type) and issubclass(value, torch.autograd.Function):
+                value = value.backward
+            elif not isinstance(value, functools._lru_cache_wrapper):
+                continue
+            function = inspect.unwrap(value)
+            if inspect.isfunction(function):
+                found[function.__code__] = function.__globals__
+    return found
+
+
+class unwatched:
+    """The engine's own work within a watched block: none of the block's, and slow to watch."""
+
+    __slots__ = ("_profiler",)
+
+    def __enter__(self) -> None:
+        self._profiler = sys.getprofile()
+        sys.setprofile(None)
+
+    def __exit__(self, *exception: object) -> None:
+        _profile_again(self._profiler)
+
+
+def _profile_again(profiler: Any) -> None:
+    """profiler: what ``sys.getprofile`` gave; cProfile's is no function (until Python 3.12)."""
+    if profiler is None or callable(profiler):
+        sys.setprofile(profiler)
+    else:
+        profiler.enable()
+
+
+@functools.cache
+def global_names_of(code: types.CodeType) -> frozenset[str]:
+    """The names that it looks up in its module."""
+    instructions = dis.get_instructions(code)
+    return frozenset(i.argval for i in instructions if i.opname in _OF_GLOBALS)
+
+
+@functools.cache
+def imports_of(code: types.CodeType) -> frozenset[str]:
+    """The names of the modules that its import statements look up."""
+    if origin_of(code.co_filename) == "internal":
+        return frozenset()
+    full = {i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"}
+    return frozenset(full | {name.partition(".")[0] for name in full})
+
+
+@functools.cache
+def _names_of(code: types.CodeType) -> frozenset[str]:
+    return frozenset(code.co_names) | _values_of(code)
+
+
+@functools.cache
+def attributes_of_globals(code: types.CodeType) -> frozenset[tuple[str, ...]]:
+    """What it looks up as ``a.b.c``, where ``a`` is in its module."""
+    found, chain = set(), ()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "LOAD_GLOBAL":
+            chain = (instruction.argval,)
+        elif chain and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            chain = (*chain, instruction.argval)
+            found.add(chain)
+        elif instruction.opname != "CACHE":
+            chain = ()
+    return frozenset(found)
+
+
+@functools.cache
+def _called_methods_of(code: types.CodeType) -> frozenset[str]:
+    """``torch.autograd.grad(...)`` asks for no gradient that a tensor has."""
+    return frozenset(code.co_names) - _values_of(code) - {"_is_view"}
+
+
+@functools.cache
+def _values_of(code: types.CodeType) -> frozenset[str]:
+    """Names that stand anywhere but before the parentheses of a call of a method."""
+    strings = {value for value in _constants(code.co_consts) if isinstance(value, str)}
+    if _TEMPLATES.isdisjoint(code.co_names):
+        strings = {value for value in strings if value.isidentifier()}
+    else:
+        strings = {name for value in strings for name in re.findall(r"\w+", value)}
+    named = {
+        i.argval
+        for i in dis.get_instructions(code)
+        if i.opcode in dis.hasname and not _loads_a_method(i)
+    }
+    return frozenset(named) | frozenset(code.co_freevars) | strings
+
+
+def _loads_a_method(instruction: dis.Instruction) -> bool:
+    if sys.version_info < (3, 12):
+        return instruction.opname == "LOAD_METHOD"
+    return instruction.opname == "LOAD_ATTR" and bool(instruction.arg & 1)
+
+
+def _constants(values: tuple[Any, ...]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (tuple, frozenset)):
+            yield from _constants(tuple(value))
+        else:
+            yield value

@@ -1,0 +1,561 @@
+"""Guards on everything that the Python of a graph could read, compared at every call."""
+
+from __future__ import annotations
+
+import operator
+import types
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain, islice, repeat
+from operator import attrgetter, contains, is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._dynamo import guards as of_dynamo
+
+from moe_graphs.engine.fp8 import is_bookkeeping
+from moe_graphs.engine.guards.bytecode_names import Reads, functions_of
+from moe_graphs.engine.guards.introspection import (
+    GONE,
+    Container,
+    are_of_fsdp,
+    check_not_keyed_by_weights,
+    check_not_scripted,
+    elements,
+    hooks_of,
+    shown_hooks,
+)
+from moe_graphs.engine.guards.object_graph import Reachable, Walk
+from moe_graphs.engine.reasons import CAPTURE_AGAIN, EAGER_CALLS
+from moe_graphs.engine.snapshot import state_of
+from moe_graphs.engine.tensors import Mismatch, local, same_value, stands_for_another
+from moe_graphs.engine.tracing import address
+from moe_graphs.errors import CaptureError
+
+# ---- the fast path: every place holds the very object that it held
+
+
+def _notices_attributes(version_of: Callable[[dict], int]) -> bool:
+    """Whether attributes that are set go through the dictionary of their object, once somebody has
+    it: in Python 3.13 some do not."""
+
+    class Owner:
+        def __init__(self) -> None:
+            self.a = 0
+
+    owner = Owner()
+    held = vars(owner)
+    for value in range(50):  # and when the interpreter has specialised it
+        before = version_of(held)
+        owner.a = value + 1
+        if version_of(held) == before:
+            return False
+    before = version_of(held)
+    owner.b = 1
+    between = version_of(held)
+    del owner.b
+    return len({before, between, version_of(held)}) == 3
+
+
+Contents = tuple[Container, dict[Any, Any]]
+# Of a dictionary a number that any change of it changes: Python's own, or that of a watcher.
+_version_of: Callable[[dict], int] | None = getattr(of_dynamo, "dict_version", None)
+if _version_of is not None and not _notices_attributes(_version_of):
+    _version_of = None
+_OFTEN = 3
+
+
+class Untouched:
+    """Compares containers with what they held when it was made, in a few loops in C.
+
+    Args:
+        contents: containers, each with what it holds now.
+        noisy: ids of holders that change in ways that do not matter: they are compared by name.
+        matter: ids of the tensors whose identity matters; others may be exchanged.
+    """
+
+    def __init__(
+        self, contents: Sequence[Contents], noisy: Collection[int], matter: Collection[int]
+    ) -> None:
+        self._contents, self._noisy, self._matter = contents, noisy, matter
+        # By the ids of dictionaries: how often they changed in ways that do not matter.
+        self._changes: Counter[int] = Counter()
+        self._begin()
+
+    def _begin(self) -> None:
+        matter = [pair for pair in self._contents if pair[0].keys is None or pair[0].keys]
+        filled = [pair for pair in matter if not self._is_empty(pair[0].holder)]
+        self._empty = [c.holder for c, _ in matter if self._is_empty(c.holder)]
+        of_dicts = [pair for pair in filled if self._has_version(pair[0].holder)]
+        others = [pair for pair in filled if not self._has_version(pair[0].holder)]
+        self._dicts = [container.holder for container, _ in of_dicts]
+        self._versions = list(map(_version_of, self._dicts))
+        self._of_dicts = _Columns(of_dicts, self._noisy, self._matter)
+        self._others = _Columns(others, self._noisy, self._matter)
+
+    def _is_empty(self, holder: Any) -> bool:
+        return type(holder) is dict and not holder and id(holder) not in self._noisy
+
+    def _has_version(self, holder: Any) -> bool:
+        # Not if it changes all the time, like the globals of a script.
+        restless = self._changes[id(holder)] >= _OFTEN
+        return _version_of is not None and type(holder) is dict and not restless
+
+    def is_true(self) -> bool:
+        if any(self._empty):
+            return False
+        versions = list(map(_version_of, self._dicts))
+        if versions == self._versions:
+            return self._others.are_same()
+        if not (self._of_dicts.are_same() and self._others.are_same()):
+            return False
+        rows = zip(self._dicts, versions, self._versions, strict=True)
+        self._changes.update(id(held) for held, now, before in rows if now != before)
+        self._begin()
+        return True
+
+    def changed(self) -> list[Any]:
+        """The holders, of those that are compared whole, that hold something else now."""
+        filled = [holder for holder in self._empty if holder]
+        return filled + self._of_dicts.changed() + self._others.changed()
+
+
+class _Columns:
+    """Holders, keys and values side by side. Containers of which all matters are compared whole,
+    and dictionaries of objects, until they change in a way that does not matter. Modules of Python
+    have many names, of which few matter: those are compared one by one."""
+
+    def __init__(
+        self, contents: Sequence[Contents], noisy: Collection[int], matter: Collection[int]
+    ) -> None:
+        keyed = [pair for pair in contents if not _is_compared_whole(pair[0], noisy)]
+        self._holders = [c.holder for c, _ in contents if _is_compared_whole(c, noisy)]
+        # The views of dictionaries are live: they show the values of the time they are read.
+        self._now = list(map(elements, self._holders))
+        self._sizes = list(map(len, self._now))
+        self._values = list(chain.from_iterable(self._now))
+        rows = [
+            (c.holder, key, value)
+            for c, held in keyed
+            for key, value in held.items()
+            if not isinstance(value, Tensor) or id(value) in matter
+        ]
+        self._of_dicts = _columns(rows, dict)
+        self._of_classes = _columns(rows, types.MappingProxyType)
+        # Names that may come: each by itself, or whether the holder's names are the same.
+        absent = [(c.holder, c.absent(held)) for c, held in keyed]
+        few = [(holder, keys) for holder, keys in absent if len(keys) <= len(holder)]
+        self._absent = [[h for h, keys in few for _ in keys], [k for _, keys in few for k in keys]]
+        many = [holder for holder, keys in absent if len(keys) > len(holder)]
+        self._names_of_many = [holder.keys() for holder in many]
+        self._names_known = list(map(frozenset, many))
+
+    def are_same(self) -> bool:
+        return (
+            self._hold_the_same()
+            and _have(dict, *self._of_dicts)
+            and _have(types.MappingProxyType, *self._of_classes)
+            and not any(map(contains, *self._absent))
+            and self._names_of_many == self._names_known
+        )
+
+    def _hold_the_same(self) -> bool:
+        if not self._holders:
+            return True
+        same_sizes = list(map(len, self._now)) == self._sizes
+        return same_sizes and all(map(is_, chain.from_iterable(self._now), self._values))
+
+    def changed(self) -> list[Any]:
+        before, found = iter(self._values), []
+        for holder, view, size in zip(self._holders, self._now, self._sizes, strict=True):
+            values = list(islice(before, size))
+            if size != len(view) or not all(map(is_, view, values)):
+                found.append(holder)
+        return found
+
+
+def _is_compared_whole(container: Container, noisy: Collection[int]) -> bool:
+    holder = container.holder
+    if container.keys is None:
+        return isinstance(holder, (dict, list, deque))
+    return isinstance(holder, dict) and not (id(holder) in noisy or "__builtins__" in holder)
+
+
+def _columns(rows: Sequence[tuple], kind: type) -> tuple[list, list, list]:
+    chosen = [row for row in rows if isinstance(row[0], kind)]
+    return tuple([row[i] for row in chosen] for i in range(3))  # type: ignore[return-value]
+
+
+def _have(kind: type, holders: list, keys: list, values: list) -> bool:
+    return not values or all(map(is_, map(kind.get, holders, keys, repeat(GONE)), values))
+
+
+# ---- the comparison by value and path
+
+_CODE_OF = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_TensorGuards = getattr(of_dynamo, "TensorGuards", None)
+_SAME_ADDRESSES = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)  # with CUDA
+_NOTHING: Mapping[str, Any] = types.MappingProxyType({})
+
+
+class Guards:
+    """Attributes, containers, globals, closures, tensors and hooks, as they were when it was made.
+
+    Values are compared by value, functions and classes by identity, tensors by identity, address
+    and layout. The quick answer is a few loops in C over the very objects; if any of these is
+    another one, everything is looked up anew and compared by its path.
+
+    Args:
+        roots, reads, read_addresses, everything, tensor_names: as of ``Walk``.
+        tensors: path -> more tensors whose address matters.
+        outside: modules whose own hooks run outside of the block.
+        sharded: the hooks of ``fully_shard`` may run inside.
+    """
+
+    def __init__(
+        self,
+        roots: Mapping[str, Any],
+        reads: Reads,
+        read_addresses: Iterable[int] = (),
+        *,
+        everything: Mapping[str, Any] = _NOTHING,
+        tensors: Mapping[str, Tensor] = _NOTHING,
+        tensor_names: Mapping[int, str] = _NOTHING,
+        outside: Iterable[nn.Module] = (),
+        sharded: bool = False,
+    ) -> None:
+        self._outside, self._sharded = {id(module) for module in outside}, sharded
+        self._arguments = (dict(roots), reads, frozenset(read_addresses), dict(everything))
+        self._tensor_names, self._more = dict(tensor_names), dict(tensors)
+        self._noisy: set[int] = set()
+        found = self._walk()
+        self._places = _place_of_each_tensor({**found.tensors, **self._more})
+        self._where = Where(list(self._places.values()))
+        self._adopt(found)
+
+    @property
+    def not_followed(self) -> list[str]:
+        """What the block may have read and nobody compares, by name."""
+        return sorted(set(self._found.not_followed))
+
+    @property
+    def functions(self) -> list[types.FunctionType]:
+        """What may be called, whether it ran or not: methods of classes, too."""
+        found = list(self._found.leaves.values())
+        classes = [value for value in found if isinstance(value, type)]
+        methods = chain.from_iterable(map(functions_of, classes))
+        return [*(each for each in found if isinstance(each, types.FunctionType)), *methods]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return list(self._places.values())
+
+    def mismatch(self) -> Mismatch | None:
+        """How things differ from the capture. Reads no tensor values."""
+        if self._is_empty:
+            return None
+        if not self._is_untouched():
+            difference = self._look_again()
+            if difference is not None:
+                return difference
+        if any(self._hooks) or self._hooks_of_fsdp != [list(hooks) for hooks in self._with_fsdp]:
+            return self._other_hooks()
+        return None if self._where.is_same() else self._where.mismatch(list(self._places))
+
+    def _other_hooks(self) -> Mismatch:
+        """Name of the module that has hooks now, and whose they are."""
+        inside = [(n, m) for n, m in self._found.modules if id(m) not in self._outside]
+        hooked = (
+            f"module {name or 'model'!r} has {shown_hooks(hooks)}"
+            for name, module in inside
+            if (hooks := [h for h in hooks_of(module) if h and not self._are_known(h)])
+        )
+        what = next(hooked, "a module that fully_shard has wrapped has other hooks")
+        remedy = EAGER_CALLS["hooks"].remedy
+        return Mismatch("hooks", f"{what} now, which a replay does not run: {remedy}")
+
+    def changes(self) -> list[str]:
+        """What is another value now, by its path and with both. State that an optimizer's first
+        step has made is none of it."""
+        found = self._walk()
+        now = found.leaves
+        drawn = [name for name, rng, state in self.draws if not _same_state(rng, state)]
+        changed = [
+            f"{name} ({_shown(before)} -> {_shown(now.get(name, GONE))})"
+            for name, before in self._found.leaves.items()
+            if not _same_leaf(now.get(name, GONE), before)
+        ]
+        late = tuple(self._found.made_late)
+        new = [name for name in now if self._is_new(name) and not name.startswith(late)]
+        orders = self._found.orders.items()
+        moved = [name for name, order in orders if found.orders.get(name, order) != order]
+        return [
+            *(f"{name}, from which it draws" for name in drawn),
+            *changed,
+            *(f"{name} (new: {_shown(now[name])})" for name in new),
+            *moved,
+        ]
+
+    def check_unchanged(self, where: str = "") -> None:
+        """
+        Raises:
+            CaptureError: if a block that was run since has changed anything.
+        """
+        changes = self.changes()
+        if changes:
+            raise CaptureError(
+                f"{where}it changes {changes[0]}, and a replay runs no Python: keep it in a buffer "
+                f"that is changed in place, or change it outside of the scope"
+            )
+
+    def check_hooks(self) -> None:
+        """
+        Raises:
+            CaptureError: if the block runs hooks of a module, or may advance an iterator.
+        """
+        self.check_followable()
+        for name, module in self._found.modules:
+            foreign = [each for each in hooks_of(module) if each and not self._are_known(each)]
+            if foreign and id(module) not in self._outside:
+                raise CaptureError(
+                    f"module {name or 'model'!r} has {shown_hooks(foreign)}, which a replay does "
+                    f"not run: remove them, or {self._scopes_without_hooks()}"
+                )
+
+    def _scopes_without_hooks(self) -> str:
+        """A remedy that names a part of the scope in which no module has hooks, if there is one."""
+        scope = self._arguments[0].get("")
+        children = scope.named_children() if isinstance(scope, nn.Module) else ()
+        for name, child in children:
+            hooks = chain.from_iterable(map(hooks_of, child.modules()))
+            if next(child.parameters(), None) is not None and not any(hooks):
+                return f"choose scopes that have none inside: '*.{name}' is one"
+        return "choose scopes that leave this module out"
+
+    def check_keys(self) -> None:
+        check_not_keyed_by_weights(self._found.containers)
+
+    def check_followable(self) -> None:
+        """
+        Raises:
+            CaptureError: if the block may advance an iterator, or run a compiled module.
+        """
+        check_not_scripted(self._found.leaves)
+        if self._found.iterators:
+            raise CaptureError(
+                f"it reaches {self._found.iterators[0]!r}, an iterator, which a replay would not "
+                f"advance: take what it gives outside, and pass that on"
+            )
+
+    def _walk(self) -> Reachable:
+        return Walk(*self._arguments, self._tensor_names).found
+
+    def _is_new(self, name: str) -> bool:
+        return name not in self._found.leaves
+
+    def _adopt(self, found: Reachable) -> None:
+        """What is compared from now on."""
+        self._found = found
+        self.contents = [(each, each.contents()) for each in found.containers]
+        self.cells = [(cell, cell.read()) for cell in found.cells]
+        matter = {id(leaf) for leaf in found.leaves.values() if is_bookkeeping(leaf)}
+        matter.update(map(id, found.tensors.values()))
+        self._untouched = Untouched(self.contents, self._noisy, matter)
+        inside = (module for _, module in found.modules if id(module) not in self._outside)
+        hooks = [each for module in inside for each in hooks_of(module)]
+        self._with_fsdp = [each for each in hooks if each and self._are_known(each)]
+        self._hooks = [each for each in hooks if not (each and self._are_known(each))]
+        self._hooks_of_fsdp = list(map(list, self._with_fsdp))
+        self._typed = [*(module for _, module in found.modules), *found.kinds]
+        self._types = list(map(type, self._typed))
+        self._functions = found.functions
+        self._code = list(map(_CODE_OF, self._functions))
+        quick = (
+            (self.contents, self._untouched.is_true),
+            (self.cells, self._cells_are_still),
+            (self._typed, lambda: list(map(type, self._typed)) == self._types),
+            (self._functions, lambda: list(map(_CODE_OF, self._functions)) == self._code),
+        )
+        self._quick = [is_true for compared, is_true in quick if compared]
+        self._is_empty = not (self._quick or self._places)
+        self.draws = [(name, rng, state_of(rng)) for name, rng in found.draws]
+
+    def _are_known(self, hooks: dict) -> bool:
+        return self._sharded and are_of_fsdp(hooks)
+
+    def _is_untouched(self) -> bool:
+        """The quick answer: every place has the very same value."""
+        return all(map(operator.call, self._quick))
+
+    def _cells_are_still(self) -> bool:
+        return all(cell.is_still(value) for cell, value in self.cells)
+
+    def _look_again(self) -> Mismatch | None:
+        """Other containers may hold the same leaves, and what changed may not matter."""
+        found = self._walk()
+        for name, before in self._found.leaves.items():
+            now = found.leaves.get(name, GONE)
+            if not (_same_leaf(now, before) or self._is_alike(name, now, before)):
+                return _difference(name, before, now)
+        for name, now in found.leaves.items():
+            if self._is_new(name):
+                return _difference(name, GONE, now)
+        for name, order in self._found.orders.items():
+            if found.orders.get(name) != order:
+                return _difference(name, order, found.orders.get(name, GONE))
+        self._noisy.update(map(id, self._untouched.changed()))
+        # By now others may lie where the block has read something.
+        found.tensors = {n: t for n, t in found.tensors.items() if n in self._found.tensors}
+        self._adopt(found)
+        return None
+
+    def _is_alike(self, name: str, now: Any, before: Any) -> bool:
+        """Of a tensor that no operation reads, only what Python may ask of it matters."""
+        if name in self._found.tensors or not isinstance(before, Tensor) or is_bookkeeping(before):
+            return False
+        return isinstance(now, Tensor) and _asked(now) == _asked(before)
+
+
+class Where:
+    """Where tensors lie, how, and whether they require a gradient."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._given, self._tensors = list(tensors), list(map(local, tensors))
+        self._wrappers = [tensor for tensor in tensors if stands_for_another(tensor)]
+        self._stood_for = list(map(_stood_for, self._wrappers))
+        self._addresses = list(map(Tensor.data_ptr, self._tensors))
+        self._kinds = list(map(_kind_of, self._tensors))
+        self._require_grad = [tensor.requires_grad for tensor in tensors]
+        self._indices = list(range(len(tensors)))
+        self._same_kinds: Callable[..., bool] | None = None
+
+    def is_same(self) -> bool:
+        if self._wrappers and list(map(_stood_for, self._wrappers)) != self._stood_for:
+            return False
+        if self._same_kinds is None or not self._same_kinds(*self._tensors):
+            if list(map(_kind_of, self._tensors)) != self._kinds:
+                return False
+            self._same_kinds = _check_in_c(self._tensors)
+        if _SAME_ADDRESSES is not None:
+            return _SAME_ADDRESSES(self._tensors, self._addresses, self._indices)
+        return list(map(Tensor.data_ptr, self._tensors)) == self._addresses
+
+    def mismatch(self, names: Sequence[str]) -> Mismatch:
+        """What is not the same, by the names of the tensors."""
+        for name, tensor, requires_grad in zip(names, self._given, self._require_grad, strict=True):
+            if tensor.requires_grad is not requires_grad:
+                message = f"{name!r}: captured with requires_grad={requires_grad}: set it back"
+                return Mismatch("requires_grad", message)
+        rows = zip(names, map(local, self._given), self._addresses, self._kinds, strict=True)
+        moved = (n for n, t, a, k in rows if t.data_ptr() != a or _kind_of(t) != k)
+        how = "lies at another address or is laid out in another way"
+        return _moved(next(moved, "a tensor"), how)
+
+
+def _stood_for(wrapper: Tensor) -> tuple[int, bool]:
+    return id(local(wrapper)), wrapper.requires_grad
+
+
+def _kind_of(tensor: Tensor) -> tuple:
+    return tensor.requires_grad, tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _check_in_c(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
+    """True of tensors that are in all (and more) as these are now, under the modes of now."""
+    if _TensorGuards is None or not tensors:
+        return None
+    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    return _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+
+def reads_before_running(
+    functions: Sequence[Callable[..., Any]],
+    modules: Iterable[nn.Module],
+    guards_of: Callable[[Reads], Guards],
+) -> Reads:
+    """What functions may read, and what those may that they reach, as far as can be told without
+    running them. ``modules``: those that may run."""
+    owners = {id(module): module for module in modules}
+    plain = (each for each in owners.values() if not isinstance(each, torch.jit.ScriptModule))
+    todo = [*functions, *(type(module).forward for module in plain)]
+    while True:
+        reads = Reads.before_running(*todo, with_inner=True)
+        reads.owners.update(owners)
+        new = [each for each in guards_of(reads).functions if each not in todo]
+        if not new:
+            return reads
+        todo += new
+
+
+def tensors_of_others(
+    model: nn.Module, addresses: Iterable[int], known: Iterable[Tensor]
+) -> dict[str, Tensor]:
+    """Parameters and buffers of the model that were read by address, wherever they belong."""
+    wanted, seen = set(addresses), {id(tensor) for tensor in known}
+    named = chain(model.named_parameters(), model.named_buffers())
+    return {
+        name: tensor
+        for name, tensor in named
+        if id(tensor) not in seen and address(tensor) in wanted
+    }
+
+
+def _place_of_each_tensor(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One name for each, without those that have no memory that could move."""
+    first: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if tensor.layout is torch.strided and not torch._C._functorch.is_batchedtensor(tensor):
+            first.setdefault(id(tensor), (name, tensor))
+    return dict(first.values())
+
+
+def _asked(tensor: Tensor) -> tuple:
+    return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _same_leaf(now: Any, before: Any) -> bool:
+    if now is before:
+        return True
+    if isinstance(before, (Tensor, nn.Module)) or now is GONE or before is GONE:
+        return False
+    if isinstance(before, (types.FunctionType, type)):
+        return False
+    return same_value(now, before)
+
+
+def _difference(name: str, before: Any, now: Any) -> Mismatch:
+    if isinstance(before, (Tensor, nn.Module)):
+        kind = "object" if isinstance(before, Tensor) else "module"
+        return _moved(name, f"was replaced by another {kind}")
+    if before is GONE:
+        message = f"{name!r} was not there at the capture and is {_shown(now)} now: take it away"
+        return Mismatch("attribute", message)
+    reason = "training_flag" if name.rsplit(".", 1)[-1] == "training" else "attribute"
+    what = f"{_shown(before)} at the capture and is {_shown(now)} now"
+    remedy = "set it back"
+    if name.endswith("['lr']"):
+        remedy += f", or make it a tensor, which schedulers fill (lr=torch.tensor({before!r}, ...))"
+    return Mismatch(reason, f"{name!r} was {what}: {remedy}")
+
+
+def _moved(name: str, what: str) -> Mismatch:
+    return Mismatch(
+        "moved",
+        f"{name!r} {what} since the capture, and the graph would read the old one: change it in "
+        f"place (a model's load_state_dict without assign=True does, an lr that is filled instead "
+        f"of assigned), or {CAPTURE_AGAIN}",
+    )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {tuple(value.shape)}"
+    if isinstance(value, nn.Module):
+        return f"a {type(value).__name__}"
+    text = "gone" if value is GONE else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _same_state(generator: Any, state: Any) -> bool:
+    return repr(state_of(generator)) == repr(state)

@@ -1,0 +1,387 @@
+"""Introspection of single kinds of Python values: contents, comparison, restoring, origin of
+code."""
+
+from __future__ import annotations
+
+import decimal
+import functools
+import importlib.util
+import itertools
+import pathlib
+import sys
+import sysconfig
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim import optimizer as optim_globals
+
+from moe_graphs.engine.tensors import is_plain
+from moe_graphs.errors import CaptureError
+
+# ---- containers: where values are kept that Python can read
+
+GONE = object()
+"""In the place of a value that is not there."""
+
+
+_KINDS = (OrderedDict, dict, list, tuple, deque, set, frozenset)
+
+
+class Elements:
+    """What a container keeps, in its order, as it is now: methods of a class of its own may say
+    something else. transformers' ``ACT2FN`` keeps classes, and hands out instances."""
+
+    def __init__(self, holder: Any) -> None:
+        self._holder = holder
+        kind: Any = type(holder)
+        if kind not in _KINDS:
+            kind = next(kind for kind in _KINDS if isinstance(holder, kind))
+        self._kind = kind
+
+    def __len__(self) -> int:
+        return self._kind.__len__(self._holder)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Values of a dictionary."""
+        if isinstance(self._holder, dict):
+            if self._kind is dict:
+                return iter(dict.values(self._holder))
+            return (dict.__getitem__(self._holder, key) for key in self.keys())
+        return self._kind.__iter__(self._holder)
+
+    def keys(self) -> Iterator[Any]:
+        return self._kind.__iter__(self._holder)
+
+
+def elements(holder: Any) -> Any:
+    """``Elements``, or what is as good and faster: live, with a length."""
+    if type(holder) in (list, deque):
+        return holder
+    if type(holder) is OrderedDict:  # whose order the view of a plain dictionary does not have
+        return holder.values()
+    if isinstance(holder, dict) and not isinstance(holder, OrderedDict):
+        return dict.values(holder)
+    return Elements(holder)
+
+
+def stored(holder: Any) -> list[tuple[Any, Any]]:
+    """Keys and values of a dictionary, or of a proxy of one."""
+    if isinstance(holder, dict) and type(holder) is not dict:
+        kept = Elements(holder)
+        return list(zip(kept.keys(), kept, strict=True))
+    return list(holder.items())
+
+
+@dataclass
+class Container:
+    """A dictionary or list that was looked into.
+
+    keys: of a dictionary of which only some entries matter, the names that do (whether they are
+        there or not); None if all of it does.
+    owner: the class whose dictionary it is, if so.
+    """
+
+    holder: Any
+    name: str
+    keys: frozenset[str] | None = None
+    owner: type | None = None
+
+    @property
+    def is_mapping(self) -> bool:
+        return isinstance(self.holder, (dict, types.MappingProxyType))
+
+    def contents(self) -> dict[Any, Any]:
+        """The entries that matter, as they are now."""
+        if not self.is_mapping:
+            return dict(enumerate(Elements(self.holder)))
+        if self.keys is None:
+            return dict(stored(self.holder))
+        # In its own order: what differs is told by the first name, the same in every process.
+        # Of a module's thousands of names a few matter: without a step of Python for the others.
+        if type(self.holder) in (dict, types.MappingProxyType):
+            mattering = filter(self.keys.__contains__, self.holder)
+            return {key: self.holder[key] for key in mattering}
+        return {key: value for key, value in stored(self.holder) if key in self.keys}
+
+    def absent(self, contents: dict[Any, Any]) -> frozenset[str]:
+        """Names that would matter, and are not there."""
+        return (self.keys or frozenset()) - contents.keys()
+
+    def put_back(self, contents: dict[Any, Any]) -> None:
+        if self.owner is not None:
+            for key in self.keys or ():
+                if self.holder.get(key, GONE) is not contents.get(key, GONE) and key in contents:
+                    setattr(self.owner, key, contents[key])
+        elif isinstance(self.holder, dict):
+            # Not by methods of a class of its own: a Counter's update() adds.
+            kind = OrderedDict if isinstance(self.holder, OrderedDict) else dict
+            now = self.contents()
+            if self.keys is None and list(now) != list(contents):
+                kind.clear(self.holder)  # what was put in later would come later
+                now = {}
+            for key in now.keys() - contents.keys():
+                kind.__delitem__(self.holder, key)
+            for key, value in contents.items():
+                kind.__setitem__(self.holder, key, value)
+        elif not isinstance(self.holder, types.MappingProxyType):
+            kind = list if isinstance(self.holder, list) else deque
+            kind.clear(self.holder)
+            kind.extend(self.holder, contents.values())
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A value that is read by a function of its own: a closure's cell, a slot, a context.
+
+    is_copy: ``read`` makes a new value every time, which is compared by value.
+    """
+
+    read: Callable[[], Any]
+    write: Callable[[Any], None] | None
+    name: str
+    is_copy: bool = False
+
+    def is_still(self, value: Any) -> bool:
+        now = self.read()
+        return now is value or (self.is_copy and now == value)
+
+
+# ---- single kinds of values
+
+
+def could_be_read(
+    place: Mapping[str, Any], names: set[str], called: set[str]
+) -> frozenset[str] | set[str]:
+    """Names without those of plain values that the code only mentions as methods it calls."""
+    return names - {key for key in called & place.keys() if is_plain(place[key])}
+
+
+def contents_of_cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return GONE
+
+
+@functools.cache
+def with_inner_code(code: types.CodeType) -> tuple[types.CodeType, ...]:
+    """Of a function, and of all functions and lambdas that stand in it."""
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    return (code, *itertools.chain.from_iterable(map(with_inner_code, inner)))
+
+
+def scripted(name: str) -> str:
+    """The text of the refusal of a module of ``torch.jit``."""
+    return (
+        f"module {name or 'model'!r} is a ScriptModule (torch.jit.script or torch.jit.trace), "
+        f"whose code nobody can look into: put the module in its place that it was made from, or "
+        f"choose scopes without it"
+    )
+
+
+def check_not_scripted(values: Mapping[str, Any]) -> None:
+    """A check for modules of ``torch.jit``.
+
+    Raises:
+        CaptureError: if a value is a module that ``torch.jit`` has compiled.
+    """
+    for name, value in values.items():
+        if isinstance(value, torch.jit.ScriptModule):
+            raise CaptureError(scripted(name))
+
+
+def check_not_keyed_by_weights(containers: Iterable[Container]) -> None:
+    """A check for dictionaries that a capture would read in vain.
+
+    Raises:
+        CaptureError: if the keys of a dictionary are parameters, in whose place a capture puts
+            others.
+    """
+    for each in containers:
+        keys = each.holder if isinstance(each.holder, dict) else ()
+        if any(isinstance(key, Tensor) and key.requires_grad for key in keys):
+            raise CaptureError(
+                f"dictionary {each.name!r} is keyed by a parameter, and a capture runs forwards on "
+                f"other parameters, which lie in the same memory: key it by the parameter's name"
+            )
+
+
+def attribute_of(value: Any, name: str) -> Any:
+    """The attribute; None without it, and where the class of the value raises what it likes."""
+    try:
+        return getattr(value, name, None)
+    except Exception:
+        return None
+
+
+def has_dictionary(value: Any) -> bool:
+    """Whether it has attributes; some classes raise what they like when they are asked."""
+    try:
+        return isinstance(value.__dict__, dict)
+    except Exception:
+        return False
+
+
+def bytes_of(values: Any) -> tuple:
+    """Of an array of whatever library."""
+    kind = getattr(values, "dtype", None) or getattr(values, "typecode", None)
+    return str(kind), getattr(values, "shape", None), bytes(values)
+
+
+def decimal_context() -> tuple:
+    now = decimal.getcontext()
+    return now.prec, now.rounding, now.Emin, now.Emax, now.capitals, now.clamp
+
+
+def special_methods(kind: type) -> frozenset[str]:
+    """Methods that run without being named."""
+    return frozenset(
+        name
+        for name, value in vars(kind).items()
+        if name[:2] == "__" and isinstance(value, types.FunctionType)
+    )
+
+
+def shown_key(index: int, key: Any, tensor_names: Mapping[int, str]) -> str:
+    """Of a dictionary, within a path; ``tensor_names`` by ids."""
+    if isinstance(key, Tensor):
+        return tensor_names.get(id(key), f"tensor {index}")
+    return repr(key) if is_plain(key) else f"key {index}"
+
+
+def refill(target: set, values: frozenset) -> None:
+    set.clear(target)
+    set.update(target, values)
+
+
+def slots_of(kind: type) -> list[str]:
+    found: list[str] = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        found += [slots] if isinstance(slots, str) else list(slots)
+    return [key for key in found if key not in ("__dict__", "__weakref__")]
+
+
+def is_generator(value: Any) -> bool:
+    """Whether it is one of random numbers, of Python's or numpy's."""
+    names = {f"{kind.__module__}.{kind.__name__}" for kind in type(value).__mro__}
+    numpy = {"numpy.random._generator.Generator", "numpy.random.mtrand.RandomState"}
+    return bool(names & (numpy | {"random.Random"}))
+
+
+# ---- code: torch's and Python's own, a library's, or the user's
+
+_PACKAGE = str(pathlib.Path(__file__).parents[2])
+_ENGINE = str(pathlib.Path(__file__).parents[1])
+_OTHERS = ("staged.py", "kernels", "optim")
+_NOT_READ = (_ENGINE, *(f"{_PACKAGE}/{name}" for name in _OTHERS))
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_INSTALLED = {"site-packages", "dist-packages"}
+_INTERNAL = ("torch", "triton", "numpy")
+
+
+@functools.cache
+def origin_of(filename: str) -> str:
+    """Of code: "internal" (torch, the standard library, the engine), "library" or "own"."""
+    if filename in ("<string>", "?") or "<frozen" in filename:
+        return "internal"
+    if filename.startswith(_NOT_READ + _internal_places()):
+        return "internal"
+    if filename.startswith(_PACKAGE) or not _INSTALLED.isdisjoint(pathlib.PurePath(filename).parts):
+        return "library"
+    if filename.startswith(_STANDARD_LIBRARY):
+        return "internal"
+    return "library" if any(map(filename.startswith, _other_places_of_packages())) else "own"
+
+
+@functools.cache
+def _internal_places() -> tuple[str, ...]:
+    """Also of a torch that was built where its sources are."""
+    found = filter(None, map(importlib.util.find_spec, _INTERNAL))
+    return tuple(f"{place}/" for spec in found for place in spec.submodule_search_locations or ())
+
+
+@functools.cache
+def _other_places_of_packages() -> tuple[str, ...]:
+    """Where ``pip install --target`` has put packages: they have their metadata beside them."""
+    places = (pathlib.Path(entry) for entry in sys.path if entry)
+    return tuple(f"{p}/" for p in places if p.is_dir() and any(p.glob("*.dist-info")))
+
+
+def origin_of_class(kind: type) -> str:
+    """As ``origin_of``, of the code that defines it."""
+    module = sys.modules.get(kind.__module__)
+    if module is None:
+        return "internal"
+    if module.__name__ == "__main__":
+        return "own"
+    return origin_of(getattr(module, "__file__", None) or "?")
+
+
+def is_of_engine(kind: type) -> bool:
+    """Whether it is a class of graphs, not of what they hold."""
+    return kind.__module__.startswith(f"{__package__}.")
+
+
+# ---- where torch keeps hooks, and how they are put back
+
+OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+OF_ALL_OPTIMIZERS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+
+
+def hooks_of(module: nn.Module) -> list[dict]:
+    return [getattr(module, kind) for kind in OF_MODULES]
+
+
+def shown_hooks(dicts: Iterable[dict]) -> str:
+    """Words for messages: which hooks, and whose they are."""
+    found = [hook for hooks in dicts for hook in hooks.values()]
+    named = [f"{_home(hook)}.{_name(hook)}" for hook in found[:3]]
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return f"hooks ({', '.join(named)}{more})"
+
+
+def _home(hook: Any) -> str:
+    return str(getattr(hook, "__module__", None) or type(hook).__module__)
+
+
+def _name(hook: Any) -> str:
+    return str(getattr(hook, "__qualname__", None) or type(hook).__qualname__)
+
+
+def hooks_of_modules(modules: Iterable[nn.Module]) -> list[dict]:
+    """Hooks of these modules and of all that are in them."""
+    return [hooks for root in modules for module in root.modules() for hooks in hooks_of(module)]
+
+
+def forward_hooks_of(module: nn.Module) -> dict:
+    """For code within a scope: if that named the attribute itself, graphs would depend on the hooks
+    of the scope's own module, which run outside of them."""
+    return module._forward_hooks
+
+
+def tensor_hooks_of(tensors: Iterable[Tensor]) -> list[Callable[..., Any]]:
+    """What tensors call when they get a gradient."""
+    dicts = [getattr(tensor, kind) or {} for tensor in tensors for kind in OF_TENSORS]
+    return [hook for hooks in dicts for hook in hooks.values()]
+
+
+def hooks_of_updates(optimizers: Iterable[Optimizer]) -> list[dict]:
+    """Those of the optimizers, and of all optimizers."""
+    own = [getattr(each, kind) for each in optimizers for kind in OF_OPTIMIZERS]
+    return own + [getattr(optim_globals, kind) for kind in OF_ALL_OPTIMIZERS]
+
+
+def are_of_fsdp(hooks: dict) -> bool:
+    """Those by which ``fully_shard`` gathers parameters: what they do on the device is recorded
+    with the step, what they keep in Python ``whole_step/fsdp.py`` looks after."""
+    homes = (str(getattr(hook, "__module__", "")) for hook in hooks.values())
+    return all(home.startswith("torch.distributed.fsdp") for home in homes)

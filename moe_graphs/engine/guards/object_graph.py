@@ -1,0 +1,470 @@
+"""Everything that the Python of a block could have read: the walk behind ``Guards``.
+
+It starts at the roots (a module, a step function, the arguments of a call), at the objects whose
+methods ran and at the globals and closures of the functions that ran, and follows only names that
+this code mentions (``bytecode_names.py``). Modules of installed libraries are looked into for data,
+not for functions; torch's own not at all.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextvars
+import decimal
+import functools
+import gc
+import os
+import sys
+import types
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from moe_graphs.engine.fp8 import is_bookkeeping
+from moe_graphs.engine.guards.bytecode_names import (
+    Reads,
+    attributes_of_globals,
+    global_names_of,
+    imports_of,
+)
+from moe_graphs.engine.guards.introspection import (
+    GONE,
+    Cell,
+    Container,
+    Elements,
+    bytes_of,
+    contents_of_cell,
+    could_be_read,
+    decimal_context,
+    has_dictionary,
+    is_generator,
+    is_of_engine,
+    origin_of,
+    origin_of_class,
+    refill,
+    shown_key,
+    slots_of,
+    special_methods,
+)
+from moe_graphs.engine.tensors import BY_IDENTITY, is_plain
+from moe_graphs.engine.tracing import address
+
+# ---- what the code of functions names in Python's modules
+
+Code = Mapping[types.CodeType, dict[str, Any]]
+
+
+def containers_of_globals(code: Code) -> Iterator[tuple[Container, str]]:
+    """The modules that the functions stand in, and those that they name as ``module.name``, each
+    with what separates its name from that of an entry. ``code``: with the globals of each."""
+    mentioned: dict[int, tuple[dict[str, Any], str, set[str]]] = {}
+    for each, globals_ in code.items():
+        origin = origin_of(each.co_filename)
+        if origin != "internal":
+            names = mentioned.setdefault(id(globals_), (globals_, origin, set()))[2]
+            names.update(global_names_of(each))
+    for globals_, origin, names in mentioned.values():
+        if origin == "library":  # its functions and classes are taken for granted
+            names = {name for name in names if _is_data(globals_.get(name, GONE))}
+        yield Container(globals_, globals_.get("__name__", "?"), frozenset(names)), ":"
+    for module, names in _of_other_modules(code).values():
+        yield Container(vars(module), module.__name__, frozenset(names)), "."
+
+
+def _of_other_modules(code: Code) -> dict[int, tuple[types.ModuleType, set[str]]]:
+    """Of libraries: the user's own code may have functions of theirs patched; other code's are
+    taken for granted, and its data alone is compared."""
+    found: dict[int, tuple[types.ModuleType, set[str]]] = {}
+    for each, globals_ in code.items():
+        origin = origin_of(each.co_filename)
+        if origin == "internal":
+            continue
+        for *path, key in attributes_of_globals(each):
+            module = _module_at(globals_, path)
+            value = GONE if module is None else vars(module).get(key, GONE)
+            if value is not GONE and (origin == "own" or is_plain(value)):
+                found.setdefault(id(module), (module, set()))[1].add(key)
+    return found
+
+
+def _module_at(globals_: dict[str, Any], path: list[str]) -> types.ModuleType | None:
+    found: Any = globals_.get(path[0], GONE)
+    for name in path[1:]:
+        if not isinstance(found, types.ModuleType):
+            return None
+        found = vars(found).get(name, GONE)
+    return found if isinstance(found, types.ModuleType) else None
+
+
+def _is_data(value: Any) -> bool:
+    return not (isinstance(value, BY_IDENTITY) or callable(value))
+
+
+def is_own(module: types.ModuleType) -> bool:
+    """Whether it is the user's. One that was made by hand has neither file nor loader."""
+    file = getattr(module, "__file__", None)
+    if file is not None:
+        return origin_of(file) == "own"
+    package = sys.modules.get(module.__name__.partition(".")[0], module)
+    return module.__spec__ is None and (package is module or is_own(package))
+
+
+# ---- the walk
+
+# DDP rebuilds its buckets once: bookkeeping of its own.
+_OF_EVERY_MODULE = (frozenset(nn.Module().__dict__) - {"training"}) | {"_has_rebuilt_buckets"}
+_OF_CALLS = {"training", "forward"}  # of a module that did not run: they do not matter
+_TOO_MANY = 2000  # entries of a container, of which then only the number is compared
+_VIEWS = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
+_STATELESS = ("builtins", "functools", "_thread", "operator", "types")
+
+
+@dataclass
+class Reachable:
+    """What a walk has found.
+
+    leaves: path -> what is compared there: plain values, the classes of objects, functions, ...
+    orders: what tells one order of a dictionary's keys from another.
+    containers, cells: where to look for changes.
+    tensors: path -> tensor whose identity, address and layout matter: operations read it, or it
+        is a parameter or buffer of a module that ran. Of other tensors only the shape does.
+    modules: those whose hooks would be bypassed, with their paths.
+    kinds: objects whose class may be assigned; functions: the user's own, whose code may be.
+    iterators: paths of what a replay would not advance.
+    draws: random number generators of Python and numpy among what was reached.
+    not_followed: paths of what cannot be looked into.
+    made_late: how the paths of an optimizer's state begin, which its first step makes.
+    """
+
+    leaves: dict[str, Any] = field(default_factory=dict)
+    orders: dict[str, str] = field(default_factory=dict)
+    containers: list[Container] = field(default_factory=list)
+    cells: list[Cell] = field(default_factory=list)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    modules: list[tuple[str, nn.Module]] = field(default_factory=list)
+    kinds: list[Any] = field(default_factory=list)
+    functions: list[types.FunctionType] = field(default_factory=list)
+    iterators: list[str] = field(default_factory=list)
+    draws: list[tuple[str, Any]] = field(default_factory=list)
+    not_followed: list[str] = field(default_factory=list)
+    made_late: list[str] = field(default_factory=list)
+
+
+class Walk:
+    """Finds what is reachable.
+
+    Args:
+        roots: path -> object. Modules among them count as having run.
+        reads: which code ran. None: every attribute is followed, whatever its name.
+        read_addresses: of the memory that operations have read.
+        everything: roots that are followed through all of their attributes (an optimizer).
+    """
+
+    def __init__(
+        self,
+        roots: Mapping[str, Any],
+        reads: Reads,
+        read_addresses: frozenset[int] | set[int] = frozenset(),
+        everything: Mapping[str, Any] = types.MappingProxyType({}),
+        tensor_names: Mapping[int, str] = types.MappingProxyType({}),
+    ) -> None:
+        self.found = Reachable()
+        self._reads, self._names = reads, reads.names
+        self._is_of_the_user = any(origin_of(code.co_filename) == "own" for code in reads.code)
+        self._called = reads.names - reads.values
+        self._called_of_modules = reads.names_of_modules - reads.values_of_modules
+        self._read_addresses = read_addresses
+        self._tensor_names = tensor_names
+        self._roots = {id(root) for root in roots.values()}
+        self._seen: set[tuple[int, bool]] = set()
+        self._classes: set[type] = set()
+        self._stack: list[tuple[Any, str, bool]] = []
+        # The last one is visited first, and gives its name to what others reach as well.
+        first, others = list(roots.items())[:1], list(roots.items())[1:]
+        for name, root in reversed([*others, *self._owners()]):
+            self._push(root, name, False)
+        for name, root in reversed(everything.items()):
+            self._push(root, name, True)
+        for name, root in first:
+            self._push(root, name, False)
+        if self._names & {"environ", "getenv"}:
+            self._push(os.environ._data, "os.environ", False)
+        self._globals()
+        while self._stack:
+            self._visit(*self._stack.pop())
+
+    def _owners(self) -> Iterator[tuple[str, Any]]:
+        """Objects whose methods ran. They may be reachable by name as well."""
+        for number, owner in enumerate(self._reads.owners.values()):
+            yield f"<{type(owner).__name__} {number}>", owner
+
+    def _push(self, value: Any, name: str, everything: bool) -> None:
+        self._stack.append((value, name, everything))
+
+    # ---- one value
+
+    def _visit(self, value: Any, name: str, everything: bool) -> None:
+        if isinstance(value, Tensor):
+            self.found.leaves[name] = value
+            if everything or _is_read(value, self._read_addresses):
+                self.found.tensors[name] = value
+            if self._is_of_the_user:  # whose code may ask for attributes of a tensor
+                self._namespace(value.__dict__, name, False)
+        elif is_plain(value):
+            self.found.leaves[name] = value
+        elif isinstance(value, BY_IDENTITY):
+            self._by_identity(value, name)
+        elif not {(id(value), everything), (id(value), True)} & self._seen:
+            self._seen.add((id(value), everything))
+            self._look_into(value, name, everything)
+
+    def _by_identity(self, value: Any, name: str) -> None:
+        if isinstance(value, types.ModuleType):
+            if (id(value), False) not in self._seen and is_own(value):
+                self._seen.add((id(value), False))
+                self._namespace(vars(value), name, False)
+            return
+        self.found.leaves[name] = value
+        if isinstance(value, types.FunctionType):
+            self._function(value, name)
+        elif isinstance(value, type):
+            self._class(value, name)
+        elif isinstance(value, types.BuiltinFunctionType) and value.__self__ is not None:
+            self._push(value.__self__, f"{name}.__self__", False)
+        if value is decimal.Decimal:
+            self._cell(Cell(decimal_context, None, "decimal.getcontext()", is_copy=True), False)
+
+    def _look_into(self, value: Any, name: str, everything: bool) -> None:
+        if is_bookkeeping(value) or isinstance(value, torch.jit.ScriptModule):
+            self.found.leaves[name] = value
+        elif isinstance(value, nn.Module):
+            self._module(value, name, everything)
+        elif isinstance(value, Optimizer):
+            # Its other attributes are bookkeeping of torch and of schedulers; or it wraps another.
+            wrapped = {key for key, child in vars(value).items() if isinstance(child, Optimizer)}
+            self._entries(vars(value), name, {"param_groups", "state"} | wrapped, True)
+            self.found.made_late.append(f"{name}.state[")
+        elif isinstance(value, dict):
+            self._mapping(value, name, everything)
+        elif isinstance(value, _VIEWS):
+            self._push(gc.get_referents(value)[0], name, everything)
+        elif isinstance(value, (list, tuple, collections.deque)):
+            self._sequence(value, name, everything)
+        elif isinstance(value, (set, frozenset)):
+            self._set(value, name)
+        elif isinstance(value, functools.partial):
+            parts = {"func": value.func, "args": value.args, "keywords": value.keywords}
+            for key, part in parts.items():
+                self._push(part, f"{name}.{key}", everything)
+        elif isinstance(value, types.MethodType):
+            self.found.leaves[name] = value.__func__
+            self._push(value.__self__, f"{name}.__self__", everything)
+        elif isinstance(value, functools._lru_cache_wrapper):
+            self.found.leaves[name] = value
+            self._push(value.__wrapped__, f"{name}.__wrapped__", everything)
+        elif isinstance(value, weakref.ref):
+            self._push(value(), f"{name}()", everything)
+        elif isinstance(value, contextvars.ContextVar):
+            self._cell(Cell(lambda: value.get(GONE), value.set, f"{name}.get()"), everything)
+        elif isinstance(value, memoryview):
+            self._push(value.obj, f"{name}.obj", everything)
+        elif isinstance(value, (bytearray, array.array)) or (
+            type(value).__module__ == "numpy" and hasattr(value, "tobytes")
+        ):
+            self._array(value, name)
+        elif isinstance(value, Iterator):
+            self.found.iterators.append(name)
+        else:
+            self._object(value, name, everything)
+
+    # ---- kinds of values
+
+    def _module(self, module: nn.Module, name: str, everything: bool) -> None:
+        ran = id(module) in self._roots or self._reads.owns_what_ran(module)
+        attributes = module.__dict__
+        ours = getattr(attributes.get("forward"), "installed", ())  # a GraphedScope's
+        self.found.leaves[f"{name}.__class__"] = type(module)
+        if ran:
+            if name:
+                self.found.leaves[name] = module
+            self._class(type(module), f"{name}.__class__")
+            self._forward_of(type(module))
+            self.found.modules.append((name, module))
+        reads = self._reads
+        mentioned = could_be_read(attributes, reads.names_of_modules, self._called_of_modules)
+        names = frozenset(attributes) if everything else mentioned
+        names = names - (_OF_EVERY_MODULE - self._names) - {*ours}
+        self._entries(attributes, name, names if ran else names - _OF_CALLS, everything)
+        for place in (module._parameters, module._buffers):
+            if ran or everything:
+                self._entries(place, name, None, everything)
+                own = {_join(name, key): t for key, t in place.items() if t is not None}
+                self.found.tensors.update(own)
+            else:
+                read = {k for k, t in place.items() if _is_read(t, self._read_addresses)}
+                self._entries(place, name, frozenset(read), everything)
+        self._entries(module._modules, name, None if ran or everything else self._names, everything)
+
+    def _entries(
+        self, place: dict, name: str, names: frozenset[str] | set[str] | None, everything: bool
+    ) -> None:
+        """Of a module: its dictionaries share one name space."""
+        container = Container(place, name, None if names is None else frozenset(names))
+        self.found.containers.append(container)
+        for key, child in reversed(container.contents().items()):
+            self._push(child, _join(name, key), everything)
+
+    def _forward_of(self, kind: type) -> None:
+        """What modules of this class run, which may be patched."""
+        for base in kind.__mro__:
+            name = f"{base.__module__}.{base.__qualname__}"
+            if f"{name}.forward" in self.found.leaves:
+                return
+            self.found.containers.append(Container(vars(base), name, frozenset({"forward"}), base))
+            if "forward" in vars(base):
+                self.found.leaves[f"{name}.forward"] = vars(base)["forward"]
+                return
+
+    def _mapping(self, value: dict, name: str, everything: bool) -> None:
+        elements = Elements(value)
+        if len(elements) > _TOO_MANY:
+            return self._not_followed(name, len(elements))
+        self.found.containers.append(Container(value, name))
+        self.found.leaves[f"{name}.__class__"] = type(value)
+        names = [shown_key(i, k, self._tensor_names) for i, k in enumerate(elements.keys())]
+        if not everything:  # optimizers make their state in the order of first use
+            self.found.orders[f"the order of {name}"] = ", ".join(names)
+        for shown, child in reversed(list(zip(names, elements, strict=True))):
+            self._push(child, f"{name}[{shown}]", everything)
+
+    def _sequence(self, value: Any, name: str, everything: bool) -> None:
+        elements = Elements(value)
+        if len(elements) > _TOO_MANY:
+            return self._not_followed(name, len(elements))
+        if not isinstance(value, tuple):
+            self.found.containers.append(Container(value, name))
+        self.found.leaves[f"{name}.__class__"] = type(value)
+        for index, child in reversed(list(enumerate(elements))):
+            self._push(child, f"{name}[{index}]", everything)
+
+    def _set(self, value: Any, name: str) -> None:
+        elements = Elements(value)
+        if len(elements) > _TOO_MANY or not all(map(is_plain, elements)):
+            return self._not_followed(name, len(elements))
+        write = None if isinstance(value, frozenset) else functools.partial(refill, value)
+        self._cell(Cell(lambda: frozenset(elements), write, name, is_copy=True), False)
+
+    def _object(self, value: Any, name: str, everything: bool) -> None:
+        kind = type(value)
+        if is_generator(value):
+            self.found.draws.append((name, value))
+        if origin_of_class(kind) == "internal":
+            self.found.leaves[name] = value  # it may hold more than its attributes show
+            if kind.__name__ == "SeedSequence":  # of numpy: counts what it has spawned
+                self.found.iterators.append(name)
+        if isinstance(value, LRScheduler):
+            counters = {key for key, child in vars(value).items() if is_plain(child)}
+            return self._entries(vars(value), name, frozenset(counters), everything)
+        if origin_of_class(kind) == "own":
+            self.found.kinds.append(value)
+        everything = everything or kind.__module__ in ("collections", "weakref")
+        has_attributes = has_dictionary(value)
+        self.found.leaves[f"{name}.__class__"] = kind
+        self._class(kind, f"{name}.__class__")
+        if has_attributes:  # of a graph, which counts its calls, only what the user asks for
+            asked = self._reads.names_of_the_user() if is_of_engine(kind) else self._names
+            self._namespace(vars(value), name, everything, asked)
+        slots = slots_of(kind)
+        self._slots(value, slots, name, everything)
+        if not (has_attributes or slots or kind.__module__ in _STATELESS):
+            self.found.not_followed.append(f"{name} (a {kind.__name__})")
+
+    def _namespace(self, place: dict, name: str, everything: bool, asked: Any = None) -> None:
+        mentioned = self._names if asked is None else asked
+        names = None if everything else could_be_read(place, mentioned, self._called)
+        self._entries(place, name, names, everything)
+
+    def _slots(self, value: Any, slots: list[str], name: str, everything: bool) -> None:
+        for key in slots:
+            if everything or key in self._names:
+                read = functools.partial(getattr, value, key, GONE)
+                write = functools.partial(setattr, value, key)
+                self._cell(Cell(read, write, f"{name}.{key}"), everything)
+
+    def _class(self, kind: type, name: str) -> None:
+        """Data and functions of classes of the user's own, as far as names mention them."""
+        if kind in self._classes:
+            return
+        self._classes.add(kind)
+        for base in kind.__mro__:
+            if origin_of_class(base) == "own":
+                names = frozenset(self._names) | special_methods(base)
+                container = Container(vars(base), name, names, base)
+                self.found.containers.append(container)
+                for key, child in container.contents().items():
+                    unbound = getattr(child, "__func__", child)
+                    self._push(unbound, f"{name}.{key}", False)
+
+    def _function(self, function: types.FunctionType, name: str) -> None:
+        code = function.__code__
+        if code not in self._reads.code or (id(function), False) in self._seen:
+            return
+        self._seen.add((id(function), False))
+        if origin_of(code.co_filename) == "own":
+            self.found.functions.append(function)
+            self.found.leaves[f"{name}.__code__"] = code
+        for key, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            read = functools.partial(contents_of_cell, cell)
+            write = functools.partial(setattr, cell, "cell_contents")
+            self._cell(Cell(read, write, f"{name}:{key}"), False)
+        for index, default in enumerate(function.__defaults__ or ()):
+            self._push(default, f"{name}:default {index}", False)
+        if function.__kwdefaults__:
+            self._push(function.__kwdefaults__, f"{name}:defaults", False)
+        if function.__dict__:
+            self._namespace(function.__dict__, name, False)
+
+    def _globals(self) -> None:
+        """What the functions that ran find in Python's modules."""
+        for code in self._reads.code:
+            for name in imports_of(code) & sys.modules.keys():
+                self._push(sys.modules[name], name, False)
+        for container, separator in containers_of_globals(self._reads.code):
+            self.found.containers.append(container)
+            for key, child in container.contents().items():
+                self._push(child, f"{container.name}{separator}{key}", False)
+
+    def _cell(self, cell: Cell, everything: bool) -> None:
+        self.found.cells.append(cell)
+        value = cell.read()
+        if value is GONE or cell.is_copy:
+            self.found.leaves[cell.name] = value
+        else:
+            self._push(value, cell.name, everything)
+
+    def _array(self, value: Any, name: str) -> None:
+        size = getattr(value, "nbytes", None)  # a number of numpy has no length
+        size = len(value) * getattr(value, "itemsize", 1) if size is None else size
+        if size > 1 << 16:
+            return self._not_followed(name, size)
+        read = functools.partial(bytes_of, value)
+        self._cell(Cell(read, None, name, is_copy=True), False)
+
+    def _not_followed(self, name: str, size: int) -> None:
+        self.found.leaves[name] = size
+        self.found.not_followed.append(f"{name} ({size:,} entries or bytes)")
+
+
+def _join(name: str, key: Any) -> str:
+    return f"{name}.{key}" if name else str(key)
+
+
+def _is_read(tensor: Tensor | None, addresses: frozenset[int] | set[int]) -> bool:
+    return tensor is not None and address(tensor) in addresses

@@ -1,0 +1,532 @@
+"""Captures calls where they happen: the first call that reaches a call site is recorded there.
+
+A forward is captured in the caller's forward, under whatever contexts the caller has entered; a
+backward within the caller's backward, on autograd's thread. The first replay of each is compared
+with an eager run on the same inputs before anything depends on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from moe_graphs.engine import fp8
+from moe_graphs.engine.autograd import LeafUses, has_hooks, leaves_behind
+from moe_graphs.engine.backends.backend import Backend, Graph
+from moe_graphs.engine.buffer_lease import (
+    Allocations,
+    BufferLease,
+    reason_to_copy,
+    references_of_the_engine,
+)
+from moe_graphs.engine.capture_errors import explained_call
+from moe_graphs.engine.fp8 import Scales
+from moe_graphs.engine.guards.bytecode_names import Reads
+from moe_graphs.engine.guards.guards import Guards
+from moe_graphs.engine.guards.torch_state import Context
+from moe_graphs.engine.partial.recording import (
+    BackwardRun,
+    OpenCall,
+    OutputLeaf,
+    RecordedBackward,
+    RecordedForward,
+    Surroundings,
+)
+from moe_graphs.engine.partial.scope import Exit
+from moe_graphs.engine.partial.slots import PendingBackward, Place, Slot
+from moe_graphs.engine.partial.trials import ScopeCall, Trials, TriedForward, check_capturable
+from moe_graphs.engine.partial.verify import Effects, Expected, Verification, recompute
+from moe_graphs.engine.snapshot import Snapshot, StandIns
+from moe_graphs.engine.tensors import (
+    Mismatch,
+    TensorSpec,
+    copy_to,
+    is_plain,
+    local,
+    same_value,
+    static_copy,
+    static_like,
+    target_of,
+)
+from moe_graphs.engine.tracing import Operations, address, differing_op
+from moe_graphs.errors import CaptureError
+
+
+class Recorder:
+    """Captures the calls of one model.
+
+    Args:
+        split: the gradients of the weights apart from those of the inputs.
+        verify: compare the first replays with eager.
+
+    Attributes:
+        failure: the first error; nothing is captured any more after it.
+        shared: incoming gradients. They are only read, and only within one backward, so recordings
+            share them: one per layout and per place among a recording's outputs of that layout.
+    """
+
+    def __init__(
+        self, model: nn.Module, backend: Backend, *, split: bool = False, verify: bool = True
+    ) -> None:
+        self.model, self.backend, self.split, self.verify = model, backend, split, verify
+        self.trials = Trials(model, backend)
+        self.verification = Verification(model, self.trials, verify=verify)
+        self.failure: CaptureError | None = None
+        self.shared: dict[Any, Tensor] = {}
+
+    # ---- forward
+
+    def mismatch(self, place: Place, mismatch: Mismatch | None) -> Mismatch | None:
+        """Why a call is not captured now. A capture runs it beside the real one, and so it has to
+        on all ranks with which it communicates."""
+        if mismatch is None and self.failure is not None:
+            mismatch = Mismatch("capture_failed", str(self.failure))
+        return place.planned.ranks.agree(mismatch)
+
+    def record_forward(self, slot: Slot, place: Place, call: ScopeCall) -> Expected:
+        """Captures the call into the place; nothing but the place is changed.
+
+        Raises:
+            CaptureError: what cannot be captured, with scope and source line.
+        """
+        with explained_call(place.name, "forward", self.backend), call.forward_hooks() as done:
+            state = Context(self.backend.device.type)
+            check_capturable(call, state)
+            if place.planned.tried is not None:
+                place.planned.tried.again_if_changed(call)
+            tried = self.trials.forward(call)
+            guards = self.trials.guards(call, tried.run.reads, tried.run.trace.read)
+            guards.check_hooks()
+            guards.check_keys()
+            written = [tensor for tensor, _ in tried.written]
+            expected = Expected(tried, Snapshot(self.backend, values=written))
+            objects, surroundings = Snapshot(guards=[guards]), Surroundings(guards, state)
+            with references_of_the_engine(slot.leases()):
+                self._capture_forward(slot, place, call, expected, surroundings)
+            for lease in place.leases:
+                lease.settle()
+            try:
+                guards.check_unchanged()
+            except CaptureError:
+                objects.put_back()
+                raise
+            done["output"] = pytree.tree_unflatten(tried.outputs, tried.structure)
+        return expected
+
+    def _capture_forward(
+        self,
+        slot: Slot,
+        place: Place,
+        call: ScopeCall,
+        expected: Expected,
+        surroundings: Surroundings,
+    ) -> None:
+        inputs, sources = self._static_inputs(slot, call)
+        stand_ins, operations, saved = self.trials.stand_ins(call), Operations(), Saved()
+        scales = fp8.Scales.of(call.scope.module) if expected.tried.uses_fp8 else None
+        try:
+            with (
+                stand_ins.in_place(),
+                saved.noting(),
+                fp8.Autocast().beside(inputs),
+                self.backend.record(slot.pool) as graphs,
+            ):
+                if scales is not None:
+                    scales.keep()
+                with operations:  # inside: beginning a capture runs operations of its own
+                    output, exit = call.run(inputs)
+        finally:
+            expected.before.put_back()  # the recorder for the CPU has run what it recorded
+        (graph,) = graphs
+        try:
+            differing = differing_op(expected.tried.run.trace, operations)
+            if differing is not None:
+                raise CaptureError(f"the capture does something else than a run: {differing}")
+            buffers = list(self.model.buffers())
+            captured = CapturedForward(call, inputs, output, exit, stand_ins, saved, buffers)
+            recorded, open = captured.described(
+                graph,
+                surroundings,
+                expected.tried,
+                linked=frozenset(sources),
+                scales=scales,
+                split=self.split,
+            )
+            owned = {address(tensor) for tensor in self.trials.known()}
+            place.opened(recorded, open, sources, owned)
+        except BaseException:
+            graph.release()
+            raise
+
+    def _static_inputs(
+        self, slot: Slot, call: ScopeCall
+    ) -> tuple[list[Any], dict[int, tuple[Place, int]]]:
+        """Filled with the call's values; an untouched output of the slot stays where it is."""
+        inputs: list[Any] = []
+        sources: dict[int, tuple[Place, int]] = {}
+        for index, (spec, leaf) in enumerate(zip(call.signature.leaves, call.leaves, strict=True)):
+            first = call.signature.first[index]
+            if not isinstance(spec, TensorSpec):
+                inputs.append(leaf)
+            elif first < index:
+                inputs.append(inputs[first])
+            else:
+                source = slot.output_at(leaf)
+                if source is None:
+                    static = static_copy(leaf)
+                else:
+                    sources[index] = source
+                    static = source[0].forward.outputs[source[1]].detach()
+                inputs.append(static.requires_grad_(spec.requires_grad))
+        return inputs, sources
+
+    # ---- backward
+
+    def backward(
+        self, slot: Slot, pending: PendingBackward, incoming: Sequence[Tensor | None]
+    ) -> dict[int, Tensor | None]:
+        """The gradients by use (of the inputs, where the weights' are computed apart), run eagerly
+        on the autograd graph of the capture; captures the same on the way, if it is time to."""
+        place = pending.place
+        run = BackwardRun(place.open, incoming, self.split)
+        place.run = run
+
+        def eagerly() -> list[Tensor | None]:
+            if not place.planned.backward_runs_once:
+                return run.first_part(run.incoming)
+            gradients = recompute(self.backend, pending, incoming)
+            return [gradients[use] for use in run.first_uses]
+
+        effects = Effects(self.backend)
+        with self.backend.on_stream(), Reads() as reads, effects.seen():
+            eager = eagerly()
+        if place.backward is None and self._may_record(slot, place):
+            with self._failing(slot, place), explained_call(place.name, "backward", self.backend):
+                guards = Guards(reads.of_contexts, reads)
+                state = Context(self.backend.device.type, of_backward=True)
+                surroundings = Surroundings(guards, state)
+                with effects.once(), Snapshot(guards=[guards]):
+                    again = self._again(slot, place, eagerly, effects)
+                    if place.open is not None:
+                        self._record(slot, pending, eager, again, surroundings, effects)
+                    guards.check_unchanged()
+        return dict(zip(run.first_uses, eager, strict=True))
+
+    def _again(
+        self,
+        slot: Slot,
+        place: Place,
+        eagerly: Callable[[], list[Tensor | None]],
+        effects: Effects,
+    ) -> list[Tensor | None] | None:
+        """The gradients of another eager run. A backward that can be run only once (an autograd
+        function that clears its ``ctx``) gets a forward of its own for each from now on: the slot
+        is captured anew by the next microbatch."""
+        if not self.verify:
+            return None
+        effects.again()
+        try:
+            with self.backend.on_stream():
+                return eagerly()
+        except Exception as error:
+            if place.planned.backward_runs_once or self.split:
+                raise CaptureError(f"its backward cannot be run twice: {error}") from error
+            place.planned.backward_runs_once = True
+            slot.let_go_of_autograd([place])
+            return None
+
+    def backward_of_weights(self, slot: Slot, pending: PendingBackward) -> list[Tensor | None]:
+        """The same for the second part of a split backward: the gradients per use of parameters."""
+        place = pending.place
+        effects = Effects(self.backend)
+        with self.backend.on_stream(), effects.seen():
+            eager = place.run.second_part()
+        wanted = place.backward is not None and place.weights is None
+        if wanted and self._may_record(slot, place):
+            with self._failing(slot, place), explained_call(place.name, "backward", self.backend):
+                with effects.once():
+                    self._record_weights(slot, pending, eager, effects)
+        return eager
+
+    def _may_record(self, slot: Slot, place: Place) -> bool:
+        may_not = self.failure is not None or not slot.may_record_backward()
+        return not place.planned.ranks.any(may_not)
+
+    @contextlib.contextmanager
+    def _failing(self, slot: Slot, place: Place) -> Iterator[None]:
+        """Autograd goes on with what was computed eagerly; the step tells at its end. The autograd
+        graph may have lost what it saved: other backwards compute their forward anew."""
+        try:
+            yield
+        except CaptureError as error:
+            self.failure = error
+            slot.let_go_of_autograd([place])
+
+    def _record(
+        self,
+        slot: Slot,
+        pending: PendingBackward,
+        eager: Sequence[Tensor | None],
+        again: Sequence[Tensor | None] | None,
+        surroundings: Surroundings,
+        effects: Effects,
+    ) -> None:
+        place, run = pending.place, pending.place.run
+        with place.planned.ranks.together():
+            self._record_backward(slot, place, surroundings)
+        for recorded in (place.first, place.backward):  # as they were captured
+            if recorded is not None and place.planned.refused is None:
+                self.verification.backward(pending, run.given, recorded, eager, again, effects)
+
+    def _record_backward(self, slot: Slot, place: Place, surroundings: Surroundings) -> None:
+        run = place.run
+        static = self._static_incoming(run.incoming)
+        targets = tuple(map(target_of, static))
+        for target, gradient in zip(targets, run.incoming, strict=True):
+            copy_to(target, gradient)
+
+        def recorded(pool: Any, *, last: bool, copies: str | None) -> RecordedBackward:
+            graph, made = None, Allocations()
+            if run.first_uses:
+                with self.backend.record(pool) as graphs, made:
+                    gradients = run.first_part(static, last=last)
+                (graph,) = graphs
+            else:
+                gradients = run.first_part(static)
+            of_uses = self._by_use(slot, place, run.first_uses, gradients, made, copies)
+            return RecordedBackward(graph, surroundings, run.layouts, targets, *of_uses)
+
+        first, copies = None, place.planned.copies_gradients
+        with references_of_the_engine(slot.leases()):
+            if copies == "accumulated" and not place.planned.backward_runs_once:
+                first = recorded(slot.pool_of_first, last=False, copies=None)
+            backward = recorded(slot.backwards.pool, last=not self.split, copies=copies)
+            if not self.split:
+                run.close()
+                place.open = place.run = None
+        place.first, place.backward = first, backward
+        slot.backward_recorded(place)
+
+    def _record_weights(
+        self, slot: Slot, pending: PendingBackward, eager: Sequence[Tensor | None], effects: Effects
+    ) -> None:
+        place = pending.place
+        run, first, again = place.run, place.backward, None
+        if self.verify:
+            effects.again()
+            with self.backend.on_stream():
+                again = run.second_part()
+        graph, gradients = None, []
+        if run.second_uses:
+            pool = slot.pool_of_weights
+            with references_of_the_engine(slot.leases()), self.backend.record(pool) as graphs:
+                gradients = run.second_part()
+            (graph,) = graphs
+        place.weights = RecordedBackward(
+            graph,
+            first.surroundings,
+            first.layouts,
+            (),
+            *self._by_use(
+                slot,
+                place,
+                run.second_uses,
+                gradients,
+                Allocations(),
+                place.planned.copies_gradients,
+            ),
+        )
+        self.verification.backward(pending, run.given, place.weights, eager, again, effects)
+
+    def _static_incoming(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        if self.split:  # they have to stay until the weights' part
+            return list(map(static_like, gradients))
+        taken: Counter[Any] = Counter()
+        chosen = []
+        for gradient in gradients:
+            layout = (tuple(gradient.shape), gradient.stride(), gradient.dtype)
+            key = (layout, taken[layout])
+            taken[layout] += 1
+            if key not in self.shared:
+                self.shared[key] = static_like(gradient)
+            chosen.append(self.shared[key])
+        return chosen
+
+    def _by_use(
+        self,
+        slot: Slot,
+        place: Place,
+        uses: tuple[int, ...],
+        gradients: Sequence[Tensor | None],
+        made: Allocations,
+        copies: str | None,
+    ) -> tuple[tuple, ...]:
+        """``uses``, ``listed``, ``gradients`` and ``leases`` of a ``RecordedBackward``. ``copies``:
+        why none of the gradients stays in place."""
+        listed = tuple(place.forward.listed[use] for use in uses)
+        static: list[Tensor | None] = []
+        leases: list[BufferLease | None] = []
+        for each, gradient in zip(listed, gradients, strict=True):
+            reason: str | None = "of_an_input"
+            if isinstance(each, Tensor) and gradient is not None:
+                reason = copies or slot.uses_again(each)
+                reason = reason or reason_to_copy(each, gradient, gradients, made)
+            kept = None if gradient is None else local(gradient.detach())
+            if kept is not None and reason is not None:
+                kept = self.backend.borrow(kept)
+            static.append(kept)
+            is_lent = isinstance(each, Tensor) and kept is not None
+            lease = BufferLease(kept, parameter=each, reason=reason) if is_lent else None
+            leases.append(lease)
+        return uses, listed, tuple(static), tuple(leases)
+
+
+# ---- from what a capture of a forward has produced to the values that replays need
+
+
+class CapturedForward:
+    """What a capture of a forward has produced, until it is described."""
+
+    def __init__(
+        self,
+        call: ScopeCall,
+        inputs: Sequence[Any],
+        output: Any,
+        exit: Exit | None,
+        stand_ins: StandIns,
+        saved: Saved,
+        buffers: Sequence[Tensor],
+    ) -> None:
+        self._call, self._inputs, self._exit = call, inputs, exit
+        self._stand_ins, self._saved = stand_ins, saved
+        self._tensors = call.signature.tensors()
+        self._numbers = {id(inputs[i]): i for i in reversed(self._tensors)}
+        self._buffers = {id(buffer): buffer for buffer in buffers}
+        self._flat, self._structure = pytree.tree_flatten(output)
+
+    def described(
+        self,
+        graph: Graph,
+        surroundings: Surroundings,
+        tried: TriedForward,
+        *,
+        linked: frozenset[int],
+        scales: Scales | None,
+        split: bool,
+    ) -> tuple[RecordedForward, OpenCall]:
+        leaves, outputs = self._sources(tried.outputs)
+        live = [output for output in outputs if output.requires_grad]
+        open = self._open(live)
+        saved, first = self._saved, self._call.signature.first
+        loaded = tuple(i for i in self._tensors if first[i] == i)
+        forward = RecordedForward(
+            graph=graph,
+            signature=self._call.signature,
+            surroundings=surroundings,
+            inputs=tuple(self._inputs),
+            loaded=loaded,
+            targets=tuple(target_of(self._inputs[i]) for i in loaded),
+            linked=linked,
+            outputs=tuple(output.detach() for output in outputs),
+            differentiable=tuple(output.requires_grad for output in outputs),
+            output_leaves=leaves,
+            output_structure=self._structure,
+            exit=self._exit,
+            listed=tuple(self._listed(open, use) for use in open.uses.of),
+            saved_outputs=tuple(o.detach() for o in outputs if saved.has(o)),
+            saved_inputs=tuple(i for i in self._tensors if saved.has(self._inputs[i])),
+            saved_of_model=tuple(filter(saved.has, self._of_model(open))),
+            written=tuple(tensor for tensor, _ in tried.written),
+            draws=tried.draws,
+            scales=scales,
+            is_split=split and bool(live),
+            arguments=self._call.arguments.without_tensors(),
+        )
+        return forward, open
+
+    def _sources(self, eager: Sequence[Any]) -> tuple[tuple[OutputLeaf, ...], list[Tensor]]:
+        """eager: what another run has returned."""
+        leaves, outputs = [], {}
+        for leaf, before in zip(self._flat, eager, strict=True):
+            original = self._original(leaf) if isinstance(leaf, Tensor) else leaf
+            if id(leaf) in self._numbers:
+                # The caller gets its own tensor back: what it does with it is none of the graph's.
+                leaves.append(OutputLeaf("input", self._numbers[id(leaf)]))
+            elif not isinstance(leaf, Tensor):
+                _check_constant(leaf, before)
+                leaves.append(OutputLeaf("constant", leaf))
+            elif original is not leaf or id(leaf) in self._buffers:
+                leaves.append(OutputLeaf("constant", original))
+            else:
+                outputs.setdefault(id(leaf), (len(outputs), leaf))
+                leaves.append(OutputLeaf("graph", outputs[id(leaf)][0]))
+        return tuple(leaves), [leaf for _, leaf in outputs.values()]
+
+    def _of_model(self, open: OpenCall) -> list[Tensor]:
+        return [*map(self._original, open.parameters), *self._buffers.values()]
+
+    def _open(self, live: Sequence[Tensor]) -> OpenCall:
+        wanted = {
+            number: self._inputs[number]
+            for number in sorted(self._numbers.values())
+            if self._inputs[number].requires_grad
+        }
+        parameters = [leaf for leaf in leaves_behind(live) if id(leaf) not in self._numbers]
+        for parameter in parameters:
+            if has_hooks(parameter):  # of its own: it is no stand-in
+                raise CaptureError(
+                    f"a parameter {tuple(parameter.shape)} is reached past its module and has "
+                    f"gradient hooks, which would run twice: register it as a parameter of a module"
+                )
+        inputs = list(wanted.values())
+        uses = LeafUses(live, [*inputs, *parameters])
+        return OpenCall(list(live), tuple(wanted), inputs, parameters, uses)
+
+    def _listed(self, open: OpenCall, use: int) -> int | Tensor:
+        if use < len(open.inputs):
+            return open.numbers[use]
+        return self._original(open.parameters[use - len(open.inputs)])
+
+    def _original(self, tensor: Tensor) -> Tensor:
+        return self._stand_ins.original(tensor)
+
+
+def _check_constant(value: Any, before: Any) -> None:
+    """
+    Raises:
+        CaptureError: if it is made anew in every call, and callers would share it.
+    """
+    if value is before or (is_plain(value) and same_value(value, before)):
+        return
+    if not isinstance(value, types.FunctionType):
+        raise CaptureError(
+            f"it returns a {type(value).__name__} that it makes anew in every call "
+            f"({value!r:.60} after {before!r:.60}), and a replay would hand out the same one for "
+            f"ever: return tensors, or what stays the same"
+        )
+
+
+class Saved:
+    """The memory of the tensors that autograd saves within a block."""
+
+    def __init__(self) -> None:
+        self._addresses: set[int] = set()
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        with torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor):
+            yield
+
+    def has(self, tensor: Tensor) -> bool:
+        return address(tensor) in self._addresses
+
+    def _note(self, tensor: Tensor) -> Tensor:
+        self._addresses.add(address(tensor))
+        return tensor

@@ -1,0 +1,370 @@
+"""One call of a scope: observe it, replay it, or run it eagerly and count; what was captured; the
+report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from moe_graphs.engine.backends.backend import Backend
+from moe_graphs.engine.fp8 import with_flag_on_device
+from moe_graphs.engine.guards.bytecode_names import Reads
+from moe_graphs.engine.partial.capture import Recorder
+from moe_graphs.engine.partial.observation import Observation
+from moe_graphs.engine.partial.plan import MemoryPlan
+from moe_graphs.engine.partial.replay import DelayedWeights, replay
+from moe_graphs.engine.partial.scope import Call, Scope
+from moe_graphs.engine.partial.slots import Place, Slot
+from moe_graphs.engine.partial.trials import ScopeCall
+from moe_graphs.engine.reasons import BACKWARD, EAGER_CALLS
+from moe_graphs.engine.report import Misses, Report, ScopeReport, occupation_of
+from moe_graphs.engine.tensors import Mismatch, flatten
+from moe_graphs.errors import CaptureError, GraphError
+from moe_graphs.portable_launches import portable_launches
+
+# ---- what was captured, or is to be: chunks of slots of call sites
+
+
+class Chunk:
+    """The slots of one part of the model through which microbatches pass independently."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.slots = tuple(slots)
+        self._current: Slot | None = self.slots[0]
+
+    def next_place(self, scope: str) -> tuple[Slot, Place] | Mismatch:
+        """Where the next call of ``scope`` is replayed: further in the microbatch whose forward is
+        running, or at the start of the next one, in a free slot."""
+        place = self._current.next_place(scope) if self._current is not None else None
+        if place is None:
+            free = [slot for slot in self.slots if not slot.in_flight()]
+            self._current = min(free, key=Slot.retains, default=None)
+            if self._current is None:
+                return self._full()
+            self._current.begin()
+            place = self._current.next_place(scope)
+        return self._current, place
+
+    def _full(self) -> Mismatch:
+        """The microbatch that found no slot keeps running eagerly: it has none to go on in."""
+        waiting = self.slots[0].in_flight()[0].place.name
+        message = (
+            f"{len(self.slots)} microbatches are in flight (the backward of {waiting!r} is still "
+            f"to come), one more forward would make {len(self.slots) + 1}, and "
+            f"{len(self.slots)} were captured, the most that the observed steps had: "
+            f"{EAGER_CALLS['slots_full'].remedy}"
+        )
+        return Mismatch("slots_full", message)
+
+
+class Captured:
+    """The chunks, what records them, and the memory that was predicted."""
+
+    def __init__(self, chunks: Sequence[Chunk], recorder: Recorder, memory: MemoryPlan) -> None:
+        self.chunks, self.recorder, self.memory = tuple(chunks), recorder, memory
+        self._of_scope = {
+            place.name: chunk for chunk in self.chunks for place in chunk.slots[0].places
+        }
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [slot for chunk in self.chunks for slot in chunk.slots]
+
+    @property
+    def places(self) -> list[Place]:
+        return [place for slot in self.slots for place in slot.places]
+
+    @property
+    def pools(self) -> list[Any]:
+        of_slots = (
+            (s.pool, s.pool_of_first, s.pool_of_weights, s.backwards.pool) for s in self.slots
+        )
+        return list(dict.fromkeys(pool for pools in of_slots for pool in pools))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to be captured."""
+        return all(slot.is_closed for slot in self.slots)
+
+    @property
+    def abandoned(self) -> int:
+        return sum(slot.abandoned for slot in self.slots)
+
+    def static_tensors(self) -> list[Tensor]:
+        recorded = (place.forward for place in self.places if place.forward is not None)
+        own = (tensor for forward in recorded for tensor in forward.static_tensors())
+        return [*self.recorder.shared.values(), *own]
+
+    def next_place(self, scope: str) -> tuple[Slot, Place] | Mismatch:
+        """Where the next call of ``scope`` is replayed, or why it cannot be."""
+        chunk = self._of_scope.get(scope)
+        if chunk is None:
+            return Mismatch("not_observed", str(EAGER_CALLS["not_observed"]))
+        return chunk.next_place(scope)
+
+    def end_step(self) -> None:
+        for slot in self.slots:
+            slot.end_step()
+
+    def release(self) -> None:
+        for slot in self.slots:
+            slot.release()
+        self.recorder.shared.clear()
+
+
+# ---- what replaces the forward of a scope's module
+
+_NEVER = object()
+
+
+class Owner(Protocol):
+    """What owns the graphs of some scopes."""
+
+    observation: Observation
+    misses: Misses
+
+    @property
+    def captured(self) -> Captured | None: ...
+
+    def eager_reason(self) -> str | None:
+        """Why every call runs eagerly just now, or None if calls are observed or replayed."""
+
+    def try_out(self, call: ScopeCall, alike: int, linked: list[int], reads: Reads) -> None:
+        """Looks for what cannot be captured. ``alike``: the number of the observed call."""
+
+    def wants_trials(self, alike: int) -> bool: ...
+
+    def mismatched(self, mismatch: Mismatch) -> None:
+        """A call runs eagerly that was to be replayed."""
+
+
+class GraphedScope:
+    """Stands in for the forward of one scope's module, on that instance only.
+
+    installed: the attributes that it has set on the module, itself among them.
+    why_eager: asked at every call with the module. Where it gives a word, the call runs eagerly and
+    is counted by that word.
+    """
+
+    def __init__(
+        self, graphs: Owner, scope: Scope, on_mismatch: str, delayed: DelayedWeights
+    ) -> None:
+        self.graphs = graphs
+        self.scope, self._name = scope, f"scope {scope.name!r}"
+        self.on_mismatch = on_mismatch
+        self.delayed = delayed  # where backwards wait for their weights' part
+        self.eager_calls: Counter[str] = Counter()
+        self.installed: dict[str, Any] = {}
+        self.why_eager: Callable[[nn.Module], str | None] = lambda module: None
+
+    def check_unpatched(self) -> None:
+        """
+        Raises:
+            ValueError: if the module's forward is patched already.
+        """
+        attributes, name = self.scope.module.__dict__, self.scope.name
+        if isinstance(attributes.get("forward"), GraphedScope):
+            raise ValueError(f"scope {name!r} has graphs already: release() them first")
+        if "forward" in attributes:
+            raise ValueError(f"scope {name!r}: forward is patched on this instance: undo it")
+
+    def install(self, **attributes: Any) -> None:
+        """Takes the place of the module's forward. ``attributes``: to be set besides."""
+        self.check_unpatched()
+        # What copies and pickles carry: they are plain, eager modules.
+        self.installed = {"forward": self, "__getstate__": self._state, **attributes}
+        self.scope.module.__dict__.update(self.installed)
+
+    def uninstall(self) -> None:
+        attributes = self.scope.module.__dict__
+        if attributes.get("forward") is self:
+            for name in self.installed:
+                attributes.pop(name, None)
+
+    def _state(self) -> dict[str, Any]:
+        module = self.scope.module
+        of_class = getattr(type(module), "__getstate__", None)
+        state = of_class(module) if of_class is not None else module.__dict__
+        return {name: v for name, v in state.items() if v is not self.installed.get(name, _NEVER)}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.scope.forward(*args, **kwargs)
+        reason = self.graphs.eager_reason()
+        if reason in (None, "saved_tensors_hooks"):  # checkpointing's hooks have a better name
+            reason = self.why_eager(self.scope.module) or reason
+        if reason is not None:
+            self.eager_calls[reason] += 1
+            self.graphs.misses.ran_eagerly(self._name, reason)
+            return self.scope.forward(*args, **kwargs)
+        call = Call(args, kwargs)
+        inputs = self.scope.enter(call)
+        planned = with_flag_on_device(inputs)
+        if self.graphs.captured is None:
+            return self._observe(inputs, planned, call)
+        return self._replay(inputs, planned, call)
+
+    def _observe(self, inputs: Any, planned: Any, call: Call) -> Any:
+        self.eager_calls["warmup"] += 1
+        observation = self.graphs.observation
+        number, alike, _ = observation.forward(self.scope, planned)
+        linked = observation.linked(planned)
+        reads = Reads()
+        if not self.graphs.wants_trials(alike):
+            outputs, exit = self.scope.run(inputs, call, capturing=True)
+        else:
+            with reads:
+                outputs, exit = self.scope.run(inputs, call, capturing=True)
+            self.graphs.try_out(self._scope_call(planned, call, alike), alike, linked, reads)
+        observation.produced(number, self.scope, outputs)
+        return self.scope.leave(outputs, exit, call)
+
+    def _scope_call(self, inputs: Any, call: Call, alike: int) -> ScopeCall:
+        signature = self.graphs.observation.alike[alike].signature
+        return ScopeCall(self.scope, signature, flatten(inputs)[0], call, {})
+
+    def _replay(self, inputs: Any, planned: Any, call: Call) -> Any:
+        """``planned``: the inputs as they are captured; an eager call gets those that came."""
+        found = self.graphs.captured.next_place(self.scope.name)
+        if isinstance(found, Mismatch):
+            return self._mismatched(found, inputs, call)
+        slot, place = found
+        leaves, structure = flatten(planned)
+        recorder = self.graphs.captured.recorder
+        mismatch = slot.mismatch(place, structure, leaves)
+        if slot.is_to_record(place):
+            mismatch = recorder.mismatch(place, mismatch)
+        if mismatch is None and place.forward is None:
+            produced = self._first_replay(slot, place, leaves, call)
+            mismatch = produced if isinstance(produced, Mismatch) else None
+        elif mismatch is None:
+            pending = slot.begin_replay(place, leaves)
+            produced = replay(slot, pending, recorder, self.delayed, leaves)
+        if mismatch is not None:
+            slot.pass_by(place)
+            return self._mismatched(mismatch, inputs, call)
+        outputs = place.forward.build_outputs(produced)
+        return self.scope.leave(outputs, place.forward.exit, call)
+
+    def _first_replay(
+        self, slot: Slot, place: Place, leaves: list[Any], arguments: Call
+    ) -> list[Any] | Mismatch:
+        """Captures the call, replays it, and compares that with eager."""
+        recorder = self.graphs.captured.recorder
+        signature = place.planned.signature
+        lent = frozenset(i for i in signature.tensors() if slot.output_at(leaves[i]) is not None)
+        call = ScopeCall(self.scope, signature, leaves, arguments, {}, lent)
+        try:
+            with place.planned.ranks.together():
+                expected = recorder.record_forward(slot, place, call)
+        except CaptureError as error:
+            recorder.failure = error
+            return Mismatch("capture_failed", str(error))
+        pending = slot.begin_replay(place, leaves)
+        produced = replay(slot, pending, recorder, self.delayed, leaves)
+        difference = recorder.verification.difference_of_forward(place, call, expected, produced)
+        if difference is None:
+            return produced
+        slot.cancel(pending)
+        place.planned.differs(difference)
+        return place.planned.refused
+
+    def _mismatched(self, mismatch: Mismatch, inputs: Any, call: Call) -> Any:
+        if self.on_mismatch == "error" and mismatch.reason != "capture_failed":
+            raise GraphError(f"{self._name}: {mismatch.message}")
+        self.graphs.mismatched(mismatch)
+        self.eager_calls[mismatch.reason] += 1
+        self.graphs.misses.ran_eagerly(self._name, mismatch.reason, mismatch.message)
+        outputs, exit = self.scope.run(inputs, call, capturing=False)
+        return self.scope.leave(outputs, exit, call)
+
+
+def install_all(
+    graphs: Owner, scopes: Sequence[Scope], on_mismatch: str, delayed: DelayedWeights
+) -> list[GraphedScope]:
+    """All of them, or none."""
+    graphed: list[GraphedScope] = []
+    try:
+        for scope in scopes:
+            each = GraphedScope(graphs, scope, on_mismatch, delayed)
+            each.install()
+            graphed.append(each)
+    except BaseException:
+        for each in graphed:
+            each.uninstall()
+        raise
+    return graphed
+
+
+# ---- the report of some scopes, from their counters
+
+
+def report_of(
+    backend: Backend,
+    model: nn.Module,
+    state: str,
+    scopes: Sequence[GraphedScope],
+    captured: Captured | None,
+    capture_seconds: float,
+    misses: Misses,
+    off_because: str | None = None,
+) -> Report:
+    places = captured.places if captured is not None else []
+    of_scopes = tuple(_report_scope(graphed, places, misses) for graphed in scopes)
+    eager_calls: Counter[str] = Counter()
+    for scope in of_scopes:
+        eager_calls.update(scope.eager_calls)
+    return Report(
+        backend=backend.name,
+        state=state,
+        scopes=of_scopes,
+        captured=sum(place.forward is not None for place in places),
+        replayed=sum(scope.replayed for scope in of_scopes),
+        eager_calls=dict(eager_calls),
+        static_bytes=sum(t.nbytes for t in captured.static_tensors()) if captured else 0,
+        slots=tuple(len(chunk.slots) for chunk in captured.chunks) if captured else (),
+        predicted_pool_bytes=captured.memory.pool_bytes if captured else 0,
+        pool_bytes=sum(map(backend.pool_bytes, captured.pools)) if captured else 0,
+        abandoned=captured.abandoned if captured else 0,
+        capture_seconds=capture_seconds,
+        occupation=occupation_of(model),
+        portable_launches=portable_launches(),
+        off_because=off_because,
+    )
+
+
+def _report_scope(graphed: GraphedScope, places: Sequence[Place], misses: Misses) -> ScopeReport:
+    own_name = f"scope {graphed.scope.name!r}"
+    of_scope = [place for place in places if place.name == graphed.scope.name]
+    own = [place for place in of_scope if place.forward is not None]
+    planned = {id(place.planned): place.planned for place in of_scope}.values()
+    counts = [graph.kernels for place in own for graph in place.graphs()]
+    exits = [place.forward.exit.reason for place in own if place.forward.exit is not None]
+    backwards: Counter[str] = Counter()
+    for call in planned:
+        backwards.update({f"{BACKWARD}{r}": n for r, n in call.eager_backwards.items()})
+    leases = [lease for place in own for lease in place.gradient_leases()]
+    statics = [tensor for place in own for tensor in place.forward.static_tensors()]
+    not_guarded = {n for place in own for n in place.forward.surroundings.guards.not_followed}
+    return ScopeReport(
+        name=graphed.scope.name,
+        forward_graphs=len(own),
+        backward_graphs=sum(p.backward is not None and p.backward.graph is not None for p in own),
+        weight_graphs=sum(p.weights is not None and p.weights.graph is not None for p in own),
+        kernels=None if None in counts else sum(counts),
+        static_bytes=sum(tensor.nbytes for tensor in statics),
+        boundary_bytes=sum(t.nbytes for place in own for t in place.forward.outputs),
+        replayed=sum(place.replayed for place in own),
+        eager_calls=dict(graphed.eager_calls + backwards),
+        details={word: text for (name, word), text in misses.details.items() if name == own_name},
+        interrupted=exits[0] if exits else None,
+        refused=next((call.refused.message for call in planned if call.refused), None),
+        not_reproducible=any(call.not_reproducible for call in planned),
+        not_guarded=tuple(sorted(not_guarded)),
+        gradients_in_place=sum(lease.in_place for lease in leases),
+        copied_gradients=dict(sum((lease.copied for lease in leases), Counter())),
+    )

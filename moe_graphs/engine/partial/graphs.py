@@ -1,0 +1,418 @@
+"""Observe, plan, capture, replay: the life of the graphs of one model.
+
+    graphs = moe_graphs.graph(model, GraphConfig(scopes="attn,moe_router,moe_preprocess"))
+    for batch in batches:
+        with graphs.step():
+            model(batch).loss.backward()
+        optimizer.step()
+
+This is the table of contents. The first ``warmup_steps`` steps run eagerly and are observed
+(``observation.py``), and a trial run looks once for what of each call cannot be captured
+(``trials.py``). At the end of the last of these steps ``plan.py`` decides which calls get which
+call sites. From then on the first microbatch that reaches a call site captures the call there
+(``capture.py``), and ``verify.py`` compares the first replay with eager. From that call on the call
+is replayed (``graphed_scope.py``, ``slots.py``, ``replay.py``) if it matches its recording
+(``recording.py``). A call that does not match runs eagerly and is counted, or raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_graphs.config import GraphConfig
+from moe_graphs.engine.backends import backend_for
+from moe_graphs.engine.backends.backend import Resources
+from moe_graphs.engine.capture_errors import explained_call
+from moe_graphs.engine.guards import torch_state
+from moe_graphs.engine.guards.bytecode_names import Reads
+from moe_graphs.engine.partial.capture import Recorder
+from moe_graphs.engine.partial.graphed_scope import Captured, Chunk, install_all, report_of
+from moe_graphs.engine.partial.observation import Observation
+from moe_graphs.engine.partial.plan import (
+    CallMemory,
+    ChunkMemory,
+    MemoryPlan,
+    Plan,
+    memory_plan,
+    plan,
+)
+from moe_graphs.engine.partial.replay import DelayedWeights
+from moe_graphs.engine.partial.scope import find_scopes
+from moe_graphs.engine.partial.slots import Backwards, PlannedCall, Slot
+from moe_graphs.engine.partial.trials import ScopeCall, Trials, Tried
+from moe_graphs.engine.ranks import ALONE, Ranks
+from moe_graphs.engine.report import Misses, Report
+from moe_graphs.engine.snapshot import Snapshot
+from moe_graphs.engine.tensors import Mismatch
+from moe_graphs.engine.verify import warn
+from moe_graphs.errors import CaptureError, GraphError
+
+
+def graph(
+    model: nn.Module,
+    config: GraphConfig | None = None,
+    generators: Sequence[torch.Generator] = (),
+) -> Graphs:
+    """Installs graphs on the scopes of ``model`` and returns their handle.
+
+    Nothing is captured yet: train under ``with graphs.step():``, or capture ahead of time with
+    ``graphs.capture(step)``. Keep using ``model`` as before.
+
+    Args:
+        generators: random number generators that scopes draw from, besides the default one.
+
+    Raises:
+        ValueError: if the config does not fit the model; the message says what to change.
+    """
+    return Graphs(model, config or GraphConfig(), generators)
+
+
+class Graphs:
+    """The graphs of one model, and the counters of what ran how.
+
+    Knows nothing of other models' graphs. Released at the latest at exit, and before that by
+    ``release()``, which has to come before ``destroy_process_group()``.
+
+    Attributes:
+        state: "warmup", "capturing" as long as something planned has not been captured yet,
+            "captured", "capture_failed", "released", or "off" (``impl="none"``).
+        off_because: the message of the capture that has failed, if one has.
+        misses: counts eager calls, and warns of them.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: GraphConfig, generators: Sequence[torch.Generator] = ()
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.backend = backend_for((*model.parameters(), *model.buffers()), generators)
+        self.delayed = DelayedWeights()
+        self._trials = Trials(model, self.backend)
+        self._in_step = self._paused = self._is_ahead_of_time = False
+        self._capture_seconds = 0.0
+        self._ranks = Ranks(model)
+        self._begin_warmup()
+        self.state = "warmup" if config.impl == "local" else "off"
+        scopes = find_scopes(model, config) if config.impl == "local" else []
+        self.scopes = install_all(self, scopes, config.on_mismatch, self.delayed)
+        self._resources = Resources[Captured](self.backend)
+        self._finalizer = weakref.finalize(self, self._resources.release)
+
+    def _begin_warmup(self) -> None:
+        self.observation, self.misses = Observation(), Misses()
+        self.off_because: str | None = None
+        self._measured: dict[int, CallMemory] = {}
+        self._tried: dict[int, Tried] = {}
+        self._communicating: set[int] = set()
+        self._failure: CaptureError | None = None
+        self._memory: MemoryPlan | None = None
+        self._wants_recapture = False
+
+    @property
+    def captured(self) -> Captured | None:
+        """The planned places, and what was captured there, until it is released."""
+        return self._resources.captured
+
+    # ---- a training step
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around all forwards and backwards of one training step.
+
+        If something cannot be captured or would take more than ``memory_limit``, the end of the
+        step warns of it (``GraphWarning``). The model is eager then, on all ranks, this step was
+        right, and training goes on.
+
+        Raises:
+            CaptureError: in place of that warning, with ``on_capture_error="error"``.
+            GraphError: if a ``backward_weight()`` is missing.
+        """
+        if self._in_step:
+            raise GraphError("graphs.step() does not nest: one step is already open")
+        self._in_step = True
+        self.observation.begin_step()
+        started = time.perf_counter()
+        if self.state == "capturing":
+            gc.collect()  # none while a capture runs
+            self.backend.make_room()
+        try:
+            yield
+            self._check_weights_are_done()
+        finally:
+            self._in_step = False
+            self.delayed.clear()
+            if self.captured is not None:
+                self.captured.end_step()
+        may_recapture = self.config.on_mismatch == "recapture" and self.captured is not None
+        if may_recapture and self._ranks.any(self._wants_recapture):
+            self.recapture()
+            return
+        try:
+            if self.state == "warmup":
+                self._warmup_step_ended()
+            elif self.state == "capturing":
+                self._capture_seconds += time.perf_counter() - started
+                self._capturing_step_ended()
+        except CaptureError as error:
+            self._fail(error)
+
+    def eager_reason(self) -> str | None:
+        """Why every call runs eagerly just now, or None if calls are observed or replayed."""
+        if self.state not in ("warmup", "capturing", "captured"):
+            return self.state
+        if self._paused:
+            return "paused"
+        if torch.is_grad_enabled() and not self._in_step:
+            return "outside_step"
+        return torch_state.reason_to_run_eagerly()
+
+    def _warmup_step_ended(self) -> None:
+        self.observation.end_step()
+        self._fail_together(self._failure)
+        accumulates = self._ranks.any(self.observation.accumulates)
+        if self.observation.steps:
+            planned = plan(self.observation.steps)
+            self._memory = self._predicted(planned, accumulates)
+            if len(self.observation.steps) == self.config.warmup_steps:
+                self._resources.captured = self._places(planned, self._memory)
+                self._tried.clear()
+                self.state = "capturing"
+
+    def _capturing_step_ended(self) -> None:
+        captured = self.captured
+        assert captured is not None
+        self._fail_together(captured.recorder.failure)
+        if captured.is_complete:
+            self.state = "captured"
+            self.backend.make_room()  # what the eager runs of verifications have left
+            for place in captured.places:
+                place.planned.tried = None
+
+    def _fail_together(self, error: CaptureError | None) -> None:
+        if self._ranks.any(error is not None):
+            raise error or CaptureError(
+                "another rank has failed to capture: the model is eager again on all ranks"
+            )
+
+    def _fail(self, error: CaptureError) -> None:
+        self.state, self.off_because = "capture_failed", str(error)
+        self._resources.release()
+        if self._is_ahead_of_time or self.config.on_capture_error == "error":
+            raise error
+        warn(str(error))
+
+    def mismatched(self, mismatch: Mismatch) -> None:
+        """A call runs eagerly that was to be replayed."""
+        if self.config.on_mismatch == "recapture" and mismatch.reason in _WORTH_A_CAPTURE:
+            self._wants_recapture = True
+
+    def wants_trials(self, alike: int) -> bool:
+        return alike not in self._measured and self._failure is None
+
+    def try_out(self, call: ScopeCall, alike: int, linked: list[int], reads: Reads) -> None:
+        """What cannot be captured is found in the first warm-up step, and told at its end."""
+        try:
+            with explained_call(call.scope.name, "forward", self.backend):
+                tried = self._trials.forward_and_backward(call, reads, linked)
+                self._measured[alike] = tried.memory
+                self._tried[alike] = Tried(self._trials, call, reads)
+            if tried.groups:
+                self._ranks.join(tried.groups)
+                self._communicating.add(alike)
+        except CaptureError as error:
+            self._failure = error
+
+    def _predicted(self, planned: Plan, accumulates: bool) -> MemoryPlan:
+        copied, split = self.observation.with_gradients, self.config.split_backward
+        memory = memory_plan(planned, self._measured, split, copied, accumulates=accumulates)
+        limit = self.config.memory_limit
+        if limit is not None:
+            self._fail_together(CaptureError(
+                f"graphs would take {memory.total_bytes:,} bytes, and memory_limit is {limit:,}: "
+                f"choose fewer scopes, or raise the limit; the model is eager again\n{memory}"
+            ) if memory.total_bytes > limit else None)  # fmt: skip
+        return memory
+
+    def _places(self, planned: Plan, memory: MemoryPlan) -> Captured:
+        split, chunks = self.config.split_backward, []
+        shared = Backwards(self.backend)
+        for chunk, of_chunk in zip(planned.chunks, memory.chunks, strict=True):
+            calls = [self._planned_call(number, of_chunk) for number in chunk.calls]
+            given: dict[str, Any] = {"pool_bytes": of_chunk.piece()}
+            given |= {"first_bytes": of_chunk.first_gradients}
+            given |= {"backwards": shared} if of_chunk.shares_backwards else {}
+            chunks.append(Chunk([Slot(calls, self.backend, **given) for _ in range(chunk.slots)]))
+        self.observation.tell(split=split)
+        recorder = Recorder(self.model, self.backend, split=split, verify=self.config.verify)
+        return Captured(chunks, recorder, memory)
+
+    def _planned_call(self, alike: int, chunk: ChunkMemory) -> PlannedCall:
+        observed = self.observation.alike[alike]
+        return PlannedCall(
+            observed.scope,
+            observed.signature,
+            tried=self._tried.get(alike),
+            ranks=self._ranks if alike in self._communicating else ALONE,
+            refused=self.observation.refusal(observed.scope, split=chunk.split),
+            copies_gradients=self.observation.copies_gradients(observed.scope, chunk),
+            misses=self.misses,
+        )
+
+    # ---- ahead of time
+
+    def capture(
+        self, step: Callable[[], object], optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        """Captures before training starts, on steps that leave no trace.
+
+        ``step()`` does the forwards and backwards of one training step; it is called
+        ``warmup_steps`` times, and as often as it takes to capture everything. Afterwards
+        parameters, their ``.grad``, buffers, random states and the optimizer are as before.
+
+        Raises:
+            GraphError: if ``step`` updates parameters and ``optimizer`` is not given.
+            CaptureError: if the capture fails, whatever ``on_capture_error`` says, since a capture
+                was asked for; the model is eager and untouched then.
+        """
+        if self.state != "warmup":
+            raise GraphError(f"capture() in state {self.state!r}: it belongs before training")
+        self._is_ahead_of_time = True
+        parameters = list(self.model.parameters())
+        try:
+            with Snapshot(
+                self.backend,
+                values=(*parameters, *self.model.buffers()),
+                gradients_of=parameters,
+                optimizer=optimizer,
+            ):
+                for parameter in parameters:
+                    parameter.grad = None
+                self._capture_on(step, optimizer is not None)
+        except BaseException:
+            self.release()
+            raise
+        finally:
+            self._is_ahead_of_time = False
+
+    def _capture_on(self, step: Callable[[], object], may_update: bool) -> None:
+        versions = [parameter._version for parameter in self.model.parameters()]
+        for _ in range(self.config.warmup_steps + _STEPS_TO_CAPTURE):
+            if self.state in ("warmup", "capturing"):
+                with self.step():
+                    step()
+        updated = versions != [parameter._version for parameter in self.model.parameters()]
+        if updated and not may_update:
+            raise GraphError(
+                "step() updates parameters: pass optimizer=..., so that its state can be put "
+                "back, or leave the update out of step()"
+            )
+        assert self.captured is not None
+        for place in self.captured.places:
+            place.replayed = 0
+
+    def recapture(self) -> None:
+        """Forgets what was captured: the next steps are warm-up steps again.
+
+        For a model that was changed on purpose, or another common batch size.
+        """
+        if self.state in ("off", "released") or self._in_step:
+            raise GraphError(f"recapture() in state {self.state!r}, or inside of a step")
+        self._resources.release()
+        self._begin_warmup()
+        self.state = "warmup"
+
+    # ---- weight gradients apart, for zero-bubble schedules
+
+    @contextlib.contextmanager
+    def delayed_weights(self) -> Iterator[None]:
+        """Around the backward of one microbatch: replayed scopes leave their weights' gradients
+        for a ``backward_weight()``, which has to follow within the step. Eager calls do not.
+
+        torch's own zero-bubble schedules need neither of the two.
+        """
+        if not self.config.split_backward:
+            raise GraphError("delayed_weights() needs GraphConfig(split_backward=True)")
+        if not self._in_step or self.delayed.is_collecting:
+            raise GraphError("delayed_weights() belongs inside 'with graphs.step()', not nested")
+        with self.delayed.collecting(), self.observation.delaying():
+            yield
+
+    def backward_weight(self) -> None:
+        """Adds the weights' gradients of the oldest backward that waits for it to ``.grad``.
+
+        Raises:
+            GraphError: if none does.
+        """
+        self.delayed.replay_oldest()
+        if self.state == "warmup":
+            self.observation.weights()
+
+    def _check_weights_are_done(self) -> None:
+        missing = len(self.delayed)
+        if missing:
+            raise GraphError(
+                f"the step ended with {missing} backward(s) whose weight gradients are missing: "
+                f"call backward_weight() once for every 'with graphs.delayed_weights()'"
+            )
+
+    # ---- control
+
+    def plan(self) -> MemoryPlan:
+        """Bytes that the graphs are predicted to take, per scope and slot; ``print`` it.
+
+        Known from the end of the first warm-up step on, so with ``warmup_steps`` of two or more
+        before anything is captured. ``report()`` has what they do take.
+
+        Raises:
+            GraphError: before that.
+        """
+        if self._memory is None:
+            raise GraphError("no step was observed yet: plan() knows sizes after the first one")
+        return self._memory
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within this context the model is eager; its calls are counted as ``paused``."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def release(self) -> None:
+        """Makes the model eager for good and gives the graphs' memory back. Idempotent."""
+        if self.state == "released":
+            return
+        for graphed in self.scopes:
+            graphed.uninstall()
+        self.state = "released"
+        self._finalizer()
+
+    def report(self) -> Report:
+        """What was captured and what happened since. Waits for the device where it counts."""
+        return report_of(
+            self.backend,
+            self.model,
+            self.state,
+            self.scopes,
+            self.captured,
+            self._capture_seconds,
+            self.misses,
+            self.off_because,
+        )
+
+
+_STEPS_TO_CAPTURE = 3
+# What will be so at the next call as well, and is different from what was captured.
+_WORTH_A_CAPTURE = frozenset({
+    "moved", "attribute", "training_flag", "requires_grad", "hooks", "context", "autocast",
+    "shape", "dtype", "stride", "structure", "constant", "slots_full", "not_observed",
+})  # fmt: skip

@@ -1,0 +1,221 @@
+"""What the scopes of a model did in one eager step."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+from torch.utils import _pytree as pytree
+
+from moe_graphs.engine.autograd import is_wanted, nodes_behind
+from moe_graphs.engine.partial.plan import ChunkMemory, Event
+from moe_graphs.engine.partial.scope import Scope
+from moe_graphs.engine.tensors import Mismatch, Signature, flatten
+from moe_graphs.engine.verify import warn
+
+
+@dataclass(frozen=True)
+class ObservedCall:
+    """What an eager call of a scope looked like."""
+
+    scope: Scope
+    signature: Signature
+
+
+class Observation:
+    """The calls of the warm-up steps, and the order of forwards and backwards in each.
+
+    Attributes:
+        alike: one call for each scope and signature; events refer to them by number.
+        steps: the events of each step.
+        with_double_backward: names of scopes whose gradients were differentiated again.
+        with_second_backward: names of scopes with a forward that had several backwards.
+        with_weights_apart: names of scopes whose weights had a backward of their own.
+        with_gradients: names of scopes whose first call in the last step was while a weight had a
+            ``.grad``; ``accumulating``: of those of which a later one was.
+    """
+
+    def __init__(self) -> None:
+        self.alike: list[ObservedCall] = []
+        self.steps: list[list[Event]] = []
+        self.with_double_backward: set[str] = set()
+        self.with_second_backward: set[str] = set()
+        self.with_weights_apart: set[str] = set()
+        self.with_gradients: set[str] = set()
+        self.accumulating: set[str] = set()
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        self.events: list[Event] = []
+        self._calls = self._delays = self._weights = 0
+        self._outputs: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def end_step(self) -> None:
+        if self.events:
+            self.steps.append(self.events)
+        self.begin_step()
+
+    def forward(self, scope: Scope, inputs: Any) -> tuple[int, int, bool]:
+        """Notes a call; returns its number in this step, that of those alike, and whether it is
+        the first one of these."""
+        alike, is_new = self._alike(scope, inputs)
+        number = self._calls
+        self._calls += 1
+        if not self.events:
+            self.with_gradients, self.accumulating = set(), set()
+        if any(parameter.grad is not None for parameter in scope.module.parameters()):
+            is_later = any(event.scope == scope.name for event in self.events)
+            (self.accumulating if is_later else self.with_gradients).add(scope.name)
+        self.events.append(Event("F", scope.name, number, alike=alike))
+        return number, alike, is_new
+
+    def linked(self, inputs: Any) -> list[int]:
+        """The numbers of the leaves that are untouched outputs of calls before."""
+        leaves = pytree.tree_leaves(inputs)
+        return [i for i, leaf in enumerate(leaves) if self._is_output(leaf)]
+
+    def produced(self, number: int, scope: Scope, outputs: Any) -> None:
+        """Notes the outputs of a call, and listens for its backward."""
+        listener = _Listener(self, scope.name, number)
+        tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+        for leaf in tensors:
+            self._outputs[id(leaf)] = weakref.ref(leaf)
+            if leaf.grad_fn is not None:
+                leaf.register_hook(listener.backward)
+        node = _node_before_a_parameter([leaf for leaf in tensors if leaf.grad_fn is not None])
+        if node is not None:
+            listener.listen_to_weights(node)
+
+    @contextlib.contextmanager
+    def delaying(self) -> Iterator[None]:
+        """The backwards within this context leave their weight gradients for ``weights``."""
+        start = len(self.events)
+        yield
+        ran = self.events[start:]
+        self.events[start:] = [replace(event, delayed=self._delays) for event in ran]
+        self._delays += 1
+
+    def weights(self) -> None:
+        """Notes a ``backward_weight()``: it makes up for the oldest ``delaying`` left."""
+        self.events.append(Event("W", "", -1, delayed=self._weights))
+        self._weights += 1
+
+    def refusal(self, scope: Scope, *, split: bool) -> Mismatch | None:
+        """Why a scope is not captured, after what was done with its gradients. ``split``: whether
+        those of the weights are to be captured apart."""
+        if scope.name in self.with_double_backward:
+            return _DOUBLE_BACKWARD
+        if scope.name in self.with_second_backward:
+            return _SECOND_BACKWARD
+        return _WEIGHTS_APART if scope.name in self.with_weights_apart and not split else None
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether later microbatches of a step add to gradients that the first one makes."""
+        return bool(self.accumulating - self.with_gradients)
+
+    def copies_gradients(self, scope: Scope, chunk: ChunkMemory) -> str | None:
+        """Why no gradient of its weights becomes ``.grad`` without a copy, None if they may: where
+        they are added up, the memory of the first one would soon be needed again."""
+        if chunk.split or chunk.slots > 1:
+            return "split" if chunk.split else "several_slots"
+        if scope.name in self.with_gradients:
+            return "never_unset"
+        return "accumulated" if chunk.first_gradients else None
+
+    def tell(self, *, split: bool) -> None:
+        """Warns of the scopes that are not captured."""
+        second = self.with_second_backward - self.with_double_backward
+        _tell_of(second, _SECOND_BACKWARD)
+        if not split:
+            _tell_of(self.with_weights_apart - self.with_double_backward - second, _WEIGHTS_APART)
+
+    def _alike(self, scope: Scope, inputs: Any) -> tuple[int, bool]:
+        leaves, structure = flatten(inputs)
+        for number, known in enumerate(self.alike):
+            if known.scope is scope and not known.signature.mismatch(structure, leaves):
+                return number, False
+        self.alike.append(ObservedCall(scope, Signature.of(inputs, scope.name_input)))
+        return len(self.alike) - 1, True
+
+    def _is_output(self, leaf: Any) -> bool:
+        reference = self._outputs.get(id(leaf))
+        return reference is not None and reference() is leaf
+
+
+_DOUBLE_BACKWARD = Mismatch(
+    "double_backward",
+    "its gradients were differentiated in the warm-up steps (create_graph=True), and a graph has "
+    "no derivative of its backward",
+)
+_SECOND_BACKWARD = Mismatch(
+    "second_backward",
+    "a forward had several backwards in the warm-up steps (retain_graph=True, several losses), and "
+    "a graph's saved tensors serve one: add the losses up and run one backward, if they allow it",
+)
+_WEIGHTS_APART = Mismatch(
+    "weights_apart",
+    "the weights had a backward of their own in the warm-up steps, as in a zero-bubble schedule, "
+    "and a graph would compute all gradients at once: set GraphConfig(split_backward=True)",
+)
+
+
+def _tell_of(scopes: set[str], why: Mismatch) -> None:
+    if scopes:
+        warn(f"scope {min(scopes)!r} and {len(scopes) - 1} more stay eager: {why.message}")
+
+
+class _Listener:
+    """Hooks on one call: when do its gradients arrive, and when are its weights' computed?"""
+
+    def __init__(self, observation: Observation, scope: str, number: int) -> None:
+        self._observation, self._events = observation, observation.events
+        self._scope, self._number = scope, number
+        self._task: int | None = None
+        self._weights_task: int | None = None
+        self._accumulators: list[Node] = []
+        self._has_weights = False
+
+    def backward(self, gradient: torch.Tensor) -> None:
+        """A hook on the outputs. Zero-bubble schedules run a node again for its weights."""
+        if torch.is_grad_enabled():  # create_graph=True
+            self._observation.with_double_backward.add(self._scope)
+        task = torch._C._current_graph_task_id()
+        is_of_weights = self._accumulators and not self._has_weights
+        if not is_of_weights and task not in (self._task or task, self._weights_task):
+            self._observation.with_second_backward.add(self._scope)
+        if self._task is None:
+            self._task = task
+            self._events.append(Event("B", self._scope, self._number, self._task))
+
+    def listen_to_weights(self, node: Node) -> None:
+        self._accumulators = [n for n, _ in node.next_functions if _is_of_a_parameter(n)]
+        node.register_hook(self._weights)
+
+    def _weights(self, *gradients: Any) -> None:
+        """A hook on a node that computes a weight's gradient, in a backward of its own or not."""
+        task = torch._C._current_graph_task_id()
+        if not self._has_weights and any(map(is_wanted, self._accumulators)):
+            self._has_weights = True
+            if self._task not in (None, task):
+                self._observation.with_weights_apart.add(self._scope)
+        if self._task not in (None, task) and self._weights_task is None:
+            self._weights_task = task
+            self._events.append(Event("W", self._scope, self._number))
+
+
+def _node_before_a_parameter(outputs: list[torch.Tensor]) -> Node | None:
+    """A node of the autograd graph that feeds a leaf; None if there is none."""
+    for node in nodes_behind(outputs):
+        if any(_is_of_a_parameter(following) for following, _ in node.next_functions):
+            return node
+    return None
+
+
+def _is_of_a_parameter(node: Node | None) -> bool:
+    return isinstance(getattr(node, "variable", None), torch.nn.Parameter)

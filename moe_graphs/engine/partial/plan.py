@@ -1,0 +1,329 @@
+"""The plan: what is captured after observed steps, how often, in which order, in how much memory.
+
+A step is a list of events: forwards, backwards and weight gradients of scope calls, in the order
+they happened. A microbatch goes through one **chunk** of the model: its calls are those whose
+backwards ran in one backward of autograd (``Event.task``). Microbatches with scopes in common
+belong to one chunk. The most common sequence of calls of a chunk is captured, once for each of the
+microbatches that were in flight at once (a **slot**). So graphs and memory grow with the depth of a
+pipeline and not with the number of microbatches. A scope that a microbatch calls twice (a repeated
+layer) gets two call sites. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+from moe_graphs.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class Event:
+    """A forward ("F"), a backward ("B") or the weight gradients ("W") of a call of ``scope``.
+
+    call: its number in this step; -1 for the "W" of a ``graphs.backward_weight()``.
+    task: of a "B", which backward of autograd it belongs to.
+    delayed: of a "B", in which ``delayed_weights()`` of the step it ran, -1 for none; of a "W" of
+        ``backward_weight()``, the one that it makes up for.
+    alike: of an "F", the number of the calls with its scope and signature.
+    """
+
+    kind: Literal["F", "B", "W"]
+    scope: str
+    call: int
+    task: int = -1
+    alike: int = -1
+    delayed: int = -1
+
+
+@dataclass(frozen=True)
+class PlannedChunk:
+    """The calls to capture, by their ``alike``, in forward order, for each slot."""
+
+    calls: tuple[int, ...]
+    slots: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    chunks: tuple[PlannedChunk, ...]
+
+
+@dataclass
+class _Pass:
+    forwards: list[Event] = field(default_factory=list)
+    task: int | None = None
+    delayed: int = -1
+    start: int = -1  # position of its first forward in the list of events
+    end: int = -1  # position in the list of events of its last backward or weight gradient
+
+    @property
+    def scopes(self) -> tuple[str, ...]:
+        return tuple(event.scope for event in self.forwards)
+
+    @property
+    def pattern(self) -> tuple[tuple[str, int], ...]:
+        return tuple((event.scope, event.alike) for event in self.forwards)
+
+
+def plan(steps: Sequence[Sequence[Event]]) -> Plan:
+    """The plan for some steps: per chunk its most common pass, the last one among equals, and as
+    many slots as the last step that has passes of it had in flight at once.
+
+    Raises:
+        CaptureError: if nothing was observed.
+    """
+    of_step = [_passes(events) for events in steps]
+    chunks = []
+    for scopes in _with_common_scopes(of_step):
+        of_each = [[p for p in found if scopes.issuperset(p.scopes)] for found in of_step]
+        last = next(filter(None, reversed(of_each)))
+        common = _most_common([each for found in of_each for each in found])
+        calls = tuple(event.alike for event in common.forwards)
+        chunks.append(PlannedChunk(calls, peak_in_flight([(p.start, p.end) for p in last])))
+    if not chunks:
+        raise CaptureError("no scope was called in the observed steps: nothing to capture")
+    return Plan(tuple(chunks))
+
+
+def peak_in_flight(intervals: Sequence[tuple[int, int]]) -> int:
+    """The most intervals (start, end) that are open at once; at least 1."""
+    changes = sorted(
+        change for start, end in intervals if end > start for change in ((start, 1), (end, -1))
+    )
+    open_now = peak = 0
+    for _, change in changes:
+        open_now += change
+        peak = max(peak, open_now)
+    return max(1, peak)
+
+
+def _passes(events: Sequence[Event]) -> list[_Pass]:
+    """Calls grouped into passes, in the order of their first forwards."""
+    tasks = {event.call: event.task for event in events if event.kind == "B"}
+    passes: list[_Pass] = []
+    of_call: dict[int, _Pass] = {}
+    may_continue = False
+    for position, event in enumerate(events):
+        if event.kind == "F":
+            task = tasks.get(event.call)
+            if not may_continue or not _continues(passes[-1], event.scope, task):
+                passes.append(_Pass(start=position))
+            passes[-1].forwards.append(event)
+            passes[-1].task = task if task is not None else passes[-1].task
+            of_call[event.call] = passes[-1]
+        elif event.kind == "B":
+            of_call[event.call].delayed = event.delayed
+            of_call[event.call].end = position
+        elif event.call >= 0:
+            of_call[event.call].end = position
+        else:
+            for each in passes:
+                if each.delayed == event.delayed:
+                    each.end = position
+        may_continue = event.kind == "F"
+    return passes
+
+
+def _continues(current: _Pass, scope: str, task: int | None) -> bool:
+    """Whether a forward that follows another one belongs to its pass."""
+    if task is None or current.task is None:
+        return scope not in current.scopes
+    return task == current.task
+
+
+def _with_common_scopes(of_step: Sequence[Sequence[_Pass]]) -> list[set[str]]:
+    """The scopes of each chunk, in the order of their first passes. What a later step knows as
+    several chunks, a pass of an earlier one (a trial of shapes) does not make one."""
+    components: list[set[str]] = []
+    for found in reversed(of_step):
+        later = list(components)
+        for each in found:
+            if sum(not scopes.isdisjoint(each.scopes) for scopes in later) > 1:
+                continue
+            touching = [scopes for scopes in components if not scopes.isdisjoint(each.scopes)]
+            merged = set(each.scopes).union(*touching)
+            components = [scopes for scopes in components if scopes not in touching] + [merged]
+    order = [scope for found in of_step for each in found for scope in each.scopes]
+    return sorted(components, key=lambda scopes: min(map(order.index, scopes)))
+
+
+def _most_common(passes: Sequence[_Pass]) -> _Pass:
+    """By the scopes called, among those by the signatures of the calls."""
+    scopes = Counter(p.scopes for p in passes)
+    passes = [p for p in passes if scopes[p.scopes] == max(scopes.values())]
+    patterns = Counter(p.pattern for p in passes)
+    return next(p for p in reversed(passes) if patterns[p.pattern] == max(patterns.values()))
+
+
+# ---- how much memory graphs will take, from trial runs, before anything is captured
+
+
+@dataclass(frozen=True)
+class CallMemory:
+    """Bytes of one call of a scope.
+
+    inputs: static inputs of its own; linked: inputs that are another scope's output in place.
+    outputs: of the graph; kept: outputs and what is saved for the backward.
+    forward, backward: the most that is allocated at once while it runs, kept included in forward.
+    gradients: incoming gradients, for which calls share buffers.
+    weights: gradients of the weights that stay in place, as ``.grad``; included in backward, too.
+    """
+
+    scope: str
+    inputs: int
+    linked: int
+    outputs: int
+    kept: int
+    forward: int
+    backward: int
+    gradients: int
+    weights: int = 0
+
+
+@dataclass(frozen=True)
+class ChunkMemory:
+    """One chunk: its calls in forward order, and how many slots it gets.
+
+    shares_backwards: they work in a pool that all slots of all chunks share.
+    first_gradients: bytes of the pool in which backwards of first microbatches work, where
+        gradients are accumulated; those stay there, as ``.grad``.
+    """
+
+    calls: tuple[CallMemory, ...]
+    slots: int
+    split: bool
+    shares_backwards: bool = False
+    first_gradients: int = 0
+
+    def pool(self) -> int:
+        """Bytes that the pool of one slot needs at least: all forwards, then all backwards that do
+        not work elsewhere."""
+        kept, peak = 0, 0
+        for call in self.calls:
+            peak = max(peak, kept + call.forward)
+            kept += call.kept
+        for call in () if self.shares_backwards else reversed(self.calls):
+            peak = max(peak, kept + call.backward)
+            if not self.split:
+                kept -= call.kept - call.outputs - call.weights
+        return peak
+
+    def piece(self) -> int:
+        """Bytes that a pool begins with in one piece: weights' gradients that stay do not fit into
+        what single activations leave, and the allocator joins free memory within a piece only."""
+        return self.pool() if any(call.weights for call in self.calls) else 0
+
+    def inputs(self) -> int:
+        return sum(call.inputs for call in self.calls)
+
+    def unshared(self) -> int:
+        """Bytes of one slot if every call had a pool and buffers of its own."""
+        return sum(
+            c.inputs + c.linked + c.gradients + max(c.forward, c.kept + c.backward)
+            for c in self.calls
+        )
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a capture is predicted to take. ``print`` shows it as a table.
+
+    gradients: incoming gradients, shared by all slots (with split backward each has its own).
+    """
+
+    chunks: tuple[ChunkMemory, ...]
+    gradients: int
+
+    @property
+    def backwards(self) -> int:
+        """Bytes of the pool that backwards share."""
+        sharing = (chunk.calls for chunk in self.chunks if chunk.shares_backwards)
+        return max((call.backward for calls in sharing for call in calls), default=0)
+
+    @property
+    def pool_bytes(self) -> int:
+        """At least: fragmentation and the allocator's rounding come on top."""
+        own = (chunk.slots * chunk.pool() + chunk.first_gradients for chunk in self.chunks)
+        return self.backwards + sum(own)
+
+    @property
+    def total_bytes(self) -> int:
+        inputs = sum(chunk.slots * chunk.inputs() for chunk in self.chunks)
+        return self.pool_bytes + inputs + self.gradients
+
+    @property
+    def saved_by_sharing(self) -> int:
+        return sum(chunk.slots * chunk.unshared() for chunk in self.chunks) - self.total_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        totals = ("backwards", "pool_bytes", "total_bytes", "saved_by_sharing")
+        return {**asdict(self), **{name: getattr(self, name) for name in totals}}
+
+    def __str__(self) -> str:
+        """A line per scope, in MiB, and one per chunk."""
+        headings = ("scope", "inputs", "linked", "outputs", "kept", "forward", "backward")
+        calls = [call for chunk in self.chunks for call in chunk.calls]
+        rows = [(c.scope, *(_mib(getattr(c, name)) for name in headings[1:])) for c in calls]
+        widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+            for row in (headings, *rows)
+        ]
+        for number, chunk in enumerate(self.chunks):
+            first = chunk.first_gradients
+            lines.append(
+                f"chunk {number}: {chunk.slots} slots of {_mib(chunk.pool())} pool and "
+                f"{_mib(chunk.inputs())} inputs" + (f"; gradients {_mib(first)}" if first else "")
+            )
+        if self.backwards:
+            lines.append(f"backwards, by turns {_mib(self.backwards)}")
+        lines.append(
+            f"incoming gradients {_mib(self.gradients)}; total {_mib(self.total_bytes)} MiB, with "
+            f"{_mib(self.saved_by_sharing)} MiB saved by sharing"
+        )
+        return "\n".join(lines)
+
+
+def memory_plan(
+    plan: Plan,
+    measured: Mapping[int, CallMemory],
+    split: bool,
+    copied: Collection[str] | None = None,
+    *,
+    accumulates: bool = False,
+) -> MemoryPlan:
+    """
+    Args:
+        measured: by the number of the calls alike.
+        copied: names of scopes whose weights' gradients are copied; None: those of all.
+        accumulates: microbatches of a step add to the gradients of the first.
+    """
+    chunks = []
+    for chunk in plan.chunks:
+        calls = [measured[n] for n in chunk.calls if n in measured]
+        stay = copied is not None and chunk.slots == 1 and not split
+        of_first = 0
+        if stay and accumulates:
+            temporaries = max((call.backward - call.weights for call in calls), default=0)
+            of_first = temporaries + sum(call.weights for call in calls)
+        at_once = set(copied or ()) if stay and not of_first else {c.scope for c in calls}
+        calls = [replace(c, weights=0) if c.scope in at_once else c for c in calls]
+        shares = copied is not None and chunk.slots > 1 and not split
+        chunks.append(ChunkMemory(tuple(calls), chunk.slots, split, shares, of_first))
+    gradients = [call.gradients for chunk in chunks for call in chunk.calls]
+    own = sum(chunk.slots * call.gradients for chunk in chunks for call in chunk.calls)
+    return MemoryPlan(tuple(chunks), own if split else max(gradients, default=0))
+
+
+def nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.1f}"

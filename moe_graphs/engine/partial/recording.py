@@ -1,0 +1,294 @@
+"""One call of a scope as graphs: what its forward and its backward read and write, once captured.
+
+These values do not change after the capture. What changes with every replay is in a call site of a
+slot (``slots.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import compress
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from moe_graphs.engine.autograd import LeafUses, SplitBackward
+from moe_graphs.engine.backends.backend import Graph
+from moe_graphs.engine.buffer_lease import BufferLease
+from moe_graphs.engine.fp8 import Scales
+from moe_graphs.engine.guards.guards import Guards
+from moe_graphs.engine.guards.torch_state import Context
+from moe_graphs.engine.partial.scope import Call, Exit
+from moe_graphs.engine.tensors import Mismatch, Signature, local, unflattening
+
+Layouts = tuple[tuple[int, ...] | None, ...]
+versions_of = attrgetter("_version")
+_LARGE = 1 << 22  # elements
+
+
+@dataclass(frozen=True)
+class OutputLeaf:
+    """Where a leaf of the outputs comes from at replay: "graph" gives an index into the graph's
+    outputs, "input" one into the leaves of the inputs, "constant" the value itself."""
+
+    source: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the Python of a call could read, and the state of torch around it."""
+
+    guards: Guards
+    context: Context
+
+    def mismatch(self) -> Mismatch | None:
+        return self.context.mismatch() or self.guards.mismatch()
+
+
+@dataclass(frozen=True)
+class RecordedForward:
+    """A captured forward.
+
+    Attributes:
+        inputs: static tensors where the inputs have tensors, the captured constants elsewhere.
+        loaded: numbers of the inputs that have memory of their own: the first of several that are
+            the very same tensor; targets: where their values are copied to.
+        linked: of these, those that are static outputs of other recordings.
+        outputs: static tensors that the graph writes; handed out as aliases, 0-dim ones as copies.
+        differentiable: of these, which have a gradient.
+        listed: what the node of autograd gets, per use: a number of an input, or the parameter.
+        saved_outputs, saved_of_model: tensors that the backward reads, by what they are here;
+            saved_inputs: likewise, as numbers of inputs.
+        written: tensors outside of the graph that it modifies.
+        draws: whether it draws random numbers.
+        scales: those that it casts to FP8 with, None if it does not.
+        is_split: whether the gradients of the weights are computed apart.
+        arguments: of the module's forward, without tensors, for one that resumes.
+    """
+
+    graph: Graph
+    signature: Signature
+    surroundings: Surroundings
+    inputs: tuple[Any, ...]
+    loaded: tuple[int, ...]
+    targets: tuple[Tensor, ...]
+    linked: frozenset[int]
+    outputs: tuple[Tensor, ...]
+    differentiable: tuple[bool, ...]
+    output_leaves: tuple[OutputLeaf, ...]
+    output_structure: pytree.TreeSpec
+    exit: Exit | None
+    listed: tuple[int | Tensor, ...]
+    saved_outputs: tuple[Tensor, ...]
+    saved_inputs: tuple[int, ...]
+    saved_of_model: tuple[Tensor, ...]
+    written: tuple[Tensor, ...]
+    draws: bool
+    scales: Scales | None
+    is_split: bool
+    arguments: Call
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [each for each in self.listed if isinstance(each, Tensor)]
+
+    @cached_property
+    def saved(self) -> list[Tensor]:
+        """Outputs, then the model's."""
+        return [*self.saved_outputs, *self.saved_of_model]
+
+    @cached_property
+    def constant_outputs(self) -> list[int]:
+        """The numbers of those without a gradient."""
+        return [i for i, needed in enumerate(self.differentiable) if not needed]
+
+    @cached_property
+    def build_outputs(self) -> Callable[[list[Any]], Any]:
+        """From their leaves."""
+        return unflattening(self.output_structure)
+
+    def static_tensors(self) -> list[Tensor]:
+        """What it alone keeps alive: its own inputs, and its outputs."""
+        return [self.inputs[i] for i in self.loaded if i not in self.linked] + list(self.outputs)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Gradients that are copied together. ``likes``: what the copies are laid out like."""
+
+    uses: list[int]
+    likes: list[Tensor]
+    gradients: list[Tensor]
+
+    def without(self, uses: Collection[int]) -> Launch:
+        kept = [use not in uses for use in self.uses]
+        columns = (self.uses, self.likes, self.gradients)
+        return Launch(*(list(compress(column, kept)) for column in columns))
+
+
+@dataclass(frozen=True)
+class RecordedBackward:
+    """A captured backward, or a part of it.
+
+    Attributes:
+        layouts: per differentiable output, the strides of its incoming gradient, None where none
+            comes in. With other ones other sums are made, and other parameters get none: that is
+            another graph.
+        targets: where the gradients that do come in are copied to.
+        uses: the numbers of the uses (``RecordedForward.listed``) whose gradients it computes;
+            listed: what these are, a number of an input or the parameter.
+        gradients: of these (of a DTensor its local part). Those that may become ``.grad`` have
+            their memory for themselves, of the others it is only borrowed: later captures of the
+            slot use it again.
+        leases: of the weights' gradients, for when they are handed out.
+    """
+
+    graph: Graph | None
+    surroundings: Surroundings
+    layouts: Layouts
+    targets: tuple[Tensor, ...]
+    uses: tuple[int, ...]
+    listed: tuple[int | Tensor, ...]
+    gradients: tuple[Tensor | None, ...]
+    leases: tuple[BufferLease | None, ...]
+
+    @cached_property
+    def of_parameters(self) -> list[tuple[int, Tensor, BufferLease]]:
+        """Uses, parameters and the leases of their gradients."""
+        rows = zip(self.uses, self.listed, self.leases, strict=True)
+        return [row for row in rows if row[2] is not None]
+
+    @cached_property
+    def parameters(self) -> list[Tensor]:
+        return [parameter for _, parameter, _ in self.of_parameters]
+
+    @cached_property
+    def has_some_in_place(self) -> bool:
+        """Whether it was captured with gradients that may become ``.grad``."""
+        return any(lease.in_place for _, _, lease in self.of_parameters)
+
+    def finds_no_gradient(self) -> bool:
+        """Whether those that may become ``.grad`` would: there is none yet to add to."""
+        in_place = [parameter for _, parameter, lease in self.of_parameters if lease.in_place]
+        return bool(in_place) and all(parameter.grad is None for parameter in in_place)
+
+    @cached_property
+    def launches(self) -> list[Launch]:
+        """What copies all gradients. The kernel for many tensors takes those of one dtype and
+        layout. Large ones go by themselves: it moves 2.6 TB/s on an H200, the one for a single
+        tensor 4.3 (2026-11-21)."""
+        together: dict[Any, Launch] = {}
+        for use, each, gradient in zip(self.uses, self.listed, self.gradients, strict=True):
+            if gradient is not None:
+                like = each if isinstance(each, Tensor) else gradient
+                dense = gradient.is_contiguous() and local(like).stride() == gradient.stride()
+                alone = gradient.numel() >= _LARGE or not dense or like.dtype != gradient.dtype
+                launch = together.setdefault(use if alone else gradient.dtype, Launch([], [], []))
+                launch.uses.append(use)
+                launch.likes.append(like)
+                launch.gradients.append(gradient)
+        return list(together.values())
+
+    def launches_without(self, uses: tuple[int, ...]) -> list[Launch]:
+        """What copies all gradients but some."""
+        if uses not in self._launches_without:
+            rest = [launch.without(uses) for launch in self.launches]
+            self._launches_without[uses] = [launch for launch in rest if launch.uses]
+        return self._launches_without[uses]
+
+    @cached_property
+    def _launches_without(self) -> dict[tuple[int, ...], list[Launch]]:
+        return {}
+
+    def other(self, layouts: Layouts) -> str:
+        """Why a backward with other incoming gradients cannot be replayed."""
+        used = [layout is not None for layout in layouts]
+        same = used == [layout is not None for layout in self.layouts]
+        return "other_layout" if same else "other_outputs"
+
+
+def has_tensors_inside(value: Any) -> bool:
+    """Whether an object that is no pytree holds tensors: they would be lost on the way."""
+    held = getattr(value, "__dict__", {}).values() if not isinstance(value, nn.Module) else ()
+    return any(isinstance(each, Tensor) for each in held)
+
+
+def layouts_of(incoming: Sequence[Tensor | None]) -> Layouts:
+    return tuple(None if gradient is None else gradient.stride() for gradient in incoming)
+
+
+# ---- autograd's side of a recorded forward, until its backward is recorded
+
+
+@dataclass(frozen=True)
+class OpenCall:
+    """
+    Attributes:
+        outputs: the differentiable ones, with their history.
+        numbers, inputs: static leaves that require grad, and which inputs they are.
+        parameters: leaves, mostly stand-ins of the model's.
+        uses: of inputs and parameters, in this order.
+    """
+
+    outputs: list[Tensor]
+    numbers: tuple[int, ...]
+    inputs: list[Tensor]
+    parameters: list[Tensor]
+    uses: LeafUses
+
+
+class BackwardRun:
+    """The backward of an open call for one pattern of incoming gradients, to be run as often as is
+    needed: eagerly, and into a graph. It reads static memory.
+
+    Attributes:
+        given: gradients per output, None where none comes in.
+        incoming: those of them that are there.
+        first_uses, second_uses: the numbers of the uses that each part computes.
+    """
+
+    def __init__(self, open: OpenCall, given: Sequence[Tensor | None], split: bool) -> None:
+        used = [(o, g) for o, g in zip(open.outputs, given, strict=True) if g is not None]
+        outputs, self.incoming = ([pair[i] for pair in used] for i in range(2))
+        self.given, self.layouts = tuple(given), layouts_of(given)
+        self._open, self._outputs = open, outputs
+        self._leaves = [*open.inputs, *open.parameters]
+        count = len(open.inputs)
+        of_inputs = tuple(n for n, leaf in enumerate(open.uses.of) if leaf < count)
+        of_parameters = tuple(n for n, leaf in enumerate(open.uses.of) if leaf >= count)
+        self._split = SplitBackward(outputs, open.inputs, open.parameters) if split else None
+        self.first_uses = of_inputs if split else (*of_inputs, *of_parameters)
+        self.second_uses = of_parameters if split else ()
+
+    def first_part(self, incoming: Sequence[Tensor], *, last: bool = False) -> list[Tensor | None]:
+        """``last``: autograd's graph is not needed any more."""
+        uses = self._open.uses
+        if not self._outputs:
+            return [None] * len(self.first_uses)
+        if self._split is None:
+            return uses.gradients(self._outputs, incoming, retain_graph=not last)
+        with uses.kept_apart() as addends:
+            gradients = self._split.input_gradients(incoming)
+        rest = [None] * len(self._open.parameters)
+        spread = uses.spread([*gradients, *rest], addends)
+        return [spread[use] for use in self.first_uses]
+
+    def close(self) -> None:
+        """Lets go of autograd's graph, whoever still holds this."""
+        self._open = self._split = None
+        self._outputs, self._leaves = [], []
+
+    def second_part(self) -> list[Tensor | None]:
+        """Goes on from where the last first part has come to."""
+        if not self._outputs:
+            return [None] * len(self.second_uses)
+        uses = self._open.uses
+        with uses.kept_apart() as addends:
+            gradients = self._split.parameter_gradients()
+        spread = uses.spread([*[None] * len(self._open.inputs), *gradients], addends)
+        return [spread[use] for use in self.second_uses]

@@ -1,0 +1,419 @@
+"""Replays a recording as a node of the caller's autograd graph, and hands its gradients out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from moe_graphs.engine import fp8
+from moe_graphs.engine.autograd import accumulates, has_hooks, is_wanted
+from moe_graphs.engine.buffer_lease import BufferLease
+from moe_graphs.engine.partial.capture import Recorder
+from moe_graphs.engine.partial.recording import RecordedBackward, layouts_of
+from moe_graphs.engine.partial.slots import PendingBackward, Place, Slot
+from moe_graphs.engine.partial.verify import recompute
+from moe_graphs.engine.tensors import copy_to, local
+from moe_graphs.errors import GraphError
+
+# ---- backwards whose first part has run: the weights' gradients wait to be asked for
+
+
+@dataclass(frozen=True)
+class WeightsPart:
+    """The weights' part of one backward of a scope. ``compute`` gives a gradient (or None) for each
+    of ``parameters``, good until the next replay."""
+
+    parameters: list[Tensor]
+    compute: Callable[[], list[Tensor | None]]
+
+
+class DelayedWeights:
+    """A queue of backwards, oldest first.
+
+    is_collecting: whether a backward that runs now leaves its weights' part to the queue.
+    each_by_itself: whether every backward of a scope is one of the queue, and always collected.
+    """
+
+    def __init__(self, each_by_itself: bool = False) -> None:
+        self._waiting: deque[list[WeightsPart]] = deque()
+        self._each_by_itself = each_by_itself
+        self.is_collecting = each_by_itself
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def clear(self) -> None:
+        """Forgets backwards of a step that has ended."""
+        self._waiting.clear()
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Within this context the backwards of all scopes that run belong to one of the queue."""
+        self._waiting.append([])
+        self.is_collecting = True
+        try:
+            yield
+        finally:
+            self.is_collecting = False
+
+    def collect(self, pending: PendingBackward, part: WeightsPart) -> None:
+        hooked = next(filter(has_hooks, pending.place.forward.parameters), None)
+        if hooked is not None:
+            raise GraphError(
+                f"scope {pending.place.name!r}: a parameter {tuple(hooked.shape)} has gradient "
+                f"hooks, which a delayed weight gradient does not run: remove them, or do not "
+                f"delay this backward"
+            )
+        if self._each_by_itself:
+            self._waiting.append([])
+        self._waiting[-1].append(part)
+
+    def replay_oldest(self) -> None:
+        """Adds the weights' gradients of the oldest backward to ``.grad``.
+
+        A parameter that several scopes use, or one several times, is added up first, as autograd
+        does.
+
+        Raises:
+            GraphError: if none waits.
+        """
+        if not self._waiting:
+            raise GraphError(
+                "backward_weight() without a backward that waits for it: call it once for every "
+                "backward whose weights were delayed"
+            )
+        parts = self._waiting.popleft()
+        uses = Counter(id(parameter) for part in parts for parameter in part.parameters)
+        sums: dict[int, tuple[Tensor, Tensor]] = {}
+        for part in parts:
+            alone = []
+            for parameter, gradient in zip(part.parameters, part.compute(), strict=True):
+                if gradient is None:
+                    continue
+                if uses[id(parameter)] == 1:
+                    alone.append((parameter, gradient))
+                else:
+                    known = sums.get(id(parameter))
+                    total = gradient.clone() if known is None else known[1] + gradient
+                    sums[id(parameter)] = (parameter, total)
+            _add_to_grad(alone)
+        _add_to_grad(list(sums.values()))
+
+
+@torch.no_grad()
+def _add_to_grad(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    totals, addends = [], []
+    for parameter, gradient in pairs:
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+        else:
+            totals.append(parameter.grad)
+            addends.append(gradient)
+    if totals:
+        torch._foreach_add_(totals, addends)
+
+
+# ---- how gradients leave the static memory of a graph
+
+
+def outgoing(
+    slot: Slot,
+    place: Place,
+    recorded: RecordedBackward,
+    nodes: Callable[[], Sequence[Node | None]],
+) -> dict[int, Tensor | None]:
+    """By use, the gradients as tensors that autograd may take.
+
+    A parameter without a ``.grad`` gets the static memory itself, if nothing else ever writes
+    there: autograd makes it ``.grad``. One that has a ``.grad`` already (a later microbatch) is
+    added to by autograd in place: it gets static memory lent until the next replay in the slot. In
+    every other case (hooks, ``autograd.grad``, inputs) it is a copy, laid out like the parameter
+    so that it can become ``.grad`` without another one.
+
+    nodes: per use, where its gradient goes.
+    """
+    results: dict[int, Tensor | None] = {}
+    launches = recorded.launches
+    if recorded.has_some_in_place or any(map(_has_grad, recorded.parameters)):
+        results |= lent(slot, place, recorded, nodes)
+        launches = recorded.launches_without(tuple(results))
+    for launch in launches:
+        copies = list(map(torch.empty_like, launch.likes))
+        targets = list(map(local, copies))
+        if len(copies) == 1:
+            targets[0].copy_(launch.gradients[0])
+        elif copies:
+            torch._foreach_copy_(targets, launch.gradients)
+        results.update(zip(launch.uses, copies, strict=True))
+    return results
+
+
+def lent(
+    slot: Slot,
+    place: Place,
+    recorded: RecordedBackward,
+    nodes: Callable[[], Sequence[Node | None]],
+    *,
+    in_place_only: bool = False,
+) -> dict[int, Tensor]:
+    """The part of it that is static memory."""
+    found: dict[int, Tensor] = {}
+    added: list[BufferLease] = []
+    in_place: list[BufferLease] = []
+    for use, parameter, lease in recorded.of_parameters:
+        there = parameter.grad
+        if there is None:
+            leases = in_place if lease.in_place else None
+        else:
+            can_be_added = lease.can_be_added and there.layout is torch.strided
+            leases = added if can_be_added and not in_place_only else None
+        if leases is None:
+            continue
+        if not parameter._backward_hooks and accumulates(nodes()[use]):
+            found[use] = lease.hand_out()
+            leases.append(lease)
+        elif there is None:
+            lease.copied["hooks" if parameter._backward_hooks else "asked_for"] += 1
+    slot.lend(place, added=added, in_place=in_place)
+    return found
+
+
+def _has_grad(parameter: Tensor) -> bool:
+    return parameter.grad is not None
+
+
+# ---- the node
+
+
+class Replay(torch.autograd.Function):
+    """Inputs and parameters in, once per use; outputs out; gradients leave as tensors of their own.
+
+    The backward replays a graph if that was captured for it. Otherwise it runs eagerly: on the
+    autograd graph of the capture as long as that is there, else by computing the forward anew.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        slot: Slot,
+        pending: PendingBackward,
+        recorder: Recorder,
+        delayed: DelayedWeights,
+        leaves: Sequence[Any],
+        *listed: Tensor,
+    ) -> tuple[Tensor, ...]:
+        place = pending.place
+        place.load(leaves)
+        place.forward.graph.replay()
+        place.replayed += 1
+        # A replay changes them behind autograd's back: an older graph must not use them unnoticed.
+        if place.forward.written:
+            torch.autograd.graph.increment_version(place.forward.written)
+        pending.replayed()
+        if place.forward.scales is not None:
+            pending.is_first_in_fp8 = fp8.claim_first()
+        outputs = place.hand_out()
+        if place.forward.constant_outputs:
+            ctx.mark_non_differentiable(*map(outputs.__getitem__, place.forward.constant_outputs))
+        ctx.set_materialize_grads(False)
+        ctx.parts = slot, pending, recorder, delayed
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        slot, pending, recorder, delayed = ctx.parts
+        slot.check_alive(pending)
+        forward = pending.place.forward
+        _refuse_transforms(pending.place, gradients)
+        nodes = _Nodes(ctx)
+        results: dict[int, Tensor | None] = {}
+        # Zero-bubble schedules run this node twice: for the inputs, and later for the weights.
+        is_second_part = pending.is_done and forward.is_split
+        if pending.is_over and slot.retains():
+            return _another(slot, pending, recorder, gradients)
+        if not is_second_part or _wants(nodes(), forward.listed, int):
+            slot.check(pending)
+            pending.note_gradients(gradients)
+            pairs = zip(gradients, forward.differentiable, strict=True)
+            incoming = [gradient for gradient, needed in pairs if needed]
+            results |= _first_part(slot, pending, recorder, incoming, nodes)
+            if pending.is_first_in_fp8:
+                fp8.update_scales_of_backwards()
+        pending.check_gradients(gradients)
+        if forward.is_split and _wants(nodes(), forward.listed, Tensor):
+            if delayed.is_collecting:
+                delayed.collect(pending, _part(slot, pending, recorder))
+            else:
+                results |= _weights_part(slot, pending, recorder, nodes)
+        return (None, None, None, None, None, *map(results.get, range(len(forward.listed))))
+
+
+def _another(
+    slot: Slot, pending: PendingBackward, recorder: Recorder, gradients: Sequence[Tensor | None]
+) -> tuple[Any, ...]:
+    """One more backward of a forward whose graph was retained: no recording serves it."""
+    slot.check(pending)
+    pairs = zip(gradients, pending.place.forward.differentiable, strict=True)
+    incoming = [gradient for gradient, needed in pairs if needed]
+    pending.place.planned.ran_backward_eagerly("second_backward")
+    return (None, None, None, None, None, *recompute(recorder.backend, pending, incoming))
+
+
+class _Nodes:
+    """Per use, where its gradient goes. Asked of autograd when somebody wants to know."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx, self._found = ctx, None
+
+    def __call__(self) -> Sequence[Node | None]:
+        if self._found is None:
+            self._found = [node for node, _ in self._ctx.next_functions]
+        return self._found
+
+
+def _wants(nodes: Sequence[Node | None], listed: Sequence[int | Tensor], kind: type) -> bool:
+    """Whether the running backward needs a gradient of an input (``int``) or parameter."""
+    return any(is_wanted(n) for n, each in zip(nodes, listed, strict=True)
+               if isinstance(each, kind))  # fmt: skip
+
+
+# Past what ``Function.apply`` looks for in Python: there is no transform here, and no wrapper.
+_apply = super(torch.autograd.Function, Replay).apply
+
+
+def replay(
+    slot: Slot,
+    pending: PendingBackward,
+    recorder: Recorder,
+    delayed: DelayedWeights,
+    leaves: Sequence[Any],
+) -> list[Any]:
+    """Replays the forward on the leaves of a call; returns the leaves of the outputs."""
+    place = pending.place
+    listed = [leaves[each] if isinstance(each, int) else each for each in place.forward.listed]
+    produced = _apply(slot, pending, recorder, delayed, leaves, *listed)
+    place.note_handed(produced)
+    sources = {"graph": produced, "input": leaves}
+    return [
+        leaf.value if leaf.source == "constant" else sources[leaf.source][leaf.value]
+        for leaf in place.forward.output_leaves
+    ]
+
+
+def _part(slot: Slot, pending: PendingBackward, recorder: Recorder) -> WeightsPart:
+    listed = pending.place.forward.listed
+    uses = [use for use, each in enumerate(listed) if isinstance(each, Tensor)]
+
+    def compute() -> list[Tensor | None]:
+        gradients = _weights_part(slot, pending, recorder, None)
+        return [gradients.get(use) for use in uses]
+
+    return WeightsPart([listed[use] for use in uses], compute)
+
+
+def _weights_part(
+    slot: Slot, pending: PendingBackward, recorder: Recorder, nodes: _Nodes | None
+) -> dict[int, Tensor | None]:
+    """The gradients of the parameters by use, where they are computed apart. Without ``nodes`` they
+    are static memory, good until the next replay in the slot."""
+    place = pending.place
+    slot.weights_done(pending)
+    if pending.kept is not None:
+        return pending.kept
+    if place.weights is None:
+        second_uses = place.run.second_uses  # a capture that fails lets go of the run
+        gradients = recorder.backward_of_weights(slot, pending)
+        return dict(zip(second_uses, gradients, strict=True))
+    slot.reclaim_added()
+    if place.weights.graph is not None:
+        place.weights.graph.replay()
+    if nodes is None:
+        return dict(zip(place.weights.uses, place.weights.gradients, strict=True))
+    return outgoing(slot, place, place.weights, nodes)
+
+
+def _first_part(
+    slot: Slot,
+    pending: PendingBackward,
+    recorder: Recorder,
+    incoming: Sequence[Tensor | None],
+    nodes: _Nodes,
+) -> dict[int, Tensor | None]:
+    """The gradients by use: all of them, or those of the inputs."""
+    place = pending.place
+    reason = slot.unreplayable(pending, layouts_of(incoming))
+    if reason is None:
+        slot.backward_done(pending, replayed=True)
+        return _replayed(slot, place, incoming, nodes)
+    if place.open is not None:
+        results = recorder.backward(slot, pending, incoming)
+        slot.backward_done(pending, replayed=place.backward is not None)
+        failed = place.planned.refused or recorder.failure
+        if place.backward is not None and not failed:  # its replay has left the same in place
+            results |= lent(slot, place, place.first or place.backward, nodes, in_place_only=True)
+        return results
+    place.planned.ran_backward_eagerly(reason)
+    gradients = dict(enumerate(recompute(recorder.backend, pending, incoming)))
+    if reason == "other_layout" and _fits(place, incoming) and slot.reclaim_added():
+        slot.backward_done(pending, replayed=True)
+        _copy_in(place, incoming)
+        if recorder.verification.agrees(place, gradients):
+            place.proven_layouts.add(layouts_of(incoming))
+        return gradients
+    slot.backward_done(pending, replayed=False)
+    if place.forward.is_split:
+        is_parameter = {n: isinstance(each, Tensor) for n, each in enumerate(place.forward.listed)}
+        pending.kept = {n: g for n, g in gradients.items() if is_parameter[n]}
+        return {n: g for n, g in gradients.items() if not is_parameter[n]}
+    return gradients
+
+
+def _replayed(
+    slot: Slot, place: Place, incoming: Sequence[Tensor | None], nodes: _Nodes
+) -> dict[int, Tensor | None]:
+    recorded = slot.backward_to_replay(place)
+    _copy_in(place, incoming)
+    if recorded.graph is not None:
+        recorded.graph.replay()
+    return outgoing(slot, place, recorded, nodes)
+
+
+def _fits(place: Place, incoming: Sequence[Tensor | None]) -> bool:
+    """Whether static memory can hold the gradients: where they were expanded, it has less."""
+    given = [gradient for gradient in incoming if gradient is not None]
+    pairs = zip(place.backward.targets, given, strict=True)
+    return not place.forward.is_split and all(t.shape == g.shape for t, g in pairs)
+
+
+def _copy_in(place: Place, incoming: Sequence[Tensor | None]) -> None:
+    given = [gradient for gradient in incoming if gradient is not None]
+    for target, gradient in zip(place.backward.targets, given, strict=True):
+        copy_to(target, gradient)
+
+
+def _refuse_transforms(place: Place, gradients: Sequence[Tensor | None]) -> None:
+    if torch.is_grad_enabled():
+        raise GraphError(
+            f"scope {place.name!r}: a backward with create_graph=True: a graph has no derivative "
+            f"of its backward: run forwards whose gradients are differentiated (a gradient "
+            f"penalty) within graphs.paused(), or in the warm-up steps as well"
+        )
+    if torch._C._functorch.peek_interpreter_stack() is not None or any(map(_is_batched, gradients)):
+        raise GraphError(
+            f"scope {place.name!r}: a backward under torch.func or with is_grads_batched=True, "
+            f"which a graph was not captured for: run its forward within graphs.paused()"
+        )
+
+
+def _is_batched(gradient: Tensor | None) -> bool:
+    functorch = torch._C._functorch
+    return gradient is not None and (
+        functorch.is_batchedtensor(gradient) or functorch.is_legacy_batchedtensor(gradient)
+    )

@@ -1,0 +1,218 @@
+"""Which parts of a model are scopes, and how one call of a scope is cut into three.
+
+``enter`` runs what stands before the graph and returns the graph's inputs; ``run`` is the part that
+is captured; ``leave`` runs what stands behind. For a whole forward ``enter`` and ``leave`` do
+nothing.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from moe_graphs.config import Choice, GraphConfig, check, is_pattern
+from moe_graphs.engine.guards.introspection import scripted
+from moe_graphs.engine.tensors import is_sharded_by_fsdp
+from moe_graphs.staged import Boundary, Frame, Staged, Stop, resuming, run_until
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a call of the scope's module."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def without_tensors(self) -> Call:
+        """For a forward that resumes: it reads its record, not its arguments."""
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda _: None, (self.args, self.kwargs))
+        return Call(args, kwargs)
+
+
+@dataclass(frozen=True)
+class Exit:
+    """At which stages of which modules, outermost first, the captured part was left, and why."""
+
+    frames: tuple[tuple[nn.Module, str], ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A part of ``module``'s forward. ``start`` and ``stop`` name stages; None is the very end.
+
+    function: what runs in the place of the forward of the module's class.
+    """
+
+    name: str
+    module: nn.Module
+    start: str | None = None
+    stop: str | None = None
+    function: Callable[..., Any] | None = field(default=None, repr=False)
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The module's own, of its class as that is now."""
+        return self.function or types.MethodType(type(self.module).forward, self.module)
+
+    def enter(self, call: Call) -> Any:
+        """The inputs of the captured part: the arguments, or the record that enters ``start``."""
+        if self.start is None:
+            return call.args, call.kwargs
+        stop = Stop(self.module, self.start)
+        _, boundary = run_until(stop, lambda: self.forward(*call.args, **call.kwargs))
+        assert boundary is not None, f"{self.name}: forward ended before stage {self.start!r}"
+        return boundary.frames[0].record
+
+    def run(self, inputs: Any, call: Call, *, capturing: bool) -> tuple[Any, Exit | None]:
+        """The captured part: its outputs, and where it was left (None: it ran to the end).
+
+        Capturing, a dynamic component ends it early; otherwise only ``stop`` does.
+        """
+        stop = Stop(self.module, self.stop, capturing)
+        if self.start is None:
+            args, kwargs = inputs
+            value, boundary = run_until(stop, lambda: self.forward(*args, **kwargs))
+        else:
+            with resuming(Boundary((Frame(self.module, self.start, inputs),), "")):
+                value, boundary = run_until(stop, lambda: self.forward(*call.args, **call.kwargs))
+        if boundary is None:
+            return value, None
+        left = tuple((frame.module, frame.stage) for frame in boundary.frames)
+        return tuple(frame.record for frame in boundary.frames), Exit(left, boundary.reason)
+
+    def leave(self, outputs: Any, exit: Exit | None, call: Call) -> Any:
+        """The eager rest: what the module's forward returns."""
+        if exit is None:
+            return outputs
+        frames = (Frame(m, stage, r) for (m, stage), r in zip(exit.frames, outputs, strict=True))
+        with resuming(Boundary(tuple(frames), exit.reason)):
+            return self.forward(*call.args, **call.kwargs)
+
+    def name_input(self, path: Sequence[Any]) -> str:
+        """The name of an input for messages: a parameter of ``forward`` or a field of a record."""
+        if self.start is not None:
+            return pytree.keystr(tuple(path)).lstrip(".")
+        which, *rest = path
+        below = pytree.keystr(tuple(rest[1:]))
+        if which.idx == 1:
+            return f"{rest[0].key}{below}"
+        parameters = list(inspect.signature(self.forward).parameters.values())
+        position = rest[0].idx
+        if position < len(parameters) and parameters[position].kind != inspect._VAR_POSITIONAL:
+            return f"{parameters[position].name}{below}"
+        return f"argument {position}{below}"
+
+
+def _check_not_sharded(model: nn.Module) -> None:
+    if any(map(is_sharded_by_fsdp, model.modules())):
+        raise ValueError(
+            "fully_shard (FSDP2) gathers parameters into other memory in every step, with "
+            "reshard_after_forward=False, too, and graphs of scopes read them where they lay: "
+            "capture whole steps with FullIteration, which holds the gathering itself, or leave "
+            "weights whole on all ranks (moe_graphs.parallel.replicate)"
+        )
+
+
+def find_scopes(model: nn.Module, config: GraphConfig) -> list[Scope]:
+    """The scopes that ``config`` selects, in the order of the model's modules.
+
+    Raises:
+        ValueError: if a name or pattern selects nothing, or a rule of ``config.py`` is broken, or
+            two scopes overlap, or FSDP2 has sharded the model.
+    """
+    _check_not_sharded(model)
+    scopes: list[Scope] = []
+    if not all(map(is_pattern, config.scopes)):
+        layers = _outermost_staged(model)
+        offered = {s.name: s.dynamic for _, layer in layers for s in layer.stages()}
+        choice = Choice(config.impl, config.scopes, offered, some_patterns(model))
+        check(choice)
+        wanted = choice.wanted_stages()
+        scopes += [s for name, layer in layers if (s := _part_of_layer(name, layer, wanted))]
+    for pattern in filter(is_pattern, config.scopes):
+        scopes += _matching(model, pattern)
+    _check_disjoint(scopes)
+    order = {id(module): position for position, module in enumerate(model.modules())}
+    return sorted(scopes, key=lambda scope: order[id(scope.module)])
+
+
+def some_patterns(model: nn.Module, count: int = 3) -> tuple[str, ...]:
+    """Patterns that select submodules of this model: repeated layers, and parts of a layer."""
+    named = [(n, m) for n, m in model.named_modules() if n and not _is_empty(m)]
+    layers = [name for name, _ in named if name.rpartition(".")[2].isdigit() and "." in name]
+    found = [f"{name.rpartition('.')[0]}.*" for name in layers]
+    found += [f"*.{n.rpartition('.')[2]}" for n, _ in named if n.rpartition(".")[0] in layers]
+    found += [f"*{name}" for name, _ in named if "." not in name]
+    return tuple(dict.fromkeys(found))[:count]
+
+
+def _is_empty(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is None
+
+
+def _outermost_staged(model: nn.Module, prefix: str = "") -> list[tuple[str, Staged]]:
+    if isinstance(model, Staged):
+        return [(prefix, model)]
+    found = []
+    for name, child in model.named_children():
+        found += _outermost_staged(child, f"{prefix}.{name}" if prefix else name)
+    return found
+
+
+def _part_of_layer(name: str, layer: Staged, wanted: Sequence[str]) -> Scope | None:
+    stages = [stage.name for stage in layer.stages()]
+    chosen = [stage for stage in stages if stage in wanted]
+    if not chosen:
+        return None
+    first, end = stages.index(chosen[0]), stages.index(chosen[-1]) + 1
+    if chosen != stages[first:end]:
+        gap = [stage for stage in stages[first:end] if stage not in chosen]
+        raise ValueError(
+            f"layer {name!r}: the scopes select stages {chosen}, with {gap} between them: select "
+            f"those too, since one layer is one graph"
+        )
+    return Scope(
+        name=f"{name}.{'+'.join(chosen)}" if name else "+".join(chosen),
+        module=layer,
+        start=chosen[0] if first else None,
+        stop=stages[end] if end < len(stages) else None,
+    )
+
+
+def _matching(model: nn.Module, pattern: str) -> list[Scope]:
+    names = [name for name, _ in model.named_modules() if name]
+    # "*.encoder" means that of the model itself as well.
+    matches = [n for n in names if any(fnmatch.fnmatchcase(each, pattern) for each in (n, f".{n}"))]
+    if not matches:
+        some = ", ".join(names[:8])
+        raise ValueError(
+            f"pattern {pattern!r} matches no submodule; the first names are {some}: "
+            f"print([name for name, _ in model.named_modules()]) shows them all"
+        )
+    # "layers.*" means the layers: what lies inside a match is captured as a part of it.
+    outermost = [n for n in matches if not any(n.startswith(f"{m}.") for m in matches)]
+    modules = [(name, model.get_submodule(name)) for name in outermost]
+    for name, module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(f"pattern {pattern!r}: {scripted(name)}")
+    return [Scope(name, module) for name, module in modules]
+
+
+def _check_disjoint(scopes: Sequence[Scope]) -> None:
+    owner = {id(scope.module): scope for scope in scopes}
+    if len(owner) < len(scopes):
+        raise ValueError("two scopes select the same module: list it once")
+    for scope in scopes:
+        for name, module in scope.module.named_modules():
+            if name and id(module) in owner:
+                inner = owner[id(module)].name
+                raise ValueError(f"scope {inner!r} lies inside scope {scope.name!r}: drop one")

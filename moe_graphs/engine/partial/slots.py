@@ -1,0 +1,644 @@
+"""Slots: which recording a call replays, and whether it may; microbatches in flight, their order.
+
+A microbatch takes a ``Slot`` with its first forward and gives it back with its last backward. The
+recordings of a slot share a memory pool, so they may only be replayed in the order of their
+capture: all forwards, then the backwards. Leaving some out is right; going back is not, and is
+found here by comparing two integers. Slots have pools of their own, so any interleaving of
+microbatches that fits the slots is right. Backwards of several slots work in one more pool, which
+they share: one runs after the other, and what it leaves is taken before the next one begins.
+
+The first microbatch that takes a slot captures it.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from moe_graphs.engine.autograd import keeps_graph
+from moe_graphs.engine.backends.backend import Backend, Graph
+from moe_graphs.engine.buffer_lease import BufferLease, Leases, references_of_the_engine
+from moe_graphs.engine.partial.recording import (
+    BackwardRun,
+    Layouts,
+    OpenCall,
+    RecordedBackward,
+    RecordedForward,
+    versions_of,
+)
+from moe_graphs.engine.partial.scope import Scope
+from moe_graphs.engine.partial.trials import Tried
+from moe_graphs.engine.ranks import ALONE, Ranks
+from moe_graphs.engine.reasons import BACKWARD, EAGER_CALLS
+from moe_graphs.engine.report import Misses
+from moe_graphs.engine.tensors import Mismatch, Signature, copy_to
+from moe_graphs.engine.verify import Difference, warn
+from moe_graphs.errors import GraphError
+
+# ---- one call site of a slot: what was recorded there, and what its replays change
+
+
+@dataclass
+class PlannedCall:
+    """What is known of a call, whatever the slot.
+
+    tried: in the warm-up, until everything is captured.
+    ranks: those that it communicates with: they capture and compare it when this one does.
+    copied_outputs: handed out as copies, since somebody keeps views of them beyond the next replay.
+    refused: why it is not replayed (any more).
+    not_reproducible: whether eager runs themselves differ from one another, in their last bits.
+    backward_runs_once: autograd's graph of its forward is used up by one backward.
+    eager_backwards: reason -> backwards of replayed forwards that ran eagerly.
+    copies_gradients: why no weight's gradient may become ``.grad`` as it is, None if they may.
+    misses: of the graphs, which warn of eager backwards.
+    """
+
+    scope: Scope
+    signature: Signature
+    tried: Tried | None = None
+    ranks: Ranks = ALONE
+    copied_outputs: set[int] = field(default_factory=set)
+    refused: Mismatch | None = None
+    not_reproducible: bool = False
+    backward_runs_once: bool = False
+    eager_backwards: Counter[str] = field(default_factory=Counter)
+    copies_gradients: str | None = "not_observed"
+    misses: Misses = field(default_factory=Misses)
+
+    def ran_backward_eagerly(self, reason: str) -> None:
+        """Count a backward of a replayed forward that no graph served."""
+        self.eager_backwards[reason] += 1
+        self.misses.ran_eagerly(f"scope {self.scope.name!r}", f"{BACKWARD}{reason}")
+
+    def differs(self, difference: Difference) -> None:
+        """Replays do not compute what eager does: it runs eagerly from now on."""
+        message = f"its replay differs from eager: {difference}"
+        self.refused = Mismatch("differs_from_eager", message)
+        warn(f"scope {self.scope.name!r} stays eager: {message}")
+
+
+class Place:
+    """A call in the order of a slot.
+
+    Attributes:
+        backward: computes all gradients or, if they are split, those of the inputs, and
+            ``weights`` the rest.
+        first: the same for the first microbatch of a step in which gradients are accumulated: they
+            stay where they are, as ``.grad``.
+        open: autograd's graph of the forward, until everything is recorded.
+        run: the backward of it that was begun last.
+        proven_layouts: of incoming gradients, with which a replay was compared with eager as well.
+        leases: one for each storage that its outputs lie on, if they are not copied.
+        out: those of the leases whose outputs were handed out.
+    """
+
+    def __init__(self, planned: PlannedCall, position: int) -> None:
+        self.planned, self.position = planned, position
+        self.clear()
+
+    def clear(self) -> None:
+        self.forward: RecordedForward | None = None
+        self.backward: RecordedBackward | None = None
+        self.first: RecordedBackward | None = None
+        self.weights: RecordedBackward | None = None
+        self.backward_position = -1
+        self.proven_layouts: set[Layouts] = set()
+        self.open: OpenCall | None = None
+        self.run: BackwardRun | None = None
+        self.sources: dict[int, tuple[Place, int]] = {}
+        self.leases: list[BufferLease] = []
+        self.out = Leases()
+        self.replayed = 0
+
+    @property
+    def name(self) -> str:
+        return self.planned.scope.name
+
+    @property
+    def is_recorded(self) -> bool:
+        """Everything that its replays need."""
+        if self.forward is None or not any(self.forward.differentiable):
+            return self.forward is not None
+        has_weights = self.weights is not None or not self.forward.is_split
+        return self.backward is not None and has_weights
+
+    def unused_inputs(self) -> list[str]:
+        """The names of inputs that require a gradient and get none."""
+        if self.backward is None:
+            return []
+        got = {
+            self.forward.listed[use]
+            for use, gradient in zip(self.backward.uses, self.backward.gradients, strict=True)
+            if gradient is not None and isinstance(self.forward.listed[use], int)
+        }
+        return [
+            self.forward.signature.leaves[i].name
+            for i in self.forward.loaded
+            if self.forward.inputs[i].requires_grad and i not in got
+        ]
+
+    def gradient_leases(self) -> list[BufferLease]:
+        """The leases of the weights' gradients."""
+        recorded = (self.first or self.backward, self.weights)
+        return [row[-1] for each in recorded if each is not None for row in each.of_parameters]
+
+    def graphs(self) -> list[Graph]:
+        recorded = (self.forward, self.backward, self.first, self.weights)
+        return [each.graph for each in recorded if each is not None and each.graph is not None]
+
+    def opened(
+        self,
+        forward: RecordedForward,
+        open: OpenCall,
+        sources: dict[int, tuple[Place, int]],
+        owned: set[int],
+    ) -> None:
+        """After the capture of its forward.
+
+        sources: input -> whose static output it is, and which. owned: addresses of the model's
+        own memory, which is not lent when it is an output.
+        """
+        self.forward, self.open, self.sources = forward, open, sources
+        on_storage: dict[int, list[int]] = {}
+        for index, output in enumerate(forward.outputs):
+            storage = output.untyped_storage()
+            if output.dim() > 0 and storage.data_ptr() not in owned:
+                on_storage.setdefault(storage._cdata, []).append(index)
+        self.leases = [
+            BufferLease(forward.outputs[numbers[0]], outputs=numbers)
+            for numbers in on_storage.values()
+        ]
+
+    def is_in_place(self, index: int, leaf: Tensor) -> bool:
+        """Whether static memory has the values of an input already."""
+        if leaf.data_ptr() == self.forward.inputs[index].data_ptr():
+            return True
+        if index not in self.sources:
+            return False
+        source, output = self.sources[index]  # which may be handed out as a copy
+        return source.handed_as(leaf) == output and leaf._version == 0
+
+    def needs_output(self, source: Place, output: int) -> bool:
+        """Whether the backward may read the memory of an output of a place: it is that place, or
+        the memory is a static input."""
+        memory = source.forward.outputs[output].untyped_storage()._cdata
+        inputs = (at.forward.outputs[number].untyped_storage()
+                  for at, number in self.sources.values())  # fmt: skip
+        return self is source or any(each._cdata == memory for each in inputs)
+
+    def load(self, leaves: Sequence[Any]) -> None:
+        """Copies the inputs into place, except those that are already there."""
+        for index, target in zip(self.forward.loaded, self.forward.targets, strict=True):
+            if not self.is_in_place(index, leaves[index]):
+                copy_to(target, leaves[index])
+
+    def hand_out(self) -> list[Tensor]:
+        """The outputs of this replay, as new tensor objects."""
+        copied = self.planned.copied_outputs
+        return [
+            output.detach() if output.dim() and index not in copied else output.clone()
+            for index, output in enumerate(self.forward.outputs)
+        ]
+
+    def note_handed(self, outputs: Sequence[Tensor]) -> None:
+        """Leases the outputs, the tensors as they come out of autograd."""
+        for lease in self.leases:
+            lease.note_handed(map(outputs.__getitem__, lease.outputs))
+        self.out.add(self.leases)
+
+    def handed_as(self, leaf: Any) -> int | None:
+        """The number of the output of the last replay that a tensor is, the very object that was
+        handed out. None once its memory was reclaimed."""
+        numbers = (lease.output_of(leaf) for lease in self.leases)
+        return next((number for number in numbers if number is not None), None)
+
+    def reclaim(self) -> bool:
+        """Reclaims the outputs before they are overwritten. False if a view of one is held.
+
+        Whoever holds a view once does it again (a pipeline's send that is waited for late), so from
+        then on the output is handed out as a copy.
+        """
+        if self.out.reclaim():
+            return True
+        self.planned.copied_outputs.update(*(lease.outputs for lease in self.out))
+        return False
+
+    def release(self) -> None:
+        for graph in self.graphs():
+            graph.release()
+        self.clear()
+
+
+class PendingBackward:
+    """One replayed forward until its backward. Lives as long as the autograd graph needs it.
+
+    is_done: whether its backward, or the part for the inputs, has run; cancelled: it never will.
+    weights: "with_backward" where one graph computes all gradients, else whether the second one,
+        for the weights, is still to come ("pending") or was replayed ("done").
+    random: where the generators stood before the forward, if it draws.
+    kept: gradients of the weights that were computed with those of the inputs.
+    is_first_in_fp8: of the modules under Transformer Engine's autocast it has the first one.
+    """
+
+    is_first_in_fp8 = False
+
+    def __init__(self, place: Place, leaves: Sequence[Any], random: Any) -> None:
+        self.place = place
+        self.is_done = self.cancelled = False
+        self.weights = "pending" if place.forward.is_split else "with_backward"
+        self.random = random
+        self.kept: list[Tensor | None] | None = None
+        self._gradients: list[weakref.ref | None] = []
+        forward = place.forward
+        self._inputs = [(weakref.ref(leaves[i]), leaves[i]._version) for i in forward.saved_inputs]
+        self._versions: list[int] = []
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_done and self.weights != "pending"
+
+    def replayed(self) -> None:
+        self._versions = list(map(versions_of, self.place.forward.saved))
+
+    def note_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        if self.weights == "pending":
+            self._gradients = [None if g is None else weakref.ref(g) for g in gradients]
+
+    def check_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """The weights' part goes on from the very gradients that the first part was given."""
+        if self.weights == "pending":
+            known = [None if ref is None else ref() for ref in self._gradients]
+            if any(a is not b for a, b in zip(known, gradients, strict=True)):
+                raise GraphError(
+                    f"scope {self.place.name!r}: the gradients of its weights are asked for with "
+                    f"other output gradients than those of its inputs were: a graph's saved "
+                    f"tensors serve one backward"
+                )
+
+    def check_unmodified(self) -> None:
+        """What eager refuses as well: a tensor that the backward needs was modified in place."""
+        forward = self.place.forward
+        what, now = None, list(map(versions_of, forward.saved))
+        if now != self._versions:
+            outputs = len(forward.saved_outputs)
+            what = "a parameter or buffer"
+            if now[:outputs] != self._versions[:outputs]:
+                what = "an output"
+        elif any((t := ref()) is not None and t._version != v for ref, v in self._inputs):
+            what = "an input"
+        if what is not None:
+            raise GraphError(
+                f"scope {self.place.name!r}: {what} was modified in place before the backward that "
+                f"needs it: clone it before modifying it"
+            )
+
+
+# ---- slots
+
+_ATTEMPTS = 3  # to capture a slot: a microbatch may leave scopes out
+_NOT_CAPTURED = Mismatch(
+    "not_captured",
+    "a call before it was missing where its microbatch was captured: "
+    + EAGER_CALLS["not_captured"].remedy,
+)
+
+
+class Backwards:
+    """Where backwards work, one after the other.
+
+    Attributes:
+        added: leases of gradients in the pool that autograd adds to others just now.
+    """
+
+    def __init__(self, backend: Backend, pool: Any = None) -> None:
+        self._backend, self._stream = backend, None
+        self.pool = backend.new_pool() if pool is None else pool
+        self.added = Leases()
+
+    def begin(self) -> None:
+        """The next one works here, on the current stream."""
+        stream = self._backend.current_stream()
+        if self._stream is not None and stream != self._stream:
+            self._backend.wait_for(self._stream)
+        self._stream = stream
+
+
+class Slot:
+    """The recordings of one microbatch in flight, and how far the running microbatch has come.
+
+    Args:
+        pool: theirs, if it is not a new one.
+        pool_bytes: of one piece, that a new one begins with.
+        backwards: where those of several slots work; None: in the pool of the slot.
+        first_bytes: where gradients are accumulated, what the pool of those of first microbatches
+            begins with in one piece; 0: they are not.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[PlannedCall],
+        backend: Backend,
+        pool: Any = None,
+        *,
+        pool_bytes: int = 0,
+        backwards: Backwards | None = None,
+        first_bytes: int = 0,
+    ) -> None:
+        self._pool_bytes, self._first_bytes, self._shared = pool_bytes, first_bytes, backwards
+        self.places = tuple(Place(call, position) for position, call in enumerate(calls))
+        self._backend = backend
+        self._of_scope: dict[str, list[Place]] = {}
+        for place in self.places:
+            self._of_scope.setdefault(place.name, []).append(place)
+        self.abandoned = self._attempts = 0
+        self._begin_anew(pool)
+
+    def _begin_anew(self, pool: Any) -> None:
+        self.pool = self._backend.new_pool(self._pool_bytes) if pool is None else pool
+        # Weights' gradients come in any order: what is captured after one of them must not get
+        # the memory that it works in.
+        self.pool_of_weights = self._backend.new_pool()
+        # Nothing but first microbatches' backwards writes where ``.grad`` is until the next step.
+        self.pool_of_first = self._backend.new_pool(self._first_bytes)
+        self.backwards = self._shared or Backwards(self._backend, self.pool)
+        self.in_place = Leases()  # of gradients that have become ``.grad``
+        self._clock, self._backwards = -1, 0
+        self._stream: Any = None
+        # By position: a recording waits for one backward at most.
+        self._pending: dict[int, weakref.ref[PendingBackward]] = {}
+        self._retained: weakref.WeakSet[PendingBackward] = weakref.WeakSet()
+        self.is_closed = False
+
+    # ---- being captured
+
+    @property
+    def accumulates(self) -> bool:
+        return self._first_bytes > 0
+
+    def may_record(self, place: Place) -> bool:
+        """Forwards are captured in their order, before all backwards."""
+        earlier = self.places[: place.position]
+        return (
+            not self.is_closed
+            and self._backwards == 0
+            and all(each.forward is not None or each.planned.refused for each in earlier)
+        )
+
+    def may_record_backward(self) -> bool:
+        """All forwards have to be there: their memory lies before that of the backwards."""
+        complete = not self.is_closed and all(
+            place.forward is not None or place.planned.refused for place in self.places
+        )
+        if complete and self._shared is not None:
+            self._shared.begin()
+        return complete and self.reclaim_added()
+
+    def backward_recorded(self, place: Place) -> None:
+        """The order in which they are captured is the one in which they may be replayed."""
+        place.backward_position = len(self.places) + self._backwards
+        self._backwards += 1
+
+    def output_at(self, leaf: Tensor) -> tuple[Place, int] | None:
+        """The place and the number of the output, if a tensor is the static memory of one, as it
+        was handed out in this microbatch."""
+        for place in self.places:
+            index = place.handed_as(leaf)
+            if index is not None:
+                static = place.forward.outputs[index]
+                return (place, index) if static.data_ptr() == leaf.data_ptr() else None
+        return None
+
+    def leases(self) -> list[BufferLease]:
+        """The leases of all outputs."""
+        return [lease for place in self.places for lease in place.leases]
+
+    def uses_again(self, parameter: Tensor) -> str | None:
+        """Why no gradient of a parameter becomes ``.grad``: autograd adds up several of them."""
+        forwards = (place.forward for place in self.places if place.forward is not None)
+        uses = sum(each is parameter for forward in forwards for each in forward.listed)
+        return "used_again" if uses > 1 else None
+
+    # ---- replays
+
+    def next_place(self, scope: str) -> Place | None:
+        """The next call of ``scope`` that this microbatch has not come to yet."""
+        for place in self._of_scope.get(scope, ()):
+            if place.position > self._clock:
+                return place
+        return None
+
+    def begin(self) -> None:
+        """A new microbatch takes the slot."""
+        self._retained.clear()
+        self._clock = -1
+
+    def pass_by(self, place: Place) -> None:
+        """A call runs eagerly in place of its recording, which is not replayed any more."""
+        self._clock = place.position
+
+    def is_to_record(self, place: Place) -> bool:
+        """Whether its next call may be the one that is captured."""
+        return place.forward is None and not self.is_closed and not place.planned.refused
+
+    def mismatch(self, place: Place, structure: Any, leaves: Sequence[Any]) -> Mismatch | None:
+        """Why this call cannot be replayed now, or None. Makes room for its outputs."""
+        difference = place.planned.refused or place.planned.signature.mismatch(structure, leaves)
+        if difference is not None:
+            return difference
+        if place.forward is None:
+            return None if self.may_record(place) else _NOT_CAPTURED
+        difference = place.forward.surroundings.mismatch()
+        if difference is not None:
+            return difference
+        return self._make_room(place, leaves)
+
+    def _make_room(self, place: Place, leaves: Sequence[Any]) -> Mismatch | None:
+        writes = [place]
+        for index, (source, output) in place.sources.items():
+            if not place.is_in_place(index, leaves[index]):
+                if any(each.place.needs_output(source, output) for each in self.in_flight()):
+                    name = place.planned.signature.leaves[index].name
+                    message = f"input {name!r}: captured as the untouched output of another scope"
+                    remedy = EAGER_CALLS["input_moved"].remedy
+                    return Mismatch("input_moved", f"{message}, got another tensor: {remedy}")
+                writes.append(source)
+        reclaimed = [each.reclaim() for each in writes]  # all of them, come what may
+        held, kind = "output", "an output"
+        if all(reclaimed):
+            # Forwards may write where the gradients of the last microbatch are, unless these have a
+            # pool of their own.
+            free = self.accumulates or self.reclaim_in_place()
+            if self.reclaim_added() and free:
+                return None
+            held, kind = "gradient", "a weight's gradient"
+        message = f"a view of {kind} of its last replay is still in use: clone() what you keep"
+        return Mismatch(f"{held}_held", message)
+
+    def lend(self, place: Place, *, added: list[BufferLease], in_place: list[BufferLease]) -> None:
+        """Notes gradients in a pool's memory that are handed out: autograd holds those that it adds
+        just now; the others become ``.grad``, until a graph needs their memory again."""
+        self.backwards.added.add(added)
+        self.in_place.add(in_place, place.backward_position)
+
+    def reclaim_in_place(self, place: Place | None = None) -> bool:
+        """Reclaims gradients that have become ``.grad``. ``place``: only where its backward may
+        write."""
+        return self.in_place.reclaim(0 if place is None else place.backward_position)
+
+    def reclaim_added(self, *, collecting: bool = False) -> bool:
+        """Reclaims gradients that were added to others. ``collecting``: also those that only
+        garbage holds."""
+        added = self.backwards.added
+        if added.reclaim():
+            return True
+        return collecting and gc.collect() >= 0 and added.reclaim()
+
+    def in_flight(self) -> list[PendingBackward]:
+        """Replayed forwards whose backward may still come."""
+        alive = [pending for ref in self._pending.values() if (pending := ref()) is not None]
+        self.abandoned += len(self._pending) - len(alive)
+        self._pending = {each.place.position: weakref.ref(each) for each in alive}
+        return alive
+
+    def retains(self) -> bool:
+        """Another backward of the last microbatch may come (``retain_graph=True``)."""
+        return len(self._retained) > 0
+
+    def begin_replay(self, place: Place, leaves: Sequence[Any]) -> PendingBackward:
+        """Before the graph of the forward runs, on the current stream."""
+        stream = self._backend.current_stream()
+        if self._stream is not None and stream != self._stream:
+            self._backend.wait_for(self._stream)
+        self._stream = stream
+        random = self._backend.random_position() if place.forward.draws else None
+        pending = PendingBackward(place, leaves, random)
+        self._clock = place.position
+        if any(place.forward.differentiable):
+            self._pending[place.position] = weakref.ref(pending)
+        return pending
+
+    def cancel(self, pending: PendingBackward) -> None:
+        """Its outputs were thrown away."""
+        self._pending.pop(pending.place.position, None)
+
+    def check(self, pending: PendingBackward) -> None:
+        """
+        Raises:
+            GraphError: if its backward must not run at all.
+        """
+        self.check_alive(pending)
+        if pending.is_done and pending not in self._retained:
+            raise GraphError(
+                f"scope {pending.place.name!r}: a second backward of the same forward: the first "
+                f"one needs retain_graph=True, and all of them have to come before the next "
+                f"microbatch: run other forwards within graphs.paused()"
+            )
+        pending.check_unmodified()
+
+    def unreplayable(self, pending: PendingBackward, layouts: Layouts) -> str | None:
+        """Why the recorded backward cannot serve this one, or None."""
+        place = pending.place
+        if place.backward is None:
+            return "not_captured"
+        if place.backward_position <= self._clock:
+            return "out_of_order"
+        if layouts != place.backward.layouts and layouts not in place.proven_layouts:
+            return place.backward.other(layouts)
+        mismatch = place.backward.surroundings.mismatch()
+        if mismatch is not None:
+            return mismatch.reason
+        # When garbage goes is not the same on all ranks, and what they run has to be.
+        free = self.reclaim_added(collecting=place.planned.ranks.group is not None)
+        return None if free else "gradient_held"
+
+    def backward_to_replay(self, place: Place) -> RecordedBackward:
+        """The recording that serves a backward which can be replayed: that of a first microbatch if
+        no ``.grad`` is there and nobody holds the memory where its gradients stay."""
+        is_first = place.first is not None and place.first.finds_no_gradient()
+        return place.first if is_first and self.reclaim_in_place(place) else place.backward
+
+    def backward_done(self, pending: PendingBackward, *, replayed: bool) -> None:
+        """Its backward has run, or is about to be replayed."""
+        if replayed:
+            self._clock = pending.place.backward_position
+            if self._shared is not None:
+                self._shared.begin()
+        pending.is_done = True
+        self._forget_if_over(pending)
+
+    def weights_done(self, pending: PendingBackward) -> None:
+        """The same for the weights' gradients of a recording that computes them apart.
+
+        They may come in any order: what they need is kept until all of the slot are captured.
+        """
+        self.check_alive(pending)
+        if not pending.is_done or pending.weights != "pending":
+            when = "a second time" if pending.is_done else "before the gradients of its inputs"
+            raise GraphError(
+                f"scope {pending.place.name!r}: the gradients of its weights are asked for {when}"
+            )
+        pending.weights = "done"
+        self._forget_if_over(pending)
+
+    def end_step(self) -> None:
+        """Backwards of a step that has ended will not come any more; a capture that has begun is
+        complete now, or is begun anew with the next microbatch."""
+        for pending in self.in_flight():
+            pending.cancelled = True
+            self.abandoned += 1
+        self._pending.clear()
+        self._retained.clear()
+        self._clock = -1
+        for lease in self.in_place:
+            lease.note_grad()
+        begun = any(place.forward is not None for place in self.places)
+        if not self.is_closed and (begun or all(place.planned.refused for place in self.places)):
+            self._close_or_begin_anew()
+
+    def _close_or_begin_anew(self) -> None:
+        self._attempts += 1
+        complete = all(place.is_recorded or place.planned.refused for place in self.places)
+        if complete or self._attempts == _ATTEMPTS:
+            self.is_closed = True
+            self.let_go_of_autograd(self.places)
+        else:
+            self.release()
+            self._begin_anew(None)
+
+    def let_go_of_autograd(self, places: Sequence[Place]) -> None:
+        """What their forwards have left there is not needed any more."""
+        with references_of_the_engine(self.leases()):
+            for place in places:
+                place.open = place.run = None
+
+    def release(self) -> None:
+        for place in self.places:
+            place.release()
+        self.is_closed = True
+
+    def check_alive(self, pending: PendingBackward) -> None:
+        """
+        Raises:
+            GraphError: if its graphs are gone, or its step has ended.
+        """
+        if pending.place.forward is None:
+            raise GraphError(
+                f"scope {pending.place.name!r}: its graphs were released before this backward"
+            )
+        if pending.cancelled:
+            raise GraphError(
+                f"scope {pending.place.name!r}: this backward belongs to a step that has ended: "
+                f"call backward() inside the 'with graphs.step()' of its forward"
+            )
+
+    def _forget_if_over(self, pending: PendingBackward) -> None:
+        if pending.is_over:
+            self._pending.pop(pending.place.position, None)
+            if keeps_graph():
+                self._retained.add(pending)

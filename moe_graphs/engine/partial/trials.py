@@ -1,0 +1,434 @@
+"""Trial runs of a scope's call: eager, beside the real one, without a trace.
+
+What a graph cannot have is refused here by name. What the Python could read, what is written and
+how much memory the call takes is found here. What the call computes is what a replay has to
+compute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from moe_graphs.engine import fp8
+from moe_graphs.engine.autograd import leaves_behind
+from moe_graphs.engine.backends.backend import Backend
+from moe_graphs.engine.guards import bytecode_names
+from moe_graphs.engine.guards.bytecode_names import Reads
+from moe_graphs.engine.guards.guards import Guards, reads_before_running, tensors_of_others
+from moe_graphs.engine.guards.torch_state import Context
+from moe_graphs.engine.partial.plan import CallMemory, nbytes
+from moe_graphs.engine.partial.recording import has_tensors_inside
+from moe_graphs.engine.partial.scope import Call, Exit, Scope
+from moe_graphs.engine.snapshot import Snapshot, StandIns
+from moe_graphs.engine.tensors import Signature, TensorSpec, static_copy, tensor_leaves
+from moe_graphs.engine.tracing import MODIFIED_INPUT, Trace, address, differing_op
+from moe_graphs.engine.trial_run import TrialRun
+from moe_graphs.errors import CaptureError
+
+# "forward_pre_hooks" and so on -> what to call with the module and the values.
+Hooks = Mapping[str, Callable[..., None]]
+
+
+@dataclass(frozen=True)
+class ScopeCall:
+    """A call of a scope, given flat. ``lent``: numbers of inputs that lie in static memory which
+    other recordings write."""
+
+    scope: Scope
+    signature: Signature
+    leaves: Sequence[Any]
+    arguments: Call
+    hooks: Hooks
+    lent: frozenset[int] = frozenset()
+
+    def run(self, leaves: Sequence[Any]) -> tuple[Any, Exit | None]:
+        inputs = pytree.tree_unflatten(leaves, self.signature.structure)
+        outputs = self.scope.run(inputs, self.arguments, capturing=True)
+        if self.scope.start is None:
+            now, structure = pytree.tree_flatten(inputs)
+            if structure != self.signature.structure or not all(map(is_, now, leaves)):
+                raise CaptureError(
+                    "it changes a container among its arguments, and a replay runs no Python: "
+                    "return what is new"
+                )
+        return outputs
+
+    def detached_leaves(self) -> list[Any]:
+        """New leaves of autograd on the same memory; those that were the same tensor are again.
+        Lent ones are copied: garbage of the run would hold them as if it were the caller's."""
+        made: list[Any] = []
+        for number, (first, leaf) in enumerate(zip(self.signature.first, self.leaves, strict=True)):
+            if first < number:
+                made.append(made[first])
+            elif isinstance(leaf, Tensor):
+                own = static_copy(leaf) if number in self.lent else leaf.detach()
+                made.append(own.requires_grad_(leaf.requires_grad))
+            else:
+                made.append(leaf)
+        return made
+
+    def constants(self) -> dict[str, Any]:
+        """Arguments that are no tensors, by name: objects may change inside."""
+        specs = zip(self.signature.leaves, self.leaves, strict=True)
+        return {
+            f"argument {spec.name}": leaf
+            for spec, leaf in specs
+            if not isinstance(spec, TensorSpec)
+        }
+
+    @contextlib.contextmanager
+    def forward_hooks(self) -> Iterator[dict[str, Any]]:
+        """The block puts the scope's output under "output"."""
+        produced: dict[str, Any] = {}
+        inputs = pytree.tree_unflatten(self.leaves, self.signature.structure) if self.hooks else ()
+        self._call_hook("forward_pre_hooks", *inputs)
+        yield produced
+        self._call_hook("forward_hooks", *inputs, produced.get("output"))
+
+    @contextlib.contextmanager
+    def backward_hooks(self, incoming: Sequence[Any]) -> Iterator[list[Any]]:
+        """The block puts the gradients of the inputs into the list."""
+        gradients: list[Any] = []
+        self._call_hook("backward_pre_hooks", tuple(incoming))
+        yield gradients
+        self._call_hook("backward_hooks", tuple(gradients), tuple(incoming))
+
+    def _call_hook(self, kind: str, *values: Any) -> None:
+        if kind in self.hooks:
+            self.hooks[kind](self.scope.module, *values)
+
+
+@dataclass(frozen=True)
+class TriedForward:
+    """The findings of a trial run of a forward.
+
+    Attributes:
+        outputs: flat, detached.
+        written: tensors from outside that it modifies, with the values that it leaves there.
+        scales: the FP8 scales that it leaves.
+        draws: whether it draws random numbers.
+        uses_fp8: whether Transformer Engine's modules have cast to FP8.
+    """
+
+    run: TrialRun
+    outputs: list[Any]
+    structure: pytree.TreeSpec
+    written: list[tuple[Tensor, Tensor]]
+    scales: dict[str, Tensor]
+    draws: bool
+    uses_fp8: bool
+
+
+@dataclass(frozen=True)
+class TriedCall:
+    """The findings of trial runs of forward and backward. ``groups``: of processes over which they
+    communicate."""
+
+    memory: CallMemory
+    groups: set[dist.ProcessGroup]
+
+
+class Trials:
+    """Trial runs of calls of the scopes of a model."""
+
+    def __init__(self, model: nn.Module, backend: Backend) -> None:
+        self.model, self.backend = model, backend
+
+    def forward(self, call: ScopeCall) -> TriedForward:
+        """Runs a forward once.
+
+        Raises:
+            CaptureError: for what cannot be in a graph.
+        """
+        with self._forward(call) as (tried, _):
+            return tried
+
+    def make_ready(self, call: ScopeCall) -> None:
+        """An unwatched forward makes what modules keep for FP8, where no real call came first."""
+        with Snapshot(self.backend) as before, self.stand_ins(call).in_place():
+            leaves = call.detached_leaves()
+            trace = Trace(self.backend.device, strict=False, refuse=False, before=before)
+            with fp8.Autocast().beside(leaves), trace:
+                call.run(leaves)
+            fp8.register(call.scope.module)
+
+    def forward_and_backward(
+        self,
+        call: ScopeCall,
+        reads: Reads | None = None,
+        linked: Sequence[int] = (),
+        runs: int = 2,
+    ) -> TriedCall:
+        """Runs both several times: every run has to do what the first one did.
+
+        Args:
+            reads: what a real run of the call has read, if there was one.
+            linked: inputs that are outputs of others.
+
+        Raises:
+            CaptureError: for what cannot be in a graph, or depends on state that Python keeps.
+        """
+        check_capturable(call, Context(self.backend.device.type))
+        guards = []
+        if reads is not None:
+            reads.check_doors(asked=bytecode_names.OF_HISTORY)
+            guards = [self.guards(call, reads, ())]
+            guards[0].check_hooks()
+            guards[0].check_keys()
+        forwards: list[Trace] = []
+        backwards: list[Trace] = []
+        with Snapshot(guards=guards) as before:
+            while len(forwards) < runs:
+                both, memory = self._forward_and_backward(call, linked)
+                for each in guards:
+                    each.check_unchanged()
+                if not forwards:
+                    ran = Reads.together(*(run.reads for run in both))
+                    guards.append(self.guards(call, ran, ()))
+                    before.keep_objects(guards[-1])
+                forwards.append(both[0].trace)
+                backwards.append(both[1].trace)
+                if len(backwards) == 2 and differing_op(*backwards) is not None:
+                    backwards.pop(0)  # no real one came before: it may have filled a cache
+                    runs += 1
+        _check_alike(forwards)
+        _check_alike(backwards)
+        groups = set().union(*(trace.groups for trace in (*forwards, *backwards)))
+        return TriedCall(memory, groups)
+
+    def guards(self, call: ScopeCall, reads: Reads, addresses: Sequence[int]) -> Guards:
+        module = call.scope.module
+        roots = {"": module, "forward": call.scope.forward, **call.constants()}
+        known = [*module.parameters(), *module.buffers()]
+        others = tensors_of_others(self.model, addresses, known)
+        others |= fp8.tensors_of(module)
+        return Guards(roots, reads, addresses, tensors=others, outside=[module])
+
+    def reads_before_running(self, call: ScopeCall) -> Reads:
+        """Reads that the call may do, as far as can be told without running it."""
+        return reads_before_running(
+            [call.scope.forward],
+            call.scope.module.modules(),
+            lambda reads: self.guards(call, reads, ()),
+        )
+
+    def known(self) -> list[Tensor]:
+        return [
+            *self.model.parameters(),
+            *self.model.buffers(),
+            *fp8.tensors_of(self.model).values(),
+        ]
+
+    def stand_ins(self, call: ScopeCall) -> StandIns:
+        return StandIns([call.scope.module])
+
+    @contextlib.contextmanager
+    def _forward(
+        self, call: ScopeCall, *, with_hooks: bool = False
+    ) -> Iterator[tuple[TriedForward, tuple[Any, list[Any]]]]:
+        """Gives also the outputs with their history, and the leaves that they come from. Within
+        the context its changes are in force."""
+        leaves = call.detached_leaves()
+        inputs = tensor_leaves(leaves)
+        names = [call.signature.leaves[index].name for index in call.signature.tensors()]
+        named = dict(zip(names, inputs, strict=True))
+        with Snapshot(self.backend) as before:
+            known = [*self.known(), *inputs]
+            run = TrialRun(self.backend, known, before=before, inputs=named)
+            hooks = call.forward_hooks() if with_hooks else contextlib.nullcontext({})
+            beside, stand_ins = fp8.Autocast().beside(leaves), self.stand_ins(call)
+            with hooks as produced, stand_ins.in_place(), beside as uses, run:
+                outputs = produced["output"] = _run(call, leaves)
+            if uses.fp8:
+                fp8.register(call.scope.module)
+            run.check(asked=bytecode_names.OF_HISTORY)
+            flat, structure = pytree.tree_flatten(outputs)
+            _check_outputs(flat, inputs)
+            tried = TriedForward(
+                run=run,
+                outputs=[leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in flat],
+                structure=structure,
+                written=[(tensor, tensor.detach().clone()) for tensor in before.tensors],
+                scales=fp8.Fp8State().named_values(),
+                draws=before.has_drawn(),
+                uses_fp8=uses.fp8,
+            )
+            yield tried, (outputs, leaves)
+
+    def _forward_and_backward(
+        self, call: ScopeCall, linked: Sequence[int]
+    ) -> tuple[tuple[TrialRun, TrialRun], CallMemory]:
+        meter = self.backend.meter()
+        with meter, self._forward(call, with_hooks=True) as (tried, (outputs, leaves)):
+            forward, kept = meter.peak(), meter.alive()
+            produced = tensor_leaves(outputs)
+            backward = self._backward(call, tried, produced, meter)
+            inputs = {id(tensor): tensor for tensor in tensor_leaves(leaves)}
+            of_others = nbytes([leaves[index] for index in linked])
+            memory = CallMemory(
+                scope=call.scope.name,
+                inputs=nbytes(inputs.values()) - of_others,
+                linked=of_others,
+                outputs=nbytes([o for o in produced if not any(o is leaf for leaf in leaves)]),
+                kept=kept,
+                forward=forward,
+                backward=meter.peak(),
+                gradients=nbytes([o for o in produced if o.requires_grad]),
+                weights=nbytes(p for p in leaves_behind(produced) if id(p) not in inputs),
+            )
+        return (tried.run, backward), memory
+
+    def _backward(
+        self, call: ScopeCall, tried: TriedForward, produced: Sequence[Tensor], meter: Any
+    ) -> TrialRun:
+        differentiable = [output for output in produced if output.requires_grad]
+        gradients = [torch.ones_like(output) for output in differentiable]
+        found_grads = [(p, p.grad) for p in self.model.parameters()]
+        with Snapshot(gradients_of=self.model.parameters()) as before:
+            run = TrialRun(self.backend, before=before, strict=False, behind=tried.run)
+            if differentiable:
+                wanted = leaves_behind(differentiable)
+                meter.restart()
+                with call.backward_hooks(gradients) as found, run:
+                    found += torch.autograd.grad(
+                        differentiable, wanted, gradients, allow_unused=True
+                    )
+                run.check()
+            self._check_no_gradients(found_grads, before.tensors)
+        return run
+
+    def _check_no_gradients(
+        self, found: Sequence[tuple[Any, Any]], tensors: Sequence[Tensor]
+    ) -> None:
+        written = {address(tensor) for tensor in tensors}
+        for parameter, gradient in found:
+            if parameter.grad is not gradient or (
+                gradient is not None and address(gradient) in written
+            ):
+                raise CaptureError(
+                    f"its backward accumulates into .grad of a parameter {tuple(parameter.shape)} "
+                    f"by itself: return the gradient from the autograd function instead"
+                )
+
+
+class Tried:
+    """A call as the warm-up tried it; it is tried again if it has changed before its capture.
+
+    A capture runs a call beside the real one, too. It leaves no trace because the call was tried:
+    the call changes nothing in Python, and runs no hooks. Where what its Python could read is
+    another by then, the call is tried again before it is captured.
+
+    reads: of a real run of the call.
+    """
+
+    def __init__(self, trials: Trials, call: ScopeCall, reads: Reads) -> None:
+        self._trials, self._reads = trials, reads
+        self._guards = trials.guards(call, reads, ())
+
+    def again_if_changed(self, call: ScopeCall) -> None:
+        """Leaves no trace in what the call can reach.
+
+        Raises:
+            CaptureError: for what cannot be captured now.
+        """
+        if self._guards.mismatch() is None:
+            return
+        self._trials.guards(call, self._reads, ()).check_hooks()
+        reached = self._trials.reads_before_running(call)
+        guards = self._trials.guards(call, Reads.together(self._reads, reached), ())
+        with Snapshot(guards=[guards]):
+            self._trials.forward_and_backward(call, self._reads)
+            guards.check_unchanged()
+        self._guards = self._trials.guards(call, self._reads, ())
+
+
+def _run(call: ScopeCall, leaves: Sequence[Any]) -> Any:
+    try:
+        return call.run(leaves)[0]
+    except RuntimeError as error:
+        if "leaf Variable that requires grad" not in str(error):
+            raise
+        raise CaptureError(f"an input is modified in place, {MODIFIED_INPUT}") from error
+
+
+def _check_alike(runs: Sequence[Trace]) -> None:
+    """
+    Raises:
+        CaptureError: if not all of them did what the first one did.
+    """
+    for other in runs[1:]:
+        differing = differing_op(runs[0], other)
+        if differing is not None:
+            raise CaptureError(
+                f"two runs of the same call differ: {differing}: it depends on state that Python "
+                f"keeps (a counter, random, time), and a replay runs no Python"
+            )
+
+
+def check_dropout_of_cudnn(name: str, module: nn.Module) -> None:
+    """A check for dropout whose random state cuDNN keeps to itself.
+
+    Raises:
+        CaptureError: if a recurrent module on a GPU drops out between its layers.
+    """
+    if not isinstance(module, nn.RNNBase) or module.num_layers == 1 or not module.training:
+        return
+    if module.dropout and next(module.parameters()).is_cuda and torch.backends.cudnn.enabled:
+        raise CaptureError(
+            f"module {name or 'model'!r} ({type(module).__name__}) draws its dropout inside of "
+            f"cuDNN, from a state that nobody can put back: set its dropout to 0 and put "
+            f"nn.Dropout between modules of one layer, or choose scopes without it"
+        )
+
+
+def check_capturable(call: ScopeCall, state: Context) -> None:
+    """
+    Raises:
+        CaptureError: if the call is made in a way that no graph can serve.
+    """
+    unsupported = call.signature.unsupported() or fp8.unsupported(call.scope.module)
+    if unsupported is not None:
+        raise CaptureError(unsupported)
+    for name, module in call.scope.module.named_modules():
+        check_dropout_of_cudnn(name, module)
+    if state.has_autocast_cache:
+        raise CaptureError(
+            "autocast caches casts of weights, and a graph would keep a stale one: use "
+            "torch.autocast(..., cache_enabled=False)"
+        )
+
+
+def _check_outputs(outputs: Sequence[Any], inputs: Sequence[Tensor]) -> None:
+    for output in outputs:
+        if has_tensors_inside(output):
+            kind = type(output).__name__
+            raise CaptureError(
+                f"it returns a {kind}, which holds tensors and is no pytree: a replay would hand "
+                f"out the one of the capture for ever. Decorate {kind} with moe_graphs.record, or "
+                f"call torch.utils._pytree.register_dataclass({kind})"
+            )
+        if isinstance(output, Tensor) and not any(output is each for each in inputs):
+            _check_output(output, inputs)
+
+
+def _check_output(output: Tensor, inputs: Sequence[Tensor]) -> None:
+    shape = tuple(output.shape)
+    if output.numel() and address(output) in {address(each) for each in inputs}:
+        raise CaptureError(
+            f"output {shape} is a view of an input: what is done to one of them in place has to "
+            f"be seen in the other, which a graph does not do: return a clone() of it"
+        )
+    if output.__dict__ and not isinstance(output, nn.Parameter):
+        raise CaptureError(
+            f"output {shape} carries the attribute {min(output.__dict__)!r}, which would be lost: "
+            f"return it as an output of its own"
+        )

@@ -1,0 +1,302 @@
+"""Compares the first replay of each recording with eager; and backwards that are computed anew."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from moe_graphs.engine import fp8
+from moe_graphs.engine.autograd import LeafUses
+from moe_graphs.engine.backends.backend import Backend
+from moe_graphs.engine.partial.recording import RecordedBackward
+from moe_graphs.engine.partial.slots import PendingBackward, Place
+from moe_graphs.engine.partial.trials import ScopeCall, Trials, TriedForward
+from moe_graphs.engine.snapshot import Snapshot, StandIns
+from moe_graphs.engine.tensors import static_copy, tensor_leaves
+from moe_graphs.engine.tracing import Trace
+from moe_graphs.engine.verify import ByValue, Difference, Left, difference, first_difference
+from moe_graphs.errors import GraphError
+
+# ---- a backward that no graph was captured for: its forward is computed anew, eagerly
+# Reasons: a loss that uses other outputs than it used to, a backward out of order, a number that
+# has changed. What the forward needs is still there: its static inputs, and the position of the
+# random number generators. The outputs of the new forward must be the very same.
+
+
+def recompute(
+    backend: Backend, pending: PendingBackward, incoming: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The gradients per use of the replayed forward. Synchronises.
+
+    Raises:
+        GraphError: if the forward does not compute what it did.
+    """
+    difference, gradients = compute_anew(backend, pending, incoming)
+    if difference is not None:
+        raise GraphError(
+            f"scope {pending.place.name!r}: its backward was not captured for this loss, and its "
+            f"forward, computed anew, differs: {difference}; run such forwards within "
+            f"graphs.paused()"
+        )
+    return gradients
+
+
+def compute_anew(
+    backend: Backend, pending: PendingBackward, incoming: Sequence[Tensor | None]
+) -> tuple[Difference | None, list[Tensor | None]]:
+    """How the outputs differ from those of the replay, and the gradients per use. Synchronises."""
+    place, forward = pending.place, pending.place.forward
+    inputs = [_leaf(leaf, i in forward.linked) for i, leaf in enumerate(forward.inputs)]
+    for number, first in enumerate(forward.signature.first):
+        inputs[number] = inputs[first] if isinstance(inputs[number], Tensor) else inputs[number]
+    module = place.planned.scope.module
+    stand_ins = StandIns([module])
+    now = backend.random_position() if forward.draws else None
+    written = Snapshot(values=forward.written)
+    scales = forward.scales or contextlib.nullcontext()
+    try:
+        if forward.draws:
+            backend.return_to(pending.random)
+        with (
+            torch.enable_grad(),
+            stand_ins.in_place(),
+            forward.surroundings.context.autocast(inputs),
+            scales,
+        ):
+            tree = pytree.tree_unflatten(inputs, forward.signature.structure)
+            outputs, _ = place.planned.scope.run(tree, forward.arguments, capturing=True)
+        if forward.draws:
+            backend.return_to(now)
+        live, found = _outputs(place, outputs)
+        names = [f"output {number}" for number in range(len(found))]
+        difference = first_difference(names, forward.outputs, found)
+        return difference, _gradients(place, stand_ins, inputs, live, incoming)
+    finally:
+        if forward.draws:
+            backend.return_to(now)
+        written.put_back()  # behind the backward, which may look for what its forward has written
+
+
+def _leaf(leaf: object, is_lent: bool) -> object:
+    """A lent one is copied: what of this run is left to be collected would hold it."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    own = static_copy(leaf) if is_lent else leaf.detach()
+    return own.requires_grad_(leaf.requires_grad)
+
+
+def _outputs(place: Place, outputs: object) -> tuple[list[Tensor], list[Tensor]]:
+    """Those with a history, and all that the graph makes; one that is returned twice is one.
+
+    Raises:
+        GraphError: if what the capture returned as one tensor are several.
+    """
+    found: dict[int, Tensor] = {}
+    for leaf, output in zip(place.forward.output_leaves, pytree.tree_leaves(outputs), strict=True):
+        if leaf.source == "graph" and found.setdefault(leaf.value, output) is not output:
+            raise GraphError(
+                f"scope {place.name!r}: its forward, computed anew, does something else"
+            )
+    made = [found[number] for number in range(len(place.forward.outputs))]
+    needed = zip(made, place.forward.differentiable, strict=True)
+    return [output for output, differentiable in needed if differentiable], made
+
+
+def _gradients(
+    place: Place,
+    stand_ins: StandIns,
+    inputs: Sequence[object],
+    live: Sequence[Tensor],
+    incoming: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    leaves: dict[int, Tensor] = {}
+    for each in place.forward.listed:
+        leaf = inputs[each] if isinstance(each, int) else stand_ins.stand_in(each)
+        leaves[id(leaf)] = leaf
+    uses = LeafUses(live, list(leaves.values()))
+    if len(uses.of) != len(place.forward.listed):
+        raise GraphError(f"scope {place.name!r}: its forward, computed anew, does something else")
+    used = [(o, g) for o, g in zip(live, incoming, strict=True) if g is not None]
+    if not used:
+        return [None] * len(uses.of)
+    outputs, gradients = zip(*used, strict=True)
+    return uses.gradients(outputs, gradients)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Everything that the first replay of a forward has to leave, and the state before it."""
+
+    tried: TriedForward
+    before: Snapshot
+
+    @property
+    def left(self) -> Left:
+        """Everything that the trial run has left."""
+        return _left_of(self.tried)
+
+    def found(self, outputs: Sequence[Any]) -> Left:
+        """Everything that a replay has left just now."""
+        written = [(tensor, tensor) for tensor, _ in self.tried.written]
+        scales = fp8.named_tensors()
+        return _left(outputs, written, {name: scales[name] for name in self.tried.scales})
+
+
+def _left_of(tried: TriedForward) -> Left:
+    return _left(tried.outputs, tried.written, tried.scales)
+
+
+def _left(
+    outputs: Sequence[Any],
+    written: Sequence[tuple[Tensor, Tensor]],
+    scales: Mapping[str, Tensor],
+) -> Left:
+    return [
+        *((f"output {number}", leaf) for number, leaf in enumerate(tensor_leaves(outputs))),
+        *((f"buffer {tuple(tensor.shape)}", value) for tensor, value in written),
+        *scales.items(),
+    ]
+
+
+class Effects:
+    """The effects of a backward beside its results: numbers that it draws, tensors that it writes,
+    FP8 scales. They are seen in a first run; all other runs start from where the first one started,
+    and their effects happen only once."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self._before = backend, Snapshot(backend)
+        self._after = Snapshot()
+
+    @contextlib.contextmanager
+    def seen(self) -> Iterator[None]:
+        """A context around the first run."""
+        with Trace(self._backend.device, strict=False, refuse=False, before=self._before):
+            yield
+        self._after = Snapshot(self._backend, values=self._before.tensors)
+
+    def again(self) -> None:
+        """Puts everything back, for another run."""
+        self._before.put_back()
+
+    def once(self) -> Snapshot:
+        """A context around all other runs."""
+        return self._after
+
+    def difference(self) -> Difference | None:
+        """How what another run has written differs."""
+        after, found = self._after, fp8.named_tensors()
+        names = [f"the tensor {tuple(tensor.shape)} that it writes" for tensor in after.tensors]
+        expected, scales = zip(names, after.values, strict=True), after.scales()
+        written = zip(names, after.tensors, strict=True)
+        return difference(
+            [*expected, *scales.items()],
+            [*written, *((name, found.get(name)) for name in scales)],
+        )
+
+
+class Verification:
+    """Verifies the recordings of one model. ``verify``: whether forwards are compared at all; of
+    backwards, those with a second eager run are."""
+
+    def __init__(self, model: nn.Module, trials: Trials, *, verify: bool) -> None:
+        self._model, self._trials, self._backend = model, trials, trials.backend
+        self._verify = verify
+
+    def difference_of_forward(
+        self, place: Place, call: ScopeCall, expected: Expected, outputs: Sequence[Any]
+    ) -> Difference | None:
+        """How the first replay differs from eager, after which everything is as before the call;
+        None if it does not, or if eager itself differs from one run to the next."""
+        planned, graph, static = place.planned, place.forward.graph, place.forward.outputs
+
+        def again() -> Left:
+            expected.before.put_back()
+            return _left_of(self._trials.forward(call))
+
+        first: list[Tensor] = []
+
+        def another_replay() -> Difference | None:
+            if not first:
+                first.extend(output.clone() for output in static)
+            expected.before.put_back()
+            graph.replay()
+            return difference(_left(first, (), {}), _left(static, (), {}))
+
+        eager, number = expected.left, len(tensor_leaves(expected.tried.outputs))
+        replayed = expected.found(outputs) if self._verify else eager
+        verdict = ByValue(planned.ranks.any).replayed(
+            eager, replayed, again, another_replay, outputs=number
+        )
+        if verdict.not_reproducible:
+            planned.not_reproducible = True
+            expected.before.put_back()
+            graph.replay()
+        return verdict.difference
+
+    def backward(
+        self,
+        pending: PendingBackward,
+        incoming: Sequence[Tensor | None],
+        recorded: RecordedBackward,
+        eager: Sequence[Tensor | None],
+        again: Sequence[Tensor | None] | None,
+        effects: Effects,
+    ) -> None:
+        """Replays what has just been recorded and compares it with ``eager``, unless there is no
+        second eager run ``again``. A difference makes the scope eager.
+
+        It is replayed once: a backward works in the memory of what its forward has left for it.
+        """
+        effects.again()
+        if recorded.graph is not None:
+            recorded.graph.replay()
+        if again is None or recorded.graph is None:
+            return
+        planned, names = pending.place.planned, self._names_of(pending.place, recorded.uses)
+
+        def left(gradients: Sequence[Tensor | None]) -> Left:
+            return list(zip(names, gradients, strict=True))
+
+        def another_run() -> Difference | None:
+            effects.again()
+            with self._backend.on_stream():
+                found, gradients = compute_anew(self._backend, pending, incoming)
+            return found or difference(left(eager), left([gradients[u] for u in recorded.uses]))
+
+        verdict = ByValue(planned.ranks.any).replayed_once(
+            left(eager), left(again), left(recorded.gradients), effects.difference, another_run
+        )
+        planned.not_reproducible |= verdict.not_reproducible
+        if verdict.difference is not None:
+            planned.differs(verdict.difference)
+
+    def agrees(self, place: Place, eager: Mapping[int, Tensor | None]) -> bool:
+        """Replays the backward, and compares it with an eager one on the same gradients."""
+        before = Snapshot(self._backend)
+        place.backward.graph.replay()
+        if before.has_drawn():
+            before.put_back()
+            return False
+        names, uses = self._names_of(place, place.backward.uses), place.backward.uses
+        found = difference(
+            [(name, eager[use]) for name, use in zip(names, uses, strict=True)],
+            list(zip(names, place.backward.gradients, strict=True)),
+        )
+        return not place.planned.ranks.any(found is not None)
+
+    def _names_of(self, place: Place, uses: Sequence[int]) -> list[str]:
+        of_parameters = {id(p): name for name, p in self._model.named_parameters()}
+        leaves = place.forward.signature.leaves
+        listed = [place.forward.listed[use] for use in uses]
+        return [
+            f"the gradient of input {leaves[each].name!r}"
+            if isinstance(each, int)
+            else f"the gradient of {of_parameters.get(id(each), 'a parameter')}"
+            for each in listed
+        ]

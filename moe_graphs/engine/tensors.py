@@ -1,0 +1,459 @@
+"""Tensors and plain values of a call: what a graph was captured for, and how a call differs from
+it."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import math
+import operator
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import (
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
+
+from moe_graphs.engine.reasons import EAGER_CALLS
+
+# ---- plain Python values: the same bit for bit, not merely equal
+
+# Compared by value: they cannot change inside.
+PLAIN = (
+    bool, int, float, complex, str, bytes, type(None), type(...),
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, range,
+)  # fmt: skip
+# Compared by identity, and nothing in them is followed as data.
+BY_IDENTITY = (
+    type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, enum.Enum,
+    torch.Generator, property,
+)  # fmt: skip
+
+
+def is_plain(value: Any) -> bool:
+    return type(value) in PLAIN
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Whether ``a`` may stand for ``b``: 0.0 is not -0.0, NaN is NaN, 1 is neither True nor 1.0."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float):
+        return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
+    if isinstance(a, complex):
+        return same_value(a.real, b.real) and same_value(a.imag, b.imag)
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(same_value, a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(map(same_value, a.values(), b.values()))
+    try:
+        return bool(a == b)
+    except (RuntimeError, ValueError, TypeError):  # arrays compare element by element
+        return False
+
+
+# ---- tensors that stand for another one: a DTensor's memory is that of its local shard
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The tensor whose memory it is: what a wrapper (DTensor) stands for on this rank, or itself.
+
+    The very object, of wrappers that stand for one tensor; those for several stay as they are.
+    """
+    while type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        inner = [part for part in parts if isinstance(part, Tensor)]
+        if len(inner) != 1:
+            break
+        (tensor,) = inner
+    return tensor
+
+
+def stands_for_another(tensor: Tensor) -> bool:
+    return local(tensor) is not tensor
+
+
+def is_sharded_by_fsdp(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` (FSDP2) has changed its class. Without importing that."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def is_wrapper(kind: type) -> bool:
+    """Of a class that dispatch sees: its operations come once more, on what it stands for."""
+    return is_traceable_wrapper_subclass_type(kind)
+
+
+def has_no_values(kinds: tuple[type, ...], kwargs: dict) -> bool:
+    """Of an operation: it only finds out shapes, as DTensor does."""
+    on_meta = "device" in kwargs and kwargs["device"] == torch.device("meta")
+    is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return on_meta or is_fake or any(kind.__name__ == "FakeTensor" for kind in kinds)
+
+
+# ---- signatures of calls
+
+_CONSTANTS = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout}
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """``reason`` is the counter's key, ``message`` what a user reads."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    name: str
+    kind: type
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    layout: torch.layout = torch.strided
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> TensorSpec:
+        layout = tensor.layout
+        stride = tensor.stride() if layout is torch.strided else ()
+        return cls(
+            name,
+            type(tensor),
+            tuple(tensor.shape),
+            stride,
+            tensor.dtype,
+            tensor.device,
+            tensor.requires_grad,
+            layout,
+        )
+
+    def mismatch(self, value: Any) -> Mismatch | None:
+        if (
+            type(value) is self.kind
+            and value.shape == self.shape
+            and value.layout is self.layout
+            and value.stride() == self.stride
+            and value.dtype is self.dtype
+            and value.device == self.device
+            and value.requires_grad is self.requires_grad
+        ):
+            return None
+        if not isinstance(value, torch.Tensor):
+            message = f"input {self.name!r}: captured a tensor, got {value!r}: pass a tensor"
+            return Mismatch("structure", message)
+        return self._difference(TensorSpec.of(self.name, value))
+
+    def unsupported(self) -> str | None:
+        """Why a graph cannot have this tensor for an input, or None."""
+        plain = self.kind in (torch.Tensor, torch.nn.Parameter)
+        if plain and self.layout is torch.strided and not self._overlaps_itself():
+            return None
+        what = f"a {self.kind.__name__}"
+        if plain:
+            strided = self.layout is torch.strided
+            what = "a view that overlaps itself" if strided else f"of layout {self.layout}"
+        return f"input {self.name!r} is {what}: graphs take plain, strided tensors: convert it"
+
+    def _overlaps_itself(self) -> bool:
+        """Otherwise than by being expanded: no copy could be written there."""
+        at = sorted((stride, size) for size, stride in zip(self.shape, self.stride, strict=True))
+        reached = 0
+        for stride, size in at:
+            if size > 1 and stride > 0:
+                if stride <= reached:
+                    return True
+                reached += (size - 1) * stride
+        return False
+
+    def _difference(self, got: TensorSpec) -> Mismatch | None:
+        for field in ("shape", "dtype", "device", "requires_grad", "layout", "stride", "kind"):
+            captured, now = getattr(self, field), getattr(got, field)
+            if captured != now:
+                message = f"input {self.name!r}: captured {field} {captured}, got {now}"
+                return Mismatch(field, f"{message}: {EAGER_CALLS[field].remedy}")
+        return None
+
+
+@dataclass(frozen=True)
+class ConstantSpec:
+    """Anything but a tensor: frozen into the graph, so it must be the same at every call. What
+    lies inside of an object is compared by ``Guards``."""
+
+    name: str
+    value: Any
+
+    def mismatch(self, value: Any) -> Mismatch | None:
+        if value is self.value or same_value(value, self.value):
+            return None
+        message = (
+            f"input {self.name!r}: captured the constant {self.value!r}, got {value!r}: "
+            f"{EAGER_CALLS['constant'].remedy}"
+        )
+        return Mismatch("constant", message)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The structure, tensors and constants of a scope's inputs.
+
+    first: of every leaf the number of the first one that is the very same tensor (``attn(x, x,
+        x)``): the forward may ask ``key is value``, and gradients add up in another order.
+    """
+
+    structure: pytree.TreeSpec
+    leaves: tuple[TensorSpec | ConstantSpec, ...]
+    first: tuple[int, ...]
+
+    @classmethod
+    def of(cls, inputs: Any, name_of: Callable[[Sequence[Any]], str] = pytree.keystr) -> Signature:
+        """``name_of`` turns the path of a leaf into the name that messages use."""
+        paths, _ = pytree.tree_flatten_with_path(inputs)
+        leaves = tuple(
+            (TensorSpec.of if isinstance(leaf, torch.Tensor) else ConstantSpec)(name_of(path), leaf)
+            for path, leaf in paths
+        )
+        return cls(flatten(inputs)[1], leaves, _first_of_each([leaf for _, leaf in paths]))
+
+    def mismatch(self, structure: pytree.TreeSpec, leaves: Sequence[Any]) -> Mismatch | None:
+        """The first difference of a call, or None. Reads no values and does not synchronise."""
+        if structure is not self.structure and structure != self.structure:
+            return Mismatch(
+                "structure", f"captured inputs {self.structure}, got {structure}: call it alike"
+            )
+        for spec, leaf in zip(self.leaves, leaves, strict=True):
+            difference = spec.mismatch(leaf)
+            if difference is not None:
+                return difference
+        if _first_of_each(leaves) != self.first:
+            message = "captured with other arguments being the very same tensor: call it alike"
+            return Mismatch("aliases", message)
+        return None
+
+    def tensors(self) -> list[int]:
+        """The numbers of the leaves that are tensors."""
+        return [i for i, spec in enumerate(self.leaves) if isinstance(spec, TensorSpec)]
+
+    def unsupported(self) -> str | None:
+        found = (self.leaves[i].unsupported() for i in self.tensors())
+        return next((reason for reason in found if reason is not None), None)
+
+
+def flatten(inputs: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """As ``pytree.tree_flatten``; arguments that are all tensors by position take a tenth of the
+    time."""
+    if is_call(inputs) and not inputs[1]:
+        leaves = inputs[0]
+        if all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            return list(leaves), _of_tensors(len(leaves))
+    return pytree.tree_flatten(inputs)
+
+
+def unflattening(structure: pytree.TreeSpec) -> Callable[[list[Any]], Any]:
+    """``pytree.tree_unflatten`` for one structure; of a node with leaves only in a fifth of the
+    time."""
+    if structure.is_leaf():
+        return operator.itemgetter(0)
+    node = pytree.SUPPORTED_NODES.get(structure.type)
+    if node is None or structure.num_leaves != structure.num_nodes - 1:
+        return functools.partial(pytree.tree_unflatten, treespec=structure)
+    return lambda leaves: node.unflatten_fn(leaves, structure.context)
+
+
+def is_call(inputs: Any) -> bool:
+    """Whether they are positional arguments and those by keyword."""
+    return (
+        type(inputs) is tuple
+        and len(inputs) == 2
+        and type(inputs[0]) is tuple
+        and type(inputs[1]) is dict
+    )
+
+
+@functools.cache
+def _of_tensors(count: int) -> pytree.TreeSpec:
+    return pytree.tree_structure(((0,) * count, {}))
+
+
+def tensor_leaves(tree: Any) -> list[torch.Tensor]:
+    """The tensors among the leaves of a pytree, in order. Arguments of operations by a shorter way:
+    an operation that is watched asks several times."""
+    kind = type(tree)
+    if kind is torch.Tensor:
+        return [tree]
+    if kind in _CONSTANTS:
+        return []
+    if kind is tuple or kind is list or kind is dict:
+        parts = tree.values() if kind is dict else tree
+        return [tensor for part in parts for tensor in tensor_leaves(part)]
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _first_of_each(leaves: Sequence[Any]) -> tuple[int, ...]:
+    """Of constants it is the number itself."""
+    tensors = [
+        id(leaf) if isinstance(leaf, torch.Tensor) else -1 - i for i, leaf in enumerate(leaves)
+    ]
+    if len(set(tensors)) == len(tensors):
+        return tuple(range(len(tensors)))
+    return tuple(map(tensors.index, tensors))
+
+
+# ---- static buffers: memory at fixed addresses, and copies into it and out of it
+
+
+def static_copy(tensor: Tensor) -> Tensor:
+    """Memory of its own with the same values and strides, those of gaps and expansions included:
+    kernels are chosen by strides."""
+    made = static_like(tensor)
+    copy_to(target_of(made), tensor.detach())
+    return made
+
+
+def static_like(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+
+
+def target_of(static: Tensor) -> Tensor:
+    """What copies into static memory write to: all of it, behind autograd's back, since an open
+    autograd graph may have saved the static tensor."""
+    return _dense(static.data)
+
+
+def copy_to(target: Tensor, value: Tensor) -> None:
+    """``value`` has the shape of the tensor that ``target`` was made of."""
+    target.copy_(value if value.shape == target.shape else _narrowed(value, target))
+
+
+def owned(tree: Any) -> Any:
+    """The tree with detached copies of its tensors."""
+    leaves, structure = pytree.tree_flatten(tree)
+    return pytree.tree_unflatten(owned_leaves(leaves), structure)
+
+
+@torch.no_grad()
+def owned_leaves(leaves: Sequence[Any]) -> list[Any]:
+    """Copies of the tensors among the leaves, in few launches. The same tensor stays the same."""
+    copies: dict[int, Any] = {}
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and id(leaf) not in copies:
+            copies[id(leaf)] = torch.empty_like(leaf, requires_grad=False)
+    sources = {id(leaf): local(leaf).detach() for leaf in tensor_leaves(leaves)}
+    copy_all([local(copies[key]) for key in sources], list(sources.values()))
+    return [copies.get(id(leaf), leaf) for leaf in leaves]
+
+
+@torch.no_grad()
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def dense_pair(static: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """What ``copy_all`` takes to copy a value into static memory that may be expanded."""
+    return target_of(static), _dense(value.detach())
+
+
+def _narrowed(value: Tensor, target: Tensor) -> Tensor:
+    """The part of an expanded value that an expanded target has memory for."""
+    for dim, (size, kept) in enumerate(zip(value.shape, target.shape, strict=True)):
+        if kept < size:
+            value = value.narrow(dim, 0, kept)
+    return value
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The part of an expanded tensor that has memory of its own: copies go there."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+# ---- operations that communicate: they return work to wait for
+
+
+@functools.cache
+def _namespace(func: Any) -> str | None:
+    return getattr(func, "namespace", None)
+
+
+def communicates(func: Any) -> bool:
+    return _namespace(func) == "c10d"
+
+
+def sends(func: Any) -> bool:
+    """To one rank, which may receive much later: waiting for that at once may be for ever."""
+    return communicates(func) and func.overloadpacket.__name__ == "send"
+
+
+def wait(results: Any) -> None:
+    """For the communication that has just been started: the next call may read what it writes."""
+    for leaf in pytree.tree_leaves(results):
+        if isinstance(leaf, torch.ScriptObject):
+            torch._C._distributed_c10d.Work.unbox(leaf).wait()
+
+
+def arrived(func: Any, results: Any) -> None:
+    """Waits for communication that gives back tensors (those of DTensors do) instead of work."""
+    if _namespace(func) == "_c10d_functional":
+        for tensor in tensor_leaves(results):
+            torch.ops._c10d_functional.wait_tensor(tensor)
+
+
+def finished(func: Any, args: tuple, results: Any) -> Any:
+    """The results; of a reduce-scatter on the CPU, arrived, with work that is done.
+
+    gloo copies its results into place where they are waited for, by operations that would be
+    seen: they are a part of this one.
+    """
+    on_cpu = any(tensor.is_cpu for tensor in tensor_leaves(args))
+    if not on_cpu or "reduce_scatter" not in func.overloadpacket.__name__:
+        return results
+    wait(results)
+    leaves, structure = pytree.tree_flatten(results)
+    done = [_done() if isinstance(leaf, torch.ScriptObject) else leaf for leaf in leaves]
+    return pytree.tree_unflatten(done, structure)
+
+
+def _done() -> torch.ScriptObject:
+    return torch._C._distributed_c10d.FakeWork().boxed()
+
+
+# ---- storages whose memory comes and goes by ``resize_``
+# FSDP2 gathers parameters into such storages. No operation does it, so no dispatch mode sees it.
+
+
+@contextlib.contextmanager
+def noting_resizes(note: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
+    """Calls ``note(storage, nbytes)`` after each ``storage.resize_(nbytes)`` of Python's."""
+    kind = torch.UntypedStorage
+    before, own = kind.resize_, vars(kind).get("resize_")
+
+    def resize_(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+        result = before(storage, nbytes)
+        note(storage, nbytes)
+        return result
+
+    kind.resize_ = resize_  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if own is None:
+            del kind.resize_
+        else:
+            kind.resize_ = own  # type: ignore[method-assign]
