@@ -148,7 +148,7 @@ def test_the_recipe_is_one_forward_and_one_backward_graph_per_layer(device):
         assert (scope.forward_graphs, scope.backward_graphs) == (1, 1)
         assert scope.interrupted == "the scope ends before stage 'moe_experts'"
         assert scope.kernels > 0
-    assert graphs.captured.places[0].forward.exit.frames == ((model.layers[0], "moe_experts"),)
+    assert graphs.captured.sites[0].forward.exit.frames == ((model.layers[0], "moe_experts"),)
 
 
 def test_the_boundary_record_is_named_and_typed():

@@ -9,8 +9,8 @@ again, the engine reclaims the lease, and the graph runs only if the memory is i
 |---|---|---|
 | returned | the engine alone: its references are counted (``settle``), and there is no other |
 ``reclaim`` |
-| leased | a caller may hold the tensor that it was given: an output (``Place.note_handed``), or a
-gradient that autograd is adding (``Backwards.added``) | ``replay``; ``outgoing_gradients.lent`` |
+| leased | a caller may hold the tensor that it was given: an output (``CallSite.note_handed``), or
+a gradient that autograd is adding (``Backwards.added``) | ``replay``; ``outgoing_gradients.lent`` |
 | in place as ``.grad`` | the parameter, until a graph needs the memory (``Slot.in_place``), or
 until the step drops it (a whole step, which puts it there after every replay) | ``reason_to_copy``
 at the capture, ``outgoing_gradients.lent`` at a replay; ``StaticGradients`` |
@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_graphs.engine.snapshot import no_garbage_collection
-from moe_graphs.engine.tensors import local, stands_for_another, tensor_leaves
+from moe_graphs.engine.tensors import is_wrapped, tensor_leaves, unwrap
 from moe_graphs.engine.tracing import DispatchMode
 
 
@@ -72,11 +72,11 @@ class BufferLease:
         standing: bool = False,
     ) -> None:
         self._static, self.outputs, self._parameter = static, tuple(outputs), parameter
-        self._storage = local(static).untyped_storage()
+        self._storage = unwrap(static).untyped_storage()
         self._nbytes = self._storage.nbytes()
         self.handed: list[weakref.ref[Tensor]] = []
         self.in_place = parameter is not None and not standing and reason is None
-        self.can_be_added = parameter is not None and not stands_for_another(parameter)
+        self.can_be_added = parameter is not None and not is_wrapped(parameter)
         self.copied = Counter[str]() if reason is None else Counter([reason])
         self.standing: Tensor | None = static.detach() if standing else None
         self._of_standing = 0 if self.standing is None else _holders(self.standing)
@@ -227,7 +227,7 @@ def _move_together(tensors: Sequence[Tensor], storage: torch.UntypedStorage) -> 
 def _move_alone(tensor: Tensor) -> None:
     """Gives a tensor memory of its own. A tensor that stands for another one is given another to
     stand for."""
-    part = local(tensor)
+    part = unwrap(tensor)
     if part is tensor:
         tensor.data = tensor.detach().clone()
         return
@@ -291,7 +291,7 @@ def reason_to_copy(
 
 
 def _storage_of(tensor: Tensor) -> int:
-    tensor = local(tensor)
+    tensor = unwrap(tensor)
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
 
 

@@ -23,7 +23,7 @@ _REMEDIES = {
 
 
 @contextlib.contextmanager
-def explained(what: str, backend: Backend, *, then: str) -> Iterator[None]:
+def explaining_errors(what: str, backend: Backend, *, then: str) -> Iterator[None]:
     """Turns whatever goes wrong into a ``CaptureError`` that says where, and what runs now."""
     try:
         yield
@@ -45,12 +45,12 @@ def explained(what: str, backend: Backend, *, then: str) -> Iterator[None]:
         ) from error
 
 
-def explained_call(
+def explaining_errors_of(
     scope: str, direction: str, backend: Backend
 ) -> contextlib.AbstractContextManager[None]:
     """``direction``: forward or backward."""
     what = f"scope {scope!r}: capture of its {direction}"
-    return explained(what, backend, then="the model is eager again")
+    return explaining_errors(what, backend, then="the model is eager again")
 
 
 def _remedy(text: str) -> str:

@@ -179,7 +179,7 @@ EAGER_CALLS: Mapping[str, Reason] = {
         "add the losses up and run one backward",
         None,
     ),
-    "weights_apart": Reason(
+    "separate_weight_backward": Reason(
         "gradients of weights have a backward of their own, as in zero-bubble schedules",
         "set GraphConfig(split_backward=True)",
         None,
@@ -218,7 +218,7 @@ EAGER_CALLS: Mapping[str, Reason] = {
 """Reasons for eager calls, in the order of the guide's table."""
 
 COPIED_GRADIENTS: Mapping[str, Reason] = {
-    "never_unset": Reason(
+    "grad_never_none": Reason(
         "a step of the warm-up began while .grad existed", "use zero_grad(set_to_none=True)"
     ),
     "accumulated": Reason(
@@ -228,7 +228,7 @@ COPIED_GRADIENTS: Mapping[str, Reason] = {
         "several microbatches are in flight, and the next one needs the memory", "nothing to do"
     ),
     "split": Reason("split_backward=True computes gradients of weights apart", "nothing to do"),
-    "used_again": Reason("the weight is used several times in a microbatch", "nothing to do"),
+    "used_twice": Reason("the weight is used several times in a microbatch", "nothing to do"),
     "shared_memory": Reason(
         "the gradient shares memory with another tensor, or is a part of one", "nothing to do"
     ),

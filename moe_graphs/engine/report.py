@@ -41,8 +41,8 @@ class ScopeReport:
     not_reproducible: whether eager runs differ from one another, so that replays cannot be equal.
     not_guarded: what its Python can have read and nobody compares.
     gradients_in_place: how many gradients of weights its graphs leave where ``.grad`` finds them.
-    copied_gradients: reason -> how many others are copied, once each ("never_unset",
-        "several_slots", "split", "used_again", "shared_memory", "other_layout"), and how often
+    copied_gradients: reason -> how many others are copied, once each ("grad_never_none",
+        "several_slots", "split", "used_twice", "shared_memory", "other_layout"), and how often
         one of the former was: "hooks", "asked_for" (``autograd.grad``), "still_held" (moved away
         before the memory was written again), "view_held" (from then on it is always copied).
     """
@@ -75,7 +75,7 @@ class Report(PrintedReport):
     pool_bytes: device memory held by the graphs' pools (0 on the CPU, which has none), next to what
         ``graphs.plan()`` predicted, without fragmentation.
     abandoned: forwards that were replayed and whose backward never came.
-    occupation: as ``occupation_of`` the model.
+    occupancy: as ``occupancy_of`` the model.
     portable_launches: kernel and architecture -> launches in this process on a GPU for which the
         kernels have no tuned row (``docs/development/architectures.md``).
     off_because: why there are no graphs at all, where there are none, as after a failed capture.
@@ -93,7 +93,7 @@ class Report(PrintedReport):
     pool_bytes: int
     abandoned: int
     capture_seconds: float
-    occupation: dict[str, tuple[int, int]] = field(default_factory=dict)
+    occupancy: dict[str, tuple[int, int]] = field(default_factory=dict)
     portable_launches: dict[str, int] = field(default_factory=dict)
     off_because: str | None = None
 
@@ -102,15 +102,15 @@ class Report(PrintedReport):
         return asdict(self)
 
 
-def occupation_of(model: nn.Module) -> dict[str, tuple[int, int]]:
+def occupancy_of(model: nn.Module) -> dict[str, tuple[int, int]]:
     """By the names of modules that have a bounded room (an MoE layer's rows, an activation
     stack's): how much of it was asked for at most, and how much there is. If the first is above the
-    second, it overflowed. Modules tell by a method ``occupation``, which waits for the device.
+    second, it overflowed. Modules tell by a method ``occupancy``, which waits for the device.
     """
     told = {
-        name: module.occupation()
+        name: module.occupancy()
         for name, module in model.named_modules()
-        if callable(attribute_of(module, "occupation"))
+        if callable(attribute_of(module, "occupancy"))
     }
     return {name: found for name, found in told.items() if found is not None}
 
@@ -118,7 +118,7 @@ def occupation_of(model: nn.Module) -> dict[str, tuple[int, int]]:
 # ---- calls that run eagerly, though nothing has failed: counts and warnings
 
 
-class Misses:
+class FallbackWarning:
     """Eager calls of what was to be replayed: one ``GraphWarning`` per name and reason.
 
     Scopes that have the same to say (an input of another shape in every layer) say it once.

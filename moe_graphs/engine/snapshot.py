@@ -47,7 +47,7 @@ from moe_graphs.engine.guards.introspection import (
     hooks_of_modules,
     hooks_of_updates,
 )
-from moe_graphs.engine.tensors import local
+from moe_graphs.engine.tensors import unwrap
 
 if TYPE_CHECKING:
     from moe_graphs.engine.backends.backend import Backend
@@ -164,17 +164,17 @@ class _Values:
 
     def __init__(self, tensors: Iterable[Tensor], *, on_host: bool = False) -> None:
         tensors = list(tensors)
-        found = [local(tensor).detach() for tensor in tensors]
+        found = [unwrap(tensor).detach() for tensor in tensors]
         copies = copies_on_host(found, self) if on_host else [each.clone() for each in found]
         self.kept = [
-            (tensor, copy, tensor._version, local(tensor)._version)
+            (tensor, copy, tensor._version, unwrap(tensor)._version)
             for tensor, copy in zip(tensors, copies, strict=True)
         ]
 
     @torch.no_grad()
     def put_back(self) -> None:
         for tensor, value, *versions in self.kept:
-            both = (tensor, local(tensor))
+            both = (tensor, unwrap(tensor))
             both[1].detach().copy_(value)
             # Somebody's autograd graph may have saved the tensor: for it nothing has happened.
             torch._C._autograd._unsafe_set_version_counter(both, tuple(versions))
@@ -379,7 +379,7 @@ def _weights_in_lists(module: nn.RNNBase) -> dict[str, list]:
     return {key: module.__dict__[key] for key in keys if key in module.__dict__}
 
 
-class StandIns:
+class ParameterAliases:
     """For each parameter of some modules another one on the same memory, of the same class and
     with the same attributes, but without its hooks and its gradient accumulator.
 
@@ -401,12 +401,12 @@ class StandIns:
         self._places = list(places.values())
         found = (module for root in modules for module in root.modules())
         self._recurrent = list({id(m): m for m in found if isinstance(m, nn.RNNBase)}.values())
-        made = {id(p): (p, _stand_in(p)) for _, _, p in self._places}
-        self._made = {key: stand_in for key, (_, stand_in) in made.items()}
-        self.originals = {id(stand_in): p for p, stand_in in made.values()}
+        made = {id(p): (p, _alias(p)) for _, _, p in self._places}
+        self._made = {key: alias_of for key, (_, alias_of) in made.items()}
+        self.originals = {id(alias_of): p for p, alias_of in made.values()}
 
     @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
+    def installed(self) -> Iterator[None]:
         """Within this context the modules hold the stand-ins."""
         lists = [(each.__dict__, _weights_in_lists(each)) for each in self._recurrent]
         try:
@@ -423,18 +423,18 @@ class StandIns:
 
     def _lists_like(self, lists: dict[str, list]) -> dict[str, list]:
         """Lists as these, with the stand-ins."""
-        weights = [w if w is None else self.stand_in(w) for w in lists[_WEIGHTS]]
+        weights = [w if w is None else self.alias_of(w) for w in lists[_WEIGHTS]]
         references = [w if w is None else weakref.ref(w) for w in weights]
         return {key: weights if key == _WEIGHTS else references for key in lists}
 
     def original(self, tensor: Tensor) -> Tensor:
         return self.originals.get(id(tensor), tensor)
 
-    def stand_in(self, parameter: Tensor) -> Tensor:
+    def alias_of(self, parameter: Tensor) -> Tensor:
         return self._made.get(id(parameter), parameter)
 
 
-def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+def _alias(parameter: nn.Parameter) -> nn.Parameter:
     if is_traceable_wrapper_subclass(parameter):
         made = nn.Parameter(parameter.detach(), parameter.requires_grad)
     else:

@@ -66,7 +66,7 @@ def same_value(a: Any, b: Any) -> bool:
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def local(tensor: Tensor) -> Tensor:
+def unwrap(tensor: Tensor) -> Tensor:
     """The tensor whose memory it is: what a wrapper (DTensor) stands for on this rank, or itself.
 
     The very object, of wrappers that stand for one tensor; those for several stay as they are.
@@ -80,8 +80,8 @@ def local(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def stands_for_another(tensor: Tensor) -> bool:
-    return local(tensor) is not tensor
+def is_wrapped(tensor: Tensor) -> bool:
+    return unwrap(tensor) is not tensor
 
 
 def is_sharded_by_fsdp(module: nn.Module) -> bool:
@@ -352,8 +352,8 @@ def owned_leaves(leaves: Sequence[Any]) -> list[Any]:
     for leaf in leaves:
         if isinstance(leaf, Tensor) and id(leaf) not in copies:
             copies[id(leaf)] = torch.empty_like(leaf, requires_grad=False)
-    sources = {id(leaf): local(leaf).detach() for leaf in tensor_leaves(leaves)}
-    copy_all([local(copies[key]) for key in sources], list(sources.values()))
+    sources = {id(leaf): unwrap(leaf).detach() for leaf in tensor_leaves(leaves)}
+    copy_all([unwrap(copies[key]) for key in sources], list(sources.values()))
     return [copies.get(id(leaf), leaf) for leaf in leaves]
 
 

@@ -25,9 +25,9 @@ from moe_graphs.engine.tensors import (
     finished,
     has_no_values,
     is_wrapper,
-    local,
     noting_resizes,
     tensor_leaves,
+    unwrap,
 )
 from moe_graphs.errors import CaptureError
 
@@ -276,7 +276,7 @@ def differing_op(first: Operations, second: Operations) -> str | None:
 
 def address(tensor: Tensor) -> int:
     """Of the storage; 0 for what has none (sparse tensors)."""
-    tensor = local(tensor)
+    tensor = unwrap(tensor)
     if tensor.layout is not torch.strided:
         return 0
     return tensor.untyped_storage().data_ptr()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_graphs.engine.backends.backend import Backend
-from moe_graphs.engine.guards.bytecode_names import Reads
+from moe_graphs.engine.guards.bytecode_names import AccessedNames
 from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.tracing import Trace
 
@@ -32,7 +32,7 @@ class TrialRun:
         in_step: whether the block is a whole step.
 
     Attributes:
-        reads: which Python ran.
+        accessed: which Python ran.
         trace: which operations ran, the memory that they read, and the groups of processes over
             which they communicated.
 
@@ -51,7 +51,7 @@ class TrialRun:
         behind: TrialRun | None = None,
         in_step: bool = False,
     ) -> None:
-        self.reads = Reads(in_step=in_step, refuse=True)
+        self.accessed = AccessedNames(in_step=in_step, refuse=True)
         self.trace = Trace(
             backend.device,
             known,
@@ -67,7 +67,7 @@ class TrialRun:
     def __enter__(self) -> TrialRun:
         self._threads = _on_this_thread() if self._has_backward else contextlib.nullcontext()
         self._threads.__enter__()
-        self.reads.__enter__()
+        self.accessed.__enter__()
         self.trace.__enter__()
         return self
 
@@ -75,7 +75,7 @@ class TrialRun:
         try:
             self.trace.__exit__(*exception)
         finally:
-            self.reads.__exit__(*exception)
+            self.accessed.__exit__(*exception)
             self._threads.__exit__(*exception)
 
     def check(self, *, asked: frozenset[str] = frozenset()) -> None:
@@ -87,10 +87,10 @@ class TrialRun:
         Raises:
             CaptureError: for Python that a replay could not do again.
         """
-        self.reads.check_random()
-        self.reads.check_doors(asked=asked)
+        self.accessed.check_random()
+        self.accessed.check_impure_calls(asked=asked)
 
 
 def _on_this_thread() -> contextlib.AbstractContextManager[None]:
-    """Backwards run where ``reads`` can see them."""
+    """Backwards run where ``accessed`` can see them."""
     return torch.autograd.set_multithreading_enabled(False)

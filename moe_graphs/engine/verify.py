@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_graphs.engine.tensors import local, owned_leaves
+from moe_graphs.engine.tensors import owned_leaves, unwrap
 from moe_graphs.errors import GraphWarning
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -274,7 +274,7 @@ def first_difference(
             continue
         if a is None or b is None:
             return Difference(name, None, _shown(a), _shown(b), 1)
-        a, b = local(a), local(b)
+        a, b = unwrap(a), unwrap(b)
         if a.shape != b.shape or a.dtype != b.dtype:
             return Difference(name, None, (a.dtype, a.shape), (b.dtype, b.shape), 1)
         if not same_bits(a, b):
@@ -300,7 +300,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    tensor = local(tensor).detach()
+    tensor = unwrap(tensor).detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if not tensor.is_contiguous():
@@ -327,7 +327,7 @@ def is_noise(eager: Tensor | None, again: Tensor | None, replayed: Tensor | None
     is. Of whole numbers that vary nothing is known. Synchronises."""
     if eager is None or again is None or replayed is None or same_bits(eager, again):
         return False
-    eager, again, replayed = local(eager), local(again), local(replayed)
+    eager, again, replayed = unwrap(eager), unwrap(again), unwrap(replayed)
     if not eager.is_floating_point() or _is_rounding(eager, replayed):
         return True
     if not _largest(eager).isfinite():
@@ -383,7 +383,7 @@ class Fingerprint:
 @torch.no_grad()
 def fingerprints(tensors: Sequence[Tensor]) -> list[Fingerprint]:
     """Made on the device, without a copy of the tensor. Synchronises."""
-    tensors = list(map(local, tensors))
+    tensors = list(map(unwrap, tensors))
     sums = torch.stack([_sums_over_bits(t) for t in tensors]).tolist() if tensors else []
     sketches = torch.stack([_sketch(t) for t in tensors]).tolist() if tensors else []
     found = []

@@ -268,7 +268,7 @@ class MoELayer(MoEStages):
         if self.row_statistics is not None:
             self.row_statistics.zero()
 
-    def occupation(self) -> tuple[int, int] | None:
+    def occupancy(self) -> tuple[int, int] | None:
         """Read the counters of rows for a report; waits for the device.
 
         Returns:

@@ -83,8 +83,8 @@ class TrainSettings:
             raise ValueError(
                 f"optimizer_state: {self.optimizer_state!r} is not one of {', '.join(STATE_DTYPES)}"
             )
-        are_torchs = self.update_options.are_torchs  # or is told what is wrong with one
-        if self.optimizer != "adamw" and not are_torchs:
+        is_default = self.update_options.is_default  # or is told what is wrong with one
+        if self.optimizer != "adamw" and not is_default:
             raise ValueError(
                 f"optimizer: {self.optimizer} has no optimizer_state, stochastic_rounding or "
                 f"ema_decay: use adamw, or drop them"
@@ -188,14 +188,14 @@ def _options(model: torch.nn.Module, settings: TrainSettings) -> dict[str, Any]:
             "stochastic_rounding: no parameter and no state is of bf16, so that nothing would be "
             "rounded: use bfloat16 parameters (--dtype) or states (--optimizer-state), or drop it"
         )
-    if asked.are_torchs:
+    if asked.is_default:
         return {}
     if asked.state_dtype == torch.uint8 and not any(map(asked.has_codes, model.parameters())):
         raise ValueError(
             "optimizer_state: 8bit: no parameter is a matrix of 4,096 numbers in rows that 64 "
             "divides, so that all states would be float32: use another one"
         )
-    seed = {"seed": settings.seed % (1 << 64)} if asked.are_random else {}
+    seed = {"seed": settings.seed % (1 << 64)} if asked.needs_random_bits else {}
     return dataclasses.asdict(asked) | seed
 
 

@@ -61,8 +61,8 @@ from moe_graphs.parallel import (
     PartsByName,
     WholeRowsLoadPlanner,
     WholeRowsSavePlanner,
+    global_fqn,
     shares,
-    whole_name,
 )
 
 _METADATA = ".metadata"
@@ -323,7 +323,7 @@ def _goes_on(trainer: Trainer, step: int, saved: Mapping[str, Any], ranks: int) 
 def _described(trainer: Trainer) -> dict[str, str]:
     """The whole model."""
     tensors = model_tensors(trainer.whole)
-    return described({whole_name(name): value for name, value in tensors.items()})
+    return described({global_fqn(name): value for name, value in tensors.items()})
 
 
 def described_by(metadata: Metadata) -> dict[str, str]:

@@ -16,7 +16,7 @@ from moe_graphs.lm.checkpoint import model_tensors
 from moe_graphs.lm.settings import make_optimizer_state
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.optim.update_options import STATES, code_names
-from moe_graphs.parallel import fused_rows, whole_name
+from moe_graphs.parallel import fused_rows, global_fqn
 
 MODEL, OPTIMIZER, HISTORY, RNG = "model", "optimizer", "history", "rng"
 
@@ -24,14 +24,14 @@ MODEL, OPTIMIZER, HISTORY, RNG = "model", "optimizer", "history", "rng"
 def model_state(trainer: Trainer) -> dict[str, Tensor]:
     """Parameters and buffers."""
     tensors = model_tensors(trainer.model)
-    return {f"{MODEL}.{whole_name(name)}": value for name, value in tensors.items()}
+    return {f"{MODEL}.{global_fqn(name)}": value for name, value in tensors.items()}
 
 
 def optimizer_state(trainer: Trainer) -> dict[str, Tensor]:
     """By the names of parameters. States that no step has made yet are made, of zeros."""
     make_optimizer_state(trainer.optimizer)
     return {
-        f"{OPTIMIZER}.{whole_name(name)}.{kind}": value
+        f"{OPTIMIZER}.{global_fqn(name)}.{kind}": value
         for name, parameter in trainer.model.named_parameters()
         for kind, value in trainer.optimizer.state.get(parameter, {}).items()
     }

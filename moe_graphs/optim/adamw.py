@@ -112,7 +112,7 @@ class AdamW(torch.optim.AdamW):
             raise ValueError(f"seed: {seed} must be from 0 to 2**64 - 1")
         self.options = UpdateOptions(state_dtype, stochastic_rounding, ema_decay)
         # The seed is an option of groups, because torch saves and loads these.
-        self._seed = {"seed": seed} if self.options.are_random else {}
+        self._seed = {"seed": seed} if self.options.needs_random_bits else {}
         super().__init__(
             params, lr, betas, eps, weight_decay, maximize=maximize, capturable=True, fused=True
         )
@@ -191,7 +191,7 @@ class AdamW(torch.optim.AdamW):
     def _rows(self, group: dict[str, Any]) -> list[Row]:
         options, states, rows = self.options, self.state, []
         averaged, drawn = options.ema_decay is not None, options.stochastic_rounding
-        are_random = options.are_random
+        needs_random_bits = options.needs_random_bits
         for number, parameter in enumerate(group["params"], self._first(group)):
             gradient = parameter.grad
             if gradient is None:
@@ -199,10 +199,10 @@ class AdamW(torch.optim.AdamW):
             state = states[parameter]
             if not state or (averaged and "ema" not in state):
                 options.complete(state, parameter)
-            has_key = are_random and (drawn or "exp_avg_code" in state)
+            has_key = needs_random_bits and (drawn or "exp_avg_code" in state)
             key = rounding_key(group["seed"], number, parameter) if has_key else None
             rows.append(row_of(parameter, gradient, state, key))
-        return checked(rows, may_be_torchs=options.are_torchs)
+        return checked(rows, may_be_default=options.is_default)
 
     def _first(self, group: dict[str, Any]) -> int:
         """Number of a group's first parameter among all parameters."""
@@ -212,7 +212,7 @@ class AdamW(torch.optim.AdamW):
     def _update(self, group: dict[str, Any], rows: Sequence[Row]) -> None:
         flags = ("found_inf", "grad_scale", "grad_factor")
         found_inf, grad_scale, grad_factor = (getattr(self, name, None) for name in flags)
-        own = not self.options.are_torchs
+        own = not self.options.is_default
         ours: dict[tuple[torch.device, bool, bool], list[Row]] = {}
         by_torch: list[Row] = []
         kinds = _kinds(rows) if rows else []

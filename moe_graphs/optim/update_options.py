@@ -41,12 +41,12 @@ class UpdateOptions:
             raise ValueError(f"ema_decay: {self.ema_decay} must be at least 0 and below 1")
 
     @property
-    def are_torchs(self) -> bool:
+    def is_default(self) -> bool:
         """Whether torch's own update can do all that the options ask for."""
         return self == UpdateOptions()
 
     @property
-    def are_random(self) -> bool:
+    def needs_random_bits(self) -> bool:
         """Whether an update draws random bits."""
         return self.stochastic_rounding or self.state_dtype == torch.uint8
 

@@ -47,11 +47,11 @@ def row_of(parameter: Tensor, gradient: Tensor, state: dict[str, Any], key: int 
     )
 
 
-def checked(rows: list[Row], *, may_be_torchs: bool) -> list[Row]:
+def checked(rows: list[Row], *, may_be_default: bool) -> list[Row]:
     """Check the rows' memory, and replace DTensors by their local shards.
 
     Args:
-        may_be_torchs: whether torch may update tensor subclasses, so that they are no error.
+        may_be_default: whether torch may update tensor subclasses, so that they are no error.
 
     Raises:
         ValueError: no update can work on a row's memory, or a row has a tensor subclass.
@@ -60,7 +60,7 @@ def checked(rows: list[Row], *, may_be_torchs: bool) -> list[Row]:
         rows = list(map(_local, rows))
     if not _are_whole(rows):
         for row in rows:
-            _check_memory(row, may_be_torchs=may_be_torchs)
+            _check_memory(row, may_be_default=may_be_default)
     return rows
 
 
@@ -101,7 +101,7 @@ def _local(row: Row) -> Row:
     return Row(parameter, gradient, exp_avg, exp_avg_sq, row.step, ema, row.key, tuple(others))
 
 
-def _check_memory(row: Row, *, may_be_torchs: bool) -> None:
+def _check_memory(row: Row, *, may_be_default: bool) -> None:
     """Check that a row's tensors have the same shape and memory order.
 
     Torch's fused update works on flat memory, too. On CUDA it refuses unequal layouts; on the CPU
@@ -113,7 +113,7 @@ def _check_memory(row: Row, *, may_be_torchs: bool) -> None:
     p, g, m, v = row[:4]
     shape, states = p.shape, [m, v, *([] if row.ema is None else [row.ema])]
     if not is_plain(p):
-        if may_be_torchs:
+        if may_be_default:
             return
         raise ValueError(
             f"a parameter of shape {tuple(shape)} is a {type(p).__name__}, which torch alone can "

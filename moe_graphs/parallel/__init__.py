@@ -1,7 +1,7 @@
 """Parallel layouts: one device mesh, and models sharded over it by torch.distributed."""
 
 from moe_graphs.parallel.context_parallel import (
-    divide_sequences,
+    apply_context_parallel,
     part_of_sequences,
     whole_sequences,
 )
@@ -21,10 +21,10 @@ from moe_graphs.parallel.pipeline import (
 from moe_graphs.parallel.replicated import replicate, sum_gradients
 from moe_graphs.parallel.sharded_init import init_weights_sharded, load_pretrained_sharded
 from moe_graphs.parallel.tensor_parallel import (
+    apply_tensor_parallel,
     check_tensor_parallel,
     fused_rows,
-    share_tensors,
-    whole_name,
+    global_fqn,
 )
 from moe_graphs.parallel.vocabulary import (
     vocabulary_cross_entropy,
@@ -49,13 +49,15 @@ __all__ = [
     "Run",
     "WholeRowsLoadPlanner",
     "WholeRowsSavePlanner",
+    "apply_context_parallel",
+    "apply_tensor_parallel",
     "check_schedule",
     "check_tensor_parallel",
     "data_mesh",
-    "divide_sequences",
     "expert_mesh",
     "free_gathered",
     "fused_rows",
+    "global_fqn",
     "init_weights_sharded",
     "layers_of_stages",
     "load_pretrained_sharded",
@@ -68,12 +70,10 @@ __all__ = [
     "runs_of",
     "shard_experts",
     "shard_mesh",
-    "share_tensors",
     "shares",
     "sum_gradients",
     "vocabulary_cross_entropy",
     "vocabulary_group",
-    "whole_name",
     "whole_sequences",
     "whole_vocabulary",
 ]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moe_graphs.layers import Attention, HeadExchange, LatentAttention
 
 
-def divide_sequences(model: nn.Module, exchange: HeadExchange) -> nn.Module:
+def apply_context_parallel(model: nn.Module, exchange: HeadExchange) -> nn.Module:
     """Make ``model`` take this rank's part of every sequence (``part_of_sequences``), in place.
 
     Every attention module of ours gets the exchange; no parameter changes. A rank's gradients are

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moe_graphs.parallel.tensor_parallel import fused_rows, whole_name
+from moe_graphs.parallel.tensor_parallel import fused_rows, global_fqn
 from moe_graphs.parallel.whole_rows import runs_of
 
 Region = tuple[slice, ...]
@@ -37,7 +37,7 @@ class OwnParts:
 
     def __init__(self, model: nn.Module) -> None:
         parts: Mapping[str, Sequence[int]] = fused_rows(model)
-        found = {whole_name(name): value for name, value in model.state_dict().items()}
+        found = {global_fqn(name): value for name, value in model.state_dict().items()}
         self._pieces = {name: shares(value, parts.get(name)) for name, value in found.items()}
 
     def within(self, name: str, region: Region) -> Iterator[tuple[Tensor, Region]]:

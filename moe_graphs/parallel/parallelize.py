@@ -13,12 +13,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from moe_graphs.dispatch import make_dispatcher
 from moe_graphs.layers import GroupedExperts, HeadExchange, LanguageModel
 from moe_graphs.layers.moe import moe_layers
-from moe_graphs.parallel.context_parallel import divide_sequences
+from moe_graphs.parallel.context_parallel import apply_context_parallel
 from moe_graphs.parallel.expert_shards import make_global, shard_experts
 from moe_graphs.parallel.layout import ParallelConfig
 from moe_graphs.parallel.mesh import expert_mesh, shard_mesh
 from moe_graphs.parallel.model_stage import ModelStage
-from moe_graphs.parallel.tensor_parallel import check_tensor_parallel, share_tensors
+from moe_graphs.parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 
 Model = TypeVar("Model", bound=LanguageModel | ModelStage)
 MIXED_PRECISION = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -45,10 +45,10 @@ def parallelize(
 
     Ranks of ``tp`` take the same batches and draw the same random numbers, so seed them alike (then
     attention's dropout has the same pattern for the heads of each rank). They share heads,
-    feed-forward networks, shared experts and the vocabulary (``share_tensors``); a rank's logits
-    have its columns of the vocabulary, see ``vocabulary_cross_entropy``. Every rank of ``tp`` has
-    all norms, routers and routed experts. With ``tp`` alone FSDP2 shards nothing, and tensors that
-    all ranks have are no DTensors.
+    feed-forward networks, shared experts and the vocabulary (``apply_tensor_parallel``); a rank's
+    logits have its columns of the vocabulary, see ``vocabulary_cross_entropy``. Every rank of
+    ``tp`` has all norms, routers and routed experts. With ``tp`` alone FSDP2 shards nothing, and
+    tensors that all ranks have are no DTensors.
 
     Args:
         mesh: the result of ``make_mesh(config, ...)``.
@@ -65,10 +65,10 @@ def parallelize(
     policy = MixedPrecisionPolicy() if mixed_precision is None else mixed_precision
     reshard = config.reshard_after_forward
     if config.cp > 1:
-        divide_sequences(model, HeadExchange.over(mesh["cp"].get_group()))
+        apply_context_parallel(model, HeadExchange.over(mesh["cp"].get_group()))
     mesh = shard_mesh(mesh)
     if config.tp > 1:
-        share_tensors(model, mesh["tp"])
+        apply_tensor_parallel(model, mesh["tp"])
     # With nothing to shard, the addresses stay, and scopes can be graphs.
     if config.with_tokens == 1 and (config.tp > 1 or isinstance(model, ModelStage)):
         return model

@@ -65,7 +65,7 @@ class FusedColumnLinear(ColumnLinear):
         return only
 
 
-def whole_name(name: str) -> str:
+def global_fqn(name: str) -> str:
     """Name of a model's or an optimizer's tensor on one GPU.
 
     ``WholeRowsSavePlanner`` and ``WholeRowsLoadPlanner`` need these names as keys.
@@ -142,7 +142,7 @@ def check_tensor_parallel(config: TransformerConfig, tp: int) -> None:
             raise ValueError(f"tp: {name} is not built for several ranks: pass tp=1")
 
 
-def share_tensors(model: LanguageModel | ModelStage, mesh: DeviceMesh) -> None:
+def apply_tensor_parallel(model: LanguageModel | ModelStage, mesh: DeviceMesh) -> None:
     """Divide a model or a stage of a pipeline over the ranks of ``mesh``, in place.
 
     The model may be on the meta device.
@@ -218,7 +218,7 @@ def _columns(weight: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def fused_rows(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Sizes of the parts of fused weights, by ``whole_name``.
+    """Sizes of the parts of fused weights, by ``global_fqn``.
 
     The parts follow one another in the rows of the whole weight. A rank has its share of every
     part, so the DTensor's rows are in another order than the whole weight's; ``whole_rows`` has

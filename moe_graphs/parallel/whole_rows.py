@@ -84,7 +84,7 @@ class WholeRowsSavePlanner(DefaultSavePlanner):
     """Save planner that writes the weights in ``parts`` with their rows in one GPU's order.
 
     It is one for ``torch.distributed.checkpoint``. The names in ``parts`` are keys of the state
-    dict that is saved: rename its keys by ``whole_name``.
+    dict that is saved: rename its keys by ``global_fqn``.
     """
 
     def __init__(self, parts: PartsByName) -> None:

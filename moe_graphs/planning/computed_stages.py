@@ -17,9 +17,9 @@ from moe_graphs.layers import HeadExchange, LanguageModel, MoELayer, Transformer
 from moe_graphs.parallel import (
     ModelStage,
     ParallelConfig,
-    divide_sequences,
+    apply_context_parallel,
+    apply_tensor_parallel,
     shard_experts,
-    share_tensors,
 )
 from moe_graphs.planning.laid_out import as_rank
 from moe_graphs.planning.microbatch_memory import (
@@ -92,10 +92,10 @@ def _share(
     names: dict[str, str] = {}
     if layout.cp > 1:
         group = mesh["cp"].get_group()
-        divide_sequences(model, HeadExchange.over(group))
+        apply_context_parallel(model, HeadExchange.over(group))
         names[str(group.group_name)] = "context exchange"
     if layout.tp > 1:
-        share_tensors(model, mesh["tp"])
+        apply_tensor_parallel(model, mesh["tp"])
         _make_plain(model)
         names[str(mesh["tp"].get_group().group_name)] = "tensor parallelism"
     if layout.ep > 1:

@@ -15,9 +15,9 @@ from moe_graphs.layers import LanguageModel
 from moe_graphs.parallel import (
     ParallelConfig,
     fused_rows,
+    global_fqn,
     load_pretrained_sharded,
     shares,
-    whole_name,
 )
 
 LAYOUTS = {
@@ -68,7 +68,7 @@ def test_every_rank_has_its_part_of_the_weights(case, layout, fused, tmp_path, n
             load_pretrained_sharded(model, directory, "cpu")
             parts, count = fused_rows(model), 0
             for held_as, tensor in model.state_dict().items():
-                name = whole_name(held_as)
+                name = global_fqn(held_as)
                 for where, piece in shares(tensor, parts.get(name)):
                     assert torch.equal(piece, state[name][where]), name
                     count += piece.numel() * (not name.endswith("tokens_per_expert"))

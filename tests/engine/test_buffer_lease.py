@@ -266,13 +266,13 @@ def test_a_gradient_whose_view_was_held_is_copied_from_then_on(device):
 
 
 def test_a_gradient_that_never_stays_in_place_has_one_reason(device):
-    _, lease = gradient(device, reason="used_again")
+    _, lease = gradient(device, reason="used_twice")
     assert not lease.in_place
     tensor = lease.hand_out()
     assert lease.reclaim()
     written(lease)
     assert torch.equal(tensor, memory(device))
-    assert lease.copied == {"used_again": 1}
+    assert lease.copied == {"used_twice": 1}
 
 
 # ---- standing as .grad, as whole steps have it
@@ -376,11 +376,11 @@ def test_a_standing_gradient_that_stands_for_another_is_given_another(device, le
     assert not lease.can_be_added
     kept = lease.standing
     assert lease.reclaim()
-    innermost = buffer_lease.local(static)
+    innermost = buffer_lease.unwrap(static)
     innermost.fill_(-1.0)
-    assert torch.equal(buffer_lease.local(kept), memory(device))
+    assert torch.equal(buffer_lease.unwrap(kept), memory(device))
     assert isinstance(kept.inner, Wrapper) == (levels == 2)
-    assert buffer_lease.local(lease.standing).data_ptr() == innermost.data_ptr()
+    assert buffer_lease.unwrap(lease.standing).data_ptr() == innermost.data_ptr()
 
 
 # ---- several leases

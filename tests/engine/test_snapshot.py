@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from moe_graphs.engine.backends import backend_for
-from moe_graphs.engine.guards.bytecode_names import Reads
+from moe_graphs.engine.guards.bytecode_names import AccessedNames
 from moe_graphs.engine.guards.guards import Guards
 from moe_graphs.engine.snapshot import Snapshot, random_digest
 from moe_graphs.engine.tracing import Trace
@@ -46,7 +46,7 @@ def a_world():
 
 
 def guards_of(world) -> Guards:
-    reads = Reads.before_running(type(world.model).forward)
+    reads = AccessedNames.before_running(type(world.model).forward)
     reads.owners = {id(world.model): world.model}
     return Guards({"": world.model}, reads)
 

@@ -18,7 +18,7 @@ from moe_graphs.layers.model_config import LatentAttentionConfig
 from moe_graphs.layers.router import rule_of
 from moe_graphs.parallel import (
     ParallelConfig,
-    divide_sequences,
+    apply_context_parallel,
     make_mesh,
     parallelize,
     part_of_sequences,
@@ -147,7 +147,7 @@ def test_graphed_is_eager():
 def train_in_scopes(rank: int, device: str, scopes: str | None, changed: int) -> tuple[Trace, dict]:
     """Train an unsharded model in scopes; from step ``changed`` on rank 1 has another model."""
     model = tiny_model(device, "mixed")
-    divide_sequences(model, HeadExchange.over(dist.group.WORLD))
+    apply_context_parallel(model, HeadExchange.over(dist.group.WORLD))
     config = GraphConfig(scopes, warmup_steps=2) if scopes else GraphConfig(impl="none")
     graphs, optimizer = moe_graphs.graph(model, config), optimizer_of(model, device)
     trace = Trace()
@@ -230,8 +230,8 @@ def misuse(rank: int, world_size: int) -> dict[str, str]:
     group = dist.group.WORLD
     model, exchange = model_of("plain", "cpu"), HeadExchange(rank, 3, group)
     found = {
-        "heads": told(lambda: divide_sequences(model, exchange)),
-        "none": told(lambda: divide_sequences(nn.Linear(2, 2), HeadExchange.over(group))),
+        "heads": told(lambda: apply_context_parallel(model, exchange)),
+        "none": told(lambda: apply_context_parallel(nn.Linear(2, 2), HeadExchange.over(group))),
         "tokens": told(lambda: part_of_sequences(torch.zeros(2, 33), group)),
         "windows": told(lambda: part_of_sequences(torch.zeros(2, 32), group, overlap=1)),
     }

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from fake_ranks import as_rank, lay_out
 from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
 from moe_graphs.layers.model_config import LatentAttentionConfig
-from moe_graphs.parallel import ParallelConfig, fused_rows, init_weights_sharded, shares, whole_name
+from moe_graphs.parallel import ParallelConfig, fused_rows, global_fqn, init_weights_sharded, shares
 from training_runs import DEVICES, tiny_model
 
 LAYOUTS = {
@@ -73,7 +73,7 @@ def check(model: LanguageModel, whole: LanguageModel) -> int:
             assert torch.equal(buffer, buffers[name]), name
         assert not buffer.is_meta
     for held_as, tensor in model.state_dict().items():
-        name = whole_name(held_as)
+        name = global_fqn(held_as)
         for where, piece in shares(tensor, parts.get(name)):
             assert torch.equal(piece, state[name][where]), name
             count += piece.numel()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from fake_ranks import as_rank, lay_out
 from moe_graphs.layers import LanguageModel
-from moe_graphs.parallel import ParallelConfig, runs_of, whole_name
+from moe_graphs.parallel import ParallelConfig, global_fqn, runs_of
 from training_runs import tiny_model
 
 WHOLE = torch.arange(24.0)[:, None] * torch.ones(1, 3)
@@ -73,7 +73,7 @@ def test_rows_of_ranks_are_not_loaded_as_those_of_others_without_our_planner(ran
         checkpoint.save(both, checkpoint_id=tmp_path, no_dist=True)
     of_layer = [name for name in states["state"] if name.startswith("layers.0.attention.qkv.")]
     assert of_layer == ["layers.0.attention.qkv.weight_of_4_ranks"]
-    assert whole_name(of_layer[0]) == "layers.0.attention.qkv.weight"
+    assert global_fqn(of_layer[0]) == "layers.0.attention.qkv.weight"
     with as_rank(0, ranks):
         other = four_heads()
         if ranks > 1:

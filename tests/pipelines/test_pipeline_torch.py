@@ -209,6 +209,6 @@ def test_a_zero_bubble_schedule_without_split_backward_is_eager_and_told_once():
     _skip_if_nodes_are_lost()
     name = "InterleavedZeroBubble"
     for eager, told in run_distributed(compare_whole_graphs, 2, "gloo", arguments=(name,)):
-        assert eager["weights_apart"] > 0, eager
+        assert eager["separate_weight_backward"] > 0, eager
         assert len(told) == 1, told
         assert "set GraphConfig(split_backward=True)" in told[0], told

@@ -121,7 +121,7 @@ def replays_of(graphs: Any) -> int:
     """Report of graphed callables, which have none themselves."""
     if hasattr(graphs, "replayed"):
         return graphs.replayed
-    recordings = graphs.captured.places if graphs.captured is not None else []
+    recordings = graphs.captured.sites if graphs.captured is not None else []
     return sum(recording.replayed for recording in recordings)
 
 

@@ -9,10 +9,10 @@ import torch
 
 from moe_graphs.engine.buffer_lease import BufferLease
 from moe_graphs.engine.partial import replay
-from moe_graphs.engine.partial.slots import Place, Slot
+from moe_graphs.engine.partial.slots import CallSite, Slot
 
 _NEVER_IN_PLACE = {
-    "not_observed", "split", "several_slots", "never_unset", "used_again", "other_type",
+    "not_observed", "split", "several_slots", "grad_never_none", "used_twice", "other_type",
     "shared_memory", "other_layout",
 }  # fmt: skip
 
@@ -26,21 +26,21 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     begin, replayed, reclaim = Slot.begin_replay, replay._replayed, Slot.reclaim_in_place
 
-    def begin_replay(slot, place, leaves):
-        _overwrite([] if slot.accumulates else slot.places)
-        return begin(slot, place, leaves)
+    def begin_replay(slot, site, leaves):
+        _overwrite([] if slot.accumulates else slot.sites)
+        return begin(slot, site, leaves)
 
-    def later(slot, place):
-        return [e for e in slot.places if e.backward_position >= place.backward_position]
+    def later(slot, site):
+        return [e for e in slot.sites if e.backward_position >= site.backward_position]
 
-    def backward(slot, place, incoming, nodes):
-        _overwrite([] if slot.accumulates else later(slot, place))
-        return replayed(slot, place, incoming, nodes)
+    def backward(slot, site, incoming, nodes):
+        _overwrite([] if slot.accumulates else later(slot, site))
+        return replayed(slot, site, incoming, nodes)
 
-    def begin_first(slot, place=None):
-        free = reclaim(slot, place)
-        if free and place is not None:
-            _overwrite(later(slot, place))
+    def begin_first(slot, site=None):
+        free = reclaim(slot, site)
+        if free and site is not None:
+            _overwrite(later(slot, site))
         return free
 
     monkeypatch.setattr(Slot, "begin_replay", begin_replay)
@@ -48,15 +48,15 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "_replayed", backward)
 
 
-def in_place(places: Sequence[Place]) -> Iterator[BufferLease]:
+def in_place(sites: Sequence[CallSite]) -> Iterator[BufferLease]:
     """Leases of gradients that are lent in place, or were until somebody kept a view."""
-    for place in places:
-        for lease in place.gradient_leases():
+    for site in sites:
+        for lease in site.gradient_leases():
             if not _NEVER_IN_PLACE & set(lease.copied):
                 yield lease
 
 
 @torch.no_grad()
-def _overwrite(places: Sequence[Place]) -> None:
-    for lease in in_place(places):
+def _overwrite(sites: Sequence[CallSite]) -> None:
+    for lease in in_place(sites):
         lease._static.data.fill_(float("nan"))

@@ -15,12 +15,12 @@ from moe_graphs.layers import HeadExchange, LanguageModel
 from moe_graphs.optim import AdamW
 from moe_graphs.parallel import (
     ParallelConfig,
-    divide_sequences,
+    apply_context_parallel,
+    apply_tensor_parallel,
     fused_rows,
+    global_fqn,
     make_mesh,
     runs_of,
-    share_tensors,
-    whole_name,
 )
 from moe_graphs.training.grad_norm import clip_grad_norm, local_part
 from parallel_runs import (
@@ -39,7 +39,7 @@ PLAIN: dict[str, Any] = {"count": 2, "dropout": 0.0, "dtype": torch.float32}
 def whole(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Whole tensors, as one process has them; ``tensors`` have the names of the parameters."""
     parts, found = fused_rows(model), {}
-    for name, tensor in ((whole_name(name), tensor) for name, tensor in tensors):
+    for name, tensor in ((global_fqn(name), tensor) for name, tensor in tensors):
         if not hasattr(tensor, "full_tensor"):
             found[name] = tensor.detach().cpu()
         elif name not in parts:
@@ -104,7 +104,7 @@ def differences(device: str, config: ParallelConfig, layers: str = "mixed") -> d
     expected = train(alone, device, range(config.data_parallel), 3, 0.5)
     part = [with_tokens.get_local_rank() // config.cp]
     found = train(shared, device, part, 3, 0.5, with_tokens.get_group())
-    assert [whole_name(n) for n, _ in shared.named_parameters()] == [
+    assert [global_fqn(n) for n, _ in shared.named_parameters()] == [
         n for n, _ in alone.named_parameters()
     ]
     check_alike(shared)
@@ -141,8 +141,8 @@ def at_their_addresses(device: str, config: ParallelConfig) -> LanguageModel:
     if config.cp == 1:
         return laid_out(device, config, layers="mixed", count=2)[0]
     mesh, model = make_mesh(config, device), tiny_model(device, "mixed", count=2)
-    share_tensors(model, mesh["tp"])
-    divide_sequences(model, HeadExchange.over(mesh["cp"].get_group()))
+    apply_tensor_parallel(model, mesh["tp"])
+    apply_context_parallel(model, HeadExchange.over(mesh["cp"].get_group()))
     return model
 
 

@@ -29,7 +29,7 @@ from moe_graphs.engine.callables.arguments import (
 )
 from moe_graphs.engine.callables.capture_ahead import capture_slot, check_unused
 from moe_graphs.engine.callables.order import Action, slots
-from moe_graphs.engine.capture_errors import explained_call
+from moe_graphs.engine.capture_errors import explaining_errors_of
 from moe_graphs.engine.guards import torch_state
 from moe_graphs.engine.guards.guards import Guards
 from moe_graphs.engine.partial.capture import Recorder
@@ -40,7 +40,7 @@ from moe_graphs.engine.partial.scope import Call, Scope
 from moe_graphs.engine.partial.slots import PlannedCall, Slot
 from moe_graphs.engine.partial.trials import Hooks, ScopeCall, Trials
 from moe_graphs.engine.ranks import ALONE, Ranks
-from moe_graphs.engine.report import Misses, Report
+from moe_graphs.engine.report import FallbackWarning, Report
 from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.tensors import Mismatch, Signature, tensor_leaves
 from moe_graphs.errors import CaptureError, GraphError
@@ -221,7 +221,7 @@ class CallableGraphs:
         tensors = (*self.model.parameters(), *self.model.buffers(), *tensor_leaves(
             [(call.args, call.kwargs) for call in calls]))  # fmt: skip
         self.backend = backend_for(tensors, generators)
-        self.calls, self.misses = tuple(calls), Misses()
+        self.calls, self.fallbacks = tuple(calls), FallbackWarning()
         self._resources = Resources[Captured](self.backend)
         self.graphed = [
             GraphedCallable(self, _scope_of(name, owner, function), on_mismatch, delay)
@@ -290,7 +290,7 @@ class CallableGraphs:
 
     def _guards(self, call: ScopeCall) -> Guards:
         trials = Trials(self.model, self.backend)
-        return trials.guards(call, trials.reads_before_running(call), ())
+        return trials.guards(call, trials.names_before_running(call), ())
 
     def _capture(self, plan: Plan, calls: Sequence[ScopeCall], options: CaptureOptions) -> None:
         ranks = Ranks(self.model)
@@ -302,7 +302,7 @@ class CallableGraphs:
         chunks = [
             Chunk([
                 Slot([
-                    PlannedCall(calls[n].scope, calls[n].signature, misses=self.misses,
+                    PlannedCall(calls[n].scope, calls[n].signature, fallbacks=self.fallbacks,
                                 ranks=ranks_of.get(n, ALONE))
                     for n in chunk.calls
                 ], self.backend, options.pool)
@@ -334,7 +334,7 @@ class CallableGraphs:
             options.before_trials()
         for number, call in enumerate(calls):
             if options.trials:
-                with explained_call(call.scope.name, "forward", self.backend):
+                with explaining_errors_of(call.scope.name, "forward", self.backend):
                     if fp8.is_enabled():
                         trials.make_ready(call)
                     tried = trials.forward_and_backward(call, runs=options.trials)
@@ -358,7 +358,7 @@ class CallableGraphs:
         state = "captured" if self.captured is not None else "released"
         modules, took = nn.ModuleList(g.scope.module for g in self.graphed), self.capture_seconds
         return report_of(
-            self.backend, modules, state, self.graphed, self.captured, took, self.misses
+            self.backend, modules, state, self.graphed, self.captured, took, self.fallbacks
         )
 
     def release(self) -> None:

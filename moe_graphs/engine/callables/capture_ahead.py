@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_graphs.engine.capture_errors import explained_call
+from moe_graphs.engine.capture_errors import explaining_errors_of
 from moe_graphs.engine.partial.capture import Recorder
-from moe_graphs.engine.partial.slots import PendingBackward, Place, Slot
+from moe_graphs.engine.partial.slots import CallSite, PendingBackward, Slot
 from moe_graphs.engine.partial.trials import ScopeCall
 from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.errors import GraphError
@@ -32,38 +32,38 @@ def capture_slot(slot: Slot, calls: Sequence[ScopeCall], recorder: Recorder) -> 
 def _capture(slot: Slot, calls: Sequence[ScopeCall], recorder: Recorder) -> None:
     generator = torch.Generator(recorder.backend.device).manual_seed(0)
     backwards: list[PendingBackward] = []
-    for place, call in zip(slot.places, calls, strict=True):
-        _capture_forward(slot, place, call, recorder)
-    for place, call in reversed(list(zip(slot.places, calls, strict=True))):
-        if not place.planned.refused and any(place.forward.differentiable):
-            pairs = zip(place.forward.outputs, place.forward.differentiable, strict=True)
+    for site, call in zip(slot.sites, calls, strict=True):
+        _capture_forward(slot, site, call, recorder)
+    for site, call in reversed(list(zip(slot.sites, calls, strict=True))):
+        if not site.planned.refused and any(site.forward.differentiable):
+            pairs = zip(site.forward.outputs, site.forward.differentiable, strict=True)
             incoming = [_gradient(output, generator) for output, needed in pairs if needed]
-            random = recorder.backend.random_position() if place.forward.draws else None
-            pending = PendingBackward(place, call.leaves, random)
+            random = recorder.backend.random_position() if site.forward.draws else None
+            pending = PendingBackward(site, call.leaves, random)
             backwards.append(pending)
-            with explained_call(place.name, "backward", recorder.backend):
+            with explaining_errors_of(site.name, "backward", recorder.backend):
                 with call.backward_hooks(incoming) as found:
                     found += recorder.backward(slot, pending, incoming).values()
             _raise(recorder)
     if recorder.split:
         for pending in backwards:
-            if pending.place.run is not None:
+            if pending.site.run is not None:
                 recorder.backward_of_weights(slot, pending)
                 _raise(recorder)
 
 
-def _capture_forward(slot: Slot, place: Place, call: ScopeCall, recorder: Recorder) -> None:
-    expected = recorder.record_forward(slot, place, call)
+def _capture_forward(slot: Slot, site: CallSite, call: ScopeCall, recorder: Recorder) -> None:
+    expected = recorder.record_forward(slot, site, call)
     try:
-        place.forward.graph.replay()
-        sources = {"graph": place.forward.outputs, "input": call.leaves}
+        site.forward.graph.replay()
+        sources = {"graph": site.forward.outputs, "input": call.leaves}
         outputs = [
             leaf.value if leaf.source == "constant" else sources[leaf.source][leaf.value]
-            for leaf in place.forward.output_leaves
+            for leaf in site.forward.output_leaves
         ]
-        difference = recorder.verification.difference_of_forward(place, call, expected, outputs)
+        difference = recorder.verification.difference_of_forward(site, call, expected, outputs)
         if difference is not None:
-            place.planned.differs(difference)
+            site.planned.differs(difference)
     finally:
         expected.before.put_back()
 
@@ -83,10 +83,10 @@ def check_unused(slot: Slot, allowed: bool) -> None:
     Raises:
         GraphError: for an input that requires a gradient and gets none, unless that is allowed.
     """
-    for place in slot.places:
-        unused = place.unused_inputs()
+    for site in slot.sites:
+        unused = site.unused_inputs()
         if unused and not allowed:
             raise GraphError(
-                f"{place.name}: input {unused[0]!r} requires a gradient and gets none: pass "
+                f"{site.name}: input {unused[0]!r} requires a gradient and gets none: pass "
                 f"allow_unused_input=True, or a sample that requires none"
             )

@@ -80,20 +80,20 @@ OF_HISTORY = frozenset({"grad", "grad_fn", "is_leaf", "_base", "_version", "_is_
 OF_VERSIONS = frozenset({"_version"})  # a replay of a whole step counts once what it writes often
 
 
-def refusal(door: str) -> str:
+def refusal(impure: str) -> str:
     """Why a graph cannot have it, and what to do."""
-    if door == _COMPILED:
+    if impure == _COMPILED:
         return (
             "it calls a function of torch.compile, which does something else when it is watched: "
             "leave it out, or do not compile there (torch.compiler.disable; for Transformer "
             "Engine's fused functions NVTE_TORCH_COMPILE=0)"
         )
-    if door == _CHECKPOINT:
-        return f"it calls {door}, which keeps scales in Python: checkpoint around it instead"
-    if door == FP8:
-        return f"it enters {door}: enter it outside of the scope, around the whole step"
+    if impure == _CHECKPOINT:
+        return f"it calls {impure}, which keeps scales in Python: checkpoint around it instead"
+    if impure == FP8:
+        return f"it enters {impure}: enter it outside of the scope, around the whole step"
     return (
-        f"it calls {door}(), whose answer may be another one at every call, and a replay runs no "
+        f"it calls {impure}(), whose answer may be another one at every call, and a replay runs no "
         f"Python: call it outside, and pass on the answer"
     )
 
@@ -133,8 +133,8 @@ def of_python(frame: types.FrameType, *, of_the_user: bool) -> str | None:
     return _found(_OF_PYTHON, "pathlib" if module.startswith("pathlib") else module, name)
 
 
-def _found(doors: dict[str, frozenset[str]], module: str, name: str) -> str | None:
-    names = doors.get(module)
+def _found(impure_calls: dict[str, frozenset[str]], module: str, name: str) -> str | None:
+    names = impure_calls.get(module)
     if names is None or (names and name not in names):
         return None
     return f"{module}.{name}"
@@ -160,13 +160,13 @@ _TEMPLATES = {"format", "format_map", "attrgetter", "methodcaller"}  # names sta
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
 
 
-class Reads:
+class AccessedNames:
     """A context; afterwards it knows what ran inside, on this thread.
 
     Args:
         in_step: the block is a whole training step, with whatever surrounds its modules.
         refuse: a door (``py``) raises ``CaptureError`` where it is opened, before anything
-            has happened behind it; otherwise ``check_doors`` does.
+            has happened behind it; otherwise ``check_impure_calls`` does.
 
     Attributes:
         code: of every function that ran, with the globals it looked its names up in.
@@ -176,11 +176,11 @@ class Reads:
             as ``clear`` is in ``x.clear()``, which reads no number of that name.
         owners: objects whose methods ran, by id, but for those that the block made.
         of_contexts: what the ``ctx`` of autograd functions held, without tensors.
-        doors: what was called that reads state nobody can compare later.
+        impure_calls: what was called that reads state nobody can compare later.
     """
 
     def __init__(self, *, in_step: bool = False, refuse: bool = False) -> None:
-        self._open_doors = {FP8} if in_step else set()
+        self._open_impure_calls = {FP8} if in_step else set()
         self._refuse = refuse
         self.code: dict[types.CodeType, dict[str, Any]] = {}
         self.names: set[str] = set()
@@ -188,13 +188,13 @@ class Reads:
         self.values: set[str] = set()
         self.values_of_modules: set[str] = set()
         self.owners: dict[int, Any] = {}
-        self.doors: list[str] = []
+        self.impure_calls: list[str] = []
         self._ran: set[types.CodeType] = set()
         self.of_contexts: dict[str, Any] = {}
         self._seen: dict[int, weakref.ref | None] = {}
         self._may_have_state = functools.cache(_may_have_state)  # of some thousand calls
 
-    def __enter__(self) -> Reads:
+    def __enter__(self) -> AccessedNames:
         # Dispatch modes and optimizers do so with their first operation, and nobody is to be
         # watched doing it.
         importlib.import_module("torch._dynamo")
@@ -217,37 +217,39 @@ class Reads:
         self._seen.clear()
 
     @classmethod
-    def before_running(cls, *functions: Callable[..., Any], with_inner: bool = False) -> Reads:
+    def before_running(
+        cls, *functions: Callable[..., Any], with_inner: bool = False
+    ) -> AccessedNames:
         """What can be told of functions without running them: their own code and that of functions
         that they name or enclose. with_inner: and of functions that they make, as hooks are."""
-        reads, todo = cls(), [*functions]
+        accessed, todo = cls(), [*functions]
         while todo:
             each = todo.pop()
             wrapped = attribute_of(each, "__wrapped__")
             todo += [] if wrapped is None else [wrapped]
             each = attribute_of(each, "__func__") or each
             code = attribute_of(each, "__code__")
-            if code is None or code in reads.code or origin_of(code.co_filename) == "internal":
+            if code is None or code in accessed.code or origin_of(code.co_filename) == "internal":
                 continue
             todo += filter(callable, map(contents_of_cell, each.__closure__ or ()))
             for inner in with_inner_code(code) if with_inner else (code,):
-                reads.code[inner] = each.__globals__
-                reads._mentions(inner)
+                accessed.code[inner] = each.__globals__
+                accessed._mentions(inner)
                 todo += filter(callable, map(each.__globals__.get, global_names_of(inner)))
-        return reads
+        return accessed
 
     @classmethod
-    def together(cls, *several: Reads) -> Reads:
+    def together(cls, *several: AccessedNames) -> AccessedNames:
         """What all of the blocks have read."""
         united = cls()
-        for reads in several:
-            united.code.update(reads.code)
-            united.names |= reads.names
-            united.names_of_modules |= reads.names_of_modules
-            united.values |= reads.values
-            united.values_of_modules |= reads.values_of_modules
-            united.owners.update(reads.owners)
-            united.doors += reads.doors
+        for accessed in several:
+            united.code.update(accessed.code)
+            united.names |= accessed.names
+            united.names_of_modules |= accessed.names_of_modules
+            united.values |= accessed.values
+            united.values_of_modules |= accessed.values_of_modules
+            united.owners.update(accessed.owners)
+            united.impure_calls += accessed.impure_calls
         return united
 
     def names_of_the_user(self) -> set[str]:
@@ -255,14 +257,14 @@ class Reads:
         own = (code for code in self.code if origin_of(code.co_filename) == "own")
         return set().union(*map(_names_of, own))
 
-    def check_doors(self, *, asked: frozenset[str] = frozenset()) -> None:
+    def check_impure_calls(self, *, asked: frozenset[str] = frozenset()) -> None:
         """asked: attributes of tensors whose answers in a graph are not those outside of it.
 
         Raises:
             CaptureError: if the block asks for what can be another thing at every call.
         """
-        if self.doors:
-            raise CaptureError(refusal(self.doors[0]))
+        if self.impure_calls:
+            raise CaptureError(refusal(self.impure_calls[0]))
         hidden = (code for code in self.code if origin_of(code.co_filename) == "own")
         for code in hidden:
             if _names_of(code) & TO_GLOBALS or ("sys", "modules") in attributes_of_globals(code):
@@ -335,11 +337,15 @@ class Reads:
             if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value)):
                 self.of_contexts[f"{type(context).__name__}.{name}"] = value
 
-    def _open(self, door: str | None) -> None:
-        if door is not None and door not in self.doors and door not in self._open_doors:
-            self.doors.append(door)
+    def _open(self, impure: str | None) -> None:
+        if (
+            impure is not None
+            and impure not in self.impure_calls
+            and impure not in self._open_impure_calls
+        ):
+            self.impure_calls.append(impure)
             if self._refuse:
-                self.check_doors()
+                self.check_impure_calls()
 
 
 def functions_of(kind: type) -> list[Callable[..., Any]]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._C._dynamo import guards as of_dynamo
 
 from moe_graphs.engine.fp8 import is_bookkeeping
-from moe_graphs.engine.guards.bytecode_names import Reads, functions_of
+from moe_graphs.engine.guards.bytecode_names import AccessedNames, functions_of
 from moe_graphs.engine.guards.introspection import (
     GONE,
     Container,
@@ -29,7 +29,7 @@ from moe_graphs.engine.guards.introspection import (
 from moe_graphs.engine.guards.object_graph import Reachable, Walk
 from moe_graphs.engine.reasons import CAPTURE_AGAIN, EAGER_CALLS
 from moe_graphs.engine.snapshot import state_of
-from moe_graphs.engine.tensors import Mismatch, local, same_value, stands_for_another
+from moe_graphs.engine.tensors import Mismatch, is_wrapped, same_value, unwrap
 from moe_graphs.engine.tracing import address
 from moe_graphs.errors import CaptureError
 
@@ -66,7 +66,7 @@ if _version_of is not None and not _notices_attributes(_version_of):
 _OFTEN = 3
 
 
-class Untouched:
+class FastPath:
     """Compares containers with what they held when it was made, in a few loops in C.
 
     Args:
@@ -207,7 +207,7 @@ class Guards:
     another one, everything is looked up anew and compared by its path.
 
     Args:
-        roots, reads, read_addresses, everything, tensor_names: as of ``Walk``.
+        roots, accessed, read_addresses, everything, tensor_names: as of ``Walk``.
         tensors: path -> more tensors whose address matters.
         outside: modules whose own hooks run outside of the block.
         sharded: the hooks of ``fully_shard`` may run inside.
@@ -216,7 +216,7 @@ class Guards:
     def __init__(
         self,
         roots: Mapping[str, Any],
-        reads: Reads,
+        accessed: AccessedNames,
         read_addresses: Iterable[int] = (),
         *,
         everything: Mapping[str, Any] = _NOTHING,
@@ -226,12 +226,12 @@ class Guards:
         sharded: bool = False,
     ) -> None:
         self._outside, self._sharded = {id(module) for module in outside}, sharded
-        self._arguments = (dict(roots), reads, frozenset(read_addresses), dict(everything))
+        self._arguments = (dict(roots), accessed, frozenset(read_addresses), dict(everything))
         self._tensor_names, self._more = dict(tensor_names), dict(tensors)
         self._noisy: set[int] = set()
         found = self._walk()
         self._places = _place_of_each_tensor({**found.tensors, **self._more})
-        self._where = Where(list(self._places.values()))
+        self._address_guards = AddressGuards(list(self._places.values()))
         self._adopt(found)
 
     @property
@@ -255,13 +255,17 @@ class Guards:
         """How things differ from the capture. Reads no tensor values."""
         if self._is_empty:
             return None
-        if not self._is_untouched():
-            difference = self._look_again()
+        if not self._fast_path_holds():
+            difference = self._compare_by_path()
             if difference is not None:
                 return difference
         if any(self._hooks) or self._hooks_of_fsdp != [list(hooks) for hooks in self._with_fsdp]:
             return self._other_hooks()
-        return None if self._where.is_same() else self._where.mismatch(list(self._places))
+        return (
+            None
+            if self._address_guards.is_same()
+            else self._address_guards.mismatch(list(self._places))
+        )
 
     def _other_hooks(self) -> Mismatch:
         """Name of the module that has hooks now, and whose they are."""
@@ -361,7 +365,7 @@ class Guards:
         self.cells = [(cell, cell.read()) for cell in found.cells]
         matter = {id(leaf) for leaf in found.leaves.values() if is_bookkeeping(leaf)}
         matter.update(map(id, found.tensors.values()))
-        self._untouched = Untouched(self.contents, self._noisy, matter)
+        self._fast_path = FastPath(self.contents, self._noisy, matter)
         inside = (module for _, module in found.modules if id(module) not in self._outside)
         hooks = [each for module in inside for each in hooks_of(module)]
         self._with_fsdp = [each for each in hooks if each and self._are_known(each)]
@@ -372,7 +376,7 @@ class Guards:
         self._functions = found.functions
         self._code = list(map(_CODE_OF, self._functions))
         quick = (
-            (self.contents, self._untouched.is_true),
+            (self.contents, self._fast_path.is_true),
             (self.cells, self._cells_are_still),
             (self._typed, lambda: list(map(type, self._typed)) == self._types),
             (self._functions, lambda: list(map(_CODE_OF, self._functions)) == self._code),
@@ -384,14 +388,14 @@ class Guards:
     def _are_known(self, hooks: dict) -> bool:
         return self._sharded and are_of_fsdp(hooks)
 
-    def _is_untouched(self) -> bool:
+    def _fast_path_holds(self) -> bool:
         """The quick answer: every place has the very same value."""
         return all(map(operator.call, self._quick))
 
     def _cells_are_still(self) -> bool:
         return all(cell.is_still(value) for cell, value in self.cells)
 
-    def _look_again(self) -> Mismatch | None:
+    def _compare_by_path(self) -> Mismatch | None:
         """Other containers may hold the same leaves, and what changed may not matter."""
         found = self._walk()
         for name, before in self._found.leaves.items():
@@ -404,7 +408,7 @@ class Guards:
         for name, order in self._found.orders.items():
             if found.orders.get(name) != order:
                 return _difference(name, order, found.orders.get(name, GONE))
-        self._noisy.update(map(id, self._untouched.changed()))
+        self._noisy.update(map(id, self._fast_path.changed()))
         # By now others may lie where the block has read something.
         found.tensors = {n: t for n, t in found.tensors.items() if n in self._found.tensors}
         self._adopt(found)
@@ -417,12 +421,12 @@ class Guards:
         return isinstance(now, Tensor) and _asked(now) == _asked(before)
 
 
-class Where:
+class AddressGuards:
     """Where tensors lie, how, and whether they require a gradient."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._given, self._tensors = list(tensors), list(map(local, tensors))
-        self._wrappers = [tensor for tensor in tensors if stands_for_another(tensor)]
+        self._given, self._tensors = list(tensors), list(map(unwrap, tensors))
+        self._wrappers = [tensor for tensor in tensors if is_wrapped(tensor)]
         self._stood_for = list(map(_stood_for, self._wrappers))
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
         self._kinds = list(map(_kind_of, self._tensors))
@@ -447,14 +451,14 @@ class Where:
             if tensor.requires_grad is not requires_grad:
                 message = f"{name!r}: captured with requires_grad={requires_grad}: set it back"
                 return Mismatch("requires_grad", message)
-        rows = zip(names, map(local, self._given), self._addresses, self._kinds, strict=True)
+        rows = zip(names, map(unwrap, self._given), self._addresses, self._kinds, strict=True)
         moved = (n for n, t, a, k in rows if t.data_ptr() != a or _kind_of(t) != k)
         how = "lies at another address or is laid out in another way"
         return _moved(next(moved, "a tensor"), how)
 
 
 def _stood_for(wrapper: Tensor) -> tuple[int, bool]:
-    return id(local(wrapper)), wrapper.requires_grad
+    return id(unwrap(wrapper)), wrapper.requires_grad
 
 
 def _kind_of(tensor: Tensor) -> tuple:
@@ -469,22 +473,22 @@ def _check_in_c(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
     return _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
-def reads_before_running(
+def names_before_running(
     functions: Sequence[Callable[..., Any]],
     modules: Iterable[nn.Module],
-    guards_of: Callable[[Reads], Guards],
-) -> Reads:
+    guards_of: Callable[[AccessedNames], Guards],
+) -> AccessedNames:
     """What functions may read, and what those may that they reach, as far as can be told without
     running them. ``modules``: those that may run."""
     owners = {id(module): module for module in modules}
     plain = (each for each in owners.values() if not isinstance(each, torch.jit.ScriptModule))
     todo = [*functions, *(type(module).forward for module in plain)]
     while True:
-        reads = Reads.before_running(*todo, with_inner=True)
-        reads.owners.update(owners)
-        new = [each for each in guards_of(reads).functions if each not in todo]
+        accessed = AccessedNames.before_running(*todo, with_inner=True)
+        accessed.owners.update(owners)
+        new = [each for each in guards_of(accessed).functions if each not in todo]
         if not new:
-            return reads
+            return accessed
         todo += new
 
 

@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from moe_graphs.engine.fp8 import is_bookkeeping
 from moe_graphs.engine.guards.bytecode_names import (
-    Reads,
+    AccessedNames,
     attributes_of_globals,
     global_names_of,
     imports_of,
@@ -162,7 +162,7 @@ class Walk:
 
     Args:
         roots: path -> object. Modules among them count as having run.
-        reads: which code ran. None: every attribute is followed, whatever its name.
+        accessed: which code ran. None: every attribute is followed, whatever its name.
         read_addresses: of the memory that operations have read.
         everything: roots that are followed through all of their attributes (an optimizer).
     """
@@ -170,16 +170,16 @@ class Walk:
     def __init__(
         self,
         roots: Mapping[str, Any],
-        reads: Reads,
+        accessed: AccessedNames,
         read_addresses: frozenset[int] | set[int] = frozenset(),
         everything: Mapping[str, Any] = types.MappingProxyType({}),
         tensor_names: Mapping[int, str] = types.MappingProxyType({}),
     ) -> None:
         self.found = Reachable()
-        self._reads, self._names = reads, reads.names
-        self._is_of_the_user = any(origin_of(code.co_filename) == "own" for code in reads.code)
-        self._called = reads.names - reads.values
-        self._called_of_modules = reads.names_of_modules - reads.values_of_modules
+        self._reads, self._names = accessed, accessed.names
+        self._is_of_the_user = any(origin_of(code.co_filename) == "own" for code in accessed.code)
+        self._called = accessed.names - accessed.values
+        self._called_of_modules = accessed.names_of_modules - accessed.values_of_modules
         self._read_addresses = read_addresses
         self._tensor_names = tensor_names
         self._roots = {id(root) for root in roots.values()}
@@ -297,8 +297,8 @@ class Walk:
             self._class(type(module), f"{name}.__class__")
             self._forward_of(type(module))
             self.found.modules.append((name, module))
-        reads = self._reads
-        mentioned = could_be_read(attributes, reads.names_of_modules, self._called_of_modules)
+        accessed = self._reads
+        mentioned = could_be_read(attributes, accessed.names_of_modules, self._called_of_modules)
         names = frozenset(attributes) if everything else mentioned
         names = names - (_OF_EVERY_MODULE - self._names) - {*ours}
         self._entries(attributes, name, names if ran else names - _OF_CALLS, everything)

@@ -51,7 +51,7 @@ _HOOKS_OF_ALL_MODULES = tuple(
 )
 
 
-class Context:
+class TorchState:
     """The state in force where it was made."""
 
     def __init__(self, device_type: str, *, of_backward: bool = False) -> None:

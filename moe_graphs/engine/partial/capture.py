@@ -26,34 +26,34 @@ from moe_graphs.engine.buffer_lease import (
     reason_to_copy,
     references_of_the_engine,
 )
-from moe_graphs.engine.capture_errors import explained_call
+from moe_graphs.engine.capture_errors import explaining_errors_of
 from moe_graphs.engine.fp8 import Scales
-from moe_graphs.engine.guards.bytecode_names import Reads
+from moe_graphs.engine.guards.bytecode_names import AccessedNames
 from moe_graphs.engine.guards.guards import Guards
-from moe_graphs.engine.guards.torch_state import Context
+from moe_graphs.engine.guards.torch_state import TorchState
 from moe_graphs.engine.partial.recording import (
     BackwardRun,
     OpenCall,
     OutputLeaf,
     RecordedBackward,
     RecordedForward,
-    Surroundings,
+    ReplayConditions,
 )
 from moe_graphs.engine.partial.scope import Exit
-from moe_graphs.engine.partial.slots import PendingBackward, Place, Slot
+from moe_graphs.engine.partial.slots import CallSite, PendingBackward, Slot
 from moe_graphs.engine.partial.trials import ScopeCall, Trials, TriedForward, check_capturable
-from moe_graphs.engine.partial.verify import Effects, Expected, Verification, recompute
-from moe_graphs.engine.snapshot import Snapshot, StandIns
+from moe_graphs.engine.partial.verify import Expected, SideEffects, Verification, recompute
+from moe_graphs.engine.snapshot import ParameterAliases, Snapshot
 from moe_graphs.engine.tensors import (
     Mismatch,
     TensorSpec,
     copy_to,
     is_plain,
-    local,
     same_value,
     static_copy,
     static_like,
     target_of,
+    unwrap,
 )
 from moe_graphs.engine.tracing import Operations, address, differing_op
 from moe_graphs.errors import CaptureError
@@ -83,34 +83,34 @@ class Recorder:
 
     # ---- forward
 
-    def mismatch(self, place: Place, mismatch: Mismatch | None) -> Mismatch | None:
+    def mismatch(self, site: CallSite, mismatch: Mismatch | None) -> Mismatch | None:
         """Why a call is not captured now. A capture runs it beside the real one, and so it has to
         on all ranks with which it communicates."""
         if mismatch is None and self.failure is not None:
             mismatch = Mismatch("capture_failed", str(self.failure))
-        return place.planned.ranks.agree(mismatch)
+        return site.planned.ranks.agree(mismatch)
 
-    def record_forward(self, slot: Slot, place: Place, call: ScopeCall) -> Expected:
+    def record_forward(self, slot: Slot, site: CallSite, call: ScopeCall) -> Expected:
         """Captures the call into the place; nothing but the place is changed.
 
         Raises:
             CaptureError: what cannot be captured, with scope and source line.
         """
-        with explained_call(place.name, "forward", self.backend), call.forward_hooks() as done:
-            state = Context(self.backend.device.type)
+        with explaining_errors_of(site.name, "forward", self.backend), call.forward_hooks() as done:
+            state = TorchState(self.backend.device.type)
             check_capturable(call, state)
-            if place.planned.tried is not None:
-                place.planned.tried.again_if_changed(call)
+            if site.planned.tried is not None:
+                site.planned.tried.again_if_changed(call)
             tried = self.trials.forward(call)
-            guards = self.trials.guards(call, tried.run.reads, tried.run.trace.read)
+            guards = self.trials.guards(call, tried.run.accessed, tried.run.trace.read)
             guards.check_hooks()
             guards.check_keys()
             written = [tensor for tensor, _ in tried.written]
             expected = Expected(tried, Snapshot(self.backend, values=written))
-            objects, surroundings = Snapshot(guards=[guards]), Surroundings(guards, state)
+            objects, conditions = Snapshot(guards=[guards]), ReplayConditions(guards, state)
             with references_of_the_engine(slot.leases()):
-                self._capture_forward(slot, place, call, expected, surroundings)
-            for lease in place.leases:
+                self._capture_forward(slot, site, call, expected, conditions)
+            for lease in site.leases:
                 lease.settle()
             try:
                 guards.check_unchanged()
@@ -123,17 +123,17 @@ class Recorder:
     def _capture_forward(
         self,
         slot: Slot,
-        place: Place,
+        site: CallSite,
         call: ScopeCall,
         expected: Expected,
-        surroundings: Surroundings,
+        conditions: ReplayConditions,
     ) -> None:
         inputs, sources = self._static_inputs(slot, call)
-        stand_ins, operations, saved = self.trials.stand_ins(call), Operations(), Saved()
+        aliases, operations, saved = self.trials.aliases(call), Operations(), Saved()
         scales = fp8.Scales.of(call.scope.module) if expected.tried.uses_fp8 else None
         try:
             with (
-                stand_ins.in_place(),
+                aliases.installed(),
                 saved.noting(),
                 fp8.Autocast().beside(inputs),
                 self.backend.record(slot.pool) as graphs,
@@ -150,27 +150,27 @@ class Recorder:
             if differing is not None:
                 raise CaptureError(f"the capture does something else than a run: {differing}")
             buffers = list(self.model.buffers())
-            captured = CapturedForward(call, inputs, output, exit, stand_ins, saved, buffers)
+            captured = CapturedForward(call, inputs, output, exit, aliases, saved, buffers)
             recorded, open = captured.described(
                 graph,
-                surroundings,
+                conditions,
                 expected.tried,
                 linked=frozenset(sources),
                 scales=scales,
                 split=self.split,
             )
             owned = {address(tensor) for tensor in self.trials.known()}
-            place.opened(recorded, open, sources, owned)
+            site.opened(recorded, open, sources, owned)
         except BaseException:
             graph.release()
             raise
 
     def _static_inputs(
         self, slot: Slot, call: ScopeCall
-    ) -> tuple[list[Any], dict[int, tuple[Place, int]]]:
+    ) -> tuple[list[Any], dict[int, tuple[CallSite, int]]]:
         """Filled with the call's values; an untouched output of the slot stays where it is."""
         inputs: list[Any] = []
-        sources: dict[int, tuple[Place, int]] = {}
+        sources: dict[int, tuple[CallSite, int]] = {}
         for index, (spec, leaf) in enumerate(zip(call.signature.leaves, call.leaves, strict=True)):
             first = call.signature.first[index]
             if not isinstance(spec, TensorSpec):
@@ -194,37 +194,40 @@ class Recorder:
     ) -> dict[int, Tensor | None]:
         """The gradients by use (of the inputs, where the weights' are computed apart), run eagerly
         on the autograd graph of the capture; captures the same on the way, if it is time to."""
-        place = pending.place
-        run = BackwardRun(place.open, incoming, self.split)
-        place.run = run
+        site = pending.site
+        run = BackwardRun(site.open, incoming, self.split)
+        site.run = run
 
         def eagerly() -> list[Tensor | None]:
-            if not place.planned.backward_runs_once:
+            if not site.planned.backward_runs_once:
                 return run.first_part(run.incoming)
             gradients = recompute(self.backend, pending, incoming)
             return [gradients[use] for use in run.first_uses]
 
-        effects = Effects(self.backend)
-        with self.backend.on_stream(), Reads() as reads, effects.seen():
+        effects = SideEffects(self.backend)
+        with self.backend.on_stream(), AccessedNames() as accessed, effects.seen():
             eager = eagerly()
-        if place.backward is None and self._may_record(slot, place):
-            with self._failing(slot, place), explained_call(place.name, "backward", self.backend):
-                guards = Guards(reads.of_contexts, reads)
-                state = Context(self.backend.device.type, of_backward=True)
-                surroundings = Surroundings(guards, state)
+        if site.backward is None and self._may_record(slot, site):
+            with (
+                self._failing(slot, site),
+                explaining_errors_of(site.name, "backward", self.backend),
+            ):
+                guards = Guards(accessed.of_contexts, accessed)
+                state = TorchState(self.backend.device.type, of_backward=True)
+                conditions = ReplayConditions(guards, state)
                 with effects.once(), Snapshot(guards=[guards]):
-                    again = self._again(slot, place, eagerly, effects)
-                    if place.open is not None:
-                        self._record(slot, pending, eager, again, surroundings, effects)
+                    again = self._again(slot, site, eagerly, effects)
+                    if site.open is not None:
+                        self._record(slot, pending, eager, again, conditions, effects)
                     guards.check_unchanged()
         return dict(zip(run.first_uses, eager, strict=True))
 
     def _again(
         self,
         slot: Slot,
-        place: Place,
+        site: CallSite,
         eagerly: Callable[[], list[Tensor | None]],
-        effects: Effects,
+        effects: SideEffects,
     ) -> list[Tensor | None] | None:
         """The gradients of another eager run. A backward that can be run only once (an autograd
         function that clears its ``ctx``) gets a forward of its own for each from now on: the slot
@@ -236,38 +239,41 @@ class Recorder:
             with self.backend.on_stream():
                 return eagerly()
         except Exception as error:
-            if place.planned.backward_runs_once or self.split:
+            if site.planned.backward_runs_once or self.split:
                 raise CaptureError(f"its backward cannot be run twice: {error}") from error
-            place.planned.backward_runs_once = True
-            slot.let_go_of_autograd([place])
+            site.planned.backward_runs_once = True
+            slot.free_autograd_graphs([site])
             return None
 
     def backward_of_weights(self, slot: Slot, pending: PendingBackward) -> list[Tensor | None]:
         """The same for the second part of a split backward: the gradients per use of parameters."""
-        place = pending.place
-        effects = Effects(self.backend)
+        site = pending.site
+        effects = SideEffects(self.backend)
         with self.backend.on_stream(), effects.seen():
-            eager = place.run.second_part()
-        wanted = place.backward is not None and place.weights is None
-        if wanted and self._may_record(slot, place):
-            with self._failing(slot, place), explained_call(place.name, "backward", self.backend):
+            eager = site.run.second_part()
+        wanted = site.backward is not None and site.weights is None
+        if wanted and self._may_record(slot, site):
+            with (
+                self._failing(slot, site),
+                explaining_errors_of(site.name, "backward", self.backend),
+            ):
                 with effects.once():
                     self._record_weights(slot, pending, eager, effects)
         return eager
 
-    def _may_record(self, slot: Slot, place: Place) -> bool:
+    def _may_record(self, slot: Slot, site: CallSite) -> bool:
         may_not = self.failure is not None or not slot.may_record_backward()
-        return not place.planned.ranks.any(may_not)
+        return not site.planned.ranks.any(may_not)
 
     @contextlib.contextmanager
-    def _failing(self, slot: Slot, place: Place) -> Iterator[None]:
+    def _failing(self, slot: Slot, site: CallSite) -> Iterator[None]:
         """Autograd goes on with what was computed eagerly; the step tells at its end. The autograd
         graph may have lost what it saved: other backwards compute their forward anew."""
         try:
             yield
         except CaptureError as error:
             self.failure = error
-            slot.let_go_of_autograd([place])
+            slot.free_autograd_graphs([site])
 
     def _record(
         self,
@@ -275,18 +281,18 @@ class Recorder:
         pending: PendingBackward,
         eager: Sequence[Tensor | None],
         again: Sequence[Tensor | None] | None,
-        surroundings: Surroundings,
-        effects: Effects,
+        conditions: ReplayConditions,
+        effects: SideEffects,
     ) -> None:
-        place, run = pending.place, pending.place.run
-        with place.planned.ranks.together():
-            self._record_backward(slot, place, surroundings)
-        for recorded in (place.first, place.backward):  # as they were captured
-            if recorded is not None and place.planned.refused is None:
+        site, run = pending.site, pending.site.run
+        with site.planned.ranks.together():
+            self._record_backward(slot, site, conditions)
+        for recorded in (site.first, site.backward):  # as they were captured
+            if recorded is not None and site.planned.refused is None:
                 self.verification.backward(pending, run.given, recorded, eager, again, effects)
 
-    def _record_backward(self, slot: Slot, place: Place, surroundings: Surroundings) -> None:
-        run = place.run
+    def _record_backward(self, slot: Slot, site: CallSite, conditions: ReplayConditions) -> None:
+        run = site.run
         static = self._static_incoming(run.incoming)
         targets = tuple(map(target_of, static))
         for target, gradient in zip(targets, run.incoming, strict=True):
@@ -300,25 +306,29 @@ class Recorder:
                 (graph,) = graphs
             else:
                 gradients = run.first_part(static)
-            of_uses = self._by_use(slot, place, run.first_uses, gradients, made, copies)
-            return RecordedBackward(graph, surroundings, run.layouts, targets, *of_uses)
+            of_uses = self._by_use(slot, site, run.first_uses, gradients, made, copies)
+            return RecordedBackward(graph, conditions, run.layouts, targets, *of_uses)
 
-        first, copies = None, place.planned.copies_gradients
+        first, copies = None, site.planned.copies_gradients
         with references_of_the_engine(slot.leases()):
-            if copies == "accumulated" and not place.planned.backward_runs_once:
+            if copies == "accumulated" and not site.planned.backward_runs_once:
                 first = recorded(slot.pool_of_first, last=False, copies=None)
-            backward = recorded(slot.backwards.pool, last=not self.split, copies=copies)
+            backward = recorded(slot.backward_pool.pool, last=not self.split, copies=copies)
             if not self.split:
                 run.close()
-                place.open = place.run = None
-        place.first, place.backward = first, backward
-        slot.backward_recorded(place)
+                site.open = site.run = None
+        site.first, site.backward = first, backward
+        slot.backward_recorded(site)
 
     def _record_weights(
-        self, slot: Slot, pending: PendingBackward, eager: Sequence[Tensor | None], effects: Effects
+        self,
+        slot: Slot,
+        pending: PendingBackward,
+        eager: Sequence[Tensor | None],
+        effects: SideEffects,
     ) -> None:
-        place = pending.place
-        run, first, again = place.run, place.backward, None
+        site = pending.site
+        run, first, again = site.run, site.backward, None
         if self.verify:
             effects.again()
             with self.backend.on_stream():
@@ -329,21 +339,21 @@ class Recorder:
             with references_of_the_engine(slot.leases()), self.backend.record(pool) as graphs:
                 gradients = run.second_part()
             (graph,) = graphs
-        place.weights = RecordedBackward(
+        site.weights = RecordedBackward(
             graph,
-            first.surroundings,
+            first.conditions,
             first.layouts,
             (),
             *self._by_use(
                 slot,
-                place,
+                site,
                 run.second_uses,
                 gradients,
                 Allocations(),
-                place.planned.copies_gradients,
+                site.planned.copies_gradients,
             ),
         )
-        self.verification.backward(pending, run.given, place.weights, eager, again, effects)
+        self.verification.backward(pending, run.given, site.weights, eager, again, effects)
 
     def _static_incoming(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         if self.split:  # they have to stay until the weights' part
@@ -362,7 +372,7 @@ class Recorder:
     def _by_use(
         self,
         slot: Slot,
-        place: Place,
+        site: CallSite,
         uses: tuple[int, ...],
         gradients: Sequence[Tensor | None],
         made: Allocations,
@@ -370,7 +380,7 @@ class Recorder:
     ) -> tuple[tuple, ...]:
         """``uses``, ``listed``, ``gradients`` and ``leases`` of a ``RecordedBackward``. ``copies``:
         why none of the gradients stays in place."""
-        listed = tuple(place.forward.listed[use] for use in uses)
+        listed = tuple(site.forward.listed[use] for use in uses)
         static: list[Tensor | None] = []
         leases: list[BufferLease | None] = []
         for each, gradient in zip(listed, gradients, strict=True):
@@ -378,12 +388,12 @@ class Recorder:
             if isinstance(each, Tensor) and gradient is not None:
                 reason = copies or slot.uses_again(each)
                 reason = reason or reason_to_copy(each, gradient, gradients, made)
-            kept = None if gradient is None else local(gradient.detach())
+            kept = None if gradient is None else unwrap(gradient.detach())
             if kept is not None and reason is not None:
                 kept = self.backend.borrow(kept)
             static.append(kept)
-            is_lent = isinstance(each, Tensor) and kept is not None
-            lease = BufferLease(kept, parameter=each, reason=reason) if is_lent else None
+            is_leased = isinstance(each, Tensor) and kept is not None
+            lease = BufferLease(kept, parameter=each, reason=reason) if is_leased else None
             leases.append(lease)
         return uses, listed, tuple(static), tuple(leases)
 
@@ -400,12 +410,12 @@ class CapturedForward:
         inputs: Sequence[Any],
         output: Any,
         exit: Exit | None,
-        stand_ins: StandIns,
+        aliases: ParameterAliases,
         saved: Saved,
         buffers: Sequence[Tensor],
     ) -> None:
         self._call, self._inputs, self._exit = call, inputs, exit
-        self._stand_ins, self._saved = stand_ins, saved
+        self._aliases, self._saved = aliases, saved
         self._tensors = call.signature.tensors()
         self._numbers = {id(inputs[i]): i for i in reversed(self._tensors)}
         self._buffers = {id(buffer): buffer for buffer in buffers}
@@ -414,7 +424,7 @@ class CapturedForward:
     def described(
         self,
         graph: Graph,
-        surroundings: Surroundings,
+        conditions: ReplayConditions,
         tried: TriedForward,
         *,
         linked: frozenset[int],
@@ -429,7 +439,7 @@ class CapturedForward:
         forward = RecordedForward(
             graph=graph,
             signature=self._call.signature,
-            surroundings=surroundings,
+            conditions=conditions,
             inputs=tuple(self._inputs),
             loaded=loaded,
             targets=tuple(target_of(self._inputs[i]) for i in loaded),
@@ -495,7 +505,7 @@ class CapturedForward:
         return self._original(open.parameters[use - len(open.inputs)])
 
     def _original(self, tensor: Tensor) -> Tensor:
-        return self._stand_ins.original(tensor)
+        return self._aliases.original(tensor)
 
 
 def _check_constant(value: Any, before: Any) -> None:

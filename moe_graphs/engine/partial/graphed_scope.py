@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.fp8 import with_flag_on_device
-from moe_graphs.engine.guards.bytecode_names import Reads
+from moe_graphs.engine.guards.bytecode_names import AccessedNames
 from moe_graphs.engine.partial.capture import Recorder
 from moe_graphs.engine.partial.observation import Observation
 from moe_graphs.engine.partial.plan import MemoryPlan
 from moe_graphs.engine.partial.replay import DelayedWeights, replay
 from moe_graphs.engine.partial.scope import Call, Scope
-from moe_graphs.engine.partial.slots import Place, Slot
+from moe_graphs.engine.partial.slots import CallSite, Slot
 from moe_graphs.engine.partial.trials import ScopeCall
 from moe_graphs.engine.reasons import BACKWARD, EAGER_CALLS
-from moe_graphs.engine.report import Misses, Report, ScopeReport, occupation_of
+from moe_graphs.engine.report import FallbackWarning, Report, ScopeReport, occupancy_of
 from moe_graphs.engine.tensors import Mismatch, flatten
 from moe_graphs.errors import CaptureError, GraphError
 from moe_graphs.portable_launches import portable_launches
@@ -36,22 +36,22 @@ class Chunk:
         self.slots = tuple(slots)
         self._current: Slot | None = self.slots[0]
 
-    def next_place(self, scope: str) -> tuple[Slot, Place] | Mismatch:
+    def next_site(self, scope: str) -> tuple[Slot, CallSite] | Mismatch:
         """Where the next call of ``scope`` is replayed: further in the microbatch whose forward is
         running, or at the start of the next one, in a free slot."""
-        place = self._current.next_place(scope) if self._current is not None else None
-        if place is None:
+        site = self._current.next_site(scope) if self._current is not None else None
+        if site is None:
             free = [slot for slot in self.slots if not slot.in_flight()]
             self._current = min(free, key=Slot.retains, default=None)
             if self._current is None:
                 return self._full()
             self._current.begin()
-            place = self._current.next_place(scope)
-        return self._current, place
+            site = self._current.next_site(scope)
+        return self._current, site
 
     def _full(self) -> Mismatch:
         """The microbatch that found no slot keeps running eagerly: it has none to go on in."""
-        waiting = self.slots[0].in_flight()[0].place.name
+        waiting = self.slots[0].in_flight()[0].site.name
         message = (
             f"{len(self.slots)} microbatches are in flight (the backward of {waiting!r} is still "
             f"to come), one more forward would make {len(self.slots) + 1}, and "
@@ -67,7 +67,7 @@ class Captured:
     def __init__(self, chunks: Sequence[Chunk], recorder: Recorder, memory: MemoryPlan) -> None:
         self.chunks, self.recorder, self.memory = tuple(chunks), recorder, memory
         self._of_scope = {
-            place.name: chunk for chunk in self.chunks for place in chunk.slots[0].places
+            site.name: chunk for chunk in self.chunks for site in chunk.slots[0].sites
         }
 
     @property
@@ -75,13 +75,13 @@ class Captured:
         return [slot for chunk in self.chunks for slot in chunk.slots]
 
     @property
-    def places(self) -> list[Place]:
-        return [place for slot in self.slots for place in slot.places]
+    def sites(self) -> list[CallSite]:
+        return [site for slot in self.slots for site in slot.sites]
 
     @property
     def pools(self) -> list[Any]:
         of_slots = (
-            (s.pool, s.pool_of_first, s.pool_of_weights, s.backwards.pool) for s in self.slots
+            (s.pool, s.pool_of_first, s.pool_of_weights, s.backward_pool.pool) for s in self.slots
         )
         return list(dict.fromkeys(pool for pools in of_slots for pool in pools))
 
@@ -95,16 +95,16 @@ class Captured:
         return sum(slot.abandoned for slot in self.slots)
 
     def static_tensors(self) -> list[Tensor]:
-        recorded = (place.forward for place in self.places if place.forward is not None)
+        recorded = (site.forward for site in self.sites if site.forward is not None)
         own = (tensor for forward in recorded for tensor in forward.static_tensors())
         return [*self.recorder.shared.values(), *own]
 
-    def next_place(self, scope: str) -> tuple[Slot, Place] | Mismatch:
+    def next_site(self, scope: str) -> tuple[Slot, CallSite] | Mismatch:
         """Where the next call of ``scope`` is replayed, or why it cannot be."""
         chunk = self._of_scope.get(scope)
         if chunk is None:
             return Mismatch("not_observed", str(EAGER_CALLS["not_observed"]))
-        return chunk.next_place(scope)
+        return chunk.next_site(scope)
 
     def end_step(self) -> None:
         for slot in self.slots:
@@ -125,7 +125,7 @@ class Owner(Protocol):
     """What owns the graphs of some scopes."""
 
     observation: Observation
-    misses: Misses
+    fallbacks: FallbackWarning
 
     @property
     def captured(self) -> Captured | None: ...
@@ -133,10 +133,12 @@ class Owner(Protocol):
     def eager_reason(self) -> str | None:
         """Why every call runs eagerly just now, or None if calls are observed or replayed."""
 
-    def try_out(self, call: ScopeCall, alike: int, linked: list[int], reads: Reads) -> None:
-        """Looks for what cannot be captured. ``alike``: the number of the observed call."""
+    def try_out(
+        self, call: ScopeCall, signature_id: int, linked: list[int], accessed: AccessedNames
+    ) -> None:
+        """Looks for what cannot be captured. ``signature_id``: the number of the observed call."""
 
-    def wants_trials(self, alike: int) -> bool: ...
+    def wants_trials(self, signature_id: int) -> bool: ...
 
     def mismatched(self, mismatch: Mismatch) -> None:
         """A call runs eagerly that was to be replayed."""
@@ -199,10 +201,10 @@ class GraphedScope:
             reason = self.why_eager(self.scope.module) or reason
         if reason is not None:
             self.eager_calls[reason] += 1
-            self.graphs.misses.ran_eagerly(self._name, reason)
+            self.graphs.fallbacks.ran_eagerly(self._name, reason)
             return self.scope.forward(*args, **kwargs)
         call = Call(args, kwargs)
-        inputs = self.scope.enter(call)
+        inputs = self.scope.prologue(call)
         planned = with_flag_on_device(inputs)
         if self.graphs.captured is None:
             return self._observe(inputs, planned, call)
@@ -211,76 +213,78 @@ class GraphedScope:
     def _observe(self, inputs: Any, planned: Any, call: Call) -> Any:
         self.eager_calls["warmup"] += 1
         observation = self.graphs.observation
-        number, alike, _ = observation.forward(self.scope, planned)
+        number, signature_id, _ = observation.forward(self.scope, planned)
         linked = observation.linked(planned)
-        reads = Reads()
-        if not self.graphs.wants_trials(alike):
+        accessed = AccessedNames()
+        if not self.graphs.wants_trials(signature_id):
             outputs, exit = self.scope.run(inputs, call, capturing=True)
         else:
-            with reads:
+            with accessed:
                 outputs, exit = self.scope.run(inputs, call, capturing=True)
-            self.graphs.try_out(self._scope_call(planned, call, alike), alike, linked, reads)
+            self.graphs.try_out(
+                self._scope_call(planned, call, signature_id), signature_id, linked, accessed
+            )
         observation.produced(number, self.scope, outputs)
-        return self.scope.leave(outputs, exit, call)
+        return self.scope.epilogue(outputs, exit, call)
 
-    def _scope_call(self, inputs: Any, call: Call, alike: int) -> ScopeCall:
-        signature = self.graphs.observation.alike[alike].signature
+    def _scope_call(self, inputs: Any, call: Call, signature_id: int) -> ScopeCall:
+        signature = self.graphs.observation.calls_by_signature[signature_id].signature
         return ScopeCall(self.scope, signature, flatten(inputs)[0], call, {})
 
     def _replay(self, inputs: Any, planned: Any, call: Call) -> Any:
         """``planned``: the inputs as they are captured; an eager call gets those that came."""
-        found = self.graphs.captured.next_place(self.scope.name)
+        found = self.graphs.captured.next_site(self.scope.name)
         if isinstance(found, Mismatch):
             return self._mismatched(found, inputs, call)
-        slot, place = found
+        slot, site = found
         leaves, structure = flatten(planned)
         recorder = self.graphs.captured.recorder
-        mismatch = slot.mismatch(place, structure, leaves)
-        if slot.is_to_record(place):
-            mismatch = recorder.mismatch(place, mismatch)
-        if mismatch is None and place.forward is None:
-            produced = self._first_replay(slot, place, leaves, call)
+        mismatch = slot.mismatch(site, structure, leaves)
+        if slot.is_to_record(site):
+            mismatch = recorder.mismatch(site, mismatch)
+        if mismatch is None and site.forward is None:
+            produced = self._first_replay(slot, site, leaves, call)
             mismatch = produced if isinstance(produced, Mismatch) else None
         elif mismatch is None:
-            pending = slot.begin_replay(place, leaves)
+            pending = slot.begin_replay(site, leaves)
             produced = replay(slot, pending, recorder, self.delayed, leaves)
         if mismatch is not None:
-            slot.pass_by(place)
+            slot.skip(site)
             return self._mismatched(mismatch, inputs, call)
-        outputs = place.forward.build_outputs(produced)
-        return self.scope.leave(outputs, place.forward.exit, call)
+        outputs = site.forward.build_outputs(produced)
+        return self.scope.epilogue(outputs, site.forward.exit, call)
 
     def _first_replay(
-        self, slot: Slot, place: Place, leaves: list[Any], arguments: Call
+        self, slot: Slot, site: CallSite, leaves: list[Any], arguments: Call
     ) -> list[Any] | Mismatch:
         """Captures the call, replays it, and compares that with eager."""
         recorder = self.graphs.captured.recorder
-        signature = place.planned.signature
-        lent = frozenset(i for i in signature.tensors() if slot.output_at(leaves[i]) is not None)
-        call = ScopeCall(self.scope, signature, leaves, arguments, {}, lent)
+        signature = site.planned.signature
+        leased = frozenset(i for i in signature.tensors() if slot.output_at(leaves[i]) is not None)
+        call = ScopeCall(self.scope, signature, leaves, arguments, {}, leased)
         try:
-            with place.planned.ranks.together():
-                expected = recorder.record_forward(slot, place, call)
+            with site.planned.ranks.together():
+                expected = recorder.record_forward(slot, site, call)
         except CaptureError as error:
             recorder.failure = error
             return Mismatch("capture_failed", str(error))
-        pending = slot.begin_replay(place, leaves)
+        pending = slot.begin_replay(site, leaves)
         produced = replay(slot, pending, recorder, self.delayed, leaves)
-        difference = recorder.verification.difference_of_forward(place, call, expected, produced)
+        difference = recorder.verification.difference_of_forward(site, call, expected, produced)
         if difference is None:
             return produced
         slot.cancel(pending)
-        place.planned.differs(difference)
-        return place.planned.refused
+        site.planned.differs(difference)
+        return site.planned.refused
 
     def _mismatched(self, mismatch: Mismatch, inputs: Any, call: Call) -> Any:
         if self.on_mismatch == "error" and mismatch.reason != "capture_failed":
             raise GraphError(f"{self._name}: {mismatch.message}")
         self.graphs.mismatched(mismatch)
         self.eager_calls[mismatch.reason] += 1
-        self.graphs.misses.ran_eagerly(self._name, mismatch.reason, mismatch.message)
+        self.graphs.fallbacks.ran_eagerly(self._name, mismatch.reason, mismatch.message)
         outputs, exit = self.scope.run(inputs, call, capturing=False)
-        return self.scope.leave(outputs, exit, call)
+        return self.scope.epilogue(outputs, exit, call)
 
 
 def install_all(
@@ -310,11 +314,11 @@ def report_of(
     scopes: Sequence[GraphedScope],
     captured: Captured | None,
     capture_seconds: float,
-    misses: Misses,
+    fallbacks: FallbackWarning,
     off_because: str | None = None,
 ) -> Report:
-    places = captured.places if captured is not None else []
-    of_scopes = tuple(_report_scope(graphed, places, misses) for graphed in scopes)
+    sites = captured.sites if captured is not None else []
+    of_scopes = tuple(_report_scope(graphed, sites, fallbacks) for graphed in scopes)
     eager_calls: Counter[str] = Counter()
     for scope in of_scopes:
         eager_calls.update(scope.eager_calls)
@@ -322,7 +326,7 @@ def report_of(
         backend=backend.name,
         state=state,
         scopes=of_scopes,
-        captured=sum(place.forward is not None for place in places),
+        captured=sum(site.forward is not None for site in sites),
         replayed=sum(scope.replayed for scope in of_scopes),
         eager_calls=dict(eager_calls),
         static_bytes=sum(t.nbytes for t in captured.static_tensors()) if captured else 0,
@@ -331,25 +335,27 @@ def report_of(
         pool_bytes=sum(map(backend.pool_bytes, captured.pools)) if captured else 0,
         abandoned=captured.abandoned if captured else 0,
         capture_seconds=capture_seconds,
-        occupation=occupation_of(model),
+        occupancy=occupancy_of(model),
         portable_launches=portable_launches(),
         off_because=off_because,
     )
 
 
-def _report_scope(graphed: GraphedScope, places: Sequence[Place], misses: Misses) -> ScopeReport:
+def _report_scope(
+    graphed: GraphedScope, sites: Sequence[CallSite], fallbacks: FallbackWarning
+) -> ScopeReport:
     own_name = f"scope {graphed.scope.name!r}"
-    of_scope = [place for place in places if place.name == graphed.scope.name]
-    own = [place for place in of_scope if place.forward is not None]
-    planned = {id(place.planned): place.planned for place in of_scope}.values()
-    counts = [graph.kernels for place in own for graph in place.graphs()]
-    exits = [place.forward.exit.reason for place in own if place.forward.exit is not None]
+    of_scope = [site for site in sites if site.name == graphed.scope.name]
+    own = [site for site in of_scope if site.forward is not None]
+    planned = {id(site.planned): site.planned for site in of_scope}.values()
+    counts = [graph.kernels for site in own for graph in site.graphs()]
+    exits = [site.forward.exit.reason for site in own if site.forward.exit is not None]
     backwards: Counter[str] = Counter()
     for call in planned:
         backwards.update({f"{BACKWARD}{r}": n for r, n in call.eager_backwards.items()})
-    leases = [lease for place in own for lease in place.gradient_leases()]
-    statics = [tensor for place in own for tensor in place.forward.static_tensors()]
-    not_guarded = {n for place in own for n in place.forward.surroundings.guards.not_followed}
+    leases = [lease for site in own for lease in site.gradient_leases()]
+    statics = [tensor for site in own for tensor in site.forward.static_tensors()]
+    not_guarded = {n for site in own for n in site.forward.conditions.guards.not_followed}
     return ScopeReport(
         name=graphed.scope.name,
         forward_graphs=len(own),
@@ -357,10 +363,12 @@ def _report_scope(graphed: GraphedScope, places: Sequence[Place], misses: Misses
         weight_graphs=sum(p.weights is not None and p.weights.graph is not None for p in own),
         kernels=None if None in counts else sum(counts),
         static_bytes=sum(tensor.nbytes for tensor in statics),
-        boundary_bytes=sum(t.nbytes for place in own for t in place.forward.outputs),
-        replayed=sum(place.replayed for place in own),
+        boundary_bytes=sum(t.nbytes for site in own for t in site.forward.outputs),
+        replayed=sum(site.replayed for site in own),
         eager_calls=dict(graphed.eager_calls + backwards),
-        details={word: text for (name, word), text in misses.details.items() if name == own_name},
+        details={
+            word: text for (name, word), text in fallbacks.details.items() if name == own_name
+        },
         interrupted=exits[0] if exits else None,
         refused=next((call.refused.message for call in planned if call.refused), None),
         not_reproducible=any(call.not_reproducible for call in planned),

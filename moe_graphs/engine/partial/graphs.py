@@ -30,9 +30,9 @@ from torch import nn
 from moe_graphs.config import GraphConfig
 from moe_graphs.engine.backends import backend_for
 from moe_graphs.engine.backends.backend import Resources
-from moe_graphs.engine.capture_errors import explained_call
+from moe_graphs.engine.capture_errors import explaining_errors_of
 from moe_graphs.engine.guards import torch_state
-from moe_graphs.engine.guards.bytecode_names import Reads
+from moe_graphs.engine.guards.bytecode_names import AccessedNames
 from moe_graphs.engine.partial.capture import Recorder
 from moe_graphs.engine.partial.graphed_scope import Captured, Chunk, install_all, report_of
 from moe_graphs.engine.partial.observation import Observation
@@ -46,10 +46,10 @@ from moe_graphs.engine.partial.plan import (
 )
 from moe_graphs.engine.partial.replay import DelayedWeights
 from moe_graphs.engine.partial.scope import find_scopes
-from moe_graphs.engine.partial.slots import Backwards, PlannedCall, Slot
+from moe_graphs.engine.partial.slots import BackwardPool, PlannedCall, Slot
 from moe_graphs.engine.partial.trials import ScopeCall, Trials, Tried
 from moe_graphs.engine.ranks import ALONE, Ranks
-from moe_graphs.engine.report import Misses, Report
+from moe_graphs.engine.report import FallbackWarning, Report
 from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.tensors import Mismatch
 from moe_graphs.engine.verify import warn
@@ -85,7 +85,7 @@ class Graphs:
         state: "warmup", "capturing" as long as something planned has not been captured yet,
             "captured", "capture_failed", "released", or "off" (``impl="none"``).
         off_because: the message of the capture that has failed, if one has.
-        misses: counts eager calls, and warns of them.
+        fallbacks: counts eager calls, and warns of them.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Graphs:
         self._finalizer = weakref.finalize(self, self._resources.release)
 
     def _begin_warmup(self) -> None:
-        self.observation, self.misses = Observation(), Misses()
+        self.observation, self.fallbacks = Observation(), FallbackWarning()
         self.off_because: str | None = None
         self._measured: dict[int, CallMemory] = {}
         self._tried: dict[int, Tried] = {}
@@ -193,8 +193,8 @@ class Graphs:
         if captured.is_complete:
             self.state = "captured"
             self.backend.make_room()  # what the eager runs of verifications have left
-            for place in captured.places:
-                place.planned.tried = None
+            for site in captured.sites:
+                site.planned.tried = None
 
     def _fail_together(self, error: CaptureError | None) -> None:
         if self._ranks.any(error is not None):
@@ -214,19 +214,21 @@ class Graphs:
         if self.config.on_mismatch == "recapture" and mismatch.reason in _WORTH_A_CAPTURE:
             self._wants_recapture = True
 
-    def wants_trials(self, alike: int) -> bool:
-        return alike not in self._measured and self._failure is None
+    def wants_trials(self, signature_id: int) -> bool:
+        return signature_id not in self._measured and self._failure is None
 
-    def try_out(self, call: ScopeCall, alike: int, linked: list[int], reads: Reads) -> None:
+    def try_out(
+        self, call: ScopeCall, signature_id: int, linked: list[int], accessed: AccessedNames
+    ) -> None:
         """What cannot be captured is found in the first warm-up step, and told at its end."""
         try:
-            with explained_call(call.scope.name, "forward", self.backend):
-                tried = self._trials.forward_and_backward(call, reads, linked)
-                self._measured[alike] = tried.memory
-                self._tried[alike] = Tried(self._trials, call, reads)
+            with explaining_errors_of(call.scope.name, "forward", self.backend):
+                tried = self._trials.forward_and_backward(call, accessed, linked)
+                self._measured[signature_id] = tried.memory
+                self._tried[signature_id] = Tried(self._trials, call, accessed)
             if tried.groups:
                 self._ranks.join(tried.groups)
-                self._communicating.add(alike)
+                self._communicating.add(signature_id)
         except CaptureError as error:
             self._failure = error
 
@@ -243,27 +245,27 @@ class Graphs:
 
     def _places(self, planned: Plan, memory: MemoryPlan) -> Captured:
         split, chunks = self.config.split_backward, []
-        shared = Backwards(self.backend)
+        shared = BackwardPool(self.backend)
         for chunk, of_chunk in zip(planned.chunks, memory.chunks, strict=True):
             calls = [self._planned_call(number, of_chunk) for number in chunk.calls]
             given: dict[str, Any] = {"pool_bytes": of_chunk.piece()}
             given |= {"first_bytes": of_chunk.first_gradients}
-            given |= {"backwards": shared} if of_chunk.shares_backwards else {}
+            given |= {"backward_pool": shared} if of_chunk.shares_backwards else {}
             chunks.append(Chunk([Slot(calls, self.backend, **given) for _ in range(chunk.slots)]))
-        self.observation.tell(split=split)
+        self.observation.warn_of_eager_scopes(split=split)
         recorder = Recorder(self.model, self.backend, split=split, verify=self.config.verify)
         return Captured(chunks, recorder, memory)
 
-    def _planned_call(self, alike: int, chunk: ChunkMemory) -> PlannedCall:
-        observed = self.observation.alike[alike]
+    def _planned_call(self, signature_id: int, chunk: ChunkMemory) -> PlannedCall:
+        observed = self.observation.calls_by_signature[signature_id]
         return PlannedCall(
             observed.scope,
             observed.signature,
-            tried=self._tried.get(alike),
-            ranks=self._ranks if alike in self._communicating else ALONE,
+            tried=self._tried.get(signature_id),
+            ranks=self._ranks if signature_id in self._communicating else ALONE,
             refused=self.observation.refusal(observed.scope, split=chunk.split),
             copies_gradients=self.observation.copies_gradients(observed.scope, chunk),
-            misses=self.misses,
+            fallbacks=self.fallbacks,
         )
 
     # ---- ahead of time
@@ -315,8 +317,8 @@ class Graphs:
                 "back, or leave the update out of step()"
             )
         assert self.captured is not None
-        for place in self.captured.places:
-            place.replayed = 0
+        for site in self.captured.sites:
+            site.replayed = 0
 
     def recapture(self) -> None:
         """Forgets what was captured: the next steps are warm-up steps again.
@@ -405,7 +407,7 @@ class Graphs:
             self.scopes,
             self.captured,
             self._capture_seconds,
-            self.misses,
+            self.fallbacks,
             self.off_because,
         )
 

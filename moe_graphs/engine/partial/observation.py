@@ -31,21 +31,21 @@ class Observation:
     """The calls of the warm-up steps, and the order of forwards and backwards in each.
 
     Attributes:
-        alike: one call for each scope and signature; events refer to them by number.
+        calls_by_signature: one call for each scope and signature; events refer to them by number.
         steps: the events of each step.
         with_double_backward: names of scopes whose gradients were differentiated again.
         with_second_backward: names of scopes with a forward that had several backwards.
-        with_weights_apart: names of scopes whose weights had a backward of their own.
+        with_separate_weight_backward: names of scopes whose weights had a backward of their own.
         with_gradients: names of scopes whose first call in the last step was while a weight had a
             ``.grad``; ``accumulating``: of those of which a later one was.
     """
 
     def __init__(self) -> None:
-        self.alike: list[ObservedCall] = []
+        self.calls_by_signature: list[ObservedCall] = []
         self.steps: list[list[Event]] = []
         self.with_double_backward: set[str] = set()
         self.with_second_backward: set[str] = set()
-        self.with_weights_apart: set[str] = set()
+        self.with_separate_weight_backward: set[str] = set()
         self.with_gradients: set[str] = set()
         self.accumulating: set[str] = set()
         self.begin_step()
@@ -63,7 +63,7 @@ class Observation:
     def forward(self, scope: Scope, inputs: Any) -> tuple[int, int, bool]:
         """Notes a call; returns its number in this step, that of those alike, and whether it is
         the first one of these."""
-        alike, is_new = self._alike(scope, inputs)
+        signature_id, is_new = self._signature_id(scope, inputs)
         number = self._calls
         self._calls += 1
         if not self.events:
@@ -71,8 +71,8 @@ class Observation:
         if any(parameter.grad is not None for parameter in scope.module.parameters()):
             is_later = any(event.scope == scope.name for event in self.events)
             (self.accumulating if is_later else self.with_gradients).add(scope.name)
-        self.events.append(Event("F", scope.name, number, alike=alike))
-        return number, alike, is_new
+        self.events.append(Event("F", scope.name, number, signature_id=signature_id))
+        return number, signature_id, is_new
 
     def linked(self, inputs: Any) -> list[int]:
         """The numbers of the leaves that are untouched outputs of calls before."""
@@ -112,7 +112,11 @@ class Observation:
             return _DOUBLE_BACKWARD
         if scope.name in self.with_second_backward:
             return _SECOND_BACKWARD
-        return _WEIGHTS_APART if scope.name in self.with_weights_apart and not split else None
+        return (
+            _SEPARATE_WEIGHT_BACKWARD
+            if scope.name in self.with_separate_weight_backward and not split
+            else None
+        )
 
     @property
     def accumulates(self) -> bool:
@@ -125,23 +129,26 @@ class Observation:
         if chunk.split or chunk.slots > 1:
             return "split" if chunk.split else "several_slots"
         if scope.name in self.with_gradients:
-            return "never_unset"
+            return "grad_never_none"
         return "accumulated" if chunk.first_gradients else None
 
-    def tell(self, *, split: bool) -> None:
+    def warn_of_eager_scopes(self, *, split: bool) -> None:
         """Warns of the scopes that are not captured."""
         second = self.with_second_backward - self.with_double_backward
-        _tell_of(second, _SECOND_BACKWARD)
+        _warn_of(second, _SECOND_BACKWARD)
         if not split:
-            _tell_of(self.with_weights_apart - self.with_double_backward - second, _WEIGHTS_APART)
+            _warn_of(
+                self.with_separate_weight_backward - self.with_double_backward - second,
+                _SEPARATE_WEIGHT_BACKWARD,
+            )
 
-    def _alike(self, scope: Scope, inputs: Any) -> tuple[int, bool]:
+    def _signature_id(self, scope: Scope, inputs: Any) -> tuple[int, bool]:
         leaves, structure = flatten(inputs)
-        for number, known in enumerate(self.alike):
+        for number, known in enumerate(self.calls_by_signature):
             if known.scope is scope and not known.signature.mismatch(structure, leaves):
                 return number, False
-        self.alike.append(ObservedCall(scope, Signature.of(inputs, scope.name_input)))
-        return len(self.alike) - 1, True
+        self.calls_by_signature.append(ObservedCall(scope, Signature.of(inputs, scope.name_input)))
+        return len(self.calls_by_signature) - 1, True
 
     def _is_output(self, leaf: Any) -> bool:
         reference = self._outputs.get(id(leaf))
@@ -158,14 +165,14 @@ _SECOND_BACKWARD = Mismatch(
     "a forward had several backwards in the warm-up steps (retain_graph=True, several losses), and "
     "a graph's saved tensors serve one: add the losses up and run one backward, if they allow it",
 )
-_WEIGHTS_APART = Mismatch(
-    "weights_apart",
+_SEPARATE_WEIGHT_BACKWARD = Mismatch(
+    "separate_weight_backward",
     "the weights had a backward of their own in the warm-up steps, as in a zero-bubble schedule, "
     "and a graph would compute all gradients at once: set GraphConfig(split_backward=True)",
 )
 
 
-def _tell_of(scopes: set[str], why: Mismatch) -> None:
+def _warn_of(scopes: set[str], why: Mismatch) -> None:
     if scopes:
         warn(f"scope {min(scopes)!r} and {len(scopes) - 1} more stay eager: {why.message}")
 
@@ -203,7 +210,7 @@ class _Listener:
         if not self._has_weights and any(map(is_wanted, self._accumulators)):
             self._has_weights = True
             if self._task not in (None, task):
-                self._observation.with_weights_apart.add(self._scope)
+                self._observation.with_separate_weight_backward.add(self._scope)
         if self._task not in (None, task) and self._weights_task is None:
             self._weights_task = task
             self._events.append(Event("W", self._scope, self._number))

@@ -29,20 +29,20 @@ class Event:
     task: of a "B", which backward of autograd it belongs to.
     delayed: of a "B", in which ``delayed_weights()`` of the step it ran, -1 for none; of a "W" of
         ``backward_weight()``, the one that it makes up for.
-    alike: of an "F", the number of the calls with its scope and signature.
+    signature_id: of an "F", the number of the calls with its scope and signature.
     """
 
     kind: Literal["F", "B", "W"]
     scope: str
     call: int
     task: int = -1
-    alike: int = -1
+    signature_id: int = -1
     delayed: int = -1
 
 
 @dataclass(frozen=True)
 class PlannedChunk:
-    """The calls to capture, by their ``alike``, in forward order, for each slot."""
+    """The calls to capture, by their ``signature_id``, in forward order, for each slot."""
 
     calls: tuple[int, ...]
     slots: int
@@ -54,7 +54,7 @@ class Plan:
 
 
 @dataclass
-class _Pass:
+class _Microbatch:
     forwards: list[Event] = field(default_factory=list)
     task: int | None = None
     delayed: int = -1
@@ -67,7 +67,7 @@ class _Pass:
 
     @property
     def pattern(self) -> tuple[tuple[str, int], ...]:
-        return tuple((event.scope, event.alike) for event in self.forwards)
+        return tuple((event.scope, event.signature_id) for event in self.forwards)
 
 
 def plan(steps: Sequence[Sequence[Event]]) -> Plan:
@@ -77,13 +77,13 @@ def plan(steps: Sequence[Sequence[Event]]) -> Plan:
     Raises:
         CaptureError: if nothing was observed.
     """
-    of_step = [_passes(events) for events in steps]
+    of_step = [_microbatches(events) for events in steps]
     chunks = []
     for scopes in _with_common_scopes(of_step):
         of_each = [[p for p in found if scopes.issuperset(p.scopes)] for found in of_step]
         last = next(filter(None, reversed(of_each)))
         common = _most_common([each for found in of_each for each in found])
-        calls = tuple(event.alike for event in common.forwards)
+        calls = tuple(event.signature_id for event in common.forwards)
         chunks.append(PlannedChunk(calls, peak_in_flight([(p.start, p.end) for p in last])))
     if not chunks:
         raise CaptureError("no scope was called in the observed steps: nothing to capture")
@@ -102,41 +102,41 @@ def peak_in_flight(intervals: Sequence[tuple[int, int]]) -> int:
     return max(1, peak)
 
 
-def _passes(events: Sequence[Event]) -> list[_Pass]:
+def _microbatches(events: Sequence[Event]) -> list[_Microbatch]:
     """Calls grouped into passes, in the order of their first forwards."""
     tasks = {event.call: event.task for event in events if event.kind == "B"}
-    passes: list[_Pass] = []
-    of_call: dict[int, _Pass] = {}
+    microbatches: list[_Microbatch] = []
+    of_call: dict[int, _Microbatch] = {}
     may_continue = False
     for position, event in enumerate(events):
         if event.kind == "F":
             task = tasks.get(event.call)
-            if not may_continue or not _continues(passes[-1], event.scope, task):
-                passes.append(_Pass(start=position))
-            passes[-1].forwards.append(event)
-            passes[-1].task = task if task is not None else passes[-1].task
-            of_call[event.call] = passes[-1]
+            if not may_continue or not _continues(microbatches[-1], event.scope, task):
+                microbatches.append(_Microbatch(start=position))
+            microbatches[-1].forwards.append(event)
+            microbatches[-1].task = task if task is not None else microbatches[-1].task
+            of_call[event.call] = microbatches[-1]
         elif event.kind == "B":
             of_call[event.call].delayed = event.delayed
             of_call[event.call].end = position
         elif event.call >= 0:
             of_call[event.call].end = position
         else:
-            for each in passes:
+            for each in microbatches:
                 if each.delayed == event.delayed:
                     each.end = position
         may_continue = event.kind == "F"
-    return passes
+    return microbatches
 
 
-def _continues(current: _Pass, scope: str, task: int | None) -> bool:
+def _continues(current: _Microbatch, scope: str, task: int | None) -> bool:
     """Whether a forward that follows another one belongs to its pass."""
     if task is None or current.task is None:
         return scope not in current.scopes
     return task == current.task
 
 
-def _with_common_scopes(of_step: Sequence[Sequence[_Pass]]) -> list[set[str]]:
+def _with_common_scopes(of_step: Sequence[Sequence[_Microbatch]]) -> list[set[str]]:
     """The scopes of each chunk, in the order of their first passes. What a later step knows as
     several chunks, a pass of an earlier one (a trial of shapes) does not make one."""
     components: list[set[str]] = []
@@ -152,12 +152,12 @@ def _with_common_scopes(of_step: Sequence[Sequence[_Pass]]) -> list[set[str]]:
     return sorted(components, key=lambda scopes: min(map(order.index, scopes)))
 
 
-def _most_common(passes: Sequence[_Pass]) -> _Pass:
+def _most_common(microbatches: Sequence[_Microbatch]) -> _Microbatch:
     """By the scopes called, among those by the signatures of the calls."""
-    scopes = Counter(p.scopes for p in passes)
-    passes = [p for p in passes if scopes[p.scopes] == max(scopes.values())]
-    patterns = Counter(p.pattern for p in passes)
-    return next(p for p in reversed(passes) if patterns[p.pattern] == max(patterns.values()))
+    scopes = Counter(p.scopes for p in microbatches)
+    microbatches = [p for p in microbatches if scopes[p.scopes] == max(scopes.values())]
+    patterns = Counter(p.pattern for p in microbatches)
+    return next(p for p in reversed(microbatches) if patterns[p.pattern] == max(patterns.values()))
 
 
 # ---- how much memory graphs will take, from trial runs, before anything is captured
@@ -168,7 +168,7 @@ class CallMemory:
     """Bytes of one call of a scope.
 
     inputs: static inputs of its own; linked: inputs that are another scope's output in place.
-    outputs: of the graph; kept: outputs and what is saved for the backward.
+    outputs: of the graph; saved: outputs and what is saved for the backward.
     forward, backward: the most that is allocated at once while it runs, kept included in forward.
     gradients: incoming gradients, for which calls share buffers.
     weights: gradients of the weights that stay in place, as ``.grad``; included in backward, too.
@@ -178,7 +178,7 @@ class CallMemory:
     inputs: int
     linked: int
     outputs: int
-    kept: int
+    saved: int
     forward: int
     backward: int
     gradients: int
@@ -203,14 +203,14 @@ class ChunkMemory:
     def pool(self) -> int:
         """Bytes that the pool of one slot needs at least: all forwards, then all backwards that do
         not work elsewhere."""
-        kept, peak = 0, 0
+        saved, peak = 0, 0
         for call in self.calls:
-            peak = max(peak, kept + call.forward)
-            kept += call.kept
+            peak = max(peak, saved + call.forward)
+            saved += call.saved
         for call in () if self.shares_backwards else reversed(self.calls):
-            peak = max(peak, kept + call.backward)
+            peak = max(peak, saved + call.backward)
             if not self.split:
-                kept -= call.kept - call.outputs - call.weights
+                saved -= call.saved - call.outputs - call.weights
         return peak
 
     def piece(self) -> int:
@@ -224,7 +224,7 @@ class ChunkMemory:
     def unshared(self) -> int:
         """Bytes of one slot if every call had a pool and buffers of its own."""
         return sum(
-            c.inputs + c.linked + c.gradients + max(c.forward, c.kept + c.backward)
+            c.inputs + c.linked + c.gradients + max(c.forward, c.saved + c.backward)
             for c in self.calls
         )
 
@@ -267,7 +267,7 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         """A line per scope, in MiB, and one per chunk."""
-        headings = ("scope", "inputs", "linked", "outputs", "kept", "forward", "backward")
+        headings = ("scope", "inputs", "linked", "outputs", "saved", "forward", "backward")
         calls = [call for chunk in self.chunks for call in chunk.calls]
         rows = [(c.scope, *(_mib(getattr(c, name)) for name in headings[1:])) for c in calls]
         widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]

@@ -21,9 +21,9 @@ from moe_graphs.engine.backends.backend import Graph
 from moe_graphs.engine.buffer_lease import BufferLease
 from moe_graphs.engine.fp8 import Scales
 from moe_graphs.engine.guards.guards import Guards
-from moe_graphs.engine.guards.torch_state import Context
+from moe_graphs.engine.guards.torch_state import TorchState
 from moe_graphs.engine.partial.scope import Call, Exit
-from moe_graphs.engine.tensors import Mismatch, Signature, local, unflattening
+from moe_graphs.engine.tensors import Mismatch, Signature, unflattening, unwrap
 
 Layouts = tuple[tuple[int, ...] | None, ...]
 versions_of = attrgetter("_version")
@@ -40,11 +40,11 @@ class OutputLeaf:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ReplayConditions:
     """What the Python of a call could read, and the state of torch around it."""
 
     guards: Guards
-    context: Context
+    context: TorchState
 
     def mismatch(self) -> Mismatch | None:
         return self.context.mismatch() or self.guards.mismatch()
@@ -73,7 +73,7 @@ class RecordedForward:
 
     graph: Graph
     signature: Signature
-    surroundings: Surroundings
+    conditions: ReplayConditions
     inputs: tuple[Any, ...]
     loaded: tuple[int, ...]
     targets: tuple[Tensor, ...]
@@ -149,7 +149,7 @@ class RecordedBackward:
     """
 
     graph: Graph | None
-    surroundings: Surroundings
+    conditions: ReplayConditions
     layouts: Layouts
     targets: tuple[Tensor, ...]
     uses: tuple[int, ...]
@@ -186,7 +186,7 @@ class RecordedBackward:
         for use, each, gradient in zip(self.uses, self.listed, self.gradients, strict=True):
             if gradient is not None:
                 like = each if isinstance(each, Tensor) else gradient
-                dense = gradient.is_contiguous() and local(like).stride() == gradient.stride()
+                dense = gradient.is_contiguous() and unwrap(like).stride() == gradient.stride()
                 alone = gradient.numel() >= _LARGE or not dense or like.dtype != gradient.dtype
                 launch = together.setdefault(use if alone else gradient.dtype, Launch([], [], []))
                 launch.uses.append(use)

@@ -17,9 +17,9 @@ from moe_graphs.engine.autograd import accumulates, has_hooks, is_wanted
 from moe_graphs.engine.buffer_lease import BufferLease
 from moe_graphs.engine.partial.capture import Recorder
 from moe_graphs.engine.partial.recording import RecordedBackward, layouts_of
-from moe_graphs.engine.partial.slots import PendingBackward, Place, Slot
+from moe_graphs.engine.partial.slots import CallSite, PendingBackward, Slot
 from moe_graphs.engine.partial.verify import recompute
-from moe_graphs.engine.tensors import copy_to, local
+from moe_graphs.engine.tensors import copy_to, unwrap
 from moe_graphs.errors import GraphError
 
 # ---- backwards whose first part has run: the weights' gradients wait to be asked for
@@ -64,10 +64,10 @@ class DelayedWeights:
             self.is_collecting = False
 
     def collect(self, pending: PendingBackward, part: WeightsPart) -> None:
-        hooked = next(filter(has_hooks, pending.place.forward.parameters), None)
+        hooked = next(filter(has_hooks, pending.site.forward.parameters), None)
         if hooked is not None:
             raise GraphError(
-                f"scope {pending.place.name!r}: a parameter {tuple(hooked.shape)} has gradient "
+                f"scope {pending.site.name!r}: a parameter {tuple(hooked.shape)} has gradient "
                 f"hooks, which a delayed weight gradient does not run: remove them, or do not "
                 f"delay this backward"
             )
@@ -125,7 +125,7 @@ def _add_to_grad(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 def outgoing(
     slot: Slot,
-    place: Place,
+    site: CallSite,
     recorded: RecordedBackward,
     nodes: Callable[[], Sequence[Node | None]],
 ) -> dict[int, Tensor | None]:
@@ -142,11 +142,11 @@ def outgoing(
     results: dict[int, Tensor | None] = {}
     launches = recorded.launches
     if recorded.has_some_in_place or any(map(_has_grad, recorded.parameters)):
-        results |= lent(slot, place, recorded, nodes)
+        results |= leased(slot, site, recorded, nodes)
         launches = recorded.launches_without(tuple(results))
     for launch in launches:
         copies = list(map(torch.empty_like, launch.likes))
-        targets = list(map(local, copies))
+        targets = list(map(unwrap, copies))
         if len(copies) == 1:
             targets[0].copy_(launch.gradients[0])
         elif copies:
@@ -155,9 +155,9 @@ def outgoing(
     return results
 
 
-def lent(
+def leased(
     slot: Slot,
-    place: Place,
+    site: CallSite,
     recorded: RecordedBackward,
     nodes: Callable[[], Sequence[Node | None]],
     *,
@@ -181,7 +181,7 @@ def lent(
             leases.append(lease)
         elif there is None:
             lease.copied["hooks" if parameter._backward_hooks else "asked_for"] += 1
-    slot.lend(place, added=added, in_place=in_place)
+    slot.grant(site, added=added, in_place=in_place)
     return found
 
 
@@ -209,19 +209,19 @@ class Replay(torch.autograd.Function):
         leaves: Sequence[Any],
         *listed: Tensor,
     ) -> tuple[Tensor, ...]:
-        place = pending.place
-        place.load(leaves)
-        place.forward.graph.replay()
-        place.replayed += 1
+        site = pending.site
+        site.load(leaves)
+        site.forward.graph.replay()
+        site.replayed += 1
         # A replay changes them behind autograd's back: an older graph must not use them unnoticed.
-        if place.forward.written:
-            torch.autograd.graph.increment_version(place.forward.written)
+        if site.forward.written:
+            torch.autograd.graph.increment_version(site.forward.written)
         pending.replayed()
-        if place.forward.scales is not None:
+        if site.forward.scales is not None:
             pending.is_first_in_fp8 = fp8.claim_first()
-        outputs = place.hand_out()
-        if place.forward.constant_outputs:
-            ctx.mark_non_differentiable(*map(outputs.__getitem__, place.forward.constant_outputs))
+        outputs = site.hand_out()
+        if site.forward.constant_outputs:
+            ctx.mark_non_differentiable(*map(outputs.__getitem__, site.forward.constant_outputs))
         ctx.set_materialize_grads(False)
         ctx.parts = slot, pending, recorder, delayed
         return tuple(outputs)
@@ -230,8 +230,8 @@ class Replay(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         slot, pending, recorder, delayed = ctx.parts
         slot.check_alive(pending)
-        forward = pending.place.forward
-        _refuse_transforms(pending.place, gradients)
+        forward = pending.site.forward
+        _refuse_transforms(pending.site, gradients)
         nodes = _Nodes(ctx)
         results: dict[int, Tensor | None] = {}
         # Zero-bubble schedules run this node twice: for the inputs, and later for the weights.
@@ -260,9 +260,9 @@ def _another(
 ) -> tuple[Any, ...]:
     """One more backward of a forward whose graph was retained: no recording serves it."""
     slot.check(pending)
-    pairs = zip(gradients, pending.place.forward.differentiable, strict=True)
+    pairs = zip(gradients, pending.site.forward.differentiable, strict=True)
     incoming = [gradient for gradient, needed in pairs if needed]
-    pending.place.planned.ran_backward_eagerly("second_backward")
+    pending.site.planned.ran_backward_eagerly("second_backward")
     return (None, None, None, None, None, *recompute(recorder.backend, pending, incoming))
 
 
@@ -296,19 +296,19 @@ def replay(
     leaves: Sequence[Any],
 ) -> list[Any]:
     """Replays the forward on the leaves of a call; returns the leaves of the outputs."""
-    place = pending.place
-    listed = [leaves[each] if isinstance(each, int) else each for each in place.forward.listed]
+    site = pending.site
+    listed = [leaves[each] if isinstance(each, int) else each for each in site.forward.listed]
     produced = _apply(slot, pending, recorder, delayed, leaves, *listed)
-    place.note_handed(produced)
+    site.note_handed(produced)
     sources = {"graph": produced, "input": leaves}
     return [
         leaf.value if leaf.source == "constant" else sources[leaf.source][leaf.value]
-        for leaf in place.forward.output_leaves
+        for leaf in site.forward.output_leaves
     ]
 
 
 def _part(slot: Slot, pending: PendingBackward, recorder: Recorder) -> WeightsPart:
-    listed = pending.place.forward.listed
+    listed = pending.site.forward.listed
     uses = [use for use, each in enumerate(listed) if isinstance(each, Tensor)]
 
     def compute() -> list[Tensor | None]:
@@ -323,20 +323,20 @@ def _weights_part(
 ) -> dict[int, Tensor | None]:
     """The gradients of the parameters by use, where they are computed apart. Without ``nodes`` they
     are static memory, good until the next replay in the slot."""
-    place = pending.place
+    site = pending.site
     slot.weights_done(pending)
-    if pending.kept is not None:
-        return pending.kept
-    if place.weights is None:
-        second_uses = place.run.second_uses  # a capture that fails lets go of the run
+    if pending.weight_gradients is not None:
+        return pending.weight_gradients
+    if site.weights is None:
+        second_uses = site.run.second_uses  # a capture that fails lets go of the run
         gradients = recorder.backward_of_weights(slot, pending)
         return dict(zip(second_uses, gradients, strict=True))
     slot.reclaim_added()
-    if place.weights.graph is not None:
-        place.weights.graph.replay()
+    if site.weights.graph is not None:
+        site.weights.graph.replay()
     if nodes is None:
-        return dict(zip(place.weights.uses, place.weights.gradients, strict=True))
-    return outgoing(slot, place, place.weights, nodes)
+        return dict(zip(site.weights.uses, site.weights.gradients, strict=True))
+    return outgoing(slot, site, site.weights, nodes)
 
 
 def _first_part(
@@ -347,67 +347,67 @@ def _first_part(
     nodes: _Nodes,
 ) -> dict[int, Tensor | None]:
     """The gradients by use: all of them, or those of the inputs."""
-    place = pending.place
+    site = pending.site
     reason = slot.unreplayable(pending, layouts_of(incoming))
     if reason is None:
         slot.backward_done(pending, replayed=True)
-        return _replayed(slot, place, incoming, nodes)
-    if place.open is not None:
+        return _replayed(slot, site, incoming, nodes)
+    if site.open is not None:
         results = recorder.backward(slot, pending, incoming)
-        slot.backward_done(pending, replayed=place.backward is not None)
-        failed = place.planned.refused or recorder.failure
-        if place.backward is not None and not failed:  # its replay has left the same in place
-            results |= lent(slot, place, place.first or place.backward, nodes, in_place_only=True)
+        slot.backward_done(pending, replayed=site.backward is not None)
+        failed = site.planned.refused or recorder.failure
+        if site.backward is not None and not failed:  # its replay has left the same in place
+            results |= leased(slot, site, site.first or site.backward, nodes, in_place_only=True)
         return results
-    place.planned.ran_backward_eagerly(reason)
+    site.planned.ran_backward_eagerly(reason)
     gradients = dict(enumerate(recompute(recorder.backend, pending, incoming)))
-    if reason == "other_layout" and _fits(place, incoming) and slot.reclaim_added():
+    if reason == "other_layout" and _fits(site, incoming) and slot.reclaim_added():
         slot.backward_done(pending, replayed=True)
-        _copy_in(place, incoming)
-        if recorder.verification.agrees(place, gradients):
-            place.proven_layouts.add(layouts_of(incoming))
+        _copy_in(site, incoming)
+        if recorder.verification.agrees(site, gradients):
+            site.verified_layouts.add(layouts_of(incoming))
         return gradients
     slot.backward_done(pending, replayed=False)
-    if place.forward.is_split:
-        is_parameter = {n: isinstance(each, Tensor) for n, each in enumerate(place.forward.listed)}
-        pending.kept = {n: g for n, g in gradients.items() if is_parameter[n]}
+    if site.forward.is_split:
+        is_parameter = {n: isinstance(each, Tensor) for n, each in enumerate(site.forward.listed)}
+        pending.weight_gradients = {n: g for n, g in gradients.items() if is_parameter[n]}
         return {n: g for n, g in gradients.items() if not is_parameter[n]}
     return gradients
 
 
 def _replayed(
-    slot: Slot, place: Place, incoming: Sequence[Tensor | None], nodes: _Nodes
+    slot: Slot, site: CallSite, incoming: Sequence[Tensor | None], nodes: _Nodes
 ) -> dict[int, Tensor | None]:
-    recorded = slot.backward_to_replay(place)
-    _copy_in(place, incoming)
+    recorded = slot.backward_to_replay(site)
+    _copy_in(site, incoming)
     if recorded.graph is not None:
         recorded.graph.replay()
-    return outgoing(slot, place, recorded, nodes)
+    return outgoing(slot, site, recorded, nodes)
 
 
-def _fits(place: Place, incoming: Sequence[Tensor | None]) -> bool:
+def _fits(site: CallSite, incoming: Sequence[Tensor | None]) -> bool:
     """Whether static memory can hold the gradients: where they were expanded, it has less."""
     given = [gradient for gradient in incoming if gradient is not None]
-    pairs = zip(place.backward.targets, given, strict=True)
-    return not place.forward.is_split and all(t.shape == g.shape for t, g in pairs)
+    pairs = zip(site.backward.targets, given, strict=True)
+    return not site.forward.is_split and all(t.shape == g.shape for t, g in pairs)
 
 
-def _copy_in(place: Place, incoming: Sequence[Tensor | None]) -> None:
+def _copy_in(site: CallSite, incoming: Sequence[Tensor | None]) -> None:
     given = [gradient for gradient in incoming if gradient is not None]
-    for target, gradient in zip(place.backward.targets, given, strict=True):
+    for target, gradient in zip(site.backward.targets, given, strict=True):
         copy_to(target, gradient)
 
 
-def _refuse_transforms(place: Place, gradients: Sequence[Tensor | None]) -> None:
+def _refuse_transforms(site: CallSite, gradients: Sequence[Tensor | None]) -> None:
     if torch.is_grad_enabled():
         raise GraphError(
-            f"scope {place.name!r}: a backward with create_graph=True: a graph has no derivative "
+            f"scope {site.name!r}: a backward with create_graph=True: a graph has no derivative "
             f"of its backward: run forwards whose gradients are differentiated (a gradient "
             f"penalty) within graphs.paused(), or in the warm-up steps as well"
         )
     if torch._C._functorch.peek_interpreter_stack() is not None or any(map(_is_batched, gradients)):
         raise GraphError(
-            f"scope {place.name!r}: a backward under torch.func or with is_grads_batched=True, "
+            f"scope {site.name!r}: a backward under torch.func or with is_grads_batched=True, "
             f"which a graph was not captured for: run its forward within graphs.paused()"
         )
 

@@ -1,8 +1,8 @@
 """Which parts of a model are scopes, and how one call of a scope is cut into three.
 
-``enter`` runs what stands before the graph and returns the graph's inputs; ``run`` is the part that
-is captured; ``leave`` runs what stands behind. For a whole forward ``enter`` and ``leave`` do
-nothing.
+``prologue`` runs what stands before the graph and returns the graph's inputs; ``run`` is the part
+that is captured; ``epilogue`` runs what stands behind. For a whole forward ``prologue`` and
+``epilogue`` do nothing.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Scope:
         """The module's own, of its class as that is now."""
         return self.function or types.MethodType(type(self.module).forward, self.module)
 
-    def enter(self, call: Call) -> Any:
+    def prologue(self, call: Call) -> Any:
         """The inputs of the captured part: the arguments, or the record that enters ``start``."""
         if self.start is None:
             return call.args, call.kwargs
@@ -89,7 +89,7 @@ class Scope:
         left = tuple((frame.module, frame.stage) for frame in boundary.frames)
         return tuple(frame.record for frame in boundary.frames), Exit(left, boundary.reason)
 
-    def leave(self, outputs: Any, exit: Exit | None, call: Call) -> Any:
+    def epilogue(self, outputs: Any, exit: Exit | None, call: Call) -> Any:
         """The eager rest: what the module's forward returns."""
         if exit is None:
             return outputs

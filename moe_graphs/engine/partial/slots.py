@@ -36,7 +36,7 @@ from moe_graphs.engine.partial.scope import Scope
 from moe_graphs.engine.partial.trials import Tried
 from moe_graphs.engine.ranks import ALONE, Ranks
 from moe_graphs.engine.reasons import BACKWARD, EAGER_CALLS
-from moe_graphs.engine.report import Misses
+from moe_graphs.engine.report import FallbackWarning
 from moe_graphs.engine.tensors import Mismatch, Signature, copy_to
 from moe_graphs.engine.verify import Difference, warn
 from moe_graphs.errors import GraphError
@@ -56,7 +56,7 @@ class PlannedCall:
     backward_runs_once: autograd's graph of its forward is used up by one backward.
     eager_backwards: reason -> backwards of replayed forwards that ran eagerly.
     copies_gradients: why no weight's gradient may become ``.grad`` as it is, None if they may.
-    misses: of the graphs, which warn of eager backwards.
+    fallbacks: of the graphs, which warn of eager backwards.
     """
 
     scope: Scope
@@ -69,12 +69,12 @@ class PlannedCall:
     backward_runs_once: bool = False
     eager_backwards: Counter[str] = field(default_factory=Counter)
     copies_gradients: str | None = "not_observed"
-    misses: Misses = field(default_factory=Misses)
+    fallbacks: FallbackWarning = field(default_factory=FallbackWarning)
 
     def ran_backward_eagerly(self, reason: str) -> None:
         """Count a backward of a replayed forward that no graph served."""
         self.eager_backwards[reason] += 1
-        self.misses.ran_eagerly(f"scope {self.scope.name!r}", f"{BACKWARD}{reason}")
+        self.fallbacks.ran_eagerly(f"scope {self.scope.name!r}", f"{BACKWARD}{reason}")
 
     def differs(self, difference: Difference) -> None:
         """Replays do not compute what eager does: it runs eagerly from now on."""
@@ -83,7 +83,7 @@ class PlannedCall:
         warn(f"scope {self.scope.name!r} stays eager: {message}")
 
 
-class Place:
+class CallSite:
     """A call in the order of a slot.
 
     Attributes:
@@ -93,7 +93,8 @@ class Place:
             stay where they are, as ``.grad``.
         open: autograd's graph of the forward, until everything is recorded.
         run: the backward of it that was begun last.
-        proven_layouts: of incoming gradients, with which a replay was compared with eager as well.
+        verified_layouts: of incoming gradients, with which a replay was compared with eager as
+            well.
         leases: one for each storage that its outputs lie on, if they are not copied.
         out: those of the leases whose outputs were handed out.
     """
@@ -108,10 +109,10 @@ class Place:
         self.first: RecordedBackward | None = None
         self.weights: RecordedBackward | None = None
         self.backward_position = -1
-        self.proven_layouts: set[Layouts] = set()
+        self.verified_layouts: set[Layouts] = set()
         self.open: OpenCall | None = None
         self.run: BackwardRun | None = None
-        self.sources: dict[int, tuple[Place, int]] = {}
+        self.sources: dict[int, tuple[CallSite, int]] = {}
         self.leases: list[BufferLease] = []
         self.out = Leases()
         self.replayed = 0
@@ -156,7 +157,7 @@ class Place:
         self,
         forward: RecordedForward,
         open: OpenCall,
-        sources: dict[int, tuple[Place, int]],
+        sources: dict[int, tuple[CallSite, int]],
         owned: set[int],
     ) -> None:
         """After the capture of its forward.
@@ -184,7 +185,7 @@ class Place:
         source, output = self.sources[index]  # which may be handed out as a copy
         return source.handed_as(leaf) == output and leaf._version == 0
 
-    def needs_output(self, source: Place, output: int) -> bool:
+    def needs_output(self, source: CallSite, output: int) -> bool:
         """Whether the backward may read the memory of an output of a place: it is that place, or
         the memory is a static input."""
         memory = source.forward.outputs[output].untyped_storage()._cdata
@@ -242,20 +243,20 @@ class PendingBackward:
     weights: "with_backward" where one graph computes all gradients, else whether the second one,
         for the weights, is still to come ("pending") or was replayed ("done").
     random: where the generators stood before the forward, if it draws.
-    kept: gradients of the weights that were computed with those of the inputs.
+    weight_gradients: gradients of the weights that were computed with those of the inputs.
     is_first_in_fp8: of the modules under Transformer Engine's autocast it has the first one.
     """
 
     is_first_in_fp8 = False
 
-    def __init__(self, place: Place, leaves: Sequence[Any], random: Any) -> None:
-        self.place = place
+    def __init__(self, site: CallSite, leaves: Sequence[Any], random: Any) -> None:
+        self.site = site
         self.is_done = self.cancelled = False
-        self.weights = "pending" if place.forward.is_split else "with_backward"
+        self.weights = "pending" if site.forward.is_split else "with_backward"
         self.random = random
-        self.kept: list[Tensor | None] | None = None
+        self.weight_gradients: list[Tensor | None] | None = None
         self._gradients: list[weakref.ref | None] = []
-        forward = place.forward
+        forward = site.forward
         self._inputs = [(weakref.ref(leaves[i]), leaves[i]._version) for i in forward.saved_inputs]
         self._versions: list[int] = []
 
@@ -264,7 +265,7 @@ class PendingBackward:
         return self.is_done and self.weights != "pending"
 
     def replayed(self) -> None:
-        self._versions = list(map(versions_of, self.place.forward.saved))
+        self._versions = list(map(versions_of, self.site.forward.saved))
 
     def note_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         if self.weights == "pending":
@@ -276,14 +277,14 @@ class PendingBackward:
             known = [None if ref is None else ref() for ref in self._gradients]
             if any(a is not b for a, b in zip(known, gradients, strict=True)):
                 raise GraphError(
-                    f"scope {self.place.name!r}: the gradients of its weights are asked for with "
+                    f"scope {self.site.name!r}: the gradients of its weights are asked for with "
                     f"other output gradients than those of its inputs were: a graph's saved "
                     f"tensors serve one backward"
                 )
 
     def check_unmodified(self) -> None:
         """What eager refuses as well: a tensor that the backward needs was modified in place."""
-        forward = self.place.forward
+        forward = self.site.forward
         what, now = None, list(map(versions_of, forward.saved))
         if now != self._versions:
             outputs = len(forward.saved_outputs)
@@ -294,7 +295,7 @@ class PendingBackward:
             what = "an input"
         if what is not None:
             raise GraphError(
-                f"scope {self.place.name!r}: {what} was modified in place before the backward that "
+                f"scope {self.site.name!r}: {what} was modified in place before the backward that "
                 f"needs it: clone it before modifying it"
             )
 
@@ -309,7 +310,7 @@ _NOT_CAPTURED = Mismatch(
 )
 
 
-class Backwards:
+class BackwardPool:
     """Where backwards work, one after the other.
 
     Attributes:
@@ -335,7 +336,7 @@ class Slot:
     Args:
         pool: theirs, if it is not a new one.
         pool_bytes: of one piece, that a new one begins with.
-        backwards: where those of several slots work; None: in the pool of the slot.
+        backward_pool: where those of several slots work; None: in the pool of the slot.
         first_bytes: where gradients are accumulated, what the pool of those of first microbatches
             begins with in one piece; 0: they are not.
     """
@@ -347,15 +348,15 @@ class Slot:
         pool: Any = None,
         *,
         pool_bytes: int = 0,
-        backwards: Backwards | None = None,
+        backward_pool: BackwardPool | None = None,
         first_bytes: int = 0,
     ) -> None:
-        self._pool_bytes, self._first_bytes, self._shared = pool_bytes, first_bytes, backwards
-        self.places = tuple(Place(call, position) for position, call in enumerate(calls))
+        self._pool_bytes, self._first_bytes, self._shared = pool_bytes, first_bytes, backward_pool
+        self.sites = tuple(CallSite(call, position) for position, call in enumerate(calls))
         self._backend = backend
-        self._of_scope: dict[str, list[Place]] = {}
-        for place in self.places:
-            self._of_scope.setdefault(place.name, []).append(place)
+        self._of_scope: dict[str, list[CallSite]] = {}
+        for site in self.sites:
+            self._of_scope.setdefault(site.name, []).append(site)
         self.abandoned = self._attempts = 0
         self._begin_anew(pool)
 
@@ -366,7 +367,7 @@ class Slot:
         self.pool_of_weights = self._backend.new_pool()
         # Nothing but first microbatches' backwards writes where ``.grad`` is until the next step.
         self.pool_of_first = self._backend.new_pool(self._first_bytes)
-        self.backwards = self._shared or Backwards(self._backend, self.pool)
+        self.backward_pool = self._shared or BackwardPool(self._backend, self.pool)
         self.in_place = Leases()  # of gradients that have become ``.grad``
         self._clock, self._backwards = -1, 0
         self._stream: Any = None
@@ -381,9 +382,9 @@ class Slot:
     def accumulates(self) -> bool:
         return self._first_bytes > 0
 
-    def may_record(self, place: Place) -> bool:
+    def may_record(self, site: CallSite) -> bool:
         """Forwards are captured in their order, before all backwards."""
-        earlier = self.places[: place.position]
+        earlier = self.sites[: site.position]
         return (
             not self.is_closed
             and self._backwards == 0
@@ -393,44 +394,44 @@ class Slot:
     def may_record_backward(self) -> bool:
         """All forwards have to be there: their memory lies before that of the backwards."""
         complete = not self.is_closed and all(
-            place.forward is not None or place.planned.refused for place in self.places
+            site.forward is not None or site.planned.refused for site in self.sites
         )
         if complete and self._shared is not None:
             self._shared.begin()
         return complete and self.reclaim_added()
 
-    def backward_recorded(self, place: Place) -> None:
+    def backward_recorded(self, site: CallSite) -> None:
         """The order in which they are captured is the one in which they may be replayed."""
-        place.backward_position = len(self.places) + self._backwards
+        site.backward_position = len(self.sites) + self._backwards
         self._backwards += 1
 
-    def output_at(self, leaf: Tensor) -> tuple[Place, int] | None:
+    def output_at(self, leaf: Tensor) -> tuple[CallSite, int] | None:
         """The place and the number of the output, if a tensor is the static memory of one, as it
         was handed out in this microbatch."""
-        for place in self.places:
-            index = place.handed_as(leaf)
+        for site in self.sites:
+            index = site.handed_as(leaf)
             if index is not None:
-                static = place.forward.outputs[index]
-                return (place, index) if static.data_ptr() == leaf.data_ptr() else None
+                static = site.forward.outputs[index]
+                return (site, index) if static.data_ptr() == leaf.data_ptr() else None
         return None
 
     def leases(self) -> list[BufferLease]:
         """The leases of all outputs."""
-        return [lease for place in self.places for lease in place.leases]
+        return [lease for site in self.sites for lease in site.leases]
 
     def uses_again(self, parameter: Tensor) -> str | None:
         """Why no gradient of a parameter becomes ``.grad``: autograd adds up several of them."""
-        forwards = (place.forward for place in self.places if place.forward is not None)
+        forwards = (site.forward for site in self.sites if site.forward is not None)
         uses = sum(each is parameter for forward in forwards for each in forward.listed)
-        return "used_again" if uses > 1 else None
+        return "used_twice" if uses > 1 else None
 
     # ---- replays
 
-    def next_place(self, scope: str) -> Place | None:
+    def next_site(self, scope: str) -> CallSite | None:
         """The next call of ``scope`` that this microbatch has not come to yet."""
-        for place in self._of_scope.get(scope, ()):
-            if place.position > self._clock:
-                return place
+        for site in self._of_scope.get(scope, ()):
+            if site.position > self._clock:
+                return site
         return None
 
     def begin(self) -> None:
@@ -438,32 +439,32 @@ class Slot:
         self._retained.clear()
         self._clock = -1
 
-    def pass_by(self, place: Place) -> None:
+    def skip(self, site: CallSite) -> None:
         """A call runs eagerly in place of its recording, which is not replayed any more."""
-        self._clock = place.position
+        self._clock = site.position
 
-    def is_to_record(self, place: Place) -> bool:
+    def is_to_record(self, site: CallSite) -> bool:
         """Whether its next call may be the one that is captured."""
-        return place.forward is None and not self.is_closed and not place.planned.refused
+        return site.forward is None and not self.is_closed and not site.planned.refused
 
-    def mismatch(self, place: Place, structure: Any, leaves: Sequence[Any]) -> Mismatch | None:
+    def mismatch(self, site: CallSite, structure: Any, leaves: Sequence[Any]) -> Mismatch | None:
         """Why this call cannot be replayed now, or None. Makes room for its outputs."""
-        difference = place.planned.refused or place.planned.signature.mismatch(structure, leaves)
+        difference = site.planned.refused or site.planned.signature.mismatch(structure, leaves)
         if difference is not None:
             return difference
-        if place.forward is None:
-            return None if self.may_record(place) else _NOT_CAPTURED
-        difference = place.forward.surroundings.mismatch()
+        if site.forward is None:
+            return None if self.may_record(site) else _NOT_CAPTURED
+        difference = site.forward.conditions.mismatch()
         if difference is not None:
             return difference
-        return self._make_room(place, leaves)
+        return self._make_room(site, leaves)
 
-    def _make_room(self, place: Place, leaves: Sequence[Any]) -> Mismatch | None:
-        writes = [place]
-        for index, (source, output) in place.sources.items():
-            if not place.is_in_place(index, leaves[index]):
-                if any(each.place.needs_output(source, output) for each in self.in_flight()):
-                    name = place.planned.signature.leaves[index].name
+    def _make_room(self, site: CallSite, leaves: Sequence[Any]) -> Mismatch | None:
+        writes = [site]
+        for index, (source, output) in site.sources.items():
+            if not site.is_in_place(index, leaves[index]):
+                if any(each.site.needs_output(source, output) for each in self.in_flight()):
+                    name = site.planned.signature.leaves[index].name
                     message = f"input {name!r}: captured as the untouched output of another scope"
                     remedy = EAGER_CALLS["input_moved"].remedy
                     return Mismatch("input_moved", f"{message}, got another tensor: {remedy}")
@@ -480,21 +481,23 @@ class Slot:
         message = f"a view of {kind} of its last replay is still in use: clone() what you keep"
         return Mismatch(f"{held}_held", message)
 
-    def lend(self, place: Place, *, added: list[BufferLease], in_place: list[BufferLease]) -> None:
+    def grant(
+        self, site: CallSite, *, added: list[BufferLease], in_place: list[BufferLease]
+    ) -> None:
         """Notes gradients in a pool's memory that are handed out: autograd holds those that it adds
         just now; the others become ``.grad``, until a graph needs their memory again."""
-        self.backwards.added.add(added)
-        self.in_place.add(in_place, place.backward_position)
+        self.backward_pool.added.add(added)
+        self.in_place.add(in_place, site.backward_position)
 
-    def reclaim_in_place(self, place: Place | None = None) -> bool:
-        """Reclaims gradients that have become ``.grad``. ``place``: only where its backward may
+    def reclaim_in_place(self, site: CallSite | None = None) -> bool:
+        """Reclaims gradients that have become ``.grad``. ``site``: only where its backward may
         write."""
-        return self.in_place.reclaim(0 if place is None else place.backward_position)
+        return self.in_place.reclaim(0 if site is None else site.backward_position)
 
     def reclaim_added(self, *, collecting: bool = False) -> bool:
         """Reclaims gradients that were added to others. ``collecting``: also those that only
         garbage holds."""
-        added = self.backwards.added
+        added = self.backward_pool.added
         if added.reclaim():
             return True
         return collecting and gc.collect() >= 0 and added.reclaim()
@@ -503,29 +506,29 @@ class Slot:
         """Replayed forwards whose backward may still come."""
         alive = [pending for ref in self._pending.values() if (pending := ref()) is not None]
         self.abandoned += len(self._pending) - len(alive)
-        self._pending = {each.place.position: weakref.ref(each) for each in alive}
+        self._pending = {each.site.position: weakref.ref(each) for each in alive}
         return alive
 
     def retains(self) -> bool:
         """Another backward of the last microbatch may come (``retain_graph=True``)."""
         return len(self._retained) > 0
 
-    def begin_replay(self, place: Place, leaves: Sequence[Any]) -> PendingBackward:
+    def begin_replay(self, site: CallSite, leaves: Sequence[Any]) -> PendingBackward:
         """Before the graph of the forward runs, on the current stream."""
         stream = self._backend.current_stream()
         if self._stream is not None and stream != self._stream:
             self._backend.wait_for(self._stream)
         self._stream = stream
-        random = self._backend.random_position() if place.forward.draws else None
-        pending = PendingBackward(place, leaves, random)
-        self._clock = place.position
-        if any(place.forward.differentiable):
-            self._pending[place.position] = weakref.ref(pending)
+        random = self._backend.random_position() if site.forward.draws else None
+        pending = PendingBackward(site, leaves, random)
+        self._clock = site.position
+        if any(site.forward.differentiable):
+            self._pending[site.position] = weakref.ref(pending)
         return pending
 
     def cancel(self, pending: PendingBackward) -> None:
         """Its outputs were thrown away."""
-        self._pending.pop(pending.place.position, None)
+        self._pending.pop(pending.site.position, None)
 
     def check(self, pending: PendingBackward) -> None:
         """
@@ -535,7 +538,7 @@ class Slot:
         self.check_alive(pending)
         if pending.is_done and pending not in self._retained:
             raise GraphError(
-                f"scope {pending.place.name!r}: a second backward of the same forward: the first "
+                f"scope {pending.site.name!r}: a second backward of the same forward: the first "
                 f"one needs retain_graph=True, and all of them have to come before the next "
                 f"microbatch: run other forwards within graphs.paused()"
             )
@@ -543,30 +546,30 @@ class Slot:
 
     def unreplayable(self, pending: PendingBackward, layouts: Layouts) -> str | None:
         """Why the recorded backward cannot serve this one, or None."""
-        place = pending.place
-        if place.backward is None:
+        site = pending.site
+        if site.backward is None:
             return "not_captured"
-        if place.backward_position <= self._clock:
+        if site.backward_position <= self._clock:
             return "out_of_order"
-        if layouts != place.backward.layouts and layouts not in place.proven_layouts:
-            return place.backward.other(layouts)
-        mismatch = place.backward.surroundings.mismatch()
+        if layouts != site.backward.layouts and layouts not in site.verified_layouts:
+            return site.backward.other(layouts)
+        mismatch = site.backward.conditions.mismatch()
         if mismatch is not None:
             return mismatch.reason
         # When garbage goes is not the same on all ranks, and what they run has to be.
-        free = self.reclaim_added(collecting=place.planned.ranks.group is not None)
+        free = self.reclaim_added(collecting=site.planned.ranks.group is not None)
         return None if free else "gradient_held"
 
-    def backward_to_replay(self, place: Place) -> RecordedBackward:
+    def backward_to_replay(self, site: CallSite) -> RecordedBackward:
         """The recording that serves a backward which can be replayed: that of a first microbatch if
         no ``.grad`` is there and nobody holds the memory where its gradients stay."""
-        is_first = place.first is not None and place.first.finds_no_gradient()
-        return place.first if is_first and self.reclaim_in_place(place) else place.backward
+        is_first = site.first is not None and site.first.finds_no_gradient()
+        return site.first if is_first and self.reclaim_in_place(site) else site.backward
 
     def backward_done(self, pending: PendingBackward, *, replayed: bool) -> None:
         """Its backward has run, or is about to be replayed."""
         if replayed:
-            self._clock = pending.place.backward_position
+            self._clock = pending.site.backward_position
             if self._shared is not None:
                 self._shared.begin()
         pending.is_done = True
@@ -581,7 +584,7 @@ class Slot:
         if not pending.is_done or pending.weights != "pending":
             when = "a second time" if pending.is_done else "before the gradients of its inputs"
             raise GraphError(
-                f"scope {pending.place.name!r}: the gradients of its weights are asked for {when}"
+                f"scope {pending.site.name!r}: the gradients of its weights are asked for {when}"
             )
         pending.weights = "done"
         self._forget_if_over(pending)
@@ -597,29 +600,29 @@ class Slot:
         self._clock = -1
         for lease in self.in_place:
             lease.note_grad()
-        begun = any(place.forward is not None for place in self.places)
-        if not self.is_closed and (begun or all(place.planned.refused for place in self.places)):
+        begun = any(site.forward is not None for site in self.sites)
+        if not self.is_closed and (begun or all(site.planned.refused for site in self.sites)):
             self._close_or_begin_anew()
 
     def _close_or_begin_anew(self) -> None:
         self._attempts += 1
-        complete = all(place.is_recorded or place.planned.refused for place in self.places)
+        complete = all(site.is_recorded or site.planned.refused for site in self.sites)
         if complete or self._attempts == _ATTEMPTS:
             self.is_closed = True
-            self.let_go_of_autograd(self.places)
+            self.free_autograd_graphs(self.sites)
         else:
             self.release()
             self._begin_anew(None)
 
-    def let_go_of_autograd(self, places: Sequence[Place]) -> None:
+    def free_autograd_graphs(self, sites: Sequence[CallSite]) -> None:
         """What their forwards have left there is not needed any more."""
         with references_of_the_engine(self.leases()):
-            for place in places:
-                place.open = place.run = None
+            for site in sites:
+                site.open = site.run = None
 
     def release(self) -> None:
-        for place in self.places:
-            place.release()
+        for site in self.sites:
+            site.release()
         self.is_closed = True
 
     def check_alive(self, pending: PendingBackward) -> None:
@@ -627,18 +630,18 @@ class Slot:
         Raises:
             GraphError: if its graphs are gone, or its step has ended.
         """
-        if pending.place.forward is None:
+        if pending.site.forward is None:
             raise GraphError(
-                f"scope {pending.place.name!r}: its graphs were released before this backward"
+                f"scope {pending.site.name!r}: its graphs were released before this backward"
             )
         if pending.cancelled:
             raise GraphError(
-                f"scope {pending.place.name!r}: this backward belongs to a step that has ended: "
+                f"scope {pending.site.name!r}: this backward belongs to a step that has ended: "
                 f"call backward() inside the 'with graphs.step()' of its forward"
             )
 
     def _forget_if_over(self, pending: PendingBackward) -> None:
         if pending.is_over:
-            self._pending.pop(pending.place.position, None)
+            self._pending.pop(pending.site.position, None)
             if keeps_graph():
                 self._retained.add(pending)

@@ -22,13 +22,13 @@ from moe_graphs.engine import fp8
 from moe_graphs.engine.autograd import leaves_behind
 from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.guards import bytecode_names
-from moe_graphs.engine.guards.bytecode_names import Reads
-from moe_graphs.engine.guards.guards import Guards, reads_before_running, tensors_of_others
-from moe_graphs.engine.guards.torch_state import Context
+from moe_graphs.engine.guards.bytecode_names import AccessedNames
+from moe_graphs.engine.guards.guards import Guards, names_before_running, tensors_of_others
+from moe_graphs.engine.guards.torch_state import TorchState
 from moe_graphs.engine.partial.plan import CallMemory, nbytes
 from moe_graphs.engine.partial.recording import has_tensors_inside
 from moe_graphs.engine.partial.scope import Call, Exit, Scope
-from moe_graphs.engine.snapshot import Snapshot, StandIns
+from moe_graphs.engine.snapshot import ParameterAliases, Snapshot
 from moe_graphs.engine.tensors import Signature, TensorSpec, static_copy, tensor_leaves
 from moe_graphs.engine.tracing import MODIFIED_INPUT, Trace, address, differing_op
 from moe_graphs.engine.trial_run import TrialRun
@@ -40,7 +40,7 @@ Hooks = Mapping[str, Callable[..., None]]
 
 @dataclass(frozen=True)
 class ScopeCall:
-    """A call of a scope, given flat. ``lent``: numbers of inputs that lie in static memory which
+    """A call of a scope, given flat. ``leased``: numbers of inputs that lie in static memory which
     other recordings write."""
 
     scope: Scope
@@ -48,7 +48,7 @@ class ScopeCall:
     leaves: Sequence[Any]
     arguments: Call
     hooks: Hooks
-    lent: frozenset[int] = frozenset()
+    leased: frozenset[int] = frozenset()
 
     def run(self, leaves: Sequence[Any]) -> tuple[Any, Exit | None]:
         inputs = pytree.tree_unflatten(leaves, self.signature.structure)
@@ -70,7 +70,7 @@ class ScopeCall:
             if first < number:
                 made.append(made[first])
             elif isinstance(leaf, Tensor):
-                own = static_copy(leaf) if number in self.lent else leaf.detach()
+                own = static_copy(leaf) if number in self.leased else leaf.detach()
                 made.append(own.requires_grad_(leaf.requires_grad))
             else:
                 made.append(leaf)
@@ -154,7 +154,7 @@ class Trials:
 
     def make_ready(self, call: ScopeCall) -> None:
         """An unwatched forward makes what modules keep for FP8, where no real call came first."""
-        with Snapshot(self.backend) as before, self.stand_ins(call).in_place():
+        with Snapshot(self.backend) as before, self.aliases(call).installed():
             leaves = call.detached_leaves()
             trace = Trace(self.backend.device, strict=False, refuse=False, before=before)
             with fp8.Autocast().beside(leaves), trace:
@@ -164,24 +164,24 @@ class Trials:
     def forward_and_backward(
         self,
         call: ScopeCall,
-        reads: Reads | None = None,
+        accessed: AccessedNames | None = None,
         linked: Sequence[int] = (),
         runs: int = 2,
     ) -> TriedCall:
         """Runs both several times: every run has to do what the first one did.
 
         Args:
-            reads: what a real run of the call has read, if there was one.
+            accessed: what a real run of the call has read, if there was one.
             linked: inputs that are outputs of others.
 
         Raises:
             CaptureError: for what cannot be in a graph, or depends on state that Python keeps.
         """
-        check_capturable(call, Context(self.backend.device.type))
+        check_capturable(call, TorchState(self.backend.device.type))
         guards = []
-        if reads is not None:
-            reads.check_doors(asked=bytecode_names.OF_HISTORY)
-            guards = [self.guards(call, reads, ())]
+        if accessed is not None:
+            accessed.check_impure_calls(asked=bytecode_names.OF_HISTORY)
+            guards = [self.guards(call, accessed, ())]
             guards[0].check_hooks()
             guards[0].check_keys()
         forwards: list[Trace] = []
@@ -192,7 +192,7 @@ class Trials:
                 for each in guards:
                     each.check_unchanged()
                 if not forwards:
-                    ran = Reads.together(*(run.reads for run in both))
+                    ran = AccessedNames.together(*(run.accessed for run in both))
                     guards.append(self.guards(call, ran, ()))
                     before.keep_objects(guards[-1])
                 forwards.append(both[0].trace)
@@ -200,25 +200,25 @@ class Trials:
                 if len(backwards) == 2 and differing_op(*backwards) is not None:
                     backwards.pop(0)  # no real one came before: it may have filled a cache
                     runs += 1
-        _check_alike(forwards)
-        _check_alike(backwards)
+        _check_same_operations(forwards)
+        _check_same_operations(backwards)
         groups = set().union(*(trace.groups for trace in (*forwards, *backwards)))
         return TriedCall(memory, groups)
 
-    def guards(self, call: ScopeCall, reads: Reads, addresses: Sequence[int]) -> Guards:
+    def guards(self, call: ScopeCall, accessed: AccessedNames, addresses: Sequence[int]) -> Guards:
         module = call.scope.module
         roots = {"": module, "forward": call.scope.forward, **call.constants()}
         known = [*module.parameters(), *module.buffers()]
         others = tensors_of_others(self.model, addresses, known)
         others |= fp8.tensors_of(module)
-        return Guards(roots, reads, addresses, tensors=others, outside=[module])
+        return Guards(roots, accessed, addresses, tensors=others, outside=[module])
 
-    def reads_before_running(self, call: ScopeCall) -> Reads:
+    def names_before_running(self, call: ScopeCall) -> AccessedNames:
         """Reads that the call may do, as far as can be told without running it."""
-        return reads_before_running(
+        return names_before_running(
             [call.scope.forward],
             call.scope.module.modules(),
-            lambda reads: self.guards(call, reads, ()),
+            lambda accessed: self.guards(call, accessed, ()),
         )
 
     def known(self) -> list[Tensor]:
@@ -228,8 +228,8 @@ class Trials:
             *fp8.tensors_of(self.model).values(),
         ]
 
-    def stand_ins(self, call: ScopeCall) -> StandIns:
-        return StandIns([call.scope.module])
+    def aliases(self, call: ScopeCall) -> ParameterAliases:
+        return ParameterAliases([call.scope.module])
 
     @contextlib.contextmanager
     def _forward(
@@ -245,8 +245,8 @@ class Trials:
             known = [*self.known(), *inputs]
             run = TrialRun(self.backend, known, before=before, inputs=named)
             hooks = call.forward_hooks() if with_hooks else contextlib.nullcontext({})
-            beside, stand_ins = fp8.Autocast().beside(leaves), self.stand_ins(call)
-            with hooks as produced, stand_ins.in_place(), beside as uses, run:
+            beside, aliases = fp8.Autocast().beside(leaves), self.aliases(call)
+            with hooks as produced, aliases.installed(), beside as uses, run:
                 outputs = produced["output"] = _run(call, leaves)
             if uses.fp8:
                 fp8.register(call.scope.module)
@@ -269,7 +269,7 @@ class Trials:
     ) -> tuple[tuple[TrialRun, TrialRun], CallMemory]:
         meter = self.backend.meter()
         with meter, self._forward(call, with_hooks=True) as (tried, (outputs, leaves)):
-            forward, kept = meter.peak(), meter.alive()
+            forward, saved = meter.peak(), meter.alive()
             produced = tensor_leaves(outputs)
             backward = self._backward(call, tried, produced, meter)
             inputs = {id(tensor): tensor for tensor in tensor_leaves(leaves)}
@@ -279,7 +279,7 @@ class Trials:
                 inputs=nbytes(inputs.values()) - of_others,
                 linked=of_others,
                 outputs=nbytes([o for o in produced if not any(o is leaf for leaf in leaves)]),
-                kept=kept,
+                saved=saved,
                 forward=forward,
                 backward=meter.peak(),
                 gradients=nbytes([o for o in produced if o.requires_grad]),
@@ -327,12 +327,12 @@ class Tried:
     the call changes nothing in Python, and runs no hooks. Where what its Python could read is
     another by then, the call is tried again before it is captured.
 
-    reads: of a real run of the call.
+    accessed: of a real run of the call.
     """
 
-    def __init__(self, trials: Trials, call: ScopeCall, reads: Reads) -> None:
-        self._trials, self._reads = trials, reads
-        self._guards = trials.guards(call, reads, ())
+    def __init__(self, trials: Trials, call: ScopeCall, accessed: AccessedNames) -> None:
+        self._trials, self._reads = trials, accessed
+        self._guards = trials.guards(call, accessed, ())
 
     def again_if_changed(self, call: ScopeCall) -> None:
         """Leaves no trace in what the call can reach.
@@ -343,8 +343,8 @@ class Tried:
         if self._guards.mismatch() is None:
             return
         self._trials.guards(call, self._reads, ()).check_hooks()
-        reached = self._trials.reads_before_running(call)
-        guards = self._trials.guards(call, Reads.together(self._reads, reached), ())
+        reached = self._trials.names_before_running(call)
+        guards = self._trials.guards(call, AccessedNames.together(self._reads, reached), ())
         with Snapshot(guards=[guards]):
             self._trials.forward_and_backward(call, self._reads)
             guards.check_unchanged()
@@ -360,7 +360,7 @@ def _run(call: ScopeCall, leaves: Sequence[Any]) -> Any:
         raise CaptureError(f"an input is modified in place, {MODIFIED_INPUT}") from error
 
 
-def _check_alike(runs: Sequence[Trace]) -> None:
+def _check_same_operations(runs: Sequence[Trace]) -> None:
     """
     Raises:
         CaptureError: if not all of them did what the first one did.
@@ -390,7 +390,7 @@ def check_dropout_of_cudnn(name: str, module: nn.Module) -> None:
         )
 
 
-def check_capturable(call: ScopeCall, state: Context) -> None:
+def check_capturable(call: ScopeCall, state: TorchState) -> None:
     """
     Raises:
         CaptureError: if the call is made in a way that no graph can serve.

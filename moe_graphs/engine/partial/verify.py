@@ -15,9 +15,9 @@ from moe_graphs.engine import fp8
 from moe_graphs.engine.autograd import LeafUses
 from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.partial.recording import RecordedBackward
-from moe_graphs.engine.partial.slots import PendingBackward, Place
+from moe_graphs.engine.partial.slots import CallSite, PendingBackward
 from moe_graphs.engine.partial.trials import ScopeCall, Trials, TriedForward
-from moe_graphs.engine.snapshot import Snapshot, StandIns
+from moe_graphs.engine.snapshot import ParameterAliases, Snapshot
 from moe_graphs.engine.tensors import static_copy, tensor_leaves
 from moe_graphs.engine.tracing import Trace
 from moe_graphs.engine.verify import ByValue, Difference, Left, difference, first_difference
@@ -40,7 +40,7 @@ def recompute(
     difference, gradients = compute_anew(backend, pending, incoming)
     if difference is not None:
         raise GraphError(
-            f"scope {pending.place.name!r}: its backward was not captured for this loss, and its "
+            f"scope {pending.site.name!r}: its backward was not captured for this loss, and its "
             f"forward, computed anew, differs: {difference}; run such forwards within "
             f"graphs.paused()"
         )
@@ -51,12 +51,12 @@ def compute_anew(
     backend: Backend, pending: PendingBackward, incoming: Sequence[Tensor | None]
 ) -> tuple[Difference | None, list[Tensor | None]]:
     """How the outputs differ from those of the replay, and the gradients per use. Synchronises."""
-    place, forward = pending.place, pending.place.forward
+    site, forward = pending.site, pending.site.forward
     inputs = [_leaf(leaf, i in forward.linked) for i, leaf in enumerate(forward.inputs)]
     for number, first in enumerate(forward.signature.first):
         inputs[number] = inputs[first] if isinstance(inputs[number], Tensor) else inputs[number]
-    module = place.planned.scope.module
-    stand_ins = StandIns([module])
+    module = site.planned.scope.module
+    aliases = ParameterAliases([module])
     now = backend.random_position() if forward.draws else None
     written = Snapshot(values=forward.written)
     scales = forward.scales or contextlib.nullcontext()
@@ -65,63 +65,63 @@ def compute_anew(
             backend.return_to(pending.random)
         with (
             torch.enable_grad(),
-            stand_ins.in_place(),
-            forward.surroundings.context.autocast(inputs),
+            aliases.installed(),
+            forward.conditions.context.autocast(inputs),
             scales,
         ):
             tree = pytree.tree_unflatten(inputs, forward.signature.structure)
-            outputs, _ = place.planned.scope.run(tree, forward.arguments, capturing=True)
+            outputs, _ = site.planned.scope.run(tree, forward.arguments, capturing=True)
         if forward.draws:
             backend.return_to(now)
-        live, found = _outputs(place, outputs)
+        live, found = _outputs(site, outputs)
         names = [f"output {number}" for number in range(len(found))]
         difference = first_difference(names, forward.outputs, found)
-        return difference, _gradients(place, stand_ins, inputs, live, incoming)
+        return difference, _gradients(site, aliases, inputs, live, incoming)
     finally:
         if forward.draws:
             backend.return_to(now)
         written.put_back()  # behind the backward, which may look for what its forward has written
 
 
-def _leaf(leaf: object, is_lent: bool) -> object:
+def _leaf(leaf: object, is_leased: bool) -> object:
     """A lent one is copied: what of this run is left to be collected would hold it."""
     if not isinstance(leaf, Tensor):
         return leaf
-    own = static_copy(leaf) if is_lent else leaf.detach()
+    own = static_copy(leaf) if is_leased else leaf.detach()
     return own.requires_grad_(leaf.requires_grad)
 
 
-def _outputs(place: Place, outputs: object) -> tuple[list[Tensor], list[Tensor]]:
+def _outputs(site: CallSite, outputs: object) -> tuple[list[Tensor], list[Tensor]]:
     """Those with a history, and all that the graph makes; one that is returned twice is one.
 
     Raises:
         GraphError: if what the capture returned as one tensor are several.
     """
     found: dict[int, Tensor] = {}
-    for leaf, output in zip(place.forward.output_leaves, pytree.tree_leaves(outputs), strict=True):
+    for leaf, output in zip(site.forward.output_leaves, pytree.tree_leaves(outputs), strict=True):
         if leaf.source == "graph" and found.setdefault(leaf.value, output) is not output:
             raise GraphError(
-                f"scope {place.name!r}: its forward, computed anew, does something else"
+                f"scope {site.name!r}: its forward, computed anew, does something else"
             )
-    made = [found[number] for number in range(len(place.forward.outputs))]
-    needed = zip(made, place.forward.differentiable, strict=True)
+    made = [found[number] for number in range(len(site.forward.outputs))]
+    needed = zip(made, site.forward.differentiable, strict=True)
     return [output for output, differentiable in needed if differentiable], made
 
 
 def _gradients(
-    place: Place,
-    stand_ins: StandIns,
+    site: CallSite,
+    aliases: ParameterAliases,
     inputs: Sequence[object],
     live: Sequence[Tensor],
     incoming: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
     leaves: dict[int, Tensor] = {}
-    for each in place.forward.listed:
-        leaf = inputs[each] if isinstance(each, int) else stand_ins.stand_in(each)
+    for each in site.forward.listed:
+        leaf = inputs[each] if isinstance(each, int) else aliases.alias_of(each)
         leaves[id(leaf)] = leaf
     uses = LeafUses(live, list(leaves.values()))
-    if len(uses.of) != len(place.forward.listed):
-        raise GraphError(f"scope {place.name!r}: its forward, computed anew, does something else")
+    if len(uses.of) != len(site.forward.listed):
+        raise GraphError(f"scope {site.name!r}: its forward, computed anew, does something else")
     used = [(o, g) for o, g in zip(live, incoming, strict=True) if g is not None]
     if not used:
         return [None] * len(uses.of)
@@ -164,7 +164,7 @@ def _left(
     ]
 
 
-class Effects:
+class SideEffects:
     """The effects of a backward beside its results: numbers that it draws, tensors that it writes,
     FP8 scales. They are seen in a first run; all other runs start from where the first one started,
     and their effects happen only once."""
@@ -209,11 +209,11 @@ class Verification:
         self._verify = verify
 
     def difference_of_forward(
-        self, place: Place, call: ScopeCall, expected: Expected, outputs: Sequence[Any]
+        self, site: CallSite, call: ScopeCall, expected: Expected, outputs: Sequence[Any]
     ) -> Difference | None:
         """How the first replay differs from eager, after which everything is as before the call;
         None if it does not, or if eager itself differs from one run to the next."""
-        planned, graph, static = place.planned, place.forward.graph, place.forward.outputs
+        planned, graph, static = site.planned, site.forward.graph, site.forward.outputs
 
         def again() -> Left:
             expected.before.put_back()
@@ -246,7 +246,7 @@ class Verification:
         recorded: RecordedBackward,
         eager: Sequence[Tensor | None],
         again: Sequence[Tensor | None] | None,
-        effects: Effects,
+        effects: SideEffects,
     ) -> None:
         """Replays what has just been recorded and compares it with ``eager``, unless there is no
         second eager run ``again``. A difference makes the scope eager.
@@ -258,7 +258,7 @@ class Verification:
             recorded.graph.replay()
         if again is None or recorded.graph is None:
             return
-        planned, names = pending.place.planned, self._names_of(pending.place, recorded.uses)
+        planned, names = pending.site.planned, self._names_of(pending.site, recorded.uses)
 
         def left(gradients: Sequence[Tensor | None]) -> Left:
             return list(zip(names, gradients, strict=True))
@@ -276,24 +276,24 @@ class Verification:
         if verdict.difference is not None:
             planned.differs(verdict.difference)
 
-    def agrees(self, place: Place, eager: Mapping[int, Tensor | None]) -> bool:
+    def agrees(self, site: CallSite, eager: Mapping[int, Tensor | None]) -> bool:
         """Replays the backward, and compares it with an eager one on the same gradients."""
         before = Snapshot(self._backend)
-        place.backward.graph.replay()
+        site.backward.graph.replay()
         if before.has_drawn():
             before.put_back()
             return False
-        names, uses = self._names_of(place, place.backward.uses), place.backward.uses
+        names, uses = self._names_of(site, site.backward.uses), site.backward.uses
         found = difference(
             [(name, eager[use]) for name, use in zip(names, uses, strict=True)],
-            list(zip(names, place.backward.gradients, strict=True)),
+            list(zip(names, site.backward.gradients, strict=True)),
         )
-        return not place.planned.ranks.any(found is not None)
+        return not site.planned.ranks.any(found is not None)
 
-    def _names_of(self, place: Place, uses: Sequence[int]) -> list[str]:
+    def _names_of(self, site: CallSite, uses: Sequence[int]) -> list[str]:
         of_parameters = {id(p): name for name, p in self._model.named_parameters()}
-        leaves = place.forward.signature.leaves
-        listed = [place.forward.listed[use] for use in uses]
+        leaves = site.forward.signature.leaves
+        listed = [site.forward.listed[use] for use in uses]
         return [
             f"the gradient of input {leaves[each].name!r}"
             if isinstance(each, int)

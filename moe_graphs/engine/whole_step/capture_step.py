@@ -17,14 +17,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine import fp8
-from moe_graphs.engine.capture_errors import explained
+from moe_graphs.engine.capture_errors import explaining_errors
 from moe_graphs.engine.fp8 import Entry
 from moe_graphs.engine.guards import bytecode_names
-from moe_graphs.engine.guards.bytecode_names import Reads
-from moe_graphs.engine.guards.torch_state import Context
+from moe_graphs.engine.guards.bytecode_names import AccessedNames
+from moe_graphs.engine.guards.torch_state import TorchState
 from moe_graphs.engine.ranks import Ranks
 from moe_graphs.engine.snapshot import Snapshot, random_digest
-from moe_graphs.engine.tensors import stands_for_another, tensor_leaves
+from moe_graphs.engine.tensors import is_wrapped, tensor_leaves
 from moe_graphs.engine.tracing import Operations, Trace, address, differing_op
 from moe_graphs.engine.trial_run import TrialRun
 from moe_graphs.engine.verify import ByFingerprint, Verdict
@@ -48,32 +48,32 @@ from moe_graphs.errors import CaptureError
 def record_step(
     definition: StepDefinition,
     batch: Any,
-    reads: Reads | None,
+    accessed: AccessedNames | None,
     *,
-    rehearsals: int,
+    trial_runs: int,
     verify: bool,
     ranks: Ranks,
 ) -> tuple[RecordedStep, Verdict | None]:
     """Captures the step as called now, on all ranks. Nothing it touches is changed.
 
-    reads: the Python that a real call has run, if there was one.
+    accessed: the Python that a real call has run, if there was one.
 
     Raises:
         CaptureError: what in the step cannot be captured, with its line.
     """
     backend = definition.backend
     with (
-        explained("capture of the step", backend, then="it runs eagerly now"),
+        explaining_errors("capture of the step", backend, then="it runs eagerly now"),
         contextlib.ExitStack() as failing,
     ):
         failing.callback(backend.release)
         fsdp.check_settings(definition.model)
-        definition.sharding.rest()
+        definition.sharding.reshard()
         gc.collect()  # none while a capture runs
         backend.make_room()  # what eager steps have left there serves no other stream
-        with StateBefore(definition, reads) as before, backend.on_stream():
+        with StateBefore(definition, accessed) as before, backend.on_stream():
             with ranks.together():
-                prepared = _prepare(definition, batch, rehearsals, before)
+                prepared = _prepare(definition, batch, trial_runs, before)
             ranks.join(prepared.seen.groups)
             with ranks.together():
                 fsdp.check_memory(ranks.group)
@@ -100,7 +100,7 @@ class _Prepared:
     """The state from which the capture starts: ``found`` are the gradients that are set for it."""
 
     batch: StaticBatch
-    state: Context
+    state: TorchState
     seen: TriedStep
     found: Gradients
     pool: Any
@@ -108,10 +108,10 @@ class _Prepared:
 
 
 def _prepare(
-    definition: StepDefinition, batch: Any, rehearsals: int, before: StateBefore
+    definition: StepDefinition, batch: Any, trial_runs: int, before: StateBefore
 ) -> _Prepared:
     """All that may be refused before the capture."""
-    state = Context(definition.backend.device.type)
+    state = TorchState(definition.backend.device.type)
     if state.has_autocast_cache:
         raise CaptureError(
             "called under autocast, whose cache of weights would go stale: enter autocast "
@@ -119,7 +119,7 @@ def _prepare(
         )
     static = StaticBatch.of(batch, definition.backend.device)
     entry = Entry.of_now()
-    seen = try_step(definition, static, before.reads, rehearsals)
+    seen = try_step(definition, static, before.accessed, trial_runs)
     before.first_step_state.check()
     check_streams(definition.model, seen.stale)
     parameters = list(definition.parameters().values())
@@ -136,7 +136,7 @@ def _record(
     named, batch, seen = definition.parameters(), prepared.batch, prepared.seen
     tensors = [*definition.model.parameters(), *definition.model.buffers()]
     guards = definition.guards(
-        seen.reads,
+        seen.accessed,
         seen.read,
         constants=batch.constants(),
         optimizer=seen.optimizer_steps,
@@ -180,13 +180,13 @@ class TriedStep:
     """The findings of the trial runs.
 
     Attributes:
-        reads: which Python ran; read: addresses of the memory that was read.
+        accessed: which Python ran; read: addresses of the memory that was read.
         dropped: per parameter, whether the step forgets the ``.grad`` it finds.
         stale: names of parameters whose gradients are accumulated on another stream.
         groups: of processes, over which it communicates.
     """
 
-    reads: Reads
+    accessed: AccessedNames
     read: set[int] = field(default_factory=set)
     dropped: list[bool] = field(default_factory=list)
     stale: list[str] = field(default_factory=list)
@@ -195,26 +195,28 @@ class TriedStep:
     optimizer_steps: bool = False
 
 
-def try_step(definition: StepDefinition, batch: StaticBatch, reads: Reads, runs: int) -> TriedStep:
+def try_step(
+    definition: StepDefinition, batch: StaticBatch, accessed: AccessedNames, runs: int
+) -> TriedStep:
     """Runs the step on the batch, at least twice, under the eyes of ``Trace``.
 
     The last run finds the gradients that the one before left, which shows what the step drops.
 
-    reads: what is known of the Python that runs.
+    accessed: what is known of the Python that runs.
 
     Raises:
         CaptureError: for what cannot be in a graph, or depends on state that Python keeps.
     """
-    reads.check_doors()
+    accessed.check_impure_calls()
     unsupported = fp8.unsupported(definition.model)
     if unsupported is not None:
         raise CaptureError(unsupported)
     named = definition.parameters()
     parameters = list(named.values())
-    entry, streams, seen = gradients_of(parameters), {}, TriedStep(reads)
+    entry, streams, seen = gradients_of(parameters), {}, TriedStep(accessed)
     versions = [parameter._version for parameter in parameters]
     strangers = _of_other_models(definition)
-    definition.guards(reads, constants=batch.constants()).check_hooks()
+    definition.guards(accessed, constants=batch.constants()).check_hooks()
     with _noting_streams({**named, **strangers}, streams), _noting_optimizers(definition, seen):
         for _ in range(max(1, runs - 1)):
             set_gradients(parameters, entry)
@@ -232,7 +234,7 @@ def try_step(definition: StepDefinition, batch: StaticBatch, reads: Reads, runs:
     seen.dropped = [_is_dropped(*pair, trace) for pair in zip(before, after, strict=True)]
     here = _current_stream(definition.backend.device)
     # FSDP2 runs these hooks itself, on its own stream, which it orders with the caller's.
-    plain = (item for item in streams.items() if not stands_for_another(named[item[0]]))
+    plain = (item for item in streams.items() if not is_wrapped(named[item[0]]))
     seen.stale = [name for name, stream in plain if stream != here]
     updated = versions != [parameter._version for parameter in parameters]
     found = [gradient for gradient in before if gradient is not None]
@@ -244,7 +246,7 @@ def try_step(definition: StepDefinition, batch: StaticBatch, reads: Reads, runs:
 def _run(definition: StepDefinition, batch: StaticBatch, seen: TriedStep) -> Trace:
     """Runs the step once. ``seen`` gets what it has read in Python; the step must not have changed
     any of what was known before."""
-    before = definition.guards(seen.reads, constants=batch.constants())
+    before = definition.guards(seen.accessed, constants=batch.constants())
     run, autocast = _trial_run(definition, batch), fp8.Autocast()
     with run:
         definition.run(batch.tree())
@@ -256,7 +258,7 @@ def _run(definition: StepDefinition, batch: StaticBatch, seen: TriedStep) -> Tra
             f"it changes {changes[0]} within the step, and a replay runs no Python: keep it in a "
             f"tensor, or change it outside of the step (a scheduler's step() belongs there)"
         )
-    seen.reads = Reads.together(seen.reads, run.reads)
+    seen.accessed = AccessedNames.together(seen.accessed, run.accessed)
     seen.read |= run.trace.read
     seen.groups |= run.trace.groups
     return run.trace
@@ -265,7 +267,7 @@ def _run(definition: StepDefinition, batch: StaticBatch, seen: TriedStep) -> Tra
 def _trial_run(definition: StepDefinition, batch: StaticBatch) -> TrialRun:
     model = definition.model
     gradients = [g for g in gradients_of(list(model.parameters())) if g is not None]
-    watched = definition.guards(Reads()).tensors
+    watched = definition.guards(AccessedNames()).tensors
     known = [*model.parameters(), *model.buffers(), *batch.tensors(), *watched, *gradients]
     known += (fp8.named_tensors() | fp8.tensors_of(model)).values()
     return TrialRun(
@@ -340,23 +342,25 @@ class StateBefore:
     """A context: whatever happens inside, everything that the step touches is as before then.
 
     Attributes:
-        reads: what is known of the Python that the step runs.
+        accessed: what is known of the Python that the step runs.
         gradients: ``.grad`` of the parameters, as it was found.
         first_step_state: what the optimizers' first steps make.
     """
 
-    def __init__(self, definition: StepDefinition, reads: Reads | None) -> None:
+    def __init__(self, definition: StepDefinition, accessed: AccessedNames | None) -> None:
         self._definition = definition
-        known = [] if reads is None else [reads]
-        self.reads = Reads.together(Reads.before_running(definition.step), *known)
-        self._ran = reads is not None
-        self._all_reads = Reads.together(definition.reads_before(), *known)
+        known = [] if accessed is None else [accessed]
+        self.accessed = AccessedNames.together(
+            AccessedNames.before_running(definition.step), *known
+        )
+        self._ran = accessed is not None
+        self._all_accessed = AccessedNames.together(definition.names_before(), *known)
         self._parameters = list(definition.parameters().values())
 
     def __enter__(self) -> StateBefore:
         definition = self._definition
         self.gradients = gradients_of(self._parameters)
-        guards = definition.guards(self._all_reads)  # more than what is compared at calls
+        guards = definition.guards(self._all_accessed)  # more than what is compared at calls
         if not self._ran:
             guards.check_followable()
         self.first_step_state = FirstStepState(definition.optimizers())

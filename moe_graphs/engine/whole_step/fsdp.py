@@ -40,7 +40,7 @@ class Sharding:
         self._states = list(states.values())
         self._before = self._settings()
 
-    def rest(self) -> None:
+    def reshard(self) -> None:
         """Frees parameters that are gathered, as the end of a backward does: a forward without
         one leaves them."""
         for group in self._groups:

@@ -35,9 +35,9 @@ from moe_graphs.config import ON_CAPTURE_ERROR, ON_MISMATCH, check_option
 from moe_graphs.engine.backends import backend_for
 from moe_graphs.engine.backends.backend import Resources
 from moe_graphs.engine.guards import torch_state
-from moe_graphs.engine.guards.bytecode_names import Reads
+from moe_graphs.engine.guards.bytecode_names import AccessedNames
 from moe_graphs.engine.ranks import Ranks
-from moe_graphs.engine.report import Misses, PrintedReport, occupation_of
+from moe_graphs.engine.report import FallbackWarning, PrintedReport, occupancy_of
 from moe_graphs.engine.tensors import Mismatch, owned
 from moe_graphs.engine.verify import warn
 from moe_graphs.engine.whole_step import fsdp
@@ -67,7 +67,7 @@ class FullIterationReport(PrintedReport):
     refused: why it is not replayed, though it was captured, or None.
     not_reproducible: whether eager steps differ from one another, so that replays cannot be equal.
     not_guarded: what the step's Python can have read and nobody compares.
-    occupation: as ``engine.report.occupation_of`` the model: rows that were asked for, and there.
+    occupancy: as ``engine.report.occupancy_of`` the model: rows that were asked for, and there.
     portable_launches: as in ``engine.report.Report``.
     off_because: why there is no graph, after a capture that failed.
     """
@@ -84,7 +84,7 @@ class FullIterationReport(PrintedReport):
     refused: str | None = None
     not_reproducible: bool = False
     not_guarded: tuple[str, ...] = ()
-    occupation: dict[str, tuple[int, int]] = field(default_factory=dict)
+    occupancy: dict[str, tuple[int, int]] = field(default_factory=dict)
     portable_launches: dict[str, int] = field(default_factory=dict)
     details: dict[str, str] = field(default_factory=dict)
     off_because: str | None = None
@@ -157,12 +157,12 @@ class FullIteration(Generic[BatchT, ResultT]):
         self._off_because: str | None = None
         self._agrees = agree or on_mismatch != "eager"
         self._verify = verify
-        self._reads: Reads | None = None
+        self._reads: AccessedNames | None = None
         self._refused: str | None = None
         self._not_reproducible = False
         self.state = "warmup"
         self._captures = self._replayed = 0
-        self._misses = Misses()
+        self._misses = FallbackWarning()
         self._eager_calls: Counter[str] = Counter()
         self._capture_seconds = 0.0
         self._resources = Resources[RecordedStep](backend)
@@ -208,9 +208,9 @@ class FullIteration(Generic[BatchT, ResultT]):
         if not is_last or self._reads is None:
             yield
             return
-        with Reads(in_step=True) as reads:
+        with AccessedNames(in_step=True) as accessed:
             yield
-        self._reads = Reads.together(self._reads, reads)
+        self._reads = AccessedNames.together(self._reads, accessed)
 
     def capture(self, batch: BatchT) -> None:
         """Captures now, ahead of the first call, or again.
@@ -223,7 +223,7 @@ class FullIteration(Generic[BatchT, ResultT]):
         """
         if self.state == "released":
             raise GraphError("full iteration: it was released: make a new one")
-        self._capture(batch, rehearsals=self._warmup_steps)
+        self._capture(batch, trial_runs=self._warmup_steps)
 
     def release(self) -> None:
         """Gives the graph's memory back; later calls run eagerly. Idempotent.
@@ -255,7 +255,7 @@ class FullIteration(Generic[BatchT, ResultT]):
             refused=self._refused,
             not_reproducible=self._not_reproducible,
             not_guarded=tuple(recorded.guards.not_followed) if recorded else (),
-            occupation=occupation_of(self._definition.model),
+            occupancy=occupancy_of(self._definition.model),
             portable_launches=portable_launches(),
             details={word: text for (_, word), text in self._misses.details.items()},
             off_because=self._off_because,
@@ -270,9 +270,12 @@ class FullIteration(Generic[BatchT, ResultT]):
         """The last of these calls is watched: what its Python reads is what a graph depends on."""
         if self._eager_calls["warmup"] < self._warmup_steps - 1:
             return self._eager(batch, "warmup")
-        with torch.autograd.set_multithreading_enabled(False), Reads(in_step=True) as reads:
+        with (
+            torch.autograd.set_multithreading_enabled(False),
+            AccessedNames(in_step=True) as accessed,
+        ):
             result = self._eager(batch, "warmup")
-        self._reads = reads
+        self._reads = accessed
         return result
 
     def _eager(self, batch: Any, reason: str, message: str | None = None) -> Any:
@@ -290,42 +293,42 @@ class FullIteration(Generic[BatchT, ResultT]):
 
     def _try_to_capture(self, batch: Any) -> None:
         try:
-            self._capture(batch, rehearsals=2)
+            self._capture(batch, trial_runs=2)
         except CaptureError as error:
             if self._on_capture_error == "error" or self.state != "capture_failed":
                 raise  # where a replay differs from eager, ``on_mismatch`` decides
             warn(str(error))
 
-    def _capture(self, batch: Any, rehearsals: int) -> None:
+    def _capture(self, batch: Any, trial_runs: int) -> None:
         started = time.perf_counter()
         self._resources.release()
         on_cuda = self._definition.backend.device.type == "cuda"
         if on_cuda and fsdp.wrappers(self._definition.model):
             eager_forwards = sum(self._eager_calls.values())
-            rehearsals = max(rehearsals, fsdp.EAGER_FORWARDS - eager_forwards)
+            trial_runs = max(trial_runs, fsdp.EAGER_FORWARDS - eager_forwards)
         self._off_because = None
         self.state = "captured"  # as replays find it, where the step looks at this object
         try:
-            recorded, proof = record_step(
+            recorded, verifier = record_step(
                 self._definition,
                 batch,
                 self._reads,
-                rehearsals=rehearsals,
+                trial_runs=trial_runs,
                 verify=self._verify,
                 ranks=self._ranks,
             )
         except BaseException as error:
             self.state, self._off_because = "capture_failed", str(error)
             raise
-        self._captures, self._misses = self._captures + 1, Misses()
+        self._captures, self._misses = self._captures + 1, FallbackWarning()
         self._capture_seconds += time.perf_counter() - started
-        if proof is not None and proof.difference is not None:
+        if verifier is not None and verifier.difference is not None:
             recorded.release()
             self._definition.backend.release()
-            self._differs(f"its replay differs from eager: {proof.difference}")
+            self._differs(f"its replay differs from eager: {verifier.difference}")
             return
         self._resources.captured = recorded
-        self._not_reproducible = proof is not None and proof.not_reproducible
+        self._not_reproducible = verifier is not None and verifier.not_reproducible
 
     def _differs(self, message: str) -> None:
         """Replays do not compute what eager does: it runs eagerly from now on."""

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moe_graphs.engine.backends.backend import Graph
 from moe_graphs.engine.buffer_lease import BufferLease
-from moe_graphs.engine.tensors import Mismatch, copy_all, local, stands_for_another
+from moe_graphs.engine.tensors import Mismatch, copy_all, is_wrapped, unwrap
 from moe_graphs.errors import CaptureError
 
 Gradients = list[torch.Tensor | None]
@@ -93,9 +93,9 @@ class StaticGradients:
             if parameter.grad is None:
                 zeros.append(found)
             elif not _lies_at(parameter.grad, found):
-                others.append((local(parameter.grad), local(found)))
+                others.append((unwrap(parameter.grad), unwrap(found)))
         if zeros:
-            torch._foreach_zero_(list(map(local, zeros)))
+            torch._foreach_zero_(list(map(unwrap, zeros)))
         copy_all([found for _, found in others], [other for other, _ in others])
         graph.replay()
         copy_all([other for other, _ in others], [found for _, found in others])
@@ -118,7 +118,7 @@ def keep_apart(parameters: Sequence[torch.Tensor], found: Gradients) -> None:
     """
     for parameter, before in zip(parameters, found, strict=True):
         after = parameter.grad
-        is_new = after is not None and after is not before and stands_for_another(after)
+        is_new = after is not None and after is not before and is_wrapped(after)
         if is_new and is_part(after):
             parameter.grad = after.detach().clone()
 
@@ -149,12 +149,12 @@ def gradients_to_find(
 
 
 def _lies_at(gradient: torch.Tensor, found: torch.Tensor) -> bool:
-    return local(gradient).data_ptr() == local(found).data_ptr()
+    return unwrap(gradient).data_ptr() == unwrap(found).data_ptr()
 
 
 def is_part(gradient: torch.Tensor) -> bool:
     """Whether it is a part of a larger buffer."""
-    gradient = local(gradient)
+    gradient = unwrap(gradient)
     return gradient.untyped_storage().nbytes() > gradient.nbytes
 
 
@@ -186,7 +186,7 @@ def forget_accumulators(model: nn.Module, more: Iterable[Tensor] = ()) -> None:
 
 
 def _empty_like(data: Tensor, dtype: torch.dtype) -> Tensor:
-    if stands_for_another(data):  # a DTensor
+    if is_wrapped(data):  # a DTensor
         part = torch.empty(0, *data.shape[1:], dtype=dtype, device=data.device)
         kind: Any = type(data)
         return kind.from_local(part, data.device_mesh, data.placements, run_check=False)

@@ -17,10 +17,10 @@ from torch.utils import _pytree as pytree
 from moe_graphs.engine import fp8
 from moe_graphs.engine.backends.backend import Backend, Graph
 from moe_graphs.engine.guards import torch_state
-from moe_graphs.engine.guards.bytecode_names import Reads
-from moe_graphs.engine.guards.guards import Guards, reads_before_running
+from moe_graphs.engine.guards.bytecode_names import AccessedNames
+from moe_graphs.engine.guards.guards import Guards, names_before_running
 from moe_graphs.engine.guards.introspection import tensor_hooks_of
-from moe_graphs.engine.guards.torch_state import Context
+from moe_graphs.engine.guards.torch_state import TorchState
 from moe_graphs.engine.reasons import EAGER_CALLS
 from moe_graphs.engine.tensors import (
     Mismatch,
@@ -56,7 +56,7 @@ class StepDefinition:
         parameters = list(self.parameters().values())
         before = gradients_of(parameters)
         result = self.step(batch)
-        self.sharding.rest()
+        self.sharding.reshard()
         keep_apart(parameters, before)
         return result
 
@@ -78,14 +78,14 @@ class StepDefinition:
         candidates += [v for s in self.state if hasattr(s, "__dict__") for v in vars(s).values()]
         return list({id(c): c for c in candidates if isinstance(c, Optimizer)}.values())
 
-    def reads_before(self) -> Reads:
+    def names_before(self) -> AccessedNames:
         """The Python that the step may run, as far as can be told without running it."""
         hooks = tensor_hooks_of(self.model.parameters())
-        return reads_before_running([self.step, *hooks], self.model.modules(), self.guards)
+        return names_before_running([self.step, *hooks], self.model.modules(), self.guards)
 
     def guards(
         self,
-        reads: Reads,
+        accessed: AccessedNames,
         addresses: frozenset[int] | set[int] = frozenset(),
         *,
         constants: dict[str, Any] | None = None,
@@ -102,7 +102,7 @@ class StepDefinition:
             everything["optimizer"] = self.optimizer
         return Guards(
             {"": self.model, "step": self.step, **(constants or {})},
-            reads,
+            accessed,
             addresses,
             everything=everything,
             tensors=fp8.tensors_of(self.model),
@@ -227,7 +227,7 @@ class RecordedStep:
     gradients: StaticGradients | None
     guards: Guards
     first_step_state: FirstStepState
-    context: Context
+    context: TorchState
     grad_enabled: bool
     written: list[Tensor]
     entry: fp8.Entry | None
@@ -237,7 +237,7 @@ class RecordedStep:
     def mismatch(self, batch: Any, leaves: Sequence[Any], structure: Any) -> Mismatch | None:
         """Why this call cannot be replayed, or None. Does not synchronise."""
         self.first_step_state.put_in()
-        self.sharding.rest()
+        self.sharding.reshard()
         if torch.is_grad_enabled() != self.grad_enabled:
             message = "grad mode is not that of the capture: keep no_grad and its kin in the step"
             return Mismatch("grad_mode", message)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine.guards.bytecode_names import unwatched
-from moe_graphs.engine.tensors import local
+from moe_graphs.engine.tensors import unwrap
 from moe_graphs.errors import CaptureError
 from moe_graphs.integrations.lightning.index import BatchIndex
 from moe_graphs.integrations.lightning.strategies import Forward
@@ -168,7 +168,7 @@ def _check(output: Any, logged: list[tuple[Logged, Any]], module: Any) -> None:
             )
     kept = [*module.parameters(), *module.buffers()]
     kept += [parameter.grad for parameter in kept if parameter.grad is not None]
-    memory = {local(tensor).untyped_storage().data_ptr() for tensor in kept}
+    memory = {unwrap(tensor).untyped_storage().data_ptr() for tensor in kept}
     for path, leaf in pytree.tree_flatten_with_path(output)[0]:
         name = f"output{pytree.keystr(path)}"
         if not (_is_on(leaf, device) or type(leaf) in (str, int, bool, type(None))):
@@ -176,7 +176,7 @@ def _check(output: Any, logged: list[tuple[Logged, Any]], module: Any) -> None:
                 f"training_step returns {_described(leaf)} ({name}), which a graph would not "
                 f"renew: return tensors on {device}"
             )
-        if isinstance(leaf, Tensor) and local(leaf).untyped_storage().data_ptr() in memory:
+        if isinstance(leaf, Tensor) and unwrap(leaf).untyped_storage().data_ptr() in memory:
             raise CaptureError(
                 f"training_step returns a parameter, buffer or gradient ({name}), and a replay "
                 f"returns copies: return a clone, or read it in on_train_batch_end"

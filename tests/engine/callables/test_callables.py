@@ -327,14 +327,14 @@ def test_another_shape_no_grad_and_eval_run_eagerly(device):
 def test_a_failed_capture_leaves_no_trace(device):
     (module,) = blocks(device, 1)
 
-    class Reads(nn.Module):
+    class AccessedNames(nn.Module):
         def forward(self, x):
             return x * x.sum().item()
 
     before = torch.rand(1, device=device), torch.manual_seed(5)
     states = [p.clone() for p in module.parameters()]
     with pytest.raises(CaptureError, match="reads values on the host"):
-        make_graphed_callables((module, Reads()), ((data(device),), (data(device),)))
+        make_graphed_callables((module, AccessedNames()), ((data(device),), (data(device),)))
     assert before is not None
     assert "forward" not in module.__dict__
     assert all(map(torch.equal, module.parameters(), states))

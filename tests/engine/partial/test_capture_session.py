@@ -93,7 +93,7 @@ def test_a_failed_capture_leaves_an_eager_model_as_if_nothing_had_happened(
     original, calls = getattr(Recorder, where), []
 
     def failing(recorder: Recorder, slot, taken, *arguments):
-        calls.append((taken.place if where == "_record" else taken).name)
+        calls.append((taken.site if where == "_record" else taken).name)
         if len(calls) == 2:  # one scope has been captured by then
             # Fail inside the recorded block, with the capture under way.
             backend = recorder.backend

@@ -34,9 +34,9 @@ def firsts(monkeypatch) -> Counter[str]:
     """How many backwards have left gradients in place, of first microbatches."""
     count, reclaim = Counter[str](), Slot.reclaim_in_place
 
-    def counted(slot, place=None):
-        free = reclaim(slot, place)
-        count["backwards"] += free and place is not None
+    def counted(slot, site=None):
+        free = reclaim(slot, site)
+        count["backwards"] += free and site is not None
         return free
 
     monkeypatch.setattr(Slot, "reclaim_in_place", counted)
@@ -88,7 +88,7 @@ def test_no_gradient_of_a_first_microbatch_is_copied(device):
     def scenario(model, graphs):
         found = [each for _ in range(3) for each in train(model, graphs)]
         if graphs.captured is not None:
-            static = {lease._static.data_ptr() for lease in in_place(graphs.captured.places)}
+            static = {lease._static.data_ptr() for lease in in_place(graphs.captured.sites)}
             assert {p.grad.data_ptr() for p in model.parameters()} == static
         return found
 
@@ -204,7 +204,7 @@ def test_gradients_that_are_never_unset(device, firsts):
             update(model)
         found.append([p.grad.clone() for p in model.parameters()])
     assert all(map(torch.equal, *found))
-    assert copied(graphs.report()) == {"never_unset": 4}
+    assert copied(graphs.report()) == {"grad_never_none": 4}
     assert not firsts["backwards"]
 
 
@@ -216,7 +216,7 @@ def test_only_the_engine_holds_what_is_not_out(device):
     for _ in range(4):
         train(model, graphs)
     model.zero_grad()
-    leases = list(in_place(graphs.captured.places))
+    leases = list(in_place(graphs.captured.sites))
     assert len(leases) == 4
     for lease in leases:
         assert lease._known == lease._references()
@@ -273,15 +273,15 @@ def test_a_backward_that_can_be_run_once(device, firsts):
 def test_a_first_microbatch_that_replays_something_else_is_found(device, monkeypatch):
     record = Recorder._record_backward
 
-    def wrong(recorder, slot, place, surroundings):
-        record(recorder, slot, place, surroundings)
-        replay, gradient = place.first.graph.replay, place.first.gradients[-1]
+    def wrong(recorder, slot, site, conditions):
+        record(recorder, slot, site, conditions)
+        replay, gradient = site.first.graph.replay, site.first.gradients[-1]
 
         def replayed():
             replay()
             gradient.add_(1.0)
 
-        monkeypatch.setattr(place.first.graph, "replay", replayed)
+        monkeypatch.setattr(site.first.graph, "replay", replayed)
 
     monkeypatch.setattr(Recorder, "_record_backward", wrong)
     with pytest.warns(GraphWarning, match=r"stays eager: .* the gradient of (first|second)"):
@@ -290,8 +290,8 @@ def test_a_first_microbatch_that_replays_something_else_is_found(device, monkeyp
 
 
 def test_what_it_takes_is_planned():
-    first = call("a", outputs=1, kept=10, forward=12, backward=30, weights=7)
-    second = call("b", outputs=2, kept=20, forward=21, backward=25, weights=20)
+    first = call("a", outputs=1, saved=10, forward=12, backward=30, weights=7)
+    second = call("b", outputs=2, saved=20, forward=21, backward=25, weights=20)
     measured, plan = {0: first, 1: second}, Plan((PlannedChunk((0, 1), slots=1),))
     made = memory_plan(plan, measured, False, copied=(), accumulates=True)
     # All gradients of weights, and 30 - 7 besides; the slot's as if they were copied.
@@ -303,5 +303,5 @@ def test_what_it_takes_is_planned():
 
 
 def call(name: str, **sizes: int) -> CallMemory:
-    values = dict(inputs=0, linked=0, outputs=0, kept=0, forward=0, backward=0, gradients=0)
+    values = dict(inputs=0, linked=0, outputs=0, saved=0, forward=0, backward=0, gradients=0)
     return CallMemory(scope=name, **(values | sizes))

@@ -28,7 +28,7 @@ def poisoned(monkeypatch, request):
 
 
 def static_gradients(graphs: moe_graphs.Graphs) -> set[int]:
-    return {lease._static.data_ptr() for lease in in_place(graphs.captured.places)}
+    return {lease._static.data_ptr() for lease in in_place(graphs.captured.sites)}
 
 
 def copied(report: moe_graphs.Report) -> Counter[str]:
@@ -78,7 +78,7 @@ def test_only_the_engine_holds_what_is_not_out(device):
     model = build(device)
     graphs = warm(model, device)
     model.zero_grad()
-    for lease in in_place(graphs.captured.places):
+    for lease in in_place(graphs.captured.sites):
         assert lease._known == lease._references()
         kept = lease._static.data
         assert lease.is_held()

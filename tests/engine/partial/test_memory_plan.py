@@ -23,13 +23,13 @@ KIB = 1024
 
 
 def call(name: str, **sizes: int) -> CallMemory:
-    values = dict(inputs=0, linked=0, outputs=0, kept=0, forward=0, backward=0, gradients=0)
+    values = dict(inputs=0, linked=0, outputs=0, saved=0, forward=0, backward=0, gradients=0)
     return CallMemory(scope=name, **(values | sizes))
 
 
 def test_a_pool_holds_what_is_kept_and_the_largest_temporaries():
-    first = call("a", outputs=1, kept=10, forward=12, backward=30)
-    second = call("b", outputs=2, kept=20, forward=21, backward=5)
+    first = call("a", outputs=1, saved=10, forward=12, backward=30)
+    second = call("b", outputs=2, saved=20, forward=21, backward=5)
     # Forwards: 12, 10 + 21. Backwards: 30 + 5, then 30 - 18 + 30.
     assert ChunkMemory((first, second), 1, split=False).pool() == 42
     # With weights later nothing is freed between backwards.
@@ -37,8 +37,8 @@ def test_a_pool_holds_what_is_kept_and_the_largest_temporaries():
 
 
 def test_weights_gradients_in_place_stay_in_the_pool():
-    first = call("a", outputs=1, kept=10, forward=12, backward=30, weights=7)
-    second = call("b", outputs=2, kept=20, forward=21, backward=25, weights=20)
+    first = call("a", outputs=1, saved=10, forward=12, backward=30, weights=7)
+    second = call("b", outputs=2, saved=20, forward=21, backward=25, weights=20)
     # Backwards: 30 + 25, then 30 - 18 + 20 + 30.
     assert ChunkMemory((first, second), 1, split=False).pool() == 62
     plan = Plan((PlannedChunk((0, 1), slots=1),))
@@ -55,7 +55,7 @@ def test_weights_gradients_in_place_stay_in_the_pool():
 
 
 def test_totals_and_table():
-    chunk = ChunkMemory((call("layers.0", inputs=KIB, kept=2**21, forward=2**21),), 3, False)
+    chunk = ChunkMemory((call("layers.0", inputs=KIB, saved=2**21, forward=2**21),), 3, False)
     plan = MemoryPlan((chunk,), gradients=2**20)
     assert plan.pool_bytes == 3 * 2**21
     assert plan.total_bytes == 3 * (2**21 + KIB) + 2**20
@@ -66,7 +66,7 @@ def test_totals_and_table():
         "inputs",
         "linked",
         "outputs",
-        "kept",
+        "saved",
         "forward",
         "backward",
     ]
@@ -109,7 +109,7 @@ def test_known_sizes(device):
     size = x.nbytes
     assert (linear.inputs, linear.linked, linear.outputs, linear.gradients) == (size, 0, size, size)
     assert (sigmoid.inputs, sigmoid.linked, sigmoid.outputs) == (0, size, size)
-    assert linear.kept >= size  # its output; its input is an input
+    assert linear.saved >= size  # its output; its input is an input
     assert plan.gradients == size
     assert graphs.report().predicted_pool_bytes == plan.pool_bytes > 0
 

@@ -32,8 +32,8 @@ def events(text: str) -> list[Event]:
                 left += [task] * (task not in left)
             found.append(Event(kind, key[0], number, task, delayed=delayed))
         else:
-            alike = 100 * changed + ord(name[0])
-            found.append(Event("F", name[0], len(calls), alike=alike))
+            signature_id = 100 * changed + ord(name[0])
+            found.append(Event("F", name[0], len(calls), signature_id=signature_id))
             calls.append((name[0], name[1:]))
     return found
 
@@ -56,7 +56,7 @@ def test_accumulated_microbatches_take_one_slot():
 
 
 def test_a_repeated_layer_is_captured_once_per_call():
-    found = [Event("F", s, n, alike=ord(s)) for n, s in enumerate("aba")]
+    found = [Event("F", s, n, signature_id=ord(s)) for n, s in enumerate("aba")]
     found += [Event("B", "aba"[n], n, task=1) for n in (2, 1, 0)]
     assert [(_shown(c.calls), c.slots) for c in plan([found]).chunks] == [("aba", 1)]
 
@@ -105,7 +105,7 @@ def test_chunks_are_planned_apart():
     order = "a1 a2 b1 b2 -b1 -a1 b3 a3 -b2 -a2 -b3 -a3"
     # Chunk a and chunk b of an interleaved pipeline: their backwards are not one backward.
     found = [
-        Event(e.kind, e.scope, e.call, e.task + 10 * (e.scope == "b"), e.alike)
+        Event(e.kind, e.scope, e.call, e.task + 10 * (e.scope == "b"), e.signature_id)
         for e in events(order)
     ]
     chunks = [(_shown(chunk.calls), chunk.slots) for chunk in plan([found]).chunks]
@@ -136,10 +136,10 @@ def test_any_step_of_nested_microbatches_is_planned_in_order(sizes, random):
     for task, size in enumerate(sizes):
         calls = list(range(number, number + size))
         number += size
-        found += [Event("F", str(n), call, alike=n) for n, call in enumerate(calls)]
+        found += [Event("F", str(n), call, signature_id=n) for n, call in enumerate(calls)]
         # At least one backward: it is what ends a microbatch.
-        kept = sorted(random.sample(calls, random.randint(1, size)), reverse=True)
-        found += [Event("B", str(call - calls[0]), call, task) for call in kept]
+        saved = sorted(random.sample(calls, random.randint(1, size)), reverse=True)
+        found += [Event("B", str(call - calls[0]), call, task) for call in saved]
     (chunk,) = plan([found]).chunks
     chosen = chunk.calls
     assert list(chosen) == sorted(chosen)

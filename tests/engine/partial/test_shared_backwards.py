@@ -10,7 +10,7 @@ from torch import Tensor
 
 import moe_graphs
 from moe_graphs import GraphConfig
-from moe_graphs.engine.partial.slots import Backwards
+from moe_graphs.engine.partial.slots import BackwardPool
 from training_runs import DEVICES
 from two_scopes import build, data, scopes, update
 
@@ -54,15 +54,15 @@ def test_they_are_eagers_bit_for_bit(device, order, monkeypatch):
     def graphed(model):
         graphs = moe_graphs.graph(model, scopes(warmup_steps=2))
         if device == "cpu":
-            monkeypatch.setattr(Backwards, "begin", lambda self: spoil(graphs))
+            monkeypatch.setattr(BackwardPool, "begin", lambda self: spoil(graphs))
         return graphs
 
     spoiled = []
 
     def spoil(graphs):
         """What the one before has left: on a GPU it is somebody else's memory now."""
-        for place in graphs.captured.places if graphs.captured else ():
-            for gradient in place.backward.gradients if place.backward else ():
+        for site in graphs.captured.sites if graphs.captured else ():
+            for gradient in site.backward.gradients if site.backward else ():
                 if gradient is not None:
                     spoiled.append(gradient.fill_(torch.nan))
 
@@ -72,9 +72,9 @@ def test_they_are_eagers_bit_for_bit(device, order, monkeypatch):
     report = graphs.report()
     assert set(report.eager_calls) == {"warmup"}, report
     assert report.slots[0] > 1
-    assert len({id(slot.backwards) for slot in graphs.captured.slots}) == 1
+    assert len({id(slot.backward_pool) for slot in graphs.captured.slots}) == 1
     assert bool(spoiled) == (device == "cpu")
     if device == "cuda":
         pools = {slot.pool for slot in graphs.captured.slots}
-        assert len({*pools, graphs.captured.slots[0].backwards.pool}) == len(pools) + 1
+        assert len({*pools, graphs.captured.slots[0].backward_pool.pool}) == len(pools) + 1
     graphs.release()

@@ -247,7 +247,7 @@ def test_weights_that_are_asked_for_later_of_whole_graphs_are_eager_and_told_onc
             assert all(map(torch.equal, in_two_parts(model, x), expected))
     report = graphs.report()
     assert report.state == "captured"
-    assert report.eager_calls == {"warmup": 1, "outside_step": 1, "weights_apart": 2}
+    assert report.eager_calls == {"warmup": 1, "outside_step": 1, "separate_weight_backward": 2}
     assert "split_backward=True" in report.scopes[0].refused
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_graphs.engine.guards.guards import Where
+from moe_graphs.engine.guards.guards import AddressGuards
 
 
 def swap_strides(tensor):
@@ -26,7 +26,7 @@ CHANGES = {
 def test_a_change_is_noticed(change, checked_before):
     tensors = [torch.randn(3, 4, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     tensors[1] = torch.nn.Parameter(torch.randn(17, dtype=torch.bfloat16)[:12].view(3, 4))
-    where = Where(tensors)
+    where = AddressGuards(tensors)
     for _ in range(checked_before):
         assert where.is_same()
     CHANGES[change](tensors[1])
@@ -37,7 +37,7 @@ def test_a_change_is_noticed(change, checked_before):
 
 
 def test_modes_do_not_matter():
-    where = Where([torch.randn(2, requires_grad=True)])
+    where = AddressGuards([torch.randn(2, requires_grad=True)])
     assert where.is_same()
     with torch.no_grad():
         assert where.is_same()
@@ -47,4 +47,4 @@ def test_modes_do_not_matter():
 
 
 def test_nothing_is_the_same():
-    assert Where([]).is_same()
+    assert AddressGuards([]).is_same()
