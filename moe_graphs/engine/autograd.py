@@ -71,7 +71,7 @@ class LeafUses:
 
     @contextlib.contextmanager
     def kept_apart(self) -> Iterator[dict[tuple[int, int], Tensor]]:
-        """Within this context a backward leaves the addends of leaves with several uses in the
+        """Context in which a backward leaves the addends of leaves with several uses in the
         dictionary, by leaf and use, instead of adding them up."""
         addends: dict[tuple[int, int], Tensor] = {}
         of_node: dict[Node, list[tuple[int, tuple[int, int]]]] = {}
@@ -220,7 +220,7 @@ class SplitBackward:
         self._arrived[node] = tuple(gradients)
 
     def _explore(self) -> None:
-        """For every node, whether it leads to an input, and to which parameters."""
+        """Finds for every node whether it leads to an input, and to which parameters."""
         inputs = {id(tensor) for tensor in self._inputs}
         parameters = {id(tensor): index for index, tensor in enumerate(self.parameters)}
         roots = [output.grad_fn for output in self._outputs if output.grad_fn is not None]
@@ -237,7 +237,7 @@ class SplitBackward:
             variable = id(getattr(node, "variable", None))
             self._to_inputs[node] = variable in inputs or any(map(self._to_inputs.get, following))
             own = {parameters[variable]} if variable in parameters else set()
-            # Of a node on the way, only what lies aside of the way.
+            # A node on the way to an input counts only for the parameters that branch off there.
             aside = (self._of_leaf[n] for n in following if not self._to_inputs[n])
             self._of_leaf[node] = own.union(*aside)
 

@@ -31,7 +31,7 @@ _NOT_ASKED = 0
 
 
 def _manager() -> Any:
-    """Of its global state; None if Transformer Engine was not imported."""
+    """Manager of Transformer Engine's global state; None if it was not imported."""
     module = sys.modules.get("transformer_engine.pytorch.quantization") or sys.modules.get(
         "transformer_engine.pytorch.fp8"
     )
@@ -39,7 +39,7 @@ def _manager() -> Any:
 
 
 def _state() -> Any:
-    """What the manager keeps, if it is laid out in the way that is known here."""
+    """The manager's state, if its layout is the known one."""
     return getattr(_manager(), "quantization_state", None)
 
 
@@ -56,7 +56,7 @@ def reason_to_run_eagerly() -> str | None:
 
 
 def surroundings() -> Any:
-    """What a graph has baked in: None outside of an autocast."""
+    """State of the autocast that a graph bakes in; None outside of an autocast."""
     if not is_enabled():
         return None
     manager = _manager()
@@ -66,8 +66,8 @@ def surroundings() -> Any:
 
 @dataclass(frozen=True)
 class Entry:
-    """What a whole step finds: whether its first module is the autocast's first, and how many
-    modules' scales are updated."""
+    """State at the start of a whole step: whether its first module is the autocast's first, and how
+    many modules' scales are updated."""
 
     is_first: bool
     registered: int
@@ -99,7 +99,7 @@ def autocast(enabled: bool, recipe: Any, group: Any) -> contextlib.AbstractConte
 
 
 class Autocast:
-    """Where autocasts stood when it was made, which is a state of the process."""
+    """State of the autocast, which belongs to the process, when the object was made."""
 
     def __init__(self) -> None:
         state = _state()
@@ -114,7 +114,7 @@ class Autocast:
 
     @contextlib.contextmanager
     def beside(self, inputs: Sequence[Any]) -> Iterator[Uses]:
-        """It is in force again, for a run beside the real one: modules neither register what they
+        """Enters the autocast again for a trial run: modules neither register what they
         keep nor are the first, and weights are cast again or not by the flag on the device, if
         ``inputs`` (leaves) have it."""
         uses, now, state = Uses(), Autocast(), _state()
@@ -152,7 +152,7 @@ class Fp8State:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """What was registered since is as modules make it."""
+        """Resets what modules have registered since."""
         if self._tensors:
             torch._foreach_copy_(list(self._tensors.values()), self._values)
         for name, tensor in named_tensors().items():
@@ -179,7 +179,7 @@ def named_tensors() -> dict[str, Tensor]:
 
 
 def _copies(tensors: list[Tensor]) -> list[Tensor]:
-    """With one kernel for all."""
+    """Copies of the tensors, made by one kernel."""
     if not tensors:
         return []
     together = torch.cat([tensor.detach().flatten() for tensor in tensors])
@@ -191,9 +191,9 @@ def _copies(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """What its modules' kernels read and write at fixed addresses, by path: scales, amaxes, cached
-    casts of weights, the flag that says whether these are cast again, and what attention makes
-    once for every shape."""
+    """Tensors that kernels of its modules read and write at fixed addresses, by path: scales,
+    amaxes, cached casts of weights, the flag that says whether these are cast again, and what
+    attention makes once for every shape."""
     found = {f"cu_seqlens for {key}": tensor for key, tensor in (_lengths() or {}).items()}
     if is_enabled():
         found[_FLAG] = _skipping()
@@ -212,9 +212,9 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 class Scales:
-    """What a captured forward has cast with. An autocast that ends before the backward changes
-    them, and a forward that is computed anew needs them as they were: then this is a context
-    around it, within which nothing is noted for the next scales."""
+    """Scales that a captured forward has cast with. An autocast that ends before the backward
+    changes them, and a forward that is computed anew needs them as they were: then this is a
+    context around it, within which nothing is noted for the next scales."""
 
     def __init__(self, scales: list[Tensor], amaxes: list[Tensor]) -> None:
         self._scales, self._amaxes = scales, amaxes
@@ -227,7 +227,7 @@ class Scales:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Of now; captured with the forward, of each of its replays."""
+        """Notes the present scales; as a part of the captured forward, those of each replay."""
         if self._scales:
             torch._foreach_copy_(self._kept, self._scales)
 
@@ -248,7 +248,8 @@ _OF_FORWARDS = ("['scaling_fwd'].scale", "['scaling_fwd'].amax_history")
 
 
 def register(module: nn.Module) -> None:
-    """As the first real forward of its modules does. For them it is no event any more."""
+    """Registers FP8 state as the first real forward of the modules does, so that it is no event
+    later."""
     for _, each in _with_fp8(module):
         if "recipe" in each.fp8_meta:
             _manager().add_fp8_tensors_to_global_buffer(each.fp8_meta)
@@ -276,7 +277,7 @@ def _lengths() -> Any:
 
 
 def unsupported(module: nn.Module) -> str | None:
-    """Why a graph cannot have some module of it, or None."""
+    """The reason why no graph can have some module of it, or None."""
     for name, each in module.named_modules() if _state() is not None else ():
         reason = _unsupported(each)
         if reason is not None:
@@ -348,5 +349,5 @@ def claim_first() -> bool:
 
 
 def update_scales_of_backwards() -> None:
-    """Behind the backward of the first module."""
+    """Updates the scales after the backward of the autocast's first module."""
     _manager().reduce_and_update_fp8_tensors(forward=False)

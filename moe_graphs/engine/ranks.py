@@ -21,10 +21,10 @@ _NAMES = ("process_group", "group_name")  # of arguments of ops that communicate
 
 
 class Ranks:
-    """Those that communicate in what a model computes, and so have to call it alike.
+    """Ranks that communicate in what a model computes, and so have to make the same calls.
 
-    Which they are, its modules tell (``groups_of``) and the operations that were seen. If they are
-    of several groups that do not lie in one another, it is the world.
+    The model's modules (``groups_of``) and the operations that were seen show which ranks these
+    are. If they are of several groups that do not lie in one another, it is the world.
 
     Answers travel between hosts (gloo), without waiting for a device. A rank that has died is an
     error on the others.
@@ -34,7 +34,7 @@ class Ranks:
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        """Without a model it is this rank alone."""
+        """The ranks of a model; without a model this rank alone."""
         self.group: dist.ProcessGroup | None = None
         self._on_hosts: dist.ProcessGroup | None = None
         if model is not None:
@@ -57,7 +57,7 @@ class Ranks:
         return bool(flag)
 
     def first_of(self, here: str | None) -> str | None:
-        """What this rank says or, if nothing, what the first one does that says something. All of
+        """The answer of this rank or, if it has none, of the first rank that has one. All of
         them have to ask."""
         if self.group is None:
             return here
@@ -93,11 +93,11 @@ class Ranks:
 
 
 ALONE = Ranks()
-"""Of what does not communicate."""
+"""Ranks of what does not communicate: one rank alone."""
 
 
 def groups_of(model: nn.Module) -> Iterator[dist.ProcessGroup]:
-    """Those that modules, or what they hold (a dispatcher), have as ``process_group``, and those
+    """Process groups that modules, or objects that they hold, have as ``process_group``, and those
     of parameters that are sharded (DTensor, so FSDP2)."""
     for module in model.modules():
         for holder in (module, *vars(module).values()):
@@ -110,7 +110,7 @@ def groups_of(model: nn.Module) -> Iterator[dist.ProcessGroup]:
 
 
 def groups_in(func: Any, args: tuple, kwargs: dict) -> Iterator[dist.ProcessGroup]:
-    """Those over which an operation communicates."""
+    """Process groups over which an operation communicates."""
     for number, name in _groups_among_arguments(func):
         value = args[number] if number < len(args) else kwargs.get(name)
         if isinstance(value, str):

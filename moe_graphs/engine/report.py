@@ -98,14 +98,14 @@ class Report(PrintedReport):
     off_because: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """A dictionary for JSON."""
         return asdict(self)
 
 
 def occupancy_of(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """By the names of modules that have a bounded room (an MoE layer's rows, an activation
+    """Occupancy of bounded buffers by the names of modules (an MoE layer's rows, an activation
     stack's): how much of it was asked for at most, and how much there is. If the first is above the
-    second, it overflowed. Modules tell by a method ``occupancy``, which waits for the device.
+    second, it overflowed. Modules report by a method ``occupancy``, which waits for the device.
     """
     told = {
         name: module.occupancy()

@@ -380,8 +380,8 @@ def _weights_in_lists(module: nn.RNNBase) -> dict[str, list]:
 
 
 class ParameterAliases:
-    """For each parameter of some modules another one on the same memory, of the same class and
-    with the same attributes, but without its hooks and its gradient accumulator.
+    """Another parameter on the same memory for each parameter of some modules, of the same class
+    and with the same attributes, but without its hooks and its gradient accumulator.
 
     An accumulator belongs to the stream on which it was first used. As long as the caller keeps a
     loss of an eager step, that is the caller's stream, and capturing a backward into it would make
@@ -407,7 +407,7 @@ class ParameterAliases:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Within this context the modules hold the stand-ins."""
+        """Context in which the modules hold the aliases."""
         lists = [(each.__dict__, _weights_in_lists(each)) for each in self._recurrent]
         try:
             for place, key, parameter in self._places:
@@ -422,7 +422,7 @@ class ParameterAliases:
                 attributes.update(found)
 
     def _lists_like(self, lists: dict[str, list]) -> dict[str, list]:
-        """Lists as these, with the stand-ins."""
+        """Lists as these, with the aliases."""
         weights = [w if w is None else self.alias_of(w) for w in lists[_WEIGHTS]]
         references = [w if w is None else weakref.ref(w) for w in weights]
         return {key: weights if key == _WEIGHTS else references for key in lists}

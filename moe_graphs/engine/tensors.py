@@ -67,9 +67,9 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def unwrap(tensor: Tensor) -> Tensor:
-    """The tensor whose memory it is: what a wrapper (DTensor) stands for on this rank, or itself.
+    """The inner tensor of a wrapper (the local shard of a DTensor), or the tensor itself.
 
-    The very object, of wrappers that stand for one tensor; those for several stay as they are.
+    A wrapper of one tensor gives that very object; a wrapper of several tensors stays as it is.
     """
     while type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
@@ -90,12 +90,12 @@ def is_sharded_by_fsdp(module: nn.Module) -> bool:
 
 
 def is_wrapper(kind: type) -> bool:
-    """Of a class that dispatch sees: its operations come once more, on what it stands for."""
+    """Whether dispatch sees a class: its operations come once more, on the inner tensor."""
     return is_traceable_wrapper_subclass_type(kind)
 
 
 def has_no_values(kinds: tuple[type, ...], kwargs: dict) -> bool:
-    """Of an operation: it only finds out shapes, as DTensor does."""
+    """Whether an operation only finds out shapes, as DTensor's do."""
     on_meta = "device" in kwargs and kwargs["device"] == torch.device("meta")
     is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     return on_meta or is_fake or any(kind.__name__ == "FakeTensor" for kind in kinds)
@@ -157,7 +157,7 @@ class TensorSpec:
         return self._difference(TensorSpec.of(self.name, value))
 
     def unsupported(self) -> str | None:
-        """Why a graph cannot have this tensor for an input, or None."""
+        """The reason why no graph can have this tensor as an input, or None."""
         plain = self.kind in (torch.Tensor, torch.nn.Parameter)
         if plain and self.layout is torch.strided and not self._overlaps_itself():
             return None
@@ -252,8 +252,8 @@ class Signature:
 
 
 def flatten(inputs: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """As ``pytree.tree_flatten``; arguments that are all tensors by position take a tenth of the
-    time."""
+    """Flattens as ``pytree.tree_flatten`` does; arguments that are all tensors by position take a
+    tenth of the time."""
     if is_call(inputs) and not inputs[1]:
         leaves = inputs[0]
         if all(isinstance(leaf, torch.Tensor) for leaf in leaves):
@@ -302,7 +302,7 @@ def tensor_leaves(tree: Any) -> list[torch.Tensor]:
 
 
 def _first_of_each(leaves: Sequence[Any]) -> tuple[int, ...]:
-    """Of constants it is the number itself."""
+    """The number of the first leaf that is the same tensor; a constant has its own number."""
     tensors = [
         id(leaf) if isinstance(leaf, torch.Tensor) else -1 - i for i, leaf in enumerate(leaves)
     ]
@@ -329,8 +329,8 @@ def static_like(tensor: Tensor) -> Tensor:
 
 
 def target_of(static: Tensor) -> Tensor:
-    """What copies into static memory write to: all of it, behind autograd's back, since an open
-    autograd graph may have saved the static tensor."""
+    """The tensor that copies into static memory write to: all of it, unseen by autograd, since an
+    open autograd graph may have saved the static tensor."""
     return _dense(static.data)
 
 
@@ -364,7 +364,7 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def dense_pair(static: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """What ``copy_all`` takes to copy a value into static memory that may be expanded."""
+    """The pair that ``copy_all`` takes to copy a value into static memory that may be expanded."""
     return target_of(static), _dense(value.detach())
 
 
@@ -397,12 +397,13 @@ def communicates(func: Any) -> bool:
 
 
 def sends(func: Any) -> bool:
-    """To one rank, which may receive much later: waiting for that at once may be for ever."""
+    """Whether it sends to one rank, which may receive much later: waiting at once may be for
+    ever."""
     return communicates(func) and func.overloadpacket.__name__ == "send"
 
 
 def wait(results: Any) -> None:
-    """For the communication that has just been started: the next call may read what it writes."""
+    """Waits for communication that has just been started: the next call may read what it writes."""
     for leaf in pytree.tree_leaves(results):
         if isinstance(leaf, torch.ScriptObject):
             torch._C._distributed_c10d.Work.unbox(leaf).wait()

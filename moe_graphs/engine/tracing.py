@@ -76,8 +76,8 @@ def source_line(summary: traceback.StackSummary) -> str:
 
 
 class DispatchMode(TorchDispatchMode):
-    """Without the wrapper that keeps dynamo out: nothing is compiled where these are in force, and
-    it takes longer than most operations. Of a tensor that stands for another one (DTensor)
+    """A dispatch mode without the wrapper that keeps dynamo out: nothing is compiled under these
+    modes, and the wrapper takes longer than most operations. For a wrapper of a tensor (DTensor)
     subclasses see what is done to that one, in ``see``."""
 
     @classmethod
@@ -184,7 +184,8 @@ class Trace(Operations):
             self._made.add(storage.data_ptr())
 
     def goes_on_from(self, other: Trace) -> Trace:
-        """For a backward: what the forward made is not outside of it."""
+        """Continues the trace of a forward in its backward: what the forward made is not
+        outside."""
         self._made = other._made
         return self
 
@@ -265,7 +266,7 @@ class Trace(Operations):
 
 
 def differing_op(first: Operations, second: Operations) -> str | None:
-    """How two runs of the same block differ in what they did, or None."""
+    """The first operation in which two runs of the same block differ, or None."""
     for number, (a, b) in enumerate(zip(first.ops, second.ops, strict=False)):
         if a != b:
             return f"operation {number} is {_shown(a)} in one run and {_shown(b)} in the next"
@@ -275,7 +276,7 @@ def differing_op(first: Operations, second: Operations) -> str | None:
 
 
 def address(tensor: Tensor) -> int:
-    """Of the storage; 0 for what has none (sparse tensors)."""
+    """The address of the storage; 0 for tensors without one (sparse tensors)."""
     tensor = unwrap(tensor)
     if tensor.layout is not torch.strided:
         return 0

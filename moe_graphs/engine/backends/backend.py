@@ -34,11 +34,11 @@ class MemoryMeter(contextlib.AbstractContextManager):
 
     @abc.abstractmethod
     def alive(self) -> int:
-        """What is still there."""
+        """Bytes that are still allocated."""
 
     @abc.abstractmethod
     def restart(self) -> None:
-        """From now on bytes, and the peak, are counted anew."""
+        """Counts bytes and the peak anew from now on."""
 
 
 class Backend(abc.ABC):
@@ -51,7 +51,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def make_room(self) -> None:
-        """Before captures: waits for the device, and gives back memory that is only cached."""
+        """Waits for the device and gives cached memory back, before captures."""
 
     @abc.abstractmethod
     def on_stream(self) -> contextlib.AbstractContextManager[None]:
@@ -69,7 +69,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def random_position(self) -> Any:
-        """Where the generators stand, as a value that is cheap to take."""
+        """Positions of the random number generators, as a value that is cheap to take."""
 
     @abc.abstractmethod
     def return_to(self, position: Any) -> None:
@@ -77,7 +77,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def current_stream(self) -> Any:
-        """Where the caller's work goes, as a value to compare."""
+        """The stream of the caller's work, as a value to compare."""
 
     @abc.abstractmethod
     def wait_for(self, stream: Any) -> None:
@@ -89,7 +89,8 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory without keeping it: later captures into the pool may use it, too.
+        """A tensor on the same memory that does not keep it: later captures may use the memory,
+        too.
 
         Its values are good from the replay of its graph to the next replay in the pool.
         """
@@ -99,7 +100,7 @@ class Backend(abc.ABC):
         """Bytes that the pool holds on the device (0 where there is no pool)."""
 
     def memory_note(self, error: Exception) -> str:
-        """What to say of the device's memory if ``error`` is about it."""
+        """A note on the device's memory for messages, if ``error`` is about it."""
         if not isinstance(error, torch.OutOfMemoryError) or self.device.type != "cuda":
             return ""
         free, total = torch.cuda.mem_get_info(self.device)
@@ -107,7 +108,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def release(self) -> None:
-        """After the graphs: gives back what the backend itself holds."""
+        """Gives back what the backend itself holds, after its graphs."""
 
 
 # ---- what was captured on a backend, apart from its users: a finalizer can hold it
@@ -121,7 +122,7 @@ T = TypeVar("T", bound=Releasable)
 
 
 class Resources(Generic[T]):
-    """What was captured on a backend, and the backend, which gives back what it holds itself."""
+    """Owner of what was captured on a backend, and of the backend."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend

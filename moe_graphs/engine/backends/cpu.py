@@ -69,7 +69,8 @@ class Tape(Graph):
             self._grown.add(storage._cdata)
 
     def check_memory(self) -> None:
-        """
+        """Checks that a replay writes to no memory that was freed.
+
         Raises:
             CaptureError: if memory was freed that a replay writes to without allocating it.
         """

@@ -221,7 +221,7 @@ class CudaGraphs(Backend):
 
 
 def _pieces_are_not_split() -> bool:
-    """By options of the allocator that the user has set."""
+    """Whether the user's options of the allocator forbid to split blocks."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     given = " ".join(os.environ.get(name, "") for name in names)
     return "max_split_size_mb" in given or "cudaMallocAsync" in given

@@ -1,4 +1,5 @@
-"""What ``make_graphed_callables`` makes of its arguments, Transformer Engine's among them."""
+"""The arguments of ``make_graphed_callables``, Transformer Engine's among them, checked and
+sorted."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def order_of(
 def layers_per_chunk(
     order: Sequence[Action] | None, given: int | Sequence[int] | None, count: int
 ) -> list[int]:
-    """How many of the callables, in turn, make up each chunk."""
+    """The number of consecutive callables in each chunk."""
     chunks = 1 if order is None else len({action.chunk for action in order})
     if given is None:
         given = count // chunks
@@ -79,7 +80,7 @@ def split(numbers: Sequence[int], layers: Sequence[int]) -> list[Sequence[int]]:
 def one_per_layer(
     calls: Sequence[Call], layers: Sequence[int], order: Sequence[Action] | None
 ) -> list[Call]:
-    """Of Transformer Engine's samples (by chunk, microbatch, layer) the first of each layer."""
+    """The first sample of each layer; Transformer Engine has them by chunk, microbatch, layer."""
     microbatches = 1 + max(action.microbatch for action in order or ())
     if len(calls) != sum(layers) * microbatches:
         raise ValueError(

@@ -191,7 +191,7 @@ def _check(on_mismatch: str, pool: Any, order: tuple[Action, ...] | None) -> Non
 
 @dataclass(frozen=True)
 class CaptureOptions:
-    """How to capture. ``hooks``: per callable, see ``ScopeCall``; the rest as of
+    """Options of a capture. ``hooks``: per callable, see ``ScopeCall``; the others as in
     ``make_graphed_callables``."""
 
     split: bool
@@ -230,12 +230,12 @@ class CallableGraphs:
 
     @property
     def captured(self) -> Captured | None:
-        """What was captured, until it is released."""
+        """The captured graphs, until they are released."""
         return self._resources.captured
 
     @property
     def eager_calls(self) -> dict[str, int]:
-        """Why calls ran eagerly, and how many."""
+        """Numbers of calls that ran eagerly, by reason."""
         return self.report().eager_calls
 
     def eager_reason(self) -> str | None:
@@ -245,7 +245,8 @@ class CallableGraphs:
         """A call runs eagerly that was to be replayed."""
 
     def capture(self, plan: Plan, options: CaptureOptions) -> None:
-        """
+        """Captures all callables.
+
         Raises:
             CaptureError: for what cannot be captured; nothing stays behind.
         """
@@ -326,7 +327,7 @@ class CallableGraphs:
     def _try(
         self, calls: Sequence[ScopeCall], options: CaptureOptions, ranks: Ranks
     ) -> tuple[dict[int, CallMemory], set[int]]:
-        """Also which of them communicate."""
+        """The memory of each call, and the numbers of the calls that communicate."""
         measured: dict[int, CallMemory] = {}
         communicating = set()
         trials = Trials(self.model, self.backend)
@@ -354,7 +355,7 @@ class CallableGraphs:
                                 backward_dw=backward)  # fmt: skip
 
     def report(self) -> Report:
-        """What was captured and what happened since. Waits for the device where it counts."""
+        """Report of what was captured and what happened since. It waits for the device."""
         state = "captured" if self.captured is not None else "released"
         modules, took = nn.ModuleList(g.scope.module for g in self.graphed), self.capture_seconds
         return report_of(
@@ -369,7 +370,7 @@ class CallableGraphs:
 
 
 class GraphedCallable(GraphedScope):
-    """What replays one callable. ``delays``: its weights' gradients wait to be asked for."""
+    """Replacement of one callable. ``delays``: its weights' gradients wait to be asked for."""
 
     def __init__(
         self, graphs: CallableGraphs, scope: Scope, on_mismatch: str, delays: bool

@@ -79,7 +79,8 @@ def _raise(recorder: Recorder) -> None:
 
 
 def check_unused(slot: Slot, allowed: bool) -> None:
-    """
+    """Checks that every input that requires a gradient gets one.
+
     Raises:
         GraphError: for an input that requires a gradient and gets none, unless that is allowed.
     """

@@ -65,7 +65,8 @@ _OF_PYTHON: dict[str, frozenset[str]] = {
     "subprocess": frozenset(),
     "socket": frozenset(),
 }  # fmt: skip
-# Of Transformer Engine: scales follow where it ends, and whose modules came first is settled there.
+# Transformer Engine updates scales at the end of its autocast, and decides there which module was
+# first.
 _ENTERS_FP8 = ("fp8_autocast_enter", "autocast_enter")
 FP8 = "Transformer Engine's autocast"
 _CHECKPOINT = "Transformer Engine's checkpoint"
@@ -81,7 +82,7 @@ OF_VERSIONS = frozenset({"_version"})  # a replay of a whole step counts once wh
 
 
 def refusal(impure: str) -> str:
-    """Why a graph cannot have it, and what to do."""
+    """A message that says why no graph can have the impure call, and what to do."""
     if impure == _COMPILED:
         return (
             "it calls a function of torch.compile, which does something else when it is watched: "
@@ -99,7 +100,7 @@ def refusal(impure: str) -> str:
 
 
 def of_c(function: Any) -> str | None:
-    """The name of a function of C, if it is such a door."""
+    """The name of a function of C, if it is an impure call."""
     owner = getattr(function, "__self__", None)
     if isinstance(owner, torch.Tensor):
         return "Tensor.data_ptr" if function.__name__ == "data_ptr" else None
@@ -113,7 +114,7 @@ def of_c(function: Any) -> str | None:
 
 
 def of_python(frame: types.FrameType, *, of_the_user: bool) -> str | None:
-    """The name of the function of Python that has just been called, if it is such a door.
+    """The name of the function of Python that has just been called, if the call is impure.
 
     of_the_user: it was called by code of the user's own.
     """
@@ -165,8 +166,8 @@ class AccessedNames:
 
     Args:
         in_step: the block is a whole training step, with whatever surrounds its modules.
-        refuse: a door (``py``) raises ``CaptureError`` where it is opened, before anything
-            has happened behind it; otherwise ``check_impure_calls`` does.
+        refuse: an impure call raises ``CaptureError`` where it is made, before it has done
+            anything; otherwise ``check_impure_calls`` raises.
 
     Attributes:
         code: of every function that ran, with the globals it looked its names up in.
@@ -220,8 +221,9 @@ class AccessedNames:
     def before_running(
         cls, *functions: Callable[..., Any], with_inner: bool = False
     ) -> AccessedNames:
-        """What can be told of functions without running them: their own code and that of functions
-        that they name or enclose. with_inner: and of functions that they make, as hooks are."""
+        """Names that functions mention, found without running them: by their own code and that of
+        functions that they name or enclose. with_inner: and of functions that they make, as hooks
+        are."""
         accessed, todo = cls(), [*functions]
         while todo:
             each = todo.pop()
@@ -240,7 +242,7 @@ class AccessedNames:
 
     @classmethod
     def together(cls, *several: AccessedNames) -> AccessedNames:
-        """What all of the blocks have read."""
+        """The names that any of the blocks has read."""
         united = cls()
         for accessed in several:
             united.code.update(accessed.code)
@@ -253,7 +255,7 @@ class AccessedNames:
         return united
 
     def names_of_the_user(self) -> set[str]:
-        """Those that the user's own code mentions."""
+        """Names that the user's own code mentions."""
         own = (code for code in self.code if origin_of(code.co_filename) == "own")
         return set().union(*map(_names_of, own))
 
@@ -349,7 +351,7 @@ class AccessedNames:
 
 
 def functions_of(kind: type) -> list[Callable[..., Any]]:
-    """Of a class of the user's own: its methods, autograd functions' backwards among them."""
+    """Methods of a class of the user's own, backwards of autograd functions among them."""
     own = [base for base in kind.__mro__ if origin_of_class(base) == "own"]
     found = [getattr(value, "__func__", value) for base in own for value in vars(base).values()]
     return [value for value in found if isinstance(value, types.FunctionType)]
@@ -367,8 +369,8 @@ def _may_have_state(kind: type) -> bool:
 def _not_seen_running(
     code: dict[types.CodeType, dict[str, Any]],
 ) -> dict[types.CodeType, dict[str, Any]]:
-    """Of what it names: the backwards of autograd functions, which run later, on any thread, and
-    functions behind a cache, which did not run if it was full."""
+    """Functions that the code names and that may run unseen: backwards of autograd functions, on
+    any thread, and functions behind a cache, which did not run if it was full."""
     found = {}
     for each, globals_ in code.items():
         if origin_of(each.co_filename) == "internal":
@@ -428,7 +430,7 @@ def _names_of(code: types.CodeType) -> frozenset[str]:
 
 @functools.cache
 def attributes_of_globals(code: types.CodeType) -> frozenset[tuple[str, ...]]:
-    """What it looks up as ``a.b.c``, where ``a`` is in its module."""
+    """Paths ``a.b.c`` that the code looks up, where ``a`` is in its module."""
     found, chain = set(), ()
     for instruction in dis.get_instructions(code):
         if instruction.opname == "LOAD_GLOBAL":

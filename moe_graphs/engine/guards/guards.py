@@ -59,7 +59,7 @@ def _notices_attributes(version_of: Callable[[dict], int]) -> bool:
 
 
 Contents = tuple[Container, dict[Any, Any]]
-# Of a dictionary a number that any change of it changes: Python's own, or that of a watcher.
+# The version of a dictionary, which any change of it changes: Python's own, or that of a watcher.
 _version_of: Callable[[dict], int] | None = getattr(of_dynamo, "dict_version", None)
 if _version_of is not None and not _notices_attributes(_version_of):
     _version_of = None
@@ -236,12 +236,12 @@ class Guards:
 
     @property
     def not_followed(self) -> list[str]:
-        """What the block may have read and nobody compares, by name."""
+        """Paths of values that the block may have read and that nobody compares."""
         return sorted(set(self._found.not_followed))
 
     @property
     def functions(self) -> list[types.FunctionType]:
-        """What may be called, whether it ran or not: methods of classes, too."""
+        """Functions that may be called, whether they ran or not; methods of classes, too."""
         found = list(self._found.leaves.values())
         classes = [value for value in found if isinstance(value, type)]
         methods = chain.from_iterable(map(functions_of, classes))
@@ -252,7 +252,7 @@ class Guards:
         return list(self._places.values())
 
     def mismatch(self) -> Mismatch | None:
-        """How things differ from the capture. Reads no tensor values."""
+        """The first difference from the capture, or None. Reads no values of tensors."""
         if self._is_empty:
             return None
         if not self._fast_path_holds():
@@ -280,7 +280,7 @@ class Guards:
         return Mismatch("hooks", f"{what} now, which a replay does not run: {remedy}")
 
     def changes(self) -> list[str]:
-        """What is another value now, by its path and with both. State that an optimizer's first
+        """Values that have changed, by path, old and new. State that an optimizer's first
         step has made is none of it."""
         found = self._walk()
         now = found.leaves
@@ -302,7 +302,8 @@ class Guards:
         ]
 
     def check_unchanged(self, where: str = "") -> None:
-        """
+        """Checks that nothing has changed.
+
         Raises:
             CaptureError: if a block that was run since has changed anything.
         """
@@ -314,7 +315,8 @@ class Guards:
             )
 
     def check_hooks(self) -> None:
-        """
+        """Checks that the block runs no hooks of modules.
+
         Raises:
             CaptureError: if the block runs hooks of a module, or may advance an iterator.
         """
@@ -341,7 +343,8 @@ class Guards:
         check_not_keyed_by_weights(self._found.containers)
 
     def check_followable(self) -> None:
-        """
+        """Checks that the block reaches no iterator and no scripted module.
+
         Raises:
             CaptureError: if the block may advance an iterator, or run a compiled module.
         """
@@ -359,7 +362,7 @@ class Guards:
         return name not in self._found.leaves
 
     def _adopt(self, found: Reachable) -> None:
-        """What is compared from now on."""
+        """Compares with what the walk has found, from now on."""
         self._found = found
         self.contents = [(each, each.contents()) for each in found.containers]
         self.cells = [(cell, cell.read()) for cell in found.cells]
@@ -389,7 +392,7 @@ class Guards:
         return self._sharded and are_of_fsdp(hooks)
 
     def _fast_path_holds(self) -> bool:
-        """The quick answer: every place has the very same value."""
+        """The quick answer: everything is the very same object."""
         return all(map(operator.call, self._quick))
 
     def _cells_are_still(self) -> bool:
@@ -415,14 +418,14 @@ class Guards:
         return None
 
     def _is_alike(self, name: str, now: Any, before: Any) -> bool:
-        """Of a tensor that no operation reads, only what Python may ask of it matters."""
+        """Whether a tensor that no operation reads looks the same to Python."""
         if name in self._found.tensors or not isinstance(before, Tensor) or is_bookkeeping(before):
             return False
         return isinstance(now, Tensor) and _asked(now) == _asked(before)
 
 
 class AddressGuards:
-    """Where tensors lie, how, and whether they require a gradient."""
+    """Addresses and layouts of tensors, and whether they require a gradient."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._given, self._tensors = list(tensors), list(map(unwrap, tensors))
@@ -446,7 +449,7 @@ class AddressGuards:
         return list(map(Tensor.data_ptr, self._tensors)) == self._addresses
 
     def mismatch(self, names: Sequence[str]) -> Mismatch:
-        """What is not the same, by the names of the tensors."""
+        """The first difference, with the name of its tensor."""
         for name, tensor, requires_grad in zip(names, self._given, self._require_grad, strict=True):
             if tensor.requires_grad is not requires_grad:
                 message = f"{name!r}: captured with requires_grad={requires_grad}: set it back"
@@ -478,7 +481,7 @@ def names_before_running(
     modules: Iterable[nn.Module],
     guards_of: Callable[[AccessedNames], Guards],
 ) -> AccessedNames:
-    """What functions may read, and what those may that they reach, as far as can be told without
+    """Names that functions may read, and functions that they reach, as far as code shows without
     running them. ``modules``: those that may run."""
     owners = {id(module): module for module in modules}
     plain = (each for each in owners.values() if not isinstance(each, torch.jit.ScriptModule))

@@ -27,14 +27,14 @@ from moe_graphs.errors import CaptureError
 # ---- containers: where values are kept that Python can read
 
 GONE = object()
-"""In the place of a value that is not there."""
+"""The mark of a value that is not there."""
 
 
 _KINDS = (OrderedDict, dict, list, tuple, deque, set, frozenset)
 
 
 class Elements:
-    """What a container keeps, in its order, as it is now: methods of a class of its own may say
+    """The present contents of a container, in order: methods of a class of its own may say
     something else. transformers' ``ACT2FN`` keeps classes, and hands out instances."""
 
     def __init__(self, holder: Any) -> None:
@@ -103,7 +103,7 @@ class Container:
         if self.keys is None:
             return dict(stored(self.holder))
         # In its own order: what differs is told by the first name, the same in every process.
-        # Of a module's thousands of names a few matter: without a step of Python for the others.
+        # A few of a module's thousands of names matter: the others cost no step of Python.
         if type(self.holder) in (dict, types.MappingProxyType):
             mattering = filter(self.keys.__contains__, self.holder)
             return {key: self.holder[key] for key in mattering}
@@ -171,7 +171,7 @@ def contents_of_cell(cell: types.CellType) -> Any:
 
 @functools.cache
 def with_inner_code(code: types.CodeType) -> tuple[types.CodeType, ...]:
-    """Of a function, and of all functions and lambdas that stand in it."""
+    """The code of a function, and of all functions and lambdas that stand in it."""
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
     return (code, *itertools.chain.from_iterable(map(with_inner_code, inner)))
 
@@ -229,7 +229,7 @@ def has_dictionary(value: Any) -> bool:
 
 
 def bytes_of(values: Any) -> tuple:
-    """Of an array of whatever library."""
+    """The bytes of an array of whatever library."""
     kind = getattr(values, "dtype", None) or getattr(values, "typecode", None)
     return str(kind), getattr(values, "shape", None), bytes(values)
 
@@ -249,7 +249,7 @@ def special_methods(kind: type) -> frozenset[str]:
 
 
 def shown_key(index: int, key: Any, tensor_names: Mapping[int, str]) -> str:
-    """Of a dictionary, within a path; ``tensor_names`` by ids."""
+    """A dictionary's key as a path shows it; ``tensor_names`` by ids."""
     if isinstance(key, Tensor):
         return tensor_names.get(id(key), f"tensor {index}")
     return repr(key) if is_plain(key) else f"key {index}"
@@ -288,7 +288,8 @@ _INTERNAL = ("torch", "triton", "numpy")
 
 @functools.cache
 def origin_of(filename: str) -> str:
-    """Of code: "internal" (torch, the standard library, the engine), "library" or "own"."""
+    """The origin of code: "internal" (torch, the standard library, the engine), "library" or
+    "own"."""
     if filename in ("<string>", "?") or "<frozen" in filename:
         return "internal"
     if filename.startswith(_NOT_READ + _internal_places()):
@@ -302,20 +303,20 @@ def origin_of(filename: str) -> str:
 
 @functools.cache
 def _internal_places() -> tuple[str, ...]:
-    """Also of a torch that was built where its sources are."""
+    """Folders of internal code, those of a torch that was built where its sources are included."""
     found = filter(None, map(importlib.util.find_spec, _INTERNAL))
     return tuple(f"{place}/" for spec in found for place in spec.submodule_search_locations or ())
 
 
 @functools.cache
 def _other_places_of_packages() -> tuple[str, ...]:
-    """Where ``pip install --target`` has put packages: they have their metadata beside them."""
+    """Folders of packages from ``pip install --target``: metadata lies next to the packages."""
     places = (pathlib.Path(entry) for entry in sys.path if entry)
     return tuple(f"{p}/" for p in places if p.is_dir() and any(p.glob("*.dist-info")))
 
 
 def origin_of_class(kind: type) -> str:
-    """As ``origin_of``, of the code that defines it."""
+    """The origin of the code that defines a class, as ``origin_of`` has it."""
     module = sys.modules.get(kind.__module__)
     if module is None:
         return "internal"
@@ -363,25 +364,26 @@ def hooks_of_modules(modules: Iterable[nn.Module]) -> list[dict]:
 
 
 def forward_hooks_of(module: nn.Module) -> dict:
-    """For code within a scope: if that named the attribute itself, graphs would depend on the hooks
-    of the scope's own module, which run outside of them."""
+    """The forward hooks, for code within a scope: if it named the attribute itself, graphs would
+    depend on the hooks of the scope's own module, which run outside of them."""
     return module._forward_hooks
 
 
 def tensor_hooks_of(tensors: Iterable[Tensor]) -> list[Callable[..., Any]]:
-    """What tensors call when they get a gradient."""
+    """Hooks that tensors call when they get a gradient."""
     dicts = [getattr(tensor, kind) or {} for tensor in tensors for kind in OF_TENSORS]
     return [hook for hooks in dicts for hook in hooks.values()]
 
 
 def hooks_of_updates(optimizers: Iterable[Optimizer]) -> list[dict]:
-    """Those of the optimizers, and of all optimizers."""
+    """Hooks of the optimizers, and hooks of all optimizers."""
     own = [getattr(each, kind) for each in optimizers for kind in OF_OPTIMIZERS]
     return own + [getattr(optim_globals, kind) for kind in OF_ALL_OPTIMIZERS]
 
 
 def are_of_fsdp(hooks: dict) -> bool:
-    """Those by which ``fully_shard`` gathers parameters: what they do on the device is recorded
-    with the step, what they keep in Python ``whole_step/fsdp.py`` looks after."""
+    """Whether they are the hooks by which ``fully_shard`` gathers parameters: what they do on the
+    device is recorded with the step, what they keep in Python ``whole_step/fsdp.py`` looks
+    after."""
     homes = (str(getattr(hook, "__module__", "")) for hook in hooks.values())
     return all(home.startswith("torch.distributed.fsdp") for home in homes)

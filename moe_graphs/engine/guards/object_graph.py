@@ -79,8 +79,8 @@ def containers_of_globals(code: Code) -> Iterator[tuple[Container, str]]:
 
 
 def _of_other_modules(code: Code) -> dict[int, tuple[types.ModuleType, set[str]]]:
-    """Of libraries: the user's own code may have functions of theirs patched; other code's are
-    taken for granted, and its data alone is compared."""
+    """Modules of libraries that the code names: the user's own code may have functions of theirs
+    patched; other code's are taken for granted, and its data alone is compared."""
     found: dict[int, tuple[types.ModuleType, set[str]]] = {}
     for each, globals_ in code.items():
         origin = origin_of(each.co_filename)
@@ -128,7 +128,7 @@ _STATELESS = ("builtins", "functools", "_thread", "operator", "types")
 
 @dataclass
 class Reachable:
-    """What a walk has found.
+    """Everything that a walk has found.
 
     leaves: path -> what is compared there: plain values, the classes of objects, functions, ...
     orders: what tells one order of a dictionary's keys from another.
@@ -315,14 +315,14 @@ class Walk:
     def _entries(
         self, place: dict, name: str, names: frozenset[str] | set[str] | None, everything: bool
     ) -> None:
-        """Of a module: its dictionaries share one name space."""
+        """Entries of a module's dictionaries, which share one name space."""
         container = Container(place, name, None if names is None else frozenset(names))
         self.found.containers.append(container)
         for key, child in reversed(container.contents().items()):
             self._push(child, _join(name, key), everything)
 
     def _forward_of(self, kind: type) -> None:
-        """What modules of this class run, which may be patched."""
+        """Notes the forward that modules of this class run, which may be patched."""
         for base in kind.__mro__:
             name = f"{base.__module__}.{base.__qualname__}"
             if f"{name}.forward" in self.found.leaves:
@@ -432,7 +432,7 @@ class Walk:
             self._namespace(function.__dict__, name, False)
 
     def _globals(self) -> None:
-        """What the functions that ran find in Python's modules."""
+        """Follows what the functions that ran find in Python's modules."""
         for code in self._reads.code:
             for name in imports_of(code) & sys.modules.keys():
                 self._push(sys.modules[name], name, False)

@@ -1,4 +1,4 @@
-"""What surrounds a call: the state of torch that decides which kernels run, by name.
+"""The state of torch that decides which kernels run, by name.
 
 A graph has it baked in. It is noted where a call is recorded and compared at every replay. What
 torch has no name for (a context manager of the user's own) is part of what the Python reads, see
@@ -65,7 +65,7 @@ class TorchState:
         self._fp8 = fp8.Autocast()
 
     def mismatch(self) -> Mismatch | None:
-        """How the state of now differs from it. Takes some five microseconds."""
+        """The first difference from the present state, or None. Takes some five microseconds."""
         if list(map(operator.call, self._calls)) == self._values:
             return None
         for name, before in self._state.items():
@@ -100,7 +100,7 @@ class TorchState:
 
 
 def reason_to_run_eagerly() -> str | None:
-    """Why a replay cannot stand in for this call, whatever was captured, or None."""
+    """The reason why no replay can serve this call, whatever was captured, or None."""
     if not torch.is_grad_enabled():
         return "no_grad"
     if torch._C._current_graph_task_id() != -1:
@@ -109,7 +109,8 @@ def reason_to_run_eagerly() -> str | None:
 
 
 def reason_of_modes() -> str | None:
-    """Likewise, grad mode aside: modes and transforms that would not see what a graph does."""
+    """A reason of the same kind, grad mode aside: modes and transforms that would not see what a
+    graph does."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return "saved_tensors_hooks"
     if torch._C._len_torch_dispatch_stack():
@@ -147,7 +148,7 @@ def _default_device() -> Any:
 
 @functools.cache
 def _getters(device_type: str) -> dict[str, Callable[[], Any]]:
-    """By name."""
+    """Functions that read the state, by its name."""
     return {
         "autocast": functools.partial(torch.is_autocast_enabled, device_type),
         "autocast (cpu)": functools.partial(torch.is_autocast_enabled, "cpu"),

@@ -84,14 +84,14 @@ class Recorder:
     # ---- forward
 
     def mismatch(self, site: CallSite, mismatch: Mismatch | None) -> Mismatch | None:
-        """Why a call is not captured now. A capture runs it beside the real one, and so it has to
-        on all ranks with which it communicates."""
+        """The reason why a call is not captured now. A capture runs the call in addition to the
+        real one, and it has to on all ranks with which it communicates."""
         if mismatch is None and self.failure is not None:
             mismatch = Mismatch("capture_failed", str(self.failure))
         return site.planned.ranks.agree(mismatch)
 
     def record_forward(self, slot: Slot, site: CallSite, call: ScopeCall) -> Expected:
-        """Captures the call into the place; nothing but the place is changed.
+        """Captures the call into the call site; nothing else is changed.
 
         Raises:
             CaptureError: what cannot be captured, with scope and source line.
@@ -246,7 +246,8 @@ class Recorder:
             return None
 
     def backward_of_weights(self, slot: Slot, pending: PendingBackward) -> list[Tensor | None]:
-        """The same for the second part of a split backward: the gradients per use of parameters."""
+        """Runs and captures the second part of a split backward: the gradients per use of
+        parameters."""
         site = pending.site
         effects = SideEffects(self.backend)
         with self.backend.on_stream(), effects.seen():
@@ -402,7 +403,7 @@ class Recorder:
 
 
 class CapturedForward:
-    """What a capture of a forward has produced, until it is described."""
+    """Tensors that the capture of a forward has produced, until they are described."""
 
     def __init__(
         self,
@@ -509,7 +510,8 @@ class CapturedForward:
 
 
 def _check_constant(value: Any, before: Any) -> None:
-    """
+    """Checks that a constant is the same in every call.
+
     Raises:
         CaptureError: if it is made anew in every call, and callers would share it.
     """

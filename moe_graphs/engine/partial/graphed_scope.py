@@ -37,7 +37,7 @@ class Chunk:
         self._current: Slot | None = self.slots[0]
 
     def next_site(self, scope: str) -> tuple[Slot, CallSite] | Mismatch:
-        """Where the next call of ``scope`` is replayed: further in the microbatch whose forward is
+        """The call site of the next call of ``scope``: further in the microbatch whose forward is
         running, or at the start of the next one, in a free slot."""
         site = self._current.next_site(scope) if self._current is not None else None
         if site is None:
@@ -100,7 +100,7 @@ class Captured:
         return [*self.recorder.shared.values(), *own]
 
     def next_site(self, scope: str) -> tuple[Slot, CallSite] | Mismatch:
-        """Where the next call of ``scope`` is replayed, or why it cannot be."""
+        """The slot and call site of the next call of ``scope``, or why there is none."""
         chunk = self._of_scope.get(scope)
         if chunk is None:
             return Mismatch("not_observed", str(EAGER_CALLS["not_observed"]))
@@ -122,7 +122,7 @@ _NEVER = object()
 
 
 class Owner(Protocol):
-    """What owns the graphs of some scopes."""
+    """The owner of the graphs of some scopes."""
 
     observation: Observation
     fallbacks: FallbackWarning
@@ -131,7 +131,7 @@ class Owner(Protocol):
     def captured(self) -> Captured | None: ...
 
     def eager_reason(self) -> str | None:
-        """Why every call runs eagerly just now, or None if calls are observed or replayed."""
+        """The reason why every call runs eagerly now, or None if calls are observed or replayed."""
 
     def try_out(
         self, call: ScopeCall, signature_id: int, linked: list[int], accessed: AccessedNames
@@ -164,7 +164,8 @@ class GraphedScope:
         self.why_eager: Callable[[nn.Module], str | None] = lambda module: None
 
     def check_unpatched(self) -> None:
-        """
+        """Checks that nobody has patched the module's forward.
+
         Raises:
             ValueError: if the module's forward is patched already.
         """

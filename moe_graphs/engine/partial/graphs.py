@@ -118,7 +118,7 @@ class Graphs:
 
     @property
     def captured(self) -> Captured | None:
-        """The planned places, and what was captured there, until it is released."""
+        """The planned call sites and the graphs captured there, until they are released."""
         return self._resources.captured
 
     # ---- a training step
@@ -165,7 +165,7 @@ class Graphs:
             self._fail(error)
 
     def eager_reason(self) -> str | None:
-        """Why every call runs eagerly just now, or None if calls are observed or replayed."""
+        """The reason why every call runs eagerly now, or None if calls are observed or replayed."""
         if self.state not in ("warmup", "capturing", "captured"):
             return self.state
         if self._paused:
@@ -220,7 +220,7 @@ class Graphs:
     def try_out(
         self, call: ScopeCall, signature_id: int, linked: list[int], accessed: AccessedNames
     ) -> None:
-        """What cannot be captured is found in the first warm-up step, and told at its end."""
+        """Finds in the first warm-up step what cannot be captured; the step's end reports it."""
         try:
             with explaining_errors_of(call.scope.name, "forward", self.backend):
                 tried = self._trials.forward_and_backward(call, accessed, linked)
@@ -382,7 +382,7 @@ class Graphs:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Within this context the model is eager; its calls are counted as ``paused``."""
+        """Context in which the model is eager; its calls are counted as ``paused``."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -399,7 +399,7 @@ class Graphs:
         self._finalizer()
 
     def report(self) -> Report:
-        """What was captured and what happened since. Waits for the device where it counts."""
+        """Report of what was captured and what happened since. It waits for the device."""
         return report_of(
             self.backend,
             self.model,

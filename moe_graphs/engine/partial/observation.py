@@ -1,4 +1,4 @@
-"""What the scopes of a model did in one eager step."""
+"""Notes on what the scopes of a model do in eager steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moe_graphs.engine.verify import warn
 
 @dataclass(frozen=True)
 class ObservedCall:
-    """What an eager call of a scope looked like."""
+    """The scope and the signature of an eager call."""
 
     scope: Scope
     signature: Signature
@@ -75,7 +75,7 @@ class Observation:
         return number, signature_id, is_new
 
     def linked(self, inputs: Any) -> list[int]:
-        """The numbers of the leaves that are untouched outputs of calls before."""
+        """The numbers of the leaves that are unchanged outputs of earlier calls."""
         leaves = pytree.tree_leaves(inputs)
         return [i for i, leaf in enumerate(leaves) if self._is_output(leaf)]
 
@@ -106,8 +106,8 @@ class Observation:
         self._weights += 1
 
     def refusal(self, scope: Scope, *, split: bool) -> Mismatch | None:
-        """Why a scope is not captured, after what was done with its gradients. ``split``: whether
-        those of the weights are to be captured apart."""
+        """The reason why a scope is not captured, after what was done with its gradients.
+        ``split``: whether those of the weights are to be captured apart."""
         if scope.name in self.with_double_backward:
             return _DOUBLE_BACKWARD
         if scope.name in self.with_second_backward:
@@ -124,8 +124,8 @@ class Observation:
         return bool(self.accumulating - self.with_gradients)
 
     def copies_gradients(self, scope: Scope, chunk: ChunkMemory) -> str | None:
-        """Why no gradient of its weights becomes ``.grad`` without a copy, None if they may: where
-        they are added up, the memory of the first one would soon be needed again."""
+        """The reason why no gradient of its weights becomes ``.grad`` without a copy, None if they
+        may: where they are added up, the memory of the first one would soon be needed again."""
         if chunk.split or chunk.slots > 1:
             return "split" if chunk.split else "several_slots"
         if scope.name in self.with_gradients:

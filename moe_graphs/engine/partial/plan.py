@@ -71,8 +71,8 @@ class _Microbatch:
 
 
 def plan(steps: Sequence[Sequence[Event]]) -> Plan:
-    """The plan for some steps: per chunk its most common pass, the last one among equals, and as
-    many slots as the last step that has passes of it had in flight at once.
+    """The plan for some steps: per chunk its most common microbatch, the last one among equals, and
+    as many slots as the last step with such microbatches had in flight at once.
 
     Raises:
         CaptureError: if nothing was observed.
@@ -103,7 +103,7 @@ def peak_in_flight(intervals: Sequence[tuple[int, int]]) -> int:
 
 
 def _microbatches(events: Sequence[Event]) -> list[_Microbatch]:
-    """Calls grouped into passes, in the order of their first forwards."""
+    """Calls grouped into microbatches, in the order of their first forwards."""
     tasks = {event.call: event.task for event in events if event.kind == "B"}
     microbatches: list[_Microbatch] = []
     of_call: dict[int, _Microbatch] = {}
@@ -130,15 +130,15 @@ def _microbatches(events: Sequence[Event]) -> list[_Microbatch]:
 
 
 def _continues(current: _Microbatch, scope: str, task: int | None) -> bool:
-    """Whether a forward that follows another one belongs to its pass."""
+    """Whether a forward that follows another one belongs to its microbatch."""
     if task is None or current.task is None:
         return scope not in current.scopes
     return task == current.task
 
 
 def _with_common_scopes(of_step: Sequence[Sequence[_Microbatch]]) -> list[set[str]]:
-    """The scopes of each chunk, in the order of their first passes. What a later step knows as
-    several chunks, a pass of an earlier one (a trial of shapes) does not make one."""
+    """The scopes of each chunk, in the order of their first microbatches. If a later step has
+    several chunks, a microbatch of an earlier step (a trial of shapes) does not join them."""
     components: list[set[str]] = []
     for found in reversed(of_step):
         later = list(components)
@@ -153,7 +153,7 @@ def _with_common_scopes(of_step: Sequence[Sequence[_Microbatch]]) -> list[set[st
 
 
 def _most_common(microbatches: Sequence[_Microbatch]) -> _Microbatch:
-    """By the scopes called, among those by the signatures of the calls."""
+    """The most common microbatch by the scopes called, then by the signatures of the calls."""
     scopes = Counter(p.scopes for p in microbatches)
     microbatches = [p for p in microbatches if scopes[p.scopes] == max(scopes.values())]
     patterns = Counter(p.pattern for p in microbatches)
@@ -231,7 +231,7 @@ class ChunkMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a capture is predicted to take. ``print`` shows it as a table.
+    """The memory that a capture is predicted to take. ``print`` shows it as a table.
 
     gradients: incoming gradients, shared by all slots (with split backward each has its own).
     """
@@ -247,7 +247,7 @@ class MemoryPlan:
 
     @property
     def pool_bytes(self) -> int:
-        """At least: fragmentation and the allocator's rounding come on top."""
+        """Bytes of all pools at least: fragmentation and the allocator's rounding come on top."""
         own = (chunk.slots * chunk.pool() + chunk.first_gradients for chunk in self.chunks)
         return self.backwards + sum(own)
 
@@ -261,7 +261,7 @@ class MemoryPlan:
         return sum(chunk.slots * chunk.unshared() for chunk in self.chunks) - self.total_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """A dictionary for JSON."""
         totals = ("backwards", "pool_bytes", "total_bytes", "saved_by_sharing")
         return {**asdict(self), **{name: getattr(self, name) for name in totals}}
 
@@ -298,9 +298,10 @@ def memory_plan(
     *,
     accumulates: bool = False,
 ) -> MemoryPlan:
-    """
+    """The memory that a plan will take.
+
     Args:
-        measured: by the number of the calls alike.
+        measured: memory of calls by ``signature_id``.
         copied: names of scopes whose weights' gradients are copied; None: those of all.
         accumulates: microbatches of a step add to the gradients of the first.
     """

@@ -32,7 +32,7 @@ _LARGE = 1 << 22  # elements
 
 @dataclass(frozen=True)
 class OutputLeaf:
-    """Where a leaf of the outputs comes from at replay: "graph" gives an index into the graph's
+    """The source of a leaf of the outputs at replay: "graph" gives an index into the graph's
     outputs, "input" one into the leaves of the inputs, "constant" the value itself."""
 
     source: str
@@ -41,7 +41,7 @@ class OutputLeaf:
 
 @dataclass(frozen=True)
 class ReplayConditions:
-    """What the Python of a call could read, and the state of torch around it."""
+    """Guards on what the Python of a call could read, and the state of torch around the call."""
 
     guards: Guards
     context: TorchState
@@ -109,11 +109,11 @@ class RecordedForward:
 
     @cached_property
     def build_outputs(self) -> Callable[[list[Any]], Any]:
-        """From their leaves."""
+        """The function that builds the outputs from their leaves."""
         return unflattening(self.output_structure)
 
     def static_tensors(self) -> list[Tensor]:
-        """What it alone keeps alive: its own inputs, and its outputs."""
+        """Tensors that the recording alone keeps alive: its own inputs, and its outputs."""
         return [self.inputs[i] for i in self.loaded if i not in self.linked] + list(self.outputs)
 
 
@@ -179,8 +179,8 @@ class RecordedBackward:
 
     @cached_property
     def launches(self) -> list[Launch]:
-        """What copies all gradients. The kernel for many tensors takes those of one dtype and
-        layout. Large ones go by themselves: it moves 2.6 TB/s on an H200, the one for a single
+        """Launches that copy all gradients. The kernel for many tensors takes those of one dtype
+        and layout. Large ones go by themselves: it moves 2.6 TB/s on an H200, the one for a single
         tensor 4.3 (2026-11-21)."""
         together: dict[Any, Launch] = {}
         for use, each, gradient in zip(self.uses, self.listed, self.gradients, strict=True):
@@ -195,7 +195,7 @@ class RecordedBackward:
         return list(together.values())
 
     def launches_without(self, uses: tuple[int, ...]) -> list[Launch]:
-        """What copies all gradients but some."""
+        """Launches that copy all gradients except some."""
         if uses not in self._launches_without:
             rest = [launch.without(uses) for launch in self.launches]
             self._launches_without[uses] = [launch for launch in rest if launch.uses]
@@ -206,7 +206,7 @@ class RecordedBackward:
         return {}
 
     def other(self, layouts: Layouts) -> str:
-        """Why a backward with other incoming gradients cannot be replayed."""
+        """The reason why a backward with other incoming gradients cannot be replayed."""
         used = [layout is not None for layout in layouts]
         same = used == [layout is not None for layout in self.layouts]
         return "other_layout" if same else "other_outputs"
@@ -227,11 +227,12 @@ def layouts_of(incoming: Sequence[Tensor | None]) -> Layouts:
 
 @dataclass(frozen=True)
 class OpenCall:
-    """
+    """Autograd's graph of a captured forward.
+
     Attributes:
         outputs: the differentiable ones, with their history.
         numbers, inputs: static leaves that require grad, and which inputs they are.
-        parameters: leaves, mostly stand-ins of the model's.
+        parameters: leaves, mostly aliases of the model's parameters.
         uses: of inputs and parameters, in this order.
     """
 

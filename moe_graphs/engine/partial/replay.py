@@ -55,7 +55,8 @@ class DelayedWeights:
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
-        """Within this context the backwards of all scopes that run belong to one of the queue."""
+        """Context in which the backwards of all scopes that run belong to one entry of the
+        queue."""
         self._waiting.append([])
         self.is_collecting = True
         try:
@@ -129,11 +130,11 @@ def outgoing(
     recorded: RecordedBackward,
     nodes: Callable[[], Sequence[Node | None]],
 ) -> dict[int, Tensor | None]:
-    """By use, the gradients as tensors that autograd may take.
+    """The gradients by use, as tensors that autograd may take.
 
     A parameter without a ``.grad`` gets the static memory itself, if nothing else ever writes
     there: autograd makes it ``.grad``. One that has a ``.grad`` already (a later microbatch) is
-    added to by autograd in place: it gets static memory lent until the next replay in the slot. In
+    added to by autograd in place: it leases static memory until the next replay in the slot. In
     every other case (hooks, ``autograd.grad``, inputs) it is a copy, laid out like the parameter
     so that it can become ``.grad`` without another one.
 

@@ -1,7 +1,7 @@
-"""Which parts of a model are scopes, and how one call of a scope is cut into three.
+"""The scopes of a model, and the three parts of one call of a scope.
 
 ``prologue`` runs what stands before the graph and returns the graph's inputs; ``run`` is the part
-that is captured; ``epilogue`` runs what stands behind. For a whole forward ``prologue`` and
+that is captured; ``epilogue`` runs what follows the graph. For a whole forward ``prologue`` and
 ``epilogue`` do nothing.
 """
 
@@ -32,14 +32,15 @@ class Call:
     kwargs: dict[str, Any]
 
     def without_tensors(self) -> Call:
-        """For a forward that resumes: it reads its record, not its arguments."""
+        """A call without tensors, for a forward that resumes: it reads its record, not its
+        arguments."""
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda _: None, (self.args, self.kwargs))
         return Call(args, kwargs)
 
 
 @dataclass(frozen=True)
 class Exit:
-    """At which stages of which modules, outermost first, the captured part was left, and why."""
+    """Stages and modules, outermost first, at which the captured part ended, and the reason."""
 
     frames: tuple[tuple[nn.Module, str], ...]
     reason: str

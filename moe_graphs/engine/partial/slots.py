@@ -46,7 +46,7 @@ from moe_graphs.errors import GraphError
 
 @dataclass
 class PlannedCall:
-    """What is known of a call, whatever the slot.
+    """Facts about a call that hold for all slots.
 
     tried: in the warm-up, until everything is captured.
     ranks: those that it communicates with: they capture and compare it when this one does.
@@ -160,10 +160,10 @@ class CallSite:
         sources: dict[int, tuple[CallSite, int]],
         owned: set[int],
     ) -> None:
-        """After the capture of its forward.
+        """Notes the recording of its forward.
 
         sources: input -> whose static output it is, and which. owned: addresses of the model's
-        own memory, which is not lent when it is an output.
+        own memory, which is not leased when it is an output.
         """
         self.forward, self.open, self.sources = forward, open, sources
         on_storage: dict[int, list[int]] = {}
@@ -283,7 +283,7 @@ class PendingBackward:
                 )
 
     def check_unmodified(self) -> None:
-        """What eager refuses as well: a tensor that the backward needs was modified in place."""
+        """Checks, as eager does, that no tensor that the backward needs was modified in place."""
         forward = self.site.forward
         what, now = None, list(map(versions_of, forward.saved))
         if now != self._versions:
@@ -311,7 +311,7 @@ _NOT_CAPTURED = Mismatch(
 
 
 class BackwardPool:
-    """Where backwards work, one after the other.
+    """The memory pool in which backwards work, one after the other.
 
     Attributes:
         added: leases of gradients in the pool that autograd adds to others just now.
@@ -420,7 +420,7 @@ class Slot:
         return [lease for site in self.sites for lease in site.leases]
 
     def uses_again(self, parameter: Tensor) -> str | None:
-        """Why no gradient of a parameter becomes ``.grad``: autograd adds up several of them."""
+        """The reason why no gradient of a parameter becomes ``.grad``: autograd adds up several."""
         forwards = (site.forward for site in self.sites if site.forward is not None)
         uses = sum(each is parameter for forward in forwards for each in forward.listed)
         return "used_twice" if uses > 1 else None
@@ -448,7 +448,7 @@ class Slot:
         return site.forward is None and not self.is_closed and not site.planned.refused
 
     def mismatch(self, site: CallSite, structure: Any, leaves: Sequence[Any]) -> Mismatch | None:
-        """Why this call cannot be replayed now, or None. Makes room for its outputs."""
+        """The reason why this call cannot be replayed now, or None. Makes room for its outputs."""
         difference = site.planned.refused or site.planned.signature.mismatch(structure, leaves)
         if difference is not None:
             return difference
@@ -514,7 +514,7 @@ class Slot:
         return len(self._retained) > 0
 
     def begin_replay(self, site: CallSite, leaves: Sequence[Any]) -> PendingBackward:
-        """Before the graph of the forward runs, on the current stream."""
+        """Begins a replay before the graph of the forward runs, on the current stream."""
         stream = self._backend.current_stream()
         if self._stream is not None and stream != self._stream:
             self._backend.wait_for(self._stream)
@@ -527,11 +527,12 @@ class Slot:
         return pending
 
     def cancel(self, pending: PendingBackward) -> None:
-        """Its outputs were thrown away."""
+        """Forgets a replayed forward whose outputs were thrown away."""
         self._pending.pop(pending.site.position, None)
 
     def check(self, pending: PendingBackward) -> None:
-        """
+        """Checks that a backward may run.
+
         Raises:
             GraphError: if its backward must not run at all.
         """
@@ -545,7 +546,7 @@ class Slot:
         pending.check_unmodified()
 
     def unreplayable(self, pending: PendingBackward, layouts: Layouts) -> str | None:
-        """Why the recorded backward cannot serve this one, or None."""
+        """The reason why the recorded backward cannot serve this one, or None."""
         site = pending.site
         if site.backward is None:
             return "not_captured"
@@ -567,7 +568,7 @@ class Slot:
         return site.first if is_first and self.reclaim_in_place(site) else site.backward
 
     def backward_done(self, pending: PendingBackward, *, replayed: bool) -> None:
-        """Its backward has run, or is about to be replayed."""
+        """Notes that a backward has run, or is about to be replayed."""
         if replayed:
             self._clock = pending.site.backward_position
             if self._shared is not None:
@@ -576,7 +577,8 @@ class Slot:
         self._forget_if_over(pending)
 
     def weights_done(self, pending: PendingBackward) -> None:
-        """The same for the weights' gradients of a recording that computes them apart.
+        """Notes that the weights' gradients have been computed, where they have a graph of their
+        own.
 
         They may come in any order: what they need is kept until all of the slot are captured.
         """
@@ -615,7 +617,7 @@ class Slot:
             self._begin_anew(None)
 
     def free_autograd_graphs(self, sites: Sequence[CallSite]) -> None:
-        """What their forwards have left there is not needed any more."""
+        """Frees the autograd graphs that the captured forwards have left."""
         with references_of_the_engine(self.leases()):
             for site in sites:
                 site.open = site.run = None
@@ -626,7 +628,8 @@ class Slot:
         self.is_closed = True
 
     def check_alive(self, pending: PendingBackward) -> None:
-        """
+        """Checks that the graphs of a backward are still there.
+
         Raises:
             GraphError: if its graphs are gone, or its step has ended.
         """

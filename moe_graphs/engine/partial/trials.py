@@ -361,7 +361,8 @@ def _run(call: ScopeCall, leaves: Sequence[Any]) -> Any:
 
 
 def _check_same_operations(runs: Sequence[Trace]) -> None:
-    """
+    """Checks that all runs did the same operations.
+
     Raises:
         CaptureError: if not all of them did what the first one did.
     """
@@ -391,7 +392,8 @@ def check_dropout_of_cudnn(name: str, module: nn.Module) -> None:
 
 
 def check_capturable(call: ScopeCall, state: TorchState) -> None:
-    """
+    """Checks that a graph can serve the call.
+
     Raises:
         CaptureError: if the call is made in a way that no graph can serve.
     """

@@ -50,7 +50,8 @@ def recompute(
 def compute_anew(
     backend: Backend, pending: PendingBackward, incoming: Sequence[Tensor | None]
 ) -> tuple[Difference | None, list[Tensor | None]]:
-    """How the outputs differ from those of the replay, and the gradients per use. Synchronises."""
+    """The first difference of the outputs from those of the replay, and the gradients per use.
+    Synchronises."""
     site, forward = pending.site, pending.site.forward
     inputs = [_leaf(leaf, i in forward.linked) for i, leaf in enumerate(forward.inputs)]
     for number, first in enumerate(forward.signature.first):
@@ -84,7 +85,7 @@ def compute_anew(
 
 
 def _leaf(leaf: object, is_leased: bool) -> object:
-    """A lent one is copied: what of this run is left to be collected would hold it."""
+    """The input for a run; a leased one is copied, since garbage of the run would hold it."""
     if not isinstance(leaf, Tensor):
         return leaf
     own = static_copy(leaf) if is_leased else leaf.detach()
@@ -92,7 +93,7 @@ def _leaf(leaf: object, is_leased: bool) -> object:
 
 
 def _outputs(site: CallSite, outputs: object) -> tuple[list[Tensor], list[Tensor]]:
-    """Those with a history, and all that the graph makes; one that is returned twice is one.
+    """The outputs with a history, and all that the graph makes; one that is returned twice is one.
 
     Raises:
         GraphError: if what the capture returned as one tensor are several.
@@ -189,7 +190,7 @@ class SideEffects:
         return self._after
 
     def difference(self) -> Difference | None:
-        """How what another run has written differs."""
+        """The first difference of what another run has written."""
         after, found = self._after, fp8.named_tensors()
         names = [f"the tensor {tuple(tensor.shape)} that it writes" for tensor in after.tensors]
         expected, scales = zip(names, after.values, strict=True), after.scales()
@@ -211,8 +212,8 @@ class Verification:
     def difference_of_forward(
         self, site: CallSite, call: ScopeCall, expected: Expected, outputs: Sequence[Any]
     ) -> Difference | None:
-        """How the first replay differs from eager, after which everything is as before the call;
-        None if it does not, or if eager itself differs from one run to the next."""
+        """The first difference of the first replay from eager, after which everything is as before
+        the call; None if it does not, or if eager itself differs from one run to the next."""
         planned, graph, static = site.planned, site.forward.graph, site.forward.outputs
 
         def again() -> Left:

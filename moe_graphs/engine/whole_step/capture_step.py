@@ -386,7 +386,7 @@ class StateBefore:
         return [*self._state.tensors, *self.first_step_state.tensors()]
 
     def put_back_values(self) -> None:
-        """For another run from the same state. Gradients stay as they are set."""
+        """Puts values back for another run from the same state. Gradients stay as they are set."""
         self._state.put_back()
         self.first_step_state.zero()
 

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_graphs.engine.tensors import Mismatch, is_sharded_by_fsdp
 from moe_graphs.errors import CaptureError
 
-# Of a group of parameters, of its state, of what all states share: each asked for by name, since
-# versions of torch differ in which they have.
+# Settings of a group of parameters, of its state, and of what all states share. Each is asked for
+# by name, since versions of torch differ in which they have.
 _OF_GROUPS = (
     "reduce_grads", "all_reduce_grads", "reshard_after_backward", "_reshard_after_forward",
     "gradient_divide_factor", "force_sum_reduction_for_comms", "unshard_async_op",
@@ -48,7 +48,7 @@ class Sharding:
                 group.reshard()
 
     def unsharded_parameters(self) -> Iterator[Tensor]:
-        """What gradients are accumulated in, where there have been steps. They may be freed."""
+        """Parameters in which gradients are accumulated, after first steps. They may be freed."""
         for group in self._groups:
             for parameter in group.fsdp_params:
                 if hasattr(parameter, "_unsharded_param"):
@@ -89,8 +89,9 @@ def _context_of(state: Any) -> Any:
 # ---- settings of data parallelism that would hang or corrupt a captured step
 
 EAGER_FORWARDS = 11
-"""On a GPU. DDP times its first ten forwards with events it waits for, and rebuilds its buckets
-after the first: what torch's notes on CUDA graphs mean by eleven warm-up iterations."""
+"""Warm-up steps of DDP on a GPU. DDP times its first ten forwards with events it waits for, and
+rebuilds its buckets after the first: what torch's notes on CUDA graphs mean by eleven warm-up
+iterations."""
 
 _NEVER = 2**31 - 1
 
@@ -100,7 +101,7 @@ def wrappers(model: nn.Module) -> list[DistributedDataParallel]:
 
 
 def check_settings(model: nn.Module) -> None:
-    """Before a capture that will hold collectives.
+    """Checks settings before a capture that will hold collectives.
 
     Raises:
         CaptureError: with the line to change.
@@ -117,7 +118,7 @@ def check_settings(model: nn.Module) -> None:
 
 
 def check_memory(group: dist.ProcessGroup | None) -> None:
-    """Before a capture with collectives of the group.
+    """Checks the allocator before a capture with collectives of the group.
 
     Raises:
         CaptureError: with the line to change.

@@ -240,7 +240,7 @@ class FullIteration(Generic[BatchT, ResultT]):
         self.release()
 
     def report(self) -> FullIterationReport:
-        """What happened so far. Waits for the device where it counts."""
+        """Report of what happened so far. It waits for the device."""
         recorded, backend = self._resources.captured, self._definition.backend
         return FullIterationReport(
             backend=backend.name,

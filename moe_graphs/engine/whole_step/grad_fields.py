@@ -52,7 +52,7 @@ class StaticGradients:
         self._leases: dict[str, tuple[torch.Tensor, bool, BufferLease]] = {}
 
     def settled(self) -> None:
-        """At the end of the capture: from now on, who holds a gradient is a caller."""
+        """Ends the capture: from now on every holder of a gradient is a caller."""
         for name, parameter, found, left in self._after:
             if left is not None and not is_part(left):
                 lease = BufferLease(left, parameter=parameter, standing=True)
@@ -114,7 +114,7 @@ class StaticGradients:
 def keep_apart(parameters: Sequence[torch.Tensor], found: Gradients) -> None:
     """Gives gradients of sharded parameters that the step has made memory of their own.
 
-    FSDP2 makes those of a group as parts of one buffer, which could not be called in one by one.
+    FSDP2 makes those of a group as parts of one buffer, which could not be reclaimed one by one.
     """
     for parameter, before in zip(parameters, found, strict=True):
         after = parameter.grad
@@ -135,7 +135,7 @@ def set_gradients(parameters: Sequence[torch.Tensor], gradients: Gradients) -> N
 def gradients_to_find(
     parameters: Sequence[torch.Tensor], entry: Gradients, dropped: Sequence[bool]
 ) -> Gradients:
-    """What to capture the step with, given what it is called with."""
+    """The gradients to capture the step with, given those it is called with."""
     found: Gradients = []
     for parameter, gradient, ignored in zip(parameters, entry, dropped, strict=True):
         if gradient is None or ignored:
@@ -231,7 +231,8 @@ def _dictionary_of(handle: RemovableHandle) -> dict:
 
 
 def check_hooks(model: nn.Module) -> None:
-    """
+    """Checks that no hooks would be lost.
+
     Raises:
         CaptureError: if hooks would be lost with the nodes that they hang on.
     """

@@ -70,7 +70,7 @@ def check_capturable_flags(optimizer: Optimizer) -> None:
 
 
 def remedy_for(optimizer: Optimizer) -> str | None:
-    """Why its step cannot be in a graph and what to use instead, or None if it can."""
+    """The reason why its step cannot be in a graph and what to use instead, or None if it can."""
     if isinstance(optimizer, _READ_VALUES):
         return f"it reads values on the host: use {_EXAMPLE}, or step outside of the graph"
     for group in optimizer.param_groups:
@@ -124,7 +124,7 @@ class FirstStepState:
         return [value for state in made for value in state.values() if _is_tensor(value)]
 
     def zero(self) -> None:
-        """As for a first step."""
+        """Sets the state to zeros, as before a first step."""
         for tensor in self.tensors():
             tensor.zero_()
 

@@ -65,7 +65,7 @@ class StepDefinition:
         return Sharding(self.model)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Those that have a gradient, or may get one. A frozen one may have one left."""
+        """Parameters that have a gradient, or may get one. A frozen one may have one left."""
         return {
             name: p
             for name, p in self.model.named_parameters()
@@ -73,7 +73,7 @@ class StepDefinition:
         }
 
     def optimizers(self) -> list[Optimizer]:
-        """Also those within ``state`` (the optimizer of a ``DeviceStep``)."""
+        """All optimizers, those within ``state`` included (the optimizer of a ``DeviceStep``)."""
         candidates = [self.optimizer, *self.state]
         candidates += [v for s in self.state if hasattr(s, "__dict__") for v in vars(s).values()]
         return list({id(c): c for c in candidates if isinstance(c, Optimizer)}.values())
@@ -144,7 +144,7 @@ class StaticBatch:
         return cls(signature, tuple(leaves))
 
     def tree(self) -> Any:
-        """What the step is captured with."""
+        """The static batch as the step takes it."""
         return pytree.tree_unflatten(self.leaves, self.signature.structure)
 
     def tensors(self) -> list[Tensor]:
@@ -177,7 +177,7 @@ class StaticBatch:
 
 
 def input_name(path: Sequence[Any]) -> str:
-    """How messages name a leaf: ``batch['tokens'][0]``."""
+    """The name of a leaf in messages: ``batch['tokens'][0]``."""
     return "batch" + pytree.keystr(tuple(path))
 
 
@@ -235,7 +235,7 @@ class RecordedStep:
     hooks: StepHooks | None = None
 
     def mismatch(self, batch: Any, leaves: Sequence[Any], structure: Any) -> Mismatch | None:
-        """Why this call cannot be replayed, or None. Does not synchronise."""
+        """The reason why this call cannot be replayed, or None. Does not synchronise."""
         self.first_step_state.put_in()
         self.sharding.reshard()
         if torch.is_grad_enabled() != self.grad_enabled:
@@ -274,7 +274,7 @@ class RecordedStep:
         return pytree.tree_unflatten(owned_leaves(self.outputs), self.output_structure)
 
     def run(self) -> None:
-        """On what the batch's memory has, with the gradients that are set."""
+        """Replays on the present values of the static batch, with the gradients that are set."""
         if self.gradients is None:
             self.graph.replay()
         else:
