@@ -74,13 +74,13 @@ def compare(options: RunOptions, text: Text, progress: Progress) -> Comparison:
         ValueError: if there are too few steps for any to be timed, or one is to be resumed.
         TrainingDiverged: if a loss is not finite: nothing would be left to compare.
     """
+    if options.resume is not None:
+        raise ValueError("resume: a comparison trains both from the seed: drop one of the two")
     config = options.graph_config
     if config is None or (isinstance(config, GraphConfig) and config.impl == "none"):
         raise ValueError(
             "impl: 'none' leaves nothing to compare with: choose 'local' or 'full_iteration'"
         )
-    if options.resume is not None:
-        raise ValueError("resume: a comparison trains both from the seed: drop one of the two")
     skipped = config.warmup_steps + 2
     if options.preset.training.steps <= skipped:
         raise ValueError(

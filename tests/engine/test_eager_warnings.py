@@ -179,4 +179,4 @@ def test_capturing_again_counts_anew(device):
         graphs.recapture()
         for _ in range(3):
             train_step(model, graphs, data(device))
-    assert not graphs.misses.details
+    assert not graphs.fallbacks.details

@@ -26,6 +26,11 @@ def quietly(steps) -> None:
         steps()
 
 
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+
+
 def of_scopes(device: str) -> Report:
     """A report with smaller batches, forwards outside of a step, and copied gradients."""
     model = build(device)

@@ -26,7 +26,7 @@ def test_what_ran_is_known_afterwards():
     x = torch.ones(2)
     with TrialRun(backend(), [x]) as run:
         doubled(x)
-    assert doubled.__code__ in run.reads.code
+    assert doubled.__code__ in run.accessed.code
     assert [str(op[0]) for op in run.trace.ops] == ["aten.mul.Tensor"]
     assert run.trace.read == {x.data_ptr()}
     run.check()

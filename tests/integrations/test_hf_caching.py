@@ -44,6 +44,7 @@ def test_packed_rows_are_bitwise_the_same_with_graphs_and_without(family):
     assert all(map(torch.equal, expected, found))
 
 
+@pytest.mark.filterwarnings("ignore:.*outside_step:moe_graphs.GraphWarning")
 @pytest.mark.parametrize("graphs", [False, True])
 def test_packed_rows_are_what_transformers_computes_without_a_cache(graphs):
     model = tiny("llama", None)
@@ -57,6 +58,7 @@ def test_packed_rows_are_what_transformers_computes_without_a_cache(graphs):
     assert torch.equal(model(**given).logits, cached)
 
 
+@pytest.mark.filterwarnings("ignore:.*outside_step:moe_graphs.GraphWarning")
 @pytest.mark.parametrize("options", [{"graphs": False}, {"graphs": True}, {"whole_steps": True}])
 def test_a_cache_is_kept_where_it_is_asked_for(options):
     model = tiny("qwen3_moe", "grouped_mm")

@@ -8,6 +8,7 @@ pytest.importorskip("transformers", reason="needs the extra hf")
 peft = pytest.importorskip("peft", reason="needs the extra trl")
 pytest.importorskip("trl", reason="needs the extra trl")
 from hf_families import counted  # noqa: E402
+from moe_graphs import GraphWarning  # noqa: E402
 from moe_graphs.integrations.transformers import GraphCallback, accelerate_model  # noqa: E402
 from trl_runs import LAYERS, SAVED_AT, STEPS, model_of, sft  # noqa: E402
 
@@ -82,7 +83,8 @@ def test_a_model_that_was_accelerated_before(lora, tmp_path):
 def test_without_the_callback_an_accelerated_model_runs_eagerly_and_is_counted(tmp_path):
     model = model_of()
     accelerated = accelerate_model(model)
-    sft(tmp_path, model=model, lora=ATTENTION, **EAGER)
+    with pytest.warns(GraphWarning, match="outside_step"):
+        sft(tmp_path, model=model, lora=ATTENTION, **EAGER)
     assert accelerated.graphs.report().eager_calls == {"outside_step": STEPS * LAYERS}
 
 

@@ -137,8 +137,10 @@ def test_graphed_is_eager_bit_for_bit_and_the_rest_is_refused(runs):
         scoped, pipeline, groups, mixed = found["refused"]
         assert scoped.startswith("impl: scopes on several ranks")
         assert "use --no-fsdp" in scoped
-        assert pipeline.startswith("no-fsdp: the layout is")
-        assert groups.startswith("layers_per_group: of FSDP2")
+        assert pipeline.startswith("2 things do not fit: no-fsdp: the layout is")
+        assert "1f1b keeps 2 stages busy" in pipeline
+        assert groups.startswith("2 things do not fit: layers_per_group: of FSDP2")
+        assert "dispatcher: 'local' keeps tokens on their rank" in groups
         assert mixed.startswith("mixed_precision: it is FSDP2's")
 
 

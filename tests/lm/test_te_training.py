@@ -18,7 +18,7 @@ from lm_runs import (
     options,
     small_corpus,
 )
-from moe_graphs import GraphError
+from moe_graphs import GraphWarning
 from moe_graphs.cli import build_app
 from moe_graphs.config import FullIterationConfig, GraphConfig
 from moe_graphs.integrations import transformer_engine as parts
@@ -110,10 +110,13 @@ def test_graphs_in_fp8_are_bitwise_around_an_evaluation(engine, recipe, config, 
     assert set(report.eager_calls) <= {"warmup", "paused", "backward: not_captured"}
 
 
-def test_whole_steps_with_their_experts_are_refused_by_name(engine):
-    given = dataclasses.replace(with_te(), graph_config=FullIterationConfig())
-    with pytest.raises(GraphError, match="tolist"):
-        losses_of(given)
+def test_whole_steps_with_their_experts_train_eagerly_by_name(engine):
+    trainer = fresh_trainer(with_te())
+    with with_graphs(trainer, FullIterationConfig()):
+        with pytest.warns(GraphWarning, match="tolist"):
+            advance(trainer, 6)
+        assert trainer.report().state == "capture_failed"
+    assert torch.equal(trainer.history.loss[:6], losses_of(with_te()))
 
 
 @pytest.mark.parametrize("recipe", ["none", "delayed", "block"])

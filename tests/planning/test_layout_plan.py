@@ -159,7 +159,10 @@ def test_published_sizes():
         (["--gpus", 2, "--pp", 2], "at least as many microbatches, got 1"),
         (["--gpus", 2, "--pp", 2, "--microbatches", 2, "--mixed-precision"], "it is FSDP2's"),
         (["--gpus", 4, "--dp-shard", 3], "dp_shard (3) = 3, and there are 4 ranks"),
-        (["--gpus", 3, "--ep", 3], "batch_size: 8 sequences in 1 microbatch(es) cannot be shared"),
+        (
+            ["--gpus", 3, "--ep", 3],
+            "--batch-size: 8 sequences in 1 microbatch(es) cannot be",
+        ),
         (["--gpus", 16, "--ep", 16, "--batch-size", 16], "num_experts (8) must be divisible"),
         (["--gpus", 2, "--ep", 2, "--dispatcher", "local"], "'local' sends nothing"),
         (["--gpus", 2, "--ep", 2, "--rows-factor", 2], "take all_gather or symmetric"),
