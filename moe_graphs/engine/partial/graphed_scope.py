@@ -1,5 +1,4 @@
-"""One call of a scope: observe it, replay it, or run it eagerly and count; what was captured; the
-report."""
+"""One call of a scope: it is observed, replayed, or run eagerly and counted; and the report."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from moe_graphs.engine.tensors import Mismatch, flatten
 from moe_graphs.errors import CaptureError, GraphError
 from moe_graphs.portable_launches import portable_launches
 
-# ---- what was captured, or is to be: chunks of slots of call sites
+# ---- what is captured or will be: chunks of slots of call sites
 
 
 class Chunk:
@@ -37,8 +36,11 @@ class Chunk:
         self._current: Slot | None = self.slots[0]
 
     def next_site(self, scope: str) -> tuple[Slot, CallSite] | Mismatch:
-        """The call site of the next call of ``scope``: further in the microbatch whose forward is
-        running, or at the start of the next one, in a free slot."""
+        """The slot and call site of the next call of ``scope``; a mismatch if slots are full.
+
+        The call belongs to the microbatch whose forward is running, or it starts the next
+        microbatch in a free slot.
+        """
         site = self._current.next_site(scope) if self._current is not None else None
         if site is None:
             free = [slot for slot in self.slots if not slot.in_flight()]
@@ -50,7 +52,7 @@ class Chunk:
         return self._current, site
 
     def _full(self) -> Mismatch:
-        """The microbatch that found no slot keeps running eagerly: it has none to go on in."""
+        """The mismatch of a microbatch that found no slot; all of its calls run eagerly."""
         waiting = self.slots[0].in_flight()[0].site.name
         message = (
             f"{len(self.slots)} microbatches are in flight (the backward of {waiting!r} is still "
@@ -62,7 +64,7 @@ class Chunk:
 
 
 class Captured:
-    """The chunks, what records them, and the memory that was predicted."""
+    """The chunks, their recorder, and the predicted memory."""
 
     def __init__(self, chunks: Sequence[Chunk], recorder: Recorder, memory: MemoryPlan) -> None:
         self.chunks, self.recorder, self.memory = tuple(chunks), recorder, memory
@@ -100,7 +102,7 @@ class Captured:
         return [*self.recorder.shared.values(), *own]
 
     def next_site(self, scope: str) -> tuple[Slot, CallSite] | Mismatch:
-        """The slot and call site of the next call of ``scope``, or why there is none."""
+        """The slot and call site of the next call of ``scope``, or the reason why there is none."""
         chunk = self._of_scope.get(scope)
         if chunk is None:
             return Mismatch("not_observed", str(EAGER_CALLS["not_observed"]))
@@ -116,7 +118,7 @@ class Captured:
         self.recorder.shared.clear()
 
 
-# ---- what replaces the forward of a scope's module
+# ---- the replacement of the forward of a scope's module
 
 _NEVER = object()
 
@@ -136,20 +138,21 @@ class Owner(Protocol):
     def try_out(
         self, call: ScopeCall, signature_id: int, linked: list[int], accessed: AccessedNames
     ) -> None:
-        """Looks for what cannot be captured. ``signature_id``: the number of the observed call."""
+        """Looks for what cannot be captured. ``signature_id`` is that of the observed call."""
 
     def wants_trials(self, signature_id: int) -> bool: ...
 
     def mismatched(self, mismatch: Mismatch) -> None:
-        """A call runs eagerly that was to be replayed."""
+        """Counts a call that was to be replayed and runs eagerly."""
 
 
 class GraphedScope:
-    """Stands in for the forward of one scope's module, on that instance only.
+    """Replacement of the forward of one scope's module, on that instance only.
 
-    installed: the attributes that it has set on the module, itself among them.
-    why_eager: asked at every call with the module. Where it gives a word, the call runs eagerly and
-    is counted by that word.
+    Attributes:
+        installed: the attributes that it has set on the module, itself among them.
+        why_eager: a function that is called with the module at every call. If it returns a word,
+            the call runs eagerly and is counted under that word.
     """
 
     def __init__(
@@ -176,9 +179,9 @@ class GraphedScope:
             raise ValueError(f"scope {name!r}: forward is patched on this instance: undo it")
 
     def install(self, **attributes: Any) -> None:
-        """Takes the place of the module's forward. ``attributes``: to be set besides."""
+        """Takes the place of the module's forward. ``attributes`` are set on the module as well."""
         self.check_unpatched()
-        # What copies and pickles carry: they are plain, eager modules.
+        # Copies and pickles of the module carry a plain, eager forward.
         self.installed = {"forward": self, "__getstate__": self._state, **attributes}
         self.scope.module.__dict__.update(self.installed)
 
@@ -233,7 +236,10 @@ class GraphedScope:
         return ScopeCall(self.scope, signature, flatten(inputs)[0], call, {})
 
     def _replay(self, inputs: Any, planned: Any, call: Call) -> Any:
-        """``planned``: the inputs as they are captured; an eager call gets those that came."""
+        """Replays the call, or runs it eagerly.
+
+        ``planned`` are the inputs as they are captured; an eager call gets the original inputs.
+        """
         found = self.graphs.captured.next_site(self.scope.name)
         if isinstance(found, Mismatch):
             return self._mismatched(found, inputs, call)
@@ -291,7 +297,7 @@ class GraphedScope:
 def install_all(
     graphs: Owner, scopes: Sequence[Scope], on_mismatch: str, delayed: DelayedWeights
 ) -> list[GraphedScope]:
-    """All of them, or none."""
+    """Installs all graphed scopes, or none if one cannot be installed."""
     graphed: list[GraphedScope] = []
     try:
         for scope in scopes:
