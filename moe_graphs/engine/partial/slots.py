@@ -1,11 +1,11 @@
-"""Slots: which recording a call replays, and whether it may; microbatches in flight, their order.
+"""Slots: which recording a call replays and whether it may, for microbatches in flight.
 
 A microbatch takes a ``Slot`` with its first forward and gives it back with its last backward. The
-recordings of a slot share a memory pool, so they may only be replayed in the order of their
-capture: all forwards, then the backwards. Leaving some out is right; going back is not, and is
-found here by comparing two integers. Slots have pools of their own, so any interleaving of
-microbatches that fits the slots is right. Backwards of several slots work in one more pool, which
-they share: one runs after the other, and what it leaves is taken before the next one begins.
+recordings of a slot share a memory pool. So they may be replayed only in the order of their
+capture: all forwards, then the backwards. A replay may leave recordings out, but it may not go
+back; a comparison of two integers finds out. Every slot has a pool of its own, so microbatches in
+different slots may be interleaved in any way. The backwards of several slots share one more pool
+and run one at a time. What one backward leaves there is taken before the next one begins.
 
 The first microbatch that takes a slot captures it.
 """
@@ -48,15 +48,17 @@ from moe_graphs.errors import GraphError
 class PlannedCall:
     """Facts about a call that hold for all slots.
 
-    tried: in the warm-up, until everything is captured.
-    ranks: those that it communicates with: they capture and compare it when this one does.
-    copied_outputs: handed out as copies, since somebody keeps views of them beyond the next replay.
-    refused: why it is not replayed (any more).
-    not_reproducible: whether eager runs themselves differ from one another, in their last bits.
-    backward_runs_once: autograd's graph of its forward is used up by one backward.
-    eager_backwards: reason -> backwards of replayed forwards that ran eagerly.
-    copies_gradients: why no weight's gradient may become ``.grad`` as it is, None if they may.
-    fallbacks: of the graphs, which warn of eager backwards.
+    Attributes:
+        tried: the findings of its trial run, until everything is captured.
+        ranks: the ranks that it communicates with; they capture and compare it together.
+        copied_outputs: outputs that are handed out as copies, because somebody keeps views of them
+            beyond the next replay.
+        refused: why the call is not replayed, or not any more.
+        not_reproducible: whether eager runs differ from one another in their last bits.
+        backward_runs_once: whether one backward uses up the autograd graph of its forward.
+        eager_backwards: reason -> number of replayed forwards whose backward ran eagerly.
+        copies_gradients: why no weight gradient may become ``.grad`` as it is; None if they may.
+        fallbacks: warns of eager backwards; all calls of the graphs share it.
     """
 
     scope: Scope
@@ -72,31 +74,31 @@ class PlannedCall:
     fallbacks: FallbackWarning = field(default_factory=FallbackWarning)
 
     def ran_backward_eagerly(self, reason: str) -> None:
-        """Count a backward of a replayed forward that no graph served."""
+        """Counts a backward of a replayed forward that no graph served."""
         self.eager_backwards[reason] += 1
         self.fallbacks.ran_eagerly(f"scope {self.scope.name!r}", f"{BACKWARD}{reason}")
 
     def differs(self, difference: Difference) -> None:
-        """Replays do not compute what eager does: it runs eagerly from now on."""
+        """Turns replays of the call off, because they do not compute what eager computes."""
         message = f"its replay differs from eager: {difference}"
         self.refused = Mismatch("differs_from_eager", message)
         warn(f"scope {self.scope.name!r} stays eager: {message}")
 
 
 class CallSite:
-    """A call in the order of a slot.
+    """A call at its place in the order of a slot, with what was recorded there.
 
     Attributes:
-        backward: computes all gradients or, if they are split, those of the inputs, and
-            ``weights`` the rest.
-        first: the same for the first microbatch of a step in which gradients are accumulated: they
-            stay where they are, as ``.grad``.
+        backward: the recording that computes all gradients or, if the backward is split, those of
+            the inputs; then ``weights`` computes the others.
+        first: the recording of the backward for the first microbatch of a step, if gradients are
+            accumulated. Its gradients stay where they are, as ``.grad``.
         open: autograd's graph of the forward, until everything is recorded.
-        run: the backward of it that was begun last.
-        verified_layouts: of incoming gradients, with which a replay was compared with eager as
-            well.
+        run: the latest backward of ``open``.
+        verified_layouts: further layouts of incoming gradients for which a replay was compared with
+            eager.
         leases: one for each storage that its outputs lie on, if they are not copied.
-        out: those of the leases whose outputs were handed out.
+        out: the leases among them whose outputs were handed out.
     """
 
     def __init__(self, planned: PlannedCall, position: int) -> None:
@@ -123,7 +125,7 @@ class CallSite:
 
     @property
     def is_recorded(self) -> bool:
-        """Everything that its replays need."""
+        """Whether everything that its replays need is recorded."""
         if self.forward is None or not any(self.forward.differentiable):
             return self.forward is not None
         has_weights = self.weights is not None or not self.forward.is_split
@@ -162,8 +164,10 @@ class CallSite:
     ) -> None:
         """Notes the recording of its forward.
 
-        sources: input -> whose static output it is, and which. owned: addresses of the model's
-        own memory, which is not leased when it is an output.
+        Args:
+            sources: per input that reads an output of another call site in place: that call site
+                and the number of the output.
+            owned: addresses of the model's own memory. An output that lies there is not leased.
         """
         self.forward, self.open, self.sources = forward, open, sources
         on_storage: dict[int, list[int]] = {}
@@ -186,8 +190,10 @@ class CallSite:
         return source.handed_as(leaf) == output and leaf._version == 0
 
     def needs_output(self, source: CallSite, output: int) -> bool:
-        """Whether the backward may read the memory of an output of a place: it is that place, or
-        the memory is a static input."""
+        """Whether the backward may read the memory of an output of a call site.
+
+        It may if this is that call site, or if the memory is one of its static inputs.
+        """
         memory = source.forward.outputs[output].untyped_storage()._cdata
         inputs = (at.forward.outputs[number].untyped_storage()
                   for at, number in self.sources.values())  # fmt: skip
@@ -208,22 +214,24 @@ class CallSite:
         ]
 
     def note_handed(self, outputs: Sequence[Tensor]) -> None:
-        """Leases the outputs, the tensors as they come out of autograd."""
+        """Leases the outputs: the tensors as they come out of autograd."""
         for lease in self.leases:
             lease.note_handed(map(outputs.__getitem__, lease.outputs))
         self.out.add(self.leases)
 
     def handed_as(self, leaf: Any) -> int | None:
-        """The number of the output of the last replay that a tensor is, the very object that was
-        handed out. None once its memory was reclaimed."""
+        """The number of the output of the last replay that ``leaf`` is, or None.
+
+        Only the very object that was handed out counts, and only until its memory was reclaimed.
+        """
         numbers = (lease.output_of(leaf) for lease in self.leases)
         return next((number for number in numbers if number is not None), None)
 
     def reclaim(self) -> bool:
-        """Reclaims the outputs before they are overwritten. False if a view of one is held.
+        """Reclaims the outputs before they are overwritten. False if somebody holds a view of one.
 
-        Whoever holds a view once does it again (a pipeline's send that is waited for late), so from
-        then on the output is handed out as a copy.
+        Who holds a view once will do it again (a pipeline that waits late for a send), so from then
+        on the output is handed out as a copy.
         """
         if self.out.reclaim():
             return True
@@ -237,14 +245,16 @@ class CallSite:
 
 
 class PendingBackward:
-    """One replayed forward until its backward. Lives as long as the autograd graph needs it.
+    """One replayed forward until its backward. It lives as long as the autograd graph needs it.
 
-    is_done: whether its backward, or the part for the inputs, has run; cancelled: it never will.
-    weights: "with_backward" where one graph computes all gradients, else whether the second one,
-        for the weights, is still to come ("pending") or was replayed ("done").
-    random: where the generators stood before the forward, if it draws.
-    weight_gradients: gradients of the weights that were computed with those of the inputs.
-    is_first_in_fp8: of the modules under Transformer Engine's autocast it has the first one.
+    Attributes:
+        is_done: whether its backward, or the part for the inputs, has run.
+        cancelled: whether its backward will never run.
+        weights: "with_backward" if one graph computes all gradients. Otherwise the graph of the
+            weight gradients is still to be replayed ("pending") or was replayed ("done").
+        random: positions of the random number generators before the forward, if it draws.
+        weight_gradients: weight gradients that were computed together with those of the inputs.
+        is_first_in_fp8: whether it contains the first module under Transformer Engine's autocast.
     """
 
     is_first_in_fp8 = False
@@ -272,7 +282,7 @@ class PendingBackward:
             self._gradients = [None if g is None else weakref.ref(g) for g in gradients]
 
     def check_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """The weights' part goes on from the very gradients that the first part was given."""
+        """Checks that the weights' part gets the very gradients that the first part was given."""
         if self.weights == "pending":
             known = [None if ref is None else ref() for ref in self._gradients]
             if any(a is not b for a, b in zip(known, gradients, strict=True)):
@@ -314,7 +324,7 @@ class BackwardPool:
     """The memory pool in which backwards work, one after the other.
 
     Attributes:
-        added: leases of gradients in the pool that autograd adds to others just now.
+        added: leases of gradients in the pool that autograd is adding to others just now.
     """
 
     def __init__(self, backend: Backend, pool: Any = None) -> None:
@@ -323,7 +333,7 @@ class BackwardPool:
         self.added = Leases()
 
     def begin(self) -> None:
-        """The next one works here, on the current stream."""
+        """Lets the next backward work in the pool, on the current stream."""
         stream = self._backend.current_stream()
         if self._stream is not None and stream != self._stream:
             self._backend.wait_for(self._stream)
@@ -334,11 +344,12 @@ class Slot:
     """The recordings of one microbatch in flight, and how far the running microbatch has come.
 
     Args:
-        pool: theirs, if it is not a new one.
-        pool_bytes: of one piece, that a new one begins with.
-        backward_pool: where those of several slots work; None: in the pool of the slot.
-        first_bytes: where gradients are accumulated, what the pool of those of first microbatches
-            begins with in one piece; 0: they are not.
+        pool: the memory pool of the recordings; None makes a new one.
+        pool_bytes: size of the one piece that a new pool begins with.
+        backward_pool: the pool that the backwards of several slots share; None lets the backwards
+            work in the pool of the slot.
+        first_bytes: if gradients are accumulated, size of the one piece that the pool for backwards
+            of first microbatches begins with; 0 if gradients are not accumulated.
     """
 
     def __init__(
@@ -362,16 +373,16 @@ class Slot:
 
     def _begin_anew(self, pool: Any) -> None:
         self.pool = self._backend.new_pool(self._pool_bytes) if pool is None else pool
-        # Weights' gradients come in any order: what is captured after one of them must not get
-        # the memory that it works in.
+        # Weight gradients come in any order: a capture after one of them must not get the memory
+        # that it works in.
         self.pool_of_weights = self._backend.new_pool()
-        # Nothing but first microbatches' backwards writes where ``.grad`` is until the next step.
+        # Only backwards of first microbatches write where ``.grad`` stays until the next step.
         self.pool_of_first = self._backend.new_pool(self._first_bytes)
         self.backward_pool = self._shared or BackwardPool(self._backend, self.pool)
         self.in_place = Leases()  # of gradients that have become ``.grad``
         self._clock, self._backwards = -1, 0
         self._stream: Any = None
-        # By position: a recording waits for one backward at most.
+        # The keys are positions: a recording waits for one backward at most.
         self._pending: dict[int, weakref.ref[PendingBackward]] = {}
         self._retained: weakref.WeakSet[PendingBackward] = weakref.WeakSet()
         self.is_closed = False
@@ -383,7 +394,7 @@ class Slot:
         return self._first_bytes > 0
 
     def may_record(self, site: CallSite) -> bool:
-        """Forwards are captured in their order, before all backwards."""
+        """Whether a forward may be captured: forwards go in their order, before all backwards."""
         earlier = self.sites[: site.position]
         return (
             not self.is_closed
@@ -392,7 +403,10 @@ class Slot:
         )
 
     def may_record_backward(self) -> bool:
-        """All forwards have to be there: their memory lies before that of the backwards."""
+        """Whether a backward may be captured: only after all forwards.
+
+        Memory of the forwards lies in the pool before that of the backwards.
+        """
         complete = not self.is_closed and all(
             site.forward is not None or site.planned.refused for site in self.sites
         )
@@ -401,13 +415,18 @@ class Slot:
         return complete and self.reclaim_added()
 
     def backward_recorded(self, site: CallSite) -> None:
-        """The order in which they are captured is the one in which they may be replayed."""
+        """Whether a backward may be captured: only after all forwards.
+
+        Memory of the forwards lies in the pool before that of the backwards.
+        """
         site.backward_position = len(self.sites) + self._backwards
         self._backwards += 1
 
     def output_at(self, leaf: Tensor) -> tuple[CallSite, int] | None:
-        """The place and the number of the output, if a tensor is the static memory of one, as it
-        was handed out in this microbatch."""
+        """The call site and the number of the output whose static memory a tensor is, or None.
+
+        The tensor must be the object that was handed out in this microbatch.
+        """
         for site in self.sites:
             index = site.handed_as(leaf)
             if index is not None:
@@ -420,7 +439,7 @@ class Slot:
         return [lease for site in self.sites for lease in site.leases]
 
     def uses_again(self, parameter: Tensor) -> str | None:
-        """The reason why no gradient of a parameter becomes ``.grad``: autograd adds up several."""
+        """The reason to copy all gradients of a parameter: autograd adds several of them up."""
         forwards = (site.forward for site in self.sites if site.forward is not None)
         uses = sum(each is parameter for forward in forwards for each in forward.listed)
         return "used_twice" if uses > 1 else None
@@ -428,23 +447,23 @@ class Slot:
     # ---- replays
 
     def next_site(self, scope: str) -> CallSite | None:
-        """The next call of ``scope`` that this microbatch has not come to yet."""
+        """The next call of ``scope`` that this microbatch has not reached yet."""
         for site in self._of_scope.get(scope, ()):
             if site.position > self._clock:
                 return site
         return None
 
     def begin(self) -> None:
-        """A new microbatch takes the slot."""
+        """Starts a new microbatch in the slot."""
         self._retained.clear()
         self._clock = -1
 
     def skip(self, site: CallSite) -> None:
-        """A call runs eagerly in place of its recording, which is not replayed any more."""
+        """Notes a call that runs eagerly in place of its recording, so the microbatch goes on."""
         self._clock = site.position
 
     def is_to_record(self, site: CallSite) -> bool:
-        """Whether its next call may be the one that is captured."""
+        """Whether the next call at the call site may be the one that is captured."""
         return site.forward is None and not self.is_closed and not site.planned.refused
 
     def mismatch(self, site: CallSite, structure: Any, leaves: Sequence[Any]) -> Mismatch | None:
@@ -472,8 +491,8 @@ class Slot:
         reclaimed = [each.reclaim() for each in writes]  # all of them, come what may
         held, kind = "output", "an output"
         if all(reclaimed):
-            # Forwards may write where the gradients of the last microbatch are, unless these have a
-            # pool of their own.
+            # Forwards may write where the gradients of the last microbatch are, unless the
+            # gradients have a pool of their own.
             free = self.accumulates or self.reclaim_in_place()
             if self.reclaim_added() and free:
                 return None
@@ -484,33 +503,40 @@ class Slot:
     def grant(
         self, site: CallSite, *, added: list[BufferLease], in_place: list[BufferLease]
     ) -> None:
-        """Notes gradients in a pool's memory that are handed out: autograd holds those that it adds
-        just now; the others become ``.grad``, until a graph needs their memory again."""
+        """Notes gradients that are handed out on memory of a pool.
+
+        Autograd holds those in ``added`` while it adds them. Those in ``in_place`` become ``.grad``
+        until a graph needs their memory again.
+        """
         self.backward_pool.added.add(added)
         self.in_place.add(in_place, site.backward_position)
 
     def reclaim_in_place(self, site: CallSite | None = None) -> bool:
-        """Reclaims gradients that have become ``.grad``. ``site``: only where its backward may
-        write."""
+        """Reclaims gradients that have become ``.grad``.
+
+        With ``site`` given, only those that its backward may overwrite.
+        """
         return self.in_place.reclaim(0 if site is None else site.backward_position)
 
     def reclaim_added(self, *, collecting: bool = False) -> bool:
-        """Reclaims gradients that were added to others. ``collecting``: also those that only
-        garbage holds."""
+        """Reclaims gradients that were added to others.
+
+        ``collecting`` runs the garbage collector for those that only garbage holds.
+        """
         added = self.backward_pool.added
         if added.reclaim():
             return True
         return collecting and gc.collect() >= 0 and added.reclaim()
 
     def in_flight(self) -> list[PendingBackward]:
-        """Replayed forwards whose backward may still come."""
+        """The replayed forwards whose backward may still come."""
         alive = [pending for ref in self._pending.values() if (pending := ref()) is not None]
         self.abandoned += len(self._pending) - len(alive)
         self._pending = {each.site.position: weakref.ref(each) for each in alive}
         return alive
 
     def retains(self) -> bool:
-        """Another backward of the last microbatch may come (``retain_graph=True``)."""
+        """Whether another backward of the last microbatch may come (``retain_graph=True``)."""
         return len(self._retained) > 0
 
     def begin_replay(self, site: CallSite, leaves: Sequence[Any]) -> PendingBackward:
@@ -534,7 +560,7 @@ class Slot:
         """Checks that a backward may run.
 
         Raises:
-            GraphError: if its backward must not run at all.
+            GraphError: if it must not run at all.
         """
         self.check_alive(pending)
         if pending.is_done and pending not in self._retained:
@@ -557,13 +583,16 @@ class Slot:
         mismatch = site.backward.conditions.mismatch()
         if mismatch is not None:
             return mismatch.reason
-        # When garbage goes is not the same on all ranks, and what they run has to be.
+        # Ranks collect garbage at different times, but they have to run the same operations.
         free = self.reclaim_added(collecting=site.planned.ranks.group is not None)
         return None if free else "gradient_held"
 
     def backward_to_replay(self, site: CallSite) -> RecordedBackward:
-        """The recording that serves a backward which can be replayed: that of a first microbatch if
-        no ``.grad`` is there and nobody holds the memory where its gradients stay."""
+        """The recording that serves a backward which can be replayed.
+
+        If no ``.grad`` exists and nobody holds the memory where gradients of first microbatches
+        stay, it is the recording for a first microbatch.
+        """
         is_first = site.first is not None and site.first.finds_no_gradient()
         return site.first if is_first and self.reclaim_in_place(site) else site.backward
 
@@ -577,10 +606,10 @@ class Slot:
         self._forget_if_over(pending)
 
     def weights_done(self, pending: PendingBackward) -> None:
-        """Notes that the weights' gradients have been computed, where they have a graph of their
-        own.
+        """Notes that the weight gradients have been computed by a graph of their own.
 
-        They may come in any order: what they need is kept until all of the slot are captured.
+        They may come in any order: the tensors that they need are kept until all weight gradients
+        of the slot are captured.
         """
         self.check_alive(pending)
         if not pending.is_done or pending.weights != "pending":
@@ -592,8 +621,10 @@ class Slot:
         self._forget_if_over(pending)
 
     def end_step(self) -> None:
-        """Backwards of a step that has ended will not come any more; a capture that has begun is
-        complete now, or is begun anew with the next microbatch."""
+        """Ends a step: backwards that have not come will not come any more.
+
+        A capture that has begun is complete now, or it begins anew with the next microbatch.
+        """
         for pending in self.in_flight():
             pending.cancelled = True
             self.abandoned += 1
@@ -631,7 +662,7 @@ class Slot:
         """Checks that the graphs of a backward are still there.
 
         Raises:
-            GraphError: if its graphs are gone, or its step has ended.
+            GraphError: if the graphs are released, or the backward's step has ended.
         """
         if pending.site.forward is None:
             raise GraphError(
