@@ -1,5 +1,4 @@
-"""Tensors and plain values of a call: what a graph was captured for, and how a call differs from
-it."""
+"""Tensors and plain values of a call: what a graph was captured for, and how calls differ."""
 
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ from moe_graphs.engine.reasons import EAGER_CALLS
 
 # ---- plain Python values: the same bit for bit, not merely equal
 
-# Compared by value: they cannot change inside.
+# These types are compared by value, because nothing inside them can change.
 PLAIN = (
     bool, int, float, complex, str, bytes, type(None), type(...),
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, range,
 )  # fmt: skip
-# Compared by identity, and nothing in them is followed as data.
+# These types are compared by identity, and nothing inside them is followed as data.
 BY_IDENTITY = (
     type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, enum.Enum,
     torch.Generator, property,
@@ -61,7 +60,7 @@ def same_value(a: Any, b: Any) -> bool:
         return False
 
 
-# ---- tensors that stand for another one: a DTensor's memory is that of its local shard
+# ---- tensors that wrap another one: a DTensor's memory is that of its local shard
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -85,17 +84,17 @@ def is_wrapped(tensor: Tensor) -> bool:
 
 
 def is_sharded_by_fsdp(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` (FSDP2) has changed its class. Without importing that."""
+    """Whether ``fully_shard`` (FSDP2) has changed the module's class, found without an import."""
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
 def is_wrapper(kind: type) -> bool:
-    """Whether dispatch sees a class: its operations come once more, on the inner tensor."""
+    """Whether dispatch sees a wrapper class; its operations come once more on the inner tensor."""
     return is_traceable_wrapper_subclass_type(kind)
 
 
 def has_no_values(kinds: tuple[type, ...], kwargs: dict) -> bool:
-    """Whether an operation only finds out shapes, as DTensor's do."""
+    """Whether an operation only finds out shapes, as operations of DTensor do."""
     on_meta = "device" in kwargs and kwargs["device"] == torch.device("meta")
     is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     return on_meta or is_fake or any(kind.__name__ == "FakeTensor" for kind in kinds)
@@ -108,7 +107,7 @@ _CONSTANTS = {int, float, bool, str, type(None), torch.dtype, torch.device, torc
 
 @dataclass(frozen=True)
 class Mismatch:
-    """``reason`` is the counter's key, ``message`` what a user reads."""
+    """A difference from the capture: ``reason`` is the counter's key, ``message`` is for users."""
 
     reason: str
     message: str
@@ -168,7 +167,7 @@ class TensorSpec:
         return f"input {self.name!r} is {what}: graphs take plain, strided tensors: convert it"
 
     def _overlaps_itself(self) -> bool:
-        """Otherwise than by being expanded: no copy could be written there."""
+        """Whether elements share memory except by expanding; copies into it would fail."""
         at = sorted((stride, size) for size, stride in zip(self.shape, self.stride, strict=True))
         reached = 0
         for stride, size in at:
@@ -189,8 +188,10 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ConstantSpec:
-    """Anything but a tensor: frozen into the graph, so it must be the same at every call. What
-    lies inside of an object is compared by ``Guards``."""
+    """Any value but a tensor. It is frozen into the graph, so it must be the same at every call.
+
+    ``Guards`` compare the contents of objects.
+    """
 
     name: str
     value: Any
@@ -209,8 +210,10 @@ class ConstantSpec:
 class Signature:
     """The structure, tensors and constants of a scope's inputs.
 
-    first: of every leaf the number of the first one that is the very same tensor (``attn(x, x,
-        x)``): the forward may ask ``key is value``, and gradients add up in another order.
+    Attributes:
+        first: per leaf, the number of the first leaf that is the very same tensor (``attn(x, x,
+            x)``). It matters because the forward may ask ``key is value``, and gradients add up in
+            another order.
     """
 
     structure: pytree.TreeSpec
@@ -219,7 +222,10 @@ class Signature:
 
     @classmethod
     def of(cls, inputs: Any, name_of: Callable[[Sequence[Any]], str] = pytree.keystr) -> Signature:
-        """``name_of`` turns the path of a leaf into the name that messages use."""
+        """Signature of ``inputs``.
+
+        ``name_of`` turns the path of a leaf into the name that messages use.
+        """
         paths, _ = pytree.tree_flatten_with_path(inputs)
         leaves = tuple(
             (TensorSpec.of if isinstance(leaf, torch.Tensor) else ConstantSpec)(name_of(path), leaf)
@@ -228,7 +234,7 @@ class Signature:
         return cls(flatten(inputs)[1], leaves, _first_of_each([leaf for _, leaf in paths]))
 
     def mismatch(self, structure: pytree.TreeSpec, leaves: Sequence[Any]) -> Mismatch | None:
-        """The first difference of a call, or None. Reads no values and does not synchronise."""
+        """The first difference of a call, or None. Reads no values and does not wait."""
         if structure is not self.structure and structure != self.structure:
             return Mismatch(
                 "structure", f"captured inputs {self.structure}, got {structure}: call it alike"
@@ -252,8 +258,10 @@ class Signature:
 
 
 def flatten(inputs: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Flattens as ``pytree.tree_flatten`` does; arguments that are all tensors by position take a
-    tenth of the time."""
+    """Flattens as ``pytree.tree_flatten`` does.
+
+    If all arguments are tensors by position, this takes a tenth of the time.
+    """
     if is_call(inputs) and not inputs[1]:
         leaves = inputs[0]
         if all(isinstance(leaf, torch.Tensor) for leaf in leaves):
@@ -262,8 +270,10 @@ def flatten(inputs: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 
 def unflattening(structure: pytree.TreeSpec) -> Callable[[list[Any]], Any]:
-    """``pytree.tree_unflatten`` for one structure; of a node with leaves only in a fifth of the
-    time."""
+    """A function that does ``pytree.tree_unflatten`` for one structure.
+
+    If the structure is a node with leaves only, this takes a fifth of the time.
+    """
     if structure.is_leaf():
         return operator.itemgetter(0)
     node = pytree.SUPPORTED_NODES.get(structure.type)
@@ -273,7 +283,7 @@ def unflattening(structure: pytree.TreeSpec) -> Callable[[list[Any]], Any]:
 
 
 def is_call(inputs: Any) -> bool:
-    """Whether they are positional arguments and those by keyword."""
+    """Whether the inputs are a pair of positional and keyword arguments."""
     return (
         type(inputs) is tuple
         and len(inputs) == 2
@@ -288,8 +298,10 @@ def _of_tensors(count: int) -> pytree.TreeSpec:
 
 
 def tensor_leaves(tree: Any) -> list[torch.Tensor]:
-    """The tensors among the leaves of a pytree, in order. Arguments of operations by a shorter way:
-    an operation that is watched asks several times."""
+    """The tensors among the leaves of a pytree, in order.
+
+    Arguments of operations take a shorter way, because a watched operation asks several times.
+    """
     kind = type(tree)
     if kind is torch.Tensor:
         return [tree]
@@ -302,7 +314,7 @@ def tensor_leaves(tree: Any) -> list[torch.Tensor]:
 
 
 def _first_of_each(leaves: Sequence[Any]) -> tuple[int, ...]:
-    """The number of the first leaf that is the same tensor; a constant has its own number."""
+    """Per leaf, the number of the first leaf that is the same tensor; constants have their own."""
     tensors = [
         id(leaf) if isinstance(leaf, torch.Tensor) else -1 - i for i, leaf in enumerate(leaves)
     ]
@@ -311,12 +323,14 @@ def _first_of_each(leaves: Sequence[Any]) -> tuple[int, ...]:
     return tuple(map(tensors.index, tensors))
 
 
-# ---- static buffers: memory at fixed addresses, and copies into it and out of it
+# ---- static buffers: memory at fixed addresses, and copies into and out of it
 
 
 def static_copy(tensor: Tensor) -> Tensor:
-    """Memory of its own with the same values and strides, those of gaps and expansions included:
-    kernels are chosen by strides."""
+    """Memory of its own with the same values and strides, also for gaps and expanded dimensions.
+
+    Strides must be the same because kernels are chosen by strides.
+    """
     made = static_like(tensor)
     copy_to(target_of(made), tensor.detach())
     return made
@@ -329,13 +343,16 @@ def static_like(tensor: Tensor) -> Tensor:
 
 
 def target_of(static: Tensor) -> Tensor:
-    """The tensor that copies into static memory write to: all of it, unseen by autograd, since an
-    open autograd graph may have saved the static tensor."""
+    """The tensor that copies into static memory write to.
+
+    Autograd does not see these writes, because an open autograd graph may have saved the static
+    tensor.
+    """
     return _dense(static.data)
 
 
 def copy_to(target: Tensor, value: Tensor) -> None:
-    """``value`` has the shape of the tensor that ``target`` was made of."""
+    """Copies ``value``, which has the shape of the tensor that ``target`` was made of."""
     target.copy_(value if value.shape == target.shape else _narrowed(value, target))
 
 
@@ -377,7 +394,7 @@ def _narrowed(value: Tensor, target: Tensor) -> Tensor:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """The part of an expanded tensor that has memory of its own: copies go there."""
+    """The part of an expanded tensor that has memory of its own, which copies go to."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -397,30 +414,32 @@ def communicates(func: Any) -> bool:
 
 
 def sends(func: Any) -> bool:
-    """Whether it sends to one rank, which may receive much later: waiting at once may be for
-    ever."""
+    """Whether an operation sends to one rank.
+
+    That rank may receive much later, so waiting at once may take for ever.
+    """
     return communicates(func) and func.overloadpacket.__name__ == "send"
 
 
 def wait(results: Any) -> None:
-    """Waits for communication that has just been started: the next call may read what it writes."""
+    """Waits for communication that was just started: the next call may read what it writes."""
     for leaf in pytree.tree_leaves(results):
         if isinstance(leaf, torch.ScriptObject):
             torch._C._distributed_c10d.Work.unbox(leaf).wait()
 
 
 def arrived(func: Any, results: Any) -> None:
-    """Waits for communication that gives back tensors (those of DTensors do) instead of work."""
+    """Waits for communication that returns tensors instead of work, as that of DTensors does."""
     if _namespace(func) == "_c10d_functional":
         for tensor in tensor_leaves(results):
             torch.ops._c10d_functional.wait_tensor(tensor)
 
 
 def finished(func: Any, args: tuple, results: Any) -> Any:
-    """The results; of a reduce-scatter on the CPU, arrived, with work that is done.
+    """The results of an operation; for a reduce-scatter on the CPU only after they have arrived.
 
-    gloo copies its results into place where they are waited for, by operations that would be
-    seen: they are a part of this one.
+    gloo copies these results into place when somebody waits for them. The operations that copy
+    would be seen, but they belong to this one.
     """
     on_cpu = any(tensor.is_cpu for tensor in tensor_leaves(args))
     if not on_cpu or "reduce_scatter" not in func.overloadpacket.__name__:
@@ -436,12 +455,13 @@ def _done() -> torch.ScriptObject:
 
 
 # ---- storages whose memory comes and goes by ``resize_``
-# FSDP2 gathers parameters into such storages. No operation does it, so no dispatch mode sees it.
+# FSDP2 gathers parameters into such storages. ``resize_`` is no operation, so no dispatch mode sees
+# it.
 
 
 @contextlib.contextmanager
 def noting_resizes(note: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
-    """Calls ``note(storage, nbytes)`` after each ``storage.resize_(nbytes)`` of Python's."""
+    """Calls ``note(storage, nbytes)`` after each ``storage.resize_(nbytes)`` from Python."""
     kind = torch.UntypedStorage
     before, own = kind.resize_, vars(kind).get("resize_")
 
