@@ -33,12 +33,14 @@ from moe_graphs.engine.tensors import Mismatch, is_wrapped, same_value, unwrap
 from moe_graphs.engine.tracing import address
 from moe_graphs.errors import CaptureError
 
-# ---- the fast path: every place holds the very object that it held
+# ---- the fast path: every container still holds the very same objects
 
 
 def _notices_attributes(version_of: Callable[[dict], int]) -> bool:
-    """Whether attributes that are set go through the dictionary of their object, once somebody has
-    it: in Python 3.13 some do not."""
+    """Whether a change of an attribute changes the version of the object's dictionary.
+
+    In Python 3.13 some changes do not go through the dictionary, even if somebody holds it.
+    """
 
     class Owner:
         def __init__(self) -> None:
@@ -59,7 +61,8 @@ def _notices_attributes(version_of: Callable[[dict], int]) -> bool:
 
 
 Contents = tuple[Container, dict[Any, Any]]
-# The version of a dictionary, which any change of it changes: Python's own, or that of a watcher.
+# The version of a dictionary, which every change of the dictionary changes: Python's own version,
+# or that of a watcher.
 _version_of: Callable[[dict], int] | None = getattr(of_dynamo, "dict_version", None)
 if _version_of is not None and not _notices_attributes(_version_of):
     _version_of = None
@@ -71,15 +74,15 @@ class FastPath:
 
     Args:
         contents: containers, each with what it holds now.
-        noisy: ids of holders that change in ways that do not matter: they are compared by name.
-        matter: ids of the tensors whose identity matters; others may be exchanged.
+        noisy: ids of holders that change in ways that do not matter; they are compared by name.
+        matter: ids of the tensors whose identity matters; other tensors may be exchanged.
     """
 
     def __init__(
         self, contents: Sequence[Contents], noisy: Collection[int], matter: Collection[int]
     ) -> None:
         self._contents, self._noisy, self._matter = contents, noisy, matter
-        # By the ids of dictionaries: how often they changed in ways that do not matter.
+        # Ids of dictionaries -> how often they changed in ways that do not matter.
         self._changes: Counter[int] = Counter()
         self._begin()
 
@@ -98,7 +101,8 @@ class FastPath:
         return type(holder) is dict and not holder and id(holder) not in self._noisy
 
     def _has_version(self, holder: Any) -> bool:
-        # Not if it changes all the time, like the globals of a script.
+        # A dictionary that changes all the time, like the globals of a script, is not compared by
+        # version.
         restless = self._changes[id(holder)] >= _OFTEN
         return _version_of is not None and type(holder) is dict and not restless
 
@@ -116,22 +120,25 @@ class FastPath:
         return True
 
     def changed(self) -> list[Any]:
-        """The holders, of those that are compared whole, that hold something else now."""
+        """The holders that hold something else now, among those that are compared whole."""
         filled = [holder for holder in self._empty if holder]
         return filled + self._of_dicts.changed() + self._others.changed()
 
 
 class _Columns:
-    """Holders, keys and values side by side. Containers of which all matters are compared whole,
-    and dictionaries of objects, until they change in a way that does not matter. Modules of Python
-    have many names, of which few matter: those are compared one by one."""
+    """Holders, keys and values side by side.
+
+    Two kinds of containers are compared whole: those of which everything matters, and dictionaries
+    of objects until they change in a way that does not matter. Modules of Python have many names,
+    of which few matter; these names are compared one by one.
+    """
 
     def __init__(
         self, contents: Sequence[Contents], noisy: Collection[int], matter: Collection[int]
     ) -> None:
         keyed = [pair for pair in contents if not _is_compared_whole(pair[0], noisy)]
         self._holders = [c.holder for c, _ in contents if _is_compared_whole(c, noisy)]
-        # The views of dictionaries are live: they show the values of the time they are read.
+        # The views of dictionaries are live: they show the values of the time when they are read.
         self._now = list(map(elements, self._holders))
         self._sizes = list(map(len, self._now))
         self._values = list(chain.from_iterable(self._now))
@@ -143,7 +150,8 @@ class _Columns:
         ]
         self._of_dicts = _columns(rows, dict)
         self._of_classes = _columns(rows, types.MappingProxyType)
-        # Names that may come: each by itself, or whether the holder's names are the same.
+        # Names that may appear: they are compared one by one or, if they are many, all names of the
+        # holder are.
         absent = [(c.holder, c.absent(held)) for c, held in keyed]
         few = [(holder, keys) for holder, keys in absent if len(keys) <= len(holder)]
         self._absent = [[h for h, keys in few for _ in keys], [k for _, keys in few for k in keys]]
@@ -202,15 +210,15 @@ _NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 class Guards:
     """Attributes, containers, globals, closures, tensors and hooks, as they were when it was made.
 
-    Values are compared by value, functions and classes by identity, tensors by identity, address
-    and layout. The quick answer is a few loops in C over the very objects; if any of these is
-    another one, everything is looked up anew and compared by its path.
+    Values are compared by value; functions and classes by identity; tensors by identity, address
+    and layout. The fast path is a few loops in C over the very objects. If any object is another
+    one, everything is looked up anew and compared by its path.
 
     Args:
         roots, accessed, read_addresses, everything, tensor_names: as of ``Walk``.
         tensors: path -> more tensors whose address matters.
         outside: modules whose own hooks run outside of the block.
-        sharded: the hooks of ``fully_shard`` may run inside.
+        sharded: whether the hooks of ``fully_shard`` may run inside.
     """
 
     def __init__(
@@ -268,7 +276,7 @@ class Guards:
         )
 
     def _other_hooks(self) -> Mismatch:
-        """Name of the module that has hooks now, and whose they are."""
+        """The mismatch that names a module which has hooks now, and whose hooks they are."""
         inside = [(n, m) for n, m in self._found.modules if id(m) not in self._outside]
         hooked = (
             f"module {name or 'model'!r} has {shown_hooks(hooks)}"
@@ -280,8 +288,10 @@ class Guards:
         return Mismatch("hooks", f"{what} now, which a replay does not run: {remedy}")
 
     def changes(self) -> list[str]:
-        """Values that have changed, by path, old and new. State that an optimizer's first
-        step has made is none of it."""
+        """Values that have changed, by path, old and new.
+
+        State that an optimizer's first step has made does not count as a change.
+        """
         found = self._walk()
         now = found.leaves
         drawn = [name for name, rng, state in self.draws if not _same_state(rng, state)]
@@ -392,14 +402,17 @@ class Guards:
         return self._sharded and are_of_fsdp(hooks)
 
     def _fast_path_holds(self) -> bool:
-        """The quick answer: everything is the very same object."""
+        """Whether the fast path finds that every object is the very same."""
         return all(map(operator.call, self._quick))
 
     def _cells_are_still(self) -> bool:
         return all(cell.is_still(value) for cell, value in self.cells)
 
     def _compare_by_path(self) -> Mismatch | None:
-        """Other containers may hold the same leaves, and what changed may not matter."""
+        """The first difference by path, or None.
+
+        Other containers may hold the same values, and a changed value may not matter.
+        """
         found = self._walk()
         for name, before in self._found.leaves.items():
             now = found.leaves.get(name, GONE)
@@ -412,7 +425,7 @@ class Guards:
             if found.orders.get(name) != order:
                 return _difference(name, order, found.orders.get(name, GONE))
         self._noisy.update(map(id, self._fast_path.changed()))
-        # By now others may lie where the block has read something.
+        # Other tensors may lie by now at an address that the block has read.
         found.tensors = {n: t for n, t in found.tensors.items() if n in self._found.tensors}
         self._adopt(found)
         return None
@@ -469,7 +482,10 @@ def _kind_of(tensor: Tensor) -> tuple:
 
 
 def _check_in_c(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """True of tensors that are in all (and more) as these are now, under the modes of now."""
+    """A check in C that is true for tensors like these, under the modes in force now.
+
+    It compares everything that ``_kind_of`` compares, and more.
+    """
     if _TensorGuards is None or not tensors:
         return None
     sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
@@ -481,8 +497,10 @@ def names_before_running(
     modules: Iterable[nn.Module],
     guards_of: Callable[[AccessedNames], Guards],
 ) -> AccessedNames:
-    """Names that functions may read, and functions that they reach, as far as code shows without
-    running them. ``modules``: those that may run."""
+    """Names that functions, and the functions that they reach, may read.
+
+    The names come from the code alone; nothing is run. ``modules`` are those that may run.
+    """
     owners = {id(module): module for module in modules}
     plain = (each for each in owners.values() if not isinstance(each, torch.jit.ScriptModule))
     todo = [*functions, *(type(module).forward for module in plain)]
@@ -498,7 +516,7 @@ def names_before_running(
 def tensors_of_others(
     model: nn.Module, addresses: Iterable[int], known: Iterable[Tensor]
 ) -> dict[str, Tensor]:
-    """Parameters and buffers of the model that were read by address, wherever they belong."""
+    """Parameters and buffers, in any module of the model, that were read by address."""
     wanted, seen = set(addresses), {id(tensor) for tensor in known}
     named = chain(model.named_parameters(), model.named_buffers())
     return {
@@ -509,7 +527,7 @@ def tensors_of_others(
 
 
 def _place_of_each_tensor(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One name for each, without those that have no memory that could move."""
+    """One name for each tensor; tensors without memory that could move are left out."""
     first: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in tensors.items():
         if tensor.layout is torch.strided and not torch._C._functorch.is_batchedtensor(tensor):
