@@ -1,5 +1,4 @@
-"""Walks over autograd's graph, how the gradients of a leaf come together, and backwards in two
-parts."""
+"""Walks over autograd's graph, how the gradients of a leaf add up, and backwards in two parts."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ def nodes_behind(outputs: Sequence[Tensor]) -> Iterator[Node]:
 
 
 def keeps_graph() -> bool:
-    """The running backward has ``retain_graph=True``, so another one may follow."""
+    """Whether the running backward has ``retain_graph=True``, so that another one may follow."""
     keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     in_backward = torch._C._current_graph_task_id() != -1
     return in_backward and keeps is not None and keeps()
@@ -40,16 +39,18 @@ def leaves_behind(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 class LeafUses:
-    """The places where a graph uses its leaves, each of which has an addend of its own.
+    """The places where a graph uses its leaves; each has an addend of its own.
 
-    Autograd adds the gradients of a tensor up in the order in which they arrive. A graph that is
-    one node for its caller has to hand on one addend per use, in the order of an eager backward:
-    one sum of them would be added to those of other uses (a residual around the scope, a weight
-    that is tied) in another order, and the last bit would differ.
+    Autograd adds up the gradients of a tensor in the order in which they arrive. A graph is one
+    node for its caller, and this node has to return one addend per use, in the order of an eager
+    backward. If it returned one sum, this sum would be added to the gradients of other uses (a
+    residual around the scope, a weight that is tied) in another order, and the last bit would
+    differ.
 
     Attributes:
-        of: per use the number of its leaf: leaves in their order, uses of a leaf in the order in
-            which their addends arrive (later uses first). A leaf that nothing uses is not there.
+        of: per use the number of its leaf. Leaves are in their order; the uses of a leaf are in the
+            order in which their addends arrive (later uses first). A leaf without a use does not
+            occur.
     """
 
     def __init__(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
@@ -71,8 +72,10 @@ class LeafUses:
 
     @contextlib.contextmanager
     def kept_apart(self) -> Iterator[dict[tuple[int, int], Tensor]]:
-        """Context in which a backward leaves the addends of leaves with several uses in the
-        dictionary, by leaf and use, instead of adding them up."""
+        """Context in which a backward does not add up the addends of leaves with several uses.
+
+        The backward leaves them in the dictionary, by leaf and use.
+        """
         addends: dict[tuple[int, int], Tensor] = {}
         of_node: dict[Node, list[tuple[int, tuple[int, int]]]] = {}
         for number, uses in enumerate(self._apart):
@@ -91,7 +94,7 @@ class LeafUses:
     def spread(
         self, gradients: Sequence[Tensor | None], addends: dict[tuple[int, int], Tensor]
     ) -> list[Tensor | None]:
-        """Per use: what came in one piece (``gradients``, per leaf), or its addend."""
+        """The gradients per use: the leaf's whole gradient if it has one use, else its addend."""
         spread: list[Tensor | None] = []
         for number, (count, gradient) in enumerate(zip(self._counts, gradients, strict=True)):
             if count == 1:
@@ -107,7 +110,7 @@ class LeafUses:
         *,
         retain_graph: bool = False,
     ) -> list[Tensor | None]:
-        """The gradients per use; None where nothing arrives."""
+        """The gradients per use; None where no gradient arrives."""
         if not self._leaves:
             return []
         with self.kept_apart() as addends:
@@ -168,7 +171,7 @@ class SplitBackward:
 
     Args:
         outputs: where the backward starts; all require gradients.
-        inputs, parameters: leaves of the graph. ``inputs`` may be empty: then all is second part.
+        inputs, parameters: leaves of the graph. If ``inputs`` is empty, the second part is all.
     """
 
     def __init__(
@@ -182,7 +185,11 @@ class SplitBackward:
         self._arrived: dict[Node, Gradients] = {}
 
     def input_gradients(self, gradient_outputs: Sequence[Tensor]) -> list[Tensor | None]:
-        """The first part. Keeps the autograd graph and what arrived where the second part starts"""
+        """Runs the first part.
+
+        The autograd graph is kept, and so are the gradients that arrived where the second part
+        starts.
+        """
         roots: dict[Node, list[Tensor | None]] = {}
         for output, gradient in zip(self._outputs, gradient_outputs, strict=True):
             node = output.grad_fn
@@ -207,7 +214,7 @@ class SplitBackward:
         return list(found)
 
     def parameter_gradients(self) -> list[Tensor | None]:
-        """The second part."""
+        """Runs the second part."""
         found: dict[int, Tensor] = {}
         for nodes, parameters in self._groups():
             found.update(self._of_group(nodes, parameters))
@@ -242,11 +249,11 @@ class SplitBackward:
             self._of_leaf[node] = own.union(*aside)
 
     def _cut(self) -> list[Node]:
-        """Nodes on the way to an input from which something leads aside to a parameter."""
+        """Nodes on the way to an input from which a branch leads to a parameter."""
         return [node for node, found in self._of_leaf.items() if found and self._to_inputs[node]]
 
     def _groups(self) -> list[tuple[list[Node], set[int]]]:
-        """Starting nodes that share parameters have to run together."""
+        """Groups of starting nodes: nodes that share parameters have to run together."""
         groups: list[tuple[list[Node], set[int]]] = []
         for node in self._arrived:
             nodes, parameters = [node], self._of_leaf[node]
@@ -269,7 +276,7 @@ class SplitBackward:
                     gradients.append(gradient)
         if not edges:
             return {}
-        # One node may lie behind another: then it must not be reached by what comes from there.
+        # One node may lie behind another: then gradients of the other one must not reach it.
         together = nodes if len(nodes) > 1 else []
         as_arrived = [node.register_prehook(_always(self._arrived[node])) for node in together]
         try:

@@ -1,27 +1,31 @@
 """Memory that graphs write and a caller may hold: who holds it, and how the engine gets it back.
 
-A graph writes to the same memory at every replay. What it has written leaves the engine as a tensor
-on that memory: an output of a scope, a gradient that autograd adds to a ``.grad``, a gradient that
-becomes ``.grad``. One ``BufferLease`` stands for one such storage. Before a graph writes there
-again, the engine reclaims the lease, and the graph runs only if the memory is its own again.
+A graph writes to the same memory at every replay. Results leave the engine as tensors on that
+memory: an output of a scope, a gradient that autograd adds to a ``.grad``, a gradient that becomes
+``.grad``. One ``BufferLease`` stands for one such storage. Before a graph writes there again, the
+engine reclaims the lease. The graph runs only if nobody else uses the memory then.
 
-| state | who holds the memory | who decides that it comes to this |
+| state | who holds the memory | who decides this |
 |---|---|---|
-| returned | the engine alone: its references are counted (``settle``), and there is no other |
-``reclaim`` |
-| leased | a caller may hold the tensor that it was given: an output (``CallSite.note_handed``), or
-a gradient that autograd is adding (``Backwards.added``) | ``replay``; ``outgoing_gradients.lent`` |
-| in place as ``.grad`` | the parameter, until a graph needs the memory (``Slot.in_place``), or
-until the step drops it (a whole step, which puts it there after every replay) | ``reason_to_copy``
-at the capture, ``outgoing_gradients.lent`` at a replay; ``StaticGradients`` |
-| moved | the engine alone: the tensors that callers held have memory of their own now |
-``reclaim``: every reference that is not the engine's is a tensor that was handed out |
-| view held | somebody has a view, an alias or the storage itself, or has freed the memory |
-``reclaim``: a graph that would write there is not replayed (``output_held``, ``gradient_held``,
-``gradients_held``); that output is a copy from then on, and so is that gradient (``view_held``) |
+| returned | the engine alone, as its counted references show | ``reclaim``, ``settle`` |
+| leased | a caller: an output, or a gradient that autograd adds | ``note_handed``, ``hand_out`` |
+| in place as ``.grad`` | the parameter, until a graph needs the memory | see below |
+| moved | the engine: callers' tensors have memory of their own now | ``reclaim`` |
+| view held | somebody has a view, an alias or the storage itself | ``reclaim`` |
 
-After "moved" the lease is returned. After "view held" it is returned as soon as nobody else holds
-the memory. References from numpy and DLPack are not counted.
+- **Leased**: ``CallSite.note_handed`` leases outputs. ``leased`` in ``partial/replay.py`` leases
+  gradients; ``BackwardPool.added`` has those that autograd is adding.
+- **In place as .grad**: at the capture ``reason_to_copy`` decides whether a gradient may become
+  ``.grad``, and at a replay ``leased`` does. ``Slot.in_place`` has these leases. A whole step puts
+  its gradients there after every replay (``StaticGradients``), until the step drops them.
+- **Moved**: every reference that is not the engine's is a tensor that was handed out. Afterwards
+  the lease is returned.
+- **View held**: the graph that would write there is not replayed (``output_held``,
+  ``gradient_held``, ``gradients_held``). From then on that output or gradient is a copy
+  (``view_held``). The lease is returned as soon as nobody else holds the memory. A storage that
+  somebody has freed counts as held.
+
+References from numpy and DLPack are not counted.
 """
 
 from __future__ import annotations
@@ -58,8 +62,9 @@ class BufferLease:
         handed: the tensors that callers were given on it.
         standing: the tensor that stands as ``.grad`` after every replay.
         in_place: whether the gradient may become ``.grad``; never again once a view was held.
-        can_be_added: whether autograd may add the gradient to a ``.grad``, as DTensors may not be.
-        copied: why the gradient did not stay in place, and how often; once for a lasting reason.
+        can_be_added: whether autograd may add the gradient to a ``.grad``; it must not for a
+            DTensor.
+        copied: why the gradient did not stay in place, and how often; a lasting reason counts once.
     """
 
     def __init__(
@@ -87,8 +92,8 @@ class BufferLease:
     def hand_out(self) -> Tensor:
         """A new tensor on the memory, for a caller.
 
-        It has a version of its own (``.data``): the next gradient in this memory changes nothing
-        that autograd has saved of this one.
+        It has a version counter of its own (``.data``). So the next gradient in this memory does
+        not change the version of a tensor that autograd has saved.
         """
         self.settle()
         tensor = self._static.data
@@ -100,8 +105,10 @@ class BufferLease:
         self.handed = list(map(weakref.ref, tensors))
 
     def note_grad(self) -> None:
-        """Notes the parameter's ``.grad`` if it lies on the memory: autograd has made another
-        tensor of the one that it took."""
+        """Notes the parameter's ``.grad`` if it lies on the memory.
+
+        Autograd makes another tensor of the one that it was given.
+        """
         gradient = self._parameter.grad
         if gradient is None or gradient.layout is not torch.strided:
             return
@@ -109,7 +116,7 @@ class BufferLease:
             self.handed = [*self.handed[:1], weakref.ref(gradient)]
 
     def output_of(self, tensor: Any) -> int | None:
-        """The number of the output that a tensor is: the very object that was handed out."""
+        """The number of the output that a tensor is, or None; only the object handed out counts."""
         for number, handed in zip(self.outputs, self.handed, strict=False):
             if handed() is tensor:
                 return number
@@ -118,8 +125,10 @@ class BufferLease:
     # ---- counting
 
     def settle(self) -> int:
-        """The number of references that are not the engine's. If references of the engine have
-        gone, fewer are known from now on."""
+        """The number of references that are not the engine's.
+
+        If references of the engine have gone, the engine counts fewer as its own from now on.
+        """
         found = self._references()
         if found < self._known:
             self._known = found  # the difference was garbage of the engine's
@@ -130,8 +139,10 @@ class BufferLease:
         return self.settle() > 0 or (self.standing is not None and self._is_standing_held())
 
     def _references(self) -> int:
-        """References of tensors to the storage, and of Python to the object that stands for it:
-        whoever asks a tensor for its storage gets the same object."""
+        """References of tensors to the storage, and of Python to the object that stands for it.
+
+        Whoever asks a tensor for its storage gets the same object.
+        """
         return torch._C._storage_Use_Count(self._storage._cdata) + sys.getrefcount(self._storage)
 
     def _is_standing_held(self) -> bool:
@@ -144,8 +155,9 @@ class BufferLease:
     def reclaim(self) -> bool:
         """Whether a graph may write the memory now. Tensors that callers hold move away from it.
 
-        They move together or not at all: what is written to one of them is seen in its views. What
-        was handed out is forgotten, because the memory is about to have other values.
+        They move together or not at all, because a write to one of them shows in its views. The
+        lease forgets the tensors that were handed out, because the memory is about to get other
+        values.
         """
         is_whole = self._storage.nbytes() == self._nbytes
         if is_whole and not self.is_held():
@@ -160,7 +172,7 @@ class BufferLease:
         return free
 
     def _move(self) -> bool:
-        """Gives the tensors that callers hold memory of their own, unless a view is held, too."""
+        """Gives tensors that callers hold memory of their own, unless a view is held as well."""
         found = {id(tensor): tensor for ref in self.handed if (tensor := ref()) is not None}
         alive = list(filter(self._has, found.values()))  # the others have moved by themselves
         del found
@@ -181,7 +193,7 @@ class BufferLease:
 
 
 class Leases:
-    """Leases that are out, each with the position in a slot's order of the graph that wrote it."""
+    """Leases that are out, each with the position of its graph in a slot's order."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, BufferLease]] = []
@@ -193,8 +205,11 @@ class Leases:
         self._rows += zip(itertools.repeat(position), leases)
 
     def reclaim(self, first: int = 0) -> bool:
-        """Reclaims all that a graph at a position may write: the memory of the graphs that were
-        captured there or later. False if some of that is still held; then it stays out."""
+        """Reclaims all memory that the graph at a position may write.
+
+        That is the memory of graphs that were captured there or later. False if some of it is still
+        held; the lease of that memory stays out.
+        """
         if not self._rows:
             return True
         self._rows = [row for row in self._rows if row[0] < first or not row[1].reclaim()]
@@ -203,9 +218,9 @@ class Leases:
 
 @contextlib.contextmanager
 def references_of_the_engine(leases: Sequence[BufferLease]) -> Iterator[None]:
-    """A context within which references that come and go are the engine's, and not a caller's.
+    """Context within which references that come and go are the engine's, and not a caller's.
 
-    No reference of a caller may go by being collected meanwhile.
+    The garbage collector must not free a caller's reference meanwhile.
     """
     with no_garbage_collection():
         before = [lease._references() for lease in leases]
@@ -225,8 +240,7 @@ def _move_together(tensors: Sequence[Tensor], storage: torch.UntypedStorage) -> 
 
 
 def _move_alone(tensor: Tensor) -> None:
-    """Gives a tensor memory of its own. A tensor that stands for another one is given another to
-    stand for."""
+    """Gives a tensor memory of its own; for a wrapper, its inner tensor is replaced."""
     part = unwrap(tensor)
     if part is tensor:
         tensor.data = tensor.detach().clone()
@@ -238,15 +252,17 @@ def _move_alone(tensor: Tensor) -> None:
 
 
 def _holders(tensor: Tensor) -> int:
-    """References to a tensor, of Python and, where torch tells, of C++."""
+    """References to a tensor, of Python and, if this torch tells them, of C++."""
     count = getattr(tensor, "_use_count", None)
     return sys.getrefcount(tensor) + (0 if count is None else count())
 
 
 @functools.cache
 def _holders_of_grad() -> int:
-    """Number of references that a ``.grad`` has to its tensor, as ``_holders`` counts them: newer
-    versions of torch count one of Python for all of C++."""
+    """Number of references that a ``.grad`` has to its tensor, as ``_holders`` counts them.
+
+    Newer versions of torch count one reference of Python for all of C++.
+    """
     parameter, gradient = nn.Parameter(torch.empty(0)), torch.empty(0)
     before = _holders(gradient)
     parameter.grad = gradient
@@ -278,7 +294,8 @@ def reason_to_copy(
 ) -> str | None:
     """The reason why a gradient of a recorded backward cannot become ``.grad``, or None.
 
-    gradients: all gradients of the backward.
+    Args:
+        gradients: all gradients of the backward.
     """
     if type(gradient) is not Tensor or type(parameter) not in (Tensor, nn.Parameter):
         return "other_type"

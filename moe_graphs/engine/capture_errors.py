@@ -12,7 +12,7 @@ from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.tracing import source_line
 from moe_graphs.errors import CaptureError
 
-# By a part of the line that an error names: what to do where that line is somebody else's.
+# Part of the line that an error names -> what to do if that line is somebody else's code.
 _REMEDIES = {
     "transformers/cache_utils.py": "pass use_cache=False to the model",
     "transformers/masking_utils.py": (
@@ -24,7 +24,7 @@ _REMEDIES = {
 
 @contextlib.contextmanager
 def explaining_errors(what: str, backend: Backend, *, then: str) -> Iterator[None]:
-    """Turns whatever goes wrong into a ``CaptureError`` that says where, and what runs now."""
+    """Turns any error into a ``CaptureError`` that says where it came from and what runs now."""
     try:
         yield
     except CaptureError as error:
@@ -48,7 +48,7 @@ def explaining_errors(what: str, backend: Backend, *, then: str) -> Iterator[Non
 def explaining_errors_of(
     scope: str, direction: str, backend: Backend
 ) -> contextlib.AbstractContextManager[None]:
-    """``direction``: forward or backward."""
+    """Turns errors in a scope's forward or backward (``direction``) into a ``CaptureError``."""
     what = f"scope {scope!r}: capture of its {direction}"
     return explaining_errors(what, backend, then="the model is eager again")
 
@@ -58,7 +58,9 @@ def _remedy(text: str) -> str:
 
 
 def _drop_leaked_hooks(error: BaseException) -> None:
-    """torch's checkpoint leaves its saved-tensor hooks in force as long as the traceback of an
-    exception from inside it holds the frame of its generator (2.11)."""
+    """Removes the saved-tensor hooks that an exception inside torch's checkpoint leaves in force.
+
+    They stay as long as the traceback holds the frame of checkpoint's generator (torch 2.11).
+    """
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         traceback.clear_frames(error.__traceback__)

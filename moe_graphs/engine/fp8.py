@@ -1,13 +1,14 @@
-"""Transformer Engine's FP8: state that its modules keep, and kernels write past torch's dispatcher.
+"""Transformer Engine's FP8: state in its modules that kernels write past torch's dispatcher.
 
 Under its autocast modules cast with scales. With delayed scaling their kernels also note the
-largest values (amaxes), and scales follow once a step, outside of the modules: those of forwards
-where the outermost autocast ends, those of backwards behind the backward of the module that ran
-first in it. Casts and notes are in a graph like other kernels. What Python does besides is done
-here, for a scope's replay, or kept from happening, for a run beside the real one.
+largest values (amaxes). Scales are updated once a step, outside of the modules: those of forwards
+where the outermost autocast ends, those of backwards after the backward of the module that ran
+first in it. A graph holds casts and amaxes like other kernels. This file does the rest, which is
+Python: it does it for a scope's replay, and it keeps it from happening in a run beside the real
+one.
 
-Known is ``transformer_engine.pytorch.quantization`` of version 2.20; under one that keeps its state
-in another way calls run eagerly.
+The layout of ``transformer_engine.pytorch.quantization`` of version 2.20 is known. Under a version
+that keeps its state in another way, calls run eagerly.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from moe_graphs.engine.tensors import is_call
 from moe_graphs.errors import CaptureError
 
 _NOT_ASKED = 0
-"""``is_first_fp8_module`` while nothing is to be first: false, and another object than the
-``False`` that a module leaves behind which has asked."""
+"""``is_first_fp8_module`` while no module is to be first.
+
+It is false, but it is another object than the ``False`` that a module leaves after asking.
+"""
 
 
 def _manager() -> Any:
@@ -66,8 +69,12 @@ def surroundings() -> Any:
 
 @dataclass(frozen=True)
 class Entry:
-    """State at the start of a whole step: whether its first module is the autocast's first, and how
-    many modules' scales are updated."""
+    """State at the start of a whole step.
+
+    Attributes:
+        is_first: whether the step's first module is the first of the autocast.
+        registered: how many tensors of scales are registered for updates.
+    """
 
     is_first: bool
     registered: int
@@ -82,10 +89,10 @@ class Entry:
 
 
 def autocast(enabled: bool, recipe: Any, group: Any) -> contextlib.AbstractContextManager[Any]:
-    """Transformer Engine's own.
+    """Transformer Engine's autocast.
 
     Raises:
-        ValueError: it is wanted, and not there, or not one that is known here.
+        ValueError: if it is wanted but not imported, or if its version is not known here.
     """
     if not enabled:
         return contextlib.nullcontext()
@@ -99,7 +106,7 @@ def autocast(enabled: bool, recipe: Any, group: Any) -> contextlib.AbstractConte
 
 
 class Autocast:
-    """State of the autocast, which belongs to the process, when the object was made."""
+    """State of the autocast when the object was made. The state belongs to the process."""
 
     def __init__(self) -> None:
         state = _state()
@@ -114,9 +121,11 @@ class Autocast:
 
     @contextlib.contextmanager
     def beside(self, inputs: Sequence[Any]) -> Iterator[Uses]:
-        """Enters the autocast again for a trial run: modules neither register what they
-        keep nor are the first, and weights are cast again or not by the flag on the device, if
-        ``inputs`` (leaves) have it."""
+        """Enters the autocast again for a trial run.
+
+        Modules neither register what they keep nor become the first module. If ``inputs`` (leaves)
+        have the flag on the device, the flag decides whether weights are cast again.
+        """
         uses, now, state = Uses(), Autocast(), _state()
         if state is None:
             yield uses
@@ -135,13 +144,17 @@ class Autocast:
 
 
 class Uses:
-    """``fp8``: whether a module that has a backward ran in FP8 within the block."""
+    """Findings of a trial run about FP8.
+
+    Attributes:
+        fp8: whether a module that has a backward ran in FP8 within the block.
+    """
 
     fp8 = False
 
 
 class Fp8State:
-    """The scales and amaxes of all modules, and where autocasts stand, as they are now."""
+    """The scales and amaxes of all modules, and the position in autocasts, as they are now."""
 
     def __init__(self) -> None:
         self._tensors, self._autocast = named_tensors(), Autocast()
@@ -152,7 +165,7 @@ class Fp8State:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Resets what modules have registered since."""
+        """Puts scales and amaxes back, and resets those that modules have registered since."""
         if self._tensors:
             torch._foreach_copy_(list(self._tensors.values()), self._values)
         for name, tensor in named_tensors().items():
@@ -165,7 +178,7 @@ _SCALES, _AMAXES = "the FP8 scales", "the FP8 amaxes"
 
 
 def named_tensors() -> dict[str, Tensor]:
-    """Scales and amaxes of all modules, as messages call them."""
+    """Scales and amaxes of all modules, by the names that messages use."""
     state = _state()
     if state is None:
         return {}
@@ -187,13 +200,15 @@ def _copies(tensors: list[Tensor]) -> list[Tensor]:
     return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-# ---- of a module
+# ---- the state of a module
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Tensors that kernels of its modules read and write at fixed addresses, by path: scales,
-    amaxes, cached casts of weights, the flag that says whether these are cast again, and what
-    attention makes once for every shape."""
+    """Tensors that kernels of its modules read and write at fixed addresses, by path.
+
+    These are scales, amaxes, cached casts of weights, the flag that says whether weights are cast
+    again, and the tensors that attention makes once for every shape.
+    """
     found = {f"cu_seqlens for {key}": tensor for key, tensor in (_lengths() or {}).items()}
     if is_enabled():
         found[_FLAG] = _skipping()
@@ -212,9 +227,12 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 class Scales:
-    """Scales that a captured forward has cast with. An autocast that ends before the backward
-    changes them, and a forward that is computed anew needs them as they were: then this is a
-    context around it, within which nothing is noted for the next scales."""
+    """Scales that a captured forward has cast with.
+
+    An autocast that ends before the backward changes the scales, but a forward that is computed
+    anew needs the old ones. This object is a context around such a forward. Inside it nothing is
+    noted for the next scales.
+    """
 
     def __init__(self, scales: list[Tensor], amaxes: list[Tensor]) -> None:
         self._scales, self._amaxes = scales, amaxes
@@ -227,7 +245,7 @@ class Scales:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Notes the present scales; as a part of the captured forward, those of each replay."""
+        """Copies the present scales. Inside a capture, every replay does so."""
         if self._scales:
             torch._foreach_copy_(self._kept, self._scales)
 
@@ -248,8 +266,7 @@ _OF_FORWARDS = ("['scaling_fwd'].scale", "['scaling_fwd'].amax_history")
 
 
 def register(module: nn.Module) -> None:
-    """Registers FP8 state as the first real forward of the modules does, so that it is no event
-    later."""
+    """Registers FP8 state as the first real forward does, so that nothing registers it later."""
     for _, each in _with_fp8(module):
         if "recipe" in each.fp8_meta:
             _manager().add_fp8_tensors_to_global_buffer(each.fp8_meta)
@@ -263,21 +280,23 @@ def _with_fp8(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def is_bookkeeping(value: Any) -> bool:
-    """Objects of Transformer Engine that its modules change as they like. What of them a graph has
-    baked in is compared as ``surroundings`` and ``tensors_of``."""
+    """Whether a value is an object of Transformer Engine that its modules change as they like.
+
+    The parts of it that a graph has baked in are compared as ``surroundings`` and ``tensors_of``.
+    """
     module = type(value).__module__  # of some classes no string
     of_its_own = isinstance(module, str) and module.startswith("transformer_engine.")
     return of_its_own or (value is _lengths() and isinstance(value, dict))
 
 
 def _lengths() -> Any:
-    """A dictionary, once its attention was imported."""
+    """The dictionary of attention's sequence lengths; None before attention was imported."""
     name = "transformer_engine.pytorch.attention.dot_product_attention.utils"
     return getattr(sys.modules.get(name), "_cu_seqlens_cache", None)
 
 
 def unsupported(module: nn.Module) -> str | None:
-    """The reason why no graph can have some module of it, or None."""
+    """The reason why no graph can have some module inside ``module``, or None."""
     for name, each in module.named_modules() if _state() is not None else ():
         reason = _unsupported(each)
         if reason is not None:
@@ -306,13 +325,15 @@ def _unsupported(module: Any) -> str | None:
     return None
 
 
-# ---- of a replay
+# ---- replays
 
 
 def with_flag_on_device(inputs: Any) -> Any:
-    """The inputs of a scope. Where they have ``is_first_microbatch``, which says whether modules
-    cast their weights again, one graph serves both: the flag is put on the device, and something
-    in its place that stands for either."""
+    """The inputs of a scope, with ``is_first_microbatch`` moved to the device.
+
+    The argument says whether modules cast their weights again. One graph serves both values: it
+    reads the flag on the device, and an object that stands for both takes the argument's place.
+    """
     is_first = inputs[1].get(_FLAG) if is_call(inputs) else None
     if type(is_first) is not bool or not is_enabled() or _state() is None:
         return inputs
@@ -339,12 +360,12 @@ _IS_FIRST_MICROBATCH = _IsFirstMicrobatch()
 
 @functools.cache
 def _skipping() -> Tensor:
-    """Whether casts of weights are left as they are."""
+    """The flag on the device: whether modules keep their old casts of weights."""
     return torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")
 
 
 def claim_first() -> bool:
-    """Whether this replay stands for the first module of the autocast, as its modules would ask."""
+    """Claims the first place in the autocast, as modules do; True if it was free."""
     return bool(_manager().is_first_fp8_module())
 
 

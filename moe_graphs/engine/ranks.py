@@ -1,5 +1,7 @@
-"""Ranks that take every decision together: one that replays would wait for ever for one that does
-something else."""
+"""Ranks that take every decision together.
+
+A rank that replays would wait for ever for one that does something else.
+"""
 
 from __future__ import annotations
 
@@ -21,27 +23,27 @@ _NAMES = ("process_group", "group_name")  # of arguments of ops that communicate
 
 
 class Ranks:
-    """Ranks that communicate in what a model computes, and so have to make the same calls.
+    """Ranks that communicate in a model's computation, and so have to make the same calls.
 
     The model's modules (``groups_of``) and the operations that were seen show which ranks these
-    are. If they are of several groups that do not lie in one another, it is the world.
+    are. If the groups do not lie in one another, all ranks of the world belong together.
 
-    Answers travel between hosts (gloo), without waiting for a device. A rank that has died is an
-    error on the others.
+    Answers travel between hosts (gloo), without waiting for a device. If a rank has died, the
+    others raise.
 
     Attributes:
-        group: None where there is nobody to agree with.
+        group: None if there is no other rank to agree with.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        """The ranks of a model; without a model this rank alone."""
+        """Finds the ranks of a model; without a model it is this rank alone."""
         self.group: dist.ProcessGroup | None = None
         self._on_hosts: dist.ProcessGroup | None = None
         if model is not None:
             self.join(groups_of(model))
 
     def join(self, groups: Iterable[dist.ProcessGroup]) -> None:
-        """Ranks of these belong to it, too. On all of them alike."""
+        """Adds the ranks of more process groups. All ranks must add the same groups."""
         before = self.group
         for group in groups:
             self.group = _wider(self.group, group)
@@ -49,7 +51,7 @@ class Ranks:
             self._on_hosts = None
 
     def any(self, here: bool) -> bool:
-        """Whether it is so on this rank or on another one. All of them have to ask."""
+        """Whether ``here`` is true on this rank or on another one. All ranks have to ask."""
         if self.group is None:
             return here
         flag = torch.tensor(int(here), device="cpu")
@@ -57,8 +59,10 @@ class Ranks:
         return bool(flag)
 
     def first_of(self, here: str | None) -> str | None:
-        """The answer of this rank or, if it has none, of the first rank that has one. All of
-        them have to ask."""
+        """The answer of this rank or, if it has none, of the first rank that has one.
+
+        All ranks have to ask.
+        """
         if self.group is None:
             return here
         said: list[str | None] = [None] * dist.get_world_size(self.group)
@@ -69,12 +73,12 @@ class Ranks:
     def _between_hosts(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         if self._on_hosts is None:
             ranks = dist.get_process_group_ranks(group)
-            # Ranks of other groups need not be here.
+            # Ranks of other groups do not have to take part in making this group.
             self._on_hosts = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         return self._on_hosts
 
     def agree(self, mismatch: Mismatch | None) -> Mismatch | None:
-        """The mismatch of this rank, or of another one."""
+        """The mismatch of this rank, or of another one; None if no rank has any."""
         if self.any(mismatch is not None) and mismatch is None:
             message = "the call of another rank differs from the captured one"
             return Mismatch("another_rank", message)
@@ -82,7 +86,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """A piece of work that succeeds on all ranks or raises on all of them."""
+        """Context around work that succeeds on all ranks or raises on all of them."""
         try:
             yield
         except Exception:
@@ -93,12 +97,15 @@ class Ranks:
 
 
 ALONE = Ranks()
-"""Ranks of what does not communicate: one rank alone."""
+"""The ranks of a computation that does not communicate: one rank alone."""
 
 
 def groups_of(model: nn.Module) -> Iterator[dist.ProcessGroup]:
-    """Process groups that modules, or objects that they hold, have as ``process_group``, and those
-    of parameters that are sharded (DTensor, so FSDP2)."""
+    """Process groups over which a model communicates.
+
+    Modules, or objects that they hold, have them as ``process_group``. Sharded parameters (DTensor,
+    also of FSDP2) have theirs in their mesh.
+    """
     for module in model.modules():
         for holder in (module, *vars(module).values()):
             group = attribute_of(holder, "process_group")

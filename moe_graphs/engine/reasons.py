@@ -1,7 +1,7 @@
-"""The words of the reports: why calls run eagerly, and why gradients are copied.
+"""Words of the reports: why calls run eagerly, and why gradients are copied.
 
-Every reason that the engine counts has an entry here, which reports, warnings and ``docs/guide.md``
-print. ``tests/engine/test_reasons.py`` finds the reasons in the sources.
+Every reason that the engine counts has an entry here. Reports, warnings and ``docs/guide.md`` print
+these entries. ``tests/engine/test_reasons.py`` finds the reasons in the sources.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 BACKWARD = "backward: "
-"""The beginning of a reason for which a backward ran eagerly behind a replayed forward."""
+"""Prefix of a reason for which a backward ran eagerly after a replayed forward."""
 
 CAPTURE_AGAIN = "capture again (graphs.recapture(), step.capture(batch) of a FullIteration)"
 
@@ -20,8 +20,8 @@ class Reason:
     """Explanation and remedy of one reason.
 
     Attributes:
-        warns_at: the number of the call of a scope that warns; None: no call does, because the user
-            has asked for eager calls, or another message has told of them.
+        warns_at: the number of the call of a scope that warns. None: no call warns, because the
+            user has asked for eager calls, or because another message has already said it.
     """
 
     explanation: str
@@ -246,11 +246,11 @@ COPIED_GRADIENTS: Mapping[str, Reason] = {
         "somebody held a view of .grad, and it is copied from then on", "clone() what you keep"
     ),
 }
-"""Reasons why a gradient of a weight is copied to become ``.grad``."""
+"""Reasons why a weight's gradient is copied to become ``.grad``."""
 
 
 def reason_for(word: str) -> Reason:
-    """Entry of a reason for eager calls, those of a backward and of transformers' options too."""
+    """Entry of a reason for eager calls, also for one of a backward or of a transformers option."""
     word = word.removeprefix(BACKWARD)
     if word.startswith("output_"):
         return Reason(f"the call asks for {word}", "nothing to do", None)

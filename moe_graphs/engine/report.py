@@ -1,4 +1,4 @@
-"""Reports of what was captured and what happened since; warnings of calls that run eagerly."""
+"""Reports of what was captured and what happened since, and warnings of calls that run eagerly."""
 
 from __future__ import annotations
 
@@ -21,30 +21,34 @@ class PrintedReport:
         return text_of(self)
 
     def explain(self) -> str:
-        """Every column of the table, and every reason that occurs, in plain sentences."""
+        """Explanation of every column of the table and every reason in it, in plain sentences."""
         return explanation_of(self)
 
 
 @dataclass(frozen=True)
 class ScopeReport:
-    """One scope.
+    """Report of one scope, over all slots.
 
-    forward_graphs and so on: over all slots; weight_graphs only with ``split_backward``.
-    kernels: kernels in its graphs (ops on the CPU recorder); None if they could not be counted.
-    static_bytes: inputs and outputs that its graphs read and write in place.
-    boundary_bytes: the outputs among them, which are handed to the eager rest.
-    eager_calls: reason -> number of calls that ran eagerly.
-    details: reason -> what the last such call differed in, and what to do.
-    eager_calls has also backwards of replayed forwards that ran eagerly ("backward: ...").
-    interrupted: why the graph ends before the scope's module does, or None.
-    refused: why it is not replayed, though it was captured or planned, or None.
-    not_reproducible: whether eager runs differ from one another, so that replays cannot be equal.
-    not_guarded: what its Python can have read and nobody compares.
-    gradients_in_place: how many gradients of weights its graphs leave where ``.grad`` finds them.
-    copied_gradients: reason -> how many others are copied, once each ("grad_never_none",
-        "several_slots", "split", "used_twice", "shared_memory", "other_layout"), and how often
-        one of the former was: "hooks", "asked_for" (``autograd.grad``), "still_held" (moved away
-        before the memory was written again), "view_held" (from then on it is always copied).
+    Attributes:
+        weight_graphs: graphs of weight gradients; only with ``split_backward``.
+        kernels: kernels in its graphs (operations on the CPU recorder); None if they could not be
+            counted.
+        static_bytes: inputs and outputs that its graphs read and write in place.
+        boundary_bytes: the outputs among them that the eager rest of the layer reads.
+        eager_calls: reason -> number of calls that ran eagerly. Backwards that ran eagerly after a
+            replayed forward are counted, too ("backward: ...").
+        details: reason -> what differed in the last such call, and what to do.
+        interrupted: why the graph ends before the scope's module does, or None.
+        refused: why a captured or planned scope is not replayed, or None.
+        not_reproducible: whether eager runs differ from one another; replays cannot be equal then.
+        not_guarded: values that the scope's Python can have read and that no guard compares.
+        gradients_in_place: how many weight gradients its graphs leave where ``.grad`` finds them.
+        copied_gradients: reason -> how many weight gradients are copied. A lasting reason counts a
+            gradient once: "grad_never_none", "several_slots", "split", "used_twice",
+            "shared_memory", "other_layout". The other reasons count each copy of a gradient that
+            otherwise stays in place: "hooks", "asked_for" (``autograd.grad``), "still_held" (moved
+            away before the memory was written again), "view_held" (from then on it is always
+            copied).
     """
 
     name: str
@@ -69,16 +73,19 @@ class ScopeReport:
 class Report(PrintedReport):
     """All scopes of a ``Graphs``; ``print`` shows a table, ``explain()`` what its columns mean.
 
-    captured: recordings (a forward and a backward graph each); replayed: their forwards replayed.
-    slots: per chunk of the model, how many microbatches may be in flight at once.
-    static_bytes: those of the scopes, and incoming gradients, which they share.
-    pool_bytes: device memory held by the graphs' pools (0 on the CPU, which has none), next to what
-        ``graphs.plan()`` predicted, without fragmentation.
-    abandoned: forwards that were replayed and whose backward never came.
-    occupancy: as ``occupancy_of`` the model.
-    portable_launches: kernel and architecture -> launches in this process on a GPU for which the
-        kernels have no tuned row (``docs/development/architectures.md``).
-    off_because: why there are no graphs at all, where there are none, as after a failed capture.
+    Attributes:
+        captured: number of recordings (a forward and a backward graph each).
+        replayed: number of their forwards that were replayed.
+        slots: per chunk of the model, how many microbatches may be in flight at once.
+        static_bytes: static buffers of the scopes, and incoming gradients, which the scopes share.
+        pool_bytes: device memory held by the graphs' pools (0 on the CPU, which has none), to be
+            compared with the prediction of ``graphs.plan()``, which has no fragmentation.
+        abandoned: number of replayed forwards whose backward never came.
+        occupancy: ``occupancy_of`` the model.
+        portable_launches: kernel and architecture -> launches in this process on a GPU for which
+            the kernels have no tuned row (``docs/development/architectures.md``).
+        off_because: why there are no graphs, for instance after a failed capture; None if there
+            are.
     """
 
     backend: str
@@ -103,9 +110,11 @@ class Report(PrintedReport):
 
 
 def occupancy_of(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Occupancy of bounded buffers by the names of modules (an MoE layer's rows, an activation
-    stack's): how much of it was asked for at most, and how much there is. If the first is above the
-    second, it overflowed. Modules report by a method ``occupancy``, which waits for the device.
+    """Occupancy of bounded buffers by the names of modules, such as an MoE layer's rows.
+
+    Each entry has the largest amount that was asked for, and the amount that there is. If the first
+    is above the second, the buffer overflowed. A module reports by its method ``occupancy``, which
+    waits for the device.
     """
     told = {
         name: module.occupancy()
@@ -119,9 +128,10 @@ def occupancy_of(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 class FallbackWarning:
-    """Eager calls of what was to be replayed: one ``GraphWarning`` per name and reason.
+    """Counts eager calls of what was to be replayed: one ``GraphWarning`` per name and reason.
 
-    Scopes that have the same to say (an input of another shape in every layer) say it once.
+    If several scopes would warn of the same thing (an input of another shape in every layer), one
+    warning says it.
 
     Attributes:
         details: name and reason -> the message of the last such call.
@@ -133,7 +143,7 @@ class FallbackWarning:
         self._said: set[tuple[str, str]] = set()
 
     def ran_eagerly(self, name: str, word: str, message: str | None = None) -> None:
-        """Count an eager call of ``name`` for the reason ``word``, and warn if it is time to."""
+        """Counts an eager call of ``name`` for the reason ``word``, and warns if it is time to."""
         reason, key = reason_for(word), (name, word)
         if message is not None:
             self.details[key] = message

@@ -1,6 +1,6 @@
 """One snapshot for every engine: state is copied before a run, and put back after it.
 
-Parts are put back in this order. Each user takes those parts that its run may change.
+Parts are put back in this order. Each user takes the parts that its run may change.
 
 | part | who may change it | how it is put back | the copy |
 |---|---|---|---|
@@ -14,12 +14,12 @@ Parts are put back in this order. Each user takes those parts that its run may c
 | `.grad` fields | backward, `zero_grad()` | the field gets the same object | none |
 | an optimizer's state | its `step()` | `load_state_dict()` | device |
 
-Values are those of parameters, buffers, states of optimizers, and whatever else is named or is seen
-to be written (`Trace`). Their copies lie on the device; those of a whole step lie on the host
-(`on_host`), because they hold all that an optimizer knows. FP8 scales come behind them: kernels
-write scales past torch's dispatcher, and a trace may see too late that they are written. State that
-an optimizer makes in its first step is no part of a snapshot: whole steps take it away again
-(`whole_step/optimizers.py`).
+Values are those of parameters, buffers, states of optimizers, and of other tensors that the user
+names or that a `Trace` has seen written. Their copies lie on the device. The copies of a whole step
+lie on the host (`on_host`), because they include all states of the optimizer. FP8 scales are a part
+of their own: kernels write scales past torch's dispatcher, so a trace may see too late that they
+are written. State that an optimizer makes in its first step is no part of a snapshot; whole steps
+take it away again (`whole_step/optimizers.py`).
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class Snapshot:
     put back all the same.
 
     Args:
-        backend: of the random numbers; None leaves these and the FP8 state alone.
-        values: tensors whose values are copied; on_host: into host memory, where there is room for
-            a whole optimizer.
-        guards: ``Guards``, for the Python objects that these have found.
+        backend: the owner of the random numbers; None leaves random numbers and FP8 state alone.
+        values: tensors whose values are copied.
+        on_host: whether copies go into host memory, which has room for a whole optimizer.
+        guards: several ``Guards``; the Python objects that they have found are kept.
         hooks_of: tensors, modules and optimizers; hooks of all optimizers are added.
         gradients_of: tensors whose ``.grad`` field is kept.
     """
@@ -84,7 +84,8 @@ class Snapshot:
         optimizer: Optimizer | None = None,
     ) -> None:
         self._values = [_Values(values, on_host=on_host)]
-        # No methods of this object: in a circle its copies would wait for the garbage collector.
+        # These functions are no methods of this object: in a reference cycle its copies would wait
+        # for the garbage collector.
         self._undo: list[Callable[[], object]] = [partial(_put_back_values, self._values)]
         self._states: list[_State] = []
         self._fp8: Fp8State | None = None
@@ -107,7 +108,7 @@ class Snapshot:
             self._undo.append(lambda: optimizer.load_state_dict(state))
 
     def put_back(self) -> None:
-        """Sets everything to what it was when the snapshot was taken."""
+        """Puts everything back to what it was when the snapshot was taken."""
         with contextlib.ExitStack() as stack:
             for undo in reversed(self._undo):
                 stack.callback(undo)
@@ -117,25 +118,29 @@ class Snapshot:
 
     def __exit__(self, *exception: object) -> None:
         self.put_back()
-        # The traceback of an error that is kept may hold this object, and would hold the copies.
+        # The traceback of a caught error may hold this object, and would then hold the copies, too.
         self._values.clear()
         self._undo.clear()
 
-    # ---- what was kept, and what has happened since
+    # ---- what is kept, and what has happened since
 
     def keep(self, tensor: Tensor) -> None:
-        """Adds the value that a tensor has now. Several views of one memory may be added: the last
-        one is put back first."""
+        """Adds the value that a tensor has now.
+
+        Several views of one memory may be added: the last one is put back first.
+        """
         self._values.append(_Values([tensor]))
 
     def keep_objects(self, guards: Any) -> None:
-        """Adds the Python objects that more ``Guards`` have found. Earlier ones are put back
-        first."""
+        """Adds the Python objects that more ``Guards`` have found.
+
+        Objects that were added earlier are put back first.
+        """
         self._objects.append(_objects_of(guards))
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Tensors whose values are kept."""
+        """The tensors whose values are kept."""
         return [tensor for each in self._values for tensor, *_ in each.kept]
 
     @property
@@ -148,11 +153,11 @@ class Snapshot:
         return {} if self._fp8 is None else self._fp8.named_values()
 
     def has_drawn(self) -> bool:
-        """Whether numbers of torch have been drawn since."""
+        """Whether random numbers of torch have been drawn since."""
         return not all(torch.equal(state.value, state.get()) for state in self._states)
 
     def drawn_from(self) -> str | None:
-        """The generator of Python or numpy that something was drawn from since, by its name."""
+        """The name of a generator of Python or numpy that was drawn from since, or None."""
         return None if self._python is None else self._python.drawn_from()
 
 
@@ -160,7 +165,7 @@ class Snapshot:
 
 
 class _Values:
-    """Values that are copied back in place: addresses and versions of their tensors stay."""
+    """Values that are copied back in place: tensors keep their addresses and versions."""
 
     def __init__(self, tensors: Iterable[Tensor], *, on_host: bool = False) -> None:
         tensors = list(tensors)
@@ -176,7 +181,8 @@ class _Values:
         for tensor, value, *versions in self.kept:
             both = (tensor, unwrap(tensor))
             both[1].detach().copy_(value)
-            # Somebody's autograd graph may have saved the tensor: for it nothing has happened.
+            # An autograd graph of the caller may have saved the tensor; for that graph nothing may
+            # have happened.
             torch._C._autograd._unsafe_set_version_counter(both, tuple(versions))
 
 
@@ -192,16 +198,16 @@ def _set_gradients(fields: Iterable[tuple[Tensor, Tensor | None]]) -> None:
 
 @torch.no_grad()
 def copies_on_host(tensors: Sequence[Tensor], owner: object) -> list[Tensor]:
-    """Copies in host memory, made at the speed of the bus. Those of CUDA tensors lie in one block
-    that is pinned as long as ``owner`` lives: to and from pageable memory the same bytes take seven
-    times as long.
+    """Copies in host memory, made at the speed of the bus.
 
-    torch's own pinned memory would be kept for good, in blocks of powers of two.
+    Copies of CUDA tensors lie in one block that is pinned as long as ``owner`` lives. Copies to and
+    from pageable memory take seven times as long. torch's own pinned memory is not used, because it
+    stays pinned for good, in blocks of powers of two.
     """
     if not any(tensor.is_cuda for tensor in tensors):
         return [tensor.to("cpu", copy=True) for tensor in tensors]
     sizes = [-tensor.nbytes // _ALIGNMENT * -_ALIGNMENT for tensor in tensors]
-    # Written by all threads: fresh pages are slow.
+    # All threads write to the block first, because the first write to a page is slow.
     block = torch.empty(sum(sizes), dtype=torch.uint8).fill_(0)
     _pin(block, owner)
     starts = itertools.accumulate(sizes, initial=0)
@@ -221,7 +227,7 @@ def _within(block: Tensor, start: int, tensor: Tensor) -> Tensor:
 def _pin(block: Tensor, owner: object) -> None:
     runtime = torch.cuda.cudart()
     if block.numel() and int(runtime.cudaHostRegister(block.data_ptr(), block.nbytes, 0)) == 0:
-        # Holds the block until it is unpinned.
+        # The finalizer holds the block until it is unpinned.
         done = weakref.finalize(owner, lambda: runtime.cudaHostUnregister(block.data_ptr()))
         done.atexit = False
 
@@ -250,12 +256,12 @@ def _set_on(device: torch.device, state: Tensor) -> None:
 
 
 def random_digest(backend: Backend) -> tuple[bytes, ...]:
-    """A value that is the same for the same numbers that torch will draw next."""
+    """A value that is the same if torch will draw the same numbers next."""
     return tuple(bytes(state.value.numpy()) for state in _random_states(backend))
 
 
 class _PythonRandomState:
-    """The generators that Python code draws from besides torch's."""
+    """State of the generators besides torch's that Python code draws from."""
 
     def __init__(self) -> None:
         self._random = random.getstate()
@@ -288,7 +294,7 @@ def _same_numpy_state(a: tuple, b: tuple) -> bool:
 
 
 def state_of(generator: Any) -> Any:
-    """The state of a generator of Python's or numpy's."""
+    """The state of one of Python's or numpy's generators."""
     if hasattr(generator, "bit_generator"):
         return copy.deepcopy(generator.bit_generator.state)
     return generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
@@ -307,7 +313,7 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def _objects_of(guards: Any) -> tuple[Any, ...]:
-    """The lists of now: guards that look again make others."""
+    """The objects that ``guards`` compares now; guards that compare by path get other ones."""
     return guards.contents, guards.cells, guards.draws
 
 
@@ -326,7 +332,7 @@ def _put_back_objects(several: Sequence[tuple[Any, ...]]) -> None:
 def _hooks_kept(
     holders: Iterable[Tensor | nn.Module | Optimizer],
 ) -> Callable[[], None]:
-    """A function that puts the hooks of these, and of all optimizers, back as they are now."""
+    """A function that puts hooks of the holders, and of all optimizers, back as they are now."""
     holders = list(holders)
     tensors = [
         (each, kind, getattr(each, kind), dict(getattr(each, kind) or {}))
@@ -358,7 +364,7 @@ def _fill(hooks: dict | None, contents: dict) -> None:
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """A graph that is collected during a capture invalidates it."""
+    """Context without garbage collection: a CUDA graph freed in a capture invalidates it."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -374,22 +380,22 @@ _WEIGHTS = "_flat_weights"
 
 
 def _weights_in_lists(module: nn.RNNBase) -> dict[str, list]:
-    """``nn.LSTM`` and its kin read their weights in lists that they keep beside them."""
+    """Weights in the lists that ``nn.LSTM`` and similar modules keep beside their parameters."""
     keys = (_WEIGHTS, "_flat_weight_refs")
     return {key: module.__dict__[key] for key in keys if key in module.__dict__}
 
 
 class ParameterAliases:
-    """Another parameter on the same memory for each parameter of some modules, of the same class
-    and with the same attributes, but without its hooks and its gradient accumulator.
+    """Aliases of the parameters of some modules: other parameters on the same memory.
 
-    An accumulator belongs to the stream on which it was first used. As long as the caller keeps a
-    loss of an eager step, that is the caller's stream, and capturing a backward into it would make
-    that stream wait for the capture, which CUDA refuses.
+    An alias has the class and the attributes of its parameter, but not its hooks and not its
+    gradient accumulator. An accumulator belongs to the stream on which it was first used. As long
+    as the caller keeps a loss of an eager step, that is the caller's stream. To capture a backward
+    into this accumulator would make the caller's stream wait for the capture, which CUDA refuses.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        """Frozen parameters are left alone."""
+        """Makes aliases; frozen parameters get none."""
         modules = list(modules)
         places = {
             (id(module), key): (module._parameters, key, parameter)
@@ -422,7 +428,7 @@ class ParameterAliases:
                 attributes.update(found)
 
     def _lists_like(self, lists: dict[str, list]) -> dict[str, list]:
-        """Lists as these, with the aliases."""
+        """Lists like these, with the aliases in place of the parameters."""
         weights = [w if w is None else self.alias_of(w) for w in lists[_WEIGHTS]]
         references = [w if w is None else weakref.ref(w) for w in weights]
         return {key: weights if key == _WEIGHTS else references for key in lists}

@@ -1,5 +1,8 @@
-"""Runs a block eagerly and sees every operation: what cannot be in a graph is refused by name and
-source line, and what is written outside of the block can be put back."""
+"""Runs a block eagerly and sees every operation.
+
+Operations that cannot be in a graph are refused by name and source line. Tensors from outside that
+the block writes can be put back.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +44,13 @@ _HOST_READS = {
 }
 _MAKERS = {torch.tensor, torch.as_tensor, torch.asarray}  # of lists: they read tensors in these
 _VALUE_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-# Where hooks on saved tensors are in force, autograd makes them itself. They compute nothing.
+# Autograd itself makes these calls where hooks on saved tensors are in force. They compute nothing.
 _OF_AUTOGRAD = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 MODIFIED_INPUT = (
     "which a replay would do to its own copy only: clone it before modifying it (inplace=False)"
 )
-# They change the fourth and fifth argument, and their schemas do not say so.
+# These operations change their fourth and fifth argument, but their schemas do not say so.
 _WITH_RUNNING_STATISTICS = tuple(
     getattr(torch.ops.aten, name)
     for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
@@ -60,7 +63,7 @@ _HOST_READ = (
 
 
 def source_line(summary: traceback.StackSummary) -> str:
-    """The innermost frame that belongs neither to torch nor to the engine: where the user is."""
+    """The innermost line that belongs neither to torch nor to the engine: the user's line."""
     package = pathlib.Path(__file__).parent.parent
     not_the_user = (
         str(pathlib.Path(torch.__file__).parent),
@@ -76,9 +79,12 @@ def source_line(summary: traceback.StackSummary) -> str:
 
 
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode without the wrapper that keeps dynamo out: nothing is compiled under these
-    modes, and the wrapper takes longer than most operations. For a wrapper of a tensor (DTensor)
-    subclasses see what is done to that one, in ``see``."""
+    """A dispatch mode without the wrapper that keeps dynamo out.
+
+    Nothing is compiled under these modes, and the wrapper takes longer than most operations. If an
+    operation runs on a wrapper of a tensor (DTensor), subclasses see the operation on the inner
+    tensor, in ``see``.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -99,11 +105,11 @@ class DispatchMode(TorchDispatchMode):
 
 
 class Operations(DispatchMode):
-    """A context that notes what operations run inside.
+    """A context that notes which operations run inside.
 
     Attributes:
-        ops: each with shapes and constants.
-        groups: of processes, over which they communicate.
+        ops: the operations, each with shapes and constants.
+        groups: process groups over which they communicate.
     """
 
     def __init__(self) -> None:
@@ -122,17 +128,17 @@ class Operations(DispatchMode):
 
 
 class Trace(Operations):
-    """A context in which every operation on tensors is seen.
+    """A context that sees every operation on tensors and checks it.
 
     Args:
-        device: where graphs live. Operations on other devices are none of a graph's business.
+        device: the device of the graphs. Operations on other devices do not concern a graph.
         known: memory from outside whose reads are noted: inputs, parameters, buffers.
-        strict: any other memory that is read and that no op of this block made is refused: its
-            address would be baked into a graph.
-        inputs: what the block must not modify, by name.
+        strict: whether to refuse reads of any other memory that no operation of this block made,
+            because its address would be baked into a graph.
+        inputs: tensors that the block must not modify, by name.
         generators: the random number generators that a graph knows, besides the default ones.
-        refuse: otherwise what is written is noted, and that is all.
-        before: is given what is written outside of the block, so that it can be put back.
+        refuse: whether to refuse what a graph cannot have; otherwise writes are only noted.
+        before: the snapshot that gets what is written outside of the block, to put it back.
 
     Attributes:
         read: addresses of the known memory that was read, or written.
@@ -184,8 +190,10 @@ class Trace(Operations):
             self._made.add(storage.data_ptr())
 
     def goes_on_from(self, other: Trace) -> Trace:
-        """Continues the trace of a forward in its backward: what the forward made is not
-        outside."""
+        """Continues the trace of a forward in its backward.
+
+        Memory that the forward made does not count as outside.
+        """
         self._made = other._made
         return self
 
@@ -197,9 +205,10 @@ class Trace(Operations):
                 self._check(func, args, kwargs, tensors)
             self._note(func, args, kwargs)
             self._keep_what_is_written(func, args, kwargs)
-            # What is lifted was made by Python, inside of the block.
+            # ``lift_fresh`` gets a tensor that Python made inside of the block.
             given = set() if func is _LIFT_FRESH else set(map(address, found))
-        # An op's own implementation may look at values (a custom op on the CPU): it is one op.
+        # The implementation of an operation may look at values (a custom op on the CPU), but it
+        # counts as one operation.
         with torch._C.DisableTorchFunction():
             out = func(*args, **kwargs)
         with unwatched():
@@ -325,7 +334,7 @@ def _written_arguments(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]
 
 
 def _described(func: Any, args: tuple, kwargs: dict) -> tuple:
-    # Whether a default of None is passed along depends on who calls.
+    # The caller decides whether a default of None is passed along, so it is left out.
     given = tuple((key, _plain(value)) for key, value in kwargs.items() if value is not None)
     return (func, _plain(args), given)
 

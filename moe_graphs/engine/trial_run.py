@@ -1,8 +1,8 @@
 """A trial run: a block is run beside the real run and watched, before anything is captured.
 
 Scopes and callables (`partial/trials.py`) and whole steps (`whole_step/capture_step.py`) try what
-they are about to capture. What a graph cannot have is refused there by name. A `Snapshot` puts back
-what the block has changed.
+they are about to capture. If a graph cannot have something, the trial run refuses it by name. A
+`Snapshot` puts back what the block has changed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TrialRun:
 
     Args:
         known: memory from outside that the block may read.
-        before: the snapshot that is given what the block writes; None where somebody else has it.
+        before: the snapshot that gets what the block writes; None if the caller has one already.
         inputs: tensors that the block must not modify, by name.
         strict: whether reads of any other memory from outside are refused.
         behind: the trial run of the forward, if the block is its backward.
@@ -33,8 +33,8 @@ class TrialRun:
 
     Attributes:
         accessed: which Python ran.
-        trace: which operations ran, the memory that they read, and the groups of processes over
-            which they communicated.
+        trace: which operations ran, the memory that they read, and the process groups over which
+            they communicated.
 
     Raises:
         CaptureError: inside of the block, for an operation that cannot be in a graph.
@@ -79,10 +79,10 @@ class TrialRun:
             self._threads.__exit__(*exception)
 
     def check(self, *, asked: frozenset[str] = frozenset()) -> None:
-        """Puts back what was drawn from generators of Python and numpy.
+        """Checks the Python of the block, and puts back what it drew from Python and numpy.
 
         Args:
-            asked: attributes of tensors whose answers in a graph are not those outside of it.
+            asked: attributes of tensors whose values in a graph differ from those outside.
 
         Raises:
             CaptureError: for Python that a replay could not do again.
@@ -92,5 +92,5 @@ class TrialRun:
 
 
 def _on_this_thread() -> contextlib.AbstractContextManager[None]:
-    """Backwards run where ``accessed`` can see them."""
+    """Context in which backwards run on this thread, where ``accessed`` can see them."""
     return torch.autograd.set_multithreading_enabled(False)

@@ -1,17 +1,17 @@
-"""One verifier: whether a replay leaves behind what eager leaves behind, bit for bit.
+"""The verifier: whether a replay leaves behind what eager leaves behind, bit for bit.
 
-A strategy says what is kept of a run, and with that how it is compared:
+A strategy says what is kept of a run, and so how runs are compared:
 
 | strategy | what it keeps | who uses it | replays |
 |---|---|---|---|
 | `ByValue.replayed` | tensors | forwards of scopes and callables | several |
 | `ByValue.replayed_once` | tensors | backwards, which use up what their forward has left | one |
-| `ByFingerprint` | fingerprints, for a lack of memory for tensors | whole steps | several |
+| `ByFingerprint` | fingerprints, which take no memory | whole steps | several |
 
-Each is given what two runs have left behind by name (`Left`), or functions that run once more, and
-answers with a `Verdict`. What runs, from which state, and what is compared is the business of
-`partial/verify.py` and `whole_step/capture_step.py`. Every strategy is asked the same on
-all ranks that run together: a further run holds collectives.
+A strategy gets the results of two runs by name (`Left`), or functions that run once more, and
+answers with a `Verdict`. `partial/verify.py` and `whole_step/capture_step.py` say what runs, from
+which state, and what is compared. All ranks that run together ask a strategy the same questions,
+because a further run holds collectives.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ _PROJECTIONS, _SIDE = 8, 4096  # _SIDE squared is _CHUNK
 _ROUNDS = 4  # of both, where fingerprints differ
 
 Left = Sequence[tuple[str, Tensor | None]]
-"""What a run leaves behind, by the names that messages use."""
+"""Results of a run, by the names that messages use."""
 Looks = dict[str, Any]
-"""What is kept of everything that a run leaves behind: fingerprints, or plain values."""
+"""Fingerprints of a run's tensors, and its other values as they are."""
 Run = Callable[[], Mapping[str, Any]]
-"""Runs once, and tells what it has left behind."""
+"""A function that runs once and returns the results."""
 Anywhere = Callable[[bool], bool]
-"""Whether something is so on any of the ranks that run together: the answer for all of them."""
+"""A function that tells whether something is true on any of the ranks that run together."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where two results differ. ``count``: of how many elements they do."""
+    """The first place where two results differ. ``count`` is the number of elements that differ."""
 
     tensor: str
     index: tuple[int, ...] | None
@@ -69,13 +69,17 @@ class Difference:
 
 
 ELSEWHERE = Difference("what another rank computes", None, "one value", "another", 1)
-"""Where this rank has none, and another one has."""
+"""The difference that a rank without one reports, if another rank has one."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The first difference that eager runs do not explain, and whether eager runs differ from one
-    another."""
+    """The answer of a strategy.
+
+    Attributes:
+        difference: the first difference that is more than eager runs differ by, or None.
+        not_reproducible: whether eager runs differ from one another.
+    """
 
     difference: Difference | None = None
     not_reproducible: bool = False
@@ -96,13 +100,13 @@ class ByValue:
         *,
         outputs: int,
     ) -> Verdict:
-        """For what can be replayed again.
+        """Verdict on a recording that can be replayed again.
 
         Args:
             again: runs eagerly once more.
             another_replay: how another replay differs from the first one.
-            outputs: how many of the first entries are outputs, which are looked at again where
-                eager runs differ.
+            outputs: how many of the first entries are outputs. If eager runs differ, outputs are
+                compared once more.
         """
         found = difference(eager, replayed)
         if not self._anywhere(found is not None):
@@ -128,11 +132,11 @@ class ByValue:
         beside: Callable[[], Difference | None],
         another_run: Callable[[], Difference | None],
     ) -> Verdict:
-        """For what can be replayed only once.
+        """Verdict on a recording that can be replayed only once.
 
         Args:
-            again: what a second eager run has left.
-            beside: how what the replay has left besides its results differs.
+            again: results of a second eager run.
+            beside: how the side effects of the replay differ from those of eager.
             another_run: how another eager run differs from the first one.
         """
         eager_varies = difference(eager, again) is not None
@@ -142,7 +146,7 @@ class ByValue:
         may_vary = _may_vary(found, eager_varies)
         if self._anywhere(may_vary):
             eager_varies |= varies(another_run, self._anywhere)
-        # Where runs vary somewhere, sums in another order are no more than that.
+        # If runs vary somewhere, sums in another order are no error.
         is_worse = found is not None and not (eager_varies and found.only_order_of_sums)
         if self._anywhere(is_worse):
             return Verdict(found or ELSEWHERE, eager_varies)
@@ -154,11 +158,13 @@ def _may_vary(found: Difference | None, eager_varies: bool) -> bool:
 
 
 class ByFingerprint:
-    """Compares fingerprints. Eager runs come before the capture, as far as that goes: beside a
-    graph's pool they take the memory of a second step. What differs is computed once more.
+    """Compares fingerprints of tensors.
 
-    ``eager`` and ``replay`` run once, from the same state. Each tells everything that it leaves
-    behind. What is no tensor is compared as it is.
+    Eager runs come before the capture, as far as possible, because beside a graph's pool they need
+    the memory of a second step. If a tensor differs, its values are computed once more.
+
+    ``eager`` and ``replay`` are functions that run once, from the same state, and return everything
+    that the run leaves behind. Values that are no tensors are compared as they are.
     """
 
     def __init__(self, anywhere: Anywhere) -> None:
@@ -166,7 +172,7 @@ class ByFingerprint:
         self._not_reproducible = False
 
     def expect(self, eager: Run) -> None:
-        """Runs eagerly twice, or more often where the two differ."""
+        """Runs eagerly twice, or more often if the two runs differ."""
         self._expected = _looks_of(eager)
         self._again = [_looks_of(eager)]
         self._not_reproducible = self._anywhere(self._again[0] != self._expected)
@@ -174,9 +180,10 @@ class ByFingerprint:
             self._again += [_looks_of(eager) for _ in range(_ROUNDS)]
 
     def check(self, eager: Run, replay: Run, make_room: Callable[[], None]) -> Verdict:
-        """Replays, and compares. Leaves what the replay has left.
+        """Replays and compares. The state afterwards is that after a replay.
 
-        make_room: called after more runs, which leave memory in the allocator's cache.
+        Args:
+            make_room: called after further runs, which leave memory in the allocator's cache.
         """
         replayed = _looks_of(replay)
         wrong = [name for name in self._expected if not self._is_right(name, self._again, replayed)]
@@ -186,14 +193,14 @@ class ByFingerprint:
             if self._anywhere(bool(wrong)):  # what a rank runs, all have to: it holds collectives
                 name = (wrong or list(self._expected))[0]
                 found = _difference(name, eager, replay) if wrong else _elsewhere(eager, replay)
-                # Where runs vary somewhere, sums in another order are no more than that.
+                # If runs vary somewhere, sums in another order are no error.
                 is_worse = not (self._not_reproducible and found.only_order_of_sums)
                 if self._anywhere(bool(wrong) and is_worse):
                     return Verdict(found, self._not_reproducible)
         return Verdict(None, self._not_reproducible)
 
     def _still_wrong(self, wrong: list[str], replayed: Looks, eager: Run, replay: Run) -> list[str]:
-        """The names that more runs of both do not explain by what they differ from one another."""
+        """The names among ``wrong`` whose difference further runs of both do not explain."""
         for _ in range(_ROUNDS):
             again, once_more = _looks_of(eager), _looks_of(replay)
             varies = again != self._expected or once_more != replayed
@@ -212,7 +219,7 @@ class ByFingerprint:
         return wrong
 
     def _is_right(self, name: str, others: list[Looks], replayed: Looks) -> bool:
-        """The same bits or, where eager runs vary, about as near to them as another of these."""
+        """Whether a replayed value equals eager's bits or, if eager runs vary, is about as near."""
         expected, found = self._expected[name], replayed.get(name)
         if found == expected:
             return True
@@ -227,14 +234,14 @@ def _looks_of(run: Run) -> Looks:
 
 
 def _difference(name: str, eager: Run, replay: Run) -> Difference:
-    """The values themselves, from one more run of both."""
+    """The difference of the values themselves, from one more run of both."""
     one, other = (_value_of(run(), name) for run in (eager, replay))
     found = first_difference([name], [one], [other])
     return found or Difference(name, None, "one value", "another", 1)
 
 
 def _elsewhere(eager: Run, replay: Run) -> Difference:
-    """This rank runs along with one that looks for its difference."""
+    """Runs both along with a rank that looks for its difference."""
     eager()
     replay()
     return ELSEWHERE
@@ -251,7 +258,7 @@ def _value_of(left: Mapping[str, Any], name: str) -> Tensor | None:
 
 
 def difference(eager: Left, replayed: Left) -> Difference | None:
-    """The first one, bit for bit."""
+    """The first difference, bit for bit."""
     names = [name for name, _ in eager]
     return first_difference(names, *([tensor for _, tensor in each] for each in (eager, replayed)))
 
@@ -268,7 +275,10 @@ def unexplained(eager: Left, again: Left, replayed: Left) -> Difference | None:
 def first_difference(
     names: Sequence[str], eager: Sequence[Tensor | None], replayed: Sequence[Tensor | None]
 ) -> Difference | None:
-    """Bit for bit: None is not zero, 0.0 is not -0.0, a NaN is the very same NaN. Synchronises."""
+    """The first difference, bit for bit. Waits for the device.
+
+    None is not zero, 0.0 is not -0.0, and a NaN equals only a NaN of the same bits.
+    """
     for name, a, b in zip(names, eager, replayed, strict=True):
         if a is b:
             continue
@@ -283,10 +293,13 @@ def first_difference(
 
 
 def varies(another_run: Callable[[], Difference | None], anywhere: Anywhere = bool) -> bool:
-    """Whether runs of the same thing differ from one another: a kernel in there adds in any order
-    it likes (atomics, as in the backward of flash attention), in some runs in ten or a hundred.
+    """Whether runs of the same thing differ from one another.
 
-    another_run: runs it again; how the result differs from that of the first run.
+    They do if a kernel adds in any order (atomics, as in the backward of flash attention). Such a
+    difference may show in one of ten or one of a hundred runs.
+
+    Args:
+        another_run: runs it again and returns how the result differs from that of the first run.
     """
     for _ in range(_RUNS):
         found = another_run()
@@ -323,8 +336,10 @@ def _describe(name: str, a: Tensor, b: Tensor) -> Difference:
 
 
 def is_noise(eager: Tensor | None, again: Tensor | None, replayed: Tensor | None) -> bool:
-    """Whether two eager runs differ, and a replay is about as near to one of them as the other one
-    is. Of whole numbers that vary nothing is known. Synchronises."""
+    """Whether two eager runs differ, and a replay is about as near to one as the other one is.
+
+    For varying whole numbers every replay counts as near. Waits for the device.
+    """
     if eager is None or again is None or replayed is None or same_bits(eager, again):
         return False
     eager, again, replayed = unwrap(eager), unwrap(again), unwrap(replayed)
@@ -338,7 +353,7 @@ def is_noise(eager: Tensor | None, again: Tensor | None, replayed: Tensor | None
 def _is_rounding(a: Tensor, b: Tensor) -> bool:
     if not a.is_floating_point():
         return False
-    # False of what is not finite.
+    # The comparison is False for values that are not finite.
     return bool(_distance(a, b) <= 16 * torch.finfo(a.dtype).eps * _largest(a))
 
 
@@ -348,7 +363,10 @@ def _largest(tensor: Tensor) -> Tensor:
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:
-    """Part by part: as doubles a model's largest tensor takes several times its memory."""
+    """The largest difference of two elements.
+
+    It is computed part by part: a model's largest tensor in doubles takes several times its memory.
+    """
     pairs = zip(a.detach().reshape(-1).split(_CHUNK), b.detach().reshape(-1).split(_CHUNK),
                 strict=True)  # fmt: skip
     return torch.stack([(x.double() - y.double()).abs().max() for x, y in pairs]).max()
@@ -356,13 +374,13 @@ def _distance(a: Tensor, b: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What is kept of a tensor. Equal ones have the same bits.
+    """A few numbers that stand for a tensor. Equal fingerprints mean the same bits.
 
     Attributes:
-        bits: two sums over them, one weighted by position, and the shape.
-        sketch: sums with random signs, which are as far apart as the tensors are, for their size;
-            empty where they are no floating point numbers.
-        rounding: what sums in another order may differ by, of the size.
+        bits: two sums over the bits, one of them weighted by position, and the shape.
+        sketch: sums with random signs. Two sketches are as far apart as the tensors are, relative
+            to their size. Empty for tensors that are not floating point.
+        rounding: how much sums in another order may differ, relative to the size.
     """
 
     bits: tuple[int, ...]
@@ -370,8 +388,11 @@ class Fingerprint:
     rounding: float = field(compare=False)
 
     def is_noise(self, again: Fingerprint, replayed: Fingerprint) -> bool:
-        """Where runs vary: whether a replay is about as near to this one as another run, or as
-        sums in another order. Of whole numbers that vary nothing is known."""
+        """Whether a replay is about as near to this run as another run is, if runs vary.
+
+        It also counts as near if the difference looks like sums in another order. For varying whole
+        numbers every replay counts as near.
+        """
         if not self.sketch:
             return again != self
         if not all(map(math.isfinite, self.sketch)):
@@ -382,7 +403,7 @@ class Fingerprint:
 
 @torch.no_grad()
 def fingerprints(tensors: Sequence[Tensor]) -> list[Fingerprint]:
-    """Made on the device, without a copy of the tensor. Synchronises."""
+    """Fingerprints, made on the device without a copy of the tensor. Waits for the device."""
     tensors = list(map(unwrap, tensors))
     sums = torch.stack([_sums_over_bits(t) for t in tensors]).tolist() if tensors else []
     sketches = torch.stack([_sketch(t) for t in tensors]).tolist() if tensors else []
@@ -424,12 +445,12 @@ def _sums_over_bits(tensor: Tensor) -> Tensor:
     flat = _bits(tensor).reshape(-1)
     for start in range(0, flat.numel(), _CHUNK):
         bits = flat[start : start + _CHUNK].to(torch.int64)
-        # An odd multiplier, modulo 2^64: sums that wrap around are sums all the same.
+        # The multiplier is odd, modulo 2^64: sums that wrap around are still good sums.
         weights = torch.arange(start, start + bits.numel(), device=bits.device) * 2 + 1
         total += torch.stack([bits.sum(), (bits * weights).sum()])
     return total
 
 
 def warn(message: str) -> None:
-    """Prints what runs eagerly from now on, once; the report counts it."""
+    """Warns once of what runs eagerly from now on; the report counts its calls."""
     warnings.warn(message, GraphWarning, stacklevel=2)

@@ -1,4 +1,4 @@
-"""CUDA graphs, and a recorder for the CPU."""
+"""Backends: CUDA graphs, and a recorder for the CPU."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def backend_for(
 ) -> Backend:
     """The backend for the device on which all of ``tensors`` lie.
 
-    ``stream``: what a CUDA backend captures on; its own by default.
+    ``stream`` is the stream that a CUDA backend captures on; by default its own.
 
     Raises:
-        ValueError: if there is more than one such device, or none, or another kind of device,
-            or torch allocates with cudaMallocAsync.
+        ValueError: if there is more than one such device, or none, or another kind of device, or
+            torch allocates with cudaMallocAsync.
     """
     devices = {tensor.device for tensor in tensors}
     if len(devices) != 1:

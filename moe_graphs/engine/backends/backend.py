@@ -10,31 +10,31 @@ import torch
 
 
 class Graph(abc.ABC):
-    """One recorded block. Replaying reads and writes the very tensors it was recorded with."""
+    """One recorded block. A replay reads and writes the very tensors of the recording."""
 
     @property
     @abc.abstractmethod
     def kernels(self) -> int | None:
-        """Kernels of a CUDA graph (None where they cannot be counted), recorded ops on the CPU."""
+        """Kernels of a CUDA graph (None if not countable); recorded operations on the CPU."""
 
     @abc.abstractmethod
     def replay(self) -> None: ...
 
     @abc.abstractmethod
     def release(self) -> None:
-        """Gives the memory back. Idempotent."""
+        """Frees the memory. Idempotent."""
 
 
 class MemoryMeter(contextlib.AbstractContextManager):
-    """A context: bytes allocated since it was entered."""
+    """A context that counts the bytes allocated since it was entered."""
 
     @abc.abstractmethod
     def peak(self) -> int:
-        """The most there was at once since the last ``restart``."""
+        """The largest number of bytes at once since the last ``restart``."""
 
     @abc.abstractmethod
     def alive(self) -> int:
-        """Bytes that are still allocated."""
+        """The bytes that are still allocated."""
 
     @abc.abstractmethod
     def restart(self) -> None:
@@ -51,21 +51,25 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def make_room(self) -> None:
-        """Waits for the device and gives cached memory back, before captures."""
+        """Waits for the device and frees cached memory, before captures."""
 
     @abc.abstractmethod
     def on_stream(self) -> contextlib.AbstractContextManager[None]:
-        """Around eager work on the stream of the captures, ordered with the caller's stream."""
+        """Context for eager work on the captures' stream, ordered with the caller's stream."""
 
     @abc.abstractmethod
     def new_pool(self, nbytes: int = 0) -> Any:
-        """Memory that graphs captured and replayed in one order may share. ``nbytes``: it begins
-        with so much in one piece."""
+        """A pool: memory that graphs may share which are captured and replayed in one order.
+
+        ``nbytes`` is the size of the one piece that the pool begins with.
+        """
 
     @abc.abstractmethod
     def record(self, pool: Any) -> contextlib.AbstractContextManager[list[Graph]]:
-        """Records the block, on the stream of the captures, on whatever thread this is; the list
-        holds its graph afterwards. On an exception nothing stays."""
+        """Records the block, on the stream of the captures, on whatever thread this is.
+
+        The list holds the block's graph afterwards. On an exception nothing is left.
+        """
 
     @abc.abstractmethod
     def random_position(self) -> Any:
@@ -81,7 +85,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def wait_for(self, stream: Any) -> None:
-        """Orders the caller's work behind that of ``stream``, which it used before."""
+        """Orders the caller's work behind that of ``stream``, which the caller used before."""
 
     @abc.abstractmethod
     def meter(self) -> MemoryMeter:
@@ -89,10 +93,10 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor on the same memory that does not keep it: later captures may use the memory,
-        too.
+        """A tensor on the same memory that does not keep the memory alive.
 
-        Its values are good from the replay of its graph to the next replay in the pool.
+        Later captures may use the memory, too. Its values are good from the replay of its graph to
+        the next replay in the pool.
         """
 
     @abc.abstractmethod
@@ -100,7 +104,7 @@ class Backend(abc.ABC):
         """Bytes that the pool holds on the device (0 where there is no pool)."""
 
     def memory_note(self, error: Exception) -> str:
-        """A note on the device's memory for messages, if ``error`` is about it."""
+        """A note on the device's memory for messages, if ``error`` is about memory."""
         if not isinstance(error, torch.OutOfMemoryError) or self.device.type != "cuda":
             return ""
         free, total = torch.cuda.mem_get_info(self.device)
@@ -108,10 +112,10 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def release(self) -> None:
-        """Gives back what the backend itself holds, after its graphs."""
+        """Frees what the backend itself holds, after its graphs."""
 
 
-# ---- what was captured on a backend, apart from its users: a finalizer can hold it
+# ---- resources: what was captured on a backend, apart from its users, so a finalizer can hold it
 
 
 class Releasable(Protocol):
@@ -129,7 +133,7 @@ class Resources(Generic[T]):
         self.captured: T | None = None
 
     def release(self) -> None:
-        """Idempotent."""
+        """Frees everything. Idempotent."""
         if self.captured is not None:
             self.captured.release()
             self.captured = None

@@ -1,9 +1,9 @@
 """CUDA-graph semantics on a machine without a GPU: a tape of ATen calls, run again in place.
 
-Recording executes the block and notes its ATen calls. Replaying runs the same calls on the same
-tensors and writes their results into the same storages; Python is not run again, so branches and
-numbers are frozen and addresses are static, as in a CUDA graph. What it is not: a simulation of a
-memory pool (every intermediate keeps its own memory) or of speed.
+A recording executes the block and notes its ATen calls. A replay runs the same calls on the same
+tensors and writes their results into the same storages. Python is not run again, so branches and
+numbers are frozen and addresses are static, as in a CUDA graph. The recorder does not simulate a
+memory pool (every intermediate keeps its own memory), and it gains no speed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ from moe_graphs.errors import CaptureError
 
 
 class Tape(Graph):
-    """The recorded calls: (modes, op, arguments, keyword arguments, tensors that receive the
-    results). The modes are those of ``_modes``: kernels of recurrent layers ask for them."""
+    """The recorded calls.
+
+    Each is a tuple of modes, op, arguments, keyword arguments, and tensors that receive the
+    results. The modes are those of ``_modes``: kernels of recurrent layers ask for them.
+    """
 
     def __init__(self) -> None:
         self.calls: list[tuple[tuple[bool, bool], Any, tuple, dict, list[torch.Tensor]]] = []
@@ -49,7 +52,8 @@ class Tape(Graph):
         with torch.autocast("cpu", enabled=False), contextlib.ExitStack() as at_the_end:
             for modes, func, args, kwargs, outputs in self.calls:
                 if sends(func):
-                    # What is on its way is not written to before it has arrived.
+                    # Arguments are copied, because the caller may write to them before
+                    # communication has ended.
                     args = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, args)
                 with _under(modes):
                     results = func(*args, **kwargs)
@@ -63,13 +67,13 @@ class Tape(Graph):
                             output.copy_(result)
 
     def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """A replay does so, too: the tensors of its calls are on this storage."""
+        """Notes a ``resize_`` for the replays: tensors of the tape's calls lie on this storage."""
         self.calls.append((_modes(), _resize, (storage, nbytes), {}, []))
         if nbytes:
             self._grown.add(storage._cdata)
 
     def check_memory(self) -> None:
-        """Checks that a replay writes to no memory that was freed.
+        """Checks that no replay writes to memory that was freed.
 
         Raises:
             CaptureError: if memory was freed that a replay writes to without allocating it.
@@ -112,7 +116,8 @@ class _Recorder(DispatchMode):
         out = func(*args, **kwargs)
         if _is_view(func) or func.namespace == "profiler":
             return out  # static memory seen through other metadata: nothing to do on replay
-        # Detached: the tape must hold neither the autograd graph nor what it saves.
+        # Arguments are detached: the tape must hold neither the autograd graph nor its saved
+        # tensors.
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
         outputs = [t.detach() for t in tensor_leaves(out)]
         self.tape.calls.append((_modes(), func, args, kwargs, outputs))
@@ -128,7 +133,7 @@ def _is_view(func: Any) -> bool:
 
 
 class StorageMeter(MemoryMeter, DispatchMode):
-    """Follows the storages of what ops return. What an op allocates inside is not seen."""
+    """Follows the storages of what operations return; allocations inside of one are not seen."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """CUDA graphs, driven through ``capture_begin`` and ``capture_end``.
 
-``torch.cuda.graph`` is not used: it synchronises and empties the cache once per graph, and up to
+``torch.cuda.graph`` is not used. It synchronises and empties the cache once per graph, and up to
 torch 2.14 it leaves the capture stream current when a capture fails. Here one session holds the
 stream for all captures, and every exit is in a ``finally``.
 """
@@ -41,8 +41,10 @@ class CudaGraph(Graph):
 
 
 class AllocatorMeter(MemoryMeter):
-    """Reads the allocator, so what ops allocate inside counts. ``torch.cuda``'s peak statistics
-    begin anew."""
+    """Reads the allocator, so memory that operations allocate inside counts, too.
+
+    ``torch.cuda``'s peak statistics begin anew.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -78,7 +80,8 @@ class CudaGraphs(Backend):
     ) -> None:
         self.device = device
         self.generators = tuple(generators)
-        # All captures of an engine use one stream: the allocator reuses blocks within a stream.
+        # All captures of an engine use one stream: the allocator reuses blocks within a stream
+        # only.
         self.stream = stream or torch.cuda.Stream(device)
         self._workspaces: list[Graph] = []  # which keep a pool of nothing else alive
         self._pool_of_workspaces: Any = None
@@ -99,8 +102,11 @@ class CudaGraphs(Backend):
             outside.wait_stream(self.stream)
 
     def new_pool(self, nbytes: int = 0) -> Any:
-        """A piece is for large ones: small tensors (below 1 MiB) lie elsewhere, so that a small
-        pool could take twice as much."""
+        """A pool that begins with one piece, if ``nbytes`` is large.
+
+        Small tensors (below 1 MiB) do not lie in such a piece, so a small pool could take twice as
+        much.
+        """
         pool = torch.cuda.graph_pool_handle()
         if nbytes >= _LARGE_POOL and not _pieces_are_not_split():
             self._pieces[pool] = nbytes
@@ -114,17 +120,23 @@ class CudaGraphs(Backend):
             yield graphs
 
     def _make_piece(self, nbytes: int) -> None:
-        """Free again at once, it stays with the pool. Not a tensor: that might be filled."""
+        """Allocates a piece and frees it at once; it stays with the pool.
+
+        It is no tensor, because torch might fill a new tensor.
+        """
         if nbytes:
             with contextlib.suppress(torch.OutOfMemoryError):  # then as many pieces as it takes
                 piece = torch.cuda.caching_allocator_alloc(nbytes)
                 torch.cuda.caching_allocator_delete(piece)
 
     def _make_workspaces(self) -> None:
-        """cuBLAS keeps one per thread and stream, made by the first product there, and recorded
-        products write to it. One made outside of a capture would be unmapped when somebody clears
-        them; one in a pool of other captures would be given to these after that. The thread's
-        handle cannot be made in a capture, and no product may have run yet."""
+        """Makes cuBLAS's workspace for this thread and stream.
+
+        The first product on a thread and stream makes a workspace, and recorded products write to
+        it. If it were made outside of a capture, it would be unmapped when somebody clears
+        workspaces. If it lay in a pool of other captures, they would get its memory after that. The
+        thread's handle cannot be made in a capture, and no product may have run yet.
+        """
         torch.cuda.current_blas_handle()
         torch._C._cuda_clearCublasWorkspaces()
         before = self._workspaces
@@ -142,7 +154,8 @@ class CudaGraphs(Backend):
         for generator in self.generators:
             graph.register_generator_state(generator)
         with no_garbage_collection(), self.on_stream():
-            # thread_local: a data loader's or NCCL's thread may call CUDA during the capture.
+            # The mode is thread_local because a data loader's or NCCL's thread may call CUDA during
+            # the capture.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 yield graphs
@@ -176,9 +189,9 @@ class CudaGraphs(Backend):
     def _abort(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         """Ends a capture that failed, also one that CUDA has invalidated.
 
-        ``capture_end`` raises for the latter, before it tells the allocator and the random number
-        generator that the capture is over (torch 2.11): the first is told here, the second by
-        an empty capture that succeeds.
+        ``capture_end`` raises for an invalidated capture before it tells the allocator and the
+        random number generator that the capture is over (torch 2.11). So this function tells the
+        allocator directly, and the generator by an empty capture that succeeds.
         """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "The CUDA Graph is empty"
@@ -221,14 +234,14 @@ class CudaGraphs(Backend):
 
 
 def _pieces_are_not_split() -> bool:
-    """Whether the user's options of the allocator forbid to split blocks."""
+    """Whether the user's options forbid the allocator to split blocks."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     given = " ".join(os.environ.get(name, "") for name in names)
     return "max_split_size_mb" in given or "cudaMallocAsync" in given
 
 
 def _multiply(device: torch.device) -> None:
-    """cuBLAS' products, by both of its libraries."""
+    """Runs one product by each of cuBLAS's two libraries."""
     for dtype in (torch.float32, torch.bfloat16):
         ones = torch.ones(16, 16, dtype=dtype, device=device)
         torch.addmm(ones[0], ones, ones)

@@ -1,5 +1,4 @@
-"""The arguments of ``make_graphed_callables``, Transformer Engine's among them, checked and
-sorted."""
+"""The arguments of ``make_graphed_callables``, checked and sorted, also Transformer Engine's."""
 
 from __future__ import annotations
 

@@ -109,42 +109,42 @@ def make_graphed_callables(  # type: ignore[misc]  # the second's options are th
 ) -> Any:
     """Captures forward and backward of every callable, and returns what replays them.
 
-    A call whose shapes, constants, flags or parameters' addresses differ from the samples' runs
-    eagerly and is counted (``.graphs.eager_calls``), or raises. Gradients are the caller's own
-    tensors. Whatever goes wrong here, nothing stays behind.
+    A call whose shapes, constants, flags or parameter addresses differ from the samples' runs
+    eagerly and is counted (``.graphs.eager_calls``), or it raises. Gradients are the caller's own
+    tensors. If anything goes wrong here, the callables are as they were before.
 
     Args:
         callables: a module or function, or a tuple of them in the order in which they are called.
         sample_args: positional arguments of each callable: a tuple, or a tuple of tuples. Tensors,
-            nested structures, None and constants are fine. With ``_order``, one per forward, as
-            Transformer Engine has it: those of a layer have to be alike.
+            nested structures, None and constants are fine. With ``_order`` there is one entry per
+            forward, as in Transformer Engine; the entries of one layer have to be alike.
         warmup_steps: eager runs of each callable before its capture (``num_warmup_iters``).
         allow_unused_input: whether an input that requires a gradient may get none.
         pool: a memory pool to capture into; only for one microbatch in flight.
-        sample_kwargs: keyword arguments likewise: a dict, or a tuple of them.
-        schedule: what this rank runs (``Schedule.local_order(rank)``): as many microbatches are
-            captured as it has in flight. By default one.
-        on_mismatch: "eager" or "error". Who wants to recapture takes ``moe_graphs.graph``: here
-            samples say what is captured, and a call that differs is none of them.
+        sample_kwargs: keyword arguments of each callable: a dict, or a tuple of them.
+        schedule: what this rank runs (``Schedule.local_order(rank)``). As many microbatches are
+            captured as the schedule has in flight; by default one.
+        on_mismatch: "eager" or "error". For "recapture" use ``moe_graphs.graph``: here the samples
+            say what is captured, and a call that differs is none of them.
         verify: compare the first replay of everything with an eager run, bit for bit.
         generators: random number generators that the callables use, besides the default one.
-        capture_time_hooks: per callable ``{"forward_pre_hooks": {id: hook}, ...}``, called in
-            warm-up and capture, outside the graphs, and never at replay.
+        capture_time_hooks: per callable ``{"forward_pre_hooks": {id: hook}, ...}``. They are called
+            in warm-up and capture, outside the graphs, and never at replay.
         retain_graph_in_backward, _reuse_graph_input_output_buffers: accepted; neither is needed.
-        enabled, recipe, amax_reduction_group: of Transformer Engine's autocast, which is entered
-            here; or enter it around this, as around the calls.
-        cache_quantized_params: accepted: casts of weights are kept where calls say
+        enabled, recipe, amax_reduction_group: arguments of Transformer Engine's autocast, which is
+            entered here. Or enter the autocast around this call, as around the later ones.
+        cache_quantized_params: accepted; casts of weights are cached for calls that say
             ``is_first_microbatch``.
 
     Returns:
-        Modules, whose ``forward`` is replaced until their ``reset()``, and functions in the place
-        of functions; with ``_order`` functions, one per forward. Where the order has weights'
-        gradients of their own, ``backward_weight()`` of each (``backward_dw``) computes them.
+        Modules with a ``forward`` that is replaced until ``reset()``, and functions in place of
+        functions. With ``_order``, one function per forward. If the order has weight gradients of
+        their own, ``backward_weight()`` (``backward_dw``) of each function computes them.
 
     Raises:
         ValueError: for arguments that do not fit.
-        CaptureError: if something cannot be captured, with the source line. There is no training
-            yet that could go on eagerly: the callables are as they were.
+        CaptureError: if a callable cannot be captured, with the source line. No training runs yet
+            that could go on eagerly, so this is always an error.
     """
     is_single = not isinstance(callables, (tuple, list))
     functions = (callables,) if is_single else tuple(callables)
@@ -191,8 +191,10 @@ def _check(on_mismatch: str, pool: Any, order: tuple[Action, ...] | None) -> Non
 
 @dataclass(frozen=True)
 class CaptureOptions:
-    """Options of a capture. ``hooks``: per callable, see ``ScopeCall``; the others as in
-    ``make_graphed_callables``."""
+    """Options of a capture.
+
+    ``hooks`` are per callable, see ``ScopeCall``. The others are as in ``make_graphed_callables``.
+    """
 
     split: bool
     verify: bool
@@ -242,13 +244,13 @@ class CallableGraphs:
         return torch_state.reason_to_run_eagerly()
 
     def mismatched(self, mismatch: Mismatch) -> None:
-        """A call runs eagerly that was to be replayed."""
+        """Counts a call that was to be replayed and runs eagerly."""
 
     def capture(self, plan: Plan, options: CaptureOptions) -> None:
         """Captures all callables.
 
         Raises:
-            CaptureError: for what cannot be captured; nothing stays behind.
+            CaptureError: for what cannot be captured. Afterwards everything is as before.
         """
         started = time.perf_counter()
         reason = torch_state.reason_of_modes()
@@ -273,10 +275,13 @@ class CallableGraphs:
         self.capture_seconds = time.perf_counter() - started
 
     def _before(self, calls: Sequence[ScopeCall]) -> Snapshot:
-        """All that the calls can reach. The values of tensors are put back by each run itself.
+        """Snapshot of everything that the calls can reach, except tensors' values.
+
+        Each run puts back the values of tensors by itself.
 
         Raises:
-            CaptureError: if a call may use up what nobody can put back.
+            CaptureError: if a call may use up something that nobody can put back, such as an
+                iterator.
         """
         guards = list(map(self._guards, calls))
         for each in guards:
@@ -327,7 +332,7 @@ class CallableGraphs:
     def _try(
         self, calls: Sequence[ScopeCall], options: CaptureOptions, ranks: Ranks
     ) -> tuple[dict[int, CallMemory], set[int]]:
-        """The memory of each call, and the numbers of the calls that communicate."""
+        """Trial runs of all calls: each one's memory, and the numbers of those that communicate."""
         measured: dict[int, CallMemory] = {}
         communicating = set()
         trials = Trials(self.model, self.backend)
@@ -363,20 +368,23 @@ class CallableGraphs:
         )
 
     def release(self) -> None:
-        """Gives modules their own forward back, and the graphs' memory. Idempotent."""
+        """Gives modules their own forward back and frees the graphs' memory. Idempotent."""
         for graphed in self.graphed:
             graphed.uninstall()
         self._resources.release()
 
 
 class GraphedCallable(GraphedScope):
-    """Replacement of one callable. ``delays``: its weights' gradients wait to be asked for."""
+    """Replacement of one callable.
+
+    ``delays`` says whether the gradients of its weights wait until they are asked for.
+    """
 
     def __init__(
         self, graphs: CallableGraphs, scope: Scope, on_mismatch: str, delays: bool
     ) -> None:
         delayed = DelayedWeights(each_by_itself=delays)
-        # Not an owner that observes: nothing is called between the making and the capture.
+        # This owner does not observe: nothing is called between the making and the capture.
         super().__init__(graphs, scope, on_mismatch, delayed)  # type: ignore[arg-type]
         self._release = graphs.release
 
@@ -386,7 +394,7 @@ class GraphedCallable(GraphedScope):
         return super().__call__(*args, **kwargs)
 
     def backward_weight(self) -> None:
-        """Adds the weights' gradients of the oldest backward that waits for it to ``.grad``."""
+        """Adds the weight gradients of the oldest delayed backward to ``.grad``."""
         self.delayed.replay_oldest()
 
     backward_dw = backward_weight
@@ -396,7 +404,7 @@ class GraphedCallable(GraphedScope):
 
 
 class _Closure(nn.Module):
-    """The modules that a plain function reaches, so that their state is checked at every call."""
+    """Modules that a plain function reaches; their state is checked at every call."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()

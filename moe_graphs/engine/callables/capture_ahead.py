@@ -1,4 +1,4 @@
-"""Captures the calls of a slot ahead of time, on sample arguments, and leaves no trace."""
+"""Captures the calls of a slot ahead of time, on sample arguments, and changes nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from moe_graphs.errors import GraphError
 
 
 def capture_slot(slot: Slot, calls: Sequence[ScopeCall], recorder: Recorder) -> None:
-    """All forwards, then all backwards in reverse, each compared with eager. Leaves no trace.
+    """Captures all forwards, then all backwards in reverse, and compares each with eager.
+
+    Afterwards everything else is as before.
 
     Raises:
         CaptureError: for what cannot be captured.

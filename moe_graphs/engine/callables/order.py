@@ -1,7 +1,8 @@
-"""The order in which one rank runs forwards and backwards of microbatches. This module has no
-torch.
+"""The order in which one rank runs forwards and backwards of microbatches.
 
-``moe_graphs.pipelines`` makes schedules of several ranks from such orders."""
+``moe_graphs.pipelines`` makes schedules of several ranks from such orders. This module imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ class Action:
 
     Attributes:
         kind: ``F`` is the forward. ``B`` is the whole backward, unless the order also has the ``W``
-            of this chunk and microbatch: then ``B`` computes the gradients of the inputs (torch
-            writes ``I``) and ``W`` the gradients of the weights.
+            of this chunk and microbatch. In that case ``B`` computes the gradients of the inputs
+            (torch writes ``I``) and ``W`` the gradients of the weights.
     """
 
     kind: Kind
@@ -45,7 +46,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read ``0F3``, ``0B3``, ``0W3``, and torch's ``0I3`` as ``0B3``."""
+        """Reads ``0F3``, ``0B3``, ``0W3``, and torch's ``0I3`` as ``0B3``."""
         match = re.fullmatch(r"(\d+)([FBIW])(\d+)", text.strip())
         if match is None:
             raise ValueError(
@@ -62,12 +63,12 @@ Order = tuple[Action, ...]
 
 
 def check_order(order: Sequence[Action], name: str = "order") -> None:
-    """Check the order of one rank by itself.
+    """Checks the order of one rank by itself.
 
     Raises:
-        ValueError: an action is there twice, comes before another one that it needs, or is missing
-            (every chunk runs F and B of every microbatch; W is optional). The message has ``name``,
-            the position and the action.
+        ValueError: if an action is there twice, comes before another one that it needs, or is
+            missing (every chunk runs F and B of every microbatch; W is optional). The message has
+            ``name``, the position and the action.
     """
     if not order:
         raise ValueError(f"{name} is empty: it needs at least one action")
@@ -114,14 +115,14 @@ def _earlier_on_rank(action: Action) -> Action | None:
 
 
 def from_te_order(signed: Sequence[int | float]) -> Order:
-    """Read one rank's order from Transformer Engine's ``_order``.
+    """Reads one rank's order from Transformer Engine's ``_order``.
 
-    ``c`` is a forward of the rank's own chunk ``c - 1``, ``-c`` is its backward, ``-c - 0.5`` are
-    the weight gradients of the chunk's latest backward. The format has no microbatches: the n-th
-    forward of a chunk, and its n-th backward, belong to microbatch n.
+    ``c`` is a forward of the rank's own chunk ``c - 1``, ``-c`` is its backward, and ``-c - 0.5``
+    are the weight gradients of the chunk's latest backward. The format has no microbatches: the
+    n-th forward of a chunk, and its n-th backward, belong to microbatch n.
 
     Raises:
-        ValueError: an entry is wrong; the message names it.
+        ValueError: if an entry is wrong; the message names it.
     """
     counts: Counter[tuple[str, int]] = Counter()
     order: list[Action] = []

@@ -1,8 +1,8 @@
 """The Python that ran in a block: names that it can have read, and impure calls that it made.
 
-A graph runs no Python. To know what its values depend on, one eager run is watched by
-``sys.setprofile``: the code of every function that ran mentions all names that it can look up, in
-its ``self``, its arguments, its globals and closure. ``guards.py`` looks them up, too.
+A graph runs no Python. To know what its values depend on, ``sys.setprofile`` watches one eager run.
+The code of every function that ran mentions all names that the function can look up: in its
+``self``, its arguments, its globals and its closure. ``guards.py`` looks up the same names.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.tensors import BY_IDENTITY
 from moe_graphs.errors import CaptureError
 
-# ---- impure calls: their answers cannot be compared later, and no name gives them away
+# ---- impure calls: their answers cannot be compared later, and no name shows them
 
-# Functions of C, by module; an empty set is all of them.
+# Impure functions of C, by module; an empty set means all functions of the module.
 _OF_C: dict[str, frozenset[str]] = {
     "_warnings": frozenset({"warn", "warn_explicit"}),
     "builtins": frozenset({"eval", "exec", "globals", "input", "open"}),
@@ -51,7 +51,7 @@ _OF_C: dict[str, frozenset[str]] = {
     "_socket": frozenset(),
 }
 _METHODS_OF_C = {"datetime.now", "datetime.utcnow", "date.today", "Generator.initial_seed"}
-# Functions of Python, by module; likewise.
+# Impure functions of Python, by module; an empty set means all functions of the module.
 _OF_PYTHON: dict[str, frozenset[str]] = {
     "inspect": frozenset({"currentframe", "stack"}),
     "threading": frozenset({"current_thread", "get_ident", "active_count", "enumerate"}),
@@ -65,18 +65,18 @@ _OF_PYTHON: dict[str, frozenset[str]] = {
     "subprocess": frozenset(),
     "socket": frozenset(),
 }  # fmt: skip
-# Transformer Engine updates scales at the end of its autocast, and decides there which module was
-# first.
+# Transformer Engine updates scales at the end of its autocast, and decides at its beginning which
+# module is first.
 _ENTERS_FP8 = ("fp8_autocast_enter", "autocast_enter")
 FP8 = "Transformer Engine's autocast"
 _CHECKPOINT = "Transformer Engine's checkpoint"
-# Whoever watches operations makes dynamo leave the function uncompiled, for good, and that rounds
-# otherwise.
+# Under a dispatch mode dynamo leaves a function uncompiled for good, and uncompiled code rounds in
+# another way.
 _COMPILED = "torch.compile"
 _OF_NUMPY = {"geterr", "get_printoptions"}
 # Attributes that lead to globals.
 TO_GLOBALS = frozenset({"__globals__", "f_globals", "f_locals", "gi_frame"})
-# What tells a forward's inputs and weights from the static ones of a graph.
+# Attributes in which a forward's inputs and weights differ from the static tensors of a graph.
 OF_HISTORY = frozenset({"grad", "grad_fn", "is_leaf", "_base", "_version", "_is_view"})
 OF_VERSIONS = frozenset({"_version"})  # a replay of a whole step counts once what it writes often
 
@@ -100,7 +100,7 @@ def refusal(impure: str) -> str:
 
 
 def of_c(function: Any) -> str | None:
-    """The name of a function of C, if it is an impure call."""
+    """The name of a function of C if it is an impure call, else None."""
     owner = getattr(function, "__self__", None)
     if isinstance(owner, torch.Tensor):
         return "Tensor.data_ptr" if function.__name__ == "data_ptr" else None
@@ -114,9 +114,10 @@ def of_c(function: Any) -> str | None:
 
 
 def of_python(frame: types.FrameType, *, of_the_user: bool) -> str | None:
-    """The name of the function of Python that has just been called, if the call is impure.
+    """The name of the Python function that has just been called if the call is impure, else None.
 
-    of_the_user: it was called by code of the user's own.
+    Args:
+        of_the_user: whether code of the user's own has called it.
     """
     if frame.f_code is torch.Tensor.__reduce_ex__.__code__:
         return "pickle.dumps"
@@ -144,8 +145,8 @@ def _found(impure_calls: dict[str, frozenset[str]], module: str, name: str) -> s
 # ---- names that were read
 
 _ENGINE = str(pathlib.Path(__file__).parents[1])
-# Functions that set the state of a random number generator, or ask for its seed: a replay would
-# not do it again.
+# Functions that set the state of a random number generator or ask for its seed; a replay would not
+# do it again.
 _SEEDING = {
     function.__code__: function.__name__
     for function in (torch.manual_seed, torch.seed, torch.set_rng_state, torch.cuda.manual_seed,
@@ -162,22 +163,22 @@ _CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
 
 
 class AccessedNames:
-    """A context; afterwards it knows what ran inside, on this thread.
+    """A context that notes which Python runs inside, on this thread.
 
     Args:
-        in_step: the block is a whole training step, with whatever surrounds its modules.
-        refuse: an impure call raises ``CaptureError`` where it is made, before it has done
-            anything; otherwise ``check_impure_calls`` raises.
+        in_step: whether the block is a whole training step, with whatever surrounds its modules.
+        refuse: whether an impure call raises ``CaptureError`` where it is made, before it has done
+            anything. Otherwise ``check_impure_calls`` raises.
 
     Attributes:
-        code: of every function that ran, with the globals it looked its names up in.
-        names: every name that this code mentions: of attributes, globals, and as a string.
-        names_of_modules: likewise, that of torch included, which reads modules' attributes.
-        values, values_of_modules: those of them that are not only names of methods being called,
-            as ``clear`` is in ``x.clear()``, which reads no number of that name.
-        owners: objects whose methods ran, by id, but for those that the block made.
-        of_contexts: what the ``ctx`` of autograd functions held, without tensors.
-        impure_calls: what was called that reads state nobody can compare later.
+        code: code of every function that ran, with the globals that it looked its names up in.
+        names: every name that this code mentions: of attributes, of globals, and in strings.
+        names_of_modules: the same for reads of modules' attributes, which code of torch does, too.
+        values, values_of_modules: the names among them that are not only called as methods. For
+            example ``clear`` in ``x.clear()`` reads no number of that name.
+        owners: objects whose methods ran, by id, except those that the block made.
+        of_contexts: values that the ``ctx`` of autograd functions held, without tensors.
+        impure_calls: functions that were called and read state that nobody can compare later.
     """
 
     def __init__(self, *, in_step: bool = False, refuse: bool = False) -> None:
@@ -196,8 +197,8 @@ class AccessedNames:
         self._may_have_state = functools.cache(_may_have_state)  # of some thousand calls
 
     def __enter__(self) -> AccessedNames:
-        # Dispatch modes and optimizers do so with their first operation, and nobody is to be
-        # watched doing it.
+        # Dispatch modes and optimizers import it with their first operation, and that import must
+        # not be watched.
         importlib.import_module("torch._dynamo")
         self._before = Snapshot(python_random=True)
         self._profiler = sys.getprofile()
@@ -221,9 +222,11 @@ class AccessedNames:
     def before_running(
         cls, *functions: Callable[..., Any], with_inner: bool = False
     ) -> AccessedNames:
-        """Names that functions mention, found without running them: by their own code and that of
-        functions that they name or enclose. with_inner: and of functions that they make, as hooks
-        are."""
+        """Names that functions mention, found without running them.
+
+        The names are in the functions' own code and in that of functions that they name or enclose.
+        ``with_inner`` adds functions that they make, such as hooks.
+        """
         accessed, todo = cls(), [*functions]
         while todo:
             each = todo.pop()
@@ -260,10 +263,13 @@ class AccessedNames:
         return set().union(*map(_names_of, own))
 
     def check_impure_calls(self, *, asked: frozenset[str] = frozenset()) -> None:
-        """asked: attributes of tensors whose answers in a graph are not those outside of it.
+        """Checks that the block made no impure call and asked for no attribute of ``asked``.
+
+        Args:
+            asked: attributes of tensors whose values in a graph differ from those outside.
 
         Raises:
-            CaptureError: if the block asks for what can be another thing at every call.
+            CaptureError: if the block asks for something that can be different at every call.
         """
         if self.impure_calls:
             raise CaptureError(refusal(self.impure_calls[0]))
@@ -287,10 +293,10 @@ class AccessedNames:
                 )
 
     def check_random(self) -> None:
-        """Puts back what was drawn from generators of Python and numpy.
+        """Puts back what was drawn from generators of Python and numpy, and refuses such blocks.
 
         Raises:
-            CaptureError: if the block draws from them, or seeds those of torch.
+            CaptureError: if the block draws from these generators, or seeds those of torch.
         """
         seeding = next((_SEEDING[code] for code in self.code if code in _SEEDING), None)
         if seeding is not None:
@@ -303,7 +309,7 @@ class AccessedNames:
             )
 
     def owns_what_ran(self, value: Any) -> bool:
-        """Whether a method of ``value`` ran, and it outlived the block."""
+        """Whether a method of ``value`` ran, and ``value`` outlived the block."""
         return self.owners.get(id(value)) is value
 
     def _mentions(self, code: types.CodeType) -> None:
@@ -329,7 +335,7 @@ class AccessedNames:
             self._note_context(owner)
         if id(owner) in self._seen or not self._may_have_state(type(owner)):
             return
-        # What is made inside of the block is none of its inputs.
+        # Objects that are made inside the block are no inputs of it.
         is_made_here = code.co_name in _CONSTRUCTORS
         with contextlib.suppress(TypeError):  # no weak references to it: it is found by name
             self._seen[id(owner)] = None if is_made_here else weakref.ref(owner)
@@ -351,14 +357,17 @@ class AccessedNames:
 
 
 def functions_of(kind: type) -> list[Callable[..., Any]]:
-    """Methods of a class of the user's own, backwards of autograd functions among them."""
+    """Methods of a user's class, backwards of autograd functions among them."""
     own = [base for base in kind.__mro__ if origin_of_class(base) == "own"]
     found = [getattr(value, "__func__", value) for base in own for value in vars(base).values()]
     return [value for value in found if isinstance(value, types.FunctionType)]
 
 
 def _may_have_state(kind: type) -> bool:
-    """Whether it is that of a module, or of objects of the user's. Others are found by name."""
+    """Whether objects of a class are watched: modules, and objects of the user's own classes.
+
+    Other objects are found by name.
+    """
     if issubclass(kind, torch.nn.Module):
         return True
     if issubclass(kind, (torch.Tensor, torch._C._FunctionBase, *BY_IDENTITY)):
@@ -369,8 +378,11 @@ def _may_have_state(kind: type) -> bool:
 def _not_seen_running(
     code: dict[types.CodeType, dict[str, Any]],
 ) -> dict[types.CodeType, dict[str, Any]]:
-    """Functions that the code names and that may run unseen: backwards of autograd functions, on
-    any thread, and functions behind a cache, which did not run if it was full."""
+    """Functions that the code names and that may run unseen.
+
+    These are backwards of autograd functions, which run on any thread, and functions behind a
+    cache, which do not run if the cache has the answer.
+    """
     found = {}
     for each, globals_ in code.items():
         if origin_of(each.co_filename) == "internal":
@@ -387,7 +399,7 @@ def _not_seen_running(
 
 
 class unwatched:
-    """The engine's own work within a watched block: none of the block's, and slow to watch."""
+    """A context for the engine's own work within a watched block, which is not to be noted."""
 
     __slots__ = ("_profiler",)
 
@@ -400,7 +412,10 @@ class unwatched:
 
 
 def _profile_again(profiler: Any) -> None:
-    """profiler: what ``sys.getprofile`` gave; cProfile's is no function (until Python 3.12)."""
+    """Profiles again as before.
+
+    ``profiler`` is what ``sys.getprofile`` gave; cProfile's is no function (until Python 3.12).
+    """
     if profiler is None or callable(profiler):
         sys.setprofile(profiler)
     else:
@@ -409,14 +424,14 @@ def _profile_again(profiler: Any) -> None:
 
 @functools.cache
 def global_names_of(code: types.CodeType) -> frozenset[str]:
-    """The names that it looks up in its module."""
+    """The names that the code looks up in its module."""
     instructions = dis.get_instructions(code)
     return frozenset(i.argval for i in instructions if i.opname in _OF_GLOBALS)
 
 
 @functools.cache
 def imports_of(code: types.CodeType) -> frozenset[str]:
-    """The names of the modules that its import statements look up."""
+    """The names of the modules that the code's import statements look up."""
     if origin_of(code.co_filename) == "internal":
         return frozenset()
     full = {i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"}
@@ -430,7 +445,7 @@ def _names_of(code: types.CodeType) -> frozenset[str]:
 
 @functools.cache
 def attributes_of_globals(code: types.CodeType) -> frozenset[tuple[str, ...]]:
-    """Paths ``a.b.c`` that the code looks up, where ``a`` is in its module."""
+    """Paths ``a.b.c`` that the code looks up, where ``a`` is a name in its module."""
     found, chain = set(), ()
     for instruction in dis.get_instructions(code):
         if instruction.opname == "LOAD_GLOBAL":
@@ -445,13 +460,13 @@ def attributes_of_globals(code: types.CodeType) -> frozenset[tuple[str, ...]]:
 
 @functools.cache
 def _called_methods_of(code: types.CodeType) -> frozenset[str]:
-    """``torch.autograd.grad(...)`` asks for no gradient that a tensor has."""
+    """Names that are only called as methods: ``torch.autograd.grad(...)`` reads no ``.grad``."""
     return frozenset(code.co_names) - _values_of(code) - {"_is_view"}
 
 
 @functools.cache
 def _values_of(code: types.CodeType) -> frozenset[str]:
-    """Names that stand anywhere but before the parentheses of a call of a method."""
+    """Names that the code mentions otherwise than to call a method."""
     strings = {value for value in _constants(code.co_consts) if isinstance(value, str)}
     if _TEMPLATES.isdisjoint(code.co_names):
         strings = {value for value in strings if value.isidentifier()}

@@ -1,5 +1,4 @@
-"""Introspection of single kinds of Python values: contents, comparison, restoring, origin of
-code."""
+"""Introspection of kinds of Python values: contents, comparison, restoring, origin of code."""
 
 from __future__ import annotations
 
@@ -24,18 +23,21 @@ from torch.optim import optimizer as optim_globals
 from moe_graphs.engine.tensors import is_plain
 from moe_graphs.errors import CaptureError
 
-# ---- containers: where values are kept that Python can read
+# ---- containers: the places where Python keeps values
 
 GONE = object()
-"""The mark of a value that is not there."""
+"""Stands for a value that is not there."""
 
 
 _KINDS = (OrderedDict, dict, list, tuple, deque, set, frozenset)
 
 
 class Elements:
-    """The present contents of a container, in order: methods of a class of its own may say
-    something else. transformers' ``ACT2FN`` keeps classes, and hands out instances."""
+    """The present contents of a container, in order.
+
+    Methods of a container's own class may say something else: transformers' ``ACT2FN`` keeps
+    classes and hands out instances.
+    """
 
     def __init__(self, holder: Any) -> None:
         self._holder = holder
@@ -48,7 +50,7 @@ class Elements:
         return self._kind.__len__(self._holder)
 
     def __iter__(self) -> Iterator[Any]:
-        """Values of a dictionary."""
+        """Iterator over the elements; for a dictionary over its values."""
         if isinstance(self._holder, dict):
             if self._kind is dict:
                 return iter(dict.values(self._holder))
@@ -60,7 +62,7 @@ class Elements:
 
 
 def elements(holder: Any) -> Any:
-    """``Elements``, or what is as good and faster: live, with a length."""
+    """The contents as ``Elements``, or as something faster that is live and has a length, too."""
     if type(holder) in (list, deque):
         return holder
     if type(holder) is OrderedDict:  # whose order the view of a plain dictionary does not have
@@ -82,9 +84,10 @@ def stored(holder: Any) -> list[tuple[Any, Any]]:
 class Container:
     """A dictionary or list that was looked into.
 
-    keys: of a dictionary of which only some entries matter, the names that do (whether they are
-        there or not); None if all of it does.
-    owner: the class whose dictionary it is, if so.
+    Attributes:
+        keys: the names that matter, whether they are there or not, if only some entries of a
+            dictionary do; None if all entries matter.
+        owner: the class that has the dictionary, or None.
     """
 
     holder: Any
@@ -102,15 +105,16 @@ class Container:
             return dict(enumerate(Elements(self.holder)))
         if self.keys is None:
             return dict(stored(self.holder))
-        # In its own order: what differs is told by the first name, the same in every process.
-        # A few of a module's thousands of names matter: the others cost no step of Python.
+        # The dictionary's own order decides which difference is named first; it is the same in
+        # every process. A module has thousands of names and few of them matter; the others must not
+        # cost a step of Python each.
         if type(self.holder) in (dict, types.MappingProxyType):
             mattering = filter(self.keys.__contains__, self.holder)
             return {key: self.holder[key] for key in mattering}
         return {key: value for key, value in stored(self.holder) if key in self.keys}
 
     def absent(self, contents: dict[Any, Any]) -> frozenset[str]:
-        """Names that would matter, and are not there."""
+        """Names that would matter, but are not there."""
         return (self.keys or frozenset()) - contents.keys()
 
     def put_back(self, contents: dict[Any, Any]) -> None:
@@ -119,7 +123,7 @@ class Container:
                 if self.holder.get(key, GONE) is not contents.get(key, GONE) and key in contents:
                     setattr(self.owner, key, contents[key])
         elif isinstance(self.holder, dict):
-            # Not by methods of a class of its own: a Counter's update() adds.
+            # Methods of the container's own class are avoided: a Counter's update() adds.
             kind = OrderedDict if isinstance(self.holder, OrderedDict) else dict
             now = self.contents()
             if self.keys is None and list(now) != list(contents):
@@ -137,9 +141,10 @@ class Container:
 
 @dataclass(frozen=True)
 class Cell:
-    """A value that is read by a function of its own: a closure's cell, a slot, a context.
+    """A value that a function of its own reads: a closure's cell, a slot, a context.
 
-    is_copy: ``read`` makes a new value every time, which is compared by value.
+    Attributes:
+        is_copy: whether ``read`` makes a new value every time, which is then compared by value.
     """
 
     read: Callable[[], Any]
@@ -158,7 +163,7 @@ class Cell:
 def could_be_read(
     place: Mapping[str, Any], names: set[str], called: set[str]
 ) -> frozenset[str] | set[str]:
-    """Names without those of plain values that the code only mentions as methods it calls."""
+    """The names, without those of plain values that the code mentions only as methods it calls."""
     return names - {key for key in called & place.keys() if is_plain(place[key])}
 
 
@@ -171,13 +176,13 @@ def contents_of_cell(cell: types.CellType) -> Any:
 
 @functools.cache
 def with_inner_code(code: types.CodeType) -> tuple[types.CodeType, ...]:
-    """The code of a function, and of all functions and lambdas that stand in it."""
+    """The code of a function, and of all functions and lambdas inside it."""
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
     return (code, *itertools.chain.from_iterable(map(with_inner_code, inner)))
 
 
 def scripted(name: str) -> str:
-    """The text of the refusal of a module of ``torch.jit``."""
+    """Text of the refusal of a module of ``torch.jit``."""
     return (
         f"module {name or 'model'!r} is a ScriptModule (torch.jit.script or torch.jit.trace), "
         f"whose code nobody can look into: put the module in its place that it was made from, or "
@@ -186,7 +191,7 @@ def scripted(name: str) -> str:
 
 
 def check_not_scripted(values: Mapping[str, Any]) -> None:
-    """A check for modules of ``torch.jit``.
+    """Checks that no value is a module of ``torch.jit``.
 
     Raises:
         CaptureError: if a value is a module that ``torch.jit`` has compiled.
@@ -197,11 +202,12 @@ def check_not_scripted(values: Mapping[str, Any]) -> None:
 
 
 def check_not_keyed_by_weights(containers: Iterable[Container]) -> None:
-    """A check for dictionaries that a capture would read in vain.
+    """Checks that no dictionary has parameters as its keys.
+
+    A capture swaps parameters for aliases, which such a dictionary would not find.
 
     Raises:
-        CaptureError: if the keys of a dictionary are parameters, in whose place a capture puts
-            others.
+        CaptureError: if the keys of a dictionary are parameters.
     """
     for each in containers:
         keys = each.holder if isinstance(each.holder, dict) else ()
@@ -213,7 +219,7 @@ def check_not_keyed_by_weights(containers: Iterable[Container]) -> None:
 
 
 def attribute_of(value: Any, name: str) -> Any:
-    """The attribute; None without it, and where the class of the value raises what it likes."""
+    """The attribute, or None if there is none or the value's class raises anything."""
     try:
         return getattr(value, name, None)
     except Exception:
@@ -221,7 +227,7 @@ def attribute_of(value: Any, name: str) -> Any:
 
 
 def has_dictionary(value: Any) -> bool:
-    """Whether it has attributes; some classes raise what they like when they are asked."""
+    """Whether a value has a dictionary of attributes; some classes raise when they are asked."""
     try:
         return isinstance(value.__dict__, dict)
     except Exception:
@@ -229,7 +235,7 @@ def has_dictionary(value: Any) -> bool:
 
 
 def bytes_of(values: Any) -> tuple:
-    """The bytes of an array of whatever library."""
+    """The bytes of an array of any library."""
     kind = getattr(values, "dtype", None) or getattr(values, "typecode", None)
     return str(kind), getattr(values, "shape", None), bytes(values)
 
@@ -249,7 +255,10 @@ def special_methods(kind: type) -> frozenset[str]:
 
 
 def shown_key(index: int, key: Any, tensor_names: Mapping[int, str]) -> str:
-    """A dictionary's key as a path shows it; ``tensor_names`` by ids."""
+    """A dictionary's key as a path shows it.
+
+    ``tensor_names`` has the names of tensors by id.
+    """
     if isinstance(key, Tensor):
         return tensor_names.get(id(key), f"tensor {index}")
     return repr(key) if is_plain(key) else f"key {index}"
@@ -269,13 +278,13 @@ def slots_of(kind: type) -> list[str]:
 
 
 def is_generator(value: Any) -> bool:
-    """Whether it is one of random numbers, of Python's or numpy's."""
+    """Whether a value is a random number generator of Python or numpy."""
     names = {f"{kind.__module__}.{kind.__name__}" for kind in type(value).__mro__}
     numpy = {"numpy.random._generator.Generator", "numpy.random.mtrand.RandomState"}
     return bool(names & (numpy | {"random.Random"}))
 
 
-# ---- code: torch's and Python's own, a library's, or the user's
+# ---- code: that of torch and Python, of a library, or of the user
 
 _PACKAGE = str(pathlib.Path(__file__).parents[2])
 _ENGINE = str(pathlib.Path(__file__).parents[1])
@@ -288,8 +297,7 @@ _INTERNAL = ("torch", "triton", "numpy")
 
 @functools.cache
 def origin_of(filename: str) -> str:
-    """The origin of code: "internal" (torch, the standard library, the engine), "library" or
-    "own"."""
+    """The origin of code: "internal" (torch, standard library, engine), "library" or "own"."""
     if filename in ("<string>", "?") or "<frozen" in filename:
         return "internal"
     if filename.startswith(_NOT_READ + _internal_places()):
@@ -303,20 +311,20 @@ def origin_of(filename: str) -> str:
 
 @functools.cache
 def _internal_places() -> tuple[str, ...]:
-    """Folders of internal code, those of a torch that was built where its sources are included."""
+    """Folders of internal code; if torch was built in place, its source folders are among them."""
     found = filter(None, map(importlib.util.find_spec, _INTERNAL))
     return tuple(f"{place}/" for spec in found for place in spec.submodule_search_locations or ())
 
 
 @functools.cache
 def _other_places_of_packages() -> tuple[str, ...]:
-    """Folders of packages from ``pip install --target``: metadata lies next to the packages."""
+    """Folders of packages from ``pip install --target``, which have metadata beside packages."""
     places = (pathlib.Path(entry) for entry in sys.path if entry)
     return tuple(f"{p}/" for p in places if p.is_dir() and any(p.glob("*.dist-info")))
 
 
 def origin_of_class(kind: type) -> str:
-    """The origin of the code that defines a class, as ``origin_of`` has it."""
+    """The origin of the code that defines a class, as in ``origin_of``."""
     module = sys.modules.get(kind.__module__)
     if module is None:
         return "internal"
@@ -326,7 +334,7 @@ def origin_of_class(kind: type) -> str:
 
 
 def is_of_engine(kind: type) -> bool:
-    """Whether it is a class of graphs, not of what they hold."""
+    """Whether a class belongs to the engine's graphs, and not to what they hold."""
     return kind.__module__.startswith(f"{__package__}.")
 
 
@@ -343,7 +351,7 @@ def hooks_of(module: nn.Module) -> list[dict]:
 
 
 def shown_hooks(dicts: Iterable[dict]) -> str:
-    """Words for messages: which hooks, and whose they are."""
+    """Words for messages: which hooks there are, and whose they are."""
     found = [hook for hooks in dicts for hook in hooks.values()]
     named = [f"{_home(hook)}.{_name(hook)}" for hook in found[:3]]
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
@@ -359,13 +367,16 @@ def _name(hook: Any) -> str:
 
 
 def hooks_of_modules(modules: Iterable[nn.Module]) -> list[dict]:
-    """Hooks of these modules and of all that are in them."""
+    """Hooks of these modules and of all modules inside them."""
     return [hooks for root in modules for module in root.modules() for hooks in hooks_of(module)]
 
 
 def forward_hooks_of(module: nn.Module) -> dict:
-    """The forward hooks, for code within a scope: if it named the attribute itself, graphs would
-    depend on the hooks of the scope's own module, which run outside of them."""
+    """The forward hooks of a module, for code within a scope.
+
+    If that code named the attribute itself, graphs would depend on the hooks of the scope's own
+    module, which run outside of the graphs.
+    """
     return module._forward_hooks
 
 
@@ -382,8 +393,10 @@ def hooks_of_updates(optimizers: Iterable[Optimizer]) -> list[dict]:
 
 
 def are_of_fsdp(hooks: dict) -> bool:
-    """Whether they are the hooks by which ``fully_shard`` gathers parameters: what they do on the
-    device is recorded with the step, what they keep in Python ``whole_step/fsdp.py`` looks
-    after."""
+    """Whether hooks are those by which ``fully_shard`` gathers parameters.
+
+    The graph of a step holds what these hooks do on the device. ``whole_step/fsdp.py`` takes care
+    of the state that they keep in Python.
+    """
     homes = (str(getattr(hook, "__module__", "")) for hook in hooks.values())
     return all(home.startswith("torch.distributed.fsdp") for home in homes)

@@ -1,9 +1,9 @@
 """Everything that the Python of a block could have read: the walk behind ``Guards``.
 
-It starts at the roots (a module, a step function, the arguments of a call), at the objects whose
-methods ran and at the globals and closures of the functions that ran, and follows only names that
-this code mentions (``bytecode_names.py``). Modules of installed libraries are looked into for data,
-not for functions; torch's own not at all.
+The walk starts at the roots (a module, a step function, the arguments of a call), at the objects
+whose methods ran, and at the globals and closures of the functions that ran. It follows only names
+that this code mentions (``bytecode_names.py``). In modules of installed libraries it looks at data,
+not at functions. It does not look into torch's own modules.
 """
 
 from __future__ import annotations
@@ -62,8 +62,11 @@ Code = Mapping[types.CodeType, dict[str, Any]]
 
 
 def containers_of_globals(code: Code) -> Iterator[tuple[Container, str]]:
-    """The modules that the functions stand in, and those that they name as ``module.name``, each
-    with what separates its name from that of an entry. ``code``: with the globals of each."""
+    """The modules of the functions, and those that the functions name as ``module.name``.
+
+    Each comes with the text between its name and that of an entry. ``code`` has the globals of each
+    function.
+    """
     mentioned: dict[int, tuple[dict[str, Any], str, set[str]]] = {}
     for each, globals_ in code.items():
         origin = origin_of(each.co_filename)
@@ -79,8 +82,11 @@ def containers_of_globals(code: Code) -> Iterator[tuple[Container, str]]:
 
 
 def _of_other_modules(code: Code) -> dict[int, tuple[types.ModuleType, set[str]]]:
-    """Modules of libraries that the code names: the user's own code may have functions of theirs
-    patched; other code's are taken for granted, and its data alone is compared."""
+    """Modules that the code names.
+
+    The user may patch functions of libraries that the user's own code calls, so these are compared.
+    Functions that other code calls are taken for granted, and only data is compared.
+    """
     found: dict[int, tuple[types.ModuleType, set[str]]] = {}
     for each, globals_ in code.items():
         origin = origin_of(each.co_filename)
@@ -108,7 +114,7 @@ def _is_data(value: Any) -> bool:
 
 
 def is_own(module: types.ModuleType) -> bool:
-    """Whether it is the user's. One that was made by hand has neither file nor loader."""
+    """Whether a module is the user's. A module made by hand has neither file nor loader."""
     file = getattr(module, "__file__", None)
     if file is not None:
         return origin_of(file) == "own"
@@ -118,7 +124,7 @@ def is_own(module: types.ModuleType) -> bool:
 
 # ---- the walk
 
-# DDP rebuilds its buckets once: bookkeeping of its own.
+# DDP rebuilds its buckets once, which is bookkeeping of its own.
 _OF_EVERY_MODULE = (frozenset(nn.Module().__dict__) - {"training"}) | {"_has_rebuilt_buckets"}
 _OF_CALLS = {"training", "forward"}  # of a module that did not run: they do not matter
 _TOO_MANY = 2000  # entries of a container, of which then only the number is compared
@@ -130,17 +136,19 @@ _STATELESS = ("builtins", "functools", "_thread", "operator", "types")
 class Reachable:
     """Everything that a walk has found.
 
-    leaves: path -> what is compared there: plain values, the classes of objects, functions, ...
-    orders: what tells one order of a dictionary's keys from another.
-    containers, cells: where to look for changes.
-    tensors: path -> tensor whose identity, address and layout matter: operations read it, or it
-        is a parameter or buffer of a module that ran. Of other tensors only the shape does.
-    modules: those whose hooks would be bypassed, with their paths.
-    kinds: objects whose class may be assigned; functions: the user's own, whose code may be.
-    iterators: paths of what a replay would not advance.
-    draws: random number generators of Python and numpy among what was reached.
-    not_followed: paths of what cannot be looked into.
-    made_late: how the paths of an optimizer's state begin, which its first step makes.
+    Attributes:
+        leaves: path -> what is compared there: plain values, classes of objects, functions, ...
+        orders: path -> a text that tells one order of a dictionary's keys from another.
+        containers, cells: where to look for changes.
+        tensors: path -> tensor whose identity, address and layout matter: operations read it, or it
+            is a parameter or buffer of a module that ran. Of other tensors only the shape matters.
+        modules: modules whose hooks a replay would not run, with their paths.
+        kinds: objects whose class may be assigned.
+        functions: functions of the user's own, whose code may be assigned.
+        iterators: paths of iterators that a replay would not advance.
+        draws: random number generators of Python and numpy that were reached.
+        not_followed: paths of values that cannot be looked into.
+        made_late: how the paths begin of state that an optimizer's first step makes.
     """
 
     leaves: dict[str, Any] = field(default_factory=dict)
@@ -163,7 +171,7 @@ class Walk:
     Args:
         roots: path -> object. Modules among them count as having run.
         accessed: which code ran. None: every attribute is followed, whatever its name.
-        read_addresses: of the memory that operations have read.
+        read_addresses: addresses of the memory that operations have read.
         everything: roots that are followed through all of their attributes (an optimizer).
     """
 
@@ -186,7 +194,8 @@ class Walk:
         self._seen: set[tuple[int, bool]] = set()
         self._classes: set[type] = set()
         self._stack: list[tuple[Any, str, bool]] = []
-        # The last one is visited first, and gives its name to what others reach as well.
+        # The last root is visited first, so it gives its name to values that other roots reach as
+        # well.
         first, others = list(roots.items())[:1], list(roots.items())[1:]
         for name, root in reversed([*others, *self._owners()]):
             self._push(root, name, False)
@@ -247,7 +256,8 @@ class Walk:
         elif isinstance(value, nn.Module):
             self._module(value, name, everything)
         elif isinstance(value, Optimizer):
-            # Its other attributes are bookkeeping of torch and of schedulers; or it wraps another.
+            # Other attributes are bookkeeping of torch and of schedulers, unless it wraps another
+            # optimizer.
             wrapped = {key for key, child in vars(value).items() if isinstance(child, Optimizer)}
             self._entries(vars(value), name, {"param_groups", "state"} | wrapped, True)
             self.found.made_late.append(f"{name}.state[")
@@ -399,7 +409,7 @@ class Walk:
                 self._cell(Cell(read, write, f"{name}.{key}"), everything)
 
     def _class(self, kind: type, name: str) -> None:
-        """Data and functions of classes of the user's own, as far as names mention them."""
+        """Visits data and functions of a user's class, as far as names mention them."""
         if kind in self._classes:
             return
         self._classes.add(kind)
@@ -432,7 +442,7 @@ class Walk:
             self._namespace(function.__dict__, name, False)
 
     def _globals(self) -> None:
-        """Follows what the functions that ran find in Python's modules."""
+        """Visits what the functions that ran find in Python's modules."""
         for code in self._reads.code:
             for name in imports_of(code) & sys.modules.keys():
                 self._push(sys.modules[name], name, False)

@@ -1,8 +1,9 @@
 """The state of torch that decides which kernels run, by name.
 
-A graph has it baked in. It is noted where a call is recorded and compared at every replay. What
-torch has no name for (a context manager of the user's own) is part of what the Python reads, see
-``guards.py``. Some surroundings a replay cannot honour at all: ``reason_to_run_eagerly``.
+A graph has this state baked in. It is noted where a call is recorded, and compared at every replay.
+torch has no name for some state (a context manager of the user's own); that is part of what the
+Python reads, see ``guards.py``. Some contexts a replay cannot honour at all: see
+``reason_to_run_eagerly``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.utils._device import DeviceContext
 from moe_graphs.engine import fp8
 from moe_graphs.engine.tensors import Mismatch
 
-# Getters of torch._C without arguments. Those that a version of torch does not have are left out.
+# Getters of torch._C without arguments; a version of torch may lack some of them.
 _FLAGS = (
     "_get_deterministic_algorithms",
     "_get_deterministic_algorithms_warn_only",
@@ -52,10 +53,13 @@ _HOOKS_OF_ALL_MODULES = tuple(
 
 
 class TorchState:
-    """The state in force where it was made."""
+    """The state in force when it was made."""
 
     def __init__(self, device_type: str, *, of_backward: bool = False) -> None:
-        """of_backward: of one that goes on from a forward, which has settled its precision."""
+        """Notes the state.
+
+        ``of_backward``: it is that of a backward, whose forward has settled the precision.
+        """
         self.device_type = device_type
         self._getters = dict(_getters(device_type))
         if of_backward:
@@ -84,8 +88,11 @@ class TorchState:
 
     @contextlib.contextmanager
     def autocast(self, inputs: Sequence[Any]) -> Iterator[None]:
-        """torch's as it was, without the cache, and Transformer Engine's, for a run beside the
-        real one on ``inputs`` (leaves)."""
+        """Context with torch's autocast and Transformer Engine's, as noted, for a trial run.
+
+        torch's autocast is entered without its cache. ``inputs`` are the leaves of the run's
+        inputs.
+        """
         with contextlib.ExitStack() as entered:
             entered.enter_context(self._fp8.beside(inputs))
             for kind, where in {self.device_type: "", "cpu": " (cpu)"}.items():
@@ -109,8 +116,10 @@ def reason_to_run_eagerly() -> str | None:
 
 
 def reason_of_modes() -> str | None:
-    """A reason of the same kind, grad mode aside: modes and transforms that would not see what a
-    graph does."""
+    """The reason of the same kind, grad mode aside, or None.
+
+    Modes and transforms are reasons if they would not see what a graph does.
+    """
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return "saved_tensors_hooks"
     if torch._C._len_torch_dispatch_stack():
@@ -135,8 +144,10 @@ _FP8 = "Transformer Engine's FP8 recipe"
 
 
 def _default_device() -> Any:
-    """The device of ``torch.set_default_device`` or ``with torch.device(...)``; None without, and
-    ``_UNKNOWN`` under any other mode over torch's functions."""
+    """The device of ``torch.set_default_device`` or ``with torch.device(...)``.
+
+    None without one, and ``_UNKNOWN`` under any other mode over torch's functions.
+    """
     count = torch._C._len_torch_function_stack()
     if not count:
         return None
@@ -148,7 +159,7 @@ def _default_device() -> Any:
 
 @functools.cache
 def _getters(device_type: str) -> dict[str, Callable[[], Any]]:
-    """Functions that read the state, by its name."""
+    """Functions that read the state, by the name of the state."""
     return {
         "autocast": functools.partial(torch.is_autocast_enabled, device_type),
         "autocast (cpu)": functools.partial(torch.is_autocast_enabled, "cpu"),

@@ -1,8 +1,8 @@
 """Captures calls where they happen: the first call that reaches a call site is recorded there.
 
-A forward is captured in the caller's forward, under whatever contexts the caller has entered; a
-backward within the caller's backward, on autograd's thread. The first replay of each is compared
-with an eager run on the same inputs before anything depends on it.
+A forward is captured in the caller's forward, under whatever contexts the caller has entered. A
+backward is captured within the caller's backward, on autograd's thread. The first replay of each is
+compared with an eager run on the same inputs before anything depends on it.
 """
 
 from __future__ import annotations
@@ -63,13 +63,14 @@ class Recorder:
     """Captures the calls of one model.
 
     Args:
-        split: the gradients of the weights apart from those of the inputs.
-        verify: compare the first replays with eager.
+        split: whether weight gradients are captured apart from those of the inputs.
+        verify: whether the first replays are compared with eager.
 
     Attributes:
         failure: the first error; nothing is captured any more after it.
-        shared: incoming gradients. They are only read, and only within one backward, so recordings
-            share them: one per layout and per place among a recording's outputs of that layout.
+        shared: static buffers of incoming gradients. Graphs only read them, and only within one
+            backward, so all recordings share them. A recording with several outputs of one layout
+            uses one buffer for each.
     """
 
     def __init__(
@@ -84,8 +85,11 @@ class Recorder:
     # ---- forward
 
     def mismatch(self, site: CallSite, mismatch: Mismatch | None) -> Mismatch | None:
-        """The reason why a call is not captured now. A capture runs the call in addition to the
-        real one, and it has to on all ranks with which it communicates."""
+        """The reason why a call is not captured now, or None.
+
+        A capture runs the call in addition to the real one. So all ranks with which the call
+        communicates capture it, or none does.
+        """
         if mismatch is None and self.failure is not None:
             mismatch = Mismatch("capture_failed", str(self.failure))
         return site.planned.ranks.agree(mismatch)
@@ -94,7 +98,7 @@ class Recorder:
         """Captures the call into the call site; nothing else is changed.
 
         Raises:
-            CaptureError: what cannot be captured, with scope and source line.
+            CaptureError: if the call cannot be captured, with scope and source line.
         """
         with explaining_errors_of(site.name, "forward", self.backend), call.forward_hooks() as done:
             state = TorchState(self.backend.device.type)
@@ -168,7 +172,7 @@ class Recorder:
     def _static_inputs(
         self, slot: Slot, call: ScopeCall
     ) -> tuple[list[Any], dict[int, tuple[CallSite, int]]]:
-        """Filled with the call's values; an untouched output of the slot stays where it is."""
+        """Static inputs with the call's values; unchanged outputs of the slot are read in place."""
         inputs: list[Any] = []
         sources: dict[int, tuple[CallSite, int]] = {}
         for index, (spec, leaf) in enumerate(zip(call.signature.leaves, call.leaves, strict=True)):
@@ -192,8 +196,11 @@ class Recorder:
     def backward(
         self, slot: Slot, pending: PendingBackward, incoming: Sequence[Tensor | None]
     ) -> dict[int, Tensor | None]:
-        """The gradients by use (of the inputs, where the weights' are computed apart), run eagerly
-        on the autograd graph of the capture; captures the same on the way, if it is time to."""
+        """Gradients by use, run eagerly on the autograd graph of the capture.
+
+        If the backward is split, these are the gradients of the inputs. On the way the backward is
+        captured, if it is time to.
+        """
         site = pending.site
         run = BackwardRun(site.open, incoming, self.split)
         site.run = run
@@ -229,9 +236,12 @@ class Recorder:
         eagerly: Callable[[], list[Tensor | None]],
         effects: SideEffects,
     ) -> list[Tensor | None] | None:
-        """The gradients of another eager run. A backward that can be run only once (an autograd
-        function that clears its ``ctx``) gets a forward of its own for each from now on: the slot
-        is captured anew by the next microbatch."""
+        """Gradients of another eager run, or None.
+
+        Some backwards can be run only once (an autograd function that clears its ``ctx``). From
+        then on each such backward gets a forward of its own: the next microbatch captures the slot
+        anew.
+        """
         if not self.verify:
             return None
         effects.again()
@@ -246,8 +256,11 @@ class Recorder:
             return None
 
     def backward_of_weights(self, slot: Slot, pending: PendingBackward) -> list[Tensor | None]:
-        """Runs and captures the second part of a split backward: the gradients per use of
-        parameters."""
+        """Context in which a failed capture is noted; autograd goes on with the eager results.
+
+        The end of the step reports the failure. The autograd graph may have lost its saved tensors,
+        so other backwards compute their forward anew.
+        """
         site = pending.site
         effects = SideEffects(self.backend)
         with self.backend.on_stream(), effects.seen():
@@ -268,8 +281,11 @@ class Recorder:
 
     @contextlib.contextmanager
     def _failing(self, slot: Slot, site: CallSite) -> Iterator[None]:
-        """Autograd goes on with what was computed eagerly; the step tells at its end. The autograd
-        graph may have lost what it saved: other backwards compute their forward anew."""
+        """Context in which a failed capture is noted, and autograd goes on with eager results.
+
+        The end of the step reports the failure. The autograd graph may have lost its saved tensors,
+        so other backwards compute their forward anew.
+        """
         try:
             yield
         except CaptureError as error:
@@ -379,8 +395,10 @@ class Recorder:
         made: Allocations,
         copies: str | None,
     ) -> tuple[tuple, ...]:
-        """``uses``, ``listed``, ``gradients`` and ``leases`` of a ``RecordedBackward``. ``copies``:
-        why none of the gradients stays in place."""
+        """``uses``, ``listed``, ``gradients`` and ``leases`` of a ``RecordedBackward``.
+
+        ``copies`` is the reason why no gradient stays in place, or None.
+        """
         listed = tuple(site.forward.listed[use] for use in uses)
         static: list[Tensor | None] = []
         leases: list[BufferLease | None] = []
@@ -399,7 +417,7 @@ class Recorder:
         return uses, listed, tuple(static), tuple(leases)
 
 
-# ---- from what a capture of a forward has produced to the values that replays need
+# ---- what a capture of a forward has produced, and the values that replays need
 
 
 class CapturedForward:
@@ -463,12 +481,16 @@ class CapturedForward:
         return forward, open
 
     def _sources(self, eager: Sequence[Any]) -> tuple[tuple[OutputLeaf, ...], list[Tensor]]:
-        """eager: what another run has returned."""
+        """Sources of the leaves of the outputs, and the tensors that the graph writes.
+
+        ``eager`` has the leaves that another run has returned.
+        """
         leaves, outputs = [], {}
         for leaf, before in zip(self._flat, eager, strict=True):
             original = self._original(leaf) if isinstance(leaf, Tensor) else leaf
             if id(leaf) in self._numbers:
-                # The caller gets its own tensor back: what it does with it is none of the graph's.
+                # The caller gets its own tensor back: what the caller does with it does not concern
+                # the graph.
                 leaves.append(OutputLeaf("input", self._numbers[id(leaf)]))
             elif not isinstance(leaf, Tensor):
                 _check_constant(leaf, before)

@@ -1,4 +1,4 @@
-"""Observe, plan, capture, replay: the life of the graphs of one model.
+"""The life of one model's graphs: observe, plan, capture, replay.
 
     graphs = moe_graphs.graph(model, GraphConfig(scopes="attn,moe_router,moe_preprocess"))
     for batch in batches:
@@ -6,13 +6,13 @@
             model(batch).loss.backward()
         optimizer.step()
 
-This is the table of contents. The first ``warmup_steps`` steps run eagerly and are observed
-(``observation.py``), and a trial run looks once for what of each call cannot be captured
-(``trials.py``). At the end of the last of these steps ``plan.py`` decides which calls get which
-call sites. From then on the first microbatch that reaches a call site captures the call there
-(``capture.py``), and ``verify.py`` compares the first replay with eager. From that call on the call
-is replayed (``graphed_scope.py``, ``slots.py``, ``replay.py``) if it matches its recording
-(``recording.py``). A call that does not match runs eagerly and is counted, or raises.
+This file is the table of contents. The first ``warmup_steps`` steps run eagerly and are observed
+(``observation.py``). A trial run of each kind of call looks once for what cannot be captured
+(``trials.py``). At the end of the last warm-up step ``plan.py`` decides which calls get which call
+sites. From then on the first microbatch that reaches a call site captures the call there
+(``capture.py``), and ``verify.py`` compares the first replay with eager. Later calls are replayed
+(``graphed_scope.py``, ``slots.py``, ``replay.py``) if they match the recording (``recording.py``).
+A call that does not match runs eagerly and is counted, or it raises.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def graph(
 ) -> Graphs:
     """Installs graphs on the scopes of ``model`` and returns their handle.
 
-    Nothing is captured yet: train under ``with graphs.step():``, or capture ahead of time with
-    ``graphs.capture(step)``. Keep using ``model`` as before.
+    Nothing is captured yet. Either train under ``with graphs.step():``, or capture ahead of time
+    with ``graphs.capture(step)``. Keep using ``model`` as before.
 
     Args:
         generators: random number generators that scopes draw from, besides the default one.
@@ -76,13 +76,13 @@ def graph(
 
 
 class Graphs:
-    """The graphs of one model, and the counters of what ran how.
+    """The graphs of one model, and the counters of which calls ran how.
 
-    Knows nothing of other models' graphs. Released at the latest at exit, and before that by
-    ``release()``, which has to come before ``destroy_process_group()``.
+    This object knows nothing of other models' graphs. ``release()`` frees the graphs; it has to
+    come before ``destroy_process_group()``. Without it the graphs are freed when Python exits.
 
     Attributes:
-        state: "warmup", "capturing" as long as something planned has not been captured yet,
+        state: "warmup", "capturing" as long as a planned call has not been captured yet,
             "captured", "capture_failed", "released", or "off" (``impl="none"``).
         off_because: the message of the capture that has failed, if one has.
         fallbacks: counts eager calls, and warns of them.
@@ -125,11 +125,11 @@ class Graphs:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around all forwards and backwards of one training step.
+        """Context around all forwards and backwards of one training step.
 
-        If something cannot be captured or would take more than ``memory_limit``, the end of the
-        step warns of it (``GraphWarning``). The model is eager then, on all ranks, this step was
-        right, and training goes on.
+        If a call cannot be captured, or if the graphs would take more than ``memory_limit``, a
+        ``GraphWarning`` says so at the end of the step. The model then runs eagerly on all ranks.
+        The results of this step are right, and training goes on.
 
         Raises:
             CaptureError: in place of that warning, with ``on_capture_error="error"``.
@@ -210,7 +210,7 @@ class Graphs:
         warn(str(error))
 
     def mismatched(self, mismatch: Mismatch) -> None:
-        """A call runs eagerly that was to be replayed."""
+        """Counts a call that was to be replayed and runs eagerly."""
         if self.config.on_mismatch == "recapture" and mismatch.reason in _WORTH_A_CAPTURE:
             self._wants_recapture = True
 
@@ -273,16 +273,16 @@ class Graphs:
     def capture(
         self, step: Callable[[], object], optimizer: torch.optim.Optimizer | None = None
     ) -> None:
-        """Captures before training starts, on steps that leave no trace.
+        """Captures before training starts, by steps that change nothing.
 
-        ``step()`` does the forwards and backwards of one training step; it is called
-        ``warmup_steps`` times, and as often as it takes to capture everything. Afterwards
+        ``step()`` does the forwards and backwards of one training step. It is called
+        ``warmup_steps`` times, and then as often as it takes to capture everything. Afterwards
         parameters, their ``.grad``, buffers, random states and the optimizer are as before.
 
         Raises:
             GraphError: if ``step`` updates parameters and ``optimizer`` is not given.
-            CaptureError: if the capture fails, whatever ``on_capture_error`` says, since a capture
-                was asked for; the model is eager and untouched then.
+            CaptureError: if the capture fails, whatever ``on_capture_error`` says, because this
+                method was called to capture. The model is eager and unchanged then.
         """
         if self.state != "warmup":
             raise GraphError(f"capture() in state {self.state!r}: it belongs before training")
@@ -323,7 +323,8 @@ class Graphs:
     def recapture(self) -> None:
         """Forgets what was captured: the next steps are warm-up steps again.
 
-        For a model that was changed on purpose, or another common batch size.
+        Call it after the model was changed on purpose, or when another batch size becomes the
+        common one.
         """
         if self.state in ("off", "released") or self._in_step:
             raise GraphError(f"recapture() in state {self.state!r}, or inside of a step")
@@ -335,10 +336,12 @@ class Graphs:
 
     @contextlib.contextmanager
     def delayed_weights(self) -> Iterator[None]:
-        """Around the backward of one microbatch: replayed scopes leave their weights' gradients
-        for a ``backward_weight()``, which has to follow within the step. Eager calls do not.
+        """Context around the backward of one microbatch that delays the gradients of weights.
 
-        torch's own zero-bubble schedules need neither of the two.
+        Replayed scopes leave the gradients of their weights to a ``backward_weight()``, which has
+        to follow within the step. Eager calls compute them at once.
+
+        torch's own zero-bubble schedules need neither this context nor ``backward_weight()``.
         """
         if not self.config.split_backward:
             raise GraphError("delayed_weights() needs GraphConfig(split_backward=True)")
@@ -348,10 +351,10 @@ class Graphs:
             yield
 
     def backward_weight(self) -> None:
-        """Adds the weights' gradients of the oldest backward that waits for it to ``.grad``.
+        """Adds the weight gradients of the oldest delayed backward to ``.grad``.
 
         Raises:
-            GraphError: if none does.
+            GraphError: if no backward waits.
         """
         self.delayed.replay_oldest()
         if self.state == "warmup":
@@ -368,13 +371,14 @@ class Graphs:
     # ---- control
 
     def plan(self) -> MemoryPlan:
-        """Bytes that the graphs are predicted to take, per scope and slot; ``print`` it.
+        """Predicted bytes of the graphs, per scope and slot; ``print`` shows a table.
 
-        Known from the end of the first warm-up step on, so with ``warmup_steps`` of two or more
-        before anything is captured. ``report()`` has what they do take.
+        The prediction exists from the end of the first warm-up step on. With ``warmup_steps`` of
+        two or more that is before anything is captured. ``report()`` has the bytes that the graphs
+        really take.
 
         Raises:
-            GraphError: before that.
+            GraphError: before the end of the first warm-up step.
         """
         if self._memory is None:
             raise GraphError("no step was observed yet: plan() knows sizes after the first one")
@@ -390,7 +394,7 @@ class Graphs:
             self._paused = before
 
     def release(self) -> None:
-        """Makes the model eager for good and gives the graphs' memory back. Idempotent."""
+        """Makes the model eager for good and frees the graphs' memory. Idempotent."""
         if self.state == "released":
             return
         for graphed in self.scopes:
@@ -413,7 +417,7 @@ class Graphs:
 
 
 _STEPS_TO_CAPTURE = 3
-# What will be so at the next call as well, and is different from what was captured.
+# Differences that will be there at the next call as well, so that a new capture pays.
 _WORTH_A_CAPTURE = frozenset({
     "moved", "attribute", "training_flag", "requires_grad", "hooks", "context", "autocast",
     "shape", "dtype", "stride", "structure", "constant", "slots_full", "not_observed",

@@ -28,7 +28,7 @@ class ObservedCall:
 
 
 class Observation:
-    """The calls of the warm-up steps, and the order of forwards and backwards in each.
+    """Calls of the warm-up steps, and the order of forwards and backwards in each step.
 
     Attributes:
         calls_by_signature: one call for each scope and signature; events refer to them by number.
@@ -36,8 +36,9 @@ class Observation:
         with_double_backward: names of scopes whose gradients were differentiated again.
         with_second_backward: names of scopes with a forward that had several backwards.
         with_separate_weight_backward: names of scopes whose weights had a backward of their own.
-        with_gradients: names of scopes whose first call in the last step was while a weight had a
-            ``.grad``; ``accumulating``: of those of which a later one was.
+        with_gradients: names of scopes with a weight that had a ``.grad`` at the scope's first call
+            in the last step.
+        accumulating: the same for a later call in the step.
     """
 
     def __init__(self) -> None:
@@ -61,8 +62,11 @@ class Observation:
         self.begin_step()
 
     def forward(self, scope: Scope, inputs: Any) -> tuple[int, int, bool]:
-        """Notes a call; returns its number in this step, that of those alike, and whether it is
-        the first one of these."""
+        """Notes a call.
+
+        Returns its number in this step, the number of its signature, and whether the signature is
+        new.
+        """
         signature_id, is_new = self._signature_id(scope, inputs)
         number = self._calls
         self._calls += 1
@@ -93,7 +97,7 @@ class Observation:
 
     @contextlib.contextmanager
     def delaying(self) -> Iterator[None]:
-        """The backwards within this context leave their weight gradients for ``weights``."""
+        """Context whose backwards leave their weight gradients for ``weights``."""
         start = len(self.events)
         yield
         ran = self.events[start:]
@@ -101,13 +105,15 @@ class Observation:
         self._delays += 1
 
     def weights(self) -> None:
-        """Notes a ``backward_weight()``: it makes up for the oldest ``delaying`` left."""
+        """Notes a ``backward_weight()``, which belongs to the oldest open ``delaying``."""
         self.events.append(Event("W", "", -1, delayed=self._weights))
         self._weights += 1
 
     def refusal(self, scope: Scope, *, split: bool) -> Mismatch | None:
-        """The reason why a scope is not captured, after what was done with its gradients.
-        ``split``: whether those of the weights are to be captured apart."""
+        """The reason why a scope is not captured, given what was done with its gradients, or None.
+
+        ``split`` says whether weight gradients are to be captured apart.
+        """
         if scope.name in self.with_double_backward:
             return _DOUBLE_BACKWARD
         if scope.name in self.with_second_backward:
@@ -124,8 +130,11 @@ class Observation:
         return bool(self.accumulating - self.with_gradients)
 
     def copies_gradients(self, scope: Scope, chunk: ChunkMemory) -> str | None:
-        """The reason why no gradient of its weights becomes ``.grad`` without a copy, None if they
-        may: where they are added up, the memory of the first one would soon be needed again."""
+        """The reason to copy all gradients of a scope's weights, or None.
+
+        If microbatches accumulate, a later one would soon need the memory of the first one's
+        gradients.
+        """
         if chunk.split or chunk.slots > 1:
             return "split" if chunk.split else "several_slots"
         if scope.name in self.with_gradients:
@@ -178,7 +187,7 @@ def _warn_of(scopes: set[str], why: Mismatch) -> None:
 
 
 class _Listener:
-    """Hooks on one call: when do its gradients arrive, and when are its weights' computed?"""
+    """Hooks on one call that note when gradients arrive and when weight gradients are computed."""
 
     def __init__(self, observation: Observation, scope: str, number: int) -> None:
         self._observation, self._events = observation, observation.events
@@ -189,7 +198,10 @@ class _Listener:
         self._has_weights = False
 
     def backward(self, gradient: torch.Tensor) -> None:
-        """A hook on the outputs. Zero-bubble schedules run a node again for its weights."""
+        """Notes a backward, as a hook on the outputs.
+
+        Zero-bubble schedules run a node once more for its weights.
+        """
         if torch.is_grad_enabled():  # create_graph=True
             self._observation.with_double_backward.add(self._scope)
         task = torch._C._current_graph_task_id()
@@ -205,7 +217,10 @@ class _Listener:
         node.register_hook(self._weights)
 
     def _weights(self, *gradients: Any) -> None:
-        """A hook on a node that computes a weight's gradient, in a backward of its own or not."""
+        """Notes a weight gradient, as a hook on the node that computes it.
+
+        It may be part of a whole backward, or of a backward for weights alone.
+        """
         task = torch._C._current_graph_task_id()
         if not self._has_weights and any(map(is_wanted, self._accumulators)):
             self._has_weights = True

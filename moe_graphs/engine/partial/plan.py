@@ -1,12 +1,12 @@
 """The plan: what is captured after observed steps, how often, in which order, in how much memory.
 
-A step is a list of events: forwards, backwards and weight gradients of scope calls, in the order
-they happened. A microbatch goes through one **chunk** of the model: its calls are those whose
+A step is a list of events: forwards, backwards and weight gradients of scope calls, in the order in
+which they happened. A microbatch goes through one **chunk** of the model: its calls are those whose
 backwards ran in one backward of autograd (``Event.task``). Microbatches with scopes in common
-belong to one chunk. The most common sequence of calls of a chunk is captured, once for each of the
+belong to one chunk. The most common sequence of calls of a chunk is captured once for each of the
 microbatches that were in flight at once (a **slot**). So graphs and memory grow with the depth of a
-pipeline and not with the number of microbatches. A scope that a microbatch calls twice (a repeated
-layer) gets two call sites. This module imports no torch.
+pipeline and not with the number of microbatches. If a microbatch calls a scope twice (a repeated
+layer), the scope gets two call sites. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from moe_graphs.errors import CaptureError
 class Event:
     """A forward ("F"), a backward ("B") or the weight gradients ("W") of a call of ``scope``.
 
-    call: its number in this step; -1 for the "W" of a ``graphs.backward_weight()``.
-    task: of a "B", which backward of autograd it belongs to.
-    delayed: of a "B", in which ``delayed_weights()`` of the step it ran, -1 for none; of a "W" of
-        ``backward_weight()``, the one that it makes up for.
-    signature_id: of an "F", the number of the calls with its scope and signature.
+    Attributes:
+        call: the number of the call in this step; -1 for the "W" of a ``graphs.backward_weight()``.
+        task: for a "B", the backward of autograd that it belongs to.
+        delayed: for a "B", the number of the ``delayed_weights()`` of the step in which it ran, -1
+            for none; for the "W" of a ``backward_weight()``, the number of the one that it belongs
+            to.
+        signature_id: for an "F", the number of the calls with its scope and signature.
     """
 
     kind: Literal["F", "B", "W"]
@@ -42,7 +44,7 @@ class Event:
 
 @dataclass(frozen=True)
 class PlannedChunk:
-    """The calls to capture, by their ``signature_id``, in forward order, for each slot."""
+    """The calls to capture for each slot, by their ``signature_id``, in forward order."""
 
     calls: tuple[int, ...]
     slots: int
@@ -71,8 +73,11 @@ class _Microbatch:
 
 
 def plan(steps: Sequence[Sequence[Event]]) -> Plan:
-    """The plan for some steps: per chunk its most common microbatch, the last one among equals, and
-    as many slots as the last step with such microbatches had in flight at once.
+    """The plan for some steps: per chunk a microbatch and a number of slots.
+
+    The microbatch is the most common one of the chunk, or the last one among equally common ones.
+    There are as many slots as microbatches were in flight at once in the last step that has such
+    microbatches.
 
     Raises:
         CaptureError: if nothing was observed.
@@ -91,7 +96,7 @@ def plan(steps: Sequence[Sequence[Event]]) -> Plan:
 
 
 def peak_in_flight(intervals: Sequence[tuple[int, int]]) -> int:
-    """The most intervals (start, end) that are open at once; at least 1."""
+    """The largest number of intervals (start, end) that are open at once; at least 1."""
     changes = sorted(
         change for start, end in intervals if end > start for change in ((start, 1), (end, -1))
     )
@@ -130,15 +135,18 @@ def _microbatches(events: Sequence[Event]) -> list[_Microbatch]:
 
 
 def _continues(current: _Microbatch, scope: str, task: int | None) -> bool:
-    """Whether a forward that follows another one belongs to its microbatch."""
+    """Whether a forward that follows another one belongs to the same microbatch."""
     if task is None or current.task is None:
         return scope not in current.scopes
     return task == current.task
 
 
 def _with_common_scopes(of_step: Sequence[Sequence[_Microbatch]]) -> list[set[str]]:
-    """The scopes of each chunk, in the order of their first microbatches. If a later step has
-    several chunks, a microbatch of an earlier step (a trial of shapes) does not join them."""
+    """The scopes of each chunk, in the order of their first microbatches.
+
+    If a later step has several chunks, a microbatch of an earlier step (a trial of shapes) does not
+    join them.
+    """
     components: list[set[str]] = []
     for found in reversed(of_step):
         later = list(components)
@@ -160,18 +168,22 @@ def _most_common(microbatches: Sequence[_Microbatch]) -> _Microbatch:
     return next(p for p in reversed(microbatches) if patterns[p.pattern] == max(patterns.values()))
 
 
-# ---- how much memory graphs will take, from trial runs, before anything is captured
+# ---- how much memory graphs will take, by trial runs, before anything is captured
 
 
 @dataclass(frozen=True)
 class CallMemory:
     """Bytes of one call of a scope.
 
-    inputs: static inputs of its own; linked: inputs that are another scope's output in place.
-    outputs: of the graph; saved: outputs and what is saved for the backward.
-    forward, backward: the most that is allocated at once while it runs, kept included in forward.
-    gradients: incoming gradients, for which calls share buffers.
-    weights: gradients of the weights that stay in place, as ``.grad``; included in backward, too.
+    Attributes:
+        inputs: static inputs of its own.
+        linked: inputs that are another scope's output in place.
+        outputs: outputs of the graph.
+        saved: outputs and saved tensors of the backward.
+        forward: the most that is allocated at once during the forward, ``saved`` included.
+        backward: the most that is allocated at once during the backward.
+        gradients: incoming gradients, for which calls share buffers.
+        weights: weight gradients that stay in place, as ``.grad``; also included in ``backward``.
     """
 
     scope: str
@@ -187,11 +199,12 @@ class CallMemory:
 
 @dataclass(frozen=True)
 class ChunkMemory:
-    """One chunk: its calls in forward order, and how many slots it gets.
+    """Memory of one chunk: its calls in forward order, and how many slots it gets.
 
-    shares_backwards: they work in a pool that all slots of all chunks share.
-    first_gradients: bytes of the pool in which backwards of first microbatches work, where
-        gradients are accumulated; those stay there, as ``.grad``.
+    Attributes:
+        shares_backwards: whether backwards work in a pool that all slots of all chunks share.
+        first_gradients: if gradients are accumulated, bytes of the pool for backwards of first
+            microbatches. Their gradients stay there, as ``.grad``.
     """
 
     calls: tuple[CallMemory, ...]
@@ -201,8 +214,10 @@ class ChunkMemory:
     first_gradients: int = 0
 
     def pool(self) -> int:
-        """Bytes that the pool of one slot needs at least: all forwards, then all backwards that do
-        not work elsewhere."""
+        """Bytes that the pool of one slot needs at least.
+
+        It holds all forwards and then, unless they work in a shared pool, all backwards.
+        """
         saved, peak = 0, 0
         for call in self.calls:
             peak = max(peak, saved + call.forward)
@@ -214,8 +229,11 @@ class ChunkMemory:
         return peak
 
     def piece(self) -> int:
-        """Bytes that a pool begins with in one piece: weights' gradients that stay do not fit into
-        what single activations leave, and the allocator joins free memory within a piece only."""
+        """Bytes of the one piece that a pool begins with.
+
+        Weight gradients that stay do not fit into the gaps that single activations leave, and the
+        allocator joins free memory within a piece only.
+        """
         return self.pool() if any(call.weights for call in self.calls) else 0
 
     def inputs(self) -> int:
@@ -233,7 +251,9 @@ class ChunkMemory:
 class MemoryPlan:
     """The memory that a capture is predicted to take. ``print`` shows it as a table.
 
-    gradients: incoming gradients, shared by all slots (with split backward each has its own).
+    Attributes:
+        gradients: incoming gradients, shared by all slots; with a split backward each slot has its
+            own.
     """
 
     chunks: tuple[ChunkMemory, ...]
@@ -247,7 +267,7 @@ class MemoryPlan:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of all pools at least: fragmentation and the allocator's rounding come on top."""
+        """Bytes of all pools at least; fragmentation and the allocator's rounding come on top."""
         own = (chunk.slots * chunk.pool() + chunk.first_gradients for chunk in self.chunks)
         return self.backwards + sum(own)
 
@@ -302,8 +322,8 @@ def memory_plan(
 
     Args:
         measured: memory of calls by ``signature_id``.
-        copied: names of scopes whose weights' gradients are copied; None: those of all.
-        accumulates: microbatches of a step add to the gradients of the first.
+        copied: names of scopes whose weight gradients are copied; None means all scopes.
+        accumulates: whether microbatches of a step add to the gradients of the first.
     """
     chunks = []
     for chunk in plan.chunks:

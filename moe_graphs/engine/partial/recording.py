@@ -1,7 +1,7 @@
-"""One call of a scope as graphs: what its forward and its backward read and write, once captured.
+"""One call of a scope as graphs: what its forward and its backward read and write.
 
-These values do not change after the capture. What changes with every replay is in a call site of a
-slot (``slots.py``).
+These values do not change after the capture. A call site of a slot has the values that change with
+every replay (``slots.py``).
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ _LARGE = 1 << 22  # elements
 
 @dataclass(frozen=True)
 class OutputLeaf:
-    """The source of a leaf of the outputs at replay: "graph" gives an index into the graph's
-    outputs, "input" one into the leaves of the inputs, "constant" the value itself."""
+    """The source of a leaf of the outputs at replay.
+
+    With "graph", ``value`` is an index into the graph's outputs; with "input", an index into the
+    leaves of the inputs; with "constant", the leaf itself.
+    """
 
     source: str
     value: Any
@@ -56,19 +59,22 @@ class RecordedForward:
 
     Attributes:
         inputs: static tensors where the inputs have tensors, the captured constants elsewhere.
-        loaded: numbers of the inputs that have memory of their own: the first of several that are
-            the very same tensor; targets: where their values are copied to.
-        linked: of these, those that are static outputs of other recordings.
-        outputs: static tensors that the graph writes; handed out as aliases, 0-dim ones as copies.
-        differentiable: of these, which have a gradient.
-        listed: what the node of autograd gets, per use: a number of an input, or the parameter.
-        saved_outputs, saved_of_model: tensors that the backward reads, by what they are here;
-            saved_inputs: likewise, as numbers of inputs.
+        loaded: numbers of the inputs that have memory of their own. If several inputs are the very
+            same tensor, this is the first.
+        targets: for each of ``loaded``, the tensor that its values are copied to.
+        linked: numbers of the loaded inputs that are static outputs of other recordings.
+        outputs: static tensors that the graph writes. They are handed out as aliases, or as copies
+            if they have no dimension.
+        differentiable: per output, whether it has a gradient.
+        listed: inputs of the autograd node, per use: the number of an input, or the parameter.
+        saved_outputs, saved_of_model: tensors that the backward reads: outputs, and parameters and
+            buffers of the model.
+        saved_inputs: numbers of the inputs that the backward reads.
         written: tensors outside of the graph that it modifies.
         draws: whether it draws random numbers.
-        scales: those that it casts to FP8 with, None if it does not.
-        is_split: whether the gradients of the weights are computed apart.
-        arguments: of the module's forward, without tensors, for one that resumes.
+        scales: the scales that it casts to FP8 with; None if it does not cast to FP8.
+        is_split: whether weight gradients are computed apart.
+        arguments: arguments of the module's forward, without tensors, for a forward that resumes.
     """
 
     graph: Graph
@@ -99,12 +105,12 @@ class RecordedForward:
 
     @cached_property
     def saved(self) -> list[Tensor]:
-        """Outputs, then the model's."""
+        """Saved tensors: outputs, then tensors of the model."""
         return [*self.saved_outputs, *self.saved_of_model]
 
     @cached_property
     def constant_outputs(self) -> list[int]:
-        """The numbers of those without a gradient."""
+        """The numbers of the outputs without a gradient."""
         return [i for i, needed in enumerate(self.differentiable) if not needed]
 
     @cached_property
@@ -113,13 +119,13 @@ class RecordedForward:
         return unflattening(self.output_structure)
 
     def static_tensors(self) -> list[Tensor]:
-        """Tensors that the recording alone keeps alive: its own inputs, and its outputs."""
+        """Tensors that only the recording keeps alive: its own inputs, and its outputs."""
         return [self.inputs[i] for i in self.loaded if i not in self.linked] + list(self.outputs)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Gradients that are copied together. ``likes``: what the copies are laid out like."""
+    """Gradients that one launch copies. Each copy is laid out like its entry of ``likes``."""
 
     uses: list[int]
     likes: list[Tensor]
@@ -136,16 +142,16 @@ class RecordedBackward:
     """A captured backward, or a part of it.
 
     Attributes:
-        layouts: per differentiable output, the strides of its incoming gradient, None where none
-            comes in. With other ones other sums are made, and other parameters get none: that is
-            another graph.
-        targets: where the gradients that do come in are copied to.
-        uses: the numbers of the uses (``RecordedForward.listed``) whose gradients it computes;
-            listed: what these are, a number of an input or the parameter.
-        gradients: of these (of a DTensor its local part). Those that may become ``.grad`` have
-            their memory for themselves, of the others it is only borrowed: later captures of the
-            slot use it again.
-        leases: of the weights' gradients, for when they are handed out.
+        layouts: per differentiable output, the strides of its incoming gradient, or None if none
+            comes in. With other incoming gradients other sums are made and other parameters get
+            gradients, which needs another graph.
+        targets: tensors that the incoming gradients are copied to.
+        uses: numbers of the uses (``RecordedForward.listed``) whose gradients it computes.
+        listed: per use, the number of an input or the parameter.
+        gradients: per use, the gradient (of a DTensor, its local shard). A gradient that may become
+            ``.grad`` has memory of its own. Memory of the others is only borrowed: later captures
+            of the slot use it again.
+        leases: leases of the weight gradients, for when they are handed out.
     """
 
     graph: Graph | None
@@ -173,15 +179,18 @@ class RecordedBackward:
         return any(lease.in_place for _, _, lease in self.of_parameters)
 
     def finds_no_gradient(self) -> bool:
-        """Whether those that may become ``.grad`` would: there is none yet to add to."""
+        """Whether its gradients can become ``.grad`` now, because no ``.grad`` exists yet."""
         in_place = [parameter for _, parameter, lease in self.of_parameters if lease.in_place]
         return bool(in_place) and all(parameter.grad is None for parameter in in_place)
 
     @cached_property
     def launches(self) -> list[Launch]:
-        """Launches that copy all gradients. The kernel for many tensors takes those of one dtype
-        and layout. Large ones go by themselves: it moves 2.6 TB/s on an H200, the one for a single
-        tensor 4.3 (2026-11-21)."""
+        """Launches that copy all gradients.
+
+        The kernel for many tensors copies gradients of one dtype and layout together. Large ones
+        are copied one by one: that kernel moves 2.6 TB/s on an H200, the kernel for a single tensor
+        4.3 (2026-11-21).
+        """
         together: dict[Any, Launch] = {}
         for use, each, gradient in zip(self.uses, self.listed, self.gradients, strict=True):
             if gradient is not None:
@@ -195,7 +204,7 @@ class RecordedBackward:
         return list(together.values())
 
     def launches_without(self, uses: tuple[int, ...]) -> list[Launch]:
-        """Launches that copy all gradients except some."""
+        """Launches that copy all gradients except those of ``uses``."""
         if uses not in self._launches_without:
             rest = [launch.without(uses) for launch in self.launches]
             self._launches_without[uses] = [launch for launch in rest if launch.uses]
@@ -213,7 +222,7 @@ class RecordedBackward:
 
 
 def has_tensors_inside(value: Any) -> bool:
-    """Whether an object that is no pytree holds tensors: they would be lost on the way."""
+    """Whether an object that is no pytree holds tensors, which would be lost on the way."""
     held = getattr(value, "__dict__", {}).values() if not isinstance(value, nn.Module) else ()
     return any(isinstance(each, Tensor) for each in held)
 
@@ -244,12 +253,13 @@ class OpenCall:
 
 
 class BackwardRun:
-    """The backward of an open call for one pattern of incoming gradients, to be run as often as is
-    needed: eagerly, and into a graph. It reads static memory.
+    """The backward of an open call for one pattern of incoming gradients.
+
+    It may be run as often as needed, eagerly and into a graph. It reads static memory.
 
     Attributes:
         given: gradients per output, None where none comes in.
-        incoming: those of them that are there.
+        incoming: the gradients that do come in.
         first_uses, second_uses: the numbers of the uses that each part computes.
     """
 
@@ -267,7 +277,7 @@ class BackwardRun:
         self.second_uses = of_parameters if split else ()
 
     def first_part(self, incoming: Sequence[Tensor], *, last: bool = False) -> list[Tensor | None]:
-        """``last``: autograd's graph is not needed any more."""
+        """Runs the first part. After the ``last`` run autograd's graph is not needed any more."""
         uses = self._open.uses
         if not self._outputs:
             return [None] * len(self.first_uses)
@@ -280,12 +290,12 @@ class BackwardRun:
         return [spread[use] for use in self.first_uses]
 
     def close(self) -> None:
-        """Lets go of autograd's graph, whoever still holds this."""
+        """Frees autograd's graph, even if somebody still holds this object."""
         self._open = self._split = None
         self._outputs, self._leaves = [], []
 
     def second_part(self) -> list[Tensor | None]:
-        """Goes on from where the last first part has come to."""
+        """Runs the second part, which goes on from the last run of the first part."""
         if not self._outputs:
             return [None] * len(self.second_uses)
         uses = self._open.uses

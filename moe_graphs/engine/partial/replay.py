@@ -22,13 +22,15 @@ from moe_graphs.engine.partial.verify import recompute
 from moe_graphs.engine.tensors import copy_to, unwrap
 from moe_graphs.errors import GraphError
 
-# ---- backwards whose first part has run: the weights' gradients wait to be asked for
+# ---- delayed weight gradients: backwards whose first part, for the inputs, has run
 
 
 @dataclass(frozen=True)
 class WeightsPart:
-    """The weights' part of one backward of a scope. ``compute`` gives a gradient (or None) for each
-    of ``parameters``, good until the next replay."""
+    """The weights' part of one backward of a scope.
+
+    ``compute`` gives a gradient (or None) for each of ``parameters``, good until the next replay.
+    """
 
     parameters: list[Tensor]
     compute: Callable[[], list[Tensor | None]]
@@ -37,8 +39,10 @@ class WeightsPart:
 class DelayedWeights:
     """A queue of backwards, oldest first.
 
-    is_collecting: whether a backward that runs now leaves its weights' part to the queue.
-    each_by_itself: whether every backward of a scope is one of the queue, and always collected.
+    Attributes:
+        is_collecting: whether a backward that runs now leaves its weights' part to the queue.
+        each_by_itself: whether every backward of a scope is an entry of the queue by itself, and is
+            always collected.
     """
 
     def __init__(self, each_by_itself: bool = False) -> None:
@@ -50,13 +54,12 @@ class DelayedWeights:
         return len(self._waiting)
 
     def clear(self) -> None:
-        """Forgets backwards of a step that has ended."""
+        """Forgets the backwards of a step that has ended."""
         self._waiting.clear()
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
-        """Context in which the backwards of all scopes that run belong to one entry of the
-        queue."""
+        """Context in which the backwards of all scopes belong to one entry of the queue."""
         self._waiting.append([])
         self.is_collecting = True
         try:
@@ -77,13 +80,12 @@ class DelayedWeights:
         self._waiting[-1].append(part)
 
     def replay_oldest(self) -> None:
-        """Adds the weights' gradients of the oldest backward to ``.grad``.
+        """Adds the weight gradients of the oldest backward to ``.grad``.
 
-        A parameter that several scopes use, or one several times, is added up first, as autograd
-        does.
+        If a parameter is used several times, its gradients are added up first, as autograd does.
 
         Raises:
-            GraphError: if none waits.
+            GraphError: if no backward waits.
         """
         if not self._waiting:
             raise GraphError(
@@ -132,13 +134,15 @@ def outgoing(
 ) -> dict[int, Tensor | None]:
     """The gradients by use, as tensors that autograd may take.
 
-    A parameter without a ``.grad`` gets the static memory itself, if nothing else ever writes
-    there: autograd makes it ``.grad``. One that has a ``.grad`` already (a later microbatch) is
-    added to by autograd in place: it leases static memory until the next replay in the slot. In
-    every other case (hooks, ``autograd.grad``, inputs) it is a copy, laid out like the parameter
-    so that it can become ``.grad`` without another one.
+    If a parameter has no ``.grad`` and nothing else ever writes to the static memory of its
+    gradient, autograd gets that memory itself and makes it ``.grad``. If the parameter has a
+    ``.grad`` already (in a later microbatch), autograd adds to it from the static memory, which is
+    leased until the next replay in the slot. In every other case (hooks, ``autograd.grad``, inputs)
+    the gradient is a copy. The copy is laid out like the parameter, so it can become ``.grad``
+    without another copy.
 
-    nodes: per use, where its gradient goes.
+    Args:
+        nodes: per use, the node of autograd that gets its gradient.
     """
     results: dict[int, Tensor | None] = {}
     launches = recorded.launches
@@ -164,7 +168,7 @@ def leased(
     *,
     in_place_only: bool = False,
 ) -> dict[int, Tensor]:
-    """The part of it that is static memory."""
+    """The gradients among those of ``outgoing`` that are leased static memory."""
     found: dict[int, Tensor] = {}
     added: list[BufferLease] = []
     in_place: list[BufferLease] = []
@@ -194,10 +198,11 @@ def _has_grad(parameter: Tensor) -> bool:
 
 
 class Replay(torch.autograd.Function):
-    """Inputs and parameters in, once per use; outputs out; gradients leave as tensors of their own.
+    """The node of autograd that replays a scope: inputs and parameters in, outputs out.
 
-    The backward replays a graph if that was captured for it. Otherwise it runs eagerly: on the
-    autograd graph of the capture as long as that is there, else by computing the forward anew.
+    It lists an input or parameter once per use, and gradients leave it as tensors of their own. The
+    backward replays a graph if one was captured for it. Otherwise it runs eagerly: on the autograd
+    graph of the capture as long as that exists, else by computing the forward anew.
     """
 
     @staticmethod
@@ -214,7 +219,7 @@ class Replay(torch.autograd.Function):
         site.load(leaves)
         site.forward.graph.replay()
         site.replayed += 1
-        # A replay changes them behind autograd's back: an older graph must not use them unnoticed.
+        # A replay changes these tensors unseen by autograd: an older autograd graph must notice.
         if site.forward.written:
             torch.autograd.graph.increment_version(site.forward.written)
         pending.replayed()
@@ -259,7 +264,7 @@ class Replay(torch.autograd.Function):
 def _another(
     slot: Slot, pending: PendingBackward, recorder: Recorder, gradients: Sequence[Tensor | None]
 ) -> tuple[Any, ...]:
-    """One more backward of a forward whose graph was retained: no recording serves it."""
+    """One more backward of a forward whose graph was retained; no recording serves it."""
     slot.check(pending)
     pairs = zip(gradients, pending.site.forward.differentiable, strict=True)
     incoming = [gradient for gradient, needed in pairs if needed]
@@ -268,7 +273,7 @@ def _another(
 
 
 class _Nodes:
-    """Per use, where its gradient goes. Asked of autograd when somebody wants to know."""
+    """The node that gets the gradient, per use. Autograd is asked only when it is needed."""
 
     def __init__(self, ctx: Any) -> None:
         self._ctx, self._found = ctx, None
@@ -285,7 +290,7 @@ def _wants(nodes: Sequence[Node | None], listed: Sequence[int | Tensor], kind: t
                if isinstance(each, kind))  # fmt: skip
 
 
-# Past what ``Function.apply`` looks for in Python: there is no transform here, and no wrapper.
+# This skips the checks of ``Function.apply`` in Python: there is no transform here, and no wrapper.
 _apply = super(torch.autograd.Function, Replay).apply
 
 
@@ -322,8 +327,10 @@ def _part(slot: Slot, pending: PendingBackward, recorder: Recorder) -> WeightsPa
 def _weights_part(
     slot: Slot, pending: PendingBackward, recorder: Recorder, nodes: _Nodes | None
 ) -> dict[int, Tensor | None]:
-    """The gradients of the parameters by use, where they are computed apart. Without ``nodes`` they
-    are static memory, good until the next replay in the slot."""
+    """Gradients of the parameters by use, if they are computed apart.
+
+    Without ``nodes`` they are static memory, good until the next replay in the slot.
+    """
     site = pending.site
     slot.weights_done(pending)
     if pending.weight_gradients is not None:
@@ -347,7 +354,7 @@ def _first_part(
     incoming: Sequence[Tensor | None],
     nodes: _Nodes,
 ) -> dict[int, Tensor | None]:
-    """The gradients by use: all of them, or those of the inputs."""
+    """The gradients by use: all of them or, if the backward is split, those of the inputs."""
     site = pending.site
     reason = slot.unreplayable(pending, layouts_of(incoming))
     if reason is None:
@@ -387,7 +394,7 @@ def _replayed(
 
 
 def _fits(site: CallSite, incoming: Sequence[Tensor | None]) -> bool:
-    """Whether static memory can hold the gradients: where they were expanded, it has less."""
+    """Whether static memory can hold the gradients; static memory of expanded ones is smaller."""
     given = [gradient for gradient in incoming if gradient is not None]
     pairs = zip(site.backward.targets, given, strict=True)
     return not site.forward.is_split and all(t.shape == g.shape for t, g in pairs)

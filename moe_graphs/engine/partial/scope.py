@@ -1,7 +1,7 @@
 """The scopes of a model, and the three parts of one call of a scope.
 
-``prologue`` runs what stands before the graph and returns the graph's inputs; ``run`` is the part
-that is captured; ``epilogue`` runs what follows the graph. For a whole forward ``prologue`` and
+``prologue`` runs what stands before the graph and returns the graph's inputs. ``run`` is the part
+that is captured. ``epilogue`` runs what follows the graph. For a whole forward ``prologue`` and
 ``epilogue`` do nothing.
 """
 
@@ -32,8 +32,7 @@ class Call:
     kwargs: dict[str, Any]
 
     def without_tensors(self) -> Call:
-        """A call without tensors, for a forward that resumes: it reads its record, not its
-        arguments."""
+        """A call without tensors, for a forward that resumes and so reads its record instead."""
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda _: None, (self.args, self.kwargs))
         return Call(args, kwargs)
 
@@ -50,7 +49,8 @@ class Exit:
 class Scope:
     """A part of ``module``'s forward. ``start`` and ``stop`` name stages; None is the very end.
 
-    function: what runs in the place of the forward of the module's class.
+    Attributes:
+        function: a function that runs in place of the forward of the module's class, or None.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Scope:
 
     @property
     def forward(self) -> Callable[..., Any]:
-        """The module's own, of its class as that is now."""
+        """The forward of the module's class as it is now, or ``function``."""
         return self.function or types.MethodType(type(self.module).forward, self.module)
 
     def prologue(self, call: Call) -> Any:
@@ -74,9 +74,10 @@ class Scope:
         return boundary.frames[0].record
 
     def run(self, inputs: Any, call: Call, *, capturing: bool) -> tuple[Any, Exit | None]:
-        """The captured part: its outputs, and where it was left (None: it ran to the end).
+        """Runs the captured part. Returns its outputs, and where it was left (None: at its end).
 
-        Capturing, a dynamic component ends it early; otherwise only ``stop`` does.
+        In a capture a component that cannot be captured ends it early; otherwise only ``stop``
+        does.
         """
         stop = Stop(self.module, self.stop, capturing)
         if self.start is None:
@@ -91,7 +92,7 @@ class Scope:
         return tuple(frame.record for frame in boundary.frames), Exit(left, boundary.reason)
 
     def epilogue(self, outputs: Any, exit: Exit | None, call: Call) -> Any:
-        """The eager rest: what the module's forward returns."""
+        """Runs the eager rest and returns what the module's forward returns."""
         if exit is None:
             return outputs
         frames = (Frame(m, stage, r) for (m, stage), r in zip(exit.frames, outputs, strict=True))
@@ -191,7 +192,7 @@ def _part_of_layer(name: str, layer: Staged, wanted: Sequence[str]) -> Scope | N
 
 def _matching(model: nn.Module, pattern: str) -> list[Scope]:
     names = [name for name, _ in model.named_modules() if name]
-    # "*.encoder" means that of the model itself as well.
+    # The pattern "*.encoder" also selects the encoder of the model itself.
     matches = [n for n in names if any(fnmatch.fnmatchcase(each, pattern) for each in (n, f".{n}"))]
     if not matches:
         some = ", ".join(names[:8])
@@ -199,7 +200,7 @@ def _matching(model: nn.Module, pattern: str) -> list[Scope]:
             f"pattern {pattern!r} matches no submodule; the first names are {some}: "
             f"print([name for name, _ in model.named_modules()]) shows them all"
         )
-    # "layers.*" means the layers: what lies inside a match is captured as a part of it.
+    # The pattern "layers.*" selects the layers; modules inside a match are captured as parts of it.
     outermost = [n for n in matches if not any(n.startswith(f"{m}.") for m in matches)]
     modules = [(name, model.get_submodule(name)) for name in outermost]
     for name, module in modules:

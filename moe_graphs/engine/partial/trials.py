@@ -1,8 +1,7 @@
-"""Trial runs of a scope's call: eager, beside the real one, without a trace.
+"""Trial runs of a scope's call: eager, beside the real call, without any lasting change.
 
-What a graph cannot have is refused here by name. What the Python could read, what is written and
-how much memory the call takes is found here. What the call computes is what a replay has to
-compute.
+A trial run refuses by name what a graph cannot have. It finds what the Python could read, what is
+written, and how much memory the call takes. A replay has to compute what the trial run computes.
 """
 
 from __future__ import annotations
@@ -34,14 +33,17 @@ from moe_graphs.engine.tracing import MODIFIED_INPUT, Trace, address, differing_
 from moe_graphs.engine.trial_run import TrialRun
 from moe_graphs.errors import CaptureError
 
-# "forward_pre_hooks" and so on -> what to call with the module and the values.
+# "forward_pre_hooks" and so on -> the function to call with the module and the values.
 Hooks = Mapping[str, Callable[..., None]]
 
 
 @dataclass(frozen=True)
 class ScopeCall:
-    """A call of a scope, given flat. ``leased``: numbers of inputs that lie in static memory which
-    other recordings write."""
+    """A call of a scope, given flat.
+
+    Attributes:
+        leased: numbers of inputs that lie in static memory which other recordings write.
+    """
 
     scope: Scope
     signature: Signature
@@ -63,8 +65,10 @@ class ScopeCall:
         return outputs
 
     def detached_leaves(self) -> list[Any]:
-        """New leaves of autograd on the same memory; those that were the same tensor are again.
-        Lent ones are copied: garbage of the run would hold them as if it were the caller's."""
+        """New leaves of autograd on the same memory; the same tensor stays the same.
+
+        Leased ones are copied, because garbage of the run would hold them as a caller does.
+        """
         made: list[Any] = []
         for number, (first, leaf) in enumerate(zip(self.signature.first, self.leaves, strict=True)):
             if first < number:
@@ -77,7 +81,7 @@ class ScopeCall:
         return made
 
     def constants(self) -> dict[str, Any]:
-        """Arguments that are no tensors, by name: objects may change inside."""
+        """Arguments that are no tensors, by name; objects may change inside."""
         specs = zip(self.signature.leaves, self.leaves, strict=True)
         return {
             f"argument {spec.name}": leaf
@@ -87,7 +91,7 @@ class ScopeCall:
 
     @contextlib.contextmanager
     def forward_hooks(self) -> Iterator[dict[str, Any]]:
-        """The block puts the scope's output under "output"."""
+        """Calls forward hooks around a block, which puts the scope's output under "output"."""
         produced: dict[str, Any] = {}
         inputs = pytree.tree_unflatten(self.leaves, self.signature.structure) if self.hooks else ()
         self._call_hook("forward_pre_hooks", *inputs)
@@ -96,7 +100,7 @@ class ScopeCall:
 
     @contextlib.contextmanager
     def backward_hooks(self, incoming: Sequence[Any]) -> Iterator[list[Any]]:
-        """The block puts the gradients of the inputs into the list."""
+        """Calls backward hooks around a block, which fills the list with the inputs' gradients."""
         gradients: list[Any] = []
         self._call_hook("backward_pre_hooks", tuple(incoming))
         yield gradients
@@ -112,7 +116,7 @@ class TriedForward:
     """The findings of a trial run of a forward.
 
     Attributes:
-        outputs: flat, detached.
+        outputs: leaves of the outputs, detached.
         written: tensors from outside that it modifies, with the values that it leaves there.
         scales: the FP8 scales that it leaves.
         draws: whether it draws random numbers.
@@ -130,8 +134,10 @@ class TriedForward:
 
 @dataclass(frozen=True)
 class TriedCall:
-    """The findings of trial runs of forward and backward. ``groups``: of processes over which they
-    communicate."""
+    """The findings of trial runs of forward and backward.
+
+    ``groups`` are the process groups over which they communicate.
+    """
 
     memory: CallMemory
     groups: set[dist.ProcessGroup]
@@ -153,7 +159,7 @@ class Trials:
             return tried
 
     def make_ready(self, call: ScopeCall) -> None:
-        """An unwatched forward makes what modules keep for FP8, where no real call came first."""
+        """Lets modules make their FP8 state by an unwatched forward, if no real call came first."""
         with Snapshot(self.backend) as before, self.aliases(call).installed():
             leaves = call.detached_leaves()
             trace = Trace(self.backend.device, strict=False, refuse=False, before=before)
@@ -168,11 +174,11 @@ class Trials:
         linked: Sequence[int] = (),
         runs: int = 2,
     ) -> TriedCall:
-        """Runs both several times: every run has to do what the first one did.
+        """Runs forward and backward several times; every run has to do what the first one did.
 
         Args:
             accessed: what a real run of the call has read, if there was one.
-            linked: inputs that are outputs of others.
+            linked: numbers of inputs that are outputs of other calls.
 
         Raises:
             CaptureError: for what cannot be in a graph, or depends on state that Python keeps.
@@ -214,7 +220,7 @@ class Trials:
         return Guards(roots, accessed, addresses, tensors=others, outside=[module])
 
     def names_before_running(self, call: ScopeCall) -> AccessedNames:
-        """Reads that the call may do, as far as can be told without running it."""
+        """Names that the call may read, found by its code alone; nothing is run."""
         return names_before_running(
             [call.scope.forward],
             call.scope.module.modules(),
@@ -235,8 +241,10 @@ class Trials:
     def _forward(
         self, call: ScopeCall, *, with_hooks: bool = False
     ) -> Iterator[tuple[TriedForward, tuple[Any, list[Any]]]]:
-        """Gives also the outputs with their history, and the leaves that they come from. Within
-        the context its changes are in force."""
+        """Context around a trial run of a forward; inside it, the run's changes are in force.
+
+        It also gives the outputs with their history, and the leaves that they come from.
+        """
         leaves = call.detached_leaves()
         inputs = tensor_leaves(leaves)
         names = [call.signature.leaves[index].name for index in call.signature.tensors()]
@@ -323,11 +331,12 @@ class Trials:
 class Tried:
     """A call as the warm-up tried it; it is tried again if it has changed before its capture.
 
-    A capture runs a call beside the real one, too. It leaves no trace because the call was tried:
-    the call changes nothing in Python, and runs no hooks. Where what its Python could read is
-    another by then, the call is tried again before it is captured.
+    A capture runs a call beside the real one, too. That changes nothing because the trial run has
+    shown that the call changes nothing in Python and runs no hooks. If the values that its Python
+    could read have changed since, the call is tried again before it is captured.
 
-    accessed: of a real run of the call.
+    Attributes:
+        accessed: which Python a real run of the call has run.
     """
 
     def __init__(self, trials: Trials, call: ScopeCall, accessed: AccessedNames) -> None:
@@ -335,7 +344,7 @@ class Tried:
         self._guards = trials.guards(call, accessed, ())
 
     def again_if_changed(self, call: ScopeCall) -> None:
-        """Leaves no trace in what the call can reach.
+        """Tries the call again if it has changed; what the call can reach stays as it is.
 
         Raises:
             CaptureError: for what cannot be captured now.
@@ -364,7 +373,7 @@ def _check_same_operations(runs: Sequence[Trace]) -> None:
     """Checks that all runs did the same operations.
 
     Raises:
-        CaptureError: if not all of them did what the first one did.
+        CaptureError: if a run did other operations than the first one.
     """
     for other in runs[1:]:
         differing = differing_op(runs[0], other)
@@ -376,7 +385,7 @@ def _check_same_operations(runs: Sequence[Trace]) -> None:
 
 
 def check_dropout_of_cudnn(name: str, module: nn.Module) -> None:
-    """A check for dropout whose random state cuDNN keeps to itself.
+    """Checks that no recurrent module has dropout whose random state only cuDNN knows.
 
     Raises:
         CaptureError: if a recurrent module on a GPU drops out between its layers.

@@ -1,4 +1,4 @@
-"""Compares the first replay of each recording with eager; and backwards that are computed anew."""
+"""Compares the first replay of each recording with eager, and computes some backwards anew."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from moe_graphs.engine.verify import ByValue, Difference, Left, difference, firs
 from moe_graphs.errors import GraphError
 
 # ---- a backward that no graph was captured for: its forward is computed anew, eagerly
-# Reasons: a loss that uses other outputs than it used to, a backward out of order, a number that
-# has changed. What the forward needs is still there: its static inputs, and the position of the
-# random number generators. The outputs of the new forward must be the very same.
+# Reasons are a loss that uses other outputs than it used to, a backward out of order, or a number
+# that has changed. The forward's static inputs and the position of the random number generators are
+# still there. The outputs of the new forward must be the very same.
 
 
 def recompute(
     backend: Backend, pending: PendingBackward, incoming: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """The gradients per use of the replayed forward. Synchronises.
+    """The gradients per use of the replayed forward. Waits for the device.
 
     Raises:
         GraphError: if the forward does not compute what it did.
@@ -51,7 +51,9 @@ def compute_anew(
     backend: Backend, pending: PendingBackward, incoming: Sequence[Tensor | None]
 ) -> tuple[Difference | None, list[Tensor | None]]:
     """The first difference of the outputs from those of the replay, and the gradients per use.
-    Synchronises."""
+
+    Waits for the device.
+    """
     site, forward = pending.site, pending.site.forward
     inputs = [_leaf(leaf, i in forward.linked) for i, leaf in enumerate(forward.inputs)]
     for number, first in enumerate(forward.signature.first):
@@ -85,7 +87,7 @@ def compute_anew(
 
 
 def _leaf(leaf: object, is_leased: bool) -> object:
-    """The input for a run; a leased one is copied, since garbage of the run would hold it."""
+    """The input for a run; a leased one is copied, because garbage of the run would hold it."""
     if not isinstance(leaf, Tensor):
         return leaf
     own = static_copy(leaf) if is_leased else leaf.detach()
@@ -93,10 +95,12 @@ def _leaf(leaf: object, is_leased: bool) -> object:
 
 
 def _outputs(site: CallSite, outputs: object) -> tuple[list[Tensor], list[Tensor]]:
-    """The outputs with a history, and all that the graph makes; one that is returned twice is one.
+    """The outputs with a history, and all outputs of the graph.
+
+    A tensor that is returned twice is listed once.
 
     Raises:
-        GraphError: if what the capture returned as one tensor are several.
+        GraphError: if the capture returned one tensor where this forward returns several.
     """
     found: dict[int, Tensor] = {}
     for leaf, output in zip(site.forward.output_leaves, pytree.tree_leaves(outputs), strict=True):
@@ -132,18 +136,18 @@ def _gradients(
 
 @dataclass(frozen=True)
 class Expected:
-    """Everything that the first replay of a forward has to leave, and the state before it."""
+    """Results that the first replay of a forward has to leave, and the state before it."""
 
     tried: TriedForward
     before: Snapshot
 
     @property
     def left(self) -> Left:
-        """Everything that the trial run has left."""
+        """Results of the trial run."""
         return _left_of(self.tried)
 
     def found(self, outputs: Sequence[Any]) -> Left:
-        """Everything that a replay has left just now."""
+        """Results that a replay has left just now."""
         written = [(tensor, tensor) for tensor, _ in self.tried.written]
         scales = fp8.named_tensors()
         return _left(outputs, written, {name: scales[name] for name in self.tried.scales})
@@ -166,9 +170,12 @@ def _left(
 
 
 class SideEffects:
-    """The effects of a backward beside its results: numbers that it draws, tensors that it writes,
-    FP8 scales. They are seen in a first run; all other runs start from where the first one started,
-    and their effects happen only once."""
+    """The effects of a backward besides its results.
+
+    These are random numbers that it draws, tensors that it writes, and FP8 scales. A first run
+    shows them. All other runs start from the state in which the first one started, and the effects
+    happen only once.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend, self._before = backend, Snapshot(backend)
@@ -176,7 +183,7 @@ class SideEffects:
 
     @contextlib.contextmanager
     def seen(self) -> Iterator[None]:
-        """A context around the first run."""
+        """Context around the first run."""
         with Trace(self._backend.device, strict=False, refuse=False, before=self._before):
             yield
         self._after = Snapshot(self._backend, values=self._before.tensors)
@@ -186,11 +193,11 @@ class SideEffects:
         self._before.put_back()
 
     def once(self) -> Snapshot:
-        """A context around all other runs."""
+        """Context around all other runs."""
         return self._after
 
     def difference(self) -> Difference | None:
-        """The first difference of what another run has written."""
+        """The first difference in the tensors that another run has written."""
         after, found = self._after, fp8.named_tensors()
         names = [f"the tensor {tuple(tensor.shape)} that it writes" for tensor in after.tensors]
         expected, scales = zip(names, after.values, strict=True), after.scales()
@@ -202,8 +209,11 @@ class SideEffects:
 
 
 class Verification:
-    """Verifies the recordings of one model. ``verify``: whether forwards are compared at all; of
-    backwards, those with a second eager run are."""
+    """Verifies the recordings of one model.
+
+    ``verify`` says whether forwards are compared. Backwards are compared if there is a second eager
+    run.
+    """
 
     def __init__(self, model: nn.Module, trials: Trials, *, verify: bool) -> None:
         self._model, self._trials, self._backend = model, trials, trials.backend
@@ -212,8 +222,11 @@ class Verification:
     def difference_of_forward(
         self, site: CallSite, call: ScopeCall, expected: Expected, outputs: Sequence[Any]
     ) -> Difference | None:
-        """The first difference of the first replay from eager, after which everything is as before
-        the call; None if it does not, or if eager itself differs from one run to the next."""
+        """The first difference of the first replay from eager, or None.
+
+        It is None also if eager differs from one run to the next. If there is a difference,
+        everything is as before the call afterwards.
+        """
         planned, graph, static = site.planned, site.forward.graph, site.forward.outputs
 
         def again() -> Left:
@@ -249,10 +262,11 @@ class Verification:
         again: Sequence[Tensor | None] | None,
         effects: SideEffects,
     ) -> None:
-        """Replays what has just been recorded and compares it with ``eager``, unless there is no
-        second eager run ``again``. A difference makes the scope eager.
+        """Replays what has just been recorded and compares it with ``eager``.
 
-        It is replayed once: a backward works in the memory of what its forward has left for it.
+        Without a second eager run ``again`` nothing is compared. A difference makes the scope
+        eager. The backward is replayed only once, because it works in the memory of what its
+        forward has saved.
         """
         effects.again()
         if recorded.graph is not None:
@@ -278,7 +292,7 @@ class Verification:
             planned.differs(verdict.difference)
 
     def agrees(self, site: CallSite, eager: Mapping[int, Tensor | None]) -> bool:
-        """Replays the backward, and compares it with an eager one on the same gradients."""
+        """Replays the backward and compares it with an eager one on the same incoming gradients."""
         before = Snapshot(self._backend)
         site.backward.graph.replay()
         if before.has_drawn():

@@ -54,12 +54,13 @@ def record_step(
     verify: bool,
     ranks: Ranks,
 ) -> tuple[RecordedStep, Verdict | None]:
-    """Captures the step as called now, on all ranks. Nothing it touches is changed.
+    """Captures the step as it is called now, on all ranks; nothing that it touches is changed.
 
-    accessed: the Python that a real call has run, if there was one.
+    Args:
+        accessed: the Python that a real call has run, if there was one.
 
     Raises:
-        CaptureError: what in the step cannot be captured, with its line.
+        CaptureError: for what in the step cannot be captured, with its line.
     """
     backend = definition.backend
     with (
@@ -86,7 +87,8 @@ def record_step(
                 recorded = _record(definition, prepared, before, operations)
                 failing.callback(recorded.release)
                 verdict = verification.check(recorded, operations) if verification else None
-        # Behind the context, which makes autograd forget the nodes: these are the caller's.
+        # This comes after the context, which makes autograd forget its nodes: the nodes now are the
+        # caller's.
         updating = definition.optimizers() if prepared.seen.optimizer_steps else []
         if recorded.gradients is not None:
             recorded.gradients.settled()
@@ -97,7 +99,7 @@ def record_step(
 
 @dataclass(frozen=True)
 class _Prepared:
-    """The state from which the capture starts: ``found`` are the gradients that are set for it."""
+    """The state from which the capture starts. ``found`` are the gradients that it finds."""
 
     batch: StaticBatch
     state: TorchState
@@ -110,7 +112,7 @@ class _Prepared:
 def _prepare(
     definition: StepDefinition, batch: Any, trial_runs: int, before: StateBefore
 ) -> _Prepared:
-    """All that may be refused before the capture."""
+    """Refuses everything that can be refused before the capture."""
     state = TorchState(definition.backend.device.type)
     if state.has_autocast_cache:
         raise CaptureError(
@@ -143,7 +145,7 @@ def _record(
         schedulers=False,
     )
     versions = [tensor._version for tensor in tensors]
-    # What eager runs left in the allocator's cache would lie beside the graph's own pool.
+    # Memory that eager runs left in the allocator's cache would lie beside the graph's own pool.
     definition.backend.release()
     with definition.backend.record(prepared.pool) as graphs, operations:
         outputs = definition.run(batch.tree())
@@ -180,10 +182,11 @@ class TriedStep:
     """The findings of the trial runs.
 
     Attributes:
-        accessed: which Python ran; read: addresses of the memory that was read.
-        dropped: per parameter, whether the step forgets the ``.grad`` it finds.
+        accessed: which Python ran.
+        read: addresses of the memory that was read.
+        dropped: per parameter, whether the step forgets the ``.grad`` that it finds.
         stale: names of parameters whose gradients are accumulated on another stream.
-        groups: of processes, over which it communicates.
+        groups: process groups over which the step communicates.
     """
 
     accessed: AccessedNames
@@ -198,11 +201,13 @@ class TriedStep:
 def try_step(
     definition: StepDefinition, batch: StaticBatch, accessed: AccessedNames, runs: int
 ) -> TriedStep:
-    """Runs the step on the batch, at least twice, under the eyes of ``Trace``.
+    """Runs the step on the batch, at least twice, and watches it.
 
-    The last run finds the gradients that the one before left, which shows what the step drops.
+    The last run finds the gradients that the run before it left. That shows which gradients the
+    step drops.
 
-    accessed: what is known of the Python that runs.
+    Args:
+        accessed: what is known of the Python that runs.
 
     Raises:
         CaptureError: for what cannot be in a graph, or depends on state that Python keeps.
@@ -244,8 +249,10 @@ def try_step(
 
 
 def _run(definition: StepDefinition, batch: StaticBatch, seen: TriedStep) -> Trace:
-    """Runs the step once. ``seen`` gets what it has read in Python; the step must not have changed
-    any of what was known before."""
+    """Runs the step once; ``seen`` gets what its Python has read.
+
+    The step must not change any value that was known before.
+    """
     before = definition.guards(seen.accessed, constants=batch.constants())
     run, autocast = _trial_run(definition, batch), fp8.Autocast()
     with run:
@@ -280,7 +287,7 @@ def _trial_run(definition: StepDefinition, batch: StaticBatch) -> TrialRun:
 
 
 def _is_dropped(old: Tensor | None, new: Tensor | None, trace: Trace) -> bool:
-    """A gradient that was replaced, but looked at before, went into its successor."""
+    """Whether the step dropped a gradient; one that was read went into the new gradient."""
     return old is not None and new is not old and address(old) not in trace.read
 
 
@@ -339,12 +346,12 @@ def _current_stream(device: torch.device) -> Any:
 
 
 class StateBefore:
-    """A context: whatever happens inside, everything that the step touches is as before then.
+    """A context at whose end everything that the step touches is as it was at the beginning.
 
     Attributes:
         accessed: what is known of the Python that the step runs.
         gradients: ``.grad`` of the parameters, as it was found.
-        first_step_state: what the optimizers' first steps make.
+        first_step_state: state that the optimizers' first steps make.
     """
 
     def __init__(self, definition: StepDefinition, accessed: AccessedNames | None) -> None:
@@ -382,7 +389,7 @@ class StateBefore:
         return self
 
     def tensors(self) -> list[Tensor]:
-        """All that the step may change, besides ``.grad``."""
+        """Everything that the step may change, except ``.grad``."""
         return [*self._state.tensors, *self.first_step_state.tensors()]
 
     def put_back_values(self) -> None:
@@ -404,7 +411,7 @@ class StateBefore:
 
 
 class StepVerification:
-    """Runs the step eagerly from the very state that the graph is replayed from.
+    """Compares the graph's replay with eager runs from the same state.
 
     Args:
         found: the gradients that are set for the capture.
@@ -432,10 +439,10 @@ class StepVerification:
         self._put_back()
 
     def check(self, recorded: RecordedStep, operations: Operations) -> Verdict:
-        """Replays the step, and compares. Leaves what the replay has left.
+        """Replays the step and compares. The state afterwards is that after a replay.
 
         Raises:
-            CaptureError: if even what was captured is not what was run.
+            CaptureError: if the captured operations are not those of an eager run.
         """
         differing_ops = differing_op(self._operations, operations)
         if self._anywhere(differing_ops is not None):

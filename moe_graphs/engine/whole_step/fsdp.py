@@ -1,9 +1,9 @@
-"""Data parallelism around a captured step: FSDP2's state in Python, and settings that hang or
-corrupt.
+"""Data parallelism around a captured step: FSDP2's state in Python, and settings that do harm.
 
-A captured step holds FSDP2's communication as it holds everything else. A replay does not run
-FSDP2's Python, so that has to be where it was: parameters sharded, nothing left over from an open
-accumulation, the same settings.
+A captured step holds FSDP2's communication like everything else. A replay does not run FSDP2's
+Python, so its state has to be where it was: parameters sharded, nothing left over from an open
+accumulation, the same settings. Settings that would make a captured step hang or compute wrong
+results are refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe_graphs.engine.tensors import Mismatch, is_sharded_by_fsdp
 from moe_graphs.errors import CaptureError
 
 # Settings of a group of parameters, of its state, and of what all states share. Each is asked for
-# by name, since versions of torch differ in which they have.
+# by name, because versions of torch differ in which they have.
 _OF_GROUPS = (
     "reduce_grads", "all_reduce_grads", "reshard_after_backward", "_reshard_after_forward",
     "gradient_divide_factor", "force_sum_reduction_for_comms", "unshard_async_op",
@@ -41,8 +41,10 @@ class Sharding:
         self._before = self._settings()
 
     def reshard(self) -> None:
-        """Frees parameters that are gathered, as the end of a backward does: a forward without
-        one leaves them."""
+        """Frees parameters that are gathered, as the end of a backward does.
+
+        A forward without a backward leaves them gathered.
+        """
         for group in self._groups:
             if not group.is_sharded:
                 group.reshard()
@@ -75,7 +77,7 @@ class Sharding:
 
 
 def _groups_of(state: Any) -> list[Any]:
-    """torch 2.11 has one of each state."""
+    """The groups of parameters of a state; torch 2.11 has one per state."""
     several = getattr(state, "_fsdp_param_groups", None)
     if several is None:
         several = [state._fsdp_param_group]
@@ -89,9 +91,11 @@ def _context_of(state: Any) -> Any:
 # ---- settings of data parallelism that would hang or corrupt a captured step
 
 EAGER_FORWARDS = 11
-"""Warm-up steps of DDP on a GPU. DDP times its first ten forwards with events it waits for, and
-rebuilds its buckets after the first: what torch's notes on CUDA graphs mean by eleven warm-up
-iterations."""
+"""Warm-up steps of DDP on a GPU.
+
+DDP times its first ten forwards with events that it waits for, and rebuilds its buckets after the
+first. torch's notes on CUDA graphs ask for eleven warm-up iterations for this reason.
+"""
 
 _NEVER = 2**31 - 1
 
@@ -104,7 +108,7 @@ def check_settings(model: nn.Module) -> None:
     """Checks settings before a capture that will hold collectives.
 
     Raises:
-        CaptureError: with the line to change.
+        CaptureError: for a setting that must be changed, with the line to change.
     """
     for wrapper in wrappers(model):
         if wrapper.find_unused_parameters:
@@ -112,7 +116,7 @@ def check_settings(model: nn.Module) -> None:
                 "DistributedDataParallel(find_unused_parameters=True) reads on the host which "
                 "parameters were used: pass find_unused_parameters=False"
             )
-        # Otherwise every hundredth forward waits for events, and so would an unlucky capture.
+        # By default every hundredth forward waits for events; a capture must not be such a forward.
         if hasattr(wrapper, "_set_ddp_runtime_logging_sample_rate"):
             wrapper._set_ddp_runtime_logging_sample_rate(_NEVER)
 
@@ -121,7 +125,7 @@ def check_memory(group: dist.ProcessGroup | None) -> None:
     """Checks the allocator before a capture with collectives of the group.
 
     Raises:
-        CaptureError: with the line to change.
+        CaptureError: for a setting that must be changed, with the line to change.
     """
     if group is None or dist.get_backend(group) != "nccl":
         return

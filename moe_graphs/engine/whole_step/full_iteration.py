@@ -12,8 +12,8 @@
         loss = step(batch)          # eager three times, captured at the fourth, then replayed
         scheduler.step()            # lr is a tensor, changed in place
 
-The function is recorded as it is: whatever it does with gradients and optimizer, a replay does.
-For validation wrap a second function; both may be called in any order.
+The function is recorded as it is: a replay does with gradients and optimizer whatever the function
+does. For validation wrap a second function; both may be called in any order.
 """
 
 from __future__ import annotations
@@ -57,19 +57,21 @@ class FullIterationReport(PrintedReport):
     """Report of a whole step; ``print`` shows a table, ``explain()`` what its columns mean.
 
     Attributes:
-    state: "warmup", "captured", "capture_failed", "differs_from_eager" or "released".
-    eager_calls: reason -> number of calls that ran eagerly.
-    details: reason -> what the last such call differed in, and what to do.
-    kernels: in the graph (ops on the CPU recorder); None if not captured or not countable.
-    static_bytes: inputs, outputs and gradients that the graph reads and writes in place.
-    pool_bytes: device memory held by the graph; 0 on the CPU.
-    capture_seconds: of all captures together.
-    refused: why it is not replayed, though it was captured, or None.
-    not_reproducible: whether eager steps differ from one another, so that replays cannot be equal.
-    not_guarded: what the step's Python can have read and nobody compares.
-    occupancy: as ``engine.report.occupancy_of`` the model: rows that were asked for, and there.
-    portable_launches: as in ``engine.report.Report``.
-    off_because: why there is no graph, after a capture that failed.
+        state: "warmup", "captured", "capture_failed", "differs_from_eager" or "released".
+        eager_calls: reason -> number of calls that ran eagerly.
+        details: reason -> what differed in the last such call, and what to do.
+        kernels: number of kernels in the graph (operations on the CPU recorder); None if nothing is
+            captured or they could not be counted.
+        static_bytes: inputs, outputs and gradients that the graph reads and writes in place.
+        pool_bytes: device memory held by the graph; 0 on the CPU.
+        capture_seconds: time of all captures together.
+        refused: why a captured step is not replayed, or None.
+        not_reproducible: whether eager steps differ from one another; replays cannot be equal then.
+        not_guarded: values that the step's Python can have read and that no guard compares.
+        occupancy: ``engine.report.occupancy_of`` the model: rows that were asked for, and rows that
+            there are.
+        portable_launches: as in ``engine.report.Report``.
+        off_because: why there is no graph, after a capture that failed.
     """
 
     backend: str
@@ -91,35 +93,38 @@ class FullIterationReport(PrintedReport):
 
 
 class FullIteration(Generic[BatchT, ResultT]):
-    """Calls ``step(batch)``, from the ``warmup_steps + 1``-th call on by replaying one graph.
+    """A step function whose calls are replayed as one graph once ``warmup_steps`` ran eagerly.
 
-    Outputs are copies of your own, without autograd history. Gradients: ``.grad`` is set to the
-    graph's memory after each replay; a tensor that you have kept from there gets memory of its own
-    before the next one writes again, and while you hold a view of it calls run eagerly.
-    ``zero_grad()`` in any form, inside or outside the step, is right. If the step was captured
-    without ``.grad``, a call that finds one is a mismatch, since the graph would not add to it.
+    Outputs are copies of your own, without autograd history. After each replay ``.grad`` is the
+    graph's memory. If you have kept a gradient tensor, it gets memory of its own before the graph
+    writes again. While you hold a view of one, calls run eagerly. ``zero_grad()`` in any form,
+    inside or outside the step, is right. If the step was captured while ``.grad`` was None, a call
+    that finds a ``.grad`` is a mismatch, since the graph would not add to it.
 
-    Ranks that communicate in the step (DDP, FSDP2, dispatchers, collectives of its own) must make
-    the same calls; a capture succeeds on all or on none, and with another ``on_mismatch`` than
-    "eager" ranks agree before each call that it matches.
+    Ranks that communicate in the step (DDP, FSDP2, dispatchers, collectives of the step's own) must
+    make the same calls. A capture succeeds on all ranks or on none. With ``on_mismatch`` other than
+    "eager", ranks agree before each call that it matches.
 
     Args:
-        step: takes one pytree (tensors on the model's device, constants) and returns one: forward
-            and backward of all microbatches, the optimizer's update if it is to be in the graph.
+        step: takes one pytree (tensors on the model's device, constants) and returns one. It does
+            forward and backward of all microbatches, and the optimizer's update if that is to be in
+            the graph.
         model: the module, or several of them (pipeline stages).
-        optimizer: the one that ``step`` updates with, if it does.
-        state: what else ``step`` changes or reads: scaler, averages, tensors, a ``DeviceStep``.
-        generators: what ``step`` draws random numbers from, besides the default ones.
-        on_mismatch: what a call does that differs from the captured one (shapes, keys, constants,
-            flags, hyperparameters, addresses): run eagerly, counted in ``report()`` ("eager"; the
-            third one of a reason is a ``GraphWarning``), raise ``GraphError`` ("error"), or
-            capture again ("recapture").
-        on_capture_error: what a call does whose capture fails: warn, run eagerly as all later ones
-            ("eager"), or raise ``CaptureError`` ("error"). ``capture(batch)`` raises in any case.
-        agree: ranks agree before each call with "eager", too: all replay it or none does, for steps
-            that communicate in another order where they run eagerly.
+        optimizer: the optimizer that ``step`` updates with, if it does.
+        state: other objects that ``step`` changes or reads: scaler, averages, tensors, a
+            ``DeviceStep``.
+        generators: random number generators that ``step`` draws from, besides the default ones.
+        on_mismatch: what happens to a call that differs from the captured one (shapes, keys,
+            constants, flags, hyperparameters, addresses). "eager" runs it eagerly, counts it in
+            ``report()``, and warns at the third one of a reason (``GraphWarning``); "error" raises
+            ``GraphError``; "recapture" captures again.
+        on_capture_error: what happens if a capture fails. "eager" warns and runs this call and all
+            later ones eagerly; "error" raises ``CaptureError``. ``capture(batch)`` raises in any
+            case.
+        agree: with "eager", too, ranks agree before each call: all replay it or none does. This is
+            for steps whose communication has another order where they run eagerly.
         verify: compare the first replay bit for bit with an eager step from the same state.
-        stream: the one to capture on; with DDP, the one that it was built on.
+        stream: the stream to capture on; with DDP, the stream that it was built on.
 
     Raises:
         ValueError: for arguments that do not fit.
@@ -169,12 +174,12 @@ class FullIteration(Generic[BatchT, ResultT]):
         self._finalizer = weakref.finalize(self, self._resources.release)
 
     def __call__(self, batch: BatchT) -> ResultT:
-        """Like ``step(batch)``.
+        """Runs ``step(batch)``, by a replay if the call matches the captured step.
 
         Raises:
-            CaptureError: the capture failed, and ``on_capture_error="error"``: nothing has
+            CaptureError: if the capture failed, with ``on_capture_error="error"``. Nothing has
                 happened, and calls run eagerly from now on. Call again with this batch.
-            GraphError: this call differs from the captured one, and ``on_mismatch="error"``.
+            GraphError: if this call differs from the captured one, with ``on_mismatch="error"``.
         """
         if self.state == "warmup":
             if self._eager_calls["warmup"] < self._warmup_steps:
@@ -200,9 +205,9 @@ class FullIteration(Generic[BatchT, ResultT]):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Around a part of the step that a framework runs itself, after an eager call.
+        """Context around a part of the step that a framework runs by itself, after an eager call.
 
-        What the Python inside reads is a part of what a graph depends on.
+        The graph depends on what the Python inside reads, so that is watched, too.
         """
         is_last = self.state == "warmup" and self._eager_calls["warmup"] == self._warmup_steps
         if not is_last or self._reads is None:
@@ -215,20 +220,22 @@ class FullIteration(Generic[BatchT, ResultT]):
     def capture(self, batch: BatchT) -> None:
         """Captures now, ahead of the first call, or again.
 
-        Parameters, gradients, buffers, optimizer, ``state`` and random numbers are as before.
+        Afterwards parameters, gradients, buffers, optimizer, ``state`` and random numbers are as
+        before.
 
         Raises:
-            CaptureError: the capture failed, whatever ``on_capture_error`` says, since a capture
-                was asked for. Calls run eagerly.
+            CaptureError: if the capture failed, whatever ``on_capture_error`` says, because this
+                method was called to capture. Calls run eagerly from now on.
         """
         if self.state == "released":
             raise GraphError("full iteration: it was released: make a new one")
         self._capture(batch, trial_runs=self._warmup_steps)
 
     def release(self) -> None:
-        """Gives the graph's memory back; later calls run eagerly. Idempotent.
+        """Frees the graph's memory; later calls run eagerly. Idempotent.
 
-        Call it before ``destroy_process_group()``: a graph that holds collectives keeps it waiting.
+        Call it before ``destroy_process_group()``: a graph that holds collectives makes that call
+        wait.
         """
         self.state = "released"
         self._finalizer()
@@ -267,7 +274,10 @@ class FullIteration(Generic[BatchT, ResultT]):
         return self._resources.captured
 
     def _warmup(self, batch: Any) -> Any:
-        """The last of these calls is watched: what its Python reads is what a graph depends on."""
+        """Runs one call eagerly.
+
+        The last warm-up call is watched, because a graph depends on what its Python reads.
+        """
         if self._eager_calls["warmup"] < self._warmup_steps - 1:
             return self._eager(batch, "warmup")
         with (
@@ -281,7 +291,8 @@ class FullIteration(Generic[BatchT, ResultT]):
     def _eager(self, batch: Any, reason: str, message: str | None = None) -> Any:
         self._eager_calls[reason] += 1
         self._misses.ran_eagerly(_NAME, reason, message)
-        # DDP accumulates on the stream it was built on: elsewhere torch warns of the mismatch.
+        # DDP accumulates on the stream that it was built on; on another stream torch warns of the
+        # mismatch.
         given = self._has_stream
         with self._definition.backend.on_stream() if given else contextlib.nullcontext():
             return owned(self._definition.step(batch))
@@ -331,7 +342,7 @@ class FullIteration(Generic[BatchT, ResultT]):
         self._not_reproducible = verifier is not None and verifier.not_reproducible
 
     def _differs(self, message: str) -> None:
-        """Replays do not compute what eager does: it runs eagerly from now on."""
+        """Turns replays off, because they do not compute what eager computes."""
         self.state, self._refused = "differs_from_eager", message
         if self._on_mismatch == "error":
             raise CaptureError(f"full iteration: {message}; it runs eagerly now")

@@ -1,5 +1,4 @@
-"""``.grad`` of every parameter, as a captured step expects and leaves it, and the nodes that add it
-up."""
+"""``.grad`` of every parameter in a captured step, and autograd's nodes that add gradients up."""
 
 from __future__ import annotations
 
@@ -23,13 +22,15 @@ _GRAD_OF = attrgetter("grad")
 
 
 class StaticGradients:
-    """Whatever the step does with ``.grad``, a replay does: fill, accumulate, zero, drop.
+    """The ``.grad`` fields of a captured step.
+
+    A replay does with ``.grad`` whatever the step does: fill, accumulate, zero or drop it.
 
     Args:
-        dropped: per parameter, whether the step forgets what it finds, so that it may find
-            anything (``zero_grad()`` at its beginning).
-        found: memory of the ``.grad`` that the step was captured with, None where it was captured
-            without. The very memory of those that are a part of a buffer, which others may read.
+        dropped: per parameter, whether the step forgets the ``.grad`` that it finds. If so, the
+            step may find anything (``zero_grad()`` at its beginning).
+        found: memory of the ``.grad`` that the step was captured with, or None. If the ``.grad`` is
+            a part of a buffer, this is that very memory, because others may read it there.
         left: ``.grad`` after the step: memory of the graph, which the next replay writes again.
     """
 
@@ -43,7 +44,7 @@ class StaticGradients:
     ) -> None:
         self.found, self.left = found, left
         rows = list(zip(names, parameters, dropped, found, left, strict=True))
-        # Most steps find nothing and leave nothing: one loop in C says that they do.
+        # Most steps find nothing and leave nothing; one loop in C is enough to see that.
         self._unset = {n: p for n, p, drops, f, _ in rows if f is None and not drops}
         self._set = [(p, f) for _, p, _, f, _ in rows if f is not None]
         self._parts = {n: p for n, p, _, f, _ in rows if f is not None and is_part(f)}
@@ -86,8 +87,11 @@ class StaticGradients:
         return None
 
     def replay(self, graph: Graph) -> None:
-        """Puts the gradients where the graph finds them, whichever tensors hold them now; those
-        tensors get what the step does to them. Afterwards every ``.grad`` is what it has left."""
+        """Replays the graph with the present gradients, whichever tensors hold them now.
+
+        Their values are copied to the memory that the graph reads, and back to these tensors
+        afterwards. At the end every ``.grad`` is what the step leaves.
+        """
         others, zeros = [], []
         for parameter, found in self._set:
             if parameter.grad is None:
@@ -112,9 +116,10 @@ class StaticGradients:
 
 
 def keep_apart(parameters: Sequence[torch.Tensor], found: Gradients) -> None:
-    """Gives gradients of sharded parameters that the step has made memory of their own.
+    """Gives new gradients of sharded parameters memory of their own.
 
-    FSDP2 makes those of a group as parts of one buffer, which could not be reclaimed one by one.
+    FSDP2 makes the gradients of a group as parts of one buffer, so they could not be reclaimed one
+    by one.
     """
     for parameter, before in zip(parameters, found, strict=True):
         after = parameter.grad
@@ -135,7 +140,7 @@ def set_gradients(parameters: Sequence[torch.Tensor], gradients: Gradients) -> N
 def gradients_to_find(
     parameters: Sequence[torch.Tensor], entry: Gradients, dropped: Sequence[bool]
 ) -> Gradients:
-    """The gradients to capture the step with, given those it is called with."""
+    """The gradients to capture the step with, given those that it is called with."""
     found: Gradients = []
     for parameter, gradient, ignored in zip(parameters, entry, dropped, strict=True):
         if gradient is None or ignored:
@@ -153,7 +158,7 @@ def _lies_at(gradient: torch.Tensor, found: torch.Tensor) -> bool:
 
 
 def is_part(gradient: torch.Tensor) -> bool:
-    """Whether it is a part of a larger buffer."""
+    """Whether a gradient is a part of a larger buffer."""
     gradient = unwrap(gradient)
     return gradient.untyped_storage().nbytes() > gradient.nbytes
 
@@ -161,19 +166,20 @@ def is_part(gradient: torch.Tensor) -> bool:
 # ---- the nodes that add gradients up, and the streams that they belong to
 # Such a node belongs to the stream of its first use. It lives on while somebody holds a loss of an
 # eager step. A captured backward would then pull that stream into the capture, which CUDA refuses
-# for the default one (``cudaErrorStreamCaptureImplicit``). Data-parallel wrappers hold these nodes
-# for good.
+# for the default stream (``cudaErrorStreamCaptureImplicit``). Data-parallel wrappers hold these
+# nodes for good.
 
 _HOLDERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 
 
 def forget_accumulators(model: nn.Module, more: Iterable[Tensor] = ()) -> None:
-    """Lets the next forward make new nodes; a loss that is held keeps its own.
+    """Lets the next forward make new nodes; a loss that is held keeps its own nodes.
 
-    more: that gradients are accumulated for besides the parameters of the model.
+    Autograd forgets the nodes when data of another dtype is assigned. Nothing else changes. Inside
+    a wrapper whose hooks are on these nodes, this function does nothing.
 
-    Assigning data of another dtype is what makes autograd forget them. Nothing else changes. Does
-    nothing within a wrapper whose hooks hang on these nodes.
+    Args:
+        more: further tensors that gradients are accumulated for, besides the model's parameters.
     """
     if _holder(model) is not None:
         return
@@ -194,10 +200,11 @@ def _empty_like(data: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Accumulators:
-    """Hooks on the nodes of some parameters. The nodes are not kept: ``swap_tensors`` would mind.
+    """Hooks on the gradient accumulators of some parameters.
 
-    One that lives holds its parameter, whose references are counted: without more of them than
-    before nothing can hang on a node.
+    The accumulators are not kept, because ``swap_tensors`` refuses parameters that have one. An
+    accumulator that lives holds its parameter, so the references to the parameter are counted. If
+    there are no more of them than before, no hook can have been added.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -216,7 +223,10 @@ class Accumulators:
 
 
 def _hooks_of(parameter: Tensor) -> list[dict]:
-    """torch shows them to nobody, but whoever adds one gets at the dictionary."""
+    """The dictionaries of hooks on a parameter's accumulator.
+
+    torch shows them to nobody, but a new hook's handle leads to the dictionary.
+    """
     node = get_gradient_edge(parameter).node
     return [_dictionary_of(add(_nothing)) for add in (node.register_prehook, node.register_hook)]
 
@@ -234,7 +244,7 @@ def check_hooks(model: nn.Module) -> None:
     """Checks that no hooks would be lost.
 
     Raises:
-        CaptureError: if hooks would be lost with the nodes that they hang on.
+        CaptureError: if hooks would be lost together with the accumulators that have them.
     """
     if _holder(model) is None and Accumulators(model.parameters()).hooked():
         raise CaptureError(
@@ -244,7 +254,9 @@ def check_hooks(model: nn.Module) -> None:
 
 
 def check_streams(model: nn.Module, stale: list[str]) -> None:
-    """``stale``: parameters whose gradients are not added up on the stream of the capture.
+    """Checks that all gradients are added up on the stream of the capture.
+
+    ``stale`` are the names of parameters for which this is not so.
 
     Raises:
         CaptureError: if there are any, with what to change.
@@ -259,6 +271,6 @@ def check_streams(model: nn.Module, stale: list[str]) -> None:
 
 
 def _holder(model: nn.Module) -> str | None:
-    """The name of a wrapper (torch's or another's) whose hooks hang on accumulators."""
+    """Class name of a wrapper (torch's or another's) whose hooks are on accumulators, or None."""
     kinds = (type(module).__name__ for module in model.modules())
     return next((kind for kind in kinds if kind in _HOLDERS), None)

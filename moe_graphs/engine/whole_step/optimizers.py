@@ -1,5 +1,4 @@
-"""Optimizers inside a graph: which can be, what their first step has yet to make, and hooks of a
-step."""
+"""Optimizers inside a graph: which can be, state of their first step, and hooks of a step."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ from moe_graphs.engine.tensors import Mismatch
 from moe_graphs.engine.whole_step.grad_fields import Accumulators
 from moe_graphs.errors import CaptureError
 
-# A first step from zeros is the same, bit for bit, as a first step without any state. Classes
-# outside of torch say so by `starts_from_zeros = True`.
+# The first step of these from zeros is the same, bit for bit, as a first step without any state.
+# Classes outside of torch say so by `starts_from_zeros = True`.
 _START_FROM_ZEROS = (
     optim.Adadelta, optim.Adam, optim.Adamax, optim.AdamW, optim.RAdam, optim.RMSprop, optim.SGD,
 )  # fmt: skip
@@ -29,7 +28,7 @@ _EXAMPLE = "torch.optim.AdamW(..., fused=True, capturable=True)"
 
 
 def check_optimizer(optimizer: Optimizer, device: torch.device) -> None:
-    """Refuses by name what a graph cannot hold.
+    """Refuses by name an optimizer that a graph cannot hold.
 
     Raises:
         CaptureError: with what to use instead.
@@ -55,10 +54,10 @@ def check_optimizer(optimizer: Optimizer, device: torch.device) -> None:
 
 
 def check_capturable_flags(optimizer: Optimizer) -> None:
-    """Check that torch's optimizer can step at all: ``capturable`` alone is for GPUs.
+    """Checks that torch's optimizer can step at all: ``capturable`` alone works on GPUs only.
 
     Raises:
-        ValueError: the message names the flag that is missing.
+        ValueError: if a flag is missing; the message names the flag.
     """
     for group in optimizer.param_groups:
         on_cpu = any(parameter.device.type == "cpu" for parameter in group["params"])
@@ -70,14 +69,14 @@ def check_capturable_flags(optimizer: Optimizer) -> None:
 
 
 def remedy_for(optimizer: Optimizer) -> str | None:
-    """The reason why its step cannot be in a graph and what to use instead, or None if it can."""
+    """The remedy for an optimizer whose step cannot be in a graph, or None if it can."""
     if isinstance(optimizer, _READ_VALUES):
         return f"it reads values on the host: use {_EXAMPLE}, or step outside of the graph"
     for group in optimizer.param_groups:
         on_cuda = any(parameter.is_cuda for parameter in group["params"])
         fused, capturable = group.get("fused"), group.get("capturable")
         if "capturable" in group and not (capturable if on_cuda else fused):
-            # Adam's family; on the CPU only the fused ones read no values.
+            # This is the family of Adam; on the CPU only the fused ones read no values on the host.
             return f"it reads its step counter on the host: {_flags(group)}"
         if "capturable" not in group and not fused:
             if isinstance(group.get("lr"), torch.Tensor):
@@ -93,7 +92,7 @@ def _flags(group: Mapping[str, Any]) -> str:
 
 
 class FirstStepState:
-    """State that a trial run made: taken away again until the first replay, which needs it.
+    """State that a trial run made. It is taken away until the first replay, which needs it.
 
     Until then the optimizer looks as if it had never run.
     """
@@ -104,7 +103,11 @@ class FirstStepState:
         self._made: list[tuple[Optimizer, torch.Tensor, dict[str, Any]]] = []
 
     def check(self) -> None:
-        """Raises ``CaptureError`` if what an optimizer starts from is not known."""
+        """Checks that the state from which each optimizer starts is known.
+
+        Raises:
+            CaptureError: if it is not known.
+        """
         for optimizer, before in zip(self._optimizers, self._before, strict=True):
             made = any(optimizer.state[p] for p in optimizer.state if p not in before)
             if made and not _starts_from_zeros(optimizer):
@@ -114,7 +117,7 @@ class FirstStepState:
                 )
 
     def tensors(self) -> list[torch.Tensor]:
-        """What the trial runs made."""
+        """Tensors that the trial runs made."""
         made = [
             optimizer.state[parameter]
             for optimizer, before in zip(self._optimizers, self._before, strict=True)
@@ -135,7 +138,7 @@ class FirstStepState:
                 self._made.append((optimizer, parameter, optimizer.state.pop(parameter)))
 
     def put_in(self) -> None:
-        """Idempotent; leaves alone what somebody has loaded in the meantime."""
+        """Gives the optimizers their state. Idempotent; state that was loaded meanwhile stays."""
         for optimizer, parameter, state in self._made:
             if parameter not in optimizer.state:
                 optimizer.state[parameter] = state
@@ -152,17 +155,18 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-# ---- hooks that run within a step and are none of its code: of gradients, of updates
+# ---- hooks that run within a step but are not its code: hooks of gradients and of updates
 
 _both_of = attrgetter(*OF_TENSORS)
 
 
 class StepHooks:
-    """A graph has those that ran when it was captured; it runs no others.
+    """Hooks of a step as they were at the capture; a graph runs these and no others.
 
     Args:
-        parameters: by name; their own hooks and those of the nodes that add their gradients up.
-        optimizers: that update within the step.
+        parameters: by name. Their own hooks are compared, and those of the autograd nodes that add
+            up their gradients.
+        optimizers: the optimizers that update within the step.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> None:
@@ -187,7 +191,10 @@ class StepHooks:
         return None
 
     def _differing(self) -> str | None:
-        """A parameter with other hooks than before, not with the same ones under other numbers."""
+        """The name of a parameter with other hooks than before, or None.
+
+        The same hooks under other numbers are no difference.
+        """
         rows = zip(self._names, self._before, self._now(), strict=True)
         return next((name for name, before, now in rows if before != now), None)
 

@@ -1,5 +1,4 @@
-"""A whole step as one graph: its definition, its batch, whether a call may replay it, and its
-replay."""
+"""A whole step as one graph: definition, batch, conditions of a replay, and replay."""
 
 from __future__ import annotations
 
@@ -42,7 +41,11 @@ from moe_graphs.errors import CaptureError
 
 @dataclass(frozen=True)
 class StepDefinition:
-    """``state``: objects besides model and optimizer that the step changes or reads."""
+    """A step function and the objects that it works on.
+
+    Attributes:
+        state: objects besides model and optimizer that the step changes or reads.
+    """
 
     step: Callable[[Any], Any]
     model: nn.Module
@@ -51,8 +54,11 @@ class StepDefinition:
     backend: Backend
 
     def run(self, batch: Any) -> Any:
-        """The step; afterwards no parameter is gathered that FSDP2 has sharded, and gradients that
-        it has made share no memory with one another."""
+        """Runs the step.
+
+        Afterwards parameters that FSDP2 has sharded are not gathered, and gradients that FSDP2 has
+        made share no memory with one another.
+        """
         parameters = list(self.parameters().values())
         before = gradients_of(parameters)
         result = self.step(batch)
@@ -65,7 +71,7 @@ class StepDefinition:
         return Sharding(self.model)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters that have a gradient, or may get one. A frozen one may have one left."""
+        """Parameters that have a gradient or may get one; a frozen one may have an old gradient."""
         return {
             name: p
             for name, p in self.model.named_parameters()
@@ -73,13 +79,13 @@ class StepDefinition:
         }
 
     def optimizers(self) -> list[Optimizer]:
-        """All optimizers, those within ``state`` included (the optimizer of a ``DeviceStep``)."""
+        """All optimizers, also those within ``state`` (the optimizer of a ``DeviceStep``)."""
         candidates = [self.optimizer, *self.state]
         candidates += [v for s in self.state if hasattr(s, "__dict__") for v in vars(s).values()]
         return list({id(c): c for c in candidates if isinstance(c, Optimizer)}.values())
 
     def names_before(self) -> AccessedNames:
-        """The Python that the step may run, as far as can be told without running it."""
+        """The Python that the step may run, found by its code alone; nothing is run."""
         hooks = tensor_hooks_of(self.model.parameters())
         return names_before_running([self.step, *hooks], self.model.modules(), self.guards)
 
@@ -92,7 +98,11 @@ class StepDefinition:
         optimizer: bool = True,
         schedulers: bool = True,
     ) -> Guards:
-        """Schedulers change between steps, and must not within them."""
+        """Guards on everything that the step's Python could read.
+
+        With ``schedulers=False`` learning-rate schedulers are left out: between steps they may
+        change, and only within a step they must not.
+        """
         everything = {
             f"state[{i}]": each
             for i, each in enumerate(self.state)
@@ -116,17 +126,20 @@ class StepDefinition:
 
 @dataclass(frozen=True)
 class StaticBatch:
-    """``leaves``: static tensors where the batch had tensors, the captured constants elsewhere."""
+    """The batch of a recorded step.
+
+    ``leaves`` has static tensors where the batch had tensors, and the captured constants elsewhere.
+    """
 
     signature: Signature
     leaves: tuple[Any, ...]
 
     @classmethod
     def of(cls, batch: Any, device: torch.device) -> StaticBatch:
-        """A copy of ``batch``.
+        """Makes a static copy of ``batch``.
 
         Raises:
-            CaptureError: if a graph cannot read it.
+            CaptureError: if a graph cannot read the batch.
         """
         signature = Signature.of(batch, input_name)
         unsupported = signature.unsupported()
@@ -144,7 +157,7 @@ class StaticBatch:
         return cls(signature, tuple(leaves))
 
     def tree(self) -> Any:
-        """The static batch as the step takes it."""
+        """The static batch in the structure that the step takes."""
         return pytree.tree_unflatten(self.leaves, self.signature.structure)
 
     def tensors(self) -> list[Tensor]:
@@ -159,7 +172,7 @@ class StaticBatch:
         return {spec.name: leaf for spec, leaf in specs if not isinstance(spec, TensorSpec)}
 
     def mismatch(self, batch: Any, leaves: Sequence[Any], structure: Any) -> Mismatch | None:
-        """The first difference between a call's batch, also given flat, and the captured one."""
+        """The first difference between a call's batch, given flat as well, and the captured one."""
         if structure != self.signature.structure:
             return structure_mismatch(self.signature, batch)
         return self.signature.mismatch(structure, leaves)
@@ -182,7 +195,7 @@ def input_name(path: Sequence[Any]) -> str:
 
 
 def structure_mismatch(signature: Signature, batch: Any) -> Mismatch:
-    """Names the leaves that are missing or too many."""
+    """The mismatch that names leaves which are missing or too many."""
     captured = [spec.name for spec in signature.leaves]
     now = [input_name(path) for path, _ in pytree.tree_flatten_with_path(batch)[0]]
     missing = [name for name in captured if name not in now]
@@ -215,9 +228,15 @@ def _check(spec: TensorSpec, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """``written``: parameters and buffers that a replay changes; ``context``, ``grad_enabled``:
-    the state of torch that it was captured under; ``entry``: what it finds in FP8; ``sharding``:
-    the settings of FSDP2; ``hooks``: known from the end of the capture on."""
+    """A captured step, and the conditions under which it may be replayed.
+
+    Attributes:
+        written: parameters and buffers that a replay changes.
+        context, grad_enabled: the state of torch that it was captured under.
+        entry: the state of FP8 that it finds.
+        sharding: the settings of FSDP2.
+        hooks: hooks of the step; known from the end of the capture on.
+    """
 
     graph: Graph
     pool: Any
@@ -235,7 +254,7 @@ class RecordedStep:
     hooks: StepHooks | None = None
 
     def mismatch(self, batch: Any, leaves: Sequence[Any], structure: Any) -> Mismatch | None:
-        """The reason why this call cannot be replayed, or None. Does not synchronise."""
+        """The reason why this call cannot be replayed, or None. Does not wait for the device."""
         self.first_step_state.put_in()
         self.sharding.reshard()
         if torch.is_grad_enabled() != self.grad_enabled:
@@ -264,12 +283,12 @@ class RecordedStep:
         return Mismatch("fp8", message)
 
     def replay(self, leaves: Sequence[Any]) -> Any:
-        """Returns copies of the outputs, the caller's own."""
+        """Replays the step and returns copies of the outputs, which are the caller's own."""
         self.batch.load(leaves)
         self.run()
         if self.entry is not None and self.entry.is_first:
             fp8.claim_first()
-        # A replay changes them behind autograd's back: an older graph must not use them unnoticed.
+        # A replay changes these tensors unseen by autograd: an older autograd graph must notice.
         torch.autograd.graph.increment_version(self.written)
         return pytree.tree_unflatten(owned_leaves(self.outputs), self.output_structure)
 
