@@ -1,4 +1,4 @@
-"""A run before its first step: what was asked for, and the trainer that does it."""
+"""A run before its first step: its options, and the trainer that runs it."""
 
 from __future__ import annotations
 
@@ -40,19 +40,20 @@ from moe_graphs.parallel import (
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What to run. ``graph_config`` None trains eagerly.
+    """Options of a run. ``graph_config`` None trains eagerly.
 
     Attributes:
-        save: whether checkpoints are written (every ``checkpoint_every`` steps, 0 for only at the
-            end).
+        save: whether checkpoints are written: every ``checkpoint_every`` steps, or with 0 only at
+            the end.
         sample_tokens: how much of the held-out text is used while training; the end uses all.
         init, tokenizer: the Hugging Face checkpoint that the model comes from, and the directory of
             its tokenizer; both None for a model from the seed.
-        dtype: of the parameters.
-        mixed_precision: FSDP2 casts what it gathers (``MIXED_PRECISION``), and nothing else does.
-        fp8: the recipe by which Transformer Engine's parts compute, or "none".
+        dtype: dtype of the parameters.
+        mixed_precision: whether FSDP2 casts the parameters that it gathers (``MIXED_PRECISION``).
+            Autocast is off then.
+        fp8: the recipe by which Transformer Engine's modules compute, or "none".
         workers: the ranks that run it together, each with these options; None for one process.
-        schedule, stages_per_rank: of their pipeline, if they are one (``Pipeline``).
+        schedule, stages_per_rank: those of the pipeline (``Pipeline``), if the ranks are one.
         recorded: options of the command that checkpoints hold, as JSON values by name.
     """
 
@@ -81,7 +82,7 @@ class RunOptions:
 
     @property
     def precision(self) -> str:
-        """What is in which dtype, but for FP8."""
+        """Dtypes of the run in words, except for FP8."""
         kept = str(self.dtype).removeprefix("torch.")
         always = "norms' statistics, router and loss in float32"
         held = f"parameters, gradients and AdamW's state in {kept}"
@@ -99,8 +100,11 @@ class RunOptions:
 
 
 def build_trainer(options: RunOptions, batches: TrainingBatches) -> Trainer:
-    """A model from the seed or from ``init``, not yet with graphs. On several ranks the one from
-    the seed has no values yet where a checkpoint is going to be loaded: ``options.resume``."""
+    """Makes a trainer with a model from the seed or from ``init``, without graphs yet.
+
+    On several ranks a model from the seed has no values yet if a checkpoint is going to be loaded
+    (``options.resume``).
+    """
     settings, workers, pipeline = options.preset.training, options.workers, None
     autocast: Autocast = functools.partial(autocast_of, options.device)
     if workers is None:
@@ -148,10 +152,12 @@ def _in_this_process(options: RunOptions) -> LanguageModel:
 def _on_ranks(
     options: RunOptions, workers: Workers, autocast: Autocast
 ) -> tuple[LanguageModel, list[ModelStage]]:
-    """The same numbers, of which a rank never has more than its own and one tensor; and its stages
-    in a pipeline."""
+    """The model with the same numbers, divided over the ranks, and a pipeline's stages here.
+
+    A rank never has more of the numbers than its own part and one tensor.
+    """
     device, stages, layout = options.device, [], workers.layout
-    # Laid out, the model gets a dispatcher over the ranks that share its experts.
+    # A model that is divided over ranks gets a dispatcher over the ranks that share its experts.
     dispatcher = make_dispatcher("local" if layout.ep > 1 else options.dispatcher)
     given: dict[str, Any] = {"dispatcher": dispatcher, "device": "meta", "dtype": options.dtype}
     if options.init is not None:
@@ -182,12 +188,12 @@ def _on_ranks(
 
 
 def _std(config: TransformerConfig) -> float:
-    """GPT-2's 0.02 at 768, as wide for narrower models in proportion."""
+    """Standard deviation of first weights: GPT-2's 0.02 at width 768, more if narrower."""
     return 0.02 * math.sqrt(768 / config.hidden_size)
 
 
 def _fp8_autocast(options: RunOptions, model: LanguageModel) -> Autocast:
-    """Of a recipe that is made once: Transformer Engine tells recipes apart."""
+    """Transformer Engine's context, with one recipe object: it tells recipe objects apart."""
     if options.fp8 == "none":
         return contextlib.nullcontext
     settings = options.preset.training
@@ -196,7 +202,7 @@ def _fp8_autocast(options: RunOptions, model: LanguageModel) -> Autocast:
 
 
 def _surroundings(options: RunOptions, batches: TrainingBatches) -> dict[str, Any]:
-    """What the bits of a run depend on beside its settings. Graphs are not among it."""
+    """Facts besides the settings that the bits of a run depend on. Graphs are not among them."""
     on_cpu = options.device.type == "cpu"
     init = {} if options.init is None else {"init": checkpoint_identity(options.init)}
     layout = {} if options.workers is None else {"layout": options.workers.described()}
@@ -232,7 +238,7 @@ def build_batches(options: RunOptions, text: Text) -> TrainingBatches:
 def with_graphs(
     trainer: Trainer, config: GraphConfig | FullIterationConfig | None
 ) -> Iterator[None]:
-    """Installs graphs on the trainer's model, or of its steps, for the duration."""
+    """Context in which graphs are on the trainer's model, or on its steps."""
     if isinstance(config, FullIterationConfig):
         with trainer.capture_full_iteration(config):
             try:

@@ -1,7 +1,8 @@
 """Checkpoints: a directory with the model as safetensors and everything else a step depends on.
 
-A run that is resumed is, bit by bit, the run that was not interrupted. Graphs leave no trace in
-a checkpoint: its keys are the same with and without them, and either kind resumes the other.
+A resumed run is, bit by bit, the run that was not interrupted. Graphs leave no trace in a
+checkpoint: its keys are the same with and without graphs, and a run of either kind resumes from the
+other's checkpoint.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def prepare_run_directory(out: Path, resumed: Path | None) -> None:
     """Makes ``out`` for a new run, or for one that goes on from the checkpoint ``resumed``.
 
     Raises:
-        ValueError: if it cannot be made, or another run lies there: also later checkpoints of the
-            same one, which could not be told from those to come.
+        ValueError: if the directory cannot be made, or if another run is there. Later checkpoints
+            of the same run count as another run, because nobody could tell them from those to come.
     """
     checkpoints, log = _checkpoints(out), out / LOG
     resumed = resumed and resumed.resolve()
@@ -65,7 +66,9 @@ def prepare_run_directory(out: Path, resumed: Path | None) -> None:
 
 @contextlib.contextmanager
 def open_log(out: Path) -> Iterator[TextIO]:
-    """The run's log, to append to: locked, since two runs may have found ``out`` empty.
+    """Opens the run's log to append to it.
+
+    The file is locked, because two runs may have found ``out`` empty.
 
     Raises:
         ValueError: if another run has it open.
@@ -103,7 +106,7 @@ def save_checkpoint(run_directory: Path, trainer: Trainer, *, keep: int = 2) -> 
 
 
 def make_partial(run_directory: Path, run_id: str) -> Path:
-    """An empty directory for a checkpoint that is being written.
+    """Makes an empty directory for a checkpoint that is being written.
 
     Raises:
         ValueError: if checkpoints of another run are there. Nothing is written or deleted then.
@@ -162,12 +165,12 @@ def load_checkpoint(path: Path, trainer: Trainer) -> list[str]:
     """Puts the trainer where it was when ``path`` was saved. Parameters keep their addresses.
 
     Returns:
-        One line per setting that differs from the checkpoint's, the text and the dispatcher among
-        them: allowed, but not the same run.
+        One line per setting that differs from the checkpoint's, also for the text and the
+        dispatcher. Such a run is allowed, but it is not the same run.
 
     Raises:
-        ValueError: if the checkpoint is of another model, beyond this run's last step, or
-            not to be read. The trainer is as it was then.
+        ValueError: if the checkpoint is of another model, beyond this run's last step, or not to be
+            read. The trainer is as it was then.
     """
     tensors, state, saved = read_whole(path)
     check_same_model(path, described(tensors), described(model_tensors(trainer.model)))
@@ -192,7 +195,7 @@ def load_checkpoint(path: Path, trainer: Trainer) -> list[str]:
 
 
 class WholeCheckpoint(NamedTuple):
-    """What is in the three files."""
+    """Contents of the three files of a checkpoint."""
 
     tensors: dict[str, torch.Tensor]
     state: dict[str, Any]
@@ -200,11 +203,13 @@ class WholeCheckpoint(NamedTuple):
 
 
 def read_whole(path: Path, *, mapped: bool = False) -> WholeCheckpoint:
-    """On the CPU. ``mapped``: tensors are the files' memory, of which no more is read than is
-    looked at; nothing may keep them.
+    """Reads a checkpoint of one process, on the CPU.
+
+    With ``mapped`` the tensors lie in the files, and only the parts that are used are read. Nothing
+    may keep them.
 
     Raises:
-        ValueError: a file is missing or not to be read.
+        ValueError: if a file is missing or not to be read.
     """
     return WholeCheckpoint(
         read_part(path / MODEL, load_file),
@@ -222,19 +227,22 @@ def check_step(path: Path, step: int, trainer: Trainer) -> None:
 
 
 def _checkpoints(run_directory: Path) -> list[Path]:
-    """In the order of their steps. Nothing but what ``save_checkpoint`` writes has such a name."""
+    """Checkpoints in the order of their steps; only ``save_checkpoint`` writes such names."""
     folders = (run_directory / "checkpoints").glob("step_*")
     return sorted((f for f in folders if _NAME.fullmatch(f.name) and f.is_dir()), key=_step)
 
 
 def _step(checkpoint: Path) -> int:
-    """By the name, -1 for one that was renamed."""
+    """The step in the checkpoint's name; -1 for one that was renamed."""
     match = _NAME.fullmatch(checkpoint.name)
     return int(match[1]) if match else -1
 
 
 def _run_id(checkpoint: Path) -> str | None:
-    """Of the run that wrote it: None if not to be read, "" if from before there were ids."""
+    """Identity of the run that wrote a checkpoint.
+
+    None if it cannot be read, "" if the checkpoint is older than these identities.
+    """
     try:
         return load_settings(checkpoint / SETTINGS).get(RUN, "")
     except (OSError, ValueError):
@@ -242,7 +250,10 @@ def _run_id(checkpoint: Path) -> str | None:
 
 
 def read_part(part: Path, reader: Callable[[Path], Any]) -> Any:
-    """Both libraries have many errors for a file that is not whole."""
+    """Reads a file; any error of the reader becomes a ``ValueError`` with what to do.
+
+    Both libraries have many errors for a file that is not whole.
+    """
     try:
         return reader(part)
     except FileNotFoundError as error:
@@ -271,7 +282,10 @@ def load_settings(path: Path) -> dict[str, Any]:
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Without what Transformer Engine pickles: it is among the training state, as tensors."""
+    """Tensors of the model, without those that Transformer Engine pickles.
+
+    The training state has the latter, as tensors.
+    """
     return {
         name: value.detach().contiguous()
         for name, value in model.state_dict().items()
@@ -297,7 +311,7 @@ def _training_state(trainer: Trainer) -> dict:
 
 
 def described(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """As ``check_same_model`` compares them."""
+    """Descriptions of tensors, which ``check_same_model`` compares."""
     return {name: f"{list(value.shape)} {value.dtype}" for name, value in tensors.items()}
 
 
@@ -314,7 +328,7 @@ def check_same_model(path: Path, saved: Mapping[str, str], wanted: Mapping[str, 
 
 
 def settings_of(trainer: Trainer) -> dict[str, Any]:
-    """As it is in the file. What is nested has names with dots."""
+    """The settings as the file has them. Nested settings have names with dots."""
     found: dict[str, Any] = {RUN: trainer.run_id}
     if trainer.options:
         found[OPTIONS] = dict(trainer.options)

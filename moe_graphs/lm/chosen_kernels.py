@@ -1,4 +1,4 @@
-"""Whose kernels a run computes on: checked before anything starts."""
+"""The libraries whose kernels a run computes on, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def with_kernels(
     """The preset with these kernels in its model's config.
 
     Raises:
-        ValueError: a name that is unknown, or a choice that would change nothing or cannot run on
-            this device.
-        ImportError: Transformer Engine is asked for and is not there.
+        ValueError: if a name is unknown, or if a choice would change nothing or cannot run on this
+            device.
+        ImportError: if Transformer Engine is asked for and is not installed.
     """
     model = replace(preset.model, linear=linear)
     if model.moe is not None:

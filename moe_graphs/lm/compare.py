@@ -25,13 +25,13 @@ from moe_graphs.optim.gradient_factor import local_part
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two runs.
+    """Results of one of the two runs.
 
     Attributes:
-        step_ms, p10_ms, p90_ms: median and spread over the timed steps, those after warm-up and
-            capture.
-        reserved_bytes: see ``memory_kind``.
-        losses: of every step, fp32 values.
+        step_ms, p10_ms, p90_ms: median and spread over the timed steps, which are those after
+            warm-up and capture.
+        reserved_bytes: memory; ``memory_kind`` says of which kind.
+        losses: losses of every step, fp32 values.
     """
 
     step_ms: float
@@ -47,7 +47,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both runs and what the graphs of the second did."""
+    """Results of both runs, and the report of the second one's graphs."""
 
     eager: Side
     graphed: Side
@@ -68,11 +68,11 @@ class Comparison:
 
 
 def compare(options: RunOptions, text: Text, progress: Progress) -> Comparison:
-    """Runs both from the seed, on models of their own. Nothing is saved.
+    """Runs both from the seed, each on a model of its own. Nothing is saved.
 
     Raises:
-        ValueError: if there are too few steps for any to be timed, or one is to be resumed.
-        TrainingDiverged: if a loss is not finite: nothing would be left to compare.
+        ValueError: if no step is left to be timed, or a run is to be resumed.
+        TrainingDiverged: if a loss is not finite, because nothing would be left to compare.
     """
     if options.resume is not None:
         raise ValueError("resume: a comparison trains both from the seed: drop one of the two")

@@ -1,4 +1,4 @@
-"""Training that goes on from a Hugging Face checkpoint, and what is left of it for others."""
+"""Training that goes on from a Hugging Face checkpoint, and the model that it saves for others."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _TOKENIZER_FILES = (
 
 
 def continued_preset(init: Path, *, steps: int = 200) -> Preset:
-    """The model of a checkpoint, and how to train it further: gently, since it is trained.
+    """The model of a checkpoint, and gentle settings to train it further.
 
     Raises:
-        ValueError: if our layers do not compute it, or its files are not whole.
+        ValueError: if our layers do not compute the model, or its files are not whole.
     """
     if not init.is_dir():
         raise ValueError(f"init: no directory {init}: give one with a Hugging Face checkpoint")
@@ -48,8 +48,11 @@ def continued_preset(init: Path, *, steps: int = 200) -> Preset:
 
 
 def checkpoint_identity(init: Path) -> str:
-    """Other words for another checkpoint: by the configuration, and by a few thousand bytes from
-    all over each file of weights, since reading all would take minutes."""
+    """A text that differs for different checkpoints.
+
+    It is made from the configuration and from a few thousand bytes from all over each file of
+    weights, because reading all bytes would take minutes.
+    """
     digest = hashlib.sha256((init / "config.json").read_bytes())
     for path in sorted(init.glob("*.safetensors")):
         size = path.stat().st_size
@@ -62,7 +65,7 @@ def checkpoint_identity(init: Path) -> str:
 
 
 def save_for_others(model: LanguageModel, tokenizer: Path, out: Path) -> Path:
-    """Writes ``out/model``, which transformers loads: the weights, and the tokenizer's files."""
+    """Writes ``out/model`` for transformers: the weights, and the tokenizer's files."""
     path = out / MODEL_DIRECTORY
     model.save_pretrained(path)
     for name in _TOKENIZER_FILES:

@@ -20,11 +20,12 @@ from typing import Protocol
 import torch
 
 SEPARATOR = b"\x00"
-"""Stands before every document and after the last one. Files that contain it are not text."""
+"""Separator before every document and after the last one. Files that contain it are not text."""
 
 _HELD_OUT_PERCENT = 5
 _PIECE_BYTES = 16 * 1024
-# One generated file (pydoc_data/topics.py, 757 KB) would be 70 % of the library's held-out bytes.
+# A larger generated file (pydoc_data/topics.py, 757 KB) would be 70 % of the library's held-out
+# bytes.
 _LARGEST_BYTES = 512 * 1024
 
 
@@ -35,9 +36,9 @@ class Documents:
     Attributes:
         ids_T: every document with the separator behind it, one after the other: uint8, uint16 or
             int32, perhaps in a mapped file.
-        offsets: int64 ``[D + 1]``, where in ``ids_T`` each begins; the last is T.
-        content_bytes: the same as UTF-8, one byte for every separator.
-        identity: what they were made of, by name: other words for other documents.
+        offsets: int64 ``[D + 1]``, where in ``ids_T`` each document begins; the last entry is T.
+        content_bytes: size of the documents as UTF-8, with one byte for every separator.
+        identity: what the documents were made from, by name; it differs for different documents.
         unit: what a token is.
     """
 
@@ -49,7 +50,7 @@ class Documents:
 
     @classmethod
     def of_bytes(cls, documents: Sequence[bytes]) -> Documents:
-        """Every byte is a token."""
+        """Makes documents whose tokens are bytes."""
         stream = bytearray(concatenate(documents))
         ids_T = torch.frombuffer(stream, dtype=torch.uint8)[1:]
         lengths = torch.tensor([0, *(len(document) + 1 for document in documents)])
@@ -64,7 +65,7 @@ class Documents:
 
 
 class Text(Protocol):
-    """Documents on two sides, and what their tokens mean.
+    """Documents to train on and held-out documents, and what their tokens mean.
 
     Attributes:
         skipped: how many documents were left out, by reason.
@@ -91,8 +92,10 @@ class Text(Protocol):
 
 @dataclass(frozen=True)
 class Corpus:
-    """The ``Text`` whose tokens are bytes: documents in the order of their content's hash, so that
-    machines agree."""
+    """The ``Text`` whose tokens are bytes.
+
+    Documents are in the order of their content's hash, so all machines have the same order.
+    """
 
     source: str
     train: tuple[bytes, ...]
@@ -118,9 +121,9 @@ class Corpus:
 def standard_library() -> Corpus:
     """The Python sources of this interpreter's standard library: about 11 MB.
 
-    Without installed packages; without tests, which many distributions leave out, so that the
-    text is the same wherever the Python version is; without files over 512 KiB (counted), which
-    are generated.
+    Installed packages are left out. Tests are left out, because many distributions leave them out,
+    and the text is to be the same for one version of Python. Files over 512 KiB, which are
+    generated, are left out and counted.
     """
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -134,7 +137,7 @@ def standard_library() -> Corpus:
 def corpus_at(path: Path) -> Corpus:
     """All text files below a directory, or one text file cut into pieces of about 16 KiB.
 
-    A file named ``.jsonl`` is as many documents as it has lines, each the "text" of an object.
+    A file named ``.jsonl`` has one document per line, the "text" of the line's object.
 
     Raises:
         ValueError: if there is nothing at ``path``, or too little for both sides of the split.
@@ -153,7 +156,10 @@ def corpus_at(path: Path) -> Corpus:
 
 
 def is_held_out(document: bytes) -> bool:
-    """About one document in twenty. By content alone: a copy of a file is on its side too."""
+    """Whether a document is held out, which is so for about one in twenty.
+
+    The content alone decides, so a copy of a file is on the same side.
+    """
     digest = hashlib.sha256(document).digest()
     return int.from_bytes(digest[:8], "big") % 100 < _HELD_OUT_PERCENT
 
@@ -164,7 +170,7 @@ def concatenate(documents: Iterable[bytes]) -> bytes:
 
 
 def identity(documents: Sequence[bytes]) -> dict[str, str]:
-    """Of ``Documents``: their number, and the hash of what ``concatenate`` gives."""
+    """Identity of ``Documents``: their number, and the hash of the output of ``concatenate``."""
     digest = hashlib.sha256(SEPARATOR)
     for document in documents:
         digest.update(document + SEPARATOR)
@@ -185,7 +191,7 @@ def _read(paths: Iterable[Path], largest: int | None = None) -> tuple[list[bytes
 
 
 def _documents_of(path: Path) -> Iterator[tuple[bytes, str | None]]:
-    """Each with the reason why it cannot be read, if there is one."""
+    """Documents of a file or directory, each with the reason why it cannot be read, or None."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -232,7 +238,7 @@ def _corpus(source: str, documents: list[bytes], skipped: dict[str, int]) -> Cor
 
 
 def _cut(document: bytes) -> list[bytes]:
-    """Pieces of whole lines, each just over the piece size (longer where a line is longer)."""
+    """Pieces of whole lines, each just over the piece size (longer if a line is longer)."""
     pieces, start = [], 0
     while start < len(document):
         newline = document.find(b"\n", start + _PIECE_BYTES)
@@ -245,9 +251,9 @@ def _cut(document: bytes) -> list[bytes]:
 class TrainingBatches:
     """Batches of packed windows as a function of the step alone: resuming needs no state.
 
-    In every epoch the documents are shuffled and packed anew, then the windows are shuffled; the
-    seed and the epoch's number decide both. What is left over at the end of an epoch (less than
-    one batch, ``left_over`` tokens) is not seen in that epoch.
+    In every epoch the documents are shuffled and packed anew, then the windows are shuffled. The
+    seed and the epoch's number decide both orders. The rest at the end of an epoch (less than one
+    batch, ``left_over`` tokens) is not seen in that epoch.
     """
 
     def __init__(
@@ -265,12 +271,12 @@ class TrainingBatches:
                 f"smaller batch"
             )
         self._epoch = -1
-        # Of the epoch's stream: where each piece begins, there and among the documents' tokens.
+        # These are, for the epoch's stream, where each piece begins, in the stream and among the
+        # documents' tokens.
         self._places = self._sources = self._starts_N = torch.empty(0, dtype=torch.int64)
 
     def batch(self, step: int) -> torch.Tensor:
-        """Step ``step``'s windows ``[batch_size, S + 1]`` in the documents' dtype, freshly
-        allocated."""
+        """Windows ``[batch_size, S + 1]`` of a step in the documents' dtype, freshly allocated."""
         epoch, index = divmod(step, self.batches_per_epoch)
         if epoch != self._epoch:
             self._pack(epoch)
@@ -287,7 +293,7 @@ class TrainingBatches:
         generator.shuffle(order)
         offsets, order = self.documents.offsets, torch.tensor(order)
         lengths = offsets.diff()[order]
-        # A separator, the last token of all, then the documents.
+        # The stream is a separator (the last token of all), then the documents.
         tokens = len(self.documents.ids_T)
         self._sources = torch.cat([torch.tensor([tokens - 1]), offsets[order]])
         self._places = torch.cat(
@@ -305,9 +311,9 @@ class HeldOut:
     """The held-out documents as one stream, cut into windows in which every token counts once.
 
     Attributes:
-        inputs_NS, targets_NS: int64; windows overlap by ``context`` tokens, whose second
-            prediction is not counted: there, as in the padding at the end, the target is -100.
-        bytes_per_token: of all of the text, separators included.
+        inputs_NS, targets_NS: int64. Windows overlap by ``context`` tokens. The second prediction
+            of these tokens is not counted: the target is -100 there, as in the padding at the end.
+        bytes_per_token: average over all of the text, separators included.
     """
 
     inputs_NS: torch.Tensor
@@ -336,7 +342,7 @@ class HeldOut:
         return bits_per_byte * math.log(2) * self.bytes_per_token
 
     def sample(self, windows: int) -> HeldOut:
-        """At most ``windows`` of the windows, evenly spread."""
+        """A copy with at most ``windows`` of the windows, evenly spread."""
         step = max(1, len(self.inputs_NS) // max(1, windows))
         inputs_NS, targets_NS = self.inputs_NS[::step][:windows], self.targets_NS[::step][:windows]
         return HeldOut(inputs_NS, targets_NS, self.bytes_per_token)

@@ -1,4 +1,4 @@
-"""What ``moe-graphs export`` does."""
+"""The command ``moe-graphs export``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_graphs.terminal import errors_in_a_line, make_console
 
 
 def export_model(run: Path, out: Path) -> None:
-    """The options of the command line, under the names they have there."""
+    """Runs the command with the options of the command line, under their names there."""
     with errors_in_a_line():
         if out.exists():
             raise ValueError(f"out: {out} exists: give another --out")
@@ -33,10 +33,10 @@ def export_model(run: Path, out: Path) -> None:
 
 
 def _write(tensors: dict[str, Tensor], out: Path) -> None:
-    """Whole or not at all.
+    """Writes a file, complete or not at all.
 
     Raises:
-        OSError: it could not be written.
+        OSError: if it could not be written.
     """
     partial = out.with_name(f"{out.name}.partial")
     try:

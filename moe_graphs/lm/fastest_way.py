@@ -1,8 +1,8 @@
 """The fastest legal way to train in a layout: whole steps, scopes or eager, and which dispatcher.
 
-``docs/performance.md`` has the measurements. Whole steps with the update in the graph are the
-fastest way in every layout, scopes are the next one. Options that the command line names are never
-changed.
+``docs/performance.md`` has the measurements. In every layout whole steps with the update in the
+graph are the fastest way, and scopes are the next one. Options that the command line names are
+never changed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WORDS = {"full_iteration": "whole steps", "local": "scopes"}
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The options that the command line names, each None where it does not."""
+    """The options that the command line names; those that it does not name are None."""
 
     impl: str | None = None
     scopes: str | None = None
@@ -38,7 +38,7 @@ class Situation:
     """The facts that decide which ways are legal.
 
     Attributes:
-        fsdp: FSDP2 shards weights wherever several ranks have the same ones.
+        fsdp: whether FSDP2 shards weights wherever several ranks have the same ones.
         no_peers: the reason why ranks cannot use each other's memory; empty if they can.
     """
 
@@ -127,7 +127,7 @@ def against_scopes(situation: Situation) -> list[Obstacle]:
 
 
 def choose(asked: Asked, situation: Situation) -> Way:
-    """Choose the fastest legal way among those that the named options leave."""
+    """Chooses the fastest legal way among those that the named options leave."""
     dispatcher, why_dispatcher = _dispatcher(asked, situation)
     in_graph = asked.optimizer_in_graph is not False
     against = (
@@ -148,7 +148,7 @@ def choose(asked: Asked, situation: Situation) -> Way:
 
 
 def default_scopes(model: TransformerConfig, dispatcher: str) -> str:
-    """Name all that can be captured of these layers, comma-separated."""
+    """Names all scopes that can be captured of these layers, comma-separated."""
     kinds = {model.is_moe_layer(index) for index in range(model.num_layers)}
     on_the_host = dispatcher == "all_to_all" or _experts_on_the_host(model) is not None
     of_moe = "moe_router,moe_preprocess" if on_the_host else "moe"
@@ -156,7 +156,7 @@ def default_scopes(model: TransformerConfig, dispatcher: str) -> str:
 
 
 def no_peers(workers: Workers | None, model: TransformerConfig, dtype: torch.dtype) -> str:
-    """Try whether ranks that share experts can use each other's memory. All ranks call it.
+    """Tries whether ranks that share experts can use each other's memory. All ranks call it.
 
     Returns:
         The reason why some rank cannot, the same one on all ranks; empty if all can.
@@ -167,7 +167,7 @@ def no_peers(workers: Workers | None, model: TransformerConfig, dtype: torch.dty
 
 
 def tried_peers(workers: Workers, model: TransformerConfig, dtype: torch.dtype) -> str:
-    """Make a little memory that ranks share, and return what is in the way, as ``no_peers``."""
+    """Makes a little memory that ranks share, and returns the reason why it failed, or ""."""
     mesh = workers.data
     if workers.fsdp:
         mesh = expert_mesh(workers.layout, shard_mesh(workers.mesh))["ep"]
@@ -180,7 +180,7 @@ def tried_peers(workers: Workers, model: TransformerConfig, dtype: torch.dtype) 
 
 
 def _experts_on_the_host(model: TransformerConfig) -> str | None:
-    """The kernels of the experts, if they read sizes on the host."""
+    """The kernels of the experts if they read sizes on the host, else None."""
     kind = "moe_graphs" if model.moe is None else model.moe.experts
     return None if kind == "moe_graphs" else kind
 
@@ -196,7 +196,7 @@ def _dispatcher(asked: Asked, situation: Situation) -> tuple[str, str]:
 
 
 def _named(asked: Asked) -> tuple[str | None, str]:
-    """The impl that options name, with the reason in words; None if they leave it open."""
+    """The impl that the named options say, with the reason in words; None if they leave it open."""
     if asked.impl is not None:
         return asked.impl, "as named by --impl"
     if asked.scopes is not None:

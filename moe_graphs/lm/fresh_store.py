@@ -1,8 +1,8 @@
 """A store for one start of torchrun's workers.
 
-torchrun (torch 2.13) gives workers that it starts anew the store of those before, with their keys:
-gloo finds addresses of processes that are gone. Its count of restarts does not tell the starts
-apart, since an agent does not count those after another host's worker has died.
+torchrun (torch 2.13) gives workers that it starts again the store of the workers before, with its
+keys. So gloo finds addresses of processes that are gone. torchrun's count of restarts does not tell
+the starts apart, because an agent does not count restarts after another host's worker has died.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ _PAUSE = 0.02  # seconds between looks
 def fresh_store(store: dist.Store, rank: int, size: int, patience: timedelta) -> dist.Store:
     """``store`` under a prefix that no start before had, the same on all ranks.
 
-    Rank 0 chooses it, and tells it to everyone who asks by a name of their own, until all have it:
-    the question of a process that is gone may still be there.
+    Rank 0 chooses the prefix. Every other rank asks for it under a random name and gets the answer
+    under that name. Rank 0 answers until all ranks have the prefix, because the question of a
+    process that is gone may still be there.
 
     Raises:
-        TimeoutError: a rank has not come in time.
+        TimeoutError: if a rank has not come in time.
     """
     until = time.monotonic() + patience.total_seconds()
     if rank == 0:

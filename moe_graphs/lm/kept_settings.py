@@ -1,4 +1,4 @@
-"""The options of a run in its checkpoints, and what ``--resume`` keeps of them."""
+"""The options of a run in its checkpoints, and which of them ``--resume`` keeps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_graphs.lm.workers import DEGREES
 from moe_graphs.terminal import option_name, option_words
 
 _TRAINING = {field.name for field in dataclasses.fields(TrainSettings)}
-# Options of one start of the command, not of the run.
+# Options that belong to one start of the command, not to the run.
 _OF_A_START = {"resume", "out", "json_", "compare_", "nproc", "timeout"}
 _PATHS = {"init", "tokenizer", "data"}
 _WAY = {"impl", "scopes", "optimizer_in_graph"}
@@ -26,12 +26,12 @@ _RANKS = "ranks"  # the key beside the options
 
 @dataclass(frozen=True)
 class Kept:
-    """A command's options with those of the run that it goes on with.
+    """A command's options together with those of the run that it goes on with.
 
     Attributes:
-        said: one line: what was kept, what was changed.
-        text: of the run's documents, as ``Documents.identity`` has it; None where it is to be
-            another one, or is not known.
+        said: one line that says which options were kept and which were changed.
+        text: identity of the run's documents, as in ``Documents.identity``; None if the run is to
+            go on with another text, or if the identity is not known.
     """
 
     options: dict[str, Any]
@@ -40,7 +40,7 @@ class Kept:
 
 
 def recorded(options: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """Make JSON values of the options that belong to a run."""
+    """Makes JSON values of the options that belong to a run."""
     found: dict[str, Any] = {_RANKS: ranks}
     for name, value in options.items():
         if name not in _OF_A_START:
@@ -49,13 +49,13 @@ def recorded(options: Mapping[str, Any], ranks: int) -> dict[str, Any]:
 
 
 def keep(options: Mapping[str, Any], given: Collection[str], ranks: int) -> Kept:
-    """Take from the checkpoint of ``options["resume"]`` what the command line does not give.
+    """Takes options that the command line does not give from the checkpoint of ``resume``.
 
     Args:
         given: names of the options that the command line gives.
 
     Raises:
-        ValueError: there is no such checkpoint, or its settings cannot be read.
+        ValueError: if there is no such checkpoint, or its settings cannot be read.
     """
     path = find_checkpoint(options["resume"])
     saved = read_part(path / SETTINGS, load_settings)
@@ -81,7 +81,7 @@ def keep(options: Mapping[str, Any], given: Collection[str], ranks: int) -> Kept
 
 
 def _dropped(record: Mapping[str, Any], given: Collection[str], ranks: int) -> set[str]:
-    """Name the run's options that what is given anew makes meaningless."""
+    """Names of the run's options that newly given options make meaningless."""
     dropped: set[str] = set()
     if "preset" in given:
         dropped |= {"init", "tokenizer"}
@@ -107,10 +107,10 @@ def _changes(
 
 
 def check_text(kept: Kept | None, found: str, source: str) -> None:
-    """Return if the run goes on with its own text, or with another one that was asked for.
+    """Checks that the run goes on with its own text, or with another one that was asked for.
 
     Raises:
-        ValueError: it would go on with another text, and ``--data`` does not ask for that.
+        ValueError: if it would go on with another text and ``--data`` does not ask for that.
     """
     if kept is not None and kept.text is not None and kept.text != found:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What ``moe-graphs train`` does and does not do on several ranks."""
+"""Checks of what ``moe-graphs train`` can run on several ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _IN_THIS_PROCESS = ("local", "padded")  # dispatchers
 
 
 def check_options(options: RunOptions, also: Iterable[str] = ()) -> None:
-    """Returns if several ranks can run it, or there is one process.
+    """Checks that the options can run on several ranks; one process is checked as well.
 
     Args:
         also: problems that are known already.
 
     Raises:
-        ValueError: what does not fit the layout, or is not there on several ranks. The message
-            names all of it.
+        ValueError: if options do not fit the layout, or are not available on several ranks. The
+            message names all problems.
     """
     problems = [*also, *_problems(options)]
     if len(problems) == 1:

@@ -1,4 +1,4 @@
-"""What a run measures: speed, memory, and what compressors make of the same bytes."""
+"""Measurements of a run: speed, memory, and how far compressors get with the same bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 FLOP/s from the data sheet, or None where we do not know it."""
+    """Dense bf16 FLOP/s from the data sheet, or None if it is not known."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -25,7 +25,10 @@ def peak_flops(device: torch.device) -> float | None:
 
 @dataclass(frozen=True)
 class Memory:
-    """``kind`` says what was measured; ``limit`` is the device's or the machine's memory."""
+    """Memory in use.
+
+    ``kind`` says what was measured; ``limit`` is the device's or the machine's memory.
+    """
 
     bytes: int
     kind: str
@@ -37,7 +40,7 @@ class Memory:
 
 
 def memory_in_use(device: torch.device) -> Memory:
-    """CUDA: the most the allocator has reserved. CPU: what the process has resident now."""
+    """Memory in use: on CUDA the most that was reserved, on the CPU what is resident now."""
     if device.type == "cuda":
         limit = torch.cuda.get_device_properties(device).total_memory
         return Memory(torch.cuda.max_memory_reserved(device), "peak reserved on the device", limit)

@@ -1,5 +1,7 @@
-"""A checkpoint of one process as ranks see it: under the names of sharded ones, and none of its
-tensors in memory."""
+"""A checkpoint of one process as ranks read it.
+
+Tensors have the names of sharded checkpoints, and they stay in the files.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,11 @@ from moe_graphs.lm.trainer import Trainer
 
 
 class SavedByName(NamedTuple):
-    """``tensors``: by the keys of ``model_state``, ``optimizer_state`` and ``history_state``. They
-    lie in the files: what is read is what is copied from them."""
+    """A checkpoint's tensors by name, its step and its settings.
+
+    The names are the keys of ``model_state``, ``optimizer_state`` and ``history_state``. The
+    tensors lie in the files, so a rank reads only the parts that it copies.
+    """
 
     tensors: dict[str, Tensor]
     step: int
@@ -32,11 +37,11 @@ class SavedByName(NamedTuple):
 
 
 def read_by_name(path: Path, trainer: Trainer) -> SavedByName:
-    """All of ``path``.
+    """Reads all of ``path``.
 
     Raises:
-        ValueError: a file is missing or not to be read; it is of another model, of an optimizer
-            with other groups, or beyond this run's last step.
+        ValueError: if a file is missing or not to be read, or if the checkpoint is of another
+            model, of an optimizer with other groups, or beyond this run's last step.
     """
     tensors, state, settings = read_whole(path, mapped=True)
     check_step(path, state["step"], trainer)
@@ -61,10 +66,10 @@ def read_by_name(path: Path, trainer: Trainer) -> SavedByName:
 
 
 def check_shapes(path: Path, wanted: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Before any of it is loaded.
+    """Checks the shapes of all tensors, before any of them is loaded.
 
     Raises:
-        ValueError: naming the first tensor of another shape.
+        ValueError: if a tensor has another shape; the message names the first one.
     """
     for key, value in wanted.items():
         if saved[key].shape != value.shape:

@@ -1,4 +1,4 @@
-"""Values of options that several commands have: what they mean here, or what is wrong with them."""
+"""Values of options that several commands have: what they mean, or what is wrong with them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from moe_graphs.lm.workers import Place
 
 @contextlib.contextmanager
 def memory_errors() -> Iterator[None]:
-    """torch has no memory: ``OutOfMemoryError`` on a GPU, any ``RuntimeError`` on the CPU."""
+    """Context in which torch's errors about missing memory become a ``MemoryError``.
+
+    torch raises ``OutOfMemoryError`` on a GPU, and any ``RuntimeError`` on the CPU.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -26,7 +29,7 @@ def memory_errors() -> Iterator[None]:
 
 
 def device_of(name: str | None) -> torch.device:
-    """Of a process alone."""
+    """The device of a command that runs on one process."""
     if Place.of_environment().world_size > 1:
         raise ValueError("this command runs on one process: start it without torchrun")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -61,7 +64,7 @@ def preset_of(name: str | None, device: torch.device) -> tuple[str, Preset]:
 
 
 def stages_of(schedule: str, stages_per_rank: int | None) -> int:
-    """Return the number of stages of a rank, by default the schedule's."""
+    """The number of stages of a rank, by default the schedule's."""
     if stages_per_rank is None:
         return 2 if schedule == "interleaved_1f1b" else 1
     if stages_per_rank < 1:
@@ -70,10 +73,10 @@ def stages_of(schedule: str, stages_per_rank: int | None) -> int:
 
 
 def with_settings(preset: Preset, changes: dict[str, Any]) -> tuple[Preset, list[str]]:
-    """Change the preset's training; return it, and lines on what was adapted to the changes.
+    """Changes the preset's training; returns it, and lines about settings that were adapted.
 
     Raises:
-        ValueError: the changes do not fit each other.
+        ValueError: if the changes do not fit each other.
     """
     given = {name: value for name, value in changes.items() if value is not None}
     if not 0 <= given.get("learning_rate", 0) < math.inf:

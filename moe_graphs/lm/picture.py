@@ -1,4 +1,4 @@
-"""The loss picture of a run: what was learned, against what compressors know."""
+"""The loss picture of a run: what the model has learned, compared with compressors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def draw_losses(
     held_out_bits: Sequence[tuple[int, float]],
     compressors: Mapping[str, float],
 ) -> str | None:
-    """Writes a PNG; returns why not if it could not be drawn.
+    """Writes a PNG; returns the reason if it could not be drawn.
 
     Args:
-        train_nats: the loss of every step in nats per byte; NaN where it is not known.
+        train_nats: the loss of every step in nats per byte; NaN for steps without a known loss.
         held_out_bits: pairs of step and held-out bits per byte.
     """
     try:
@@ -47,7 +47,7 @@ def draw_losses(
 
 
 def _smoothed(values: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Means over the last 2 % of the steps (at least 10), where all of them are known."""
+    """Means over the last 2 % of the steps (at least 10), if all of them are known."""
     span = max(10, len(values) // 50)
     steps, means = [], []
     for end in range(span, len(values) + 1, max(1, span // 10)):

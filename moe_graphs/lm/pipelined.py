@@ -32,7 +32,7 @@ def lay_out_stages(
     mixed_precision: MixedPrecisionPolicy | None,
     **dispatcher: Any,
 ) -> list[ModelStage]:
-    """Divides ``model`` in place, and shards what is left of it."""
+    """Divides ``model`` in place into stages, and shards the stages of this rank."""
     stages = pipeline_stages(
         model,
         workers.layout,
@@ -50,7 +50,7 @@ def lay_out_stages(
 def pipeline_of(
     stages: Sequence[ModelStage], workers: Workers, settings: TrainSettings, schedule: str
 ) -> Pipeline:
-    """What runs the stages, when they have their memory."""
+    """The pipeline that runs the stages, once they have their memory."""
     rows = settings.batch_size // settings.microbatches // workers.data.size()
     loss = functools.partial(cross_entropy, group=vocabulary_group(stages[-1]))
     return Pipeline(
@@ -65,8 +65,10 @@ def pipeline_of(
 
 
 def scopes_of_stages(config: GraphConfig, here: LanguageModel, whole: LanguageModel) -> GraphConfig:
-    """Without the scopes that only layers of other ranks have. Those that no layer has stay, to be
-    refused; so do all if none would be left."""
+    """``config`` without scopes that only layers of other ranks have.
+
+    Scopes that no layer has stay, so that they are refused. All scopes stay if none would be left.
+    """
     found, all_of_them = _stages_of(here), _stages_of(whole)
 
     def is_elsewhere(scope: str) -> bool:

@@ -1,4 +1,4 @@
-"""What ``moe-graphs plan`` does: memory and communication of a layout that need not be there."""
+"""The command ``moe-graphs plan``: memory and communication of a layout, without its GPUs."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def plan(
     json_: bool,
     **degrees: int | None,
 ) -> None:
-    """The options of the command line, under the names they have there.
+    """Runs the command with the options of the command line, under their names there.
 
     Args:
-        degrees: of ``ParallelConfig``, None for the default.
+        degrees: fields of ``ParallelConfig``; None means the default.
     """
     console = make_console(stderr=json_)
     with errors_in_a_line():
@@ -115,18 +115,19 @@ def _check_batch(batch: int, parts: int, ranks: int) -> None:
 
 
 def _settings(batch: int, length: int, asked: dict[str, Any]) -> TrainSettings:
-    """``asked``: None for the default."""
+    """Settings of the planned step. In ``asked`` None means the default."""
     given = {name: value for name, value in asked.items() if value is not None}
     sizes = {"batch_size": batch, "sequence_length": length}
     return TrainSettings(steps=1, learning_rate=1.0, **sizes, **given)
 
 
 def optimizer_costs(settings: TrainSettings, model: nn.Module) -> OptimizerCosts:
-    """Of the optimizer that ``moe-graphs train`` makes, on this rank's part of a model, which may
-    be on the meta device.
+    """Costs of the optimizer of ``moe-graphs train`` on this rank's part of a model.
+
+    The model may be on the meta device.
 
     Raises:
-        ValueError: what ``build_optimizer`` refuses.
+        ValueError: if ``build_optimizer`` refuses the settings.
     """
     optimizer = build_optimizer(model, settings)
     make_optimizer_state(optimizer)
@@ -140,10 +141,10 @@ def optimizer_costs(settings: TrainSettings, model: nn.Module) -> OptimizerCosts
 
 
 def named_model(name: str) -> tuple[TransformerConfig, dict[str, Any]]:
-    """The model of that name or directory, and how its preset trains it, if it is one.
+    """The model of that name or directory, and the preset's settings if the name is a preset.
 
     Raises:
-        ValueError: no architecture, preset or directory has this name, or its config.json
+        ValueError: if no architecture, preset or directory has this name, or if its config.json
             describes a model that our layers do not compute.
     """
     if name in ARCHITECTURES:

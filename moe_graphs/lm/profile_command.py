@@ -1,4 +1,4 @@
-"""What ``moe-graphs profile`` does: one training step, run in several ways, side by side."""
+"""The command ``moe-graphs profile``: one training step, run in several ways, side by side."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from moe_graphs.tables import format_reasons
 from moe_graphs.terminal import errors_in_a_line, make_console, print_json
 
 _STEPS = 1000  # of the trainer's schedule: more than are profiled
-# On the CPU parts of other groups are among elementwise, copies and indexing in recordings.
+# On the CPU, recordings split the work of other groups among elementwise, copies and indexing.
 _WHOLE_IN_RECORDINGS = ("dense GEMM", "grouped GEMM", "attention", "cross entropy")
 _PICTURES = (".png", ".svg", ".pdf", ".jpg")
 Config = GraphConfig | FullIterationConfig | None
@@ -52,10 +52,10 @@ def profile(
     json_: bool,
     **settings: float | str | None,
 ) -> None:
-    """The options of the command line, under the names they have there.
+    """Runs the command with the options of the command line, under their names there.
 
     Args:
-        settings: of ``TrainSettings``; None for the preset's.
+        settings: fields of ``TrainSettings``; None means the preset's.
     """
     console = make_console(stderr=json_)
     with errors_in_a_line(ImportError), memory_errors():
@@ -100,10 +100,10 @@ def profile(
 
 
 def parse_ways(impl: str, optimizer_in_graph: bool, local: str) -> dict[str, Config]:
-    """``none,attn+moe,full_iteration`` as configs by those names, in that order.
+    """Configs by the names in a text such as ``none,attn+moe,full_iteration``, in its order.
 
     Raises:
-        ValueError: a name that is no way to run a step, or one that is listed twice.
+        ValueError: if a name is no way to run a step, or if one is listed twice.
     """
     ways: dict[str, Config] = {}
     names = [name.strip() for name in impl.split(",") if name.strip()]
@@ -192,7 +192,7 @@ def _check_captured(trainer: Trainer, name: str) -> None:
 
 
 def _trace_file(trace: Path | None, way: str, ways: Mapping[str, Config]) -> Path | None:
-    """Of several, each has its name before the ending."""
+    """The file of one way's trace: with several ways, its name stands before the ending."""
     if trace is None or len(ways) == 1:
         return trace
     stem, dot, ending = trace.name.partition(".")

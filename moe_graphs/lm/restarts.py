@@ -1,4 +1,4 @@
-"""Where a run is written, and where workers that torchrun has started anew go on."""
+"""Directories of runs, and the checkpoint from which restarted workers of torchrun go on."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ _LAUNCH = "launch.txt"
 def directories(
     out: Path | None, resume: Path | None, name: str, agents: Sequence[str]
 ) -> tuple[Path, Path | None]:
-    """The run's directory, and the checkpoint that it goes on from, if any: of workers that
-    torchrun has started anew the latest one that they have written.
+    """The run's directory, and the checkpoint that it goes on from, or None.
+
+    Workers that torchrun has started again go on from the latest checkpoint that they have written.
 
     Args:
         agents: ``agent()`` of all ranks.
 
     Raises:
-        ValueError: there is no such checkpoint; or torchrun may start the workers anew, and they
-            would not know where they were.
+        ValueError: if there is no such checkpoint, or if torchrun may start the workers again and
+            they would not find their checkpoints.
     """
     found = find_checkpoint(resume) if resume else None
     restarts = _allowed_restarts()
@@ -41,16 +42,17 @@ def directories(
 
 
 def mark_launch(out: Path, agents: Sequence[str]) -> None:
-    """Notes who writes to ``out``, for workers that are started anew."""
+    """Notes who writes to ``out``, for workers that are started again."""
     if _allowed_restarts():
         (out / _LAUNCH).write_text("\n".join(sorted(set(agents))) + "\n")
 
 
 def _is_restarted(out: Path, agents: Sequence[str]) -> bool:
-    """Whether an agent that was there before has started these workers.
+    """Whether an agent that has started workers before has started these.
 
-    torchrun's count of restarts does not say so: when a run was refused, ``out`` is still another
-    run's at the second start; and it does not count those after a host has come or gone.
+    torchrun's count of restarts does not say so. If a run was refused, ``out`` is still another
+    run's at the second start. And the count does not include restarts after a host has come or
+    gone.
     """
     mark = out / _LAUNCH
     return mark.exists() and not set(agents).isdisjoint(mark.read_text().split("\n"))
@@ -61,6 +63,6 @@ def _allowed_restarts() -> int:
 
 
 def _free_directory(parent: Path, name: str) -> Path:
-    """``parent/name``, or ``name-2`` and so on: a run never writes over another."""
+    """The directory ``parent/name``, or ``name-2`` and so on: a run never writes over another."""
     candidates = (name if n == 1 else f"{name}-{n}" for n in range(1, 10_000))
     return next(parent / c for c in candidates if not (parent / c).exists())

@@ -45,16 +45,17 @@ _TRACED_AFTER = 10  # steps: graphs are captured, and no kernel is compiled any 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run came to. ``report`` is the engine's, None for an eager run.
+    """Results of a run. ``report`` is the engine's, None for an eager run.
 
     Attributes:
         resumed_from: the checkpoint, None for a run from the start.
-        differences: what was another way in that checkpoint, a line each.
+        differences: settings that differ from that checkpoint's, a line each.
         train_loss: mean of the last 20 steps, in nats per token.
-        held_out_weights: which were evaluated, and wrote the samples: "trained" or "averaged".
+        held_out_weights: "trained" or "averaged": the weights that were evaluated and wrote the
+            samples.
         held_out_before: the loss of ``init`` in nats per token, None without one.
-        tokens_per_second: by the median step, None if a resumed run had none left to do.
-        seconds: training and saving, without the last evaluation.
+        tokens_per_second: by the median step; None if a resumed run had no steps left to do.
+        seconds: time of training and saving, without the last evaluation.
     """
 
     steps: int
@@ -80,7 +81,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a run tells while it goes on."""
+    """Functions that a run calls to tell its progress."""
 
     line: Callable[[LogLine], None]
     note: Callable[[str], None]
@@ -88,20 +89,20 @@ class Progress:
 
 @contextlib.contextmanager
 def deterministic(enabled: bool) -> Iterator[None]:
-    """Makes torch choose deterministic CUDA kernels, and raise where there is none.
+    """Context in which torch chooses deterministic CUDA kernels, and raises if there is none.
 
-    Flash attention's backward is the one that matters: it adds with atomics otherwise, and also
-    under ``warn_only``. Torch's flags are put back at the end.
+    Flash attention's backward is the kernel that matters: it adds with atomics otherwise, and also
+    under ``warn_only``. torch's flags are put back at the end.
     """
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
     try:
         if enabled:
-            # cuBLAS reads this when it starts; torch refuses to go on without it.
+            # cuBLAS reads this variable when it starts; torch refuses to go on without it.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-            # Would add a kernel to every torch.empty.
+            # This setting would add a kernel to every torch.empty.
             torch.utils.deterministic.fill_uninitialized_memory = False
         yield
     finally:
@@ -110,13 +111,14 @@ def deterministic(enabled: bool) -> Iterator[None]:
 
 
 def run(options: RunOptions, text: Text, progress: Progress) -> Summary:
-    """Trains to the last step, and leaves log, checkpoints, picture and summary in ``out``; of a
-    model that comes from ``init`` also ``out/model``, for transformers.
+    """Trains to the last step, and leaves log, checkpoints, picture and summary in ``out``.
+
+    If the model comes from ``init``, ``out/model`` is written as well, for transformers.
 
     Raises:
-        ValueError: if ``out`` cannot be used: among other reasons, it holds another run.
+        ValueError: if ``out`` cannot be used, for instance because it holds another run.
         TrainingDiverged: if the loss is not finite any more, in training or on held-out text.
-        Terminated: SIGTERM came before the last step; the checkpoint of its step is written.
+        Terminated: if SIGTERM came before the last step; the checkpoint of its step is written.
     """
     trainer = build_trainer(options, build_batches(options, text))
     if said := states_of_8_bits(trainer.model, trainer.settings):
@@ -176,13 +178,13 @@ def _prepare(options: RunOptions) -> None:
 
 
 def _agree(workers: Workers, trainer: Trainer) -> None:
-    """On what checkpoints call the settings, the text among them, and on the run's name."""
+    """Checks that all ranks have the same settings and the same text; they share the run's name."""
     trainer.run_id = workers.gather(trainer.run_id)[0]
     check_equal(settings_of(trainer), "give all ranks the same text and the same torch")
 
 
 def _leave(options: RunOptions, trainer: Trainer, summary: Summary, progress: Progress) -> None:
-    """What lies in the run's directory when it has ended."""
+    """Writes the files that are in the run's directory at its end."""
     if options.save and options.init is not None:
         model = trainer.model
         if options.workers is not None:
@@ -201,7 +203,7 @@ def _held_out(options: RunOptions, text: Text) -> HeldOut:
 def _loss_before(
     options: RunOptions, trainer: Trainer, held_out: HeldOut, progress: Progress
 ) -> float | None:
-    """Of the weights of ``init``, also where a checkpoint is going to replace them."""
+    """Held-out loss of the weights of ``init``, also if a checkpoint is going to replace them."""
     if options.init is None:
         return None
     progress.note(f"evaluating {options.init} on all held-out tokens")
@@ -220,7 +222,7 @@ def _train(
     differences: Sequence[str],
     progress: Progress,
 ) -> list[tuple[int, float]]:
-    """The loop around the steps; returns the held-out curve of the sample."""
+    """Runs the loop around the steps; returns the held-out curve of the sample."""
     preset, steps = options.preset, options.preset.training.steps
     sample = held_out.sample(options.sample_tokens // preset.training.sequence_length)
     curve: list[tuple[int, float]] = []
@@ -261,7 +263,10 @@ def _train(
 
 
 def _trace_communication(trainer: Trainer, log: TextIO, progress: Progress) -> None:
-    """Makes a step, of which rank 0 looks at the kernels. gloo's transfers cannot be seen so."""
+    """Makes a step and notes its communication, by the kernels on rank 0.
+
+    This cannot see gloo's transfers.
+    """
     if trainer.device.type != "cuda" or not is_first(trainer.workers):
         trainer.train_step()
         return
@@ -315,7 +320,7 @@ def _what_it_came_to(trainer: Trainer) -> dict[str, Any]:
 
 
 def free_memory(device: torch.device) -> None:
-    """Gives everything unreferenced back, and starts the peak statistics anew."""
+    """Frees everything that nobody refers to, and starts the peak statistics anew."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""A model and how to train it; two that are trained in minutes, with and without a GPU."""
+"""A model and how to train it; two presets that train in minutes, with and without a GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Preset:
 
 
 def tiny() -> Preset:
-    """Two CPU cores, less than ten minutes."""
+    """The preset for two CPU cores: less than ten minutes."""
     moe = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=192, aux_loss_coef=0.01)
     model = TransformerConfig(
         hidden_size=192,
@@ -54,7 +54,10 @@ def tiny() -> Preset:
 
 
 def small() -> Preset:
-    """One H200, a few minutes. The dropout is for the four epochs of 11 MB: more overfit."""
+    """The preset for one H200: a few minutes.
+
+    It has dropout because it runs four epochs of 11 MB, and more epochs overfit.
+    """
     moe = MoEConfig(num_experts=32, top_k=4, ffn_hidden_size=384, aux_loss_coef=0.01)
     model = TransformerConfig(
         hidden_size=768,

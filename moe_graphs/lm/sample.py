@@ -1,4 +1,4 @@
-"""What a model writes: text that goes on from a prompt, without a cache of keys and values.
+"""Text that a model writes after a prompt, without a cache of keys and values.
 
 B continuations, S sequence length, V vocabulary.
 """
@@ -22,7 +22,10 @@ _PROMPT_TOKENS, _NEW_TOKENS = 24, 48
 
 @dataclass(frozen=True)
 class Sample:
-    """``continuation`` ends where the model ended the document, or after a few dozen tokens."""
+    """A continuation of a prompt.
+
+    ``continuation`` ends where the model ended the document, or after a few dozen tokens.
+    """
 
     temperature: float
     prompt: str
@@ -32,12 +35,12 @@ class Sample:
 def sample_text(
     model: nn.Module, text: Text, *, length: int, seed: int, autocast: Autocast | None = None
 ) -> tuple[Sample, ...]:
-    """Goes on from the beginning of the first held-out document: greedily, and by chance.
+    """Continuations of the beginning of the first held-out document: greedy and random ones.
 
     Args:
         length: the most tokens of prompt and continuation together.
-        seed: of the chance, in a generator of its own.
-        autocast: as of ``Trainer``.
+        seed: seed of a random number generator of its own.
+        autocast: as in ``Trainer``.
     """
     documents = text.held_out_documents
     separator = int(documents.ids_T[-1])
@@ -62,10 +65,10 @@ def continue_tokens(
     seed: int,
     autocast: Autocast | None = None,
 ) -> list[list[int]]:
-    """``new_tokens`` ids behind the prompt, once for every temperature; 0 takes the likeliest.
+    """``new_tokens`` ids after the prompt, once for every temperature; 0 takes the likeliest.
 
-    All calls have one shape, the tokens to come being padding that a causal model does not see:
-    every kernel is compiled once.
+    All calls have one shape, because the tokens to come are padding that a causal model does not
+    see. So every kernel is compiled once.
     """
     device = next(model.parameters()).device
     autocast = autocast or functools.partial(autocast_of, device)

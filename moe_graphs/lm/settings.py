@@ -1,4 +1,4 @@
-"""What a training run is made of, as values."""
+"""Settings of a training run, as values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moe_graphs.training.capturable import tensor_hyperparameters
 OPTIMIZERS: dict[str, Callable[..., torch.optim.AdamW]] = {
     "adamw": AdamW,
     "torch_adamw": functools.partial(torch.optim.AdamW, fused=True, capturable=True),
-    # So that AdamW's rate, schedule and decay are right for both of its kinds.
+    # This makes AdamW's learning rate, schedule and decay right for both of its kinds of update.
     "muon": functools.partial(Muon, adjust_lr_fn="match_rms_adamw"),
 }
 STATE_DTYPES = {
@@ -41,15 +41,16 @@ class TrainSettings:
 
     Attributes:
         batch_size: sequences in one optimizer step, all microbatches together.
-        learning_rate: the peak, reached after ``warmup_steps`` and followed by a cosine down to
-            a tenth of it (``final_fraction``) at step ``steps``.
-        optimizer: whose update of AdamW, ours or torch's fused one: the same one on the CPU, and
-            the same state anywhere. Or Muon for the matrices of layers and experts, and our AdamW
-            for the rest, at the same learning rate.
-        optimizer_state: the dtype of ours: ``parameter``'s, ``float32``, ``bfloat16``; ``8bit``,
-            rounded stochastically from ``seed``.
-        stochastic_rounding: of parameters and states of bf16, from ``seed``.
-        ema_decay: of averages of the parameters, which evaluations and samples then use.
+        learning_rate: the peak, reached after ``warmup_steps``. A cosine then goes down to a tenth
+            of it (``final_fraction``) at step ``steps``.
+        optimizer: ``adamw`` is our AdamW and ``torch_adamw`` is torch's fused one; both compute the
+            same on the CPU and have the same state anywhere. ``muon`` is Muon for the matrices of
+            layers and experts and our AdamW for the rest, at the same learning rate.
+        optimizer_state: the dtype of our AdamW's states: ``parameter`` (the parameter's),
+            ``float32``, ``bfloat16``, or ``8bit``, which is rounded stochastically from ``seed``.
+        stochastic_rounding: whether bf16 parameters and states are rounded stochastically, from
+            ``seed``.
+        ema_decay: decay of averages of the parameters, which evaluations and samples then use.
     """
 
     steps: int
@@ -105,7 +106,10 @@ class TrainSettings:
         return self.batch_size * self.sequence_length
 
     def learning_rate_at(self, step: int) -> float:
-        """Linear warm-up, then a cosine: a function of the step, so there is no state to save."""
+        """The learning rate at a step: linear warm-up, then a cosine.
+
+        It is a function of the step, so there is no state to save.
+        """
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / (self.warmup_steps + 1)
         span = max(1, self.steps - self.warmup_steps)
@@ -114,15 +118,15 @@ class TrainSettings:
 
 
 def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
-    """AdamW or Muon with weight decay on matrices only, its learning rate a tensor.
+    """AdamW or Muon with weight decay on matrices only; its learning rate is a tensor.
 
-    Also for eager runs, so that they are, bit by bit, those that have the update in a graph: as a
-    tensor the rate is rounded to fp32.
+    Eager runs have it as a tensor, too, so that they equal, bit by bit, runs with the update in a
+    graph: as a tensor the rate is rounded to fp32.
 
     Raises:
-        ValueError: stochastic rounding is asked for, and there is nothing of bf16 to round, or
-            states of 8 bits, and there is nothing to have them; by
-            Muon, matrices that are sharded, or experts of other libraries.
+        ValueError: if stochastic rounding is asked for but nothing is bf16; if states of 8 bits are
+            asked for but no parameter can have them; or if Muon is asked for with matrices that are
+            sharded, or with experts of other libraries.
     """
     options = _options(model, settings)
     optimizer = OPTIMIZERS[settings.optimizer](
@@ -137,7 +141,7 @@ def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Ad
 
 @torch.no_grad()
 def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """AdamW's and Muon's, of parameters that have none yet: what a first step starts from."""
+    """Makes AdamW's and Muon's state of parameters that have none yet, as a first step finds it."""
     options = getattr(optimizer, "options", UpdateOptions())
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -149,10 +153,10 @@ def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_optimizer_layout(settings: TrainSettings, tp: int) -> None:
-    """Returns if it can update what ``tp`` ranks leave of a matrix.
+    """Checks that the optimizer can update the part of a matrix that a rank of ``tp`` has.
 
     Raises:
-        ValueError: Muon cannot.
+        ValueError: if it is Muon, which cannot.
     """
     if settings.optimizer == "muon" and tp > 1:
         raise ValueError(
@@ -162,7 +166,7 @@ def check_optimizer_layout(settings: TrainSettings, tp: int) -> None:
 
 
 def parameter_groups(model: nn.Module, settings: TrainSettings) -> list[dict[str, Any]]:
-    """Of the optimizer, in its order: what a checkpoint of one process numbers them by."""
+    """Parameter groups of the optimizer; a checkpoint of one process numbers by their order."""
     splits = _splits_of_matrices(model) if settings.optimizer == "muon" else {}
     # Sharded parameters are updated together only if they lie on the same mesh.
     groups: dict[tuple, dict] = {}
@@ -180,7 +184,7 @@ def parameter_groups(model: nn.Module, settings: TrainSettings) -> list[dict[str
 
 
 def _options(model: torch.nn.Module, settings: TrainSettings) -> dict[str, Any]:
-    """Of our AdamW; none where they are as torch's."""
+    """Options of our AdamW; empty if they are as torch's."""
     asked = settings.update_options
     of_bf16 = {asked.state_dtype, *(p.dtype for p in model.parameters())} & {torch.bfloat16}
     if asked.stochastic_rounding and not of_bf16:
@@ -200,7 +204,7 @@ def _options(model: torch.nn.Module, settings: TrainSettings) -> dict[str, Any]:
 
 
 def states_of_8_bits(model: nn.Module, settings: TrainSettings) -> str | None:
-    """How many there are, in words; of pipeline stages those of this rank."""
+    """Number of states of 8 bits, in words; for pipeline stages, those of this rank."""
     asked, held = settings.update_options, list(model.parameters())
     if asked.state_dtype != torch.uint8:
         return None
@@ -209,8 +213,10 @@ def states_of_8_bits(model: nn.Module, settings: TrainSettings) -> str | None:
 
 
 def _splits_of_matrices(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
-    """The weights between hidden states, and where one holds several side by side: for Muon. None
-    of embedding, head, router and norms."""
+    """Weights between hidden states, for Muon, and how one that holds several is split.
+
+    Embedding, head, router and norms are not among them.
+    """
     splits: dict[nn.Parameter, tuple[int, ...]] = {}
     for module in model.modules():
         if isinstance(module, Attention):

@@ -1,8 +1,9 @@
-"""Checkpoints of a run on several ranks: every rank writes and reads its share, by
-torch.distributed.checkpoint, and another layout reads what it needs of them.
+"""Checkpoints of a run on several ranks.
 
-A directory holds DCP's files, ``settings.json`` as a checkpoint of one process does, and
-``manifest.json``, written last: sizes and checksums of all the others.
+Every rank writes and reads its share, by torch.distributed.checkpoint (DCP), and a run in another
+layout reads what it needs of it. A directory holds DCP's files, ``settings.json`` as in a
+checkpoint of one process, and ``manifest.json``, written last, with sizes and checksums of all the
+others.
 """
 
 from __future__ import annotations
@@ -72,26 +73,27 @@ _AT_ONCE = 1 << 24  # bytes of a file in memory
 class ShardedCheckpoints:
     """Writes checkpoints while training goes on, one at a time. All ranks call its methods alike.
 
-    ``save`` copies to the host and returns; the files are written to ``checkpoints/partial`` by a
-    thread, and only when all ranks are done does it get the name of its step.
+    ``save`` copies to the host and returns. A thread writes the files to ``checkpoints/partial``.
+    The directory gets the name of its step only when all ranks are done.
     """
 
     def __init__(self, run_directory: Path, trainer: Trainer, *, keep: int = 2) -> None:
         assert trainer.workers is not None
         self._directory, self._trainer, self._keep = run_directory, trainer, keep
         self._workers: Workers = trainer.workers
-        # Of its own, since the thread talks while training does, too. One rank's files may take
-        # longer than another's, and nobody waits for them: not bounded by --timeout.
+        # This group is separate, because the thread communicates while training does, too. One
+        # rank's files may take longer than another's and nobody waits for them, so --timeout does
+        # not limit it.
         self._group = dist.new_group(backend="gloo", timeout=dist.constants.default_pg_timeout)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: tuple[int, Future[Path]] | None = None
 
     def save(self) -> Path:
-        """Begins one of the trainer's state, and returns where it is going to be.
+        """Begins a checkpoint of the trainer's state, and returns where it is going to be.
 
         Raises:
-            ValueError: checkpoints of another run are there.
-            OSError: the one before could not be written.
+            ValueError: if checkpoints of another run are there.
+            OSError: if the checkpoint before could not be written.
         """
         self.finish()
         trainer = self._trainer
@@ -115,10 +117,10 @@ class ShardedCheckpoints:
         return partial.with_name(name_of(step))
 
     def finish(self) -> Path | None:
-        """Waits for the one that is being written, and returns its path.
+        """Waits for the checkpoint that is being written, and returns its path.
 
         Raises:
-            OSError: it could not be written. Those before are as they were.
+            OSError: if it could not be written. Earlier checkpoints are as they were.
         """
         if self._pending is None:
             return None
@@ -135,7 +137,7 @@ class ShardedCheckpoints:
     def _publish(
         self, written: Future[Metadata], partial: Path, step: int, settings: Mapping[str, Any]
     ) -> Path:
-        """On the thread, when all ranks have written: sums up the files, and renames."""
+        """Sums up the files and renames their directory, on the thread, after all have written."""
         written.result()
         rank = self._workers.rank
         mine = {path.name: _checksum(path) for path in partial.glob(f"__{rank}_*")}
@@ -157,8 +159,10 @@ class ShardedCheckpoints:
 
 @contextlib.contextmanager
 def checkpoints_of(run_directory: Path, trainer: Trainer) -> Iterator[Callable[[], Path]]:
-    """What saves a checkpoint, of one process or of several, and says where it is or will be. At
-    the end of the context it is there."""
+    """Context that gives a function which saves a checkpoint and says where it is or will be.
+
+    It serves one process or several ranks. At the end of the context the checkpoint is written.
+    """
     if trainer.workers is None:
         yield lambda: save_checkpoint(run_directory, trainer)
         return
@@ -190,15 +194,15 @@ def _checksum(path: Path) -> dict[str, int]:
 
 
 def is_sharded(path: Path) -> bool:
-    """Whether the checkpoint is one of several ranks, whole or not."""
+    """Whether the checkpoint is one of several ranks, complete or not."""
     return (path / MANIFEST).exists() or any(path.glob("*.distcp"))
 
 
 def read_manifest(path: Path, workers: Workers | None = None) -> dict[str, Any]:
-    """The manifest, when all files are as it says. Ranks share the work; all of them call it.
+    """The manifest, if all files are as it says. Ranks share the work, and all of them call it.
 
     Raises:
-        ValueError: on every rank, naming a file that is missing or damaged.
+        ValueError: on every rank, if a file is missing or damaged; the message names it.
     """
     rank, count = (0, 1) if workers is None else (workers.rank, workers.count)
     problems: list[str] = []
@@ -234,7 +238,7 @@ def _check_file(path: Path, wanted: Mapping[str, int]) -> None:
 
 
 def resume(path: Path, trainer: Trainer) -> list[str]:
-    """``load_checkpoint`` of either kind, on one process or on several in any layout.
+    """Loads a checkpoint of either kind, on one process or on several in any layout.
 
     Raises:
         ValueError: as ``load_checkpoint``. Files are checked before anything is loaded.
@@ -271,7 +275,7 @@ def _read(
     *,
     alone: bool,
 ) -> None:
-    """In place. ``alone``: the other ranks, if there are any, read nothing at this moment."""
+    """Reads into ``state``. With ``alone``, other ranks (if any) read nothing at this moment."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         planner = WholeRowsLoadPlanner(parts)
@@ -279,7 +283,7 @@ def _read(
 
 
 def _share(path: Path, trainer: Trainer) -> list[str]:
-    """A checkpoint of one process: every rank reads of its files what is its own."""
+    """Loads a checkpoint of one process: every rank reads its own part of the files."""
     saved = read_by_name(path, trainer)
     state = {**model_state(trainer), **optimizer_state(trainer)}
     state |= history_state(trainer, saved.step)
@@ -303,7 +307,7 @@ def _check_keys(path: Path, wanted: Collection[str], saved: Collection[str]) -> 
 
 
 def _set_random(trainer: Trainer, state: Mapping[str, Tensor], step: int) -> None:
-    """To ``state``, or where it is of another number of ranks to what no rank has had."""
+    """Sets random numbers to ``state`` or, if the number of ranks differs, to unused ones."""
     if state:
         set_random_state(state, trainer.device)
     elif trainer.workers is not None:
@@ -321,13 +325,13 @@ def _goes_on(trainer: Trainer, step: int, saved: Mapping[str, Any], ranks: int) 
 
 
 def _described(trainer: Trainer) -> dict[str, str]:
-    """The whole model."""
+    """Description of the whole model."""
     tensors = model_tensors(trainer.whole)
     return described({global_fqn(name): value for name, value in tensors.items()})
 
 
 def described_by(metadata: Metadata) -> dict[str, str]:
-    """As ``described``, of what is in a checkpoint's files."""
+    """Description, as by ``described``, of the tensors in a checkpoint's files."""
     return {
         key: f"{list(kept.size)} {kept.properties.dtype}"
         for key, kept in metadata.state_dict_metadata.items()
@@ -336,7 +340,7 @@ def described_by(metadata: Metadata) -> dict[str, str]:
 
 
 def _of(found: Mapping[str, str], part: str) -> dict[str, str]:
-    """Those of a part, under the names without it."""
+    """The entries of a part, under the names without it."""
     start = f"{part}."
     return {key.removeprefix(start): v for key, v in found.items() if key.startswith(start)}
 
@@ -345,7 +349,7 @@ def read_model(path: Path) -> dict[str, Tensor]:
     """All of the model's tensors in a sharded checkpoint, on the CPU, by their names on one GPU.
 
     Raises:
-        ValueError: its files are missing or damaged; they are checked first.
+        ValueError: if its files are missing or damaged; they are checked first.
     """
     read_manifest(path)
     reader = dcp.FileSystemReader(path)

@@ -1,6 +1,6 @@
-"""All that a run goes on from, as tensors by name, on the run's own memory.
+"""The state from which a run goes on, as tensors by name, in the run's own memory.
 
-The names are those on one GPU, whatever the layout. What is sharded is a DTensor with the shape
+The names are those on one GPU, whatever the layout. A sharded tensor is a DTensor with the shape
 that it has on one GPU.
 """
 
@@ -22,13 +22,13 @@ MODEL, OPTIMIZER, HISTORY, RNG = "model", "optimizer", "history", "rng"
 
 
 def model_state(trainer: Trainer) -> dict[str, Tensor]:
-    """Parameters and buffers."""
+    """Parameters and buffers by name."""
     tensors = model_tensors(trainer.model)
     return {f"{MODEL}.{global_fqn(name)}": value for name, value in tensors.items()}
 
 
 def optimizer_state(trainer: Trainer) -> dict[str, Tensor]:
-    """By the names of parameters. States that no step has made yet are made, of zeros."""
+    """Optimizer states by the names of parameters; missing states are made, of zeros."""
     make_optimizer_state(trainer.optimizer)
     return {
         f"{OPTIMIZER}.{global_fqn(name)}.{kind}": value
@@ -40,8 +40,10 @@ def optimizer_state(trainer: Trainer) -> dict[str, Tensor]:
 def without_new_averages(
     trainer: Trainer, state: dict[str, Tensor], saved: Collection[str]
 ) -> dict[str, Tensor]:
-    """``state`` without the averages that were not saved: they are forgotten, and begin with the
-    parameters of the next step."""
+    """``state`` without the averages that were not saved.
+
+    They are forgotten, and new averages begin with the parameters of the next step.
+    """
     new = {key for key in state.keys() - set(saved) if key.startswith(OPTIMIZER)}
     new = {key for key in new if key.endswith(".ema")}
     if new:
@@ -56,7 +58,7 @@ def history_state(trainer: Trainer, steps: int) -> dict[str, Tensor]:
 
 
 def random_state(trainer: Trainer) -> dict[str, Tensor]:
-    """Of this rank: copies, uint8 on the CPU."""
+    """Random states of this rank: copies, uint8 on the CPU."""
     rank = 0 if trainer.workers is None else trainer.workers.rank
     state = {f"{RNG}.{rank}.cpu": torch.get_rng_state()}
     if trainer.device.type == "cuda":
@@ -65,7 +67,7 @@ def random_state(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    """As ``random_state`` has given it."""
+    """Sets random states that ``random_state`` has returned."""
     for key, value in state.items():
         if key.endswith(".cpu"):
             torch.set_rng_state(value)
@@ -74,8 +76,10 @@ def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
 
 
 def fused_parts(trainer: Trainer) -> dict[str, tuple[int, ...]]:
-    """By the keys of ``model_state`` and ``optimizer_state``, the parts of what ranks of tensor
-    parallelism have with its rows in another order."""
+    """Parts of tensors whose rows tensor-parallel ranks have in another order.
+
+    The keys are those of ``model_state`` and ``optimizer_state``.
+    """
     found = {}
     for name, parts in fused_rows(trainer.model).items():
         kinds = ("ema", *STATES, *(each for state in STATES for each in code_names(state)))

@@ -1,5 +1,8 @@
-"""How ``moe-graphs train`` becomes a run: on this process, as one of torchrun's workers, or on
-workers that it starts as torchrun does."""
+"""The start of ``moe-graphs train``.
+
+It runs on this process, as one of torchrun's workers, or on workers that it starts as torchrun
+does.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ _SAME = "start all of them with the same command"
 
 
 def start(*, given: Collection[str], **options: Any) -> None:
-    """The options of the command line, under the names they have there.
+    """Starts the command with the options of the command line, under their names there.
 
     Args:
         given: names of the options that the command line gives; others have their defaults.
@@ -83,7 +86,7 @@ def _check_workers(nproc: int, place: Place) -> None:
 
 
 def _launch(nproc: int, given: Collection[str], options: dict[str, Any], kept: Kept | None) -> None:
-    """Waits for workers of this host. One that fails has said why."""
+    """Starts workers on this host and waits for them. A worker that fails has said why."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
     config = LaunchConfig(
         min_nodes=1,
@@ -112,7 +115,7 @@ def _launch(nproc: int, given: Collection[str], options: dict[str, Any], kept: K
 
 
 def _work(given: Collection[str], options: dict[str, Any], kept: Kept | None) -> None:
-    """As one of the workers."""
+    """Runs as one of the workers."""
     place, problem, end = Place.of_environment(), None, None
     if kept is None and options["resume"] is not None:
         try:

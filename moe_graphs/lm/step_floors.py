@@ -1,4 +1,4 @@
-"""What a step of our language model needs at least, by group: from its sizes alone.
+"""The least that a step of our language model needs, by group, computed from its sizes.
 
 T tokens of a step, D model, K top-k, F ffn.
 """
@@ -15,28 +15,28 @@ from moe_graphs.layers.norm import RMSNorm
 from moe_graphs.lm.settings import TrainSettings
 from moe_graphs.profiling.floors import Floor, bytes_of
 
-# A training step reads parameter, gradient and two states of AdamW, writes all but the gradient,
-# and reads that once more before for the norm to clip by.
+# A training step reads parameter, gradient and two states of AdamW, and writes all but the
+# gradient. Before that it reads the gradient once more, for the norm to clip by.
 _ADAMW_PASSES = 8
 
 
 def step_floors(
     model: LanguageModel, settings: TrainSettings, *, compute_dtype: torch.dtype, local: bool
 ) -> dict[str, Floor]:
-    """By group of ``kernel_groups``; those whose least is not known are left out.
+    """Floors by group of ``kernel_groups``; groups whose least is not known are left out.
 
-    A matrix product is counted once forward and twice backward, attention as half of the square and
-    without computing anything again; bytes are those of a kernel that reads its inputs and
-    writes its results once, weights once per microbatch.
+    A matrix product is counted once forward and twice backward. Attention is counted as half of the
+    square, without computing anything again. Bytes are those of a kernel that reads its inputs and
+    writes its results once; weights are read once per microbatch.
 
     Args:
-        compute_dtype: of matrix products and of what they hand on; parameters keep theirs, and so
-            does the residual stream.
-        local: all rows stay on this rank, so that also the work of permuting them is known.
+        compute_dtype: dtype of matrix products and of their results; parameters and the residual
+            stream keep their own dtype.
+        local: whether all rows stay on this rank, so that the work of permuting them is known, too.
     """
     T, config = settings.tokens_per_step, model.config
     own, computed = model.head.weight.element_size(), compute_dtype.itemsize
-    # A weight is read twice and its gradient written.
+    # A weight is read twice and its gradient is written.
     per_weight = settings.microbatches * (2 * computed + own)
     experts = moe_layers(model)
     of_experts = {id(p) for moe in experts for p in moe.experts.parameters()}
@@ -60,8 +60,8 @@ def step_floors(
     if experts:
         floors["grouped GEMM"] = _grouped(experts, T, per_weight)
     if experts and local:
-        # Tokens to rows and rows to tokens, forward and backward; rows once more for the gradient
-        # of their weights.
+        # Tokens go to rows and rows to tokens, forward and backward. Rows are read once more for
+        # the gradient of their weights.
         rows = 4 * T + 5 * T * experts[0].config.top_k
         floors["permute"] = Floor(bytes=len(experts) * computed * config.hidden_size * rows)
     return floors
@@ -77,7 +77,7 @@ def _grouped(experts: list[MoELayer], tokens: int, per_weight: int) -> Floor:
 
 
 def _swiglu_columns(model: nn.Module, tokens: int) -> float:
-    """Results of all SwiGLUs: each reads two numbers and writes one, and backward three and two."""
+    """Columns of all SwiGLUs: one reads two numbers and writes one, and backward three and two."""
     total = 0.0
     for module in model.modules():
         if isinstance(module, SwiGLU):
@@ -88,7 +88,7 @@ def _swiglu_columns(model: nn.Module, tokens: int) -> float:
 
 
 def _norm_bytes(model: LanguageModel, tokens: int, own: int, computed: int) -> float:
-    """Of the norms of the residual stream, half of the layers' with the sum before them."""
+    """Bytes of the norms of the residual stream; in half of them a sum comes before the norm."""
     alone = 3 * own + 2 * computed  # read x, write y; read dy and x, write dx
     summed = 5 * own + 3 * computed  # also the sum, what is added, and the sum's gradient
     layers = model.config.num_layers

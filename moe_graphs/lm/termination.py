@@ -1,4 +1,4 @@
-"""The end of a run at SIGTERM: behind a step, on all ranks the same one, with a checkpoint."""
+"""The end of a run at SIGTERM: after a step, the same one on all ranks, with a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch.distributed as dist
 from moe_graphs.lm.workers import Workers
 
 EXIT_CODE = 128 + signal.SIGTERM
-"""The code that a shell sees of a process that SIGTERM has ended."""
+"""Exit code that a shell sees of a process that SIGTERM has ended."""
 
 
 class Terminated(Exception):
-    """SIGTERM has ended the run behind a step, and its checkpoint is written."""
+    """SIGTERM has ended the run after a step, and its checkpoint is written."""
 
     def __init__(self, step: int, out: Path, *, saved: bool) -> None:
         self.step, self.out, self.saved = step, out, saved
@@ -34,10 +34,10 @@ class Terminated(Exception):
 
 
 class Termination:
-    """The question behind every step: has some rank got SIGTERM?
+    """The question after every step: has some rank received SIGTERM?
 
-    Ranks exchange the answer while the next step runs, so that no step waits for it. Several ranks
-    therefore end one step later than one process does.
+    Ranks exchange the answer while the next step runs, so that no step waits for it. Therefore
+    several ranks end one step later than one process does.
     """
 
     def __init__(self, workers: Workers | None) -> None:
@@ -46,11 +46,11 @@ class Termination:
         self._exchange: tuple[torch.Tensor, dist.Work] | None = None
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Handle the signal."""
+        """Handles the signal."""
         self._received = True
 
     def is_due(self) -> bool:
-        """Say whether the run ends here. All ranks ask behind every step, and get one answer."""
+        """Whether the run ends here. All ranks ask after every step, and get one answer."""
         if self._workers is None:
             return self._received
         agreed = self.finish()
@@ -62,7 +62,7 @@ class Termination:
         return agreed
 
     def finish(self) -> bool:
-        """Wait for the exchange that is on its way, and say what it brought."""
+        """Waits for the exchange that is on its way, and returns its answer."""
         if self._exchange is None:
             return False
         (flag, work), self._exchange = self._exchange, None
@@ -72,7 +72,7 @@ class Termination:
 
 @contextlib.contextmanager
 def termination(workers: Workers | None) -> Iterator[Termination]:
-    """Context in which SIGTERM ends nothing by itself, but is noted."""
+    """Context in which SIGTERM is noted and ends nothing by itself."""
     found = Termination(workers)
     if threading.current_thread() is not threading.main_thread():  # it alone may handle signals
         yield found

@@ -34,7 +34,7 @@ class TextTokenizer:
 
     Attributes:
         separator: the id of ``separator_token``.
-        digest: another for another tokenizer or separator.
+        digest: a hash that differs for different tokenizers or separators.
     """
 
     directory: Path
@@ -44,8 +44,10 @@ class TextTokenizer:
     digest: str
 
     def encode(self, documents: Iterable[bytes]) -> Iterator[list[int]]:
-        """The ids of each, with what the tokenizer itself puts before it (as Llama's does), and
-        without a separator at the end."""
+        """The ids of each document, without a separator at the end.
+
+        They include ids that the tokenizer itself puts before a document, as Llama's does.
+        """
         for some in _parts(documents):
             for encoding in self.tokenizer.encode_batch(some):
                 ids = encoding.ids
@@ -59,12 +61,13 @@ class TextTokenizer:
 
 
 def load_tokenizer(directory: Path) -> TextTokenizer:
-    """Reads ``tokenizer.json``; the end-of-sequence token is that of ``tokenizer_config.json``, or
-    else of ``config.json``.
+    """Reads ``tokenizer.json`` and the end-of-sequence token.
+
+    The token is that of ``tokenizer_config.json``, or else of ``config.json``.
 
     Raises:
-        ValueError: if there is no such file, or not to be read; no such token; or the package
-            ``tokenizers`` is not installed.
+        ValueError: if there is no such file, or it cannot be read; if there is no such token; or if
+            the package ``tokenizers`` is not installed.
     """
     try:
         from tokenizers import Tokenizer
@@ -83,7 +86,7 @@ def load_tokenizer(directory: Path) -> TextTokenizer:
         tokenizer = Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises no narrower one
         raise ValueError(f"tokenizer: {path} cannot be read: {error}") from error
-    # A document is as long as it is, whatever the file was saved with.
+    # Documents must not be cut, whatever truncation the file was saved with.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     token = _end_of_sequence(directory, tokenizer)
@@ -156,17 +159,17 @@ def tokenize(
     """Every document of the corpus as ids.
 
     Args:
-        vocab_size: of the model.
-        sequence_length: of the held-out text there is at least one sequence, so few documents
-            may give more of them than one in twenty.
-        write: a folder that keeps the ids for the next time; None for none.
+        vocab_size: size of the model's vocabulary.
+        sequence_length: length of a sequence. At least one sequence of text is held out, so if
+            there are few documents, more of them than one in twenty may be held out.
+        write: a folder that keeps the ids for the next time; None writes nothing.
         read: folders that may hold them from the last time.
 
     Returns:
         The text, and the file that it was read from; None if it was tokenised.
 
     Raises:
-        ValueError: if a token's id is beyond ``vocab_size``; it is named.
+        ValueError: if a token's id is beyond ``vocab_size``; the message names it.
     """
     corpus = _with_a_sequence_held_out(corpus, tokenizer, sequence_length)
     sides = {"train": corpus.train, "held_out": corpus.held_out}
@@ -197,9 +200,9 @@ def tokenize(
 
 
 def _with_a_sequence_held_out(corpus: Corpus, tokenizer: TextTokenizer, length: int) -> Corpus:
-    """With the first documents to train on held out, too, if those held out are too short."""
+    """Sides of the corpus; if the held-out side is too short, first documents move to it."""
     documents, count = (*corpus.held_out, *corpus.train), len(corpus.held_out)
-    # One at a time: the first are nearly always enough.
+    # Documents are encoded one at a time: the first few are nearly always enough.
     found = accumulate(len(next(tokenizer.encode([each]))) + 1 for each in documents)
     enough = next((n for n, tokens in enumerate(found, 1) if tokens >= length), len(documents))
     if enough <= count:
@@ -216,7 +219,7 @@ def _with_a_sequence_held_out(corpus: Corpus, tokenizer: TextTokenizer, length: 
 def _tokenized(
     sides: Mapping[str, Sequence[bytes]], tokenizer: TextTokenizer
 ) -> dict[str, torch.Tensor]:
-    """As in the file: two bytes a token where they are enough, which safetensors calls int16."""
+    """Arrays as in the file: two bytes a token if that is enough, which safetensors calls int16."""
     tensors = {}
     for name, documents in sides.items():
         pieces = [
@@ -232,7 +235,7 @@ def _tokenized(
 
 
 def _cached(path: Path, key: str) -> tuple[dict[str, torch.Tensor], Path] | None:
-    """What is in the file, mapped; None if there is none, not whole, or made of something else."""
+    """Mapped contents of the file; None if it is missing, not whole, or of something else."""
     try:
         with safe_open(path, "pt") as file:
             if (file.metadata() or {}).get(_KEY) != key:

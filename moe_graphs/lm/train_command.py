@@ -1,4 +1,4 @@
-"""What ``moe-graphs train`` does: its options as values, and what a run tells while it goes on."""
+"""The command ``moe-graphs train``: its options as values, and the lines that a run prints."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from moe_graphs.tables import capture_table, comparison_table, full_iteration_ta
 from moe_graphs.terminal import make_console, print_json
 
 EXPECTED = (ValueError, OSError, MemoryError, GraphError, TrainingDiverged, ImportError)
-"""What ends a run with a line that says what to do, instead of a traceback."""
+"""Errors that end a run with a line that says what to do, instead of a traceback."""
 
 
 def train(
@@ -77,13 +77,13 @@ def train(
     stages_per_rank: int | None,
     **settings: float | str | None,
 ) -> None:
-    """The options of the command line, under the names they have there.
+    """Runs the command with the options of the command line, under their names there.
 
     Args:
         workers: the ranks that this process is one of, each called with these options.
         kept: what ``resume`` has kept of its run, if there is one.
         record: the options as checkpoints hold them.
-        settings: of ``TrainSettings``; None for the preset's, or for those that suit ``init``.
+        settings: fields of ``TrainSettings``; None means the preset's, or those that suit ``init``.
     """
     console = make_console(stderr=json_) if is_first(workers) else Console(quiet=True)
     with memory_errors():
@@ -167,7 +167,7 @@ def _compare(options: training_run.RunOptions, text: Text, console: Console) -> 
 
 @contextlib.contextmanager
 def _progress(console: Console, total: int) -> Iterator[training_run.Progress]:
-    """Log lines above a progress bar; only the lines where nobody watches."""
+    """Context with log lines above a progress bar; without a terminal only the lines."""
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
     )  # fmt: skip
@@ -193,8 +193,10 @@ def _progress(console: Console, total: int) -> Iterator[training_run.Progress]:
 def _text(
     options: training_run.RunOptions, data: Path | None, console: Console, *, keep: bool
 ) -> Text:
-    """The text as the model sees it: bytes, or with ``init`` the tokens of its tokenizer, which
-    are kept beside the run."""
+    """The text as the model sees it: bytes, or with ``init`` the tokens of its tokenizer.
+
+    Tokens are kept in a file beside the run.
+    """
     tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
     corpus = corpus_at(data) if data else standard_library()
     if tokenizer is None:
@@ -261,7 +263,7 @@ def _describe(
 
 
 def _update(settings: TrainSettings) -> str:
-    """What the optimizer does otherwise than torch's."""
+    """Options in which the optimizer differs from torch's, in words."""
     rounding = "rounded stochastically" if settings.stochastic_rounding else ""
     decay = settings.ema_decay
     averages = "" if decay is None else f"weights averaged with a decay of {decay:g}"

@@ -42,10 +42,10 @@ Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class LogLine:
-    """What is known after step ``step``; speeds are means since the line before.
+    """Numbers of the log after step ``step``; speeds are means since the line before.
 
     Attributes:
-        mfu: share of the device's peak, None where the peak is not known.
+        mfu: share of the device's peak, None if the peak is not known.
         dropped: routed rows dropped since the line before, None if the dispatcher never drops.
     """
 
@@ -71,7 +71,7 @@ class LogLine:
 
 @dataclass(frozen=True)
 class History:
-    """What every step left behind, on the model's device: ``[steps]`` each, NaN before its step.
+    """Results of every step, on the model's device: ``[steps]`` each, NaN before its step.
 
     A step writes its entries without a host sync; reading them is the only wait of the loop.
     """
@@ -88,7 +88,10 @@ class History:
 
 @dataclass(frozen=True)
 class RanksLine(LogLine):
-    """Of several ranks together. Memory is that of the rank with most, times are of rank 0."""
+    """Line of the log about several ranks together.
+
+    Memory is that of the rank with most, times are of rank 0.
+    """
 
     ranks: int
     tokens_per_second_per_rank: float
@@ -105,24 +108,25 @@ class Trainer:
     """Trains ``model`` (anything with ``LanguageModel``'s outputs) on ``batches``.
 
     Args:
-        graphs: what ``moe_graphs.graph(model, ...)`` returned, or None for eager training.
-        drops_tokens: whether the model's dispatcher may drop, so that the log line says so.
-        surroundings: what else the numbers depend on, as JSON values by name: a checkpoint holds
-            it, and resuming says what differs.
-        options: of the command, as JSON values by name: a checkpoint holds them, and the command
-            keeps them when it resumes.
-        fp8_autocast: makes Transformer Engine's context, which stands around the whole step; by
-            default none. Evaluation is outside of it, in bf16: so it leaves the scales of FP8 as
-            they are, and takes sequences of any length.
+        graphs: the handle that ``moe_graphs.graph(model, ...)`` returned, or None for eager
+            training.
+        drops_tokens: whether the model's dispatcher may drop rows, which the log line then says.
+        surroundings: other facts that the numbers depend on, as JSON values by name. A checkpoint
+            holds them, and a resumed run says which of them differ.
+        options: options of the command, as JSON values by name. A checkpoint holds them, and the
+            command keeps them when it resumes.
+        fp8_autocast: makes Transformer Engine's context around the whole step; by default none.
+            Evaluation is outside of it, in bf16, so evaluation leaves the scales of FP8 as they are
+            and takes sequences of any length.
         autocast: makes the context of every forward (default: ``autocast_of`` the device).
-        workers: the ranks that train together, for which ``parallelize`` has sharded the model, or
+        workers: the ranks that train together. ``parallelize`` has sharded the model for them, or
             ``replicate`` has shared its experts.
-        pipeline: runs the stages of this rank, if the ranks are a pipeline; ``model`` is what
+        pipeline: runs the stages of this rank, if the ranks are a pipeline. ``model`` is then what
             ``pipeline_stages`` has left.
 
     Attributes:
         whole: the model, for its names and sizes; in a pipeline on the meta device.
-        run_id: of the run that its checkpoints belong to; a trainer that is resumed takes it over.
+        run_id: identity of the run that its checkpoints belong to; a resumed trainer takes it over.
         full_iteration: set by ``capture_full_iteration``, and to None to train eagerly again.
     """
 
@@ -169,7 +173,7 @@ class Trainer:
         self.settled_step = 0
 
     def train_step(self) -> None:
-        """One optimizer step. Enqueues work and returns: nothing is read back from the device."""
+        """Runs one optimizer step. It enqueues work and returns; nothing is read back."""
         index, settings = self.step, self.settings
         self.model.train()
         for group in self.optimizer.param_groups:
@@ -189,7 +193,7 @@ class Trainer:
         self.step = index + 1
 
     def capture_full_iteration(self, config: FullIterationConfig) -> FullIteration:
-        """From now on steps are a graph, captured after the warm-up. The caller releases it."""
+        """Makes steps a graph from now on, captured after the warm-up. The caller releases it."""
         within = config.optimizer_in_graph
         self.full_iteration = FullIteration(
             self.forward_backward_update if within else self.forward_backward,
@@ -205,15 +209,15 @@ class Trainer:
         return self.full_iteration
 
     def report(self) -> Report | FullIterationReport | None:
-        """What the graphs did so far; None when training eagerly."""
+        """Report of the graphs so far; None when training eagerly."""
         engine = self.full_iteration or self.graphs
         return engine.report() if engine is not None else None
 
     def log_line(self) -> LogLine:
-        """Reads back what the steps since the last line left behind. Waits for the device.
+        """Reads the results of the steps since the last line. Waits for the device.
 
         Raises:
-            TrainingDiverged: a loss or gradient norm since the last line is not finite.
+            TrainingDiverged: if a loss or gradient norm since the last line is not finite.
         """
         times = self.clock.read()
         self.settle()
@@ -244,14 +248,16 @@ class Trainer:
         )
 
     def memory(self) -> Memory:
-        """In use; of several ranks that of the one with most."""
+        """Memory in use; with several ranks, that of the rank with most."""
         here = memory_in_use(self.device)
         every = [here] if self.workers is None else self.workers.gather(here)
         return max(every, key=lambda memory: memory.bytes)
 
     def settle(self) -> None:
-        """Makes of the steps since the last time what all ranks together have: until then the
-        history has this rank's mean loss and dropped rows. All ranks call it."""
+        """Combines the results of all ranks for the steps since the last time.
+
+        Before that, the history has this rank's mean loss and dropped rows. All ranks call it.
+        """
         since = slice(self.settled_step, self.step)
         self.settled_step = self.step
         if self.workers is not None:
@@ -263,12 +269,15 @@ class Trainer:
         return int(self.history.dropped.sum()) if self.drops_tokens else None
 
     def bits_per_byte(self, held_out: HeldOut) -> float:
-        """Mean code length of the counted tokens in ``held_out``, by their bytes."""
+        """Mean code length of the counted tokens in ``held_out``, per byte."""
         return held_out.bits_per_byte(self.nats_per_token(held_out))
 
     def nats_per_token(self, held_out: HeldOut) -> float:
-        """Mean loss of the counted tokens in ``held_out``, eager, in eval mode and not in FP8; of
-        the averaged parameters if there are any."""
+        """Mean loss of the counted tokens in ``held_out``.
+
+        The model runs eagerly, in eval mode and not in FP8, with its averaged parameters if it has
+        any.
+        """
         paused = self.graphs.paused() if self.graphs is not None else contextlib.nullcontext()
         was_training = self.model.training
         self.model.eval()
@@ -300,8 +309,10 @@ class Trainer:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """The model has its averaged parameters in here, if the settings want any. Only between
-        steps."""
+        """Context in which the model has its averaged parameters, if the settings want any.
+
+        Only between steps.
+        """
         if not isinstance(self.optimizer, AdamW) or self.settings.ema_decay is None:
             yield
             return
@@ -313,8 +324,10 @@ class Trainer:
                 free_gathered(self.model)
 
     def forward_backward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """All microbatches of a step: the mean loss and the dropped rows, on the device; of a
-        pipeline's ranks the loss is 0 but on the last one, until they are settled."""
+        """Runs all microbatches of a step: the mean loss and the dropped rows, on the device.
+
+        In a pipeline the loss is 0 on all ranks but the last one, until ``settle``.
+        """
         count, addends = self.settings.microbatches, self.settings.microbatches
         if self.workers is not None and not self.workers.fsdp:  # which makes sums means
             addends *= self.workers.data.size()
@@ -333,16 +346,16 @@ class Trainer:
         return torch.stack(losses).mean(), torch.stack(dropped).sum()
 
     def update(self) -> Tensor:
-        """Clips, steps and drops the gradients. Returns their norm before that."""
+        """Clips, steps and drops the gradients. Returns their norm before clipping."""
         if self.workers is not None and not self.workers.fsdp:
             sum_gradients(self.model, self.workers.data)
         norm = self.device_step().grad_norm
-        # Does nothing unless the config asks for the aux-loss-free balancing of DeepSeek-V3.
+        # This does nothing unless the config asks for the aux-loss-free balancing of DeepSeek-V3.
         self.model.update_expert_bias(None if self.workers is None else self.workers.group)
         return norm
 
     def forward_backward_update(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All of a step: the loss, the dropped rows, the gradient norm."""
+        """Runs all of a step: returns the loss, the dropped rows and the gradient norm."""
         return *self.forward_backward(tokens), self.update()
 
     def _check_finite(self, since: slice) -> None:
@@ -358,14 +371,14 @@ class Trainer:
 
     def _to_device(self, windows: Tensor) -> Tensor:
         if self.device.type == "cuda":
-            # A pinned buffer of its own for every batch: torch's host allocator hands it out
-            # again only when the copy from it has run, so no later batch overwrites it unread.
+            # Every batch has a pinned buffer of its own: torch's host allocator hands the buffer
+            # out again only when the copy from it has run, so no later batch overwrites it unread.
             windows = windows.pin_memory().to(self.device, non_blocking=True)
         return windows.long()
 
 
 def autocast_of(device: torch.device) -> torch.autocast:
-    """bf16 on a GPU, nothing elsewhere."""
+    """Context in which forwards compute in bf16 on a GPU, and as they are elsewhere."""
     # The cache would hand a weight's cast copy, made in one graph's pool, to the next graph.
     return torch.autocast(
         device.type, torch.bfloat16, enabled=device.type == "cuda", cache_enabled=False
@@ -379,7 +392,10 @@ def cross_entropy(
     *,
     reduction: str = "mean",
 ) -> Tensor:
-    """In fp32, in nats; targets of -100 do not count. ``group``: ranks that share the columns."""
+    """Cross entropy in fp32, in nats; targets of -100 do not count.
+
+    ``group`` has the ranks that share the columns.
+    """
     return vocabulary_cross_entropy(
         logits_BSV.flatten(0, 1), targets_BS.flatten(), group, reduction=reduction
     )

@@ -1,4 +1,4 @@
-"""The processes of a run that torchrun has started: how they meet, share a batch, and part.
+"""The processes of a run that torchrun has started: how they meet, share a batch, and end.
 
 B sequences, S sequence length, N windows.
 """
@@ -37,19 +37,19 @@ _A_MOMENT = datetime.timedelta(seconds=5)
 DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "ep", "pp", "layers_per_group")
 _NO_FACTORS = ("ep", "layers_per_group")  # of the number of ranks
 _FAILURES = "moe_graphs: how many ranks have failed"  # the key in the store
-# Words of gloo's errors, which have no class of their own, when another rank is the cause.
+# Words in gloo's errors if another rank is the cause; these errors have no class of their own.
 _OF_OTHERS = ("onnection", "Timed out waiting")
-# Behind the timeout NCCL's watchdog waits four times as long before it ends a rank, so that all can
-# write their flight recorders (a second or two): with torch's own 15 s a minute.
+# After the timeout NCCL's watchdog waits four times as long before it ends a rank, so that all
+# ranks can write their flight recorders (a second or two). With torch's own 15 s that is a minute.
 _DUMP_WAIT, _DUMP_MILLISECONDS = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "2500"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which worker this process is, by torchrun's environment variables.
+    """The place of this process among the workers, by torchrun's environment variables.
 
     Attributes:
-        local_rank: on this host.
+        local_rank: rank on this host.
     """
 
     rank: int
@@ -58,10 +58,10 @@ class Place:
 
     @classmethod
     def of_environment(cls) -> Place:
-        """A process alone if torchrun did not start it.
+        """Reads the environment; without torchrun this is a process alone.
 
         Raises:
-            ValueError: there are several, and this is not torchrun's doing.
+            ValueError: if there are several processes and torchrun has not started this one.
         """
         size = os.environ.get("WORLD_SIZE", "1")
         if size == "1":
@@ -77,7 +77,7 @@ class Place:
 
 
 def agent() -> str:
-    """Other words for another launch of torchrun on this host: its name and its process."""
+    """A text that differs for different launches of torchrun on this host: its name and process."""
     parent = os.getppid()
     stat = Path(f"/proc/{parent}/stat")
     began = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else ""
@@ -87,12 +87,13 @@ def agent() -> str:
 
 @dataclass(frozen=True)
 class Workers:
-    """All ranks of a run, laid out on a mesh. What has collectives in it is called by all ranks.
+    """All ranks of a run, laid out on a mesh. All ranks call a method that has collectives.
 
     Attributes:
-        on_hosts: a gloo group of all ranks, for what travels between hosts.
-        agents: what has started each of the ranks.
-        fsdp: or all of them have whole weights, but experts that they share (``replicate``).
+        on_hosts: a gloo group of all ranks, for values that travel between hosts.
+        agents: per rank, the launch of torchrun that has started it.
+        fsdp: whether FSDP2 shards weights. If not, all ranks have whole weights, but share experts
+            (``replicate``).
     """
 
     layout: ParallelConfig
@@ -111,7 +112,7 @@ class Workers:
         *,
         fsdp: bool = True,
     ) -> Workers:
-        """On the initialised process group. ``seconds``: as of ``meeting``."""
+        """Makes workers on the initialised process group. ``seconds`` is as in ``meeting``."""
         mesh = make_mesh(layout, device.type)
         on_hosts = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=seconds))
         workers = cls(layout, mesh, device, on_hosts, fsdp=fsdp)
@@ -136,9 +137,12 @@ class Workers:
         return loss_mesh(self.mesh)
 
     def part_of(self, windows_BS: Tensor, microbatches: int) -> Tensor:
-        """This rank's rows: of every microbatch of one process its share, so that all ranks
-        together see the batch of one process, in its order. With context parallelism of these its
-        part, whose last target is the first input of the next one."""
+        """The rows of this rank: its share of every microbatch of one process.
+
+        All ranks together see the batch of one process, in its order. With context parallelism a
+        rank gets its part of these sequences, and the last target of a part is the first input of
+        the next one.
+        """
         ranks, rank = self.data.size(), self.data.get_local_rank()
         shares = [part.chunk(ranks)[rank] for part in windows_BS.chunk(microbatches)]
         return part_of_sequences(torch.cat(shares), self._sharing, overlap=1)
@@ -146,8 +150,11 @@ class Workers:
     def held_out_part(
         self, inputs_NS: Tensor, targets_NS: Tensor, rows: int
     ) -> tuple[Tensor, Tensor]:
-        """This rank's windows (its part of them), as many on every rank and whole batches of
-        ``rows``: filled up with windows that do not count."""
+        """The windows of this rank, or with context parallelism its part of them.
+
+        Every rank gets as many windows, in whole batches of ``rows``: windows that do not count
+        fill them up.
+        """
         ranks, rank = self.data.size(), self.data.get_local_rank()
         missing = -len(inputs_NS) % (ranks * rows)
         inputs_NS = torch.nn.functional.pad(inputs_NS, (0, 0, 0, missing))
@@ -158,21 +165,21 @@ class Workers:
 
     @cached_property
     def _sharing(self) -> dist.ProcessGroup:
-        """The ranks that share the sequences of this one."""
+        """Ranks that share the sequences of this one."""
         return self.mesh["cp"].get_group()
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks with tokens of their own, to sum over."""
+        """Group of the ranks with tokens of their own, to sum over."""
         return self.loss.get_group()
 
     @property
     def stage_group(self) -> dist.ProcessGroup:
-        """The ranks of a pipeline that compute the same batches."""
+        """Group of the ranks of a pipeline that compute the same batches."""
         return self.mesh["pp"].get_group()
 
     def sum(self, values: Tensor) -> Tensor:
-        """Over the ranks that have tokens of their own; in a pipeline over the stages, too."""
+        """Sums over the ranks that have tokens of their own; in a pipeline over the stages, too."""
         values = values.clone()
         dist.all_reduce(values, group=self.group)
         if self.layout.pp > 1:
@@ -180,17 +187,17 @@ class Workers:
         return values
 
     def mean(self, values: Tensor) -> Tensor:
-        """Over the ranks that have tokens of their own, of what one stage has and others not."""
+        """Means over the ranks that have tokens of their own, of values that only one stage has."""
         return self.sum(values) / self.loss.size()
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank has given, in order. Anything that can be pickled."""
+        """The values of all ranks, in order. Any value that can be pickled is allowed."""
         found: list[Any] = [None] * self.count
         dist.all_gather_object(found, value, group=self.on_hosts)
         return found
 
     def on_first(self, function: Callable[[], Any]) -> Any:
-        """Calls it on rank 0; all ranks return what it returned, or raise what it raised."""
+        """Calls a function on rank 0; all ranks return its result, or raise its error."""
         value = error = None
         if self.rank == 0:
             try:
@@ -203,21 +210,21 @@ class Workers:
         return value
 
     def seed(self, seed: int, step: int = 0) -> None:
-        """Starts this rank's random numbers, which no other rank or step shares."""
+        """Seeds this rank's random numbers, which no other rank or step shares."""
         number = self.mesh["pp"].get_local_rank() * self.loss.size() + self.loss.get_local_rank()
         # A string seeds by its hash.
         drawn = random.Random(f"{seed} {number} {step}").getrandbits(63)
         torch.manual_seed(drawn)
 
     def described(self) -> str:
-        """The degrees above 1, and how many ranks."""
+        """The degrees above 1 and the number of ranks, in words."""
         found = {k: v for k, v in asdict(self.layout).items() if v is not True and v != 1}
         degrees = ", ".join(f"{name} {degree}" for name, degree in found.items())
         return f"{degrees} on {self.count} ranks{'' if self.fsdp else ', without FSDP2'}"
 
 
 def check_equal(values: Mapping[str, Any], remedy: str) -> None:
-    """Returns if all ranks of the process group have the same. All of them call it.
+    """Checks that all ranks of the process group have the same values. All of them call it.
 
     Raises:
         ValueError: on every rank, with the first differences of the first rank that has others.
@@ -243,15 +250,15 @@ def is_first(workers: Workers | None) -> bool:
 
 
 def on_first(workers: Workers | None, function: Callable[[], Any]) -> Any:
-    """``Workers.on_first``, which a process alone is."""
+    """Calls ``Workers.on_first``, or the function itself in a process alone."""
     return function() if workers is None else workers.on_first(function)
 
 
 def layout_of(world_size: int, **degrees: int | None) -> ParallelConfig:
-    """The layout of these degrees, None for the default: what is left goes to ``dp_shard``.
+    """The layout of these degrees; None is the default, and ``dp_shard`` takes what is left.
 
     Raises:
-        ValueError: degrees that are not the number of ranks together, or that do not fit.
+        ValueError: if the product of the degrees is not the number of ranks, or if they do not fit.
     """
     given = {name: degree for name, degree in degrees.items() if degree is not None}
     if "dp_shard" not in given:
@@ -259,7 +266,7 @@ def layout_of(world_size: int, **degrees: int | None) -> ParallelConfig:
         for name, degree in given.items():
             others *= 1 if name in _NO_FACTORS else max(degree, 1)
         given["dp_shard"] = max(1, world_size // others)
-    # Before the layout says that ep does not fit.
+    # This check comes first, because the layout would say that ep does not fit.
     product = 1
     for name, degree in given.items():
         product *= 1 if name in _NO_FACTORS else degree
@@ -281,15 +288,15 @@ def _are(world_size: int) -> str:
 def meeting(
     place: Place, on_gpu: bool, seconds: float, *expected: type[Exception]
 ) -> Iterator[None]:
-    """The process group of torchrun's workers, for the duration.
+    """Context with the process group of torchrun's workers.
 
-    A rank that fails ends at once, and its error is the only one that is printed, in a line if it
-    is ``expected``: what the others find then (closed connections) is a consequence. So nothing
-    waits for a group that is broken.
+    A rank that fails ends at once, and only its error is printed; an error that is ``expected`` is
+    printed in one line. Errors that others get then (closed connections) are a consequence. So
+    nothing waits for a group that is broken.
 
     Args:
-        seconds: after which a rank gives up to wait for the others, in groups that are made for the
-            duration as well. NCCL's watchdog then ends the process ten seconds later, if the
+        seconds: time after which a rank gives up to wait for the others, also in groups that are
+            made in the context. NCCL's watchdog then ends the process ten seconds later, if the
             environment has no other ``TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC``.
     """
     patience = datetime.timedelta(seconds=seconds)
@@ -308,14 +315,17 @@ def meeting(
         _report(error, store, place, expected)
         sys.stdout.flush()
         sys.stderr.flush()
-        # Threads that write a checkpoint and communicators would wait for ranks that are gone.
+        # Threads that write a checkpoint, and communicators, would wait for ranks that are gone.
         os._exit(1)
 
 
 @contextlib.contextmanager
 def _patience_of_groups(patience: datetime.timedelta) -> Iterator[None]:
-    """Groups that are made meanwhile have this timeout, if they are given none. torch would wait
-    half an hour in those of a mesh's dimensions, whatever the first group was given."""
+    """Context in which new groups get this timeout, if they are given none.
+
+    torch would wait half an hour in the groups of a mesh's dimensions, whatever timeout the first
+    group was given.
+    """
     c10d = dist.distributed_c10d
     names = ("default_pg_timeout", "default_pg_nccl_timeout")
     before = {name: getattr(c10d, name) for name in names}
@@ -329,7 +339,7 @@ def _patience_of_groups(patience: datetime.timedelta) -> Iterator[None]:
 def _report(
     error: BaseException, store: dist.Store, place: Place, expected: tuple[type[Exception], ...]
 ) -> None:
-    """On standard error, if this rank is the first that failed."""
+    """Prints the error on standard error, if this rank is the first that failed."""
     if isinstance(error, KeyboardInterrupt):
         return
     try:
