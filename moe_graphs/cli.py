@@ -1,6 +1,7 @@
 """The command line. ``main`` is the entry point ``moe-graphs``.
 
-Only what describes the commands is in here: what they run comes with torch, when they run.
+This file only describes the commands. The code that they run imports torch, so a command imports
+it when it runs.
 """
 
 from __future__ import annotations
@@ -16,59 +17,73 @@ from moe_graphs.terminal import options_are_of
 
 # Options of several commands.
 Preset = Annotated[
-    str | None, typer.Option(help="tiny (CPU) or small (one GPU); by default, by the device.")
+    str | None,
+    typer.Option(help="tiny (for a CPU) or small (for one GPU). (default: by the device)"),
 ]
 OptimizerInGraph = Annotated[
     bool,
-    typer.Option("--optimizer-in-graph", help="With full_iteration: clipping and update, too."),
+    typer.Option(
+        "--optimizer-in-graph", help="With full_iteration, the graph has clipping and update, too."
+    ),
 ]
-BatchSize = Annotated[int | None, typer.Option(help="Sequences per optimizer step.")]
-Microbatches = Annotated[int | None, typer.Option(help="Parts of a step's batch.", min=1)]
-SequenceLength = Annotated[int | None, typer.Option(help="Tokens of a sequence.")]
+BatchSize = Annotated[int | None, typer.Option(help="Number of sequences per optimizer step.")]
+Microbatches = Annotated[int | None, typer.Option(help="Number of parts of a step's batch.", min=1)]
+SequenceLength = Annotated[int | None, typer.Option(help="Number of tokens of a sequence.")]
 Optimizer = Annotated[
     str | None,
-    typer.Option(help="adamw (ours), torch_adamw, or muon for matrices.  [default: adamw]"),
+    typer.Option(help="adamw (ours), torch_adamw, or muon for matrices. (default: adamw)"),
 ]
 OptimizerState = Annotated[
     str | None,
     typer.Option(
-        help="Dtype of AdamW's states: parameter (the parameter's), float32, bfloat16, 8bit.  "
-        "[default: parameter]"
+        help="Dtype of AdamW's states: parameter (the parameter's), float32, bfloat16 or 8bit. "
+        "(default: parameter)"
     ),
 ]
 EmaDecay = Annotated[
     float | None,
-    typer.Option("--ema", help="Decay of averaged weights, which evaluation then uses."),
+    typer.Option("--ema", help="Decay of averaged weights, which evaluations then use."),
 ]
-Seed = Annotated[int, typer.Option(help="Of weights, dropout and the order of the text.")]
-Device = Annotated[str | None, typer.Option(help="By default cuda if there is one.")]
-Dtype = Annotated[str, typer.Option(help="Of the parameters: float32, bfloat16.")]
-Deterministic = Annotated[bool, typer.Option(help="Deterministic kernels on the GPU.")]
+Seed = Annotated[int, typer.Option(help="Seed of weights, dropout and the order of the text.")]
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda, cuda:1 and so on. (default: cuda if there is one)")
+]
+Dtype = Annotated[str, typer.Option(help="Dtype of the parameters: float32 or bfloat16.")]
+Deterministic = Annotated[bool, typer.Option(help="Use deterministic kernels on the GPU.")]
 AsJson = Annotated[
-    bool, typer.Option("--json", help="One JSON document on stdout, all else on stderr.")
+    bool, typer.Option("--json", help="Print one JSON document on stdout, and all else on stderr.")
 ]
-DpReplicate = Annotated[int | None, typer.Option(help="Copies of the sharded model (HSDP).")]
+DpReplicate = Annotated[
+    int | None, typer.Option(help="Number of copies of the sharded model (HSDP).")
+]
 DpShard = Annotated[
     int | None,
-    typer.Option(help="Ranks that FSDP2 shards over; by default all that are left."),
+    typer.Option(help="Number of ranks that FSDP2 shards over. (default: all that are left)"),
 ]
-Tp = Annotated[int | None, typer.Option(help="Tensor-parallel ranks.")]
-Cp = Annotated[int | None, typer.Option(help="Ranks that share every sequence.")]
-Ep = Annotated[int | None, typer.Option(help="Ranks that share the experts, out of dp-shard x cp.")]
-Pp = Annotated[int | None, typer.Option(help="Pipeline-parallel ranks.")]
+Tp = Annotated[int | None, typer.Option(help="Number of tensor-parallel ranks.")]
+Cp = Annotated[int | None, typer.Option(help="Number of ranks that share every sequence.")]
+Ep = Annotated[
+    int | None,
+    typer.Option(help="Number of ranks that share the experts, out of dp-shard x cp."),
+]
+Pp = Annotated[int | None, typer.Option(help="Number of pipeline-parallel ranks.")]
 MixedPrecision = Annotated[
     bool,
     typer.Option(
         "--mixed-precision",
-        help="FSDP2 gathers bf16 to compute in and reduces fp32; otherwise autocast.",
+        help="FSDP2 gathers parameters in bf16 and reduces in fp32; without it, autocast is used.",
     ),
 ]
-ScheduleName = Annotated[str, typer.Option(help="Of a pipeline: 1f1b, gpipe, interleaved_1f1b.")]
+ScheduleName = Annotated[
+    str, typer.Option(help="Schedule of a pipeline: 1f1b, gpipe or interleaved_1f1b.")
+]
 StagesPerRank = Annotated[
-    int | None, typer.Option(help="Of a pipeline.  [default: 1, interleaved_1f1b: 2]")
+    int | None,
+    typer.Option(help="Stages of a pipeline per rank. (default: 1, interleaved_1f1b: 2)"),
 ]
 LayersPerGroup = Annotated[
-    int | None, typer.Option(help="Layers that FSDP2 gathers and reduces together.  [default: 1]")
+    int | None,
+    typer.Option(help="Number of layers that FSDP2 gathers and reduces together. (default: 1)"),
 ]
 
 
@@ -80,7 +95,7 @@ def build_app() -> typer.Typer:
         version: Annotated[
             bool,
             typer.Option(
-                "--version", callback=_print_version, is_eager=True, help="Prints the version."
+                "--version", callback=_print_version, is_eager=True, help="Print the version."
             ),
         ] = False,
     ) -> None:
@@ -108,55 +123,60 @@ def train(
     context: typer.Context,
     preset: Preset = None,
     init: Annotated[
-        Path | None, typer.Option(help="Goes on with the Hugging Face checkpoint in a directory.")
+        Path | None, typer.Option(help="Start from the Hugging Face checkpoint in a directory.")
     ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Directory of its tokenizer.json, if it is another.")
+        Path | None, typer.Option(help="Directory of tokenizer.json, if it is not that of --init.")
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="Text or .jsonl files, or one; by default Python's own library."),
+        typer.Option(
+            help="A directory of text or .jsonl files, or one file. (default: Python's library)"
+        ),
     ] = None,
     impl: Annotated[
         str | None,
         typer.Option(
             help="local captures scopes (as Megatron's transformer_engine does), full_iteration "
-            "whole steps, none trains eagerly.  [default: the fastest that is legal, which the run "
-            "prints]"
+            "captures whole steps, none trains eagerly. (default: the fastest that is legal, "
+            "which the run prints)"
         ),
     ] = None,
     scopes: Annotated[
         str | None,
         typer.Option(
-            help="What to capture; --impl local goes without saying.  [default: all that can be]"
+            help="Scopes to capture; implies --impl local. (default: all that can be captured)"
         ),
     ] = None,
     optimizer_in_graph: Annotated[
         bool | None,
         typer.Option(
             "--optimizer-in-graph/--update-outside",
-            help="Whole steps with clipping and update, or without.  [default: with]",
+            help="Whole steps include clipping and update, or leave them out. (default: include)",
         ),
     ] = None,
     dispatcher: Annotated[
         str | None,
         typer.Option(
-            help="local, padded, all_to_all, all_gather or symmetric.  [default: local, with --ep: "
-            "symmetric where GPUs reach each other's memory, else all_gather]"
+            help="local, padded, all_to_all, all_gather or symmetric. (default: local; with --ep "
+            "symmetric if GPUs reach each other's memory, else all_gather)"
         ),
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of optimizer steps.")] = None,
     batch_size: BatchSize = None,
     microbatches: Microbatches = None,
     sequence_length: SequenceLength = None,
     learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
-    warmup_steps: Annotated[int | None, typer.Option(help="Steps to the peak.")] = None,
+    warmup_steps: Annotated[
+        int | None, typer.Option(help="Number of steps to the peak learning rate.")
+    ] = None,
     optimizer: Optimizer = None,
     optimizer_state: OptimizerState = None,
     stochastic_rounding: Annotated[
         bool,
         typer.Option(
-            "--stochastic-rounding", help="Of bf16 parameters and states, right on the average."
+            "--stochastic-rounding",
+            help="Round bf16 parameters and states stochastically, which is right on average.",
         ),
     ] = False,
     ema_decay: EmaDecay = None,
@@ -166,36 +186,41 @@ def train(
     mixed_precision: MixedPrecision = False,
     experts: Annotated[
         str,
-        typer.Option(help="Kernels of the experts: moe_graphs, transformer_engine, megablocks."),
+        typer.Option(help="Kernels of the experts: moe_graphs, transformer_engine or megablocks."),
     ] = "moe_graphs",
     linear: Annotated[
-        str, typer.Option(help="Kernels of the projections: torch, transformer_engine.")
+        str, typer.Option(help="Kernels of the projections: torch or transformer_engine.")
     ] = "torch",
     fp8: Annotated[
         str,
         typer.Option(
-            help="Recipe of Transformer Engine's parts in training: none, delayed, current, block."
+            help="FP8 recipe of Transformer Engine's modules: none, delayed, current or block."
         ),
     ] = "none",
     resume: Annotated[
         Path | None,
         typer.Option(
-            help="A run's directory, or one of its checkpoints; its settings are kept where none "
-            "are given."
+            help="A run's directory, or one of its checkpoints, to go on from. Options that are "
+            "not given are kept from that run."
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="By default a new directory in runs/.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The run's directory. (default: a new one in runs/)")
+    ] = None,
     checkpoint_every: Annotated[
-        int, typer.Option(help="Steps between checkpoints; 0 for one at the end.")
+        int, typer.Option(help="Steps between checkpoints; 0 writes one at the end.")
     ] = 0,
-    save: Annotated[bool, typer.Option(help="Whether to write checkpoints.")] = True,
+    save: Annotated[bool, typer.Option(help="Write checkpoints.")] = True,
     deterministic: Deterministic = True,
     compare_: Annotated[
-        bool, typer.Option("--compare", help="Run eager and graphed, and compare.")
+        bool, typer.Option("--compare", help="Run eagerly and graphed, and compare both runs.")
     ] = False,
     json_: AsJson = False,
     nproc: Annotated[
-        int | None, typer.Option(help="Ranks on this host, started as torchrun does.")
+        int | None,
+        typer.Option(
+            help="Number of ranks on this host, which the command starts as torchrun does."
+        ),
     ] = None,
     dp_replicate: DpReplicate = None,
     dp_shard: DpShard = None,
@@ -207,18 +232,22 @@ def train(
     fsdp: Annotated[
         bool,
         typer.Option(
-            help="Shards weights over data-parallel ranks; or all have them, but shared experts: "
-            "faster for small models, and legal with scopes."
+            help="FSDP2 shards weights over data-parallel ranks. Without it every rank has all "
+            "weights, and only experts may be shared: faster for small models, and legal with "
+            "scopes."
         ),
     ] = True,
     schedule: ScheduleName = "1f1b",
     stages_per_rank: StagesPerRank = None,
     timeout: Annotated[
-        float, typer.Option(help="Seconds after which a rank gives up to wait for the others.")
+        float, typer.Option(help="Seconds that a rank waits for the others before it gives up.")
     ] = 600.0,
 ) -> None:
-    """Trains a byte-level MoE language model, or a Hugging Face checkpoint, on text: on one
-    process, on torchrun's workers, or with --nproc on workers that it starts itself."""
+    """Trains a byte-level MoE language model, or a Hugging Face checkpoint, on text.
+
+    The command runs on one process, on torchrun's workers, or with --nproc on workers that it
+    starts itself.
+    """
     options = dict(locals())
     del options["context"]
     from moe_graphs.lm.start import start
@@ -230,10 +259,12 @@ def train(
 
 def export(
     run: Annotated[Path, typer.Argument(help="A run's directory, or one of its checkpoints.")],
-    out: Annotated[Path, typer.Option(help="The file to write, new.")],
+    out: Annotated[Path, typer.Option(help="The file to write; it must not exist yet.")],
 ) -> None:
-    """Writes the model of a checkpoint to one safetensors file, on however many ranks it was
-    trained, with the names of one process."""
+    """Writes the model of a checkpoint to one safetensors file.
+
+    The checkpoint may be of any number of ranks; the file has the names of one process.
+    """
     from moe_graphs.lm.exporting import export_model
 
     export_model(run, out)
@@ -249,11 +280,11 @@ def profile(
     ] = "none,attn+moe,full_iteration",
     preset: Preset = None,
     data: Annotated[
-        Path | None, typer.Option(help="Text as for train; by default Python's own library.")
+        Path | None, typer.Option(help="Text as for train. (default: Python's library)")
     ] = None,
     optimizer_in_graph: OptimizerInGraph = False,
     dispatcher: Annotated[
-        str, typer.Option(help="local, padded, all_to_all or all_gather.")
+        str, typer.Option(help="Dispatcher: local, padded, all_to_all or all_gather.")
     ] = "local",
     batch_size: BatchSize = None,
     microbatches: Microbatches = None,
@@ -268,16 +299,18 @@ def profile(
     linear: Annotated[str, typer.Option(help="Kernels of the projections, as for train.")] = (
         "torch"
     ),
-    fp8: Annotated[str, typer.Option(help="none, delayed, current, block.")] = "none",
+    fp8: Annotated[str, typer.Option(help="FP8 recipe, as for train.")] = "none",
     deterministic: Deterministic = True,
     trace: Annotated[
         Path | None,
-        typer.Option(help="A Chrome trace for Perfetto, .json or .json.gz; one for each impl."),
+        typer.Option(
+            help="File of a Chrome trace for Perfetto, .json or .json.gz; one for each way."
+        ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="A picture (.png, .svg).")] = None,
+    out: Annotated[Path | None, typer.Option(help="File of a picture (.png, .svg).")] = None,
     json_: AsJson = False,
 ) -> None:
-    """Where the time of a training step goes: kernels by group, gaps and floors, side by side."""
+    """Shows where the time of a training step goes: kernels by group, gaps and floors."""
     options = dict(locals())
     from moe_graphs.lm import profile_command
 
@@ -294,7 +327,7 @@ def plan(
             "train, or a directory with a Hugging Face config.json.",
         ),
     ],
-    gpus: Annotated[int, typer.Option(help="Ranks.", min=1)],
+    gpus: Annotated[int, typer.Option(help="Number of ranks.", min=1)],
     dp_replicate: DpReplicate = None,
     dp_shard: DpShard = None,
     tp: Tp = None,
@@ -307,13 +340,15 @@ def plan(
     batch_size: Annotated[
         int | None,
         typer.Option(
-            help="Sequences per step of all ranks.  [default: one a microbatch and rank]", min=1
+            help="Sequences per step of all ranks. (default: one per microbatch and rank)", min=1
         ),
     ] = None,
     microbatches: Microbatches = None,
     sequence_length: Annotated[
         int | None,
-        typer.Option(help="Tokens of a sequence.  [default: 4096, or the preset's]", min=1),
+        typer.Option(
+            help="Number of tokens of a sequence. (default: 4096, or the preset's)", min=1
+        ),
     ] = None,
     dtype: Dtype = "float32",
     optimizer: Optimizer = None,
@@ -321,21 +356,23 @@ def plan(
     ema_decay: EmaDecay = None,
     mixed_precision: MixedPrecision = False,
     reshard_after_forward: Annotated[
-        bool, typer.Option(help="Whether FSDP2 frees gathered weights until the backward.")
+        bool, typer.Option(help="FSDP2 frees gathered weights until the backward.")
     ] = True,
     dispatcher: Annotated[
         str | None,
-        typer.Option(help="With --ep: all_to_all, all_gather or symmetric.  [default: all_to_all]"),
+        typer.Option(
+            help="Dispatcher with --ep: all_to_all, all_gather or symmetric. (default: all_to_all)"
+        ),
     ] = None,
     rows_factor: Annotated[
         float | None,
         typer.Option(
-            help="Room for rows of experts, in those of a balanced routing.  [default: the worst]"
+            help="Room for expert rows, as a multiple of balanced routing. (default: worst case)"
         ),
     ] = None,
     json_: AsJson = False,
 ) -> None:
-    """A layout's memory of a rank and bytes on the wire, computed on the CPU without any of it."""
+    """Predicts a layout's memory per rank and bytes on the wire, on the CPU, without its GPUs."""
     options = dict(locals())
     from moe_graphs.lm import plan_command
 

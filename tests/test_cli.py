@@ -287,6 +287,15 @@ def test_help_imports_no_torch():
         assert word in done.stdout
 
 
+def test_help_shows_the_defaults_that_its_texts_name():
+    """Square brackets would be markup of rich, which prints nothing for them."""
+    shown = CliRunner().invoke(build_app(), ["train", "--help"], env={"COLUMNS": "160"}).stdout
+    assert "(default: the fastest that is legal, which the run prints)" in " ".join(
+        word for word in shown.split() if word != "│"
+    )
+    assert shown.count("(default: ") > 10
+
+
 def test_the_version_is_that_of_the_package():
     result = CliRunner().invoke(build_app(), ["--version"])
     assert (result.exit_code, result.stdout) == (0, f"moe-graphs {__version__}\n")
