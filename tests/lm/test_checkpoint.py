@@ -1,4 +1,4 @@
-"""Checkpoints: whole, of one run, and nobody else's are touched."""
+"""Checkpoints: whole, of one run, and those of others are never touched."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_only_the_last_checkpoints_are_kept_and_the_latest_is_found(tmp_path):
 
 
 def test_files_and_names_are_on_the_disk_before_a_checkpoint_has_its_name(tmp_path, monkeypatch):
-    """A power failure behind the rename leaves a whole checkpoint."""
+    """A power failure after the rename leaves a whole checkpoint."""
     trainer, events = fresh_trainer(options()), []
     advance(trainer, 1)
     fsync, rename = os.fsync, Path.rename
@@ -103,7 +103,7 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 def test_checkpoints_of_another_run_are_never_deleted(tmp_path):
-    """B1: lower steps of a new run were deleted at once, and resuming took the older run."""
+    """Lower steps of a new run were deleted at once, and resuming took the older run."""
     other_run(tmp_path)
     before = files(tmp_path)
     new = fresh_trainer(options(steps=9))
@@ -176,7 +176,7 @@ def test_a_run_from_before_there_were_ids_goes_on_in_its_directory(tmp_path):
 
 
 def test_resuming_does_not_choose_between_runs(tmp_path):
-    """Which versions before run ids could leave behind."""
+    """Versions before run ids could leave checkpoints of several runs behind."""
     path = other_run(tmp_path)
     later = tmp_path / "checkpoints" / "step_000007"
     shutil.copytree(other_run(tmp_path / "other"), later)

@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint is trained further, and what comes out is one again."""
+"""A Hugging Face checkpoint is trained further, and the result is one again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "llama"]
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory) -> Path:
-    """mixtral/ and text/."""
+    """A folder with mixtral/ and text/."""
     folder = tmp_path_factory.mktemp("continued")
     write_checkpoint(folder / "mixtral")
     write_texts(folder / "text")
@@ -90,7 +90,7 @@ def trainer_of(here: Path, workers: Workers | None) -> Trainer:
 
 
 def losses_of(here: Path, workers: Workers | None) -> list[float]:
-    """Before any step, and after two."""
+    """The losses before any step, and after two steps."""
     trainer, held_out = trainer_of(here, workers), held_out_of(here)
     before = trainer.nats_per_token(held_out)
     advance(trainer, 2)

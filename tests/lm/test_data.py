@@ -56,7 +56,8 @@ def test_about_a_twentieth_is_held_out():
 
 
 def test_the_hash_of_the_split_is_fixed():
-    # Stable across machines and versions: a change here moves every held-out set ever reported.
+    # The split is the same on all machines and versions: a change here moves every held-out set
+    # ever reported.
     assert [n for n in range(60) if is_held_out(b"%d" % n)] == [16, 32]
 
 

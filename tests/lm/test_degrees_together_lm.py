@@ -1,7 +1,6 @@
-"""Runs whose ranks share tensors, sequences and layers together: the run of one process, its
-checkpoints, its graphs.
+"""Runs whose ranks share tensors, sequences and layers together, compared with one process.
 
-Everything that needs ranks is in one spawn.
+Their checkpoints and graphs are tested as well. Everything that needs ranks is in one spawn.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def written_by(trainer: Trainer) -> Any:
 
 
 def work(rank: int, world_size: int, folder: Path) -> None:
-    """On each layout: trains, saves in the middle; then resumes what others have saved."""
+    """Trains on each layout and saves in the middle, then resumes what others have saved."""
     found: dict[Any, Any] = {}
     all_workers = {name: Workers.on(layout, CPU) for name, layout in LAYOUTS.items()}
     for name, workers in all_workers.items():
@@ -96,7 +95,7 @@ def work(rank: int, world_size: int, folder: Path) -> None:
 
 
 def compared(workers: Workers, graphs: Any) -> dict[str, Any]:
-    """What ``train --compare`` says, with dropout, jitter and aux losses."""
+    """The result of ``train --compare``, with dropout, jitter and aux losses."""
     given = of_four_heads(options(microbatches=2, workers=workers), steps=7)
     given = dataclasses.replace(given, graph_config=graphs)
     check_options(given)

@@ -149,7 +149,7 @@ def options_of(*arguments: object) -> dict[str, Any]:
 
 
 def work(rank: int, world_size: int, text: Path, folder: Path) -> None:
-    """Train by each layout's default and eagerly, as the command does behind its start."""
+    """Trains by each layout's default and eagerly, as the command does after its start."""
     common = ["--device", "cpu", "--data", text, "--batch-size", 2, "--sequence-length", 32,
               "--steps", 5, "--deterministic"]  # fmt: skip
     for layout in ("ep", "dp-shard"):
@@ -169,7 +169,7 @@ def text(tmp_path_factory) -> Path:
 
 
 def test_two_ranks_replay_without_a_flag_bitwise_as_eager(text, tmp_path):
-    """``--ep 2`` and ``--dp-shard 2``: losses and parameters of the last step."""
+    """Compares losses and parameters of the last step, for ``--ep 2`` and ``--dp-shard 2``."""
     run_distributed(work, 2, arguments=(text, tmp_path), timeout_seconds=200)
     for layout in ("ep", "dp-shard"):
         runs = [tmp_path / f"{layout} {way}" for way in ("", "--impl none")]
@@ -183,7 +183,7 @@ def test_two_ranks_replay_without_a_flag_bitwise_as_eager(text, tmp_path):
 
 
 def reach(rank: int, world_size: int, device: str, hidden_size: int) -> tuple[str, int]:
-    """Try peers' memory, and lay out and train a model behind that."""
+    """Tries peers' memory, then lays out and trains a model."""
     where = torch.device(device, rank) if device == "cuda" else torch.device(device)
     workers = Workers.on(layout_of(2, ep=2), where)
     model = dataclasses.replace(small_preset().model, hidden_size=hidden_size, num_heads=1)

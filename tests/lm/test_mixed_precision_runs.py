@@ -61,7 +61,7 @@ def chosen(
 
 
 class SeenOnTheWire(TorchDispatchMode):
-    """The dtypes of what FSDP2 gathers, and of what it reduces."""
+    """Dtypes of the tensors that FSDP2 gathers, and of those that it reduces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class SeenOnTheWire(TorchDispatchMode):
 
 
 def trained(workers: Workers, graphs: Any, folder: Path | None = None) -> dict[str, Any]:
-    """With dropout, jitter and aux losses, an evaluation and a checkpoint in the middle."""
+    """Trains with dropout, jitter and aux losses; evaluates and saves in the middle."""
     given = chosen(workers)
     check_options(dataclasses.replace(given, graph_config=graphs))
     trainer = fresh_trainer(given)
@@ -143,7 +143,7 @@ def work(rank: int, world_size: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def several(tmp_path_factory) -> tuple[Path, dict[str, list]]:
-    """And by layout, or another name, what each of its ranks has found."""
+    """The folder, a process alone, and by layout or another name the results of each rank."""
     folder, found = tmp_path_factory.mktemp("several"), defaultdict(list)
     for count in (2, 4):
         run_distributed(work, count, arguments=(folder,), timeout_seconds=60.0 * count)
@@ -185,7 +185,7 @@ def test_bf16_is_gathered_and_fp32_reduced_and_kept(several):
 @pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_train_alike_and_go_on_in_one_process(several, layout):
-    """Ranks draw other random numbers, and bf16 rounds: near, and no nearer."""
+    """Results are near but no nearer: ranks draw other random numbers, and bf16 rounds."""
     losses = several[1][layout][0][0]["losses"]
     torch.testing.assert_close(losses, several[1]["shard"][0][0]["losses"], rtol=0.05, atol=0)
     alone = fresh_trainer(chosen(None, mixed_precision=False))
@@ -227,7 +227,7 @@ def test_what_is_in_which_dtype_is_said():
 
 
 def test_the_weight_of_aux_losses_is_not_rounded_on_its_way_to_a_stage():
-    """It is one over the number of microbatches: a third of one is another in bf16."""
+    """The weight is one over the number of microbatches, and a third is another number in bf16."""
     layout, seen = ParallelConfig(pp=2, dp_shard=2), []
 
     def look(module: Any, given: Any) -> None:

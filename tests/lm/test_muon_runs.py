@@ -1,6 +1,7 @@
-"""``--optimizer muon`` on several ranks: the run of one process, its checkpoints, its graphs.
+"""Runs with ``--optimizer muon`` on several ranks, compared with one process.
 
-Everything that needs ranks is in one spawn. RANKS=4 has two degrees at a time.
+Their checkpoints and graphs are tested as well. Everything that needs ranks is in one spawn.
+RANKS=4 has two degrees at a time.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def work(rank: int, world_size: int, folder: Path) -> None:
 
 
 def graphed(workers: Workers) -> tuple[bool, ...]:
-    """As ``train --compare`` says, with dropout and jitter."""
+    """The result of ``train --compare``, with dropout and jitter."""
     given = options(workers=workers, dispatcher=dispatcher(workers, "all_gather"))
     given = dataclasses.replace(by_muon(given, steps=6), graph_config=WHOLE, device=workers.device)
     check_options(given)
@@ -116,7 +117,7 @@ def test_ranks_train_as_one_process_does(runs, layout):
     """Each tensor is within a thousandth of its norm; four steps move it by 2 to 16 hundredths.
 
     The order of the ranks' sums changes the last bits of gradients. Newton-Schulz computes in bf16,
-    which may round such an element to the next number: which element, and whether by more than a
+    which may round such an element to the next number. Which element, and whether by more than a
     limit per element, depends on the CPU.
     """
     _, one, _, ranks = runs

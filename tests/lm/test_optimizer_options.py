@@ -34,7 +34,7 @@ OTHER = {"shard": "tensors", "replicate": "shard", "tensors": "one process"}  # 
 def choosing(
     changes: dict | None = None, dtype: torch.dtype = torch.bfloat16, **others
 ) -> RunOptions:
-    """Without chance but that of rounding."""
+    """Settings without random numbers, except those of rounding."""
     given = options(dtype=dtype, **others)
     moe = dataclasses.replace(given.preset.model.moe, input_jitter=0.0, aux_loss_coef=0.0)
     model = dataclasses.replace(given.preset.model, hidden_dropout=0.0, moe=moe)
@@ -44,7 +44,7 @@ def choosing(
 
 
 def in_8_bits(changes: dict | None = None, **others) -> RunOptions:
-    """With rows that 64 divides, also on each of two ranks."""
+    """Settings whose matrices have rows that 64 divides, also on each of two ranks."""
     given = choosing({"optimizer_state": "8bit", **(changes or {})}, torch.float32, **others)
     moe = dataclasses.replace(given.preset.model.moe, ffn_hidden_size=128)
     model = dataclasses.replace(given.preset.model, hidden_size=128, ffn_hidden_size=256, moe=moe)
@@ -200,7 +200,7 @@ def work(rank: int, world_size: int, folder: Path, one_process: Path) -> None:
             if source == name:
                 advance(trainer, 5)
             found[source, name] = resumed, nats, everything(trainer)
-    # A checkpoint without averages.
+    # This trainer saves a checkpoint without averages.
     trainer = fresh_trainer(choosing({}, workers=all_workers["shard"]))
     trainer.run_id = all_workers["shard"].gather(trainer.run_id)[0]
     advance(trainer, 3)

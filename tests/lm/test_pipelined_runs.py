@@ -1,6 +1,6 @@
-"""Training runs on the ranks of a pipeline: the run of one process, its checkpoints, its graphs.
+"""Training runs on the ranks of a pipeline, compared with one process.
 
-Everything that needs ranks is in one spawn.
+Their checkpoints and graphs are tested as well. Everything that needs ranks is in one spawn.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ GRAPHS = {
 
 
 def chosen(*, chance: bool = False, microbatches: int = 2, **changes: Any) -> RunOptions:
-    """``chance``: ranks draw random numbers of their own, a process alone others."""
+    """Options of a run.
+
+    With ``chance`` ranks draw random numbers of their own, so a process alone draws others.
+    """
     given = options(steps=STEPS, microbatches=microbatches, **changes)
     model = given.preset.model
     if not chance:
@@ -58,7 +61,7 @@ def held_out() -> HeldOut:
 
 
 def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Of this rank's stages."""
+    """The state of this rank's stages."""
     state = {**model_state(trainer), **optimizer_state(trainer)}
     return {name: value.clone() for name, value in state.items()}
 
@@ -92,7 +95,7 @@ def work(rank: int, world_size: int, folder: Path) -> None:
 
 
 def graphed(workers: Workers, graphs: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """With dropout and jitter, an evaluation in between."""
+    """The result of a graphed run, with dropout and jitter, and an evaluation in between."""
     trainer = trainer_on(workers, chance=True, microbatches=4)
     with with_graphs(trainer, graphs):
         advance(trainer, STEPS - 1)
@@ -122,7 +125,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.long
 def test_a_pipeline_trains_as_one_process(runs):
-    """Loss, norm and held-out loss, with the same aux loss: known on every rank."""
+    """Loss, norm and held-out loss are the same, also the aux loss, which every rank knows."""
     _, alone, ranks = runs
     line = alone.log_line()
     for found in ranks:

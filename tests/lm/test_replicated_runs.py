@@ -80,7 +80,7 @@ def refused(sharded: Workers, shared: Workers) -> list[str]:
 
 
 def graphed(workers: Workers, way: str) -> tuple[bool, ...]:
-    """As ``train --compare`` says, with dropout and jitter."""
+    """The result of ``train --compare``, with dropout and jitter."""
     dispatcher, config = WAYS[way]
     given = options(workers=workers, dispatcher=dispatcher, steps=6, microbatches=2)
     given = dataclasses.replace(given, graph_config=config, device=workers.device)

@@ -1,4 +1,4 @@
-"""Where workers go on that torchrun has started anew, and who they are."""
+"""Workers that torchrun has started again: where they go on, and who they are."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_workers_go_on_from_what_their_own_launch_has_saved(tmp_path, restartabl
         save_checkpoint(out, trainer)
     latest = out / "checkpoints" / "step_000002"
     assert directories(out, None, "tiny", agents[1:]) == (out, latest)
-    # Of another launch it is another run, which only --resume names.
+    # To another launch it is another run, which only --resume names.
     assert directories(out, None, "tiny", ["launch two, host a"]) == (out, None)
 
 
@@ -53,7 +53,7 @@ def test_restarts_need_a_directory(restartable):
 
 
 def test_a_store_with_the_keys_of_processes_that_are_gone():
-    """What a second start finds in the store of the first, of which rank 2 had not come."""
+    """A second start finds the keys of the first start, to which rank 2 had not come."""
     store = dist.HashStore()
     store.set("ask 1", "a process that is gone")
     prefixes = []

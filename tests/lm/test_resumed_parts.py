@@ -1,4 +1,4 @@
-"""Ranks that resume a checkpoint of one process: each reads what is its own, and no more.
+"""Ranks that resume a checkpoint of one process: each reads its own part, and no more.
 
 Everything that needs ranks is in one spawn.
 """
@@ -33,7 +33,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "bf16": {"optimizer_state": "bfloat16"},
     "muon": {"optimizer": "muon"},
 }
-# Every optimizer and every layout, by turns; the others take long.
+# Every optimizer and every layout occurs once; all pairs would take long.
 FEW = [
     ("shard", "bf16"),
     ("experts", "muon"),
@@ -49,7 +49,7 @@ LAYOUTS = {
 
 
 def chosen(optimizer: str, workers: Workers | None = None) -> RunOptions:
-    """Wide enough for states of 8 bits, also of each of two ranks."""
+    """Options wide enough for states of 8 bits, also on each of two ranks."""
     experts = workers is not None and workers.layout.ep > 1
     given = without_chance(workers=workers, dispatcher="all_to_all" if experts else "local")
     preset = given.preset
@@ -61,7 +61,7 @@ def chosen(optimizer: str, workers: Workers | None = None) -> RunOptions:
 
 
 class Reading(_LiveStorages):
-    """Bytes that are copied from mapped files, and the most of other memory that was made."""
+    """Bytes that are copied from mapped files, and the most other memory that was made."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def key_of(tensor: Tensor) -> int:
 
 
 def own_bytes(trainer: Trainer) -> tuple[int, int, int]:
-    """Of all that a checkpoint has, of the optimizer's state, and of the largest tensor."""
+    """Bytes of all that a checkpoint has, of the optimizer's state, and of the largest tensor."""
     state = {**model_state(trainer), **history_state(trainer, trainer.step)}
     of_optimizer, parts = optimizer_state(trainer), fused_parts(trainer)
     sizes = {
@@ -150,7 +150,7 @@ def test_a_rank_reads_its_own_part_and_holds_no_more(resumed):
         for (layout, optimizer), found_here in found.items():
             copied, most, own, of_optimizer, largest, state = found_here
             case = (layout, optimizer)
-            # Zeros of 8 bits are made of a tensor's in fp32, and some more of that size.
+            # Zeros of 8 bits are made from a tensor in fp32 and some more memory of that size.
             beside = largest * (8 if "8 bits" in optimizer else 1)
             whole = sum(value.nbytes for value in saved[optimizer].values())
             assert copied == own, case

@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 
 
 def all_described() -> dict[str, str]:
-    """As logs and checkpoints say it."""
+    """The layouts as logs and checkpoints say them."""
     found = {
         "shard": f"dp_shard {RANKS}",
         "replicate": f"dp_replicate {RANKS}",
@@ -58,7 +58,7 @@ def all_described() -> dict[str, str]:
 
 
 def without_chance(**changes) -> RunOptions:
-    """Ranks draw random numbers of their own, so what is compared draws none."""
+    """Options without random numbers: ranks draw their own, so compared runs must draw none."""
     given = options(steps=STEPS, microbatches=2, **changes)
     moe = dataclasses.replace(given.preset.model.moe, input_jitter=0.0, aux_loss_coef=0.0)
     model = dataclasses.replace(given.preset.model, hidden_dropout=0.0, moe=moe)
@@ -81,7 +81,7 @@ def trainer_on(workers: Workers | None, **changes) -> Trainer:
 
 
 def work(rank: int, world_size: int, folder: Path, one_process: Path) -> None:
-    """On each layout: trains, saves in the middle; then resumes what others have saved."""
+    """Trains on each layout and saves in the middle, then resumes what others have saved."""
     found: dict = {}
     all_workers = {name: Workers.on(layout, CPU) for name, layout in LAYOUTS.items()}
     for name, workers in all_workers.items():
@@ -119,8 +119,7 @@ def work(rank: int, world_size: int, folder: Path, one_process: Path) -> None:
 
 
 def by_chance(folder: Path, workers: Workers) -> list[torch.Tensor]:
-    """The losses of a run with dropout and jitter, on this rank; and of one that goes on from its
-    checkpoint."""
+    """Losses of a run with dropout and jitter on this rank, and of one resumed from it."""
     given = options(steps=STEPS, workers=workers)
     whole, again = fresh_trainer(given), fresh_trainer(given)
     whole.run_id = workers.gather(whole.run_id)[0]
@@ -136,7 +135,7 @@ def by_chance(folder: Path, workers: Workers) -> list[torch.Tensor]:
 
 
 def evaluated(workers: Workers, config: FullIterationConfig | None) -> list[float]:
-    """Held-out losses between steps: graphed ones run none of FSDP2's Python."""
+    """Held-out losses between steps: graphed steps run no Python of FSDP2."""
     trainer, nats = trainer_on(workers), []
     with with_graphs(trainer, config):
         for step in (1, 4, 5, STEPS):
@@ -146,8 +145,10 @@ def evaluated(workers: Workers, config: FullIterationConfig | None) -> list[floa
 
 
 def run_on_parts(out: Path, workers: Workers) -> list:
-    """A whole run: its held-out loss and samples, and those that one process has of its weights.
-    And what the ranks cannot share."""
+    """A whole run: its held-out loss and samples, and those of one process with its weights.
+
+    It also checks the errors for batches that the ranks cannot share.
+    """
     given = without_chance(workers=workers, out=out)
     summary, said = run(given, small_corpus(), QUIET), []
     for length, heads in ((31, 2), (32, 1)):
@@ -167,7 +168,7 @@ def run_on_parts(out: Path, workers: Workers) -> list:
 
 
 def disk_full(folder: Path, workers: Workers) -> str:
-    """A file that may not grow fails like one on a full disk. On one rank."""
+    """A file that may not grow, on one rank, fails like one on a full disk."""
     trainer = trainer_on(workers)
     resume(find_checkpoint(folder), trainer)
     advance(trainer, SAVED + 1)

@@ -1,5 +1,7 @@
-"""Runs whose ranks share tensors: graphs of scopes and of steps are eager training to the bit, and
-what is refused."""
+"""Runs whose ranks share tensors: graphed training is eager training to the bit.
+
+Graphs are of scopes and of steps. Options that cannot be used together are refused.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ SCOPED, WHOLE = GraphConfig(SCOPES), FullIterationConfig(optimizer_in_graph=True
 
 
 def train(rank: int, world_size: int) -> list[dict]:
-    """With dropout, jitter and aux losses, and an evaluation in the middle."""
+    """Trains with dropout, jitter and aux losses, and an evaluation in the middle."""
     workers = Workers.on(ParallelConfig(tp=2), torch.device("cpu"))
     corpus, found = small_corpus(), []
     held_out = HeldOut.of(corpus.held_out_documents, sequence_length=32, context=16)

@@ -1,4 +1,4 @@
-"""``moe-graphs train`` on Transformer Engine's parts, by a stand-in on the CPU."""
+"""The command ``moe-graphs train`` on Transformer Engine's modules, by a stand-in on the CPU."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_graphs_in_fp8_are_bitwise_around_an_evaluation(engine, recipe, config, 
                       if isinstance(v, torch.Tensor)]  # fmt: skip
     assert all(map(torch.equal, *found))
     assert report.replayed
-    # The backward of their modules can be run once: the second microbatch is captured.
+    # The backward of these modules can be run only once, so the second microbatch is captured.
     assert set(report.eager_calls) <= {"warmup", "paused", "backward: not_captured"}
 
 

@@ -1,4 +1,4 @@
-"""A run that gets SIGTERM ends behind a step with a checkpoint, from which it goes on bitwise."""
+"""A run that gets SIGTERM ends after a step with a checkpoint, from which it goes on bitwise."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def finished(*arguments: object) -> str:
 
 
 def terminated(run: Path, *arguments: object) -> tuple[int, str]:
-    """Start a run and send SIGTERM when it has logged a step; return its code and its words."""
+    """Starts a run and sends SIGTERM after a logged step; returns its code and its output."""
     process, log = start(*arguments, "--out", run), run / "log.jsonl"
     until = time.monotonic() + 250
     try:
@@ -61,7 +61,7 @@ def terminated(run: Path, *arguments: object) -> tuple[int, str]:
 
 
 def check_goes_on_bitwise(text: Path, folder: Path, *layout: object) -> None:
-    """End a run by SIGTERM, resume it, and compare it with one that was not interrupted."""
+    """Ends a run by SIGTERM, resumes it, and compares it with one that was not interrupted."""
     whole, ended = folder / "whole", folder / "ended"
     code, said = terminated(ended, *COMMON, "--data", text, *layout)
     assert code == 128 + signal.SIGTERM, said

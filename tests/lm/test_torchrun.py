@@ -1,4 +1,4 @@
-"""Workers of torchrun as users start them, and what becomes of a run when one is killed."""
+"""Workers of torchrun as users start them, and the end of a run when one is killed."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_run_with_a_killed_worker_ends_as_one_that_was_not_interrupted(text, t
 
 
 def test_all_groups_of_a_run_have_its_timeout(monkeypatch):
-    """Those of a mesh's dimensions, too; not only the first one."""
+    """Groups of a mesh's dimensions have the timeout, too, not only the first group."""
     place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
@@ -120,7 +120,7 @@ def test_all_groups_of_a_run_have_its_timeout(monkeypatch):
 
 
 def workers_of(launcher: int) -> list[int]:
-    """Its processes that train."""
+    """The launcher's processes that train."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
     return [pid for pid, command in commands.items() if b"spawn_main" in command]
@@ -134,7 +134,7 @@ ON_BOTH = pytest.mark.parametrize(
 
 @contextlib.contextmanager
 def training(text: Path, run: Path, device: str, *options: object) -> Iterator[tuple]:
-    """A run of two workers that has trained for some steps, and them. Killed at the end."""
+    """Context with a run of two workers that has trained for some steps; killed at the end."""
     launcher = start(
         "moe_graphs", "train", "--preset", "tiny", "--batch-size", 2, "--sequence-length", 32,
         "--steps", 100_000, "--device", device, "--data", text, "--out", run, "--nproc", 2,
@@ -161,8 +161,10 @@ def has_ended(process: int) -> bool:
 
 @ON_BOTH
 def test_a_worker_that_is_killed_while_graphs_replay_ends_the_run(text, tmp_path, device):
-    """NCCL's watchdog does not know of collectives in a graph: whoever has started the others ends
-    them."""
+    """NCCL's watchdog does not know of collectives in a graph.
+
+    The launcher, which has started the other workers, ends them.
+    """
     whole = ("--impl", "full_iteration", "--optimizer-in-graph")
     with training(text, tmp_path / "run", device, *whole) as (launcher, first, last):
         os.kill(last, signal.SIGKILL)
@@ -191,7 +193,7 @@ def test_a_worker_that_hangs_ends_the_run_behind_the_timeout(text, tmp_path, dev
 
 @pytest.mark.long
 def test_an_error_of_one_rank_is_said_once(text, tmp_path):
-    """Each of two hosts has been given another number of steps."""
+    """Each of two hosts has got another number of steps."""
     port = free_port()
     hosts = ["--nnodes", 2, "--nproc-per-node", 1, "--monitor-interval", 0.1]
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]

@@ -1,4 +1,4 @@
-"""The loop: what a step depends on, what a checkpoint holds, what graphs may not change."""
+"""The training loop: what a step depends on, what checkpoints hold, what graphs keep."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_graphed_run_is_the_eager_run(microbatches):
     eager, graphed = (
         options(graphed=flag, steps=8, microbatches=microbatches) for flag in (False, True)
     )
-    # One after the other: both draw from the CPU's only generator.
+    # The trainers run one after the other, because both draw from the CPU's only generator.
     trainers = []
     for given in (eager, graphed):
         trainer = fresh_trainer(given)
@@ -76,7 +76,10 @@ def test_a_run_of_whole_steps_is_the_eager_run(config, microbatches):
 
 
 def check_resumed(folder, given, config, saved_at):
-    """Of 12 steps. Returns the uninterrupted run, and the checkpoint that it has saved."""
+    """Checks a resumed run of 12 steps.
+
+    Returns the uninterrupted run, and the checkpoint that it has saved.
+    """
     whole = fresh_trainer(given)
     with with_graphs(whole, config):
         advance(whole, saved_at)
@@ -93,7 +96,7 @@ def check_resumed(folder, given, config, saved_at):
 @pytest.mark.parametrize("config", FULL.values(), ids=FULL)
 @pytest.mark.long
 def test_whole_steps_are_resumed_bit_by_bit(tmp_path, config):
-    """By a trainer that captures afterwards, and by one that has captured before."""
+    """A trainer resumes that captures afterwards, and one that has captured before."""
     given = options(steps=12)
     whole, path = check_resumed(tmp_path, given, config, saved_at=5)
     captured = fresh_trainer(given)
@@ -129,7 +132,8 @@ def test_microbatches_divide_the_gradient_not_the_result():
     tokens = whole.batches.batch(0).long()
     norms = []
     for trainer in (whole, halves):
-        # Without what differs by intent: dropout and jitter draw per call, balance per microbatch.
+        # Evaluation mode leaves out what differs on purpose: dropout and jitter draw per call, and
+        # balance is per microbatch.
         trainer.model.eval()
         trainer.forward_backward(tokens)
         norms.append([p.grad for name, p in trainer.model.named_parameters() if "head" in name])
@@ -240,7 +244,7 @@ def test_a_diverged_run_stops_and_says_so(tmp_path):
 
 
 def test_a_run_that_diverges_in_its_last_update_says_so(tmp_path, monkeypatch):
-    """Its losses were all finite: the summary would hold NaN, which is no JSON."""
+    """All losses were finite, but the summary would hold NaN, which is no JSON."""
     given = options(out=tmp_path, save=False, steps=1)
     monkeypatch.setattr(Trainer, "bits_per_byte", lambda self, held_out: math.nan)
     with pytest.raises(TrainingDiverged, match="nan bits per byte of held-out text after step 1"):
