@@ -1,4 +1,4 @@
-"""Where tensors lie, and how: each kind of change is noticed, before and after the check in C."""
+"""Addresses and layouts of tensors: each change is noticed, before and after the check in C."""
 
 import pytest
 import torch

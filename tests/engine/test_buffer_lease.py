@@ -1,4 +1,4 @@
-"""One lease by itself: every state of the table in ``buffer_lease.py``, and every transition."""
+"""Tests of one lease: every state of the table in ``buffer_lease.py``, every transition."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_a_tensor_that_has_moved_by_itself_is_none_of_the_holders(device):
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_view_that_is_held_refuses(device, view, beside):
-    """A view beside the tensor refuses, too: what is written to one of them is seen in both."""
+    """A view beside the tensor refuses, too, because a write to one of them shows in both."""
     lease = BufferLease(memory(device))
     tensor = lease.hand_out()
     held, address = VIEWS[view](tensor), tensor.data_ptr()
@@ -279,7 +279,7 @@ def test_a_gradient_that_never_stays_in_place_has_one_reason(device):
 
 
 def replayed(parameter: nn.Parameter, lease: BufferLease, value: float) -> bool:
-    """A whole step's replay; false where it is refused."""
+    """A whole step's replay; returns False if it is refused."""
     if not lease.reclaim():
         return False
     lease._static.data.fill_(value)
@@ -289,7 +289,7 @@ def replayed(parameter: nn.Parameter, lease: BufferLease, value: float) -> bool:
 
 
 def test_a_standing_gradient_stays_the_same_tensor(device, monkeypatch):
-    """Nobody holds it but ``.grad``, which newer versions of torch count as one of Python's."""
+    """Nobody but ``.grad`` holds the gradient; newer torch counts that as one of Python's."""
     parameter, lease = gradient(device, standing=True)
     assert not lease.in_place
     monkeypatch.setattr(buffer_lease, "_move_alone", None)
@@ -315,7 +315,7 @@ def test_a_standing_gradient_that_is_kept_moves(device, drops):
 
 @pytest.mark.skipif(not hasattr(Tensor, "_use_count"), reason="this torch does not tell")
 def test_a_standing_gradient_that_autograd_has_saved_moves(device):
-    """A reference of autograd is none of Python's."""
+    """A reference of autograd is no reference of Python."""
     parameter, lease = gradient(device, standing=True)
     scale = torch.ones((), device=device, requires_grad=True)
     replayed(parameter, lease, 1.0)
@@ -343,7 +343,7 @@ def test_a_view_of_a_standing_gradient_refuses(device, view, beside):
 
 
 class Wrapper(Tensor):
-    """A tensor that stands for another one, as a DTensor does."""
+    """A tensor that wraps another one, as a DTensor does."""
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Wrapper:

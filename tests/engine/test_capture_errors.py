@@ -1,4 +1,4 @@
-"""A failed capture is a warning, and training goes on eagerly; an error where that is wanted."""
+"""A failed capture is a warning, and training goes on eagerly; on request it is an error."""
 
 from __future__ import annotations
 

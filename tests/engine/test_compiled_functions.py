@@ -1,7 +1,7 @@
-"""Functions of torch.compile inside of what is captured: refused before dynamo gives them up.
+"""Functions of torch.compile inside of what is captured are refused before dynamo gives them up.
 
-Under a mode that sees operations dynamo runs a function uncompiled, and some versions for good: the
-numbers of training would be others from the first warm-up step on.
+Under a mode that sees operations dynamo runs a function uncompiled, and some versions of torch do
+so for good. The numbers of training would be others from the first warm-up step on.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Scope(nn.Module):
 
 
 def train(function, engine):
-    """Losses, gradients; what was refused."""
+    """Losses and gradients of a training, and the error by which it was refused."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), Scope(function))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

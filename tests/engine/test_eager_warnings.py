@@ -1,4 +1,4 @@
-"""Eager calls that nobody has asked for are said: once per scope and reason, at the third call."""
+"""Warnings of eager calls that nobody has asked for: one per scope and reason."""
 
 from __future__ import annotations
 

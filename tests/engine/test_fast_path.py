@@ -1,4 +1,4 @@
-"""Every way to change a container is seen, and put back it is the same again."""
+"""Every way to change a container is seen, and a container that is put back is the same again."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_dictionaries(name, kind, keys):
 
 
 class HandsOutOthers(OrderedDict):
-    """As transformers' ``ACT2FN``, which keeps classes and makes instances of them."""
+    """A dictionary like transformers' ``ACT2FN``, which keeps classes and makes instances."""
 
     def __getitem__(self, key):
         return [super().__getitem__(key)]

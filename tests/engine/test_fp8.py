@@ -1,4 +1,4 @@
-"""FP8 whose state no dispatcher sees: a stand-in for Transformer Engine, on the CPU recorder.
+"""FP8 state that no dispatcher sees: a stand-in for Transformer Engine, on the CPU recorder.
 
 On a GPU ``test_transformer_engine.py`` does the same with the real one.
 """
@@ -26,7 +26,7 @@ def te(monkeypatch):
 
 
 class Scope(nn.Module):
-    """Two modules in FP8, and something between them that is not."""
+    """A scope with two modules in FP8, and something between them that is not in FP8."""
 
     def __init__(self, te) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def build(te):
 
 
 def train(te, kind, place, engine, *, cached, in_flight=False):
-    """Everything that training leaves, step by step, with the state of FP8; and the report."""
+    """All results of training, step by step, with the state of FP8; and the report."""
     te.FP8GlobalStateManager.quantization_state = te.GlobalState()
     model, optimizer = build(te)
     recipe = te.Recipe(kind)
@@ -132,7 +132,7 @@ def test_graphed_is_bitwise_eager_with_its_state(te, kind, place, engine, cached
     differing = [i for i, pair in enumerate(zip(found, expected, strict=True))
                  if not torch.equal(*pair)]  # fmt: skip
     assert not differing, (differing[:5], report)
-    # The backward of its modules can be run once: the second microbatch is captured.
+    # The backward of these modules can be run only once, so the second microbatch is captured.
     assert not report.eager_calls.keys() - {"warmup", "backward: not_captured"}, report
     assert report.replayed
 
@@ -198,7 +198,7 @@ def test_what_writes_past_the_dispatcher_is_refused_by_name(te, attribute, value
 
 
 def check_refused(model, engine, match):
-    """By an error, behind which the model trains on."""
+    """Checks that the capture is refused by an error, after which the model trains on."""
 
     def step(x):
         loss = model(x).square().mean()
@@ -241,7 +241,7 @@ def test_their_operations_are_refused_in_fp8(te):
 
 
 def test_another_loss_computes_its_forward_anew_with_the_scales_it_had(te):
-    """The autocast has ended, and the scales have moved, when the backward runs."""
+    """The autocast has ended and the scales have changed when the backward runs."""
 
     def run(graphed):
         te.FP8GlobalStateManager.quantization_state = te.GlobalState()

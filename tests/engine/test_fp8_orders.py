@@ -1,5 +1,8 @@
-"""Transformer Engine's own tests of its graphs, on our engine: interleaved orders, cached weights,
-keyword arguments. With the stand-in on the CPU, with the real one on a GPU."""
+"""Transformer Engine's own tests of its graphs, on our engine.
+
+They have interleaved orders, cached weights and keyword arguments. They run with the stand-in on
+the CPU, and with the real Transformer Engine on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ import fake_transformer_engine
 from moe_graphs import make_graphed_callables
 
 WIDTH, ROWS, STEPS = 32, 32, 4
-# Two chunks and three microbatches, as in their test of interleaved pipelines.
+# The order has two chunks and three microbatches, as their test of interleaved pipelines does.
 ORDER = [1, 2, 1, 2, -2, -1, 1, 2, -2, -1, -2, -1]
 MICROBATCHES = 3
 
 
 class OnCpu:
-    """With the stand-in."""
+    """The tests with the stand-in."""
 
     device, dtype = "cpu", torch.float32
 
@@ -67,7 +70,7 @@ pytestmark = [
 
 
 class Chunk(nn.Module):
-    """``shift`` is an argument by keyword, as a mask is."""
+    """A chunk of layers. ``shift`` is a keyword argument, as a mask is."""
 
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
@@ -119,7 +122,7 @@ def train(here, kind: str, cached: bool, graphed: bool) -> list[torch.Tensor]:
 
 
 def run(functions, batch, shifts, cached) -> list[torch.Tensor]:
-    """In the order of the pipeline; gradients go from chunk to chunk by hand."""
+    """Runs in the order of the pipeline; gradients go from chunk to chunk by hand."""
     forwards, backwards = [0, 0], [0, 0]
     inputs, outputs, gradients, losses = {}, {}, {}, []
     for action in ORDER:

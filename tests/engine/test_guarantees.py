@@ -1,8 +1,8 @@
-"""What all engines guarantee, a row each: the table in docs/design.md, as tests.
+"""Guarantees of all engines, a row each: the table in docs/design.md, as tests.
 
 Every row trains eagerly and with an engine, and both have to be the same bit for bit after every
-step. "eager": a change before the fifth step makes calls run eagerly, counted under this reason.
-"refused": the capture is refused with this text, and training goes on eagerly.
+step. "eager" means that a change before the fifth step makes calls run eagerly, counted under this
+reason. "refused" means that the capture is refused with this text, and training goes on eagerly.
 """
 
 from __future__ import annotations
@@ -61,8 +61,13 @@ def plain(scope: Scope, x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Row:
-    """``change``: before the fifth step; ``around``: a context of the steps from there on;
-    ``rows``: of the batch there. Neither ``eager`` nor ``refused``: everything is replayed."""
+    """A row of the table. If it has neither ``eager`` nor ``refused``, everything is replayed.
+
+    Attributes:
+        change: a change before the fifth step.
+        around: a context around the fifth step and the steps after it.
+        rows: number of rows of the batch from the fifth step on.
+    """
 
     forward: Callable[[Scope, torch.Tensor], torch.Tensor] = plain
     change: Callable[[Model], Any] | None = None
@@ -260,7 +265,7 @@ def test_refused_by_name_and_trained_eagerly(name, engine, device):
     assert_same(found, Run(name, None, device))
     assert re.search(found.row.refused, named[0]), named
     assert len(named) == 1
-    # Callables are captured ahead of time, where there is no training to go on with.
+    # Callables are captured ahead of time, when there is no training to go on with.
     assert len(found.named) == (engine == "callables")
     if found.graphs is not None:
         assert (found.report.replayed, found.report.off_because) == (0, named[0])

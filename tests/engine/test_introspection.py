@@ -1,4 +1,4 @@
-"""Whose code is compared, and whose is taken for granted."""
+"""The origin of code: some code is compared, and some is taken for granted."""
 
 from __future__ import annotations
 

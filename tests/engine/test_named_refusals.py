@@ -44,7 +44,7 @@ def plain_backward(loss_of, x):
 
 
 def train(make, engine, device="cpu", backward=plain_backward, **options):
-    """Trains; returns what every step computes, the named errors, and the report."""
+    """Trains; returns the results of every step, the named errors, and the report."""
     torch.manual_seed(0)
     model, named, seen = Model(make()).to(device), [], []
     step, graphs = (lambda x: backward(model, x)), None
@@ -81,7 +81,7 @@ def train(make, engine, device="cpu", backward=plain_backward, **options):
 
 
 def check(make, engine, device="cpu", **options):
-    """Bitwise what eager training computes; gives the errors and the report."""
+    """Checks that results are bitwise those of eager training; returns errors and report."""
     eager, _, _ = train(make, None, device, **options)
     found, named, report = train(make, engine, device, **options)
     assert len(eager) == len(found)
@@ -195,7 +195,7 @@ def _two_losses(model, x):
 
 
 def _gradients_per_task(model, x):
-    """PCGrad takes the gradients of each task apart, and puts them together by hand."""
+    """Takes the gradients of each task apart and puts them together by hand, as PCGrad does."""
     found, parameters = model(x), list(model.parameters())
     losses = [found.square().mean(), found.abs().mean(), found.exp().mean()]
     tasks = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses]

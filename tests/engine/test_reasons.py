@@ -65,7 +65,7 @@ def counted(tree: ast.AST, counters: set[str], calls: dict[str, int]) -> set[str
 
 
 def fields(tree: ast.AST) -> set[str]:
-    """The names of what is compared of a tensor: each of them is a reason."""
+    """Names of the properties of a tensor that are compared; each of them is a reason."""
     loops = [n for n in ast.walk(tree) if isinstance(n, ast.For)]
     return set().union(*(words_in(n.iter) for n in loops if getattr(n.target, "id", "") == "field"))
 
@@ -86,7 +86,7 @@ def test_every_reason_of_the_sources_is_explained():
     calls, copies = of_sources()
     assert len(calls) > 35
     assert len(copies) > 8
-    # No literals of the engine: f"{held}_held", an option of transformers.
+    # These reasons are no literals of the engine: f"{held}_held", an option of transformers.
     made = {"output_held", "gradient_held", "gradient_checkpointing"}
     assert calls | made == EAGER_CALLS.keys()
     assert copies | {"not_observed"} == COPIED_GRADIENTS.keys()

@@ -1,4 +1,4 @@
-"""Errors say what to do, and what they say leads on: names, patterns and calls that exist."""
+"""Errors say what to do: the names, patterns and calls that they mention exist."""
 
 from __future__ import annotations
 

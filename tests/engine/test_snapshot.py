@@ -91,7 +91,7 @@ def optimizer_state(world) -> list:
     ]
 
 
-# part -> what the snapshot is given, what changes it, what is to be the same afterwards
+# Each part has what the snapshot is given, what changes it, and what is the same afterwards.
 PARTS = {
     "random numbers of torch": (
         lambda w: {"backend": w.backend},
@@ -204,7 +204,7 @@ def test_a_part_that_cannot_be_put_back_costs_no_other():
 
 
 def test_copies_go_with_the_snapshot():
-    """The garbage collector is not needed, which does not run during a capture."""
+    """The copies do not need the garbage collector, which does not run during a capture."""
     gc.disable()
     try:
         state = Snapshot(values=[torch.zeros(3)], gradients_of=[torch.zeros(2)])

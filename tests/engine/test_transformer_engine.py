@@ -1,5 +1,8 @@
-"""Transformer Engine's modules under each FP8 recipe: graphed training is eager training, and the
-state that FP8 keeps is the same after it. ``test_fp8.py`` does so with a stand-in, on the CPU."""
+"""Transformer Engine's modules under each FP8 recipe: graphed training is eager training.
+
+The state that FP8 keeps is the same after it. ``test_fp8.py`` tests the same with a stand-in, on
+the CPU.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def _loads() -> None:
 WIDTH, HEADS, LENGTH, BATCH, STEPS, MICROBATCHES = 256, 4, 256, 2, 20, 2
 RECIPES = ("bf16", "DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling")
 ENGINES = ("scopes", "whole steps", "callables")
-# Built and called: with the flag of the weights' cache where a module knows it.
+# Each module is built and called, with the flag of the weights' cache if the module knows it.
 MODULES = {
     "Linear": lambda te, **kw: te.Linear(WIDTH, WIDTH, **kw),
     "LayerNormLinear": lambda te, **kw: te.LayerNormLinear(WIDTH, WIDTH, **kw),
@@ -167,7 +170,7 @@ def _in_step(graphs, step, batch):
         return step(batch)
 
 
-# In bf16 nothing is cached, nor stands around anything; this attention has no weights.
+# In bf16 nothing is cached, and no autocast is around anything; this attention has no weights.
 RECIPES_AND_CACHES = [("bf16", "call", "cast every time")] + [
     (recipe, place, weights)
     for recipe in RECIPES[1:]
@@ -193,7 +196,7 @@ def test_graphed_is_bitwise_eager(kind, recipe, place, weights, engine):
                  if not torch.equal(a, b)]  # fmt: skip
     assert not differing, (differing[:5], report)
     assert report.replayed, report
-    # A backward of its modules can be run once: the second microbatch is captured.
+    # The backward of these modules can be run only once, so the second microbatch is captured.
     assert not report.eager_calls.keys() - {"warmup", "backward: not_captured"}, report
 
 

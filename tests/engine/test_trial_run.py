@@ -43,7 +43,7 @@ def test_what_the_block_wrote_is_put_back_by_the_snapshot():
 
 
 def test_a_backward_knows_what_its_forward_made():
-    """The strict forward refuses foreign memory; the backward reads tensors of the forward."""
+    """The strict trial run of a backward may read tensors that the forward has made."""
     x = torch.ones(2, requires_grad=True)
     with TrialRun(backend(), [x]) as forward:
         made = x * 2

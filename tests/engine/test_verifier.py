@@ -1,4 +1,4 @@
-"""The verifier by itself: what each strategy says of runs that are given to it."""
+"""Tests of the verifier by itself: the answer of each strategy to given runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A kernel that adds in any order it likes is no difference between replay and eager."""
+"""A kernel that adds in any order makes no difference between replay and eager."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from moe_graphs.engine.verify import Difference, fingerprints, varies
 from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
 
 PERIOD = 5
-# In tensors, where the engine does not look for what Python keeps.
+# These counters are tensors, because the engine would find counters in Python.
 CALLS, IN_REPLAY = torch.zeros(1), torch.zeros(1)
 
 
 def rounded_otherwise(x: torch.Tensor) -> torch.Tensor:
-    """A few bits more, as sums in another order have."""
+    """Adds a few bits, as sums in another order have."""
     return x * (1.0 + 6 * torch.finfo(x.dtype).eps)
 
 
 @torch.library.custom_op("moe_graphs_tests::now_and_then", mutates_args=())
 def now_and_then(x: torch.Tensor) -> torch.Tensor:
-    """x, in one call of five rounded otherwise: as atomics do."""
+    """Returns x, in one of five calls rounded otherwise, as atomics do."""
     CALLS.add_(1)
     return rounded_otherwise(x) if CALLS.item() % PERIOD == 0 else x.clone()
 
@@ -36,7 +36,7 @@ now_and_then.register_autograd(lambda ctx, gradient: now_and_then(gradient))
 
 @torch.library.custom_op("moe_graphs_tests::replayed", mutates_args=())
 def replayed(x: torch.Tensor) -> torch.Tensor:
-    """x, rounded otherwise in every replay."""
+    """Returns x, rounded otherwise in every replay."""
     return rounded_otherwise(x) if IN_REPLAY.item() else x.clone()
 
 
@@ -104,7 +104,7 @@ def test_what_varies_in_replays_too_is_not_reproducible(engine, phase):
 
 @pytest.fixture
 def replays(monkeypatch):
-    """How often each tape is replayed. ``replayed`` knows when one is."""
+    """Number of replays of each tape. ``replayed`` knows when one is running."""
     original, counted = Tape.replay, Counter()
 
     def replay(self):
@@ -127,7 +127,7 @@ def test_what_replays_always_compute_otherwise_differs(engine):
 
 @torch.library.custom_op("moe_graphs_tests::wrong_replay", mutates_args=())
 def wrong_replay(x: torch.Tensor) -> torch.Tensor:
-    """x, in every second call rounded otherwise, and in replays one more."""
+    """Returns x, in every second call rounded otherwise, and in replays one more."""
     CALLS.add_(1)
     varied = rounded_otherwise(x) if CALLS.item() % 2 == 0 else x.clone()
     return varied + IN_REPLAY
@@ -179,7 +179,7 @@ def test_fingerprints_tell_noise_from_errors():
 
 
 def test_fingerprints_of_counts():
-    """Where something else varies, they have to be the same all the same."""
+    """Counts have to be the same even if eager runs of other tensors vary."""
     first, other, third = fingerprints([torch.arange(9), torch.arange(9) + 1, torch.zeros(9).int()])
     assert first != other
     assert not first.is_noise(first, other)
@@ -198,7 +198,7 @@ class RoundedInBackward(torch.autograd.Function):
 
 @pytest.mark.filterwarnings("ignore::moe_graphs.GraphWarning")
 def test_a_backward_is_replayed_once_for_its_forward(replays):
-    """It works in the memory of what the forward has left: of another replay nothing follows."""
+    """The backward works in the forward's memory, so another replay would prove nothing."""
     report = report_of("scopes", RoundedInBackward.apply)
     assert report.eager_calls["differs_from_eager"] > 0
     assert set(replays.values()) == {1}  # all that follow are eager
@@ -239,7 +239,7 @@ def test_ranks_agree_on_what_varies(here, elsewhere, expected):
 
 @pytest.mark.gpu
 def test_attention_that_varies_beside_experts():
-    """Flash attention's backward adds in any order; what is compared with it uses memory up."""
+    """Flash attention's backward adds in any order, and a comparison uses up its memory."""
     moe = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=128, aux_loss_coef=0.01)
     config = TransformerConfig(
         hidden_size=256, num_layers=6, num_heads=4, num_kv_heads=2, ffn_hidden_size=256,

@@ -1,5 +1,7 @@
-"""``make_graphed_callables``: what torch's and Transformer Engine's helpers take, and what they get
-wrong."""
+"""Tests of ``make_graphed_callables``: the arguments and the mistakes of other helpers.
+
+The other helpers are torch's and Transformer Engine's.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ def test_a_module_a_function_and_both(device):
             out.backward()
             found += [x.grad, out.detach(), *gradients(module, loss_module)]
         if graphed:
-            # A sum has an expanded gradient, and the sample had another: compared once.
+            # A sum has an expanded gradient, and the sample had another one: it is compared once.
             assert second.graphs.eager_calls == {"backward: other_layout": 1}
             module.reset()
             assert "forward" not in module.__dict__
@@ -116,7 +118,10 @@ def test_keywords_none_constants_and_nested_structures(device):
 
 
 def test_gradients_accumulate_over_microbatches(device):
-    """pytorch#181723: torch's helper returns one static buffer, overwritten by the second call."""
+    """One static buffer would not do: the second call would overwrite it (pytorch#181723).
+
+    torch's helper returns such a buffer.
+    """
 
     def scenario(graphed: bool) -> list[torch.Tensor]:
         (module,) = blocks(device, 1)
@@ -132,8 +137,11 @@ def test_gradients_accumulate_over_microbatches(device):
 
 
 def test_the_order_of_nvidias_troubleshooting_page(device):
-    """Captured F1 F2 B2 B1 and called in other orders: torch's helper computes wrong gradients from
-    a shared pool; here what does not fit runs eagerly, and is counted, or is refused (below)."""
+    """The calls are captured as F1 F2 B2 B1 and called in other orders.
+
+    torch's helper computes wrong gradients from a shared pool. Here calls that do not fit run
+    eagerly and are counted, or they are refused (below).
+    """
 
     def scenario(graphed: bool):
         first, second = blocks(device, 2)

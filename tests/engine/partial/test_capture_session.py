@@ -95,7 +95,7 @@ def test_a_failed_capture_leaves_an_eager_model_as_if_nothing_had_happened(
     def failing(recorder: Recorder, slot, taken, *arguments):
         calls.append((taken.site if where == "_record" else taken).name)
         if len(calls) == 2:  # one scope has been captured by then
-            # Fail inside the recorded block, with the capture under way.
+            # The capture fails inside the recorded block.
             backend = recorder.backend
             patched = _failing_record(backend.record, backend.device, fail)
             monkeypatch.setattr(backend, "record", patched)

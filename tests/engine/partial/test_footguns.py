@@ -1,14 +1,14 @@
-"""What users of captured graphs run into, each as a test: this table is the documentation.
+"""Footguns of captured graphs, each as a test: this table is the documentation.
 
-"right": the result is bitwise that of an eager model. "eager": likewise, by running that call
-eagerly, counted under the given reason. "error": raised before anything is launched, with the
-name of the scope and of what is wrong.
+"right" means that the result is bitwise that of an eager model. "eager" means that this call runs
+eagerly, with a right result, and is counted under the given reason. "error" means that an error is
+raised before anything is launched; it names the scope and what is wrong.
 
 | what you do                                             | what happens                      |
 |---------------------------------------------------------|-----------------------------------|
 | keep an output of a scope beyond the step               | right                             |
-| keep a view of it                                       | eager: output_held, later copies   |
-| modify an output in place before its backward           | error, or right if nothing saved it |
+| keep a view of an output                                | eager: output_held, later copies  |
+| modify an output in place before its backward           | error; right if nothing saved it  |
 | modify an input in place inside a scope                 | error at capture                  |
 | draw random numbers in a scope                          | right, new ones every replay      |
 | ``.item()``, ``.tolist()``, masks in a scope            | error at capture, with the line   |
@@ -17,7 +17,7 @@ name of the scope and of what is wrong.
 | pass another batch size, dtype, constant                | eager: shape, dtype, constant     |
 | eval(), no_grad between replays                         | eager: training_flag, no_grad     |
 | toggle requires_grad of a parameter                     | eager: requires_grad              |
-| put a hook on a module inside a scope                   | error at capture, later eager: hooks |
+| put a hook on a module inside a scope                   | error at capture; later eager: hooks |
 | replace a parameter, move the model, ``p.data = ...``   | eager: moved, with a warning      |
 | replace a submodule                                     | eager: moved, with a warning      |
 | load_state_dict                                         | right; with assign=True: eager    |
@@ -27,14 +27,14 @@ name of the scope and of what is wrong.
 | more microbatches in flight than in the observed step   | eager: slots_full                 |
 | run a backward twice, or after its step                 | error                             |
 | raise between forward and backward                      | right from the next step on       |
-| checkpoint activations around a scope                   | eager: recompute and its kin      |
+| checkpoint activations around a scope                   | eager: recompute and the like     |
 | checkpoint activations inside a scope                   | error at capture                  |
 | forget graphs.step()                                    | eager: outside_step               |
 | graph two models in a process                           | right                             |
 | capture inside a scope that raises                      | error; the model trains on eagerly |
 
-Tests of outputs, of what is inside a scope and of the whole are here; those of calls, parameters
-and modules in ``test_footguns_calls``, of gradients and order in ``test_footguns_gradients``.
+This file tests outputs, the inside of a scope, and the whole. ``test_footguns_calls`` tests calls,
+parameters and modules. ``test_footguns_gradients`` tests gradients and order.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def test_a_view_of_an_output_that_is_kept_makes_the_call_eager(device):
 
 
 def test_a_view_of_an_output_sees_what_is_written_to_the_output_later(device):
-    """The two stay on one memory: neither moves alone."""
+    """The output and its view stay on one memory: neither moves alone."""
 
     def scenario(model, graphs):
         output = train_step(model, graphs, data(device))
@@ -95,8 +95,11 @@ def test_a_view_of_an_output_sees_what_is_written_to_the_output_later(device):
 
 @pytest.mark.parametrize("changed", ["second", "third"])
 def test_an_output_of_a_frozen_scope_that_two_scopes_take(device, changed):
-    """The memory of that output is the input of both. Where one gets another tensor, the other
-    one's backward still needs what is there, and a later call must not find that other tensor."""
+    """The memory of that output is the input of both scopes.
+
+    If one of the scopes gets another tensor, the other one's backward still needs what is there,
+    and a later call must not find that other tensor.
+    """
     found = []
     for config in (GraphConfig(impl="none"), GraphConfig(["[012]"], warmup_steps=2)):
         torch.manual_seed(0)
@@ -303,7 +306,7 @@ def test_graphing_a_model_twice_is_refused_until_it_is_released(device):
 
 
 class Keeps(torch.autograd.Function):
-    """Is garbage that only a collection ends; its backward can be run once."""
+    """An autograd function that only a garbage collection frees; its backward runs only once."""
 
     @staticmethod
     def forward(ctx, x):
@@ -323,7 +326,7 @@ class Keeping(torch.nn.Linear):
 
 
 def test_garbage_of_captures_holds_no_output(device):
-    """Of the runs beside the real ones, as Transformer Engine's functions leave it."""
+    """Trial runs leave garbage, as they do with Transformer Engine's functions."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(Keeping(WIDTH, WIDTH) for _ in range(3))).to(device)
     graphs = moe_graphs.graph(model, GraphConfig(("0*", "1*", "2*"), warmup_steps=2))

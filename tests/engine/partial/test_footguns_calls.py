@@ -1,4 +1,4 @@
-"""Calls and models that are no longer what was captured: rows of the table in test_footguns."""
+"""Calls and models that differ from what was captured: rows of the table in test_footguns."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_memory_that_the_graphs_read_has_moved(device, move):
     keep = []
 
     def scenario(model, graphs):
-        # So that the freed memory is not handed out again.
+        # These copies prevent that the freed memory is handed out again.
         keep.append([copy.deepcopy(model), [t.detach() for t in model.state_dict().values()]])
         change(model)
         if graphs.config.impl == "none":

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 def test_gradients_are_your_own(device):
-    """Those of parameters and of inputs outlive the replays that follow, accumulated or not."""
+    """Gradients of parameters and inputs outlive the next replays, accumulated or not."""
     model = build(device)
     graphs = moe_graphs.graph(model, scopes(warmup_steps=2, on_mismatch="error"))
     kept, values = [], []
@@ -44,7 +44,7 @@ def test_gradients_are_your_own(device):
 
 
 def static_addresses(graphs: moe_graphs.Graphs) -> set[int]:
-    """Of what the graphs read and write: inputs, outputs, and the gradients of both."""
+    """Addresses that the graphs read and write: inputs, outputs, and the gradients of both."""
     tensors = list(graphs.captured.static_tensors())
     for site in graphs.captured.sites:
         tensors += [*site.backward.targets, *site.backward.gradients]
@@ -53,7 +53,10 @@ def static_addresses(graphs: moe_graphs.Graphs) -> set[int]:
 
 @pytest.mark.parametrize("large", [1, 1 << 22])
 def test_accumulating_gradients_over_microbatches(device, monkeypatch, large):
-    """pytorch#181723: torch's own helper returns one static buffer for both."""
+    """One static buffer for both microbatches would not do (pytorch#181723).
+
+    torch's own helper returns such a buffer.
+    """
     monkeypatch.setattr(recording, "_LARGE", large)
 
     def scenario(model, graphs):
@@ -135,7 +138,6 @@ def test_a_gradient_of_an_input_lasts(device):
 
 def test_none_stays_none(device):
     """A parameter that a scope does not use has no gradient, before and after the capture."""
-
     model = build(device)
     model.first.unused = nn.Parameter(torch.ones(3, device=device))
     graphs = warm(model, device)
@@ -196,7 +198,7 @@ def test_microbatches_in_flight_in_the_warm_up_get_a_slot_each(device, order):
 
 
 def in_flight_two_by_two(model, graphs, device, count):
-    """1F1B of depth two: gradients after the step."""
+    """Gradients after a step of 1F1B of depth two."""
     model.zero_grad()
     with graphs.step():
         waiting = []
@@ -294,7 +296,7 @@ def test_activation_checkpointing_runs_eagerly(device, reentrant):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing_inside_a_scope_is_refused(device, reentrant):
-    """Its recomputation would draw another dropout mask in a replay."""
+    """A recomputation in a replay would draw another dropout mask."""
     model = build(device)
     block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)).to(device)
     model.second.block = block

@@ -1,5 +1,8 @@
-"""Accumulated gradients: the first microbatch leaves them where they are, later ones are firsts to
-them by autograd, in eager's order."""
+"""Accumulated gradients, added up in eager's order.
+
+The graph of the first microbatch leaves its gradients where they are. Autograd adds those of later
+microbatches to them.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,14 @@ on_devices = pytest.mark.parametrize("device", DEVICES)
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch, request):
-    """CUDA's graphs do so by themselves."""
+    """Poisons memory that graphs may write; CUDA's graphs do so by themselves."""
     if "cuda" not in request.node.name:
         poison(monkeypatch)
 
 
 @pytest.fixture
 def firsts(monkeypatch) -> Counter[str]:
-    """How many backwards have left gradients in place, of first microbatches."""
+    """Counts the backwards of first microbatches that have left gradients in place."""
     count, reclaim = Counter[str](), Slot.reclaim_in_place
 
     def counted(slot, site=None):
@@ -51,7 +54,7 @@ def accumulate(model: nn.Module, graphs: moe_graphs.Graphs, microbatches: int = 
 
 
 def train(model: nn.Module, graphs: moe_graphs.Graphs, microbatches: int = 3) -> list[Tensor]:
-    """A step; its gradients."""
+    """Runs a step; returns its gradients."""
     model.zero_grad()
     accumulate(model, graphs, microbatches)
     found = [p.grad.clone() for p in model.parameters()]
@@ -62,7 +65,7 @@ def train(model: nn.Module, graphs: moe_graphs.Graphs, microbatches: int = 3) ->
 def both(
     device: str, scenario: Callable, make: Callable = build, steps: int = 3, **options
 ) -> moe_graphs.Report:
-    """``scenario(model, graphs) -> tensors`` eagerly, and behind a warm-up that accumulates."""
+    """Runs ``scenario(model, graphs) -> tensors`` eagerly, and after a warm-up that accumulates."""
     found = []
     for config in (GraphConfig(impl="none"), scopes(warmup_steps=2, **options)):
         model = make(device)
@@ -136,7 +139,7 @@ def test_however_gradients_are_zeroed(device, firsts):
 
 @on_devices
 def test_gradients_that_are_kept(device):
-    """As eagerly: what is held of this step is firsts to, what is held of an earlier one is not."""
+    """A kept gradient of this step is added to, as in eager; one of an earlier step is not."""
 
     def scenario(model, graphs):
         kept = []
@@ -193,7 +196,7 @@ def test_gradients_that_are_asked_for_instead(device, firsts):
 
 @on_devices
 def test_gradients_that_are_never_unset(device, firsts):
-    """Those of before are none of the graphs' memory."""
+    """Gradients that exist at the first capture do not lie in the graphs' memory."""
     found = []
     for config in (GraphConfig(impl="none"), scopes(warmup_steps=2, on_mismatch="error")):
         model = build(device)
@@ -210,7 +213,7 @@ def test_gradients_that_are_never_unset(device, firsts):
 
 @on_devices
 def test_only_the_engine_holds_what_is_not_out(device):
-    """Were anything else counted as its own, a user's reference would go unseen."""
+    """A reference of a user would go unseen if the engine counted any other one as its own."""
     model = build(device)
     graphs = moe_graphs.graph(model, scopes(warmup_steps=2))
     for _ in range(4):
@@ -294,7 +297,7 @@ def test_what_it_takes_is_planned():
     second = call("b", outputs=2, saved=20, forward=21, backward=25, weights=20)
     measured, plan = {0: first, 1: second}, Plan((PlannedChunk((0, 1), slots=1),))
     made = memory_plan(plan, measured, False, copied=(), accumulates=True)
-    # All gradients of weights, and 30 - 7 besides; the slot's as if they were copied.
+    # These are all gradients of weights, and 30 - 7 besides; the slot's are as if they were copied.
     assert made.chunks[0].first_gradients == 7 + 20 + 23
     assert made.pool_bytes == 55 + 50
     assert "; gradients 0.0" in str(made)

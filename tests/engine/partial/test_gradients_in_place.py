@@ -21,8 +21,10 @@ on_devices = pytest.mark.parametrize("device", DEVICES)
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch, request):
-    """CUDA's graphs do so by themselves; and there a gradient may lie where its own backward still
-    reads something else."""
+    """Poisons memory that graphs may write; CUDA's graphs do so by themselves.
+
+    On CUDA a gradient may lie where its own backward still reads something else.
+    """
     if "cuda" not in request.node.name:
         poison(monkeypatch)
 
@@ -36,7 +38,7 @@ def copied(report: moe_graphs.Report) -> Counter[str]:
 
 
 def backward_alone(model, graphs, x) -> Tensor:
-    """Forward and backward, with the backward on this thread."""
+    """Runs forward and backward, with the backward on this thread."""
     with graphs.step():
         output = model(x)
         output.square().mean().backward()
@@ -48,7 +50,7 @@ def backward_alone(model, graphs, x) -> Tensor:
 
 @on_devices
 def test_the_plain_loop_copies_no_gradient(device, monkeypatch):
-    """Memory for a copy is made by one function; what autograd copied would lie elsewhere."""
+    """One function makes the memory of copies; a copy by autograd would lie elsewhere."""
     model = build(device)
     made, empty_like = Counter(), torch.empty_like
 
@@ -74,7 +76,7 @@ def test_the_plain_loop_copies_no_gradient(device, monkeypatch):
 
 @on_devices
 def test_only_the_engine_holds_what_is_not_out(device):
-    """Were anything else counted as its own, a user's reference would go unseen."""
+    """A reference of a user would go unseen if the engine counted any other one as its own."""
     model = build(device)
     graphs = warm(model, device)
     model.zero_grad()
@@ -139,8 +141,10 @@ def test_accumulated_only_after_the_capture(device):
 @on_devices
 @pytest.mark.parametrize("accumulating", [False, True])
 def test_a_weight_gets_gradients_from_elsewhere_in_a_later_microbatch(device, accumulating):
-    """Autograd adds up what comes in one backward, and that to what is there: a graph that added to
-    ``.grad`` by itself would do so in another order, and cannot know."""
+    """Autograd adds up the gradients of one backward, and then adds the sum to ``.grad``.
+
+    A graph that added to ``.grad`` by itself would add in another order, and it cannot know.
+    """
 
     def step(model, graphs, microbatches):
         model.zero_grad()
@@ -227,7 +231,7 @@ def test_what_is_added_to_a_gradient_is_seen_in_its_views(device):
 
 @on_devices
 def test_a_gradient_that_autograd_has_saved(device):
-    """Its version is its own: that of the next one says nothing about it."""
+    """A gradient has a version of its own, which the next gradient does not change."""
 
     def scenario(model, graphs):
         scale = torch.ones((), device=device, requires_grad=True)
@@ -262,7 +266,7 @@ def test_gradients_outlive_their_graphs(device):
 
 @on_devices
 def test_other_layouts_and_memory_of_others_are_copied(device):
-    """A gradient of another layout, and one that is the very gradient that came in."""
+    """One gradient has another layout, and one is the very gradient that came in."""
 
     class Transposed(nn.Module):
         def __init__(self) -> None:
@@ -289,7 +293,7 @@ def test_other_layouts_and_memory_of_others_are_copied(device):
 
 @pytest.mark.parametrize("as_view", [False, True])
 def test_ddp_with_and_without_views_of_its_buckets(as_view):
-    """Its buckets on one rank: ``.grad`` is read by its hooks, or replaced by them."""
+    """DDP's hooks read ``.grad`` into its buckets, or replace it by views of them, on one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         found = []

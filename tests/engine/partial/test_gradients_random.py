@@ -1,5 +1,7 @@
-"""Random programs of everything that is done to gradients, graphed and eagerly: the same bits after
-every action, with the memory that graphs may write poisoned."""
+"""Random programs of everything that is done to gradients, graphed and eagerly.
+
+The bits are the same after every action, while the memory that graphs may write is poisoned.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from two_scopes import WIDTH, Model, scopes, train_step, update
 
 
 class Session:
-    """One model, and whatever a program keeps. ``values``: everything, after every action."""
+    """One model, and everything that a program keeps. ``values`` has it all, after every action."""
 
     def __init__(self, config: GraphConfig, model: str, begins: str) -> None:
         torch.manual_seed(0)
@@ -79,7 +81,7 @@ class Session:
 
 
 class Tied(Model):
-    """A weight of two scopes."""
+    """A model with a weight of two scopes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +89,7 @@ class Tied(Model):
 
 
 class TiedOutside(Model):
-    """A weight of a scope and of what is eager; a weight that is used twice in a scope."""
+    """A model with a weight of a scope and of eager code, and one used twice in a scope."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +102,7 @@ class TiedOutside(Model):
 
 
 class Shifted(Model):
-    """A weight of an input's shape: its gradient is somebody else's memory."""
+    """A weight of an input's shape: its gradient lies on memory of another tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +129,7 @@ def backward(s, p):
 
 @action
 def penalty(s, p):
-    """A gradient from elsewhere in the same backward."""
+    """Adds a gradient from elsewhere to the same backward."""
     with s.in_step():
         (s.loss() + 0.1 * p.square().sum()).backward()
 
@@ -319,7 +321,7 @@ def prehook_of_accumulator(s, p):
 
 @action
 def bucket(s, p):
-    """As DDP with gradient_as_bucket_view."""
+    """Makes ``.grad`` a view of a bucket, as DDP does with gradient_as_bucket_view."""
     memory = torch.zeros(p.numel() + 3)
 
     def hook(*_):
@@ -367,7 +369,7 @@ def check(program, model: str, begins: str) -> None:
     differing = [n for n, pair in enumerate(zip(eager.values, graphed.values, strict=True))
                  if not torch.equal(*pair)]  # fmt: skip
     assert not differing
-    # Nor do they change when the graphs are gone.
+    # The values do not change when the graphs are gone, either.
     assert all(map(torch.equal, eager.kept, graphed.kept))
 
 
@@ -375,7 +377,7 @@ def named(*names: str) -> list[tuple[str, int]]:
     return [(name, 0) for name in names]
 
 
-# What torch says, once a process, of own_strides.
+# torch warns once a process of gradients with own_strides.
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
 @pytest.mark.filterwarnings("ignore:.* ran eagerly:moe_graphs.GraphWarning")
 @settings(max_examples=20, deadline=None)

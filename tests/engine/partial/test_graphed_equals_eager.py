@@ -1,7 +1,8 @@
 """Every legal scope list, dispatcher and kind of model: graphed training is eager training.
 
-Bitwise: outputs, losses, aux losses, gradients, counters, parameters, random numbers; with
-changing data and routing, two accumulated microbatches, dropout and five replayed steps.
+The comparison is bitwise: outputs, losses, aux losses, gradients, counters, parameters, random
+numbers. Data and routing change, two microbatches are accumulated, dropout is on, and five steps
+are replayed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ DISPATCHERS = {
 
 
 def legal_scope_lists(layers: str, dispatcher: str) -> list[str]:
-    """By trying all of them: the rules decide what is legal."""
+    """All legal scope lists, found by trying all lists, because the rules decide what is legal."""
     model = tiny_model("cpu", layers, True, DISPATCHERS[dispatcher])
     names = list(SCOPE_STAGES)
     lists = [c for n in range(1, len(names)) for c in itertools.combinations(names, n)]
@@ -74,7 +75,7 @@ def test_the_list_of_cases_is_what_the_rules_allow():
 
 
 def few_short(places: list) -> list:
-    """Every scope list of a kind of model under one dispatcher by turns; other pairs take long."""
+    """Every scope list of a kind of model under one dispatcher by turns; all pairs take long."""
     turns: dict[tuple[str, str], list] = {}
     for place in places:
         if not place.marks:

@@ -31,7 +31,10 @@ def device_of(backend: str) -> str:
 
 
 def train_every_list(rank: int, world_size: int, device: str) -> list[tuple[int, int]]:
-    """Each rank has its own data. Returns captured and replayed per scope list."""
+    """Trains by every scope list; each rank has its own data.
+
+    Returns captured and replayed per scope list.
+    """
     options = {"dispatcher": AllToAllDispatcher(dist.group.WORLD)}
     expected = eager_trace(device, steps=5, **options)
     counted = []
@@ -51,7 +54,8 @@ def train_every_list(rank: int, world_size: int, device: str) -> list[tuple[int,
 def test_graphed_training_over_two_ranks_is_bitwise_eager_training(backend):
     results = run_distributed(train_every_list, RANKS, backend, arguments=(device_of(backend),))
     for counted in results:
-        # Two layers, one of them dense; two microbatches in each of three replayed steps.
+        # The model has two layers, one of them dense; each of three replayed steps has two
+        # microbatches.
         captured = [1 if scopes.startswith("moe_router") else 2 for scopes in LISTS]
         assert counted == [(count, 2 * 3 * count) for count in captured]
 

@@ -1,8 +1,8 @@
-"""Expert parallelism inside graphs: scopes and whole steps by all-gather and through peers' memory,
-bitwise as eagerly, and as each other.
+"""Expert parallelism inside graphs, by all-gather and through peers' memory.
 
-Each rank has its own data. A step has two microbatches in flight, reduces what ranks share, clips,
-updates, and moves the expert bias; dropout, jitter and aux loss are in the model.
+Scopes and whole steps are bitwise as eager training, and as each other. Each rank has its own data.
+A step has two microbatches in flight, reduces the gradients that ranks share, clips, updates, and
+moves the expert bias. Dropout, jitter and aux loss are in the model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moe_graphs.layers import LanguageModel
 from training_runs import Trace, loss_of, microbatches, tiny_model
 
 STEPS = 20
-# Of the lists that hold a collective; all of them with --full-grids.
+# These are some of the lists that hold a collective; --full-grids takes all of them.
 FEW = ["moe_router,moe_preprocess", "attn,mlp,moe"]
 NAMES = [name for name in SCOPE_STAGES if name != "full"]
 LISTS = [
@@ -41,7 +41,7 @@ def _model(device: str, layers: str, dispatcher: str) -> LanguageModel:
 
 
 def _reduce_shared(model: nn.Module) -> None:
-    """Gradients of everything but the experts, which have seen every rank's tokens."""
+    """Reduces gradients of all weights but the experts', which have seen every rank's tokens."""
     shared = [p.grad for name, p in model.named_parameters() if ".experts." not in name]
     together = torch.cat([grad.flatten() for grad in shared])
     dist.all_reduce(together)
@@ -73,7 +73,10 @@ def _train(
     scopes: str | None,
     steps: int,
 ) -> tuple:
-    """``scopes``: a list of them, "whole step", or None for eager training."""
+    """Trains and returns every value.
+
+    ``scopes`` is a list of scopes, "whole step", or None for eager training.
+    """
     model = _model(device, layers, dispatcher)
     optimizer = optimizer_of(model, device)
     step = _make_step(model, optimizer)
@@ -111,7 +114,7 @@ def _is_legal(device: str, scopes: str) -> bool:
 
 
 def _compare(device: str, layers: str, dispatcher: str, lists: list[str], steps: int) -> None:
-    """With the eager training of all-gather."""
+    """Compares with the eager training of all-gather."""
     expected, _ = _train(device, layers, "all_gather", None, steps)
     for scopes in lists:  # in the first of them peers' memory is made
         trace, report = _train(device, layers, dispatcher, scopes, steps)
@@ -178,7 +181,7 @@ def test_scope_lists_are_bitwise_eager(backend, device, dispatcher):
     ],
 )
 def test_every_scope_list_is_bitwise_eager(backend, device, ranks, dispatcher):
-    """Of a model that has dense layers, too: what is legal without them is among these."""
+    """The model has dense layers, too, so lists that are legal without them are among these."""
     legal = run_distributed(_train_lists, ranks, backend, arguments=(device, dispatcher, LISTS))
     assert legal == [legal[0]] * ranks
     assert {"moe", "full", *FEW} <= set(legal[0])

@@ -1,7 +1,7 @@
-"""Ranks that communicate inside of a scope: what one of them cannot do, none of them does.
+"""Ranks that communicate inside of a scope: if one of them cannot do something, none does it.
 
-Each for itself, one would run the scope once more than another, whose next collective would wait
-for it or, worse, take part in the wrong one.
+Otherwise one rank would run the scope once more than another one. The next collective of the other
+rank would wait for it or, worse, take part in the wrong one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _train(
     odd_step: int | None,
     errors: list[str],
 ) -> tuple[Trace, Report]:
-    """``odd_step``: in which rank 1 has its tokens in another shape; as many of them."""
+    """Trains; in ``odd_step`` rank 1 has its tokens in another shape, with as many of them."""
     model = tiny_model(device, "moe", dispatcher=dispatcher, count=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     graphs, trace, rank = moe_graphs.graph(model, config), Trace(), dist.get_rank()
@@ -72,7 +72,7 @@ def _noting(errors: list[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _failing_behind(name: str) -> Iterator[None]:
-    """A method of the recorder on rank 1 works, and then finds no memory."""
+    """A method of the recorder works on rank 1, and then finds no memory."""
     method = getattr(Recorder, name)
 
     def fails(self, *args, **kwargs):
@@ -136,7 +136,7 @@ def run_cases(rank: int, world_size: int, device: str) -> dict[str, Found]:
     }
     found = {}
     for name, (config, odd_step, trouble) in cases.items():
-        # Of the one, torch's operations say over which group they communicate, of the other ours.
+        # One dispatcher's groups are found by torch's operations, the other's by ours.
         dispatcher = SymmetricDispatcher() if name in SYMMETRIC else AllGatherDispatcher()
         expected, _ = _train(device, dispatcher, GraphConfig(impl="none"), odd_step, [])
         errors: list[str] = []
@@ -165,10 +165,10 @@ def test_what_one_rank_cannot_do_none_does(backend, device):
     """Training is bitwise the eager one in every case (``run_cases``)."""
     first, second = run_distributed(run_cases, RANKS, backend, arguments=(device,))[:2]
     warm, calls = {"warmup": 2 * WARMUP}, 2 * (STEPS - WARMUP)
-    # The odd step is the one that would have captured: the next one does.
+    # The odd step is the one that would have captured, so the next one captures.
     assert first["shape at capture"] == Found([], warm | {"another_rank": 2}, calls - 2)
     assert second["shape at capture"] == Found([], warm | {"shape": 2}, calls - 2)
-    # Once captured, each for itself: an eager call has the collectives of a replay.
+    # After the capture each rank decides by itself: an eager call has the collectives of a replay.
     assert first["shape at replay"] == Found([], warm, calls)
     assert second["shape at replay"] == Found([], warm | {"shape": 2}, calls - 2)
     again = {"warmup": 4 * WARMUP}
@@ -191,7 +191,7 @@ def test_what_one_rank_cannot_do_none_does(backend, device):
 
 
 def differ_in_a_whole_step(rank: int, world_size: int, device: str) -> list[int]:
-    """No DDP: that ranks communicate is seen from the dispatcher."""
+    """The dispatcher shows that ranks communicate; there is no DDP."""
     model = tiny_model(device, "moe", dispatcher=AllGatherDispatcher(), count=1)
     optimizer = optimizer_of(model, device)
 

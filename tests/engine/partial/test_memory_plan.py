@@ -1,4 +1,4 @@
-"""What a capture will take, said before it."""
+"""Memory of a capture, predicted before it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_pool_holds_what_is_kept_and_the_largest_temporaries():
     second = call("b", outputs=2, saved=20, forward=21, backward=5)
     # Forwards: 12, 10 + 21. Backwards: 30 + 5, then 30 - 18 + 30.
     assert ChunkMemory((first, second), 1, split=False).pool() == 42
-    # With weights later nothing is freed between backwards.
+    # With later weight gradients nothing is freed between backwards.
     assert ChunkMemory((first, second), 1, split=True).pool() == 60
 
 

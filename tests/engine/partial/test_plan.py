@@ -1,4 +1,4 @@
-"""From observed events to a plan, without torch."""
+"""The way from observed events to a plan, without torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from moe_graphs.errors import CaptureError
 
 
 def events(text: str) -> list[Event]:
-    """``"a1 b1 -b1 -a1"``: microbatch 1 goes forward through a and b, and back in one backward.
+    """Events of a text: in ``"a1 b1 -b1 -a1"`` microbatch 1 goes through a and b and back.
 
-    ``~a1`` are its weight gradients; ``-a1?`` leaves them for ``~``, which makes up for the oldest
-    microbatch left so; ``a1!`` is a call of another signature.
+    Both backwards run in one backward of autograd. ``~a1`` are weight gradients. ``-a1?`` leaves
+    its weight gradients to the next ``~``, which takes the oldest microbatch left so. ``a1!`` is a
+    call of another signature.
     """
     calls: list[tuple[str, str]] = []
     found, left = [], []
@@ -76,7 +77,7 @@ def test_a_partial_batch_in_the_last_step_is_not_what_is_captured():
 
 
 def test_the_last_step_says_how_many_slots():
-    """torch's schedules run their stages once more in the first step, to learn shapes."""
+    """The first step differs: torch's schedules run their stages once more, for shapes."""
     assert planned("a1 a2 a3 -a2 -a3", "a1 a2 -a2 -a1", "b1 -b1") == [("a", 2), ("b", 1)]
 
 
@@ -103,7 +104,7 @@ def test_microbatches_in_flight(order, slots):
 
 def test_chunks_are_planned_apart():
     order = "a1 a2 b1 b2 -b1 -a1 b3 a3 -b2 -a2 -b3 -a3"
-    # Chunk a and chunk b of an interleaved pipeline: their backwards are not one backward.
+    # Chunks a and b of an interleaved pipeline have backwards of their own.
     found = [
         Event(e.kind, e.scope, e.call, e.task + 10 * (e.scope == "b"), e.signature_id)
         for e in events(order)
@@ -131,13 +132,13 @@ def test_a_frozen_first_scope_belongs_to_the_microbatch_that_follows():
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.randoms())
 def test_any_step_of_nested_microbatches_is_planned_in_order(sizes, random):
-    """Forwards in order, backwards in reverse with any of them missing."""
+    """Forwards come in order, backwards in reverse, and any backwards may be missing."""
     found, number = [], 0
     for task, size in enumerate(sizes):
         calls = list(range(number, number + size))
         number += size
         found += [Event("F", str(n), call, signature_id=n) for n, call in enumerate(calls)]
-        # At least one backward: it is what ends a microbatch.
+        # There is at least one backward, because a backward ends a microbatch.
         saved = sorted(random.sample(calls, random.randint(1, size)), reverse=True)
         found += [Event("B", str(call - calls[0]), call, task) for call in saved]
     (chunk,) = plan([found]).chunks

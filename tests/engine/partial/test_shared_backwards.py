@@ -14,7 +14,8 @@ from moe_graphs.engine.partial.slots import BackwardPool
 from training_runs import DEVICES
 from two_scopes import build, data, scopes, update
 
-# Of steps, and of the last two, where autograd may hold one's gradients while others come.
+# The orders of the first steps, and of the last two, in which autograd may hold one microbatch's
+# gradients while others come.
 ORDERS = {
     "gpipe": ("FFFBBB", "FFFS"),
     "1f1b": ("FFBFBB", "FFBFS"),
@@ -25,7 +26,7 @@ ORDERS = {
 def train(
     device: str, orders: tuple[str, str], graph: Callable
 ) -> tuple[list[Tensor], moe_graphs.Graphs]:
-    """Six steps; every other one without zeroing, so that gradients are added to."""
+    """Trains six steps, every other one without zeroing, so that gradients are added to."""
     model, found = build(device), []
     graphs = graph(model)
     for step in range(6):
@@ -60,7 +61,7 @@ def test_they_are_eagers_bit_for_bit(device, order, monkeypatch):
     spoiled = []
 
     def spoil(graphs):
-        """What the one before has left: on a GPU it is somebody else's memory now."""
+        """Overwrites the results of the backward before: on a GPU others use that memory now."""
         for site in graphs.captured.sites if graphs.captured else ():
             for gradient in site.backward.gradients if site.backward else ():
                 if gradient is not None:

@@ -113,7 +113,7 @@ CONFIG = dict(scopes="attn,moe,mlp", split_backward=True, on_mismatch="error")
 
 
 def run(device: str, config: GraphConfig, delay: int) -> tuple[list, moe_graphs.Graphs]:
-    """Four steps of four microbatches, weights' gradients ``delay`` microbatches late."""
+    """Runs four steps of four microbatches; weight gradients come ``delay`` microbatches later."""
     model = tiny_model(device)
     graphs = moe_graphs.graph(model, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -204,8 +204,10 @@ def test_delayed_weights_need_split_graphs():
 
 
 def in_two_parts(model: nn.Module, x: torch.Tensor, scale: float = 1.0) -> list[torch.Tensor]:
-    """Gradients of the input and, by a backward of their own, of the weights, as zero-bubble
-    schedules ask for them."""
+    """Gradients of the input and, by a backward of their own, of the weights.
+
+    Zero-bubble schedules ask for them in this way.
+    """
     hidden = model[0](x)
     node, gradient = hidden.grad_fn, torch.ones_like(hidden)
     (dx,) = torch.autograd.grad(hidden, x, gradient, retain_graph=True)

@@ -1,4 +1,4 @@
-"""What a capture of a whole step takes besides the step itself."""
+"""Memory that a capture of a whole step takes besides the step itself."""
 
 from __future__ import annotations
 

@@ -27,14 +27,14 @@ RUNS = {
     "moe, 4 microbatches, optimizer inside": ("moe", 4, True),
     "mixed, 2 microbatches, optimizer inside": ("mixed", 2, True),
 }
-# What it has, others have by twos.
+# Other cases have each of its properties, two at a time.
 TAKES_LONG = "dense, 4 microbatches, optimizer outside"
 SOME = [pytest.param(kind, marks=pytest.mark.long if kind == TAKES_LONG else ()) for kind in RUNS]
 
 
 @pytest.mark.parametrize("kind", SOME)
 def test_twenty_steps_are_bitwise_eager(device, kind):
-    """Dropout, jitter, clipping and a rate that changes every step; validation in between."""
+    """Steps have dropout, jitter, clipping and a changing learning rate; validation between."""
     layers, microbatches, inside = RUNS[kind]
     options = dict(layers=layers, microbatches=microbatches, inside=inside)
     expected, _ = train(Run(device, graphed=False, **options), steps=20)
@@ -55,7 +55,7 @@ def test_a_run_that_is_saved_and_resumed_is_the_uninterrupted_run(device, ahead)
     expected, _ = train(uninterrupted, steps=14)
     first = Run(device, graphed=True)
     train(first, steps=7, total=14)
-    # Where `train` ends, it draws one number more than the run that goes on.
+    # At its end `train` draws one number more than the run that goes on.
     state = copy.deepcopy(first.checkpoint)
     first.step.release()
     torch.rand(10, device=device)
@@ -74,7 +74,7 @@ def test_a_run_that_is_saved_and_resumed_is_the_uninterrupted_run(device, ahead)
 
 
 def test_a_state_that_is_loaded_into_a_captured_run(device):
-    """An error by default; on request the step is captured again, and goes on as it should."""
+    """An error is raised by default; on request the step is captured again."""
     expected, _ = train(Run(device, graphed=False), steps=12)
     run = Run(device, graphed=True, on_mismatch="recapture")
     train(run, steps=6, total=12)
@@ -97,7 +97,7 @@ def forward_backward_func(
     seq_length: int,
     forward_only: bool = False,
 ) -> list[dict[str, torch.Tensor]]:
-    """Megatron's without pipelining: losses of all microbatches."""
+    """Megatron's function without pipelining: losses of all microbatches."""
     losses = []
     model, iterator = (model[0], data_iterator[0]) if isinstance(model, list) else (
         model, data_iterator,
@@ -170,7 +170,7 @@ def _rows(count: int) -> Iterator[dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("zeroed", ["within", "between"])
 @pytest.mark.parametrize("view", [False, True], ids=["gradients", "views"])
 def test_gradients_that_are_kept_over_steps(device, zeroed, view):
-    """An eager step makes new ones, a graph writes to the same memory."""
+    """An eager step makes new gradients, a graph writes to the same memory."""
 
     def train(graphed):
         torch.manual_seed(0)

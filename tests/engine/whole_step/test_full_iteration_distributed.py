@@ -34,7 +34,7 @@ def device_of(backend: str) -> str:
 
 
 def replicas(device: str, stream: torch.cuda.Stream | None, **options) -> nn.Module:
-    """DDP, built on the stream of the captures."""
+    """DDP models, built on the stream of the captures."""
     context = torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()
     with context:
         return DistributedDataParallel(tiny_model(device, "moe", count=1), **options)
@@ -137,7 +137,7 @@ def test_settings_that_cannot_be_captured_are_refused(backend):
 
 
 def fail_on_one_rank(rank: int, world_size: int, device: str, policy: str) -> list[str]:
-    """The capture fails on rank 1 only, after the trial runs: no rank keeps a graph."""
+    """The capture fails on rank 1 only, after the trial runs; no rank keeps a graph."""
     stream = torch.cuda.Stream() if device == "cuda" else None
     model = replicas(device, stream)
     optimizer = optimizer_of(model, device)
@@ -181,7 +181,7 @@ def test_all_ranks_capture_or_none(backend, policy):
 
 
 def differ_once(rank: int, world_size: int, device: str, policy: str) -> list:
-    """Rank 0's sixth batch has another length; afterwards all go on."""
+    """The sixth batch of rank 0 has another length; afterwards all ranks go on."""
 
     def run(graphed: bool) -> tuple[Trace, list]:
         stream = torch.cuda.Stream() if device == "cuda" else None
@@ -219,7 +219,7 @@ def differ_once(rank: int, world_size: int, device: str, policy: str) -> list:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.long
 def test_ranks_agree_when_the_batch_of_one_differs(backend):
-    """Each for itself, another rank would wait for ever for the one that raises or captures."""
+    """A rank that decided by itself would leave the other one waiting for ever."""
     arguments = (device_of(backend),)
     first, *others = run_distributed(differ_once, RANKS, backend, arguments=(*arguments, "error"))
     assert first[0][0][0] == 5
@@ -285,7 +285,7 @@ def test_expandable_segments_with_graph_registration(monkeypatch):
     fsdp.check_memory(object())
 
 
-# Two ranks for each ending, forked after what takes long to import, and ending as interpreters do.
+# Each ending has two ranks, which are forked after the slow imports and end as interpreters do.
 SCRIPT = """
     import contextlib, json, os, sys
     import torch, torch.distributed as dist
@@ -332,7 +332,7 @@ SCRIPT += """
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.long
 def test_scripts_end_without_hanging(backend, tmp_path):
-    """Also if they raise while graphs that hold collectives are alive."""
+    """Scripts end even if they raise while graphs that hold collectives are alive."""
     endings = ["raises", "releases", "destroys first"]
     if backend == "nccl":
         endings.pop()  # NCCL waits for the graphs: the docstring of release() says so

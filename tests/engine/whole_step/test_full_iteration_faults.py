@@ -1,9 +1,9 @@
-"""What users of whole-step graphs run into, each as a test: this table is the documentation.
+"""Footguns of whole-step graphs, each as a test: this table is the documentation.
 
-"right": bitwise what the eager step does. "mismatch": ``GraphError`` before anything is launched,
-or with ``on_mismatch`` an eager call or another capture, both right. "refused": a warning at the
-capture (or ``CaptureError``, with ``on_capture_error="error"``), after which training goes on
-eagerly as if it had not been tried.
+"right" means that the result is bitwise that of the eager step. "mismatch" means a ``GraphError``
+before anything is launched or, by ``on_mismatch``, an eager call or another capture, both right.
+"refused" means a warning at the capture (or a ``CaptureError``, with ``on_capture_error="error"``);
+training then goes on eagerly as if no capture had been tried.
 
 | what you do                                              | what happens                     |
 |----------------------------------------------------------|----------------------------------|
@@ -30,8 +30,8 @@ eagerly as if it had not been tried.
 | capture ahead of time                                    | right, no trace                  |
 | release(), delete                                        | eager from then on               |
 
-Calls that differ are tested in ``test_full_iteration_mismatches``, the last rows in
-``test_full_iteration_life``, all others here.
+``test_full_iteration_mismatches`` tests calls that differ, ``test_full_iteration_life`` the last
+rows, and this file all others.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_what_is_returned_is_your_own(device):
 
 @pytest.mark.parametrize("zero", ["start", "start in place", "end", "never"])
 def test_gradients_are_zeroed_within_the_step(device, zero):
-    """ "never" accumulates over the calls, from the first one on."""
+    """Gradients accumulate over the calls with "never", from the first one on."""
     report = both(device, lambda toy, step: [step(toy.batch()) for _ in range(3)], zero=zero)
     assert report.eager_calls == {"warmup": 3}
 

@@ -1,4 +1,4 @@
-"""From the capture of a step to its release: rows of the table in test_full_iteration_faults."""
+"""The life of a captured step up to its release: rows of test_full_iteration_faults' table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 def test_a_loss_of_an_eager_step_may_still_be_held(device):
-    """Its gradient accumulators belong to the caller's stream, which a capture must not touch."""
+    """The loss keeps accumulators of the caller's stream, which a capture must not touch."""
     traces = []
     for graphed in (False, True):
         toy = Toy(device)
@@ -34,7 +34,7 @@ def test_a_loss_of_an_eager_step_may_still_be_held(device):
 
 
 class Trainer:
-    """Holds the whole step in an attribute that has a name which its code mentions."""
+    """An object that holds the whole step in an attribute whose name the step's code mentions."""
 
     def __init__(self, device):
         self.toy = Toy(device)
@@ -57,7 +57,7 @@ def test_a_step_that_reaches_its_own_graph(device):
 
 
 class CountingTrainer(Trainer):
-    """Its result holds what its graph has counted."""
+    """A trainer whose result holds what its graph has counted."""
 
     def _step(self, batch):
         return {**super()._step(batch), "so far": self.step._replayed}
@@ -73,7 +73,7 @@ def test_a_step_that_asks_its_own_graph(device):
 
 
 def test_a_step_that_is_no_longer_replayed_says_so(device):
-    """Here the caller keeps each result where the step looks something up."""
+    """The caller keeps each result in a place where the step looks something up."""
     trainer = CountingTrainer(device)
     trainer.step._on_mismatch = "eager"
     for _ in range(6):
@@ -271,7 +271,7 @@ def test_release(device):
 
 
 def test_releasing_one_graph_leaves_the_others_whole(device):
-    """Releasing clears the workspaces of cuBLAS: those of other graphs must lie in their pools."""
+    """Releasing clears the workspaces of cuBLAS; those of other graphs must lie in their pools."""
 
     def scenario(toy, step):
         x = toy.batch()["x"][0]

@@ -147,7 +147,7 @@ def test_changes_are_followed_on_request(device, change, policy):
         return [step(toy.batch()) for _ in range(2)]
 
     report = both(device, scenario, {"on_mismatch": policy})
-    # The optimizer does not know the new parameter, and so does not zero its gradient either.
+    # The optimizer does not know the new parameter, so it does not zero its gradient either.
     again = 2 if change == "replaced" else 1
     assert report.captures == 1 + (again if policy == "recapture" else 0)
 

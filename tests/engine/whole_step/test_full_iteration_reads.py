@@ -1,4 +1,4 @@
-"""What a step reads by ways that only running it shows: wrappers, methods found by name."""
+"""Names that a step reads and that only a run shows: wrappers, methods found by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_graphs.engine.whole_step.full_iteration import FullIteration
 
 
 class Wrapper:
-    """Poses as the optimizer that it holds, as Lightning's does."""
+    """A wrapper that poses as the optimizer that it holds, as Lightning's does."""
 
     def __init__(self, wrapped: torch.optim.Optimizer) -> None:
         self._wrapped = wrapped
@@ -33,7 +33,7 @@ class Counting(nn.Module):
 
 
 class Step:
-    """Not a function: what it calls, only a run can tell."""
+    """A callable that is no function: only a run shows what it calls."""
 
     def __init__(self, model: Counting) -> None:
         self.model = model

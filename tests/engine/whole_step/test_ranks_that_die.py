@@ -15,7 +15,7 @@ import pytest
 
 from ddp_scripts import TRAINING
 
-# Ranks are forked after what takes long to import, and end as interpreters do.
+# Ranks are forked after the slow imports, and end as interpreters do.
 SCRIPT = """
     import contextlib, datetime, faulthandler, json, os, signal, sys, time
     import torch, torch.distributed as dist
@@ -62,10 +62,11 @@ SCRIPT += """
     raise SystemExit(0)  # as if nothing had happened
 """
 BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)]
-# In the warm-up NCCL's watchdog ends a rank that waits; before a replay ranks ask one another,
-# which they have been told to: the watchdog knows of no collectives in a graph.
+# In the warm-up NCCL's watchdog ends a rank that waits. Before a replay ranks ask one another, as
+# they have been told to, because the watchdog knows of no collectives in a graph.
 LAST = {"in the warm-up": (2, 0), "between replays": (6, 3)}
-# It ends a process behind four such waits, whether anything is dumped or not: by default a minute.
+# The watchdog ends a process after four such waits, whether anything is dumped or not: by default a
+# minute.
 QUICK = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000"}
 
 
@@ -88,7 +89,7 @@ def test_the_others_end_with_an_error(backend, when, tmp_path):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(script.pid, signal.SIGKILL)
     errors = {rank: (tmp_path / rank).read_text() for rank in ("0", "1")}
-    # A text of its own: pytest cuts other values short.
+    # The message has a text of its own, because pytest cuts other values short.
     story = f"{began} begins, {time.strftime('%H:%M:%S')} ends: {said or 'killed'}"
     story += "".join(f"\n--- rank {rank}\n{text[-6000:]}" for rank, text in errors.items())
     assert said, story
