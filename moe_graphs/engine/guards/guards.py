@@ -48,7 +48,7 @@ def _notices_attributes(version_of: Callable[[dict], int]) -> bool:
 
     owner = Owner()
     held = vars(owner)
-    for value in range(50):  # and when the interpreter has specialised it
+    for value in range(50):  # the interpreter specialises the code after some calls
         before = version_of(held)
         owner.a = value + 1
         if version_of(held) == before:
@@ -203,7 +203,8 @@ def _have(kind: type, holders: list, keys: list, values: list) -> bool:
 
 _CODE_OF = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _TensorGuards = getattr(of_dynamo, "TensorGuards", None)
-_SAME_ADDRESSES = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)  # with CUDA
+# Only in builds with CUDA.
+_SAME_ADDRESSES = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 _NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
 

@@ -161,7 +161,7 @@ class GraphedScope:
         self.graphs = graphs
         self.scope, self._name = scope, f"scope {scope.name!r}"
         self.on_mismatch = on_mismatch
-        self.delayed = delayed  # where backwards wait for their weights' part
+        self.delayed = delayed  # backwards whose weights' part waits
         self.eager_calls: Counter[str] = Counter()
         self.installed: dict[str, Any] = {}
         self.why_eager: Callable[[nn.Module], str | None] = lambda module: None
@@ -201,7 +201,8 @@ class GraphedScope:
         if torch.compiler.is_compiling():
             return self.scope.forward(*args, **kwargs)
         reason = self.graphs.eager_reason()
-        if reason in (None, "saved_tensors_hooks"):  # checkpointing's hooks have a better name
+        # The scope knows a better name for hooks of checkpointing.
+        if reason in (None, "saved_tensors_hooks"):
             reason = self.why_eager(self.scope.module) or reason
         if reason is not None:
             self.eager_calls[reason] += 1

@@ -186,7 +186,7 @@ class CallSite:
             return True
         if index not in self.sources:
             return False
-        source, output = self.sources[index]  # which may be handed out as a copy
+        source, output = self.sources[index]  # the output may have been handed out as a copy
         return source.handed_as(leaf) == output and leaf._version == 0
 
     def needs_output(self, source: CallSite, output: int) -> bool:
@@ -312,7 +312,7 @@ class PendingBackward:
 
 # ---- slots
 
-_ATTEMPTS = 3  # to capture a slot: a microbatch may leave scopes out
+_ATTEMPTS = 3  # number of attempts to capture a slot; a microbatch may leave scopes out
 _NOT_CAPTURED = Mismatch(
     "not_captured",
     "a call before it was missing where its microbatch was captured: "
@@ -379,7 +379,7 @@ class Slot:
         # Only backwards of first microbatches write where ``.grad`` stays until the next step.
         self.pool_of_first = self._backend.new_pool(self._first_bytes)
         self.backward_pool = self._shared or BackwardPool(self._backend, self.pool)
-        self.in_place = Leases()  # of gradients that have become ``.grad``
+        self.in_place = Leases()  # leases of gradients that have become ``.grad``
         self._clock, self._backwards = -1, 0
         self._stream: Any = None
         # The keys are positions: a recording waits for one backward at most.
@@ -488,7 +488,7 @@ class Slot:
                     remedy = EAGER_CALLS["input_moved"].remedy
                     return Mismatch("input_moved", f"{message}, got another tensor: {remedy}")
                 writes.append(source)
-        reclaimed = [each.reclaim() for each in writes]  # all of them, come what may
+        reclaimed = [each.reclaim() for each in writes]  # all are reclaimed, even if one fails
         held, kind = "output", "an output"
         if all(reclaimed):
             # Forwards may write where the gradients of the last microbatch are, unless the
