@@ -284,7 +284,7 @@ def is_bookkeeping(value: Any) -> bool:
 
     The parts of it that a graph has baked in are compared as ``surroundings`` and ``tensors_of``.
     """
-    module = type(value).__module__  # of some classes no string
+    module = type(value).__module__  # for some classes this is no string
     of_its_own = isinstance(module, str) and module.startswith("transformer_engine.")
     return of_its_own or (value is _lengths() and isinstance(value, dict))
 

@@ -19,7 +19,7 @@ from moe_graphs.engine.tensors import Mismatch
 from moe_graphs.errors import CaptureError
 
 FAILED_ELSEWHERE = "it failed on another rank"
-_NAMES = ("process_group", "group_name")  # of arguments of ops that communicate
+_NAMES = ("process_group", "group_name")  # names of arguments of operations that communicate
 
 
 class Ranks:

@@ -42,7 +42,7 @@ _HOST_READS = {
     torch.Tensor.__array__,
     torch.Tensor.__dlpack__,
 }
-_MAKERS = {torch.tensor, torch.as_tensor, torch.asarray}  # of lists: they read tensors in these
+_MAKERS = {torch.tensor, torch.as_tensor, torch.asarray}  # they read tensors in lists
 _VALUE_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 # Autograd itself makes these calls where hooks on saved tensors are in force. They compute nothing.
 _OF_AUTOGRAD = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
@@ -183,7 +183,7 @@ class Trace(Operations):
         self._resizes.__exit__(None, None, None)
         if self._refuse:
             self._host_reads.__exit__(*exception)
-        self._before = None  # this object is kept for longer than the copies are needed
+        self._before = None  # this object lives longer than the copies are needed
 
     def _allocated(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         if nbytes:
@@ -213,7 +213,7 @@ class Trace(Operations):
             out = func(*args, **kwargs)
         with unwatched():
             made = {address(tensor) for tensor in tensor_leaves(out)}
-            self._made |= made - given  # a view of what lies outside lies outside, too
+            self._made |= made - given  # a view of outside memory is outside memory
             if func is _LIFT_FRESH and self._device.type != "cpu":
                 self._from_python |= {address(t) for t in tensor_leaves(out) if t.is_cpu}
             elif not func.is_view:

@@ -30,12 +30,12 @@ from moe_graphs.engine.tensors import owned_leaves, unwrap
 from moe_graphs.errors import GraphWarning
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_RUNS = 64  # to see whether they vary; only where a difference looks like it
+_RUNS = 64  # number of runs that show whether runs vary
 _CHUNK = 1 << 24  # elements whose bits are widened at once
-_NOISE = 16  # times what eager runs differ by, of which two are a small sample
-_ROUNDINGS = 2  # of the dtype, by which a whole tensor may be off
+_NOISE = 16  # a factor for the difference of eager runs, because two runs are a small sample
+_ROUNDINGS = 2  # number of roundings by which a whole tensor may be off
 _PROJECTIONS, _SIDE = 8, 4096  # _SIDE squared is _CHUNK
-_ROUNDS = 4  # of both, where fingerprints differ
+_ROUNDS = 4  # number of further runs of both if fingerprints differ
 
 Left = Sequence[tuple[str, Tensor | None]]
 """Results of a run, by the names that messages use."""
@@ -176,7 +176,8 @@ class ByFingerprint:
         self._expected = _looks_of(eager)
         self._again = [_looks_of(eager)]
         self._not_reproducible = self._anywhere(self._again[0] != self._expected)
-        if self._not_reproducible:  # how much, is to be known before there is a pool
+        # The size of the difference must be known before there is a pool.
+        if self._not_reproducible:
             self._again += [_looks_of(eager) for _ in range(_ROUNDS)]
 
     def check(self, eager: Run, replay: Run, make_room: Callable[[], None]) -> Verdict:
@@ -190,7 +191,7 @@ class ByFingerprint:
         if self._anywhere(bool(wrong)):
             wrong = self._still_wrong(wrong, replayed, eager, replay)
             make_room()
-            if self._anywhere(bool(wrong)):  # what a rank runs, all have to: it holds collectives
+            if self._anywhere(bool(wrong)):  # all ranks run, because a run holds collectives
                 name = (wrong or list(self._expected))[0]
                 found = _difference(name, eager, replay) if wrong else _elsewhere(eager, replay)
                 # If runs vary somewhere, sums in another order are no error.
@@ -329,7 +330,7 @@ def _describe(name: str, a: Tensor, b: Tensor) -> Difference:
     differing = (_bits(a) != _bits(b)).reshape(-1)
     if a.is_complex():
         differing = differing.view(-1, 2).any(1)
-    flat = int(differing.view(torch.uint8).argmax())  # the first; not a list of all of them
+    flat = int(differing.view(torch.uint8).argmax())  # the first one, without a list of all
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), a.shape))
     values = a[index].item(), b[index].item()
     return Difference(name, index, *values, int(differing.sum()), _is_rounding(a, b))

@@ -115,7 +115,7 @@ class _Recorder(DispatchMode):
     def see(self, func: Any, args: tuple, kwargs: dict) -> Any:
         out = func(*args, **kwargs)
         if _is_view(func) or func.namespace == "profiler":
-            return out  # static memory seen through other metadata: nothing to do on replay
+            return out  # a view of static memory needs no call in a replay
         # Arguments are detached: the tape must hold neither the autograd graph nor its saved
         # tensors.
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))

@@ -83,9 +83,9 @@ class CudaGraphs(Backend):
         # All captures of an engine use one stream: the allocator reuses blocks within a stream
         # only.
         self.stream = stream or torch.cuda.Stream(device)
-        self._workspaces: list[Graph] = []  # which keep a pool of nothing else alive
+        self._workspaces: list[Graph] = []  # these graphs keep a pool alive that has nothing else
         self._pool_of_workspaces: Any = None
-        self._pieces: dict[Any, int] = {}  # bytes, of pools in which nothing was captured yet
+        self._pieces: dict[Any, int] = {}  # bytes of pools in which nothing was captured yet
 
     def make_room(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -125,7 +125,8 @@ class CudaGraphs(Backend):
         It is no tensor, because torch might fill a new tensor.
         """
         if nbytes:
-            with contextlib.suppress(torch.OutOfMemoryError):  # then as many pieces as it takes
+            # Without memory for one piece the allocator takes several.
+            with contextlib.suppress(torch.OutOfMemoryError):
                 piece = torch.cuda.caching_allocator_alloc(nbytes)
                 torch.cuda.caching_allocator_delete(piece)
 

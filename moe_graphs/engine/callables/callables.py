@@ -265,7 +265,7 @@ class CallableGraphs:
             _sample_call(graphed.scope, call, hooks)
             for graphed, call, hooks in zip(self.graphed, self.calls, options.hooks, strict=True)
         ]
-        gc.collect()  # none while a capture runs
+        gc.collect()  # garbage is not collected while a capture runs
         before = self._before(calls)
         try:
             self._capture(plan, calls, options)
@@ -303,7 +303,8 @@ class CallableGraphs:
         measured, communicating = self._try(calls, options, ranks)
         ranks_of = dict.fromkeys(communicating, ranks)
         memory = memory_plan(plan, measured, options.split)
-        tried = list(map(self._guards, calls))  # a table that a first run makes is no change
+        # Guards are made after a first run: a table that it makes is no change.
+        tried = list(map(self._guards, calls))
         recorder = Recorder(self.model, self.backend, split=options.split, verify=options.verify)
         chunks = [
             Chunk([

@@ -26,7 +26,7 @@ def capture_slot(slot: Slot, calls: Sequence[ScopeCall], recorder: Recorder) -> 
         CaptureError: for what cannot be captured.
     """
     with Snapshot(recorder.backend, values=recorder.model.buffers()):
-        while not slot.is_closed:  # a second time, if backwards turn out to run only once
+        while not slot.is_closed:  # it captures again if backwards turn out to run only once
             _capture(slot, calls, recorder)
             slot.end_step()
 

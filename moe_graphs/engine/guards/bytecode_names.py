@@ -78,7 +78,7 @@ _OF_NUMPY = {"geterr", "get_printoptions"}
 TO_GLOBALS = frozenset({"__globals__", "f_globals", "f_locals", "gi_frame"})
 # Attributes in which a forward's inputs and weights differ from the static tensors of a graph.
 OF_HISTORY = frozenset({"grad", "grad_fn", "is_leaf", "_base", "_version", "_is_view"})
-OF_VERSIONS = frozenset({"_version"})  # a replay of a whole step counts once what it writes often
+OF_VERSIONS = frozenset({"_version"})  # a replay counts a tensor once that a step writes often
 
 
 def refusal(impure: str) -> str:
@@ -158,7 +158,7 @@ _SEEDING = {
 
 
 _OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
-_TEMPLATES = {"format", "format_map", "attrgetter", "methodcaller"}  # names stand in their strings
+_TEMPLATES = {"format", "format_map", "attrgetter", "methodcaller"}  # their strings contain names
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
 
 
@@ -194,7 +194,7 @@ class AccessedNames:
         self._ran: set[types.CodeType] = set()
         self.of_contexts: dict[str, Any] = {}
         self._seen: dict[int, weakref.ref | None] = {}
-        self._may_have_state = functools.cache(_may_have_state)  # of some thousand calls
+        self._may_have_state = functools.cache(_may_have_state)  # a block makes some thousand calls
 
     def __enter__(self) -> AccessedNames:
         # Dispatch modes and optimizers import it with their first operation, and that import must
@@ -203,7 +203,7 @@ class AccessedNames:
         self._before = Snapshot(python_random=True)
         self._profiler = sys.getprofile()
         self._collecting = gc.get_threshold()
-        gc.set_threshold(0)  # its callbacks and finalizers are none of the block's
+        gc.set_threshold(0)  # finalizers do not belong to the block
         sys.setprofile(self._note)
         return self
 
@@ -337,7 +337,7 @@ class AccessedNames:
             return
         # Objects that are made inside the block are no inputs of it.
         is_made_here = code.co_name in _CONSTRUCTORS
-        with contextlib.suppress(TypeError):  # no weak references to it: it is found by name
+        with contextlib.suppress(TypeError):  # without weak references it is found by name
             self._seen[id(owner)] = None if is_made_here else weakref.ref(owner)
 
     def _note_context(self, context: Any) -> None:
@@ -372,7 +372,7 @@ def _may_have_state(kind: type) -> bool:
         return True
     if issubclass(kind, (torch.Tensor, torch._C._FunctionBase, *BY_IDENTITY)):
         return False
-    return kind.__dictoffset__ != 0 and origin_of_class(kind) == "own"  # if it has attributes
+    return kind.__dictoffset__ != 0 and origin_of_class(kind) == "own"  # it has attributes
 
 
 def _not_seen_running(

@@ -65,7 +65,7 @@ def elements(holder: Any) -> Any:
     """The contents as ``Elements``, or as something faster that is live and has a length, too."""
     if type(holder) in (list, deque):
         return holder
-    if type(holder) is OrderedDict:  # whose order the view of a plain dictionary does not have
+    if type(holder) is OrderedDict:  # the view of a plain dictionary has another order
         return holder.values()
     if isinstance(holder, dict) and not isinstance(holder, OrderedDict):
         return dict.values(holder)
@@ -127,7 +127,7 @@ class Container:
             kind = OrderedDict if isinstance(self.holder, OrderedDict) else dict
             now = self.contents()
             if self.keys is None and list(now) != list(contents):
-                kind.clear(self.holder)  # what was put in later would come later
+                kind.clear(self.holder)  # otherwise the order would differ
                 now = {}
             for key in now.keys() - contents.keys():
                 kind.__delitem__(self.holder, key)

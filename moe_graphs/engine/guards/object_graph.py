@@ -74,7 +74,7 @@ def containers_of_globals(code: Code) -> Iterator[tuple[Container, str]]:
             names = mentioned.setdefault(id(globals_), (globals_, origin, set()))[2]
             names.update(global_names_of(each))
     for globals_, origin, names in mentioned.values():
-        if origin == "library":  # its functions and classes are taken for granted
+        if origin == "library":  # functions and classes of libraries are taken for granted
             names = {name for name in names if _is_data(globals_.get(name, GONE))}
         yield Container(globals_, globals_.get("__name__", "?"), frozenset(names)), ":"
     for module, names in _of_other_modules(code).values():
@@ -126,8 +126,8 @@ def is_own(module: types.ModuleType) -> bool:
 
 # DDP rebuilds its buckets once, which is bookkeeping of its own.
 _OF_EVERY_MODULE = (frozenset(nn.Module().__dict__) - {"training"}) | {"_has_rebuilt_buckets"}
-_OF_CALLS = {"training", "forward"}  # of a module that did not run: they do not matter
-_TOO_MANY = 2000  # entries of a container, of which then only the number is compared
+_OF_CALLS = {"training", "forward"}  # these do not matter in a module that did not run
+_TOO_MANY = 2000  # of a container with more entries only their number is compared
 _VIEWS = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
 _STATELESS = ("builtins", "functools", "_thread", "operator", "types")
 
@@ -224,7 +224,7 @@ class Walk:
             self.found.leaves[name] = value
             if everything or _is_read(value, self._read_addresses):
                 self.found.tensors[name] = value
-            if self._is_of_the_user:  # whose code may ask for attributes of a tensor
+            if self._is_of_the_user:  # the user's code may ask for attributes of a tensor
                 self._namespace(value.__dict__, name, False)
         elif is_plain(value):
             self.found.leaves[name] = value
@@ -299,7 +299,7 @@ class Walk:
     def _module(self, module: nn.Module, name: str, everything: bool) -> None:
         ran = id(module) in self._roots or self._reads.owns_what_ran(module)
         attributes = module.__dict__
-        ours = getattr(attributes.get("forward"), "installed", ())  # a GraphedScope's
+        ours = getattr(attributes.get("forward"), "installed", ())  # a GraphedScope has these
         self.found.leaves[f"{name}.__class__"] = type(module)
         if ran:
             if name:
@@ -377,7 +377,7 @@ class Walk:
             self.found.draws.append((name, value))
         if origin_of_class(kind) == "internal":
             self.found.leaves[name] = value  # it may hold more than its attributes show
-            if kind.__name__ == "SeedSequence":  # of numpy: counts what it has spawned
+            if kind.__name__ == "SeedSequence":  # numpy's counts its children
                 self.found.iterators.append(name)
         if isinstance(value, LRScheduler):
             counters = {key for key, child in vars(value).items() if is_plain(child)}
@@ -388,7 +388,7 @@ class Walk:
         has_attributes = has_dictionary(value)
         self.found.leaves[f"{name}.__class__"] = kind
         self._class(kind, f"{name}.__class__")
-        if has_attributes:  # of a graph, which counts its calls, only what the user asks for
+        if has_attributes:  # a graph counts its calls, so only what the user asks for is compared
             asked = self._reads.names_of_the_user() if is_of_engine(kind) else self._names
             self._namespace(vars(value), name, everything, asked)
         slots = slots_of(kind)
@@ -460,7 +460,7 @@ class Walk:
             self._push(value, cell.name, everything)
 
     def _array(self, value: Any, name: str) -> None:
-        size = getattr(value, "nbytes", None)  # a number of numpy has no length
+        size = getattr(value, "nbytes", None)  # numbers of numpy have no length
         size = len(value) * getattr(value, "itemsize", 1) if size is None else size
         if size > 1 << 16:
             return self._not_followed(name, size)

@@ -144,10 +144,10 @@ class Recorder:
             ):
                 if scales is not None:
                     scales.keep()
-                with operations:  # inside: beginning a capture runs operations of its own
+                with operations:  # entered here, because the beginning of a capture runs operations
                     output, exit = call.run(inputs)
         finally:
-            expected.before.put_back()  # the recorder for the CPU has run what it recorded
+            expected.before.put_back()  # the CPU recorder has run the operations, too
         (graph,) = graphs
         try:
             differing = differing_op(expected.tried.run.trace, operations)
@@ -304,7 +304,7 @@ class Recorder:
         site, run = pending.site, pending.site.run
         with site.planned.ranks.together():
             self._record_backward(slot, site, conditions)
-        for recorded in (site.first, site.backward):  # as they were captured
+        for recorded in (site.first, site.backward):  # in the order of their captures
             if recorded is not None and site.planned.refused is None:
                 self.verification.backward(pending, run.given, recorded, eager, again, effects)
 
@@ -373,7 +373,7 @@ class Recorder:
         self.verification.backward(pending, run.given, site.weights, eager, again, effects)
 
     def _static_incoming(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        if self.split:  # they have to stay until the weights' part
+        if self.split:  # the weights' part needs them, too
             return list(map(static_like, gradients))
         taken: Counter[Any] = Counter()
         chosen = []
@@ -513,7 +513,7 @@ class CapturedForward:
         }
         parameters = [leaf for leaf in leaves_behind(live) if id(leaf) not in self._numbers]
         for parameter in parameters:
-            if has_hooks(parameter):  # of its own: it is no stand-in
+            if has_hooks(parameter):  # it is no parameter alias, which has no hooks
                 raise CaptureError(
                     f"a parameter {tuple(parameter.shape)} is reached past its module and has "
                     f"gradient hooks, which would run twice: register it as a parameter of a module"

@@ -141,7 +141,7 @@ class Graphs:
         self.observation.begin_step()
         started = time.perf_counter()
         if self.state == "capturing":
-            gc.collect()  # none while a capture runs
+            gc.collect()  # garbage is not collected while a capture runs
             self.backend.make_room()
         try:
             yield
@@ -192,7 +192,7 @@ class Graphs:
         self._fail_together(captured.recorder.failure)
         if captured.is_complete:
             self.state = "captured"
-            self.backend.make_room()  # what the eager runs of verifications have left
+            self.backend.make_room()  # it frees memory of the verifications' eager runs
             for site in captured.sites:
                 site.planned.tried = None
 

@@ -336,7 +336,7 @@ def _weights_part(
     if pending.weight_gradients is not None:
         return pending.weight_gradients
     if site.weights is None:
-        second_uses = site.run.second_uses  # a capture that fails lets go of the run
+        second_uses = site.run.second_uses  # a failed capture drops the run
         gradients = recorder.backward_of_weights(slot, pending)
         return dict(zip(second_uses, gradients, strict=True))
     slot.reclaim_added()
@@ -364,7 +364,8 @@ def _first_part(
         results = recorder.backward(slot, pending, incoming)
         slot.backward_done(pending, replayed=site.backward is not None)
         failed = site.planned.refused or recorder.failure
-        if site.backward is not None and not failed:  # its replay has left the same in place
+        # The replay has left the same gradients in place.
+        if site.backward is not None and not failed:
             results |= leased(slot, site, site.first or site.backward, nodes, in_place_only=True)
         return results
     site.planned.ran_backward_eagerly(reason)

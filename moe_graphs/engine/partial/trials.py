@@ -204,7 +204,8 @@ class Trials:
                 forwards.append(both[0].trace)
                 backwards.append(both[1].trace)
                 if len(backwards) == 2 and differing_op(*backwards) is not None:
-                    backwards.pop(0)  # no real one came before: it may have filled a cache
+                    # No real backward came before, so this one may have filled a cache.
+                    backwards.pop(0)
                     runs += 1
         _check_same_operations(forwards)
         _check_same_operations(backwards)

@@ -83,7 +83,7 @@ def compute_anew(
     finally:
         if forward.draws:
             backend.return_to(now)
-        written.put_back()  # behind the backward, which may look for what its forward has written
+        written.put_back()  # after the backward, which may read what its forward has written
 
 
 def _leaf(leaf: object, is_leased: bool) -> object:

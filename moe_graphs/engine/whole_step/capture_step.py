@@ -70,8 +70,8 @@ def record_step(
         failing.callback(backend.release)
         fsdp.check_settings(definition.model)
         definition.sharding.reshard()
-        gc.collect()  # none while a capture runs
-        backend.make_room()  # what eager steps have left there serves no other stream
+        gc.collect()  # garbage is not collected while a capture runs
+        backend.make_room()  # memory cached by eager steps serves no other stream
         with StateBefore(definition, accessed) as before, backend.on_stream():
             with ranks.together():
                 prepared = _prepare(definition, batch, trial_runs, before)
@@ -367,7 +367,7 @@ class StateBefore:
     def __enter__(self) -> StateBefore:
         definition = self._definition
         self.gradients = gradients_of(self._parameters)
-        guards = definition.guards(self._all_accessed)  # more than what is compared at calls
+        guards = definition.guards(self._all_accessed)  # these cover more than is compared at calls
         if not self._ran:
             guards.check_followable()
         self.first_step_state = FirstStepState(definition.optimizers())
@@ -385,7 +385,7 @@ class StateBefore:
             hooks_of=[*unique, definition.model, *definition.optimizers()],
         )
         check_hooks(definition.model)
-        self._forget_accumulators()  # those of the caller's stream
+        self._forget_accumulators()  # these belong to the caller's stream
         return self
 
     def tensors(self) -> list[Tensor]:
@@ -403,7 +403,7 @@ class StateBefore:
         if exception[0] is not None:
             self._python.put_back()
         set_gradients(self._parameters, self.gradients)
-        self._forget_accumulators()  # those that an exception's traceback holds
+        self._forget_accumulators()  # an exception's traceback may hold some
 
     def _forget_accumulators(self) -> None:
         gathered = self._definition.sharding.unsharded_parameters()
@@ -431,7 +431,8 @@ class StepVerification:
         self._entry = [None if g is None else g.detach().clone() for g in found]
         self._strategy = ByFingerprint(ranks.any)
         self._operations = Operations()
-        self._watch: contextlib.AbstractContextManager[Any] = self._operations  # of the first run
+        # Around the first run.
+        self._watch: contextlib.AbstractContextManager[Any] = self._operations
 
     def expect(self) -> None:
         """Runs the step eagerly; afterwards everything is as before it."""

@@ -185,7 +185,7 @@ class FullIteration(Generic[BatchT, ResultT]):
             if self._eager_calls["warmup"] < self._warmup_steps:
                 return self._warmup(batch)
             mode = torch_state.reason_of_modes()
-            if self._ranks.any(mode is not None):  # a capture is of all ranks
+            if self._ranks.any(mode is not None):  # all ranks capture together
                 return self._eager(batch, mode or "another_rank")
             self._try_to_capture(batch)
         if self.state != "captured":
@@ -318,7 +318,7 @@ class FullIteration(Generic[BatchT, ResultT]):
             eager_forwards = sum(self._eager_calls.values())
             trial_runs = max(trial_runs, fsdp.EAGER_FORWARDS - eager_forwards)
         self._off_because = None
-        self.state = "captured"  # as replays find it, where the step looks at this object
+        self.state = "captured"  # the step may look at this object, and replays find this state
         try:
             recorded, verifier = record_step(
                 self._definition,

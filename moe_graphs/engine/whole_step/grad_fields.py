@@ -108,7 +108,7 @@ class StaticGradients:
     def _attach(self) -> None:
         for name, parameter, found, left in self._after:
             if left is not None and left is found and parameter.grad is not None:
-                continue  # it was added to, wherever it is
+                continue  # the step has added to it, wherever it is
             if name in self._leases:
                 left = self._leases[name][-1].standing
             if parameter.grad is not left:
