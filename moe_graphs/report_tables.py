@@ -134,10 +134,10 @@ def capture_table(report: Any) -> Table:
             format_reasons(scope.eager_calls),
         )
     table.caption = (
-        f"graphs: forward + backward (+ weights apart); kernels: recorded ops on the CPU; captured "
-        f"{report.captured}, for {' + '.join(map(str, report.slots)) or 0} microbatches in flight, "
-        f"replayed {report.replayed:,}, pool {format_bytes(report.pool_bytes)} (predicted "
-        f"{format_bytes(report.predicted_pool_bytes)}), static "
+        f"graphs: forward + backward (+ weight gradients); kernels: recorded ops on the CPU; "
+        f"captured {report.captured}, for {' + '.join(map(str, report.slots)) or 0} microbatches "
+        f"in flight, replayed {report.replayed:,}, pool {format_bytes(report.pool_bytes)} "
+        f"(predicted {format_bytes(report.predicted_pool_bytes)}), static "
         f"{format_bytes(report.static_bytes)}; eager calls: {format_reasons(report.eager_calls)}"
     )
     return table

@@ -227,7 +227,7 @@ COPIED_GRADIENTS: Mapping[str, Reason] = {
     "several_slots": Reason(
         "several microbatches are in flight, and the next one needs the memory", "nothing to do"
     ),
-    "split": Reason("split_backward=True computes gradients of weights apart", "nothing to do"),
+    "split": Reason("split_backward=True computes weight gradients apart", "nothing to do"),
     "used_twice": Reason("the weight is used several times in a microbatch", "nothing to do"),
     "shared_memory": Reason(
         "the gradient shares memory with another tensor, or is a part of one", "nothing to do"

@@ -32,7 +32,7 @@ def plan_table(plan: LayoutPlan) -> Table:
             table.add_row(name, format_bytes(size), "received in a step")
     table.caption = (
         f"{plan.parameters:,} parameters, {rank.padding:.0%} of a rank's share of them padding; "
-        f"{plan.expert_rows:,} rows of experts in a layer and microbatch"
+        f"{plan.expert_rows:,} expert rows in a layer and microbatch"
     )
     table.caption_justify = "left"
     return table
