@@ -313,7 +313,10 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def _objects_of(guards: Any) -> tuple[Any, ...]:
-    """The objects that ``guards`` compares now; guards that compare by path get other ones."""
+    """Lists of the objects as ``guards`` compares them now.
+
+    After a comparison by path ``guards`` has new lists.
+    """
     return guards.contents, guards.cells, guards.draws
 
 

@@ -73,7 +73,7 @@ def _train(
     scopes: str | None,
     steps: int,
 ) -> tuple:
-    """Trains and returns every value.
+    """Trains; returns the trace of every value, and the report.
 
     ``scopes`` is a list of scopes, "whole step", or None for eager training.
     """
