@@ -415,10 +415,7 @@ class Slot:
         return complete and self.reclaim_added()
 
     def backward_recorded(self, site: CallSite) -> None:
-        """Whether a backward may be captured: only after all forwards.
-
-        Memory of the forwards lies in the pool before that of the backwards.
-        """
+        """Notes a captured backward: backwards may be replayed only in the order of captures."""
         site.backward_position = len(self.sites) + self._backwards
         self._backwards += 1
 
