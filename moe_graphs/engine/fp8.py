@@ -3,9 +3,8 @@
 Under its autocast modules cast with scales. With delayed scaling their kernels also note the
 largest values (amaxes). Scales are updated once a step, outside of the modules: those of forwards
 where the outermost autocast ends, those of backwards after the backward of the module that ran
-first in it. A graph holds casts and amaxes like other kernels. This file does the rest, which is
-Python: it does it for a scope's replay, and it keeps it from happening in a run beside the real
-one.
+first in it. A graph holds casts and amaxes like other kernels. The rest is Python, which a graph
+does not run: this file does it at a scope's replay, and prevents it in a trial run.
 
 The layout of ``transformer_engine.pytorch.quantization`` of version 2.20 is known. Under a version
 that keeps its state in another way, calls run eagerly.

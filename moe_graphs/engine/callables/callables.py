@@ -125,7 +125,7 @@ def make_graphed_callables(  # type: ignore[misc]  # the second's options are th
         schedule: what this rank runs (``Schedule.local_order(rank)``). As many microbatches are
             captured as the schedule has in flight; by default one.
         on_mismatch: "eager" or "error". For "recapture" use ``moe_graphs.graph``: here the samples
-            say what is captured, and a call that differs is none of them.
+            say what is captured, and a call that differs from them has no graph.
         verify: compare the first replay of everything with an eager run, bit for bit.
         generators: random number generators that the callables use, besides the default one.
         capture_time_hooks: per callable ``{"forward_pre_hooks": {id: hook}, ...}``. They are called

@@ -58,7 +58,7 @@ class TorchState:
     def __init__(self, device_type: str, *, of_backward: bool = False) -> None:
         """Notes the state.
 
-        ``of_backward``: it is that of a backward, whose forward has settled the precision.
+        With ``of_backward`` FP8 is left out, because the forward has settled the precision.
         """
         self.device_type = device_type
         self._getters = dict(_getters(device_type))

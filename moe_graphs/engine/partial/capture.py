@@ -256,11 +256,7 @@ class Recorder:
             return None
 
     def backward_of_weights(self, slot: Slot, pending: PendingBackward) -> list[Tensor | None]:
-        """Context in which a failed capture is noted; autograd goes on with the eager results.
-
-        The end of the step reports the failure. The autograd graph may have lost its saved tensors,
-        so other backwards compute their forward anew.
-        """
+        """Runs and captures the second part of a split backward: gradients per parameter use."""
         site = pending.site
         effects = SideEffects(self.backend)
         with self.backend.on_stream(), effects.seen():

@@ -239,10 +239,11 @@ class OpenCall:
     """Autograd's graph of a captured forward.
 
     Attributes:
-        outputs: the differentiable ones, with their history.
-        numbers, inputs: static leaves that require grad, and which inputs they are.
+        outputs: the differentiable outputs, with their history.
+        inputs: static leaves that require grad.
+        numbers: the numbers of these inputs.
         parameters: leaves, mostly aliases of the model's parameters.
-        uses: of inputs and parameters, in this order.
+        uses: uses of the inputs and parameters, in this order.
     """
 
     outputs: list[Tensor]
