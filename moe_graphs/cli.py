@@ -40,9 +40,9 @@ EmaDecay = Annotated[
     float | None,
     typer.Option("--ema", help="Decay of averaged weights, which evaluation then uses."),
 ]
-Seed = Annotated[int, typer.Option(help="Of weights, dropout and the order of the text.")]
+Seed = Annotated[int, typer.Option(help="Seed of weights, dropout and the order of the text.")]
 Device = Annotated[str | None, typer.Option(help="By default cuda if there is one.")]
-Dtype = Annotated[str, typer.Option(help="Of the parameters: float32, bfloat16.")]
+Dtype = Annotated[str, typer.Option(help="Dtype of the parameters: float32, bfloat16.")]
 Deterministic = Annotated[bool, typer.Option(help="Deterministic kernels on the GPU.")]
 AsJson = Annotated[
     bool, typer.Option("--json", help="One JSON document on stdout, all else on stderr.")
@@ -115,7 +115,7 @@ def train(
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="Text or .jsonl files, or one; by default Python's own library."),
+        typer.Option(help="A folder or a file of text or .jsonl; by default Python's own library."),
     ] = None,
     impl: Annotated[
         str | None,
@@ -127,9 +127,7 @@ def train(
     ] = None,
     scopes: Annotated[
         str | None,
-        typer.Option(
-            help="What to capture; --impl local goes without saying.  [default: all that can be]"
-        ),
+        typer.Option(help="What to capture; it implies --impl local.  [default: all that can be]"),
     ] = None,
     optimizer_in_graph: Annotated[
         bool | None,
@@ -156,7 +154,8 @@ def train(
     stochastic_rounding: Annotated[
         bool,
         typer.Option(
-            "--stochastic-rounding", help="Of bf16 parameters and states, right on the average."
+            "--stochastic-rounding",
+            help="Rounds bf16 parameters and states up or down at random: right on the average.",
         ),
     ] = False,
     ema_decay: EmaDecay = None,
@@ -184,7 +183,12 @@ def train(
             "are given."
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="By default a new directory in runs/.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of the run. By default a new one in runs/, with --resume, too."
+        ),
+    ] = None,
     checkpoint_every: Annotated[
         int, typer.Option(help="Steps between checkpoints; 0 for one at the end.")
     ] = 0,
