@@ -219,7 +219,8 @@ class Trainer:
         Raises:
             TrainingDiverged: if a loss or gradient norm since the last line is not finite.
         """
-        times = self.clock.read()
+        with contextlib.nullcontext() if self.workers is None else self.workers.waiting():
+            times = self.clock.read()
         self.settle()
         since = slice(self.first_unlogged_step, self.step)
         self.first_unlogged_step = self.step

@@ -11,10 +11,12 @@ import os
 import random
 import socket
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,7 @@ class Workers:
         agents: per rank, the launch of torchrun that has started it.
         fsdp: whether FSDP2 shards weights. If not, all ranks have whole weights, but share experts
             (``replicate``).
+        watch: limits the waits for this rank's GPU; None on CPUs, where gloo has the limit.
     """
 
     layout: ParallelConfig
@@ -102,6 +105,7 @@ class Workers:
     on_hosts: dist.ProcessGroup
     agents: tuple[str, ...] = ()
     fsdp: bool = True
+    watch: DeviceWatch | None = None
 
     @classmethod
     def on(
@@ -115,8 +119,13 @@ class Workers:
         """Makes workers on the initialised process group. ``seconds`` is as in ``meeting``."""
         mesh = make_mesh(layout, device.type)
         on_hosts = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=seconds))
-        workers = cls(layout, mesh, device, on_hosts, fsdp=fsdp)
+        watch = DeviceWatch(seconds, partial(_late, seconds)) if device.type == "cuda" else None
+        workers = cls(layout, mesh, device, on_hosts, fsdp=fsdp, watch=watch)
         return replace(workers, agents=tuple(workers.gather(agent())))
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Context around reads that wait for the GPU, and so for the other ranks."""
+        return contextlib.nullcontext() if self.watch is None else self.watch.waiting()
 
     @property
     def rank(self) -> int:
@@ -317,6 +326,48 @@ def meeting(
         sys.stderr.flush()
         # Threads that write a checkpoint, and communicators, would wait for ranks that are gone.
         os._exit(1)
+
+
+def _late(seconds: float) -> None:
+    """Ends this rank, whose GPU waits for another one in a graph."""
+    print(
+        f"error: rank {dist.get_rank()}: another rank is gone, or did not come in time: its "
+        f"collectives in a graph did not end within {seconds:g} s",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)
+
+
+class DeviceWatch:
+    """Thread that ends this process if it waits too long for its GPU.
+
+    NCCL's watchdog does not know of collectives in a graph. A rank whose neighbour hangs waits for
+    its replays for ever, so the host's own wait has to have a limit.
+
+    Args:
+        seconds: the longest wait within ``waiting``.
+        give_up: called once after a longer one, in the thread.
+    """
+
+    def __init__(self, seconds: float, give_up: Callable[[], object]) -> None:
+        self._seconds, self._give_up = seconds, give_up
+        self._until: float | None = None
+        threading.Thread(target=self._watch, name="moe_graphs device watch", daemon=True).start()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Context around reads that wait for the GPU."""
+        self._until = time.monotonic() + self._seconds
+        try:
+            yield
+        finally:
+            self._until = None
+
+    def _watch(self) -> None:
+        while (until := self._until) is None or time.monotonic() < until:
+            time.sleep(min(1.0, self._seconds / 10))
+        self._give_up()
 
 
 @contextlib.contextmanager

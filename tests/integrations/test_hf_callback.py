@@ -37,6 +37,7 @@ def trained(folder, callback, resume=None, dtype=torch.float32, **options):
         dataloader_pin_memory=False,
     )
     arguments = transformers.TrainingArguments(str(folder), **(given | options))
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # on several GPUs Trainer takes DataParallel
     trainer = transformers.Trainer(
         model, arguments, train_dataset=Texts(40), eval_dataset=Texts(6), callbacks=[callback]
     )

@@ -185,7 +185,8 @@ def _whole_steps(graphed: bool) -> tuple[list[torch.Tensor], list[str], int]:
         loss.backward()
         return loss.detach()
 
-    run = FullIteration(step, model=model, warmup_steps=2, on_mismatch="eager") if graphed else step
+    options = {"warmup_steps": 2, "on_mismatch": "eager", "on_capture_error": "error"}
+    run = FullIteration(step, model=model, **options) if graphed else step
     seen, refused = [], []
     for tokens, _ in microbatches(DEVICE, 6):
         try:

@@ -81,7 +81,8 @@ def trained(scopes: str | None, z_loss: float = 0.0, steps: int = 6):
     model = nn.Sequential(*(Block(moe_zloss_weight=z_loss, num_layers=2) for _ in range(2)))
     given = model[0].moe.experts.args
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    config = GraphConfig(scopes, warmup_steps=2) if scopes else GraphConfig(impl="none")
+    graphed = GraphConfig(scopes, warmup_steps=2, on_capture_error="error") if scopes else None
+    config = graphed or GraphConfig(impl="none")
     graphs = moe_graphs.graph(model, config)
     generator = torch.Generator().manual_seed(1)
     seen, refused = [], []

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from typer.testing import CliRunner
 
 from moe_graphs.cli import build_app
 from moe_graphs.lm.sharded_checkpoint import read_model
-from moe_graphs.lm.workers import Place, meeting
+from moe_graphs.lm.workers import DeviceWatch, Place, meeting
 
 ROOT = Path(__file__).parents[2]
 KILLED = ROOT / "tests" / "support" / "killed_worker.py"
@@ -189,6 +190,17 @@ def test_a_worker_that_hangs_ends_the_run_behind_the_timeout(text, tmp_path, dev
         words = {"cpu": "rank 0: another rank is gone, or did not come in time: .*Timed out",
                  "cuda": "rank 0.*(was ended by SIGABRT|or did not come in time)"}  # fmt: skip
         assert re.search(f"error: {words[device]}", said), said
+
+
+def test_a_wait_for_the_gpu_has_a_limit():
+    """A stand-in waits in place of a GPU whose neighbour hangs in a graph."""
+    late = threading.Event()
+    watch = DeviceWatch(0.3, late.set)
+    with watch.waiting():
+        assert not late.is_set()
+    assert not late.wait(1.0)  # nothing waits any more
+    with watch.waiting():
+        assert late.wait(10.0)
 
 
 @pytest.mark.long

@@ -1,5 +1,6 @@
 """A model that is compiled around its scopes: the compiler breaks its graph at each scope, and the
-scope replays."""
+scope replays.
+"""
 
 import contextlib
 from collections.abc import Callable
