@@ -183,6 +183,10 @@ class GraphedScope:
         self.check_unpatched()
         # Copies and pickles of the module carry a plain, eager forward.
         self.installed = {"forward": self, "__getstate__": self._state, **attributes}
+        # A model that is compiled around the scope breaks its graph here, and calls the scope.
+        self._outside_of_compiler = torch.compiler.disable(
+            self._call, reason=f"{self._name} has graphs of moe_graphs"
+        )
         self.scope.module.__dict__.update(self.installed)
 
     def uninstall(self) -> None:
@@ -198,8 +202,11 @@ class GraphedScope:
         return {name: v for name, v in state.items() if v is not self.installed.get(name, _NEVER)}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return self.scope.forward(*args, **kwargs)
+        if torch.compiler.is_compiling():  # dynamo traces this line, and must not trace the engine
+            return self._outside_of_compiler(*args, **kwargs)
+        return self._call(*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         reason = self.graphs.eager_reason()
         # The scope knows a better name for hooks of checkpointing.
         if reason in (None, "saved_tensors_hooks"):
