@@ -44,6 +44,11 @@ BROKEN_FOR_MODEL = {
     ),
     "full_without_host_sync": (dict(dispatcher=AllToAllDispatcher()), "full", "all_to_all"),
     "pattern_without_match": (dict(), "*.self_attn", "matches no submodule"),
+    "container_without_a_forward": (
+        dict(),
+        "lay*",
+        "a ModuleList.* take 'layers..' for its members",
+    ),
     "same_module_twice": (dict(), "*.attention,layers.0.att*", "the same module"),
     "one_inside_the_other": (dict(), "layers.0,layers.0.attention", "lies inside scope"),
 }
