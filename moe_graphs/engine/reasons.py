@@ -40,7 +40,7 @@ EAGER_CALLS: Mapping[str, Reason] = {
     "released": Reason("release() has ended the graphs", "make new graphs if you want some", None),
     "capture_failed": Reason(
         "the capture has failed, and the model is eager",
-        "mend what the message names, then call graphs.recapture()",
+        f"mend what the message names, then {CAPTURE_AGAIN}",
         None,
     ),
     "differs_from_eager": Reason(
@@ -122,7 +122,10 @@ EAGER_CALLS: Mapping[str, Reason] = {
         "leave layers under checkpointing out of the scopes",
     ),
     "gradient_checkpointing": Reason(
-        "gradient checkpointing of transformers is on for this layer", "nothing to do", None
+        "gradient checkpointing of transformers is on for this layer",
+        "turn it off for graphs, if the memory is enough (gradient_checkpointing=False, which TRL "
+        "sets to True)",
+        None,
     ),
     "dispatch_mode": Reason(
         "a mode of torch sees every operation (FlopCounterMode, fake tensors)",
