@@ -60,6 +60,7 @@ _HOST_READ = (
     "(torch.where in place of if), read them outside of what is captured, or choose scopes that "
     "leave this module out"
 )
+_LOOP_OVER_EXPERTS = " (MoELayer.from_experts converts a loop over experts: docs/own_block.md)"
 
 
 def source_line(summary: traceback.StackSummary) -> str:
@@ -223,7 +224,8 @@ class Trace(Operations):
     def _check(self, func: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> None:
         operation = func.overloadpacket
         if (tensors or not tensor_leaves(args)) and _depends_on_values(func, args):
-            _refuse(operation, _HOST_READ)
+            of_indices = operation is torch.ops.aten.nonzero
+            _refuse(operation, _HOST_READ + (_LOOP_OVER_EXPERTS if of_indices else ""))
         generator = kwargs.get("generator")
         if generator is not None and generator._cdata not in self._generators:
             _refuse(

@@ -51,6 +51,14 @@ def test_a_read_on_the_host_names_the_line_and_the_ways_out():
         train_step(model, graphs, data("cpu"))
 
 
+def test_a_loop_over_experts_names_the_conversion():
+    model = build("cpu")
+    model.first.inside = lambda x: x.index_add(0, torch.where(x[:, 0] > 0)[0], x[x[:, 0] > 0])
+    graphs = moe_graphs.graph(model, scopes(warmup_steps=1))
+    with pytest.warns(GraphWarning, match="MoELayer.from_experts converts a loop over experts"):
+        train_step(model, graphs, data("cpu"))
+
+
 class Tracer:
     def __call__(self, *_) -> None:
         pass
