@@ -205,7 +205,8 @@ def train(
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="The run's directory. (default: a new one in runs/)")
+        Path | None,
+        typer.Option(help="The run's directory. (default: a new one in runs/, with --resume, too)"),
     ] = None,
     checkpoint_every: Annotated[
         int, typer.Option(help="Steps between checkpoints; 0 writes one at the end.")
