@@ -1,6 +1,4 @@
-"""A model that is compiled around its scopes: the compiler breaks its graph at each scope, and the
-scope replays.
-"""
+"""A compiled model breaks its graph at each scope, and the scope replays."""
 
 import contextlib
 from collections.abc import Callable
