@@ -131,7 +131,7 @@ class BufferLease:
         """
         found = self._references()
         if found < self._known:
-            self._known = found  # the missing references were garbage of the engine
+            self._known = found  # the difference was garbage of the engine's
         return found - self._known
 
     def is_held(self) -> bool:
@@ -174,7 +174,7 @@ class BufferLease:
     def _move(self) -> bool:
         """Gives tensors that callers hold memory of their own, unless a view is held as well."""
         found = {id(tensor): tensor for ref in self.handed if (tensor := ref()) is not None}
-        alive = list(filter(self._has, found.values()))  # the others have already moved
+        alive = list(filter(self._has, found.values()))  # the others have moved by themselves
         del found
         if self.settle() != len(alive):
             return False
@@ -210,10 +210,15 @@ class Leases:
         That is the memory of graphs that were captured there or later. False if some of it is still
         held; the lease of that memory stays out.
         """
-        if not self._rows:
-            return True
-        self._rows = [row for row in self._rows if row[0] < first or not row[1].reclaim()]
-        return not self._rows or all(position < first for position, _ in self._rows)
+        out, is_free = [], True
+        for position, lease in self._rows:
+            if position < first:
+                out.append((position, lease))
+            elif not lease.reclaim():
+                out.append((position, lease))
+                is_free = False
+        self._rows = out
+        return is_free
 
 
 @contextlib.contextmanager

@@ -26,17 +26,18 @@ from moe_graphs.engine.tensors import is_call
 from moe_graphs.errors import CaptureError
 
 _NOT_ASKED = 0
-"""``is_first_fp8_module`` while no module is to be first.
+"""``is_first_fp8_module`` while nothing is to be first: false, and another object than the
+``False`` that a module leaves behind which has asked."""
 
-It is false, but it is another object than the ``False`` that a module leaves after asking.
-"""
+
+_MANAGED_BY = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")
+# Whether Transformer Engine was not imported yet. Every call asks, so no Python runs for it.
+is_absent = functools.partial(sys.modules.keys().isdisjoint, frozenset(_MANAGED_BY))
 
 
 def _manager() -> Any:
     """Manager of Transformer Engine's global state; None if it was not imported."""
-    module = sys.modules.get("transformer_engine.pytorch.quantization") or sys.modules.get(
-        "transformer_engine.pytorch.fp8"
-    )
+    module = next(filter(None, map(sys.modules.get, _MANAGED_BY)), None)
     return getattr(module, "FP8GlobalStateManager", None)
 
 
@@ -199,7 +200,7 @@ def _copies(tensors: list[Tensor]) -> list[Tensor]:
     return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-# ---- the state of a module
+# ---- of a module
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -210,7 +211,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """
     found = {f"cu_seqlens for {key}": tensor for key, tensor in (_lengths() or {}).items()}
     if is_enabled():
-        found[_FLAG] = _skipping()
+        found[FLAG] = _skipping()
     for name, each in _with_fp8(module):
         for key in ("scaling_fwd", "scaling_bwd"):
             state = each.fp8_meta.get(key)
@@ -283,7 +284,7 @@ def is_bookkeeping(value: Any) -> bool:
 
     The parts of it that a graph has baked in are compared as ``surroundings`` and ``tensors_of``.
     """
-    module = type(value).__module__  # for some classes this is no string
+    module = type(value).__module__  # of some classes no string
     of_its_own = isinstance(module, str) and module.startswith("transformer_engine.")
     return of_its_own or (value is _lengths() and isinstance(value, dict))
 
@@ -324,7 +325,7 @@ def _unsupported(module: Any) -> str | None:
     return None
 
 
-# ---- replays
+# ---- of a replay
 
 
 def with_flag_on_device(inputs: Any) -> Any:
@@ -333,14 +334,14 @@ def with_flag_on_device(inputs: Any) -> Any:
     The argument says whether modules cast their weights again. One graph serves both values: it
     reads the flag on the device, and an object that stands for both takes the argument's place.
     """
-    is_first = inputs[1].get(_FLAG) if is_call(inputs) else None
+    is_first = inputs[1].get(FLAG) if is_call(inputs) else None
     if type(is_first) is not bool or not is_enabled() or _state() is None:
         return inputs
     _skipping().fill_(not is_first)
-    return inputs[0], {**inputs[1], _FLAG: _IS_FIRST_MICROBATCH}
+    return inputs[0], {**inputs[1], FLAG: _IS_FIRST_MICROBATCH}
 
 
-_FLAG = "is_first_microbatch"
+FLAG = "is_first_microbatch"
 
 
 class _IsFirstMicrobatch:
@@ -351,7 +352,7 @@ class _IsFirstMicrobatch:
         )
 
     def __repr__(self) -> str:
-        return _FLAG
+        return FLAG
 
 
 _IS_FIRST_MICROBATCH = _IsFirstMicrobatch()

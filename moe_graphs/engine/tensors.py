@@ -24,12 +24,12 @@ from moe_graphs.engine.reasons import EAGER_CALLS
 
 # ---- plain Python values: the same bit for bit, not merely equal
 
-# These types are compared by value, because nothing inside them can change.
+# Compared by value: they cannot change inside.
 PLAIN = (
     bool, int, float, complex, str, bytes, type(None), type(...),
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, range,
 )  # fmt: skip
-# These types are compared by identity, and nothing inside them is followed as data.
+# Compared by identity, and nothing in them is followed as data.
 BY_IDENTITY = (
     type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, enum.Enum,
     torch.Generator, property,
@@ -60,7 +60,7 @@ def same_value(a: Any, b: Any) -> bool:
         return False
 
 
-# ---- tensors that wrap another one: a DTensor's memory is that of its local shard
+# ---- tensors that stand for another one: a DTensor's memory is that of its local shard
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -243,7 +243,7 @@ class Signature:
             difference = spec.mismatch(leaf)
             if difference is not None:
                 return difference
-        if _first_of_each(leaves) != self.first:
+        if len(leaves) > 1 and _first_of_each(leaves) != self.first:
             message = "captured with other arguments being the very same tensor: call it alike"
             return Mismatch("aliases", message)
         return None
@@ -263,9 +263,11 @@ def flatten(inputs: Any) -> tuple[list[Any], pytree.TreeSpec]:
     If all arguments are tensors by position, this takes a tenth of the time.
     """
     if is_call(inputs) and not inputs[1]:
-        leaves = inputs[0]
-        if all(isinstance(leaf, torch.Tensor) for leaf in leaves):
-            return list(leaves), _of_tensors(len(leaves))
+        for leaf in inputs[0]:
+            if not isinstance(leaf, torch.Tensor):
+                break
+        else:
+            return list(inputs[0]), _of_tensors(len(inputs[0]))
     return pytree.tree_flatten(inputs)
 
 
@@ -315,15 +317,15 @@ def tensor_leaves(tree: Any) -> list[torch.Tensor]:
 
 def _first_of_each(leaves: Sequence[Any]) -> tuple[int, ...]:
     """Per leaf, the number of the first leaf that is the same tensor; constants have their own."""
-    tensors = [
-        id(leaf) if isinstance(leaf, torch.Tensor) else -1 - i for i, leaf in enumerate(leaves)
-    ]
-    if len(set(tensors)) == len(tensors):
-        return tuple(range(len(tensors)))
-    return tuple(map(tensors.index, tensors))
+    numbers: dict[int, int] = {}
+    first = []
+    for number, leaf in enumerate(leaves):
+        is_tensor = isinstance(leaf, torch.Tensor)
+        first.append(numbers.setdefault(id(leaf), number) if is_tensor else number)
+    return tuple(first)
 
 
-# ---- static buffers: memory at fixed addresses, and copies into and out of it
+# ---- static buffers: memory at fixed addresses, and copies into it and out of it
 
 
 def static_copy(tensor: Tensor) -> Tensor:
@@ -413,6 +415,11 @@ def communicates(func: Any) -> bool:
     return _namespace(func) == "c10d"
 
 
+def returns_work(func: Any) -> bool:
+    """Whether its results have to be waited for: it communicates, by c10d or for DTensors."""
+    return _namespace(func) in ("c10d", "_c10d_functional")
+
+
 def sends(func: Any) -> bool:
     """Whether an operation sends to one rank.
 
@@ -455,8 +462,7 @@ def _done() -> torch.ScriptObject:
 
 
 # ---- storages whose memory comes and goes by ``resize_``
-# FSDP2 gathers parameters into such storages. ``resize_`` is no operation, so no dispatch mode sees
-# it.
+# FSDP2 gathers parameters into such storages. No operation does it, so no dispatch mode sees it.
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from moe_graphs.engine.tensors import (
     arrived,
     communicates,
     noting_resizes,
+    returns_work,
     sends,
     tensor_leaves,
     wait,
@@ -34,12 +35,13 @@ from moe_graphs.errors import CaptureError
 class Tape(Graph):
     """The recorded calls.
 
-    Each is a tuple of modes, op, arguments, keyword arguments, and tensors that receive the
-    results. The modes are those of ``_modes``: kernels of recurrent layers ask for them.
+    Each is a tuple of modes, op, arguments, keyword arguments, tensors that receive the results,
+    and whether the op returns work to wait for. The modes are those of ``_modes``: kernels of
+    recurrent layers ask for them.
     """
 
     def __init__(self) -> None:
-        self.calls: list[tuple[tuple[bool, bool], Any, tuple, dict, list[torch.Tensor]]] = []
+        self.calls: list[tuple[tuple[bool, bool], Any, tuple, dict, list[torch.Tensor], bool]] = []
         self._grown: set[int] = set()
 
     @property
@@ -50,25 +52,20 @@ class Tape(Graph):
     def replay(self) -> None:
         # The casts are on the tape: the caller's autocast must not cast again.
         with torch.autocast("cpu", enabled=False), contextlib.ExitStack() as at_the_end:
-            for modes, func, args, kwargs, outputs in self.calls:
-                if sends(func):
-                    # Arguments are copied, because the caller may write to them before
-                    # communication has ended.
-                    args = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, args)
-                with _under(modes):
-                    results = func(*args, **kwargs)
-                    if sends(func):
-                        at_the_end.callback(_wait_with, results, args)
-                    elif communicates(func):
-                        wait(results)
-                    arrived(func, results)
+            now = _modes()
+            for modes, func, args, kwargs, outputs, is_work in self.calls:
+                with contextlib.nullcontext() if modes == now else _under(modes):
+                    if is_work:
+                        results = _communicate(func, args, kwargs, at_the_end)
+                    else:
+                        results = func(*args, **kwargs)
                     for output, result in zip(outputs, tensor_leaves(results), strict=True):
                         if output.data_ptr() != result.data_ptr():
                             output.copy_(result)
 
     def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Notes a ``resize_`` for the replays: tensors of the tape's calls lie on this storage."""
-        self.calls.append((_modes(), _resize, (storage, nbytes), {}, []))
+        self.calls.append((_modes(), _resize, (storage, nbytes), {}, [], False))
         if nbytes:
             self._grown.add(storage._cdata)
 
@@ -78,7 +75,7 @@ class Tape(Graph):
         Raises:
             CaptureError: if memory was freed that a replay writes to without allocating it.
         """
-        written = (output for *_, outputs in self.calls for output in outputs if output.numel())
+        written = (output for call in self.calls for output in call[4] if output.numel())
         storages = (output.untyped_storage() for output in written)
         if any(not each.nbytes() and each._cdata not in self._grown for each in storages):
             raise CaptureError("it frees the storage of a tensor (resize_(0)): drop the tensor")
@@ -93,10 +90,22 @@ def _modes() -> tuple[bool, bool]:
 
 
 def _under(modes: tuple[bool, bool]) -> contextlib.AbstractContextManager[Any]:
-    if modes == _modes():
-        return contextlib.nullcontext()
     grad, inference = modes
     return torch.inference_mode() if inference else torch.set_grad_enabled(grad)
+
+
+def _communicate(func: Any, args: tuple, kwargs: dict, at_the_end: contextlib.ExitStack) -> Any:
+    """Runs an operation that communicates, and waits for it: for one that sends, at the end."""
+    if sends(func):
+        # What is on its way is not written to before it has arrived.
+        args = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, args)
+    results = func(*args, **kwargs)
+    if sends(func):
+        at_the_end.callback(_wait_with, results, args)
+    elif communicates(func):
+        wait(results)
+    arrived(func, results)
+    return results
 
 
 def _wait_with(results: Any, _sent: Any) -> None:
@@ -115,12 +124,11 @@ class _Recorder(DispatchMode):
     def see(self, func: Any, args: tuple, kwargs: dict) -> Any:
         out = func(*args, **kwargs)
         if _is_view(func) or func.namespace == "profiler":
-            return out  # a view of static memory needs no call in a replay
-        # Arguments are detached: the tape must hold neither the autograd graph nor its saved
-        # tensors.
+            return out  # static memory seen through other metadata: nothing to do on replay
+        # Detached: the tape must hold neither the autograd graph nor what it saves.
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
         outputs = [t.detach() for t in tensor_leaves(out)]
-        self.tape.calls.append((_modes(), func, args, kwargs, outputs))
+        self.tape.calls.append((_modes(), func, args, kwargs, outputs, returns_work(func)))
         return out
 
 

@@ -29,20 +29,20 @@ from moe_graphs.engine.callables.arguments import (
 )
 from moe_graphs.engine.callables.capture_ahead import capture_slot, check_unused
 from moe_graphs.engine.callables.order import Action, slots
-from moe_graphs.engine.capture_errors import explaining_errors_of
 from moe_graphs.engine.guards import torch_state
 from moe_graphs.engine.guards.guards import Guards
 from moe_graphs.engine.partial.capture import Recorder
-from moe_graphs.engine.partial.graphed_scope import Captured, Chunk, GraphedScope, report_of
+from moe_graphs.engine.partial.graphed_scope import Captured, GraphedScope, report_of
 from moe_graphs.engine.partial.plan import CallMemory, Plan, memory_plan
 from moe_graphs.engine.partial.replay import DelayedWeights
 from moe_graphs.engine.partial.scope import Call, Scope
-from moe_graphs.engine.partial.slots import PlannedCall, Slot
+from moe_graphs.engine.partial.slots import Chunk, PlannedCall, Slot
 from moe_graphs.engine.partial.trials import Hooks, ScopeCall, Trials
 from moe_graphs.engine.ranks import ALONE, Ranks
 from moe_graphs.engine.report import FallbackWarning, Report
 from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.tensors import Mismatch, Signature, tensor_leaves
+from moe_graphs.engine.trial_run import explaining_errors_of
 from moe_graphs.errors import CaptureError, GraphError
 
 C = TypeVar("C", bound="Callable[..., Any] | tuple[Callable[..., Any], ...]")

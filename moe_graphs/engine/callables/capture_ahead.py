@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_graphs.engine.capture_errors import explaining_errors_of
 from moe_graphs.engine.partial.capture import Recorder
 from moe_graphs.engine.partial.slots import CallSite, PendingBackward, Slot
 from moe_graphs.engine.partial.trials import ScopeCall
 from moe_graphs.engine.snapshot import Snapshot
+from moe_graphs.engine.trial_run import explaining_errors_of
 from moe_graphs.errors import GraphError
 
 # ---- the capture of a slot on sample arguments

@@ -18,6 +18,7 @@ from moe_graphs.engine.fp8 import is_bookkeeping
 from moe_graphs.engine.guards.bytecode_names import AccessedNames, functions_of
 from moe_graphs.engine.guards.introspection import (
     GONE,
+    Cell,
     Container,
     are_of_fsdp,
     check_not_keyed_by_weights,
@@ -33,7 +34,7 @@ from moe_graphs.engine.tensors import Mismatch, is_wrapped, same_value, unwrap
 from moe_graphs.engine.tracing import address
 from moe_graphs.errors import CaptureError
 
-# ---- the fast path: every container still holds the very same objects
+# ---- the fast path: every place holds the very object that it held
 
 
 def _notices_attributes(version_of: Callable[[dict], int]) -> bool:
@@ -48,7 +49,7 @@ def _notices_attributes(version_of: Callable[[dict], int]) -> bool:
 
     owner = Owner()
     held = vars(owner)
-    for value in range(50):  # the interpreter specialises the code after some calls
+    for value in range(50):  # and when the interpreter has specialised it
         before = version_of(held)
         owner.a = value + 1
         if version_of(held) == before:
@@ -61,28 +62,42 @@ def _notices_attributes(version_of: Callable[[dict], int]) -> bool:
 
 
 Contents = tuple[Container, dict[Any, Any]]
-# The version of a dictionary, which every change of the dictionary changes: Python's own version,
-# or that of a watcher.
+# The version of a dictionary, which any change of it changes: Python's own, or that of a watcher.
 _version_of: Callable[[dict], int] | None = getattr(of_dynamo, "dict_version", None)
 if _version_of is not None and not _notices_attributes(_version_of):
     _version_of = None
 _OFTEN = 3
+_CODE_OF = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
 class FastPath:
-    """Compares containers with what they held when it was made, in a few loops in C.
+    """Comparison of containers, cells, types and code with those of the capture, by loops in C.
 
     Args:
         contents: containers, each with what it holds now.
-        noisy: ids of holders that change in ways that do not matter; they are compared by name.
-        matter: ids of the tensors whose identity matters; other tensors may be exchanged.
+        cells: cells, each with its value now.
+        typed, functions: objects whose types and functions whose code are compared.
+        noisy: ids of holders that change in ways that do not matter: they are compared by name.
+        matter: ids of the tensors whose identity matters; others may be exchanged.
     """
 
     def __init__(
-        self, contents: Sequence[Contents], noisy: Collection[int], matter: Collection[int]
+        self,
+        contents: Sequence[Contents],
+        cells: Sequence[tuple[Cell, Any]],
+        typed: Sequence[Any],
+        functions: Sequence[types.FunctionType],
+        noisy: Collection[int],
+        matter: Collection[int],
     ) -> None:
         self._contents, self._noisy, self._matter = contents, noisy, matter
-        # Ids of dictionaries -> how often they changed in ways that do not matter.
+        by_identity = [pair for pair in cells if not pair[0].is_copy]
+        by_value = [pair for pair in cells if pair[0].is_copy]
+        self._cells = [[cell.read for cell, _ in by_identity], [value for _, value in by_identity]]
+        self._copies = [[cell for cell, _ in by_value], [value for _, value in by_value]]
+        self._typed, self._types = typed, list(map(type, typed))
+        self._functions, self._code = functions, list(map(_CODE_OF, functions))
+        # By the ids of dictionaries: how often they changed in ways that do not matter.
         self._changes: Counter[int] = Counter()
         self._begin()
 
@@ -101,14 +116,22 @@ class FastPath:
         return type(holder) is dict and not holder and id(holder) not in self._noisy
 
     def _has_version(self, holder: Any) -> bool:
-        # A dictionary that changes all the time, like the globals of a script, is not compared by
-        # version.
+        # Not if it changes all the time, like the globals of a script.
         restless = self._changes[id(holder)] >= _OFTEN
         return _version_of is not None and type(holder) is dict and not restless
 
     def is_true(self) -> bool:
-        if any(self._empty):
-            return False
+        """Whether everything is the very same object."""
+        return (
+            not any(self._empty)
+            and self._contents_are_same()
+            and all(map(is_, map(operator.call, self._cells[0]), self._cells[1]))
+            and all(map(Cell.is_still, *self._copies))
+            and list(map(type, self._typed)) == self._types
+            and list(map(_CODE_OF, self._functions)) == self._code
+        )
+
+    def _contents_are_same(self) -> bool:
         versions = list(map(_version_of, self._dicts))
         if versions == self._versions:
             return self._others.are_same()
@@ -138,7 +161,7 @@ class _Columns:
     ) -> None:
         keyed = [pair for pair in contents if not _is_compared_whole(pair[0], noisy)]
         self._holders = [c.holder for c, _ in contents if _is_compared_whole(c, noisy)]
-        # The views of dictionaries are live: they show the values of the time when they are read.
+        # The views of dictionaries are live: they show the values of the time they are read.
         self._now = list(map(elements, self._holders))
         self._sizes = list(map(len, self._now))
         self._values = list(chain.from_iterable(self._now))
@@ -148,10 +171,9 @@ class _Columns:
             for key, value in held.items()
             if not isinstance(value, Tensor) or id(value) in matter
         ]
-        self._of_dicts = _columns(rows, dict)
-        self._of_classes = _columns(rows, types.MappingProxyType)
-        # Names that may appear: they are compared one by one or, if they are many, all names of the
-        # holder are.
+        by_kind = [(kind, _columns(rows, kind)) for kind in (dict, types.MappingProxyType)]
+        self._entries = [(kind.get, *columns) for kind, columns in by_kind if columns[0]]
+        # Names that may come: each by itself, or whether the holder's names are the same.
         absent = [(c.holder, c.absent(held)) for c, held in keyed]
         few = [(holder, keys) for holder, keys in absent if len(keys) <= len(holder)]
         self._absent = [[h for h, keys in few for _ in keys], [k for _, keys in few for k in keys]]
@@ -160,19 +182,14 @@ class _Columns:
         self._names_known = list(map(frozenset, many))
 
     def are_same(self) -> bool:
-        return (
-            self._hold_the_same()
-            and _have(dict, *self._of_dicts)
-            and _have(types.MappingProxyType, *self._of_classes)
-            and not any(map(contains, *self._absent))
-            and self._names_of_many == self._names_known
-        )
-
-    def _hold_the_same(self) -> bool:
-        if not self._holders:
-            return True
-        same_sizes = list(map(len, self._now)) == self._sizes
-        return same_sizes and all(map(is_, chain.from_iterable(self._now), self._values))
+        if list(map(len, self._now)) != self._sizes or not all(
+            map(is_, chain.from_iterable(self._now), self._values)
+        ):
+            return False
+        for get, holders, keys, values in self._entries:
+            if not all(map(is_, map(get, holders, keys, repeat(GONE)), values)):
+                return False
+        return not any(map(contains, *self._absent)) and self._names_of_many == self._names_known
 
     def changed(self) -> list[Any]:
         before, found = iter(self._values), []
@@ -195,16 +212,10 @@ def _columns(rows: Sequence[tuple], kind: type) -> tuple[list, list, list]:
     return tuple([row[i] for row in chosen] for i in range(3))  # type: ignore[return-value]
 
 
-def _have(kind: type, holders: list, keys: list, values: list) -> bool:
-    return not values or all(map(is_, map(kind.get, holders, keys, repeat(GONE)), values))
-
-
 # ---- the comparison by value and path
 
-_CODE_OF = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _TensorGuards = getattr(of_dynamo, "TensorGuards", None)
-# Only in builds with CUDA.
-_SAME_ADDRESSES = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+_SAME_ADDRESSES = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)  # with CUDA
 _NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
 
@@ -264,17 +275,15 @@ class Guards:
         """The first difference from the capture, or None. Reads no values of tensors."""
         if self._is_empty:
             return None
-        if not self._fast_path_holds():
+        if not self._fast_path.is_true():
             difference = self._compare_by_path()
             if difference is not None:
                 return difference
-        if any(self._hooks) or self._hooks_of_fsdp != [list(hooks) for hooks in self._with_fsdp]:
+        if any(self._hooks) or self._hooks_of_fsdp != list(map(list, self._with_fsdp)):
             return self._other_hooks()
-        return (
-            None
-            if self._address_guards.is_same()
-            else self._address_guards.mismatch(list(self._places))
-        )
+        if self._address_guards.is_same():
+            return None
+        return self._address_guards.mismatch(list(self._places))
 
     def _other_hooks(self) -> Mismatch:
         """The mismatch that names a module which has hooks now, and whose hooks they are."""
@@ -379,35 +388,21 @@ class Guards:
         self.cells = [(cell, cell.read()) for cell in found.cells]
         matter = {id(leaf) for leaf in found.leaves.values() if is_bookkeeping(leaf)}
         matter.update(map(id, found.tensors.values()))
-        self._fast_path = FastPath(self.contents, self._noisy, matter)
+        typed = [*(module for _, module in found.modules), *found.kinds]
+        self._fast_path = FastPath(
+            self.contents, self.cells, typed, found.functions, self._noisy, matter
+        )
         inside = (module for _, module in found.modules if id(module) not in self._outside)
         hooks = [each for module in inside for each in hooks_of(module)]
         self._with_fsdp = [each for each in hooks if each and self._are_known(each)]
         self._hooks = [each for each in hooks if not (each and self._are_known(each))]
         self._hooks_of_fsdp = list(map(list, self._with_fsdp))
-        self._typed = [*(module for _, module in found.modules), *found.kinds]
-        self._types = list(map(type, self._typed))
-        self._functions = found.functions
-        self._code = list(map(_CODE_OF, self._functions))
-        quick = (
-            (self.contents, self._fast_path.is_true),
-            (self.cells, self._cells_are_still),
-            (self._typed, lambda: list(map(type, self._typed)) == self._types),
-            (self._functions, lambda: list(map(_CODE_OF, self._functions)) == self._code),
-        )
-        self._quick = [is_true for compared, is_true in quick if compared]
-        self._is_empty = not (self._quick or self._places)
+        compared = (self.contents, self.cells, typed, found.functions, self._places)
+        self._is_empty = not any(compared)
         self.draws = [(name, rng, state_of(rng)) for name, rng in found.draws]
 
     def _are_known(self, hooks: dict) -> bool:
         return self._sharded and are_of_fsdp(hooks)
-
-    def _fast_path_holds(self) -> bool:
-        """Whether the fast path finds that every object is the very same."""
-        return all(map(operator.call, self._quick))
-
-    def _cells_are_still(self) -> bool:
-        return all(cell.is_still(value) for cell, value in self.cells)
 
     def _compare_by_path(self) -> Mismatch | None:
         """The first difference by path, or None.
@@ -426,7 +421,7 @@ class Guards:
             if found.orders.get(name) != order:
                 return _difference(name, order, found.orders.get(name, GONE))
         self._noisy.update(map(id, self._fast_path.changed()))
-        # Other tensors may lie by now at an address that the block has read.
+        # By now others may lie where the block has read something.
         found.tensors = {n: t for n, t in found.tensors.items() if n in self._found.tensors}
         self._adopt(found)
         return None

@@ -65,8 +65,21 @@ class TorchState:
         if of_backward:
             del self._getters[_FP8]
         self._state = {name: get() for name, get in self._getters.items()}
-        self._calls, self._values = list(self._getters.values()), list(self._state.values())
         self._fp8 = fp8.Autocast()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Prepares the quick comparison, which runs no Python.
+
+        It serves as long as there is no mode over torch's functions and no Transformer Engine.
+        """
+        getters = dict(self._getters)
+        if not torch._C._len_torch_function_stack():
+            getters["default device"] = torch._C._len_torch_function_stack
+        if _FP8 in getters and fp8.is_absent():
+            getters[_FP8] = fp8.is_absent
+        self._calls = list(getters.values())
+        self._values = list(map(operator.call, self._calls))
 
     def mismatch(self) -> Mismatch | None:
         """The first difference from the present state, or None. Takes some five microseconds."""
@@ -78,6 +91,7 @@ class TorchState:
                 reason = "autocast" if name.startswith("autocast") else "context"
                 message = f"{name} was {before!r} where it was captured and is {after!r} now"
                 return Mismatch(reason, f"{message}: keep it the same around every call")
+        self._begin()  # Transformer Engine was imported since
         return None
 
     @property
@@ -136,7 +150,7 @@ def reason_of_modes() -> str | None:
         return "global_module_hooks"
     if torch._C._len_torch_function_stack() and _default_device() is _UNKNOWN:
         return "function_mode"
-    return fp8.reason_to_run_eagerly()
+    return None if fp8.is_absent() else fp8.reason_to_run_eagerly()
 
 
 _UNKNOWN = object()

@@ -26,7 +26,6 @@ from moe_graphs.engine.buffer_lease import (
     reason_to_copy,
     references_of_the_engine,
 )
-from moe_graphs.engine.capture_errors import explaining_errors_of
 from moe_graphs.engine.fp8 import Scales
 from moe_graphs.engine.guards.bytecode_names import AccessedNames
 from moe_graphs.engine.guards.guards import Guards
@@ -56,6 +55,7 @@ from moe_graphs.engine.tensors import (
     unwrap,
 )
 from moe_graphs.engine.tracing import Operations, address, differing_op
+from moe_graphs.engine.trial_run import explaining_errors_of
 from moe_graphs.errors import CaptureError
 
 

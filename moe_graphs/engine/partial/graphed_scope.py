@@ -9,15 +9,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from moe_graphs.engine import fp8
 from moe_graphs.engine.backends.backend import Backend
-from moe_graphs.engine.fp8 import with_flag_on_device
 from moe_graphs.engine.guards.bytecode_names import AccessedNames
 from moe_graphs.engine.partial.capture import Recorder
 from moe_graphs.engine.partial.observation import Observation
 from moe_graphs.engine.partial.plan import MemoryPlan
 from moe_graphs.engine.partial.replay import DelayedWeights, replay
 from moe_graphs.engine.partial.scope import Call, Scope
-from moe_graphs.engine.partial.slots import CallSite, Slot
+from moe_graphs.engine.partial.slots import CallSite, Chunk, Slot
 from moe_graphs.engine.partial.trials import ScopeCall
 from moe_graphs.engine.reasons import BACKWARD, EAGER_CALLS
 from moe_graphs.engine.report import FallbackWarning, Report, ScopeReport, occupancy_of
@@ -25,42 +25,7 @@ from moe_graphs.engine.tensors import Mismatch, flatten
 from moe_graphs.errors import CaptureError, GraphError
 from moe_graphs.portable_launches import portable_launches
 
-# ---- what is captured or will be: chunks of slots of call sites
-
-
-class Chunk:
-    """The slots of one part of the model through which microbatches pass independently."""
-
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self.slots = tuple(slots)
-        self._current: Slot | None = self.slots[0]
-
-    def next_site(self, scope: str) -> tuple[Slot, CallSite] | Mismatch:
-        """The slot and call site of the next call of ``scope``; a mismatch if slots are full.
-
-        The call belongs to the microbatch whose forward is running, or it starts the next
-        microbatch in a free slot.
-        """
-        site = self._current.next_site(scope) if self._current is not None else None
-        if site is None:
-            free = [slot for slot in self.slots if not slot.in_flight()]
-            self._current = min(free, key=Slot.retains, default=None)
-            if self._current is None:
-                return self._full()
-            self._current.begin()
-            site = self._current.next_site(scope)
-        return self._current, site
-
-    def _full(self) -> Mismatch:
-        """The mismatch of a microbatch that found no slot; all of its calls run eagerly."""
-        waiting = self.slots[0].in_flight()[0].site.name
-        message = (
-            f"{len(self.slots)} microbatches are in flight (the backward of {waiting!r} is still "
-            f"to come), one more forward would make {len(self.slots) + 1}, and "
-            f"{len(self.slots)} were captured, the most that the observed steps had: "
-            f"{EAGER_CALLS['slots_full'].remedy}"
-        )
-        return Mismatch("slots_full", message)
+# ---- what was captured, or is to be
 
 
 class Captured:
@@ -68,7 +33,7 @@ class Captured:
 
     def __init__(self, chunks: Sequence[Chunk], recorder: Recorder, memory: MemoryPlan) -> None:
         self.chunks, self.recorder, self.memory = tuple(chunks), recorder, memory
-        self._of_scope = {
+        self.chunk_of_scope = {
             site.name: chunk for chunk in self.chunks for site in chunk.slots[0].sites
         }
 
@@ -101,13 +66,6 @@ class Captured:
         own = (tensor for forward in recorded for tensor in forward.static_tensors())
         return [*self.recorder.shared.values(), *own]
 
-    def next_site(self, scope: str) -> tuple[Slot, CallSite] | Mismatch:
-        """The slot and call site of the next call of ``scope``, or the reason why there is none."""
-        chunk = self._of_scope.get(scope)
-        if chunk is None:
-            return Mismatch("not_observed", str(EAGER_CALLS["not_observed"]))
-        return chunk.next_site(scope)
-
     def end_step(self) -> None:
         for slot in self.slots:
             slot.end_step()
@@ -118,9 +76,10 @@ class Captured:
         self.recorder.shared.clear()
 
 
-# ---- the replacement of the forward of a scope's module
+# ---- what replaces the forward of a scope's module
 
 _NEVER = object()
+_NOT_OBSERVED = Mismatch("not_observed", str(EAGER_CALLS["not_observed"]))
 
 
 class Owner(Protocol):
@@ -147,12 +106,11 @@ class Owner(Protocol):
 
 
 class GraphedScope:
-    """Replacement of the forward of one scope's module, on that instance only.
+    """Stands in for the forward of one scope's module, on that instance only.
 
-    Attributes:
-        installed: the attributes that it has set on the module, itself among them.
-        why_eager: a function that is called with the module at every call. If it returns a word,
-            the call runs eagerly and is counted under that word.
+    installed: the attributes that it has set on the module, itself among them.
+    why_eager: asked at every call with the module, if there is one. Where it gives a word, the call
+    runs eagerly and is counted by that word.
     """
 
     def __init__(
@@ -161,10 +119,10 @@ class GraphedScope:
         self.graphs = graphs
         self.scope, self._name = scope, f"scope {scope.name!r}"
         self.on_mismatch = on_mismatch
-        self.delayed = delayed  # backwards whose weights' part waits
+        self.delayed = delayed  # where backwards wait for their weights' part
         self.eager_calls: Counter[str] = Counter()
         self.installed: dict[str, Any] = {}
-        self.why_eager: Callable[[nn.Module], str | None] = lambda module: None
+        self.why_eager: Callable[[nn.Module], str | None] | None = None
 
     def check_unpatched(self) -> None:
         """Checks that nobody has patched the module's forward.
@@ -208,19 +166,20 @@ class GraphedScope:
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         reason = self.graphs.eager_reason()
-        # The scope knows a better name for hooks of checkpointing.
-        if reason in (None, "saved_tensors_hooks"):
+        if self.why_eager is not None and reason in (None, "saved_tensors_hooks"):
+            # The scope knows a better name for hooks of checkpointing.
             reason = self.why_eager(self.scope.module) or reason
         if reason is not None:
             self.eager_calls[reason] += 1
             self.graphs.fallbacks.ran_eagerly(self._name, reason)
             return self.scope.forward(*args, **kwargs)
         call = Call(args, kwargs)
-        inputs = self.scope.prologue(call)
-        planned = with_flag_on_device(inputs)
-        if self.graphs.captured is None:
+        inputs = (args, kwargs) if self.scope.start is None else self.scope.prologue(call)
+        planned = fp8.with_flag_on_device(inputs) if fp8.FLAG in kwargs else inputs
+        captured = self.graphs.captured
+        if captured is None:
             return self._observe(inputs, planned, call)
-        return self._replay(inputs, planned, call)
+        return self._replay(captured, inputs, planned, call)
 
     def _observe(self, inputs: Any, planned: Any, call: Call) -> Any:
         self.eager_calls["warmup"] += 1
@@ -243,37 +202,36 @@ class GraphedScope:
         signature = self.graphs.observation.calls_by_signature[signature_id].signature
         return ScopeCall(self.scope, signature, flatten(inputs)[0], call, {})
 
-    def _replay(self, inputs: Any, planned: Any, call: Call) -> Any:
+    def _replay(self, captured: Captured, inputs: Any, planned: Any, call: Call) -> Any:
         """Replays the call, or runs it eagerly.
 
         ``planned`` are the inputs as they are captured; an eager call gets the original inputs.
         """
-        found = self.graphs.captured.next_site(self.scope.name)
+        chunk = captured.chunk_of_scope.get(self.scope.name)
+        found = _NOT_OBSERVED if chunk is None else chunk.next_site(self.scope.name)
         if isinstance(found, Mismatch):
             return self._mismatched(found, inputs, call)
         slot, site = found
         leaves, structure = flatten(planned)
-        recorder = self.graphs.captured.recorder
         mismatch = slot.mismatch(site, structure, leaves)
-        if slot.is_to_record(site):
-            mismatch = recorder.mismatch(site, mismatch)
+        if site.forward is None and slot.is_to_record(site):
+            mismatch = captured.recorder.mismatch(site, mismatch)
         if mismatch is None and site.forward is None:
-            produced = self._first_replay(slot, site, leaves, call)
+            produced = self._first_replay(captured.recorder, slot, site, leaves, call)
             mismatch = produced if isinstance(produced, Mismatch) else None
         elif mismatch is None:
             pending = slot.begin_replay(site, leaves)
-            produced = replay(slot, pending, recorder, self.delayed, leaves)
+            produced = replay(slot, pending, captured.recorder, self.delayed, leaves)
         if mismatch is not None:
             slot.skip(site)
             return self._mismatched(mismatch, inputs, call)
-        outputs = site.forward.build_outputs(produced)
-        return self.scope.epilogue(outputs, site.forward.exit, call)
+        outputs, exit = site.forward.build_outputs(produced), site.forward.exit
+        return outputs if exit is None else self.scope.epilogue(outputs, exit, call)
 
     def _first_replay(
-        self, slot: Slot, site: CallSite, leaves: list[Any], arguments: Call
+        self, recorder: Recorder, slot: Slot, site: CallSite, leaves: list[Any], arguments: Call
     ) -> list[Any] | Mismatch:
         """Captures the call, replays it, and compares that with eager."""
-        recorder = self.graphs.captured.recorder
         signature = site.planned.signature
         leased = frozenset(i for i in signature.tensors() if slot.output_at(leaves[i]) is not None)
         call = ScopeCall(self.scope, signature, leaves, arguments, {}, leased)

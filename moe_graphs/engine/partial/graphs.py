@@ -30,11 +30,10 @@ from torch import nn
 from moe_graphs.config import GraphConfig
 from moe_graphs.engine.backends import backend_for
 from moe_graphs.engine.backends.backend import Resources
-from moe_graphs.engine.capture_errors import explaining_errors_of
 from moe_graphs.engine.guards import torch_state
 from moe_graphs.engine.guards.bytecode_names import AccessedNames
 from moe_graphs.engine.partial.capture import Recorder
-from moe_graphs.engine.partial.graphed_scope import Captured, Chunk, install_all, report_of
+from moe_graphs.engine.partial.graphed_scope import Captured, install_all, report_of
 from moe_graphs.engine.partial.observation import Observation
 from moe_graphs.engine.partial.plan import (
     CallMemory,
@@ -46,12 +45,13 @@ from moe_graphs.engine.partial.plan import (
 )
 from moe_graphs.engine.partial.replay import DelayedWeights
 from moe_graphs.engine.partial.scope import find_scopes
-from moe_graphs.engine.partial.slots import BackwardPool, PlannedCall, Slot
+from moe_graphs.engine.partial.slots import BackwardPool, Chunk, PlannedCall, Slot
 from moe_graphs.engine.partial.trials import ScopeCall, Trials, Tried
 from moe_graphs.engine.ranks import ALONE, Ranks
 from moe_graphs.engine.report import FallbackWarning, Report
 from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.tensors import Mismatch
+from moe_graphs.engine.trial_run import explaining_errors_of
 from moe_graphs.engine.verify import warn
 from moe_graphs.errors import CaptureError, GraphError
 
@@ -138,7 +138,8 @@ class Graphs:
         if self._in_step:
             raise GraphError("graphs.step() does not nest: one step is already open")
         self._in_step = True
-        self.observation.begin_step()
+        if self.state == "warmup":
+            self.observation.begin_step()
         started = time.perf_counter()
         if self.state == "capturing":
             gc.collect()  # garbage is not collected while a capture runs

@@ -23,7 +23,7 @@ from moe_graphs.engine.fp8 import Scales
 from moe_graphs.engine.guards.guards import Guards
 from moe_graphs.engine.guards.torch_state import TorchState
 from moe_graphs.engine.partial.scope import Call, Exit
-from moe_graphs.engine.tensors import Mismatch, Signature, unflattening, unwrap
+from moe_graphs.engine.tensors import Signature, unflattening, unwrap
 
 Layouts = tuple[tuple[int, ...] | None, ...]
 versions_of = attrgetter("_version")
@@ -48,9 +48,6 @@ class ReplayConditions:
 
     guards: Guards
     context: TorchState
-
-    def mismatch(self) -> Mismatch | None:
-        return self.context.mismatch() or self.guards.mismatch()
 
 
 @dataclass(frozen=True)
@@ -102,6 +99,11 @@ class RecordedForward:
     @property
     def parameters(self) -> list[Tensor]:
         return [each for each in self.listed if isinstance(each, Tensor)]
+
+    @cached_property
+    def loads(self) -> list[tuple[int, Tensor]]:
+        """Numbers of the inputs that are loaded, each with its target."""
+        return list(zip(self.loaded, self.targets, strict=True))
 
     @cached_property
     def saved(self) -> list[Tensor]:
@@ -228,7 +230,10 @@ def has_tensors_inside(value: Any) -> bool:
 
 
 def layouts_of(incoming: Sequence[Tensor | None]) -> Layouts:
-    return tuple(None if gradient is None else gradient.stride() for gradient in incoming)
+    layouts: list[tuple[int, ...] | None] = []
+    for gradient in incoming:
+        layouts.append(None if gradient is None else gradient.stride())
+    return tuple(layouts)
 
 
 # ---- autograd's side of a recorded forward, until its backward is recorded

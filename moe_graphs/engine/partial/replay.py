@@ -16,7 +16,7 @@ from moe_graphs.engine import fp8
 from moe_graphs.engine.autograd import accumulates, has_hooks, is_wanted
 from moe_graphs.engine.buffer_lease import BufferLease
 from moe_graphs.engine.partial.capture import Recorder
-from moe_graphs.engine.partial.recording import RecordedBackward, layouts_of
+from moe_graphs.engine.partial.recording import RecordedBackward, layouts_of, versions_of
 from moe_graphs.engine.partial.slots import CallSite, PendingBackward, Slot
 from moe_graphs.engine.partial.verify import recompute
 from moe_graphs.engine.tensors import copy_to, unwrap
@@ -222,7 +222,7 @@ class Replay(torch.autograd.Function):
         # A replay changes these tensors unseen by autograd: an older autograd graph must notice.
         if site.forward.written:
             torch.autograd.graph.increment_version(site.forward.written)
-        pending.replayed()
+        pending.versions = list(map(versions_of, site.forward.saved))
         if site.forward.scales is not None:
             pending.is_first_in_fp8 = fp8.claim_first()
         outputs = site.hand_out()
@@ -303,14 +303,16 @@ def replay(
 ) -> list[Any]:
     """Replays the forward on the leaves of a call; returns the leaves of the outputs."""
     site = pending.site
-    listed = [leaves[each] if isinstance(each, int) else each for each in site.forward.listed]
+    listed = []
+    for each in site.forward.listed:
+        listed.append(leaves[each] if isinstance(each, int) else each)
     produced = _apply(slot, pending, recorder, delayed, leaves, *listed)
     site.note_handed(produced)
-    sources = {"graph": produced, "input": leaves}
-    return [
-        leaf.value if leaf.source == "constant" else sources[leaf.source][leaf.value]
-        for leaf in site.forward.output_leaves
-    ]
+    sources, outputs = {"graph": produced, "input": leaves}, []
+    for leaf in site.forward.output_leaves:
+        is_constant = leaf.source == "constant"
+        outputs.append(leaf.value if is_constant else sources[leaf.source][leaf.value])
+    return outputs
 
 
 def _part(slot: Slot, pending: PendingBackward, recorder: Recorder) -> WeightsPart:

@@ -1,13 +1,44 @@
-"""Slots: which recording a call replays and whether it may, for microbatches in flight.
+"""Slots: which recording a call replays, and whether it may; microbatches in flight, their order.
 
 A microbatch takes a ``Slot`` with its first forward and gives it back with its last backward. The
-recordings of a slot share a memory pool. So they may be replayed only in the order of their
-capture: all forwards, then the backwards. A replay may leave recordings out, but it may not go
-back; a comparison of two integers finds out. Every slot has a pool of its own, so microbatches in
-different slots may be interleaved in any way. The backwards of several slots share one more pool
-and run one at a time. What one backward leaves there is taken before the next one begins.
+recordings of a slot share a memory pool, so they may only be replayed in the order of their
+capture: all forwards, then the backwards. Leaving some out is right; going back is not, and is
+found here by comparing two integers. Slots have pools of their own, so any interleaving of
+microbatches that fits the slots is right. Backwards of several slots work in one more pool, which
+they share: one runs after the other, and what it leaves is taken before the next one begins.
 
 The first microbatch that takes a slot captures it.
+
+May this call be replayed, and where does it write? ``GraphedScope`` asks ``Chunk.next_site`` for
+the call site, and then ``Slot.mismatch``, in the order of this table. The first "no" is the reason
+that is counted. ``Slot.unreplayable`` is the same for a backward.
+
+| question | reason if the answer is no |
+|---|---|
+| can any graph serve the call? (``Owner.eager_reason``) | `paused`, `outside_step`, a mode, ... |
+| was the scope observed, and is a slot free? | `not_observed`, `slots_full` |
+| does its replay compute what eager does? (``PlannedCall.refused``) | `differs_from_eager` |
+| are the inputs those of the capture? (``Signature``) | `structure`, `shape`, `constant`, ... |
+| is the state of torch that of the capture? (``TorchState``) | `autocast`, `context` |
+| is all that Python can read as it was? (``Guards``) | `attribute`, `hooks`, `moved`, ... |
+| is static memory that this call writes needed by no backward? | `input_moved` |
+| does no caller hold that memory? (``BufferLease``) | `output_held`, `gradient_held` |
+
+| state of a call site | its next forward | where it writes |
+|---|---|---|
+| to be captured: the slot is not closed | is captured, on all ranks together | ``Slot.pool`` |
+| recorded: it has a ``forward`` | is replayed | ``forward.outputs``, once they are reclaimed |
+| left out: the slot is closed | runs eagerly (`not_captured`) | memory of the caller |
+| refused: ``planned.refused`` | runs eagerly, by that reason | memory of the caller |
+
+| state of its backward | the next backward | where it writes |
+|---|---|---|
+| to be captured: it is ``open`` | runs on autograd's graph of the capture, and is captured |
+``Slot.backward_pool``, and ``Slot.pool_of_first`` for ``first`` |
+| recorded: there is a ``backward`` | is replayed in the order of the capture (`out_of_order`) with
+gradients laid out as before (`other_layout`, `other_outputs`) | ``first.gradients`` if there is a
+``first`` and no ``.grad``, else ``backward.gradients`` |
+| neither | computes its forward anew (`not_captured`) | memory of the caller |
 """
 
 from __future__ import annotations
@@ -186,7 +217,7 @@ class CallSite:
             return True
         if index not in self.sources:
             return False
-        source, output = self.sources[index]  # the output may have been handed out as a copy
+        source, output = self.sources[index]  # which may be handed out as a copy
         return source.handed_as(leaf) == output and leaf._version == 0
 
     def needs_output(self, source: CallSite, output: int) -> bool:
@@ -201,17 +232,17 @@ class CallSite:
 
     def load(self, leaves: Sequence[Any]) -> None:
         """Copies the inputs into place, except those that are already there."""
-        for index, target in zip(self.forward.loaded, self.forward.targets, strict=True):
+        for index, target in self.forward.loads:
             if not self.is_in_place(index, leaves[index]):
                 copy_to(target, leaves[index])
 
     def hand_out(self) -> list[Tensor]:
         """The outputs of this replay, as new tensor objects."""
-        copied = self.planned.copied_outputs
-        return [
-            output.detach() if output.dim() and index not in copied else output.clone()
-            for index, output in enumerate(self.forward.outputs)
-        ]
+        copied, handed = self.planned.copied_outputs, []
+        for index, output in enumerate(self.forward.outputs):
+            is_copied = index in copied or not output.dim()
+            handed.append(output.clone() if is_copied else output.detach())
+        return handed
 
     def note_handed(self, outputs: Sequence[Tensor]) -> None:
         """Leases the outputs: the tensors as they come out of autograd."""
@@ -245,16 +276,15 @@ class CallSite:
 
 
 class PendingBackward:
-    """One replayed forward until its backward. It lives as long as the autograd graph needs it.
+    """One replayed forward until its backward. Lives as long as the autograd graph needs it.
 
-    Attributes:
-        is_done: whether its backward, or the part for the inputs, has run.
-        cancelled: whether its backward will never run.
-        weights: "with_backward" if one graph computes all gradients. Otherwise the graph of the
-            weight gradients is still to be replayed ("pending") or was replayed ("done").
-        random: positions of the random number generators before the forward, if it draws.
-        weight_gradients: weight gradients that were computed together with those of the inputs.
-        is_first_in_fp8: whether it contains the first module under Transformer Engine's autocast.
+    is_done: whether its backward, or the part for the inputs, has run; cancelled: it never will.
+    weights: "with_backward" where one graph computes all gradients, else whether the second one,
+        for the weights, is still to come ("pending") or was replayed ("done").
+    random: where the generators stood before the forward, if it draws.
+    weight_gradients: gradients of the weights that were computed with those of the inputs.
+    is_first_in_fp8: of the modules under Transformer Engine's autocast it has the first one.
+    versions: of the tensors that the backward needs, after the replay.
     """
 
     is_first_in_fp8 = False
@@ -266,16 +296,14 @@ class PendingBackward:
         self.random = random
         self.weight_gradients: list[Tensor | None] | None = None
         self._gradients: list[weakref.ref | None] = []
-        forward = site.forward
-        self._inputs = [(weakref.ref(leaves[i]), leaves[i]._version) for i in forward.saved_inputs]
-        self._versions: list[int] = []
+        self._inputs: list[tuple[weakref.ref, int]] = []
+        for index in site.forward.saved_inputs:
+            self._inputs.append((weakref.ref(leaves[index]), leaves[index]._version))
+        self.versions: list[int] = []
 
     @property
     def is_over(self) -> bool:
         return self.is_done and self.weights != "pending"
-
-    def replayed(self) -> None:
-        self._versions = list(map(versions_of, self.site.forward.saved))
 
     def note_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         if self.weights == "pending":
@@ -296,13 +324,14 @@ class PendingBackward:
         """Checks, as eager does, that no tensor that the backward needs was modified in place."""
         forward = self.site.forward
         what, now = None, list(map(versions_of, forward.saved))
-        if now != self._versions:
+        if now != self.versions:
             outputs = len(forward.saved_outputs)
             what = "a parameter or buffer"
-            if now[:outputs] != self._versions[:outputs]:
+            if now[:outputs] != self.versions[:outputs]:
                 what = "an output"
-        elif any((t := ref()) is not None and t._version != v for ref, v in self._inputs):
-            what = "an input"
+        for ref, version in self._inputs if what is None else ():
+            if (tensor := ref()) is not None and tensor._version != version:
+                what = "an input"
         if what is not None:
             raise GraphError(
                 f"scope {self.site.name!r}: {what} was modified in place before the backward that "
@@ -312,7 +341,7 @@ class PendingBackward:
 
 # ---- slots
 
-_ATTEMPTS = 3  # number of attempts to capture a slot; a microbatch may leave scopes out
+_ATTEMPTS = 3  # to capture a slot: a microbatch may leave scopes out
 _NOT_CAPTURED = Mismatch(
     "not_captured",
     "a call before it was missing where its microbatch was captured: "
@@ -363,6 +392,7 @@ class Slot:
         first_bytes: int = 0,
     ) -> None:
         self._pool_bytes, self._first_bytes, self._shared = pool_bytes, first_bytes, backward_pool
+        self.accumulates = first_bytes > 0
         self.sites = tuple(CallSite(call, position) for position, call in enumerate(calls))
         self._backend = backend
         self._of_scope: dict[str, list[CallSite]] = {}
@@ -373,25 +403,21 @@ class Slot:
 
     def _begin_anew(self, pool: Any) -> None:
         self.pool = self._backend.new_pool(self._pool_bytes) if pool is None else pool
-        # Weight gradients come in any order: a capture after one of them must not get the memory
-        # that it works in.
+        # Weights' gradients come in any order: what is captured after one of them must not get
+        # the memory that it works in.
         self.pool_of_weights = self._backend.new_pool()
-        # Only backwards of first microbatches write where ``.grad`` stays until the next step.
+        # Nothing but first microbatches' backwards writes where ``.grad`` is until the next step.
         self.pool_of_first = self._backend.new_pool(self._first_bytes)
         self.backward_pool = self._shared or BackwardPool(self._backend, self.pool)
-        self.in_place = Leases()  # leases of gradients that have become ``.grad``
+        self.in_place = Leases()  # of gradients that have become ``.grad``
         self._clock, self._backwards = -1, 0
         self._stream: Any = None
-        # The keys are positions: a recording waits for one backward at most.
+        # By position: a recording waits for one backward at most.
         self._pending: dict[int, weakref.ref[PendingBackward]] = {}
         self._retained: weakref.WeakSet[PendingBackward] = weakref.WeakSet()
         self.is_closed = False
 
     # ---- being captured
-
-    @property
-    def accumulates(self) -> bool:
-        return self._first_bytes > 0
 
     def may_record(self, site: CallSite) -> bool:
         """Whether a forward may be captured: forwards go in their order, before all backwards."""
@@ -470,10 +496,12 @@ class Slot:
             return difference
         if site.forward is None:
             return None if self.may_record(site) else _NOT_CAPTURED
-        difference = site.forward.conditions.mismatch()
-        if difference is not None:
-            return difference
-        return self._make_room(site, leaves)
+        conditions = site.forward.conditions
+        return (
+            conditions.context.mismatch()
+            or conditions.guards.mismatch()
+            or self._make_room(site, leaves)
+        )
 
     def _make_room(self, site: CallSite, leaves: Sequence[Any]) -> Mismatch | None:
         writes = [site]
@@ -485,11 +513,11 @@ class Slot:
                     remedy = EAGER_CALLS["input_moved"].remedy
                     return Mismatch("input_moved", f"{message}, got another tensor: {remedy}")
                 writes.append(source)
-        reclaimed = [each.reclaim() for each in writes]  # all are reclaimed, even if one fails
+        reclaimed = list(map(CallSite.reclaim, writes))  # all of them, come what may
         held, kind = "output", "an output"
         if all(reclaimed):
-            # Forwards may write where the gradients of the last microbatch are, unless the
-            # gradients have a pool of their own.
+            # Forwards may write where the gradients of the last microbatch are, unless these have a
+            # pool of their own.
             free = self.accumulates or self.reclaim_in_place()
             if self.reclaim_added() and free:
                 return None
@@ -577,10 +605,11 @@ class Slot:
             return "out_of_order"
         if layouts != site.backward.layouts and layouts not in site.verified_layouts:
             return site.backward.other(layouts)
-        mismatch = site.backward.conditions.mismatch()
+        conditions = site.backward.conditions
+        mismatch = conditions.context.mismatch() or conditions.guards.mismatch()
         if mismatch is not None:
             return mismatch.reason
-        # Ranks collect garbage at different times, but they have to run the same operations.
+        # When garbage goes is not the same on all ranks, and what they run has to be.
         free = self.reclaim_added(collecting=site.planned.ranks.group is not None)
         return None if free else "gradient_held"
 
@@ -676,3 +705,38 @@ class Slot:
             self._pending.pop(pending.site.position, None)
             if keeps_graph():
                 self._retained.add(pending)
+
+
+class Chunk:
+    """The slots of one part of the model through which microbatches pass independently."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.slots = tuple(slots)
+        self._current: Slot | None = self.slots[0]
+
+    def next_site(self, scope: str) -> tuple[Slot, CallSite] | Mismatch:
+        """The slot and call site of the next call of ``scope``; a mismatch if slots are full.
+
+        The call belongs to the microbatch whose forward is running, or it starts the next
+        microbatch in a free slot.
+        """
+        site = self._current.next_site(scope) if self._current is not None else None
+        if site is None:
+            free = [slot for slot in self.slots if not slot.in_flight()]
+            self._current = min(free, key=Slot.retains, default=None)
+            if self._current is None:
+                return self._full()
+            self._current.begin()
+            site = self._current.next_site(scope)
+        return self._current, site
+
+    def _full(self) -> Mismatch:
+        """The mismatch of a microbatch that found no slot; all of its calls run eagerly."""
+        waiting = self.slots[0].in_flight()[0].site.name
+        message = (
+            f"{len(self.slots)} microbatches are in flight (the backward of {waiting!r} is still "
+            f"to come), one more forward would make {len(self.slots) + 1}, and "
+            f"{len(self.slots)} were captured, the most that the observed steps had: "
+            f"{EAGER_CALLS['slots_full'].remedy}"
+        )
+        return Mismatch("slots_full", message)

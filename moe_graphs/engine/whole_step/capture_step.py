@@ -17,7 +17,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine import fp8
-from moe_graphs.engine.capture_errors import explaining_errors
 from moe_graphs.engine.fp8 import Entry
 from moe_graphs.engine.guards import bytecode_names
 from moe_graphs.engine.guards.bytecode_names import AccessedNames
@@ -26,7 +25,7 @@ from moe_graphs.engine.ranks import Ranks
 from moe_graphs.engine.snapshot import Snapshot, random_digest
 from moe_graphs.engine.tensors import is_wrapped, tensor_leaves
 from moe_graphs.engine.tracing import Operations, Trace, address, differing_op
-from moe_graphs.engine.trial_run import TrialRun
+from moe_graphs.engine.trial_run import TrialRun, explaining_errors
 from moe_graphs.engine.verify import ByFingerprint, Verdict
 from moe_graphs.engine.whole_step import fsdp
 from moe_graphs.engine.whole_step.fsdp import Sharding

@@ -274,7 +274,7 @@ class RecordedStep:
         )
 
     def _mismatch_in_fp8(self) -> Mismatch | None:
-        if fp8.Entry.of_now() == self.entry:
+        if (None if fp8.is_absent() else fp8.Entry.of_now()) == self.entry:
             return None
         message = (
             "other modules of Transformer Engine have run in FP8 than before the capture: enter "
