@@ -23,7 +23,7 @@ CHANGES = {
 
 
 def untouched_by(containers, noisy=(), matter=()):
-    return FastPath([(each, each.contents()) for each in containers], noisy, matter)
+    return FastPath([(each, each.contents()) for each in containers], (), (), (), noisy, matter)
 
 
 def check(container, change, back):

@@ -204,13 +204,13 @@ def _matching(model: nn.Module, pattern: str) -> list[Scope]:
     outermost = [n for n in matches if not any(n.startswith(f"{m}.") for m in matches)]
     modules = [(name, model.get_submodule(name)) for name in outermost]
     for name, module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(f"pattern {pattern!r}: {scripted(name)}")
         if type(module).forward is nn.Module.forward:
             raise ValueError(
                 f"pattern {pattern!r} selects {name!r}, a {type(module).__name__}, which has no "
                 f"forward to capture: take '{name}.*' for its members"
             )
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ValueError(f"pattern {pattern!r}: {scripted(name)}")
     return [Scope(name, module) for name, module in modules]
 
 
