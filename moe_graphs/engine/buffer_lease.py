@@ -131,7 +131,7 @@ class BufferLease:
         """
         found = self._references()
         if found < self._known:
-            self._known = found  # the difference was garbage of the engine's
+            self._known = found  # the missing references were garbage of the engine
         return found - self._known
 
     def is_held(self) -> bool:
@@ -174,7 +174,7 @@ class BufferLease:
     def _move(self) -> bool:
         """Gives tensors that callers hold memory of their own, unless a view is held as well."""
         found = {id(tensor): tensor for ref in self.handed if (tensor := ref()) is not None}
-        alive = list(filter(self._has, found.values()))  # the others have moved by themselves
+        alive = list(filter(self._has, found.values()))  # the others have already moved
         del found
         if self.settle() != len(alive):
             return False

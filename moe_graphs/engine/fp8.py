@@ -26,8 +26,10 @@ from moe_graphs.engine.tensors import is_call
 from moe_graphs.errors import CaptureError
 
 _NOT_ASKED = 0
-"""``is_first_fp8_module`` while nothing is to be first: false, and another object than the
-``False`` that a module leaves behind which has asked."""
+"""``is_first_fp8_module`` while no module is to be first.
+
+It is false, but it is another object than the ``False`` that a module leaves after asking.
+"""
 
 
 _MANAGED_BY = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")
@@ -200,7 +202,7 @@ def _copies(tensors: list[Tensor]) -> list[Tensor]:
     return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-# ---- of a module
+# ---- the state of a module
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -284,7 +286,7 @@ def is_bookkeeping(value: Any) -> bool:
 
     The parts of it that a graph has baked in are compared as ``surroundings`` and ``tensors_of``.
     """
-    module = type(value).__module__  # of some classes no string
+    module = type(value).__module__  # for some classes this is no string
     of_its_own = isinstance(module, str) and module.startswith("transformer_engine.")
     return of_its_own or (value is _lengths() and isinstance(value, dict))
 
@@ -325,7 +327,7 @@ def _unsupported(module: Any) -> str | None:
     return None
 
 
-# ---- of a replay
+# ---- replays
 
 
 def with_flag_on_device(inputs: Any) -> Any:

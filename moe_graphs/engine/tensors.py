@@ -24,12 +24,12 @@ from moe_graphs.engine.reasons import EAGER_CALLS
 
 # ---- plain Python values: the same bit for bit, not merely equal
 
-# Compared by value: they cannot change inside.
+# These types are compared by value, because nothing inside them can change.
 PLAIN = (
     bool, int, float, complex, str, bytes, type(None), type(...),
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, range,
 )  # fmt: skip
-# Compared by identity, and nothing in them is followed as data.
+# These types are compared by identity, and nothing inside them is followed as data.
 BY_IDENTITY = (
     type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, enum.Enum,
     torch.Generator, property,
@@ -60,7 +60,7 @@ def same_value(a: Any, b: Any) -> bool:
         return False
 
 
-# ---- tensors that stand for another one: a DTensor's memory is that of its local shard
+# ---- tensors that wrap another one: a DTensor's memory is that of its local shard
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -325,7 +325,7 @@ def _first_of_each(leaves: Sequence[Any]) -> tuple[int, ...]:
     return tuple(first)
 
 
-# ---- static buffers: memory at fixed addresses, and copies into it and out of it
+# ---- static buffers: memory at fixed addresses, and copies into and out of it
 
 
 def static_copy(tensor: Tensor) -> Tensor:
@@ -462,7 +462,8 @@ def _done() -> torch.ScriptObject:
 
 
 # ---- storages whose memory comes and goes by ``resize_``
-# FSDP2 gathers parameters into such storages. No operation does it, so no dispatch mode sees it.
+# FSDP2 gathers parameters into such storages. ``resize_`` is no operation, so no dispatch mode sees
+# it.
 
 
 @contextlib.contextmanager

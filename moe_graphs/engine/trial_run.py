@@ -1,9 +1,9 @@
 """A trial run: a block is run beside the real run and watched, before anything is captured.
 
 Scopes and callables (`partial/trials.py`) and whole steps (`whole_step/capture_step.py`) try what
-they are about to capture. What a graph cannot have is refused there by name. A `Snapshot` puts back
-what the block has changed. What goes wrong in a trial run or in a capture becomes a `CaptureError`
-with the line that it comes from (`explaining_errors`).
+they are about to capture. If a graph cannot have something, the trial run refuses it by name. A
+`Snapshot` puts back what the block has changed. An error in a trial run or in a capture becomes a
+`CaptureError` with the line that it comes from (`explaining_errors`).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _on_this_thread() -> contextlib.AbstractContextManager[None]:
 
 # ---- errors of captures, with what was captured and the line that they come from
 
-# By a part of the line that an error names: what to do where that line is somebody else's.
+# Part of the line that an error names -> what to do if that line is somebody else's code.
 _REMEDIES = {
     "transformers/cache_utils.py": "pass use_cache=False to the model",
     "transformers/masking_utils.py": (

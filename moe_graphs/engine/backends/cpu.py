@@ -36,7 +36,7 @@ class Tape(Graph):
     """The recorded calls.
 
     Each is a tuple of modes, op, arguments, keyword arguments, tensors that receive the results,
-    and whether the op returns work to wait for. The modes are those of ``_modes``: kernels of
+    and whether a replay has to wait for the results. The modes are those of ``_modes``: kernels of
     recurrent layers ask for them.
     """
 
@@ -97,7 +97,7 @@ def _under(modes: tuple[bool, bool]) -> contextlib.AbstractContextManager[Any]:
 def _communicate(func: Any, args: tuple, kwargs: dict, at_the_end: contextlib.ExitStack) -> Any:
     """Runs an operation that communicates, and waits for it: for one that sends, at the end."""
     if sends(func):
-        # What is on its way is not written to before it has arrived.
+        # Arguments are copied, because the caller may write to them before communication has ended.
         args = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, args)
     results = func(*args, **kwargs)
     if sends(func):
@@ -124,8 +124,9 @@ class _Recorder(DispatchMode):
     def see(self, func: Any, args: tuple, kwargs: dict) -> Any:
         out = func(*args, **kwargs)
         if _is_view(func) or func.namespace == "profiler":
-            return out  # static memory seen through other metadata: nothing to do on replay
-        # Detached: the tape must hold neither the autograd graph nor what it saves.
+            return out  # a view of static memory needs no call in a replay
+        # Arguments are detached: the tape must hold neither the autograd graph nor its saved
+        # tensors.
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
         outputs = [t.detach() for t in tensor_leaves(out)]
         self.tape.calls.append((_modes(), func, args, kwargs, outputs, returns_work(func)))

@@ -34,7 +34,7 @@ from moe_graphs.engine.tensors import Mismatch, is_wrapped, same_value, unwrap
 from moe_graphs.engine.tracing import address
 from moe_graphs.errors import CaptureError
 
-# ---- the fast path: every place holds the very object that it held
+# ---- the fast path: every container still holds the very same objects
 
 
 def _notices_attributes(version_of: Callable[[dict], int]) -> bool:
@@ -49,7 +49,7 @@ def _notices_attributes(version_of: Callable[[dict], int]) -> bool:
 
     owner = Owner()
     held = vars(owner)
-    for value in range(50):  # and when the interpreter has specialised it
+    for value in range(50):  # the interpreter specialises the code after some calls
         before = version_of(held)
         owner.a = value + 1
         if version_of(held) == before:
@@ -62,7 +62,8 @@ def _notices_attributes(version_of: Callable[[dict], int]) -> bool:
 
 
 Contents = tuple[Container, dict[Any, Any]]
-# The version of a dictionary, which any change of it changes: Python's own, or that of a watcher.
+# The version of a dictionary, which every change of the dictionary changes: Python's own version,
+# or that of a watcher.
 _version_of: Callable[[dict], int] | None = getattr(of_dynamo, "dict_version", None)
 if _version_of is not None and not _notices_attributes(_version_of):
     _version_of = None
@@ -71,14 +72,15 @@ _CODE_OF = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
 class FastPath:
-    """Comparison of containers, cells, types and code with those of the capture, by loops in C.
+    """Compares containers, cells, types and code with those of when it was made, in loops in C.
 
     Args:
         contents: containers, each with what it holds now.
         cells: cells, each with its value now.
-        typed, functions: objects whose types and functions whose code are compared.
-        noisy: ids of holders that change in ways that do not matter: they are compared by name.
-        matter: ids of the tensors whose identity matters; others may be exchanged.
+        typed: objects whose types are compared.
+        functions: functions whose code is compared.
+        noisy: ids of holders that change in ways that do not matter; they are compared by name.
+        matter: ids of the tensors whose identity matters; other tensors may be exchanged.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class FastPath:
         self._copies = [[cell for cell, _ in by_value], [value for _, value in by_value]]
         self._typed, self._types = typed, list(map(type, typed))
         self._functions, self._code = functions, list(map(_CODE_OF, functions))
-        # By the ids of dictionaries: how often they changed in ways that do not matter.
+        # Ids of dictionaries -> how often they changed in ways that do not matter.
         self._changes: Counter[int] = Counter()
         self._begin()
 
@@ -116,7 +118,8 @@ class FastPath:
         return type(holder) is dict and not holder and id(holder) not in self._noisy
 
     def _has_version(self, holder: Any) -> bool:
-        # Not if it changes all the time, like the globals of a script.
+        # A dictionary that changes all the time, like the globals of a script, is not compared by
+        # version.
         restless = self._changes[id(holder)] >= _OFTEN
         return _version_of is not None and type(holder) is dict and not restless
 
@@ -161,7 +164,7 @@ class _Columns:
     ) -> None:
         keyed = [pair for pair in contents if not _is_compared_whole(pair[0], noisy)]
         self._holders = [c.holder for c, _ in contents if _is_compared_whole(c, noisy)]
-        # The views of dictionaries are live: they show the values of the time they are read.
+        # The views of dictionaries are live: they show the values of the time when they are read.
         self._now = list(map(elements, self._holders))
         self._sizes = list(map(len, self._now))
         self._values = list(chain.from_iterable(self._now))
@@ -173,7 +176,8 @@ class _Columns:
         ]
         by_kind = [(kind, _columns(rows, kind)) for kind in (dict, types.MappingProxyType)]
         self._entries = [(kind.get, *columns) for kind, columns in by_kind if columns[0]]
-        # Names that may come: each by itself, or whether the holder's names are the same.
+        # Names that may appear: they are compared one by one or, if they are many, all names of the
+        # holder are.
         absent = [(c.holder, c.absent(held)) for c, held in keyed]
         few = [(holder, keys) for holder, keys in absent if len(keys) <= len(holder)]
         self._absent = [[h for h, keys in few for _ in keys], [k for _, keys in few for k in keys]]
@@ -215,7 +219,8 @@ def _columns(rows: Sequence[tuple], kind: type) -> tuple[list, list, list]:
 # ---- the comparison by value and path
 
 _TensorGuards = getattr(of_dynamo, "TensorGuards", None)
-_SAME_ADDRESSES = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)  # with CUDA
+# Only in builds with CUDA.
+_SAME_ADDRESSES = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 _NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
 
@@ -421,7 +426,7 @@ class Guards:
             if found.orders.get(name) != order:
                 return _difference(name, order, found.orders.get(name, GONE))
         self._noisy.update(map(id, self._fast_path.changed()))
-        # By now others may lie where the block has read something.
+        # Other tensors may lie by now at an address that the block has read.
         found.tensors = {n: t for n, t in found.tensors.items() if n in self._found.tensors}
         self._adopt(found)
         return None

@@ -71,7 +71,8 @@ class TorchState:
     def _begin(self) -> None:
         """Prepares the quick comparison, which runs no Python.
 
-        It serves as long as there is no mode over torch's functions and no Transformer Engine.
+        If no mode over torch's functions is in force, the comparison only asks whether that is
+        still so. The same holds for Transformer Engine, if nobody has imported it.
         """
         getters = dict(self._getters)
         if not torch._C._len_torch_function_stack():

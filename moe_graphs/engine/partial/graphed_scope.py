@@ -25,7 +25,7 @@ from moe_graphs.engine.tensors import Mismatch, flatten
 from moe_graphs.errors import CaptureError, GraphError
 from moe_graphs.portable_launches import portable_launches
 
-# ---- what was captured, or is to be
+# ---- what is captured or will be
 
 
 class Captured:
@@ -76,7 +76,7 @@ class Captured:
         self.recorder.shared.clear()
 
 
-# ---- what replaces the forward of a scope's module
+# ---- the replacement of the forward of a scope's module
 
 _NEVER = object()
 _NOT_OBSERVED = Mismatch("not_observed", str(EAGER_CALLS["not_observed"]))
@@ -106,11 +106,12 @@ class Owner(Protocol):
 
 
 class GraphedScope:
-    """Stands in for the forward of one scope's module, on that instance only.
+    """Replacement of the forward of one scope's module, on that instance only.
 
-    installed: the attributes that it has set on the module, itself among them.
-    why_eager: asked at every call with the module, if there is one. Where it gives a word, the call
-    runs eagerly and is counted by that word.
+    Attributes:
+        installed: the attributes that it has set on the module, itself among them.
+        why_eager: a function that is called with the module at every call, or None. If it returns a
+            word, the call runs eagerly and is counted under that word.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class GraphedScope:
         self.graphs = graphs
         self.scope, self._name = scope, f"scope {scope.name!r}"
         self.on_mismatch = on_mismatch
-        self.delayed = delayed  # where backwards wait for their weights' part
+        self.delayed = delayed  # backwards whose weights' part waits
         self.eager_calls: Counter[str] = Counter()
         self.installed: dict[str, Any] = {}
         self.why_eager: Callable[[nn.Module], str | None] | None = None
@@ -166,8 +167,8 @@ class GraphedScope:
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         reason = self.graphs.eager_reason()
+        # The scope knows a better name for hooks of checkpointing.
         if self.why_eager is not None and reason in (None, "saved_tensors_hooks"):
-            # The scope knows a better name for hooks of checkpointing.
             reason = self.why_eager(self.scope.module) or reason
         if reason is not None:
             self.eager_calls[reason] += 1

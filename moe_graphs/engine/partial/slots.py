@@ -1,11 +1,11 @@
-"""Slots: which recording a call replays, and whether it may; microbatches in flight, their order.
+"""Slots: which recording a call replays and whether it may, for microbatches in flight.
 
 A microbatch takes a ``Slot`` with its first forward and gives it back with its last backward. The
-recordings of a slot share a memory pool, so they may only be replayed in the order of their
-capture: all forwards, then the backwards. Leaving some out is right; going back is not, and is
-found here by comparing two integers. Slots have pools of their own, so any interleaving of
-microbatches that fits the slots is right. Backwards of several slots work in one more pool, which
-they share: one runs after the other, and what it leaves is taken before the next one begins.
+recordings of a slot share a memory pool. So they may be replayed only in the order of their
+capture: all forwards, then the backwards. A replay may leave recordings out, but it may not go
+back; a comparison of two integers finds out. Every slot has a pool of its own, so microbatches in
+different slots may be interleaved in any way. The backwards of several slots share one more pool
+and run one at a time. What one backward leaves there is taken before the next one begins.
 
 The first microbatch that takes a slot captures it.
 
@@ -217,7 +217,7 @@ class CallSite:
             return True
         if index not in self.sources:
             return False
-        source, output = self.sources[index]  # which may be handed out as a copy
+        source, output = self.sources[index]  # the output may have been handed out as a copy
         return source.handed_as(leaf) == output and leaf._version == 0
 
     def needs_output(self, source: CallSite, output: int) -> bool:
@@ -276,15 +276,17 @@ class CallSite:
 
 
 class PendingBackward:
-    """One replayed forward until its backward. Lives as long as the autograd graph needs it.
+    """One replayed forward until its backward. It lives as long as the autograd graph needs it.
 
-    is_done: whether its backward, or the part for the inputs, has run; cancelled: it never will.
-    weights: "with_backward" where one graph computes all gradients, else whether the second one,
-        for the weights, is still to come ("pending") or was replayed ("done").
-    random: where the generators stood before the forward, if it draws.
-    weight_gradients: gradients of the weights that were computed with those of the inputs.
-    is_first_in_fp8: of the modules under Transformer Engine's autocast it has the first one.
-    versions: of the tensors that the backward needs, after the replay.
+    Attributes:
+        is_done: whether its backward, or the part for the inputs, has run.
+        cancelled: whether its backward will never run.
+        weights: "with_backward" if one graph computes all gradients. Otherwise the graph of the
+            weight gradients is still to be replayed ("pending") or was replayed ("done").
+        random: positions of the random number generators before the forward, if it draws.
+        weight_gradients: weight gradients that were computed together with those of the inputs.
+        is_first_in_fp8: whether it contains the first module under Transformer Engine's autocast.
+        versions: versions, after the replay, of the tensors that the backward needs.
     """
 
     is_first_in_fp8 = False
@@ -341,7 +343,7 @@ class PendingBackward:
 
 # ---- slots
 
-_ATTEMPTS = 3  # to capture a slot: a microbatch may leave scopes out
+_ATTEMPTS = 3  # number of attempts to capture a slot; a microbatch may leave scopes out
 _NOT_CAPTURED = Mismatch(
     "not_captured",
     "a call before it was missing where its microbatch was captured: "
@@ -403,16 +405,16 @@ class Slot:
 
     def _begin_anew(self, pool: Any) -> None:
         self.pool = self._backend.new_pool(self._pool_bytes) if pool is None else pool
-        # Weights' gradients come in any order: what is captured after one of them must not get
-        # the memory that it works in.
+        # Weight gradients come in any order: a capture after one of them must not get the memory
+        # that it works in.
         self.pool_of_weights = self._backend.new_pool()
-        # Nothing but first microbatches' backwards writes where ``.grad`` is until the next step.
+        # Only backwards of first microbatches write where ``.grad`` stays until the next step.
         self.pool_of_first = self._backend.new_pool(self._first_bytes)
         self.backward_pool = self._shared or BackwardPool(self._backend, self.pool)
-        self.in_place = Leases()  # of gradients that have become ``.grad``
+        self.in_place = Leases()  # leases of gradients that have become ``.grad``
         self._clock, self._backwards = -1, 0
         self._stream: Any = None
-        # By position: a recording waits for one backward at most.
+        # The keys are positions: a recording waits for one backward at most.
         self._pending: dict[int, weakref.ref[PendingBackward]] = {}
         self._retained: weakref.WeakSet[PendingBackward] = weakref.WeakSet()
         self.is_closed = False
@@ -513,11 +515,11 @@ class Slot:
                     remedy = EAGER_CALLS["input_moved"].remedy
                     return Mismatch("input_moved", f"{message}, got another tensor: {remedy}")
                 writes.append(source)
-        reclaimed = list(map(CallSite.reclaim, writes))  # all of them, come what may
+        reclaimed = list(map(CallSite.reclaim, writes))  # all are reclaimed, even if one fails
         held, kind = "output", "an output"
         if all(reclaimed):
-            # Forwards may write where the gradients of the last microbatch are, unless these have a
-            # pool of their own.
+            # Forwards may write where the gradients of the last microbatch are, unless the
+            # gradients have a pool of their own.
             free = self.accumulates or self.reclaim_in_place()
             if self.reclaim_added() and free:
                 return None
@@ -609,7 +611,7 @@ class Slot:
         mismatch = conditions.context.mismatch() or conditions.guards.mismatch()
         if mismatch is not None:
             return mismatch.reason
-        # When garbage goes is not the same on all ranks, and what they run has to be.
+        # Ranks collect garbage at different times, but they have to run the same operations.
         free = self.reclaim_added(collecting=site.planned.ranks.group is not None)
         return None if free else "gradient_held"
 
