@@ -87,8 +87,6 @@ def test_evaluating_and_saving_does_not_end_the_replays(tmp_path):
     assert callback.report.replayed == 2 * 2 * (STEPS - 3)  # layers, microbatches, steps
 
 
-# Transformers 5.17 calls checkpointed layers in the backward, too.
-@pytest.mark.filterwarnings("ignore:.*recompute:moe_graphs.GraphWarning")
 def test_checkpointing_leaves_the_layers_eager(tmp_path):
     known = transformers.TrainingArguments.__dataclass_fields__
     option = next(n for n in ("activation_checkpointing", "gradient_checkpointing") if n in known)

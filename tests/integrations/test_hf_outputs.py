@@ -98,8 +98,6 @@ def test_a_part_of_a_block_that_holds_the_router_runs_eagerly_by_name():
 
 @pytest.mark.parametrize("flags", [(), ("output_router_logits",)], ids=["plain", "router_logits"])
 @pytest.mark.parametrize("since", [0, 4])
-# Transformers 5.17 calls checkpointed layers in the backward, too.
-@pytest.mark.filterwarnings("ignore:.*recompute:moe_graphs.GraphWarning")
 def test_checkpointing_after_acceleration_runs_eagerly_by_name(since, flags):
     def enable(model, number):
         if number == since:

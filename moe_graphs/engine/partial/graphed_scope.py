@@ -166,13 +166,15 @@ class GraphedScope:
         return self._call(*args, **kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        reason = self.graphs.eager_reason()
-        # The scope knows a better name for hooks of checkpointing.
-        if self.why_eager is not None and reason in (None, "saved_tensors_hooks"):
-            reason = self.why_eager(self.scope.module) or reason
+        reason = cause = self.graphs.eager_reason()
+        if self.why_eager is not None and reason in (None, "saved_tensors_hooks", "recompute"):
+            cause = self.why_eager(self.scope.module) or reason
+            # The scope knows a better name for the hooks of checkpointing. The forward that
+            # checkpointing runs again is counted apart, and the user has asked for it as well.
+            reason = reason if reason == "recompute" else cause
         if reason is not None:
             self.eager_calls[reason] += 1
-            self.graphs.fallbacks.ran_eagerly(self._name, reason)
+            self.graphs.fallbacks.ran_eagerly(self._name, cause)
             return self.scope.forward(*args, **kwargs)
         call = Call(args, kwargs)
         inputs = (args, kwargs) if self.scope.start is None else self.scope.prologue(call)
