@@ -94,6 +94,15 @@ def pytest_runtest_setup() -> None:
 
 
 @pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of small documents to train on."""
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(90):
+        (folder / f"{number}.py").write_text(f"def f_{number}(x):\n    return x * {number}\n" * 3)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def thawed() -> Iterator[None]:
     """Collect objects that tests of a file have frozen and that are garbage afterwards."""
     yield

@@ -23,14 +23,6 @@ SMALL = ["--preset", "tiny", "--device", "cpu", "--batch-size", "1"]
 EAGER, WHOLE = ["--impl", "none"], ["--impl", "full_iteration", "--optimizer-in-graph"]
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    for number in range(90):
-        (folder / f"{number}.py").write_text(f"def f_{number}(x):\n    return x * {number}\n" * 3)
-    return folder
-
-
 def invoke(*arguments: object) -> Result:
     return CliRunner().invoke(build_app(), ["train", *map(str, arguments)])
 

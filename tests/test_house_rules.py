@@ -32,7 +32,15 @@ ALLOWED = {
     "checkpoints": {"checkpoints", "layers.model_config", "layers.rope_scaling"},
     "parallel": {"parallel", "checkpoints", "layers", "dispatch", "kernels"},
     "pipelines": {"pipelines", "engine.callables.order", "errors"},
-    "planning": {"planning", "parallel", "pipelines", "layers", "dispatch", "kernels", "tables"},
+    "planning": {
+        "planning",
+        "parallel",
+        "pipelines",
+        "layers",
+        "dispatch",
+        "kernels",
+        "report_tables",
+    },
     "profiling": {"profiling", "engine", "errors"},
     "engine": {
         "engine",

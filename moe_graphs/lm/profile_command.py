@@ -24,7 +24,7 @@ from moe_graphs.profiling.profile_picture import draw_profiles
 from moe_graphs.profiling.profile_table import profile_table
 from moe_graphs.profiling.profiler import keep_profiler_ready, profile_step
 from moe_graphs.profiling.step_profile import StepProfile
-from moe_graphs.tables import format_reasons
+from moe_graphs.report_tables import format_reasons
 from moe_graphs.terminal import errors_in_a_line, make_console, print_json
 
 _STEPS = 1000  # of the trainer's schedule: more than are profiled

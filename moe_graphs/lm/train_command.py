@@ -20,7 +20,7 @@ from moe_graphs.errors import GraphError
 from moe_graphs.lm import run as training_run
 from moe_graphs.lm.checkpoint import prepare_run_directory
 from moe_graphs.lm.chosen_kernels import with_kernels
-from moe_graphs.lm.compare import compare
+from moe_graphs.lm.compare import compare, comparison_table
 from moe_graphs.lm.continued import continued_preset
 from moe_graphs.lm.data import Documents, Text, corpus_at, standard_library
 from moe_graphs.lm.fastest_way import Asked, Situation, Way, choose, no_peers
@@ -40,7 +40,7 @@ from moe_graphs.lm.settings import TrainSettings
 from moe_graphs.lm.tokenized import load_tokenizer, tokenize
 from moe_graphs.lm.trainer import LogLine, TrainingDiverged
 from moe_graphs.lm.workers import Workers, agent, is_first, on_first
-from moe_graphs.tables import capture_table, comparison_table, full_iteration_table
+from moe_graphs.report_tables import capture_table, full_iteration_table
 from moe_graphs.terminal import make_console, print_json
 
 EXPECTED = (ValueError, OSError, MemoryError, GraphError, TrainingDiverged, ImportError)

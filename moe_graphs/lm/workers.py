@@ -41,6 +41,7 @@ _NO_FACTORS = ("ep", "layers_per_group")  # of the number of ranks
 _FAILURES = "moe_graphs: how many ranks have failed"  # the key in the store
 # Words in gloo's errors if another rank is the cause; these errors have no class of their own.
 _OF_OTHERS = ("onnection", "Timed out waiting")
+_GONE = "another rank is gone, or did not come in time"
 # After the timeout NCCL's watchdog waits four times as long before it ends a rank, so that all
 # ranks can write their flight recorders (a second or two). With torch's own 15 s that is a minute.
 _DUMP_WAIT, _DUMP_MILLISECONDS = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "2500"
@@ -331,8 +332,8 @@ def meeting(
 def _late(seconds: float) -> None:
     """Ends this rank, whose GPU waits for another one in a graph."""
     print(
-        f"error: rank {dist.get_rank()}: another rank is gone, or did not come in time: its "
-        f"collectives in a graph did not end within {seconds:g} s",
+        f"error: rank {dist.get_rank()}: {_GONE}: its collectives in a graph did not end within "
+        f"{seconds:g} s",
         file=sys.stderr,
         flush=True,
     )
@@ -405,7 +406,7 @@ def _report(
     elif isinstance(error, dist.DistError) or any(map(str(error).__contains__, _OF_OTHERS)):
         line = " ".join(str(error).split())
         print(
-            f"error: rank {place.rank}: another rank is gone, or did not come in time: {line}",
+            f"error: rank {place.rank}: {_GONE}: {line}",
             file=sys.stderr,
         )
     else:

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from moe_graphs.planning.layout_plan import LayoutPlan
 from moe_graphs.planning.planned_step import PlannedStep
-from moe_graphs.tables import format_bytes
+from moe_graphs.report_tables import format_bytes
 
 
 def plan_table(plan: LayoutPlan) -> Table:

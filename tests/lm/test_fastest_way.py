@@ -160,14 +160,6 @@ def work(rank: int, world_size: int, text: Path, folder: Path) -> None:
             _train(workers, options_of(*common, f"--{layout}", 2, *way, "--out", out), None)
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    for number in range(90):
-        (folder / f"{number}.py").write_text(f"def f_{number}(x):\n    return x * {number}\n" * 3)
-    return folder
-
-
 def test_two_ranks_replay_without_a_flag_bitwise_as_eager(text, tmp_path):
     """Compares losses and parameters of the last step, for ``--ep 2`` and ``--dp-shard 2``."""
     run_distributed(work, 2, arguments=(text, tmp_path), timeout_seconds=200)

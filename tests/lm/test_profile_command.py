@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -16,14 +15,6 @@ SMALL = [
     *("--preset", "tiny", "--device", "cpu"),
     *("--batch-size", "2", "--microbatches", "2", "--sequence-length", "16"),
 ]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    for number in range(90):
-        (folder / f"{number}.py").write_text(f"def f_{number}(x):\n    return x * {number}\n" * 3)
-    return folder
 
 
 def invoke(*arguments: object) -> Result:

@@ -22,14 +22,6 @@ COMMON = ["--device", "cpu", "--preset", "tiny", "--batch-size", 2, "--sequence-
           "--steps", STEPS, "--impl", "none"]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    for number in range(90):
-        (folder / f"{number}.py").write_text(f"def f_{number}(x):\n    return x * {number}\n" * 3)
-    return folder
-
-
 def start(*arguments: object) -> subprocess.Popen:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-m", "moe_graphs", "train", *map(str, arguments)]
