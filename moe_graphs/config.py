@@ -190,8 +190,8 @@ class GraphConfig:
             name for another implementation that captures the same scopes; here it becomes "local".
         warmup_steps: number of eager steps that are observed before the capture.
         on_mismatch: what happens to a call that differs from its capture. "eager" runs the call
-            eagerly and counts it, "error" raises ``GraphError``, "recapture" runs it eagerly, then
-            observes the next steps and captures anew.
+            eagerly and counts it, "error" raises a ``GraphError`` that names every difference,
+            "recapture" runs it eagerly, then observes the next steps and captures anew.
         on_capture_error: what happens if a capture fails. "eager" warns (``GraphWarning``) and
             trains on eagerly, on all ranks; "error" raises ``CaptureError`` at the end of the step.
             ``graphs.capture(step)`` raises in any case.

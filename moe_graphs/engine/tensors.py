@@ -8,7 +8,7 @@ import functools
 import math
 import operator
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import (
 )
 
 from moe_graphs.engine.reasons import EAGER_CALLS
+from moe_graphs.errors import GraphError
 
 # ---- plain Python values: the same bit for bit, not merely equal
 
@@ -111,6 +112,19 @@ class Mismatch:
 
     reason: str
     message: str
+
+    def error(self, where: str, others: Iterable[Mismatch]) -> GraphError:
+        """The error that names this difference and the others of the same call, one a line."""
+        messages = dict.fromkeys(each.message for each in (self, *others))
+        return GraphError(f"{where}: " + "\nand ".join(messages))
+
+
+def results_of(checks: Iterable[Callable[[], Mismatch | None]]) -> Iterator[Mismatch]:
+    """The mismatches that the checks find, one check after the other."""
+    for check in checks:
+        found = check()
+        if found is not None:
+            yield found
 
 
 @dataclass(frozen=True)
@@ -233,20 +247,23 @@ class Signature:
         )
         return cls(flatten(inputs)[1], leaves, _first_of_each([leaf for _, leaf in paths]))
 
-    def mismatch(self, structure: pytree.TreeSpec, leaves: Sequence[Any]) -> Mismatch | None:
-        """The first difference of a call, or None. Reads no values and does not wait."""
+    def mismatches(self, structure: pytree.TreeSpec, leaves: Sequence[Any]) -> Iterator[Mismatch]:
+        """The differences of a call. Reads no values and does not wait."""
         if structure is not self.structure and structure != self.structure:
-            return Mismatch(
-                "structure", f"captured inputs {self.structure}, got {structure}: call it alike"
-            )
+            message = f"captured inputs {self.structure}, got {structure}: call it alike"
+            yield Mismatch("structure", message)
+            return  # leaves of another structure have no partners
         for spec, leaf in zip(self.leaves, leaves, strict=True):
             difference = spec.mismatch(leaf)
             if difference is not None:
-                return difference
+                yield difference
         if len(leaves) > 1 and _first_of_each(leaves) != self.first:
             message = "captured with other arguments being the very same tensor: call it alike"
-            return Mismatch("aliases", message)
-        return None
+            yield Mismatch("aliases", message)
+
+    def fits(self, structure: pytree.TreeSpec, leaves: Sequence[Any]) -> bool:
+        """Whether a call has no difference."""
+        return next(self.mismatches(structure, leaves), None) is None
 
     def tensors(self) -> list[int]:
         """The numbers of the leaves that are tensors."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +22,7 @@ from moe_graphs.engine.partial.trials import ScopeCall
 from moe_graphs.engine.reasons import BACKWARD, EAGER_CALLS
 from moe_graphs.engine.report import FallbackWarning, Report, ScopeReport, occupancy_of
 from moe_graphs.engine.tensors import Mismatch, flatten
-from moe_graphs.errors import CaptureError, GraphError
+from moe_graphs.errors import CaptureError
 from moe_graphs.portable_launches import portable_launches
 
 # ---- what is captured or will be
@@ -227,7 +227,8 @@ class GraphedScope:
             produced = replay(slot, pending, captured.recorder, self.delayed, leaves)
         if mismatch is not None:
             slot.skip(site)
-            return self._mismatched(mismatch, inputs, call)
+            others = slot.mismatches(site, structure, leaves)
+            return self._mismatched(mismatch, inputs, call, others)
         outputs, exit = site.forward.build_outputs(produced), site.forward.exit
         return outputs if exit is None else self.scope.epilogue(outputs, exit, call)
 
@@ -253,9 +254,11 @@ class GraphedScope:
         site.planned.differs(difference)
         return site.planned.refused
 
-    def _mismatched(self, mismatch: Mismatch, inputs: Any, call: Call) -> Any:
+    def _mismatched(
+        self, mismatch: Mismatch, inputs: Any, call: Call, others: Iterable[Mismatch] = ()
+    ) -> Any:
         if self.on_mismatch == "error" and mismatch.reason != "capture_failed":
-            raise GraphError(f"{self._name}: {mismatch.message}")
+            raise mismatch.error(self._name, others)
         self.graphs.mismatched(mismatch)
         self.eager_calls[mismatch.reason] += 1
         self.graphs.fallbacks.ran_eagerly(self._name, mismatch.reason, mismatch.message)

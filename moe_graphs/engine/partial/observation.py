@@ -154,7 +154,7 @@ class Observation:
     def _signature_id(self, scope: Scope, inputs: Any) -> tuple[int, bool]:
         leaves, structure = flatten(inputs)
         for number, known in enumerate(self.calls_by_signature):
-            if known.scope is scope and not known.signature.mismatch(structure, leaves):
+            if known.scope is scope and known.signature.fits(structure, leaves):
                 return number, False
         self.calls_by_signature.append(ObservedCall(scope, Signature.of(inputs, scope.name_input)))
         return len(self.calls_by_signature) - 1, True

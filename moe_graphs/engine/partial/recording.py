@@ -23,7 +23,7 @@ from moe_graphs.engine.fp8 import Scales
 from moe_graphs.engine.guards.guards import Guards
 from moe_graphs.engine.guards.torch_state import TorchState
 from moe_graphs.engine.partial.scope import Call, Exit
-from moe_graphs.engine.tensors import Signature, unflattening, unwrap
+from moe_graphs.engine.tensors import Mismatch, Signature, unflattening, unwrap
 
 Layouts = tuple[tuple[int, ...] | None, ...]
 versions_of = attrgetter("_version")
@@ -48,6 +48,11 @@ class ReplayConditions:
 
     guards: Guards
     context: TorchState
+
+    @cached_property
+    def checks(self) -> tuple[Callable[[], Mismatch | None], ...]:
+        """Functions that return a difference from the capture, or None."""
+        return self.context.mismatch, self.guards.mismatch
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ The first microbatch that takes a slot captures it.
 
 May this call be replayed, and where does it write? ``GraphedScope`` asks ``Chunk.next_site`` for
 the call site, and then ``Slot.mismatch``, in the order of this table. The first "no" is the reason
-that is counted. ``Slot.unreplayable`` is the same for a backward.
+that is counted, and ``on_mismatch="error"`` names all of them. ``Slot.unreplayable`` is the same
+for a backward.
 
 | question | reason if the answer is no |
 |---|---|
@@ -46,7 +47,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,7 +69,7 @@ from moe_graphs.engine.partial.trials import Tried
 from moe_graphs.engine.ranks import ALONE, Ranks
 from moe_graphs.engine.reasons import BACKWARD, EAGER_CALLS
 from moe_graphs.engine.report import FallbackWarning
-from moe_graphs.engine.tensors import Mismatch, Signature, copy_to
+from moe_graphs.engine.tensors import Mismatch, Signature, copy_to, results_of
 from moe_graphs.engine.verify import Difference, warn
 from moe_graphs.errors import GraphError
 
@@ -493,17 +494,22 @@ class Slot:
 
     def mismatch(self, site: CallSite, structure: Any, leaves: Sequence[Any]) -> Mismatch | None:
         """The reason why this call cannot be replayed now, or None. Makes room for its outputs."""
-        difference = site.planned.refused or site.planned.signature.mismatch(structure, leaves)
-        if difference is not None:
-            return difference
-        if site.forward is None:
-            return None if self.may_record(site) else _NOT_CAPTURED
-        conditions = site.forward.conditions
-        return (
-            conditions.context.mismatch()
-            or conditions.guards.mismatch()
-            or self._make_room(site, leaves)
-        )
+        first = next(self.mismatches(site, structure, leaves), None)
+        if first is not None or site.forward is None:
+            return first
+        return self._make_room(site, leaves)
+
+    def mismatches(
+        self, site: CallSite, structure: Any, leaves: Sequence[Any]
+    ) -> Iterator[Mismatch]:
+        """The reasons why this call cannot be replayed, whoever holds the memory that it writes."""
+        if site.planned.refused is not None:
+            yield site.planned.refused
+        yield from site.planned.signature.mismatches(structure, leaves)
+        if site.forward is not None:
+            yield from results_of(site.forward.conditions.checks)
+        elif not self.may_record(site):
+            yield _NOT_CAPTURED
 
     def _make_room(self, site: CallSite, leaves: Sequence[Any]) -> Mismatch | None:
         writes = [site]
@@ -607,8 +613,7 @@ class Slot:
             return "out_of_order"
         if layouts != site.backward.layouts and layouts not in site.verified_layouts:
             return site.backward.other(layouts)
-        conditions = site.backward.conditions
-        mismatch = conditions.context.mismatch() or conditions.guards.mismatch()
+        mismatch = next(results_of(site.backward.conditions.checks), None)
         if mismatch is not None:
             return mismatch.reason
         # Ranks collect garbage at different times, but they have to run the same operations.

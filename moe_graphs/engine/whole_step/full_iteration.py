@@ -38,7 +38,7 @@ from moe_graphs.engine.guards import torch_state
 from moe_graphs.engine.guards.bytecode_names import AccessedNames
 from moe_graphs.engine.ranks import Ranks
 from moe_graphs.engine.report import FallbackWarning, PrintedReport, occupancy_of
-from moe_graphs.engine.tensors import Mismatch, owned
+from moe_graphs.engine.tensors import owned
 from moe_graphs.engine.verify import warn
 from moe_graphs.engine.whole_step import fsdp
 from moe_graphs.engine.whole_step.capture_step import record_step
@@ -117,7 +117,7 @@ class FullIteration(Generic[BatchT, ResultT]):
         on_mismatch: what happens to a call that differs from the captured one (shapes, keys,
             constants, flags, hyperparameters, addresses). "eager" runs it eagerly, counts it in
             ``report()``, and warns at the third one of a reason (``GraphWarning``); "error" raises
-            ``GraphError``; "recapture" captures again.
+            a ``GraphError`` that names every difference; "recapture" captures again.
         on_capture_error: what happens if a capture fails. "eager" warns and runs this call and all
             later ones eagerly; "error" raises ``CaptureError``. ``capture(batch)`` raises in any
             case.
@@ -191,12 +191,15 @@ class FullIteration(Generic[BatchT, ResultT]):
         if self.state != "captured":
             return self._eager(batch, self.state)
         leaves, structure = pytree.tree_flatten(batch)
-        mismatch = self._recorded.mismatch(batch, leaves, structure)
+        mismatch = next(self._recorded.mismatches(batch, leaves, structure), None)
         if self._agrees:
             mismatch = self._ranks.agree(mismatch)
         if mismatch is not None:
-            if self._on_mismatch != "recapture":
-                return self._mismatched(mismatch, batch)
+            if self._on_mismatch == "error":
+                others = self._recorded.mismatches(batch, leaves, structure)
+                raise mismatch.error("full iteration", others)
+            if self._on_mismatch == "eager":
+                return self._eager(batch, mismatch.reason, mismatch.message)
             self._try_to_capture(batch)
             if self.state != "captured":
                 return self._eager(batch, self.state)
@@ -296,11 +299,6 @@ class FullIteration(Generic[BatchT, ResultT]):
         given = self._has_stream
         with self._definition.backend.on_stream() if given else contextlib.nullcontext():
             return owned(self._definition.step(batch))
-
-    def _mismatched(self, mismatch: Mismatch, batch: Any) -> Any:
-        if self._on_mismatch == "error":
-            raise GraphError(f"full iteration: {mismatch.message}")
-        return self._eager(batch, mismatch.reason, mismatch.message)
 
     def _try_to_capture(self, batch: Any) -> None:
         try:

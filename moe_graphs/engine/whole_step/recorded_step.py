@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from moe_graphs.engine.tensors import (
     copy_all,
     dense_pair,
     owned_leaves,
+    results_of,
     static_copy,
     tensor_leaves,
 )
@@ -171,11 +172,12 @@ class StaticBatch:
         specs = zip(self.signature.leaves, self.leaves, strict=True)
         return {spec.name: leaf for spec, leaf in specs if not isinstance(spec, TensorSpec)}
 
-    def mismatch(self, batch: Any, leaves: Sequence[Any], structure: Any) -> Mismatch | None:
-        """The first difference between a call's batch, given flat as well, and the captured one."""
+    def mismatches(self, batch: Any, leaves: Sequence[Any], structure: Any) -> Iterator[Mismatch]:
+        """The differences between a call's batch, given flat as well, and the captured one."""
         if structure != self.signature.structure:
-            return structure_mismatch(self.signature, batch)
-        return self.signature.mismatch(structure, leaves)
+            yield structure_mismatch(self.signature, batch)
+        else:
+            yield from self.signature.mismatches(structure, leaves)
 
     def load(self, leaves: Sequence[Any]) -> None:
         """Copies a call's tensors into place, on the current stream. They must match."""
@@ -253,25 +255,24 @@ class RecordedStep:
     sharding: Sharding
     hooks: StepHooks | None = None
 
-    def mismatch(self, batch: Any, leaves: Sequence[Any], structure: Any) -> Mismatch | None:
-        """The reason why this call cannot be replayed, or None. Does not wait for the device."""
+    def mismatches(self, batch: Any, leaves: Sequence[Any], structure: Any) -> Iterator[Mismatch]:
+        """The reasons why this call cannot be replayed. Does not wait for the device."""
         self.first_step_state.put_in()
         self.sharding.reshard()
         if torch.is_grad_enabled() != self.grad_enabled:
             message = "grad mode is not that of the capture: keep no_grad and its kin in the step"
-            return Mismatch("grad_mode", message)
+            yield Mismatch("grad_mode", message)
         mode = torch_state.reason_of_modes()
         if mode is not None:
-            return Mismatch(mode, str(EAGER_CALLS[mode]))
-        return (
-            self.batch.mismatch(batch, leaves, structure)
-            or self.context.mismatch()
-            or self._mismatch_in_fp8()
-            or self.sharding.mismatch()
-            or self.guards.mismatch()
-            or (self.hooks.mismatch() if self.hooks is not None else None)
-            or (self.gradients.mismatch() if self.gradients is not None else None)
-        )
+            yield Mismatch(mode, str(EAGER_CALLS[mode]))
+        yield from self.batch.mismatches(batch, leaves, structure)
+        yield from results_of(self._checks)
+
+    @functools.cached_property
+    def _checks(self) -> list[Callable[[], Mismatch | None]]:
+        checks = [self.context.mismatch, self._mismatch_in_fp8]
+        checks += [self.sharding.mismatch, self.guards.mismatch]
+        return checks + [each.mismatch for each in (self.hooks, self.gradients) if each is not None]
 
     def _mismatch_in_fp8(self) -> Mismatch | None:
         if (None if fp8.is_absent() else fp8.Entry.of_now()) == self.entry:

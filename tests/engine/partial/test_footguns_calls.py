@@ -53,6 +53,18 @@ def test_a_call_that_differs_is_an_error_on_request(device, reason):
         train_step(model, graphs, *args, **kwargs)
 
 
+def test_an_error_names_every_difference_of_the_call(device):
+    model = build(device)
+    graphs = warm(model, device, on_mismatch="error")
+    model.first.training = False
+    with torch.autocast(device, torch.bfloat16), pytest.raises(GraphError) as raised:
+        train_step(model, graphs, data(device, 6), scale=0.5)
+    lines = str(raised.value).splitlines()
+    for line, part in zip(lines, ("shape", "'scale'", "autocast", "training"), strict=False):
+        assert part in line, lines
+    assert len(lines) >= 4
+
+
 def test_scopes_that_are_no_longer_replayed_say_so_once(device):
     model = build(device)
     graphs = warm(model, device)

@@ -56,6 +56,17 @@ def test_a_step_that_reaches_its_own_graph(device):
     assert trainer.step.state == "captured"
 
 
+def test_an_error_names_every_difference_of_the_call(device):
+    trainer = Trainer(device)
+    for _ in range(5):
+        trainer.step(trainer.toy.batch())
+    trainer.toy.model.train(not trainer.toy.model.training)
+    with torch.autocast(device, torch.bfloat16), pytest.raises(GraphError) as raised:
+        trainer.step(trainer.toy.batch(rows=2))
+    for part in ("shape", "autocast", "training"):
+        assert part in str(raised.value)
+
+
 class CountingTrainer(Trainer):
     """A trainer whose result holds what its graph has counted."""
 
