@@ -16,6 +16,7 @@ from torch import nn
 import fake_transformer_engine
 import moe_graphs
 from moe_graphs import CaptureError, FullIteration, GraphConfig, make_graphed_callables
+from moe_graphs.engine.guards.torch_state import TorchState
 
 WIDTH, ROWS, STEPS, MICROBATCHES = 6, 4, 8, 2
 
@@ -167,6 +168,16 @@ def test_a_recipe_that_changes_runs_eagerly(te):
     found, report = run(True)
     assert all(map(torch.equal, found, expected))
     assert report.eager_calls == {"warmup": 2, "context": 6}, report
+
+
+def test_an_autocast_of_a_library_that_is_imported_after_the_capture_is_noticed(monkeypatch):
+    state = TorchState("cpu")
+    assert state.mismatch() is None
+    te = fake_transformer_engine.install(monkeypatch)
+    assert state.mismatch() is None  # it was imported, and nothing else has changed
+    with te.autocast(recipe=te.Recipe("current")):
+        assert state.mismatch().reason == "context"
+    assert state.mismatch() is None
 
 
 def test_an_autocast_within_a_scope_is_refused_by_name(te):

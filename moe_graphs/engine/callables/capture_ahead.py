@@ -58,11 +58,7 @@ def _capture_forward(slot: Slot, site: CallSite, call: ScopeCall, recorder: Reco
     expected = recorder.record_forward(slot, site, call)
     try:
         site.forward.graph.replay()
-        sources = {"graph": site.forward.outputs, "input": call.leaves}
-        outputs = [
-            leaf.value if leaf.source == "constant" else sources[leaf.source][leaf.value]
-            for leaf in site.forward.output_leaves
-        ]
+        outputs = site.forward.leaves_of_outputs(site.forward.outputs, call.leaves)
         difference = recorder.verification.difference_of_forward(site, call, expected, outputs)
         if difference is not None:
             site.planned.differs(difference)

@@ -125,6 +125,14 @@ class RecordedForward:
         """The function that builds the outputs from their leaves."""
         return unflattening(self.output_structure)
 
+    def leaves_of_outputs(self, produced: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+        """The leaves of the outputs of a call with these leaves, for which the graph made these."""
+        sources, found = {"graph": produced, "input": leaves}, []
+        for leaf in self.output_leaves:
+            is_constant = leaf.source == "constant"
+            found.append(leaf.value if is_constant else sources[leaf.source][leaf.value])
+        return found
+
     def static_tensors(self) -> list[Tensor]:
         """Tensors that only the recording keeps alive: its own inputs, and its outputs."""
         return [self.inputs[i] for i in self.loaded if i not in self.linked] + list(self.outputs)

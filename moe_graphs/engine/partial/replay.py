@@ -308,11 +308,7 @@ def replay(
         listed.append(leaves[each] if isinstance(each, int) else each)
     produced = _apply(slot, pending, recorder, delayed, leaves, *listed)
     site.note_handed(produced)
-    sources, outputs = {"graph": produced, "input": leaves}, []
-    for leaf in site.forward.output_leaves:
-        is_constant = leaf.source == "constant"
-        outputs.append(leaf.value if is_constant else sources[leaf.source][leaf.value])
-    return outputs
+    return site.forward.leaves_of_outputs(produced, leaves)
 
 
 def _part(slot: Slot, pending: PendingBackward, recorder: Recorder) -> WeightsPart:

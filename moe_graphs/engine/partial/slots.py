@@ -17,6 +17,7 @@ for a backward.
 | question | reason if the answer is no |
 |---|---|
 | can any graph serve the call? (``Owner.eager_reason``) | `paused`, `outside_step`, a mode, ... |
+| does an integration need the Python to run? (``GraphedScope.why_eager``) | its own word |
 | was the scope observed, and is a slot free? | `not_observed`, `slots_full` |
 | does its replay compute what eager does? (``PlannedCall.refused``) | `differs_from_eager` |
 | are the inputs those of the capture? (``Signature``) | `structure`, `shape`, `constant`, ... |
@@ -24,6 +25,8 @@ for a backward.
 | is all that Python can read as it was? (``Guards``) | `attribute`, `hooks`, `moved`, ... |
 | is static memory that this call writes needed by no backward? | `input_moved` |
 | does no caller hold that memory? (``BufferLease``) | `output_held`, `gradient_held` |
+| has no capture failed on any rank, if the call is to be captured? (``Recorder.mismatch``) |
+`capture_failed` |
 
 | state of a call site | its next forward | where it writes |
 |---|---|---|
