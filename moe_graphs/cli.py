@@ -212,6 +212,14 @@ def train(
         int, typer.Option(help="Steps between checkpoints; 0 writes one at the end.")
     ] = 0,
     save: Annotated[bool, typer.Option(help="Write checkpoints.")] = True,
+    find_nan: Annotated[
+        bool,
+        typer.Option(
+            "--find-nan",
+            help="When a step gives a NaN or infinity, run it again eagerly and name the first "
+            "operation of it. Each step takes longer: its state is copied to the host.",
+        ),
+    ] = False,
     deterministic: Deterministic = True,
     compare_: Annotated[
         bool, typer.Option("--compare", help="Run eagerly and graphed, and compare both runs.")

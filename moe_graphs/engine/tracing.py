@@ -63,18 +63,25 @@ _HOST_READ = (
 _LOOP_OVER_EXPERTS = " (MoELayer.from_experts converts a loop over experts: docs/own_block.md)"
 
 
+_PACKAGE = pathlib.Path(__file__).parent.parent
+_NOT_OF_THE_USER = (
+    str(pathlib.Path(torch.__file__).parent),
+    str(_PACKAGE / "engine"),
+    str(_PACKAGE / "staged.py"),
+    contextlib.__file__,
+    "<",
+)
+
+
+def is_of_the_user(filename: str) -> bool:
+    """Whether a line of code belongs neither to torch nor to the engine."""
+    return not filename.startswith(_NOT_OF_THE_USER)
+
+
 def source_line(summary: traceback.StackSummary) -> str:
-    """The innermost line that belongs neither to torch nor to the engine: the user's line."""
-    package = pathlib.Path(__file__).parent.parent
-    not_the_user = (
-        str(pathlib.Path(torch.__file__).parent),
-        str(package / "engine"),
-        str(package / "staged.py"),
-        contextlib.__file__,
-        "<",
-    )
+    """The innermost line that is the user's."""
     for frame in reversed(summary):
-        if not frame.filename.startswith(not_the_user):
+        if is_of_the_user(frame.filename):
             return f"{frame.filename}:{frame.lineno}: {frame.line}"
     return "unknown source line"
 

@@ -45,6 +45,7 @@ class RunOptions:
     Attributes:
         save: whether checkpoints are written: every ``checkpoint_every`` steps, or with 0 only at
             the end.
+        find_nan: whether a loss or gradient that is not finite is followed to its first operation.
         sample_tokens: how much of the held-out text is used while training; the end uses all.
         init, tokenizer: the Hugging Face checkpoint that the model comes from, and the directory of
             its tokenizer; both None for a model from the seed.
@@ -65,6 +66,7 @@ class RunOptions:
     resume: Path | None = None
     checkpoint_every: int = 0
     save: bool = True
+    find_nan: bool = False
     sample_tokens: int = 1 << 17
     init: Path | None = None
     tokenizer: Path | None = None
@@ -127,6 +129,7 @@ def build_trainer(options: RunOptions, batches: TrainingBatches) -> Trainer:
         autocast=autocast,
         workers=workers,
         pipeline=pipeline,
+        find_nan=options.find_nan,
     )
 
 

@@ -15,7 +15,7 @@ from moe_graphs.terminal import option_name, option_words
 
 _TRAINING = {field.name for field in dataclasses.fields(TrainSettings)}
 # Options that belong to one start of the command, not to the run.
-_OF_A_START = {"resume", "out", "json_", "compare_", "nproc", "timeout"}
+_OF_A_START = {"resume", "out", "json_", "compare_", "nproc", "timeout", "find_nan"}
 _PATHS = {"init", "tokenizer", "data"}
 _WAY = {"impl", "scopes", "optimizer_in_graph"}
 _LAYOUT = {*DEGREES, "fsdp"}

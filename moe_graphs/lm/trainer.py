@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_graphs.config import FullIterationConfig
+from moe_graphs.engine.backends import backend_for
+from moe_graphs.engine.nonfinite import find_nonfinite
 from moe_graphs.engine.partial.graphs import Graphs
 from moe_graphs.engine.report import Report
 from moe_graphs.engine.whole_step.full_iteration import FullIteration, FullIterationReport
@@ -123,6 +125,7 @@ class Trainer:
             ``replicate`` has shared its experts.
         pipeline: runs the stages of this rank, if the ranks are a pipeline. ``model`` is then what
             ``pipeline_stages`` has left.
+        find_nan: whether each step looks for the first operation with a value that is not finite.
 
     Attributes:
         whole: the model, for its names and sizes; in a pipeline on the meta device.
@@ -144,6 +147,7 @@ class Trainer:
         autocast: Autocast | None = None,
         workers: Workers | None = None,
         pipeline: Pipeline | None = None,
+        find_nan: bool = False,
     ) -> None:
         self.model, self.batches, self.settings, self.graphs = model, batches, settings, graphs
         self.drops_tokens, self.surroundings = drops_tokens, surroundings
@@ -165,7 +169,7 @@ class Trainer:
             set_to_none=True,
         )
         self.full_iteration: FullIteration | None = None
-        self.optimizer_in_graph = False
+        self.optimizer_in_graph, self.find_nan = False, find_nan
         self.history = History.empty(settings.steps, self.device)
         self.clock = StepClock(self.device)
         self.step = 0
@@ -184,13 +188,38 @@ class Trainer:
             windows = self.workers.part_of(windows, settings.microbatches)
         tokens = self._to_device(windows)
         with self.fp8_autocast():
-            results = (self.full_iteration or self.forward_backward)(tokens)
-        loss, dropped, norm = results if self.optimizer_in_graph else (*results, self.update())
+            run = self._find_nonfinite if self.find_nan else self._graphed
+            loss, dropped, norm = run(tokens)
         self.history.loss[index] = loss
         self.history.grad_norm[index] = norm
         self.history.dropped[index] = dropped
         self.clock.stop()
         self.step = index + 1
+
+    def _graphed(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        results = (self.full_iteration or self.forward_backward)(tokens)
+        return results if self.optimizer_in_graph else (*results, self.update())
+
+    def _find_nonfinite(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Runs the step; a NaN ends training with the first operation that has one."""
+        paused = self.graphs.paused() if self.graphs is not None else contextlib.nullcontext()
+
+        def eagerly() -> tuple[Tensor, Tensor, Tensor]:
+            with paused:
+                return self.forward_backward_update(tokens)
+
+        def anywhere(here: bool) -> bool:
+            return any(self.workers.gather(here)) if self.workers is not None else here
+
+        return find_nonfinite(
+            functools.partial(self._graphed, tokens),
+            eagerly,
+            model=self.model,
+            backend=backend_for(self.model.parameters()),
+            optimizers=[self.optimizer],
+            state=[self.device_step],
+            anywhere=anywhere,
+        )
 
     def capture_full_iteration(self, config: FullIterationConfig) -> FullIteration:
         """Makes steps a graph from now on, captured after the warm-up. The caller releases it."""
@@ -367,7 +396,7 @@ class Trainer:
             raise TrainingDiverged(
                 f"training diverged: loss {values[0, index]:.4g}, gradient norm "
                 f"{values[1, index]:.4g} at step {since.start + index + 1}: lower the learning "
-                f"rate, or resume from an earlier checkpoint"
+                f"rate, or resume from an earlier checkpoint; --find-nan names the operation"
             )
 
     def _to_device(self, windows: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from lm_runs import QUIET, advance, fresh_trainer, options, small_corpus
-from moe_graphs.config import FullIterationConfig
+from moe_graphs import NonFiniteError
+from moe_graphs.config import FullIterationConfig, GraphConfig
 from moe_graphs.lm.checkpoint import load_checkpoint, save_checkpoint
 from moe_graphs.lm.compare import compare
 from moe_graphs.lm.data import HeldOut
@@ -241,6 +242,21 @@ def test_a_diverged_run_stops_and_says_so(tmp_path):
     given = dataclasses.replace(given, preset=dataclasses.replace(given.preset, training=training))
     with pytest.raises(TrainingDiverged, match="training diverged"):
         run(given, small_corpus(), QUIET)
+
+
+@pytest.mark.parametrize("config", [None, GraphConfig("attn"), *FULL.values()])
+def test_a_diverged_run_names_the_operation_on_request(tmp_path, config):
+    given = options(out=tmp_path, save=False)
+    training = dataclasses.replace(given.preset.training, learning_rate=float("inf"))
+    given = dataclasses.replace(
+        given,
+        preset=dataclasses.replace(given.preset, training=training),
+        graph_config=config,
+        find_nan=True,
+    )
+    with pytest.raises(NonFiniteError, match="the first NaN") as raised:
+        run(given, small_corpus(), QUIET)
+    assert raised.value.operation.phase == "update"
 
 
 def test_a_run_that_diverges_in_its_last_update_says_so(tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from moe_graphs.engine.backends import backend_for
 from moe_graphs.engine.backends.backend import Resources
 from moe_graphs.engine.guards import torch_state
 from moe_graphs.engine.guards.bytecode_names import AccessedNames
+from moe_graphs.engine.nonfinite import find_nonfinite
 from moe_graphs.engine.partial.capture import Recorder
 from moe_graphs.engine.partial.graphed_scope import Captured, install_all, report_of
 from moe_graphs.engine.partial.observation import Observation
@@ -54,6 +55,8 @@ from moe_graphs.engine.tensors import Mismatch
 from moe_graphs.engine.trial_run import explaining_errors_of
 from moe_graphs.engine.verify import warn
 from moe_graphs.errors import CaptureError, GraphError
+
+T = TypeVar("T")
 
 
 def graph(
@@ -320,6 +323,48 @@ class Graphs:
         assert self.captured is not None
         for site in self.captured.sites:
             site.replayed = 0
+
+    def find_nonfinite(
+        self,
+        step: Callable[[], T],
+        optimizer: torch.optim.Optimizer | None = None,
+        state: Sequence[object] = (),
+    ) -> T:
+        """Runs one training step; if it leaves a NaN or infinity, names the first operation of it.
+
+        Call it in place of the code of a step, to look for where a NaN comes from. It takes longer,
+        because everything that the step may change is copied to the host first.
+
+        Args:
+            step: does the forwards and backwards of one training step, and may update.
+            optimizer: the optimizer that ``step`` updates with, if it does.
+            state: other objects that ``step`` changes: tensors, a ``DeviceStep``.
+
+        Returns:
+            The result of ``step()``, if everything is finite.
+
+        Raises:
+            NonFiniteError: with operation, module, line and the ranges of the inputs. The step has
+                run again eagerly for that, and tensors are as before the step.
+        """
+
+        def graphed() -> T:
+            with self.step():
+                return step()
+
+        def eagerly() -> T:
+            with self.paused():
+                return step()
+
+        return find_nonfinite(
+            graphed,
+            eagerly,
+            model=self.model,
+            backend=self.backend,
+            optimizers=[] if optimizer is None else [optimizer],
+            state=state,
+            anywhere=self._ranks.any,
+        )
 
     def recapture(self) -> None:
         """Forgets what was captured: the next steps are warm-up steps again.

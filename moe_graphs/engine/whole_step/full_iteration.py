@@ -19,6 +19,7 @@ does. For validation wrap a second function; both may be called in any order.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import weakref
 from collections import Counter
@@ -36,6 +37,7 @@ from moe_graphs.engine.backends import backend_for
 from moe_graphs.engine.backends.backend import Resources
 from moe_graphs.engine.guards import torch_state
 from moe_graphs.engine.guards.bytecode_names import AccessedNames
+from moe_graphs.engine.nonfinite import find_nonfinite
 from moe_graphs.engine.ranks import Ranks
 from moe_graphs.engine.report import FallbackWarning, PrintedReport, occupancy_of
 from moe_graphs.engine.tensors import owned
@@ -219,6 +221,27 @@ class FullIteration(Generic[BatchT, ResultT]):
         with AccessedNames(in_step=True) as accessed:
             yield
         self._reads = AccessedNames.together(self._reads, accessed)
+
+    def find_nonfinite(self, batch: BatchT) -> ResultT:
+        """Runs ``step(batch)``; if it leaves a NaN or infinity, names the first operation of it.
+
+        Call it in place of the step, to look for where a NaN comes from. It takes longer, because
+        everything that the step may change is copied to the host first.
+
+        Raises:
+            NonFiniteError: with operation, module, line and the ranges of the inputs. The step has
+                run again eagerly for that, and tensors are as before the step.
+        """
+        definition = self._definition
+        return find_nonfinite(
+            functools.partial(self, batch),
+            functools.partial(definition.step, batch),
+            model=definition.model,
+            backend=definition.backend,
+            optimizers=definition.optimizers(),
+            state=definition.state,
+            anywhere=self._ranks.any,
+        )
 
     def capture(self, batch: BatchT) -> None:
         """Captures now, ahead of the first call, or again.
