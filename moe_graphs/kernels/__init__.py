@@ -13,6 +13,7 @@ cost little to call), ``availability`` (is there a kernel for a tensor?), ``gpu_
 from moe_graphs.kernels.choose_experts import route
 from moe_graphs.kernels.choose_experts.reference import RoutingRule
 from moe_graphs.kernels.cross_entropy import cross_entropy
+from moe_graphs.kernels.cross_entropy.linear import linear_cross_entropy
 from moe_graphs.kernels.gemm import grouped_gemm, swiglu_gemms
 from moe_graphs.kernels.gemm.gather import gather_gemm
 from moe_graphs.kernels.heads import split_heads, split_heads_by_rank
@@ -30,6 +31,7 @@ __all__ = [
     "cross_entropy",
     "gather_gemm",
     "grouped_gemm",
+    "linear_cross_entropy",
     "permute",
     "rms_norm",
     "route",

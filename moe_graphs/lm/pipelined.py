@@ -7,18 +7,21 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from moe_graphs.config import SCOPE_STAGES, GraphConfig
 from moe_graphs.layers import LanguageModel
 from moe_graphs.lm.settings import TrainSettings
-from moe_graphs.lm.trainer import Autocast, cross_entropy
+from moe_graphs.lm.trainer import Autocast
 from moe_graphs.lm.workers import Workers
 from moe_graphs.parallel import (
     ModelStage,
     Pipeline,
     parallelize,
     pipeline_stages,
+    vocabulary_cross_entropy,
     vocabulary_group,
 )
 
@@ -81,3 +84,19 @@ def scopes_of_stages(config: GraphConfig, here: LanguageModel, whole: LanguageMo
 
 def _stages_of(model: LanguageModel) -> set[str]:
     return {stage.name for layer in model.layers for stage in layer.stages()}
+
+
+def cross_entropy(
+    logits_BSV: Tensor,
+    targets_BS: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    reduction: str = "mean",
+) -> Tensor:
+    """Cross entropy in fp32, in nats; targets of -100 do not count.
+
+    ``group`` has the ranks that share the columns.
+    """
+    return vocabulary_cross_entropy(
+        logits_BSV.flatten(0, 1), targets_BS.flatten(), group, reduction=reduction
+    )

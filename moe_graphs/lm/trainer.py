@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_graphs.config import FullIterationConfig
@@ -30,13 +29,7 @@ from moe_graphs.lm.metrics import Memory, StepClock, memory_in_use, peak_flops
 from moe_graphs.lm.settings import TrainSettings, build_optimizer
 from moe_graphs.lm.workers import Workers
 from moe_graphs.optim import AdamW
-from moe_graphs.parallel import (
-    Pipeline,
-    free_gathered,
-    sum_gradients,
-    vocabulary_cross_entropy,
-    vocabulary_group,
-)
+from moe_graphs.parallel import Pipeline, free_gathered, sum_gradients
 from moe_graphs.training.device_step import DeviceStep
 
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -161,7 +154,6 @@ class Trainer:
         if pipeline is not None:
             self.whole = LanguageModel(model.config, device="meta", dtype=some.dtype)
         self.optimizer = build_optimizer(model, settings)
-        self.vocabulary = vocabulary_group(model)
         self.device_step = DeviceStep(
             self.optimizer,
             clip_norm=settings.clip_norm,
@@ -327,10 +319,7 @@ class Trainer:
                     total += self.pipeline.evaluate(inputs_BS, targets_BS)
                     continue
                 with self.autocast():
-                    output = self.model(inputs_BS)
-                total += cross_entropy(
-                    output.logits_BSV, targets_BS, self.vocabulary, reduction="sum"
-                )
+                    total += self.model(inputs_BS, targets_BS, reduction="sum").loss
         self.model.train(was_training)
         back_to_fp8(self.model, self.fp8_autocast)
         if self.workers is not None:
@@ -368,10 +357,9 @@ class Trainer:
                 return self.pipeline.forward_backward(tokens[:, :-1], tokens[:, 1:])
             for part in tokens.chunk(count):
                 with self.autocast():
-                    output = self.model(part[:, :-1])
-                loss = cross_entropy(output.logits_BSV, part[:, 1:], self.vocabulary)
-                ((loss + output.aux_loss) / addends).backward()
-                losses.append(loss.detach())
+                    output = self.model(part[:, :-1], part[:, 1:])
+                ((output.loss + output.aux_loss) / addends).backward()
+                losses.append(output.loss.detach())
                 dropped.append(output.dropped_tokens)
         return torch.stack(losses).mean(), torch.stack(dropped).sum()
 
@@ -412,20 +400,4 @@ def autocast_of(device: torch.device) -> torch.autocast:
     # The cache would hand a weight's cast copy, made in one graph's pool, to the next graph.
     return torch.autocast(
         device.type, torch.bfloat16, enabled=device.type == "cuda", cache_enabled=False
-    )
-
-
-def cross_entropy(
-    logits_BSV: Tensor,
-    targets_BS: Tensor,
-    group: dist.ProcessGroup | None = None,
-    *,
-    reduction: str = "mean",
-) -> Tensor:
-    """Cross entropy in fp32, in nats; targets of -100 do not count.
-
-    ``group`` has the ranks that share the columns.
-    """
-    return vocabulary_cross_entropy(
-        logits_BSV.flatten(0, 1), targets_BS.flatten(), group, reduction=reduction
     )

@@ -26,11 +26,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
+from moe_graphs.kernels import linear_cross_entropy
 from moe_graphs.kernels.ops import wants_gradient
 from moe_graphs.layers import LanguageModel, TransformerConfig
 from moe_graphs.layers.attention import Attention
 from moe_graphs.layers.mlp import SwiGLU
 from moe_graphs.parallel.model_stage import ModelStage
+from moe_graphs.parallel.vocabulary import ColumnsOfGroup
 
 _NAME_OF_RANKS = re.compile(r"\.weight_of_\d+_ranks\b")
 
@@ -48,6 +50,24 @@ class ColumnLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x, weight_MD = _autocast(x), _autocast(local(self.weight))
         return _ColumnLinear.apply(x, weight_MD, self.process_group)
+
+
+class ColumnHead(ColumnLinear):
+    """Output head of which this rank has some columns of the vocabulary (``layers.head.Head``)."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, targets: Tensor | None = None, reduction: str = "mean"
+    ) -> Tensor:
+        if targets is None:
+            return super().forward(x)
+        x, weight_VD = _autocast(x), _autocast(local(self.weight))
+        return linear_cross_entropy(
+            _SameOnRanks.apply(x, self.process_group).flatten(0, -2),
+            weight_VD,
+            targets.flatten(),
+            reduction=reduction,
+            shared=ColumnsOfGroup(self.process_group, len(weight_VD)),
+        )
 
 
 class FusedColumnLinear(ColumnLinear):
@@ -161,7 +181,7 @@ def apply_tensor_parallel(model: LanguageModel | ModelStage, mesh: DeviceMesh) -
         _become(VocabularyEmbedding, embedding, _rows(embedding.weight, mesh), mesh)
         embedding.first = mesh.get_local_rank() * (model.config.vocab_size // mesh.size())
     if head is not None:
-        _become(ColumnLinear, head, _rows(head.weight, mesh), mesh)
+        _become(ColumnHead, head, _rows(head.weight, mesh), mesh)
     for module in list(model.modules()):
         if isinstance(module, (AttentionOfHeads, SwiGLU)):
             _rename(module.qkv if isinstance(module, AttentionOfHeads) else module.w1, mesh)
@@ -281,6 +301,22 @@ class _ColumnLinear(torch.autograd.Function):
         if work is not None:
             work.wait()
         return grad_x, grad_MD, None
+
+
+class _SameOnRanks(torch.autograd.Function):
+    """Identity of what all ranks have; the sum over the ranks of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        summed = grad.clone()
+        dist.all_reduce(summed, group=ctx.group)
+        return summed, None
 
 
 class _SumOverRanks(torch.autograd.Function):

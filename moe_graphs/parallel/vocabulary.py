@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from moe_graphs.kernels import cross_entropy
 from moe_graphs.kernels.cross_entropy import REDUCTIONS
+from moe_graphs.kernels.cross_entropy.linear import losses_of_ranks
 from moe_graphs.kernels.cross_entropy.part import columns_here, gradient_of_part, part_of_rows
 
 
@@ -65,6 +66,17 @@ def whole_vocabulary(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return torch.cat(_gathered(logits.detach(), ranks, group).chunk(ranks), dim=-1)
 
 
+class ColumnsOfGroup:
+    """The columns of this rank's logits among those of all ranks of a group (``SharedColumns``)."""
+
+    def __init__(self, group: dist.ProcessGroup, columns: int) -> None:
+        self._group, self._ranks = group, dist.get_world_size(group)
+        self.first, self.columns = dist.get_rank(group) * columns, self._ranks * columns
+
+    def gathered(self, x: Tensor) -> Tensor:
+        return _gathered(x, self._ranks, self._group).unflatten(0, (self._ranks, len(x)))
+
+
 def _gathered(x: Tensor, ranks: int, group: dist.ProcessGroup) -> Tensor:
     every = x.new_empty(ranks * x.shape[0], *x.shape[1:])
     later = getattr(dist, "all_gather_single", None)  # the name since torch 2.13
@@ -81,16 +93,13 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         group: dist.ProcessGroup,
         ignore_index: int,
     ) -> Tensor:
-        columns, ranks = logits_NV.shape[1], dist.get_world_size(group)
-        columns_N = columns_here(targets_N, dist.get_rank(group) * columns, columns, ignore_index)
+        shared = ColumnsOfGroup(group, logits_NV.shape[1])
+        columns_N = columns_here(targets_N, shared.first, logits_NV.shape[1], ignore_index)
         here_2N = torch.stack(part_of_rows(logits_NV, columns_N))
-        all_R2N = here_2N.new_empty((ranks, *here_2N.shape))
-        all_R2N = _gathered(here_2N, ranks, group).unflatten(0, (ranks, 2))
-        logsumexp_N, at_target_N = all_R2N[:, 0].logsumexp(0), all_R2N[:, 1].sum(0)
-        unknown_N = (targets_N < 0) | (targets_N >= columns * ranks)
-        logsumexp_N = logsumexp_N.masked_fill(unknown_N, float("nan"))
+        everywhere = shared.gathered(here_2N), targets_N, shared.columns, ignore_index
+        losses_N, logsumexp_N = losses_of_ranks(*everywhere)
         ctx.save_for_backward(logits_NV, columns_N, logsumexp_N)
-        return (logsumexp_N - at_target_N).masked_fill(targets_N == ignore_index, 0)
+        return losses_N
 
     @staticmethod
     @once_differentiable

@@ -124,9 +124,8 @@ def _forward(
             return left, None, left
         tokens = entered.new_zeros(entered.shape[:2], dtype=torch.int64)
         return _loss(model, left, tokens), left, left
-    output = model(entered)
-    # A model's caller frees the logits before the backward, so they are no stage's output.
-    return _loss(model, output.logits_BSV, entered) + output.aux_loss, output.logits_BSV, None
+    output = model(entered, entered)  # with targets its logits are never whole
+    return output.loss + output.aux_loss, None, None
 
 
 def _loss(model: nn.Module, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:

@@ -48,9 +48,8 @@ def test_activations_are_those_of_a_real_forward(config):
 
     tokens_BS = torch.randint(96, (2, 32))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = model(tokens_BS)
-        loss = torch.nn.functional.cross_entropy(output.logits_BSV.flatten(0, 1), tokens_BS.ravel())
-        (loss + output.aux_loss).backward()
+        output = model(tokens_BS, tokens_BS)
+        (output.loss + output.aux_loss).backward()
     real = sum(storage.nbytes() for storage in kept.values())
     plan = planned(config, ParallelConfig(), ON_CPU)
     predicted = plan.estimated["activations"] + plan.estimated["logits"]
@@ -61,7 +60,7 @@ def test_activations_are_those_of_a_real_forward(config):
     assert counted.temporaries == plan.estimated["temporaries"] > counted.logits
     # Gradients are complete only when the activations have been freed.
     beside = sum(plan.exact.values()) - plan.exact["gradients"]
-    assert counted.peak < plan.memory - beside < counted.peak + plan.exact["gradients"]
+    assert counted.peak <= plan.memory - beside < counted.peak + plan.exact["gradients"]
 
 
 def test_activations_grow_with_what_is_sent_to_a_rank():

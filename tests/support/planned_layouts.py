@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
-from moe_graphs.lm.trainer import autocast_of, cross_entropy
+from moe_graphs.lm.pipelined import cross_entropy
+from moe_graphs.lm.trainer import autocast_of
 from moe_graphs.parallel import (
     ParallelConfig,
     Pipeline,

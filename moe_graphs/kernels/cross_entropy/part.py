@@ -44,20 +44,28 @@ def part_of_rows(logits_NV: Tensor, columns_N: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gradient_of_part(
-    logits_NV: Tensor, columns_N: Tensor, logsumexp_N: Tensor, grad: Tensor
+    logits_NV: Tensor,
+    columns_N: Tensor,
+    logsumexp_N: Tensor,
+    grad: Tensor,
+    *,
+    in_place: bool = False,
 ) -> Tensor:
     """The gradient of the logits that are here, in their dtype.
 
     Args:
         logsumexp_N: over the columns of all ranks.
         grad: ``[N]`` or 0-dim, of the rows' losses.
+        in_place: whether the logits may be overwritten, if that saves memory.
     """
     if has_kernel(logits_NV):
-        from moe_graphs.kernels.cross_entropy.triton_kernels import cross_entropy_backward
+        from moe_graphs.kernels.cross_entropy import triton_kernels as kernels
 
-        return cross_entropy_backward(
-            logits_NV, columns_N, logsumexp_N, grad, None, IGNORED, part=True
-        )
+        given = (logits_NV, columns_N, logsumexp_N, grad, None, IGNORED, True)
+        if not in_place:
+            return kernels.cross_entropy_backward(*given)
+        kernels.cross_entropy_backward_in_place(*given)
+        return logits_NV
     probability_NV = (logits_NV.to(logsumexp_N.dtype) - logsumexp_N[:, None]).exp_()
     is_here_N1 = (columns_N >= 0)[:, None].to(probability_NV.dtype)
     probability_NV.scatter_add_(1, columns_N.clamp(min=0)[:, None], -is_here_N1)

@@ -140,19 +140,39 @@ def cross_entropy_backward(
     `count` is given for the mean. `part`: the logits are some columns of a vocabulary, and targets
     may be other columns.
     """
-    logits_NV, targets_N = _rows(logits_NV), targets_N.contiguous()
+    logits_NV = _rows(logits_NV)
+    grad_NV = logits_NV.new_empty(logits_NV.shape)
+    _launch_backward(grad_NV, logits_NV, targets_N, logsumexp_N, grad, count, ignore_index, part)
+    return grad_NV
+
+
+@define_op(device="default", mutates_args=("logits_NV",))
+def cross_entropy_backward_in_place(
+    logits_NV: torch.Tensor,
+    targets_N: torch.Tensor,
+    logsumexp_N: torch.Tensor,
+    grad: torch.Tensor,
+    count: torch.Tensor | None,
+    ignore_index: int,
+    part: bool = False,
+) -> None:
+    """`cross_entropy_backward` that writes the gradient where the contiguous logits are."""
+    given = (targets_N, logsumexp_N, grad, count, ignore_index, part)
+    _launch_backward(logits_NV, logits_NV, *given)
+
+
+def _launch_backward(grad_NV, logits_NV, targets_N, logsumexp_N, grad, count, ignore_index, part):
     N, V = logits_NV.shape
-    grad_NV = logits_NV.new_empty((N, V))
     if N:
         block = min(TILE, next_power_of_2(V))
         chunks = cdiv(V, block)
-        tensors = (logits_NV, targets_N, logsumexp_N, grad, grad if count is None else count)
+        tensors = (logits_NV, targets_N.contiguous(), logsumexp_N, grad)
+        tensors += (grad if count is None else count,)
         strides = (logits_NV.stride(0), grad.stride(0) if grad.dim() else 0)
         args = (*tensors, grad_NV, V, *strides, chunks)
         tile = {"BLOCK": block, "MEAN": count is not None, "num_warps": _warps(block)}
         tile |= {"IGNORED": ignore_index, "PART": part}
         launch(cross_entropy_backward_kernel, (N * chunks,), args, **tile)
-    return grad_NV
 
 
 @torch.library.register_fake("moe_graphs::cross_entropy_rows")
@@ -169,6 +189,11 @@ def _(losses_N, targets_N, ignore_index):
 @torch.library.register_fake("moe_graphs::cross_entropy_backward")
 def _(logits_NV, targets_N, logsumexp_N, grad, count, ignore_index, part=False):
     return logits_NV.new_empty(logits_NV.shape)
+
+
+@torch.library.register_fake("moe_graphs::cross_entropy_backward_in_place")
+def _(logits_NV, targets_N, logsumexp_N, grad, count, ignore_index, part=False):
+    return None
 
 
 def _rows(logits_NV: torch.Tensor) -> torch.Tensor:
