@@ -19,6 +19,7 @@ from moe_graphs.kernels.heads import split_heads, split_heads_by_rank
 from moe_graphs.kernels.permute import permute, unpermute
 from moe_graphs.kernels.rms_norm import add_rms_norm, rms_norm
 from moe_graphs.kernels.rotary import apply_rotary
+from moe_graphs.kernels.routed_experts import routed_experts
 from moe_graphs.kernels.row_order import RowOrder, route_rows
 from moe_graphs.kernels.swiglu import swiglu
 
@@ -34,6 +35,7 @@ __all__ = [
     "rms_norm",
     "route",
     "route_rows",
+    "routed_experts",
     "split_heads",
     "split_heads_by_rank",
     "swiglu",

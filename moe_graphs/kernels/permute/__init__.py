@@ -41,16 +41,6 @@ def unpermute(rows_RD: Tensor, order: RowOrder, weights_TK: Tensor) -> Tensor:
     return _Unpermute.apply(rows_RD, weights_TK, order.order_R, order.inverse_R, order.has_gaps)
 
 
-def sum_rows(rows_RD: Tensor, inverse_TK: Tensor) -> Tensor:
-    """The sum of each token's K rows, without gaps; not differentiable."""
-    return _collect(rows_RD, inverse_TK, None, False)
-
-
-def gather_rows(hidden_TD: Tensor, order_R: Tensor, inverse_TK: Tensor) -> Tensor:
-    """Each token in its K rows, without gaps; not differentiable."""
-    return spread_rows(hidden_TD, order_R, inverse_TK, None, False)
-
-
 class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_TD, order_R, inverse_R, has_gaps):
@@ -64,7 +54,7 @@ class _Permute(torch.autograd.Function):
         (inverse_R,) = ctx.saved_tensors
         top_k = pairs_per_token(inverse_R.numel(), ctx.num_tokens)
         inverse_TK = inverse_R.view(ctx.num_tokens, top_k)
-        return _collect(grad_RD, inverse_TK, None, ctx.has_gaps), None, None, None
+        return collect_rows(grad_RD, inverse_TK, None, ctx.has_gaps), None, None, None
 
 
 class _Unpermute(torch.autograd.Function):
@@ -72,7 +62,7 @@ class _Unpermute(torch.autograd.Function):
     def forward(ctx, rows_RD, weights_TK, order_R, inverse_R, has_gaps):
         ctx.save_for_backward(rows_RD, weights_TK, order_R, inverse_R)
         ctx.has_gaps = has_gaps
-        return _collect(rows_RD, inverse_R.view_as(weights_TK), weights_TK, has_gaps)
+        return collect_rows(rows_RD, inverse_R.view_as(weights_TK), weights_TK, has_gaps)
 
     @staticmethod
     def backward(ctx, grad_TD):
@@ -116,10 +106,10 @@ def collect_rows_into(
         out_TD.copy_(permute_reference.collect_rows(rows_RD, inverse_TK, weights_TK, True))
 
 
-def _collect(
+def collect_rows(
     rows_RD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None, has_gaps: bool
 ) -> Tensor:
-    """The weighted sum of every token's K rows."""
+    """The weighted sum of every token's K rows; not differentiable."""
     if has_kernel(rows_RD):
         from moe_graphs.kernels.permute import triton_kernels as permute_triton
 
