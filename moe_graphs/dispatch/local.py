@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_graphs.dispatch.dispatcher import Dispatched, Dispatcher, DispatchPlan
-from moe_graphs.kernels import permute, route_rows, unpermute
+from moe_graphs.kernels import route_rows
 
 
 @final
@@ -35,10 +35,10 @@ class LocalDispatcher(Dispatcher):
     ) -> DispatchPlan:
         order = route_rows(experts_TK, num_experts)
         dropped = torch.zeros((), dtype=torch.int64, device=hidden_TD.device)
-        return DispatchPlan(permute(hidden_TD, order), weights_TK, order, dropped)
+        return DispatchPlan(hidden_TD, weights_TK, order, dropped)
 
     def dispatch(self, plan: DispatchPlan) -> Dispatched:
-        return Dispatched(plan.rows_RD, plan.order.offsets_E)
+        return Dispatched(plan.tokens_XD, plan.order, plan.weights_TK)
 
-    def combine(self, expert_rows: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
-        return unpermute(expert_rows, plan.order, plan.weights_TK)
+    def combine(self, sums_XD: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
+        return sums_XD

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_graphs.dispatch.dispatcher import Dispatched, Dispatcher, DispatchPlan
-from moe_graphs.kernels import RowOrder, permute, route_rows, unpermute
+from moe_graphs.kernels import RowOrder, route_rows
 
 
 @final
@@ -59,13 +59,13 @@ class PaddedDispatcher(Dispatcher):
         capacity = self.capacity(num_tokens, top_k, num_experts)
         padded = _pad(order, experts_TK, capacity)
         dropped = (padded.inverse_R < 0).sum()
-        return DispatchPlan(permute(hidden_TD, padded), weights_TK, padded, dropped)
+        return DispatchPlan(hidden_TD, weights_TK, padded, dropped)
 
     def dispatch(self, plan: DispatchPlan) -> Dispatched:
-        return Dispatched(plan.rows_RD, plan.order.offsets_E)
+        return Dispatched(plan.tokens_XD, plan.order, plan.weights_TK)
 
-    def combine(self, expert_rows: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
-        return unpermute(expert_rows, plan.order, plan.weights_TK)
+    def combine(self, sums_XD: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
+        return sums_XD
 
 
 def _pad(order: RowOrder, experts_TK: Tensor, capacity: int) -> RowOrder:

@@ -16,7 +16,7 @@ from moe_graphs.kernels.cross_entropy import cross_entropy
 from moe_graphs.kernels.gemm import grouped_gemm, swiglu_gemms
 from moe_graphs.kernels.gemm.gather import gather_gemm
 from moe_graphs.kernels.heads import split_heads, split_heads_by_rank
-from moe_graphs.kernels.permute import permute, unpermute
+from moe_graphs.kernels.permute import permute, sum_rows, unpermute
 from moe_graphs.kernels.rms_norm import add_rms_norm, rms_norm
 from moe_graphs.kernels.rotary import apply_rotary
 from moe_graphs.kernels.routed_experts import routed_experts
@@ -38,6 +38,7 @@ __all__ = [
     "routed_experts",
     "split_heads",
     "split_heads_by_rank",
+    "sum_rows",
     "swiglu",
     "swiglu_gemms",
     "unpermute",

@@ -205,7 +205,7 @@ def test_autocast_casts_all_operands():
     assert all(g.dtype == FP32 for g in torch.autograd.grad(out.float().sum(), given))
 
 
-def test_no_tokens_and_rows_without_weights():
+def test_no_tokens():
     order = route_rows(torch.zeros(0, K, dtype=torch.int64), E)
     tokens, weights, w1, w2 = leaves(dtype=FP32)
     given = tokens[:0].detach().requires_grad_(), weights[:0].detach().requires_grad_(), w1, w2
@@ -214,16 +214,21 @@ def test_no_tokens_and_rows_without_weights():
     assert out.shape == (0, D)
     assert [g.shape for g in grads] == [x.shape for x in given]
     assert all(g.eq(0).all() for g in grads)
-    order = route_rows(ROUTINGS["random"](), E)
-    given = tokens, w1, w2
-    found = routed_experts(tokens, order, None, w1, w2)
-    want = apart(order, tokens, torch.ones(T, K), w1, w2)
-    torch.testing.assert_close(found, want)
-    grad = torch.randn(T, D)
-    for got, expected in zip(
-        *(torch.autograd.grad(y, given, grad) for y in (found, want)), strict=True
-    ):
-        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize(("name", "order"), [pytest.param(*o, id=o[0]) for o in orders()])
+def test_rows_that_are_sorted_already(name, order):
+    tokens, *given = leaves(order.inverse_R.numel() // T)
+    rows = permute(tokens, order).detach().requires_grad_()
+    grad = torch.randn(T, D, dtype=FP64)
+    out = routed_experts(rows, order, *given, is_sorted=True)
+    of_rows, *found = torch.autograd.grad(out, (rows, *given), grad)
+    want = ours(order, tokens, *given)
+    of_tokens, *expected = torch.autograd.grad(want, (tokens, *given), grad)
+    assert torch.equal(out, want)
+    assert all(map(torch.equal, found, expected))
+    (back,) = torch.autograd.grad(permute(tokens, order), tokens, of_rows)
+    torch.testing.assert_close(back, of_tokens)
 
 
 def test_shapes_that_do_not_fit():

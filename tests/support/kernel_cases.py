@@ -127,12 +127,11 @@ def _weighted_swiglu() -> None:
     order, weights = torch.zeros(512, dtype=torch.int64), torch.empty(64, 8)
     for dtype in (BF16, FP32):
         rows = torch.empty(512, 2880, dtype=dtype)
-        for given in (weights, None):
-            routed_experts_triton.weighted_swiglu(rows, given, order)
-            for with_result in (True, False):
-                routed_experts_triton.weighted_swiglu_backward(
-                    rows, rows[:, :1440], given, order, False, with_result
-                )
+        routed_experts_triton.weighted_swiglu(rows, weights, order)
+        for with_result in (True, False):
+            routed_experts_triton.weighted_swiglu_backward(
+                rows, rows[:, :1440], weights, order, False, with_result
+            )
 
 
 def _router(experts: int, top_k: int, groups: int, top_groups: int) -> None:

@@ -6,13 +6,12 @@ Shapes: T tokens, D model, K top-k, E experts, R rows that there is room for.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 from torch import Tensor
 
 from moe_graphs.dispatch.dispatcher import Dispatched, Dispatcher, DispatchPlan
 from moe_graphs.dispatch.local_rows import local_rows
-from moe_graphs.kernels import RowOrder, permute, unpermute
 
 
 @final
@@ -33,14 +32,10 @@ class SomeExperts(Dispatcher):
     ) -> DispatchPlan:
         local = self.local_experts(num_experts)
         rows = local_rows(experts_TK, local, num_experts, experts_TK.numel())
-        rows_RD = permute(hidden_TD, rows.order)
-        return DispatchPlan(rows_RD, weights_TK, rows.order, rows.dropped, rows.needed)
+        return DispatchPlan(hidden_TD, weights_TK, rows.order, rows.dropped, rows.needed)
 
     def dispatch(self, plan: DispatchPlan) -> Dispatched:
-        return Dispatched(plan.rows_RD, plan.order.offsets_E)
+        return Dispatched(plan.tokens_XD, plan.order, plan.weights_TK)
 
-    def combine(self, expert_rows: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
-        return unpermute(expert_rows, plan.order, plan.weights_TK, dispatched.kept)
-
-    def receive_again(self, hidden_TD: Tensor, order: RowOrder, handle: Any) -> Tensor:
-        return permute(hidden_TD, order)
+    def combine(self, sums_XD: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
+        return sums_XD

@@ -1,8 +1,8 @@
 """Permutation and grouped GEMM in one node, which keeps the tokens and not their rows.
 
-The backward makes the rows once more for the weights' gradient (a gathered weight gradient is slower
-than copy and product). On Hopper the forward can read the tokens through the order, so that the rows
-are never written.
+The backward makes the rows once more for the weights' gradient (a gathered weight gradient is
+slower than copy and product). On Hopper the forward can read the tokens through the order, so that
+the rows are never written.
 
 Shapes: T tokens, K top-k, R = T*K routed rows, D and N the two sides of the product, E experts.
 """

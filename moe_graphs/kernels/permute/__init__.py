@@ -36,9 +36,21 @@ def unpermute(rows_RD: Tensor, order: RowOrder, weights_TK: Tensor) -> Tensor:
     weights ``[[.5, .5], [1, 0], [0, 1]]`` give ``[[30], [20], [40]]``.
 
     Returns:
-        ``hidden_TD`` in the dtype of ``rows_RD``. Saves rows, order and weights for backward.
+        ``hidden_TD`` in the dtype of ``rows_RD``. Saves order and weights for backward, and rows
+        if the weights need a gradient.
     """
-    return _Unpermute.apply(rows_RD, weights_TK, order.order_R, order.inverse_R, order.has_gaps)
+    inverse_TK = order.inverse_R.view_as(weights_TK)
+    return _Unpermute.apply(rows_RD, weights_TK, order.order_R, inverse_TK, order.has_gaps)
+
+
+def sum_rows(rows_RD: Tensor, order: RowOrder, top_k: int) -> Tensor:
+    """Sums each token's K rows, in fp32 and in k order, rounded once at the end.
+
+    Returns:
+        ``hidden_TD`` in the dtype of ``rows_RD``. Saves only the order for backward.
+    """
+    inverse_TK = order.inverse_R.view(order.inverse_R.numel() // top_k, top_k)
+    return _Unpermute.apply(rows_RD, None, order.order_R, inverse_TK, order.has_gaps)
 
 
 class _Permute(torch.autograd.Function):
@@ -59,15 +71,15 @@ class _Permute(torch.autograd.Function):
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows_RD, weights_TK, order_R, inverse_R, has_gaps):
-        ctx.save_for_backward(rows_RD, weights_TK, order_R, inverse_R)
+    def forward(ctx, rows_RD, weights_TK, order_R, inverse_TK, has_gaps):
+        kept_RD = rows_RD if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(kept_RD, weights_TK, order_R, inverse_TK)
         ctx.has_gaps = has_gaps
-        return collect_rows(rows_RD, inverse_R.view_as(weights_TK), weights_TK, has_gaps)
+        return collect_rows(rows_RD, inverse_TK, weights_TK, has_gaps)
 
     @staticmethod
     def backward(ctx, grad_TD):
-        rows_RD, weights_TK, order_R, inverse_R = ctx.saved_tensors
-        inverse_TK = inverse_R.view_as(weights_TK)
+        rows_RD, weights_TK, order_R, inverse_TK = ctx.saved_tensors
         grad_rows = grad_weights = None
         if ctx.needs_input_grad[0]:
             grad_rows = spread_rows(grad_TD, order_R, inverse_TK, weights_TK, ctx.has_gaps)

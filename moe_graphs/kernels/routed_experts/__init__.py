@@ -1,21 +1,25 @@
 """The experts of a layer, from its tokens to its tokens; keeps the tokens and one product.
 
-    X = rows of tokens,  H = X @ w1,  A = swiglu(H),  Y = A @ w2,  out[t] = sum of s * Y over t's rows
+    X = rows of tokens
+    H = X @ w1
+    A = swiglu(H)
+    Y = A @ w2
+    out[t] = sum of s * Y over the rows of token t
 
 The forward rounds where these five ops round. For its backward it keeps the tokens, H, the routing
-weights s and the order of rows; A and Y are freed. The whole backward is
+weights s and the order of rows; X, A and Y are freed. The whole backward is
 
     dY = rows of dout                      without s, so that no product is rounded
     dA = dY @ w2.T
     dH, ds, s * A                          one pass over the rows: `weighted_swiglu_backward`
     dw2 = (s * A).T @ dY
     dw1 = X.T @ dH                         with X gathered once more
-    dtokens[t] = sum of dH @ w1.T over t's rows
+    dtokens[t] = sum of dH @ w1.T over the rows of token t
 
-since out = sum of (s * A) @ w2: the backward has the weight before the product, where it meets fewer
-columns, and ds = <dA, A> needs no Y. Autograd sees two nodes, from the tokens to H (`gather_gemm`)
-and from H to out (`_DownProjection`). It hands dH from one to the other, also where a backward is
-split: the weights' part of both nodes repeats no product.
+It is the backward of out[t] = sum of (s * A) @ w2, where s stands before the product and meets
+fewer columns, and where ds = <dA, A> needs no Y. Autograd sees two nodes, from the tokens to H
+(`gather_gemm`) and from H to out (`_DownProjection`). It hands dH from one node to the other, also
+where a backward is split: the weights' part of each node repeats no product.
 
 Shapes: T tokens, K top-k, R routed rows, D model, F ffn, E experts.
 """
@@ -30,6 +34,7 @@ from moe_graphs.kernels.availability import has_kernel
 from moe_graphs.kernels.gemm import (
     check_operands,
     gradient_of_weights,
+    grouped_gemm,
     grouped_gemm_dgrad,
     grouped_gemm_forward,
     is_transposed,
@@ -39,16 +44,18 @@ from moe_graphs.kernels.gemm.gather import gather_gemm
 from moe_graphs.kernels.ops import wants_gradient
 from moe_graphs.kernels.permute import collect_rows, spread_rows
 from moe_graphs.kernels.routed_experts import reference
-from moe_graphs.kernels.row_order import RowOrder, pairs_per_token
+from moe_graphs.kernels.row_order import RowOrder
 from moe_graphs.kernels.swiglu import swiglu_forward
 
 
 def routed_experts(
     tokens_TD: Tensor,
     order: RowOrder,
-    weights_TK: Tensor | None,
+    weights_TK: Tensor,
     w1_ED2F: Tensor,
     w2_EFD: Tensor,
+    *,
+    is_sorted: bool = False,
 ) -> Tensor:
     """Each token's sum of its experts' outputs, times the routing weights; never syncs.
 
@@ -57,7 +64,8 @@ def routed_experts(
     autocast the operands of the products are cast, visibly to autograd.
 
     Args:
-        weights_TK: routing weights, fp32; None adds the rows up as they are.
+        tokens_TD: tokens, or with ``is_sorted`` their rows ``[R, D]`` in the order of ``order``.
+        weights_TK: routing weights, fp32.
         w1_ED2F: gate and up side by side. Both weights may be transposed views, as for
             ``grouped_gemm``.
 
@@ -71,10 +79,11 @@ def routed_experts(
         )
     tokens_TD, w2_EFD = to_autocast(tokens_TD, w2_EFD)
     check_operands(tokens_TD, w2_EFD.transpose(1, 2), order.offsets_E)
-    gate_up_R2F = gather_gemm(tokens_TD, order, w1_ED2F, zero_tail=False, in_loads=False)
-    tokens, pairs = tokens_TD.shape[0], order.inverse_R.numel()
-    top_k = pairs_per_token(pairs, tokens) if weights_TK is None else weights_TK.shape[1]
-    inverse_TK = order.inverse_R.view(tokens, top_k)
+    if is_sorted:
+        gate_up_R2F = grouped_gemm(tokens_TD, w1_ED2F, order.offsets_E, zero_tail=False)
+    else:
+        gate_up_R2F = gather_gemm(tokens_TD, order, w1_ED2F, zero_tail=False, in_loads=False)
+    inverse_TK = order.inverse_R.view_as(weights_TK)
     indices = order.order_R, inverse_TK, order.offsets_E
     return _DownProjection.apply(gate_up_R2F, w2_EFD, weights_TK, *indices, order.has_gaps)
 
@@ -115,7 +124,7 @@ class _DownProjection(torch.autograd.Function):
 
 
 def weighted_swiglu(
-    x_R2F: Tensor, weights_TK: Tensor | None, order_R: Tensor, inverse_TK: Tensor, has_gaps: bool
+    x_R2F: Tensor, weights_TK: Tensor, order_R: Tensor, inverse_TK: Tensor, has_gaps: bool
 ) -> Tensor:
     """``swiglu`` times each row's routing weight, rounded once; not differentiable."""
     if has_kernel(x_R2F):
@@ -128,13 +137,13 @@ def weighted_swiglu(
 def weighted_swiglu_backward(
     x_R2F: Tensor,
     grad_RF: Tensor,
-    weights_TK: Tensor | None,
+    weights_TK: Tensor,
     order_R: Tensor,
     inverse_TK: Tensor,
     has_gaps: bool,
     *,
     with_result: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``x_R2F`` and ``weights_TK``, and the result of ``weighted_swiglu`` again.
 
     Gradients of pairs without a row are zero, and so are those of rows without a pair.
@@ -142,11 +151,9 @@ def weighted_swiglu_backward(
     if has_kernel(x_R2F):
         from moe_graphs.kernels.routed_experts import triton_kernels as routed_experts_triton
 
-        dx_R2F, dweights_TK, h_RF = routed_experts_triton.weighted_swiglu_backward(
+        return routed_experts_triton.weighted_swiglu_backward(
             x_R2F, grad_RF, weights_TK, order_R, has_gaps, with_result
         )
-    else:
-        dx_R2F, dweights_TK, h_RF = reference.weighted_swiglu_backward(
-            x_R2F, grad_RF, weights_TK, order_R, inverse_TK, has_gaps
-        )
-    return dx_R2F, None if weights_TK is None else dweights_TK, h_RF
+    return reference.weighted_swiglu_backward(
+        x_R2F, grad_RF, weights_TK, order_R, inverse_TK, has_gaps
+    )

@@ -12,7 +12,7 @@ from torch.nn import functional
 from moe_graphs.kernels.precision import accumulation_dtype
 
 
-def weighted_swiglu(x_R2F: Tensor, weights_TK: Tensor | None, order_R: Tensor) -> Tensor:
+def weighted_swiglu(x_R2F: Tensor, weights_TK: Tensor, order_R: Tensor) -> Tensor:
     """``weight * silu(gate) * up``, in fp32 and rounded once; zero in rows without a pair."""
     gate_RF, up_RF = (_of_pairs(half, order_R) for half in x_R2F.chunk(2, dim=-1))
     h_RF = functional.silu(gate_RF).mul_(up_RF)
@@ -22,7 +22,7 @@ def weighted_swiglu(x_R2F: Tensor, weights_TK: Tensor | None, order_R: Tensor) -
 def weighted_swiglu_backward(
     x_R2F: Tensor,
     grad_RF: Tensor,
-    weights_TK: Tensor | None,
+    weights_TK: Tensor,
     order_R: Tensor,
     inverse_TK: Tensor,
     has_gaps: bool,
@@ -39,9 +39,7 @@ def weighted_swiglu_backward(
     dup_RF.copy_(silu_RF.mul_(grad_RF))
     dgate_RF.copy_(torch.ops.aten.silu_backward(up_RF * grad_RF, gate_RF))
     h_RF = _weighted(h_RF, weights_TK, order_R)
-    if weights_TK is not None:
-        dweights_TK = dweights_TK.to(weights_TK.dtype)
-    return dx_R2F, dweights_TK, h_RF.to(x_R2F.dtype)
+    return dx_R2F, dweights_TK.to(weights_TK.dtype), h_RF.to(x_R2F.dtype)
 
 
 def _of_pairs(rows: Tensor, order_R: Tensor) -> Tensor:
@@ -53,10 +51,8 @@ def _of_pairs(rows: Tensor, order_R: Tensor) -> Tensor:
     return rows.masked_fill_((order_R < 0).unsqueeze(1), 0)
 
 
-def _weighted(rows_RF: Tensor, weights_TK: Tensor | None, order_R: Tensor) -> Tensor:
+def _weighted(rows_RF: Tensor, weights_TK: Tensor, order_R: Tensor) -> Tensor:
     """Rows times the weights of their pairs."""
-    if weights_TK is None:
-        return rows_RF
     return rows_RF * weights_TK.reshape(-1, 1).index_select(0, order_R.clamp(min=0))
 
 

@@ -22,22 +22,20 @@ TILE = {"ROWS": 4, "COLS": 256}
 
 
 @triton.jit
-def _rows_of_program(order_ptr, weights_ptr, rows, WEIGHTED: tl.constexpr, ROWS: tl.constexpr):
+def _rows_of_program(order_ptr, weights_ptr, rows, ROWS: tl.constexpr):
     """The program's rows, their pairs, their weights [ROWS, 1], and whether they have a pair."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     pair = tl.load(order_ptr + row, mask=row < rows, other=-1)
-    weight = tl.full((ROWS,), 1.0, tl.float32)
-    if WEIGHTED:
-        weight = tl.load(weights_ptr + pair, mask=pair >= 0, other=0.0).to(tl.float32)
+    weight = tl.load(weights_ptr + pair, mask=pair >= 0, other=0.0).to(tl.float32)
     return row.to(tl.int64)[:, None], pair, weight[:, None], (pair >= 0)[:, None]
 
 
 @triton.jit
 def weighted_swiglu_kernel(
     x_ptr, order_ptr, weights_ptr, h_ptr, rows, F,
-    WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    row, _, weight, live = _rows_of_program(order_ptr, weights_ptr, rows, WEIGHTED, ROWS)
+    row, _, weight, live = _rows_of_program(order_ptr, weights_ptr, rows, ROWS)
     for base in range(0, F, COLS):
         column = base + tl.arange(0, COLS)[None, :]
         inside, used = (row < rows) & (column < F), live & (column < F)
@@ -51,9 +49,9 @@ def weighted_swiglu_kernel(
 @triton.jit
 def weighted_swiglu_backward_kernel(
     x_ptr, dh_ptr, order_ptr, weights_ptr, dx_ptr, dweights_ptr, h_ptr, rows, F,
-    WEIGHTED: tl.constexpr, RESULT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    RESULT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    row, pair, weight, live = _rows_of_program(order_ptr, weights_ptr, rows, WEIGHTED, ROWS)
+    row, pair, weight, live = _rows_of_program(order_ptr, weights_ptr, rows, ROWS)
     products = tl.zeros((ROWS, COLS), tl.float32)
     for base in range(0, F, COLS):
         column = base + tl.arange(0, COLS)[None, :]
@@ -70,22 +68,20 @@ def weighted_swiglu_backward_kernel(
         if RESULT:
             weighted = (h * weight).to(h_ptr.dtype.element_ty)
             tl.store(h_ptr + row * F + column, weighted, mask=inside)
-    if WEIGHTED:
-        dweight = tl.sum(products, 1).to(dweights_ptr.dtype.element_ty)
-        tl.store(dweights_ptr + pair, dweight, mask=pair >= 0)
+    dweight = tl.sum(products, 1).to(dweights_ptr.dtype.element_ty)
+    tl.store(dweights_ptr + pair, dweight, mask=pair >= 0)
 
 
 @define_op(device="default")
 def weighted_swiglu(
-    x_R2F: torch.Tensor, weights_TK: torch.Tensor | None, order_R: torch.Tensor
+    x_R2F: torch.Tensor, weights_TK: torch.Tensor, order_R: torch.Tensor
 ) -> torch.Tensor:
     """`[R, 2F] -> [R, F]`."""
     rows, F = x_R2F.shape[0], x_R2F.shape[1] // 2
     x_R2F, h_RF = x_R2F.contiguous(), x_R2F.new_empty((rows, F))
     if h_RF.numel():
-        weights = x_R2F if weights_TK is None else weights_TK.contiguous()
-        args = (x_R2F, order_R, weights, h_RF, rows, F)
-        launch(weighted_swiglu_kernel, _grid(rows), args, WEIGHTED=weights_TK is not None, **TILE)
+        args = (x_R2F, order_R, weights_TK.contiguous(), h_RF, rows, F)
+        launch(weighted_swiglu_kernel, _grid(rows), args, **TILE)
     return h_RF
 
 
@@ -93,23 +89,22 @@ def weighted_swiglu(
 def weighted_swiglu_backward(
     x_R2F: torch.Tensor,
     dh_RF: torch.Tensor,
-    weights_TK: torch.Tensor | None,
+    weights_TK: torch.Tensor,
     order_R: torch.Tensor,
     has_gaps: bool,
     with_result: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `x_R2F` and `weights_TK`, and `weighted_swiglu`; what is not wanted is empty."""
+    """Gradients of `x_R2F` and `weights_TK`, and `weighted_swiglu` again, else an empty tensor."""
     x_R2F, dh_RF = x_R2F.contiguous(), dh_RF.contiguous()
-    (rows, F), weighted = dh_RF.shape, weights_TK is not None
-    dx_R2F, dweights_TK, h_RF = _gradients_like(x_R2F, dh_RF, weights_TK, with_result)
-    if weighted and (has_gaps or not dh_RF.numel()):
-        dweights_TK.zero_()  # pairs without a row
+    made = _results_like(x_R2F, dh_RF, weights_TK, with_result)
+    if has_gaps or not dh_RF.numel():
+        made[1].zero_()  # pairs without a row
     if dh_RF.numel():
-        weights = weights_TK.contiguous() if weighted else x_R2F
-        args = (x_R2F, dh_RF, order_R, weights, dx_R2F, dweights_TK, h_RF, rows, F)
-        options = {"WEIGHTED": weighted, "RESULT": with_result}
-        launch(weighted_swiglu_backward_kernel, _grid(rows), args, **options, **TILE)
-    return dx_R2F, dweights_TK, h_RF
+        rows, F = dh_RF.shape
+        given = (x_R2F, dh_RF, order_R, weights_TK.contiguous())
+        args = (*given, *made, rows, F)
+        launch(weighted_swiglu_backward_kernel, _grid(rows), args, RESULT=with_result, **TILE)
+    return made
 
 
 @torch.library.register_fake("moe_graphs::weighted_swiglu")
@@ -119,20 +114,14 @@ def _(x_R2F, weights_TK, order_R):
 
 @torch.library.register_fake("moe_graphs::weighted_swiglu_backward")
 def _(x_R2F, dh_RF, weights_TK, order_R, has_gaps, with_result):
-    return _gradients_like(x_R2F, dh_RF, weights_TK, with_result)
+    return _results_like(x_R2F, dh_RF, weights_TK, with_result)
 
 
-def _gradients_like(
-    x_R2F: torch.Tensor, dh_RF: torch.Tensor, weights_TK: torch.Tensor | None, with_result: bool
+def _results_like(
+    x_R2F: torch.Tensor, dh_RF: torch.Tensor, weights_TK: torch.Tensor, with_result: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    weights_like = x_R2F if weights_TK is None else weights_TK
-    shape_TK = (0,) if weights_TK is None else weights_TK.shape
-    dweights_TK = weights_like.new_empty(shape_TK)
-    return (
-        x_R2F.new_empty(x_R2F.shape),
-        dweights_TK,
-        x_R2F.new_empty(dh_RF.shape if with_result else 0),
-    )
+    h_RF = x_R2F.new_empty(dh_RF.shape if with_result else (0,))
+    return x_R2F.new_empty(x_R2F.shape), weights_TK.new_empty(weights_TK.shape), h_RF
 
 
 def _grid(rows: int) -> tuple[int]:
