@@ -98,9 +98,9 @@ def test_what_megablocks_does_not_multiply_is_refused():
     offsets = torch.tensor([1, 2], dtype=torch.int32)
     grouped = MegaBlocksExperts(2, 8, 16, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"got rows of torch.float32"):
-        grouped(torch.randn(2, 8), offsets)
+        run_on_rows(grouped, torch.randn(2, 8), offsets)
     with pytest.raises(ValueError, match=r"weights of torch.float32: keep both"):
-        grouped.float()(torch.randn(2, 8).bfloat16(), offsets)
+        run_on_rows(grouped.float(), torch.randn(2, 8).bfloat16(), offsets)
 
 
 def _model(dispatcher=None) -> LanguageModel:
