@@ -74,9 +74,9 @@ def _pad(order: RowOrder, experts_TK: Tensor, capacity: int) -> RowOrder:
     Example: experts ``[[0], [0], [0], [1]]``, capacity 2: the third token is dropped, order is
     ``[0, 1, 3, -1]``, inverse ``[0, 1, -1, 2]``, offsets ``[2, 4]``.
     """
-    ends_E = order.offsets_E.to(torch.int64)
+    ends_E = order.offsets_E
     starts_E = torch.cat([ends_E.new_zeros(1), ends_E[:-1]])
-    slot_C = torch.arange(capacity, device=ends_E.device)
+    slot_C = torch.arange(capacity, device=ends_E.device, dtype=torch.int32)
     row_EC = starts_E.unsqueeze(1) + slot_C
     # A slot past an expert's last row would read the next expert's row: clamp it, then mark it.
     pair_EC = order.order_R[row_EC.clamp(max=max(order.order_R.numel() - 1, 0))]
@@ -85,7 +85,7 @@ def _pad(order: RowOrder, experts_TK: Tensor, capacity: int) -> RowOrder:
     expert_R = experts_TK.reshape(-1)
     slot_R = order.inverse_R - starts_E[expert_R]
     padded_row_R = expert_R * capacity + slot_R
-    padded_inverse = torch.where(slot_R < capacity, padded_row_R, -1)
+    padded_inverse = torch.where(slot_R < capacity, padded_row_R, -1).to(torch.int32)
 
     num_experts = ends_E.numel()
     offsets_E = torch.arange(1, num_experts + 1, device=ends_E.device, dtype=torch.int32)

@@ -136,10 +136,10 @@ def _weighted_swiglu() -> None:
 
 def _router(experts: int, top_k: int, groups: int, top_groups: int) -> None:
     logits, weights = torch.empty(64, experts), torch.empty(64, top_k)
-    ranks, counts = torch.zeros(64, experts, dtype=torch.int8), torch.zeros(experts).long()
+    chosen, counts = torch.zeros(64, top_k, dtype=torch.int16), torch.zeros(experts).long()
     rule = kernels.RoutingRule(top_k, groups > 1, True, 2.5, groups, top_groups, 0.01, 0.01)
     choose_experts_triton.choose_experts(logits, torch.empty(experts), *rule)
-    given = (logits, ranks, counts, weights, torch.zeros(()), True)
+    given = (logits, chosen, counts, weights, torch.zeros(()), True)
     choose_experts_triton.choose_experts_backward(*given, *rule[:4], 0.01, 0.01)
 
 

@@ -58,5 +58,5 @@ def _weighted(rows_RF: Tensor, weights_TK: Tensor, order_R: Tensor) -> Tensor:
 
 def _dots(h_RF: Tensor, grad_RF: Tensor, inverse_TK: Tensor, has_gaps: bool) -> Tensor:
     dots_R = (h_RF * grad_RF).sum(1)
-    dots_TK = dots_R[inverse_TK.clamp(min=0)]
+    dots_TK = dots_R.index_select(0, inverse_TK.clamp(min=0).view(-1)).view_as(inverse_TK)
     return dots_TK.masked_fill(inverse_TK < 0, 0) if has_gaps else dots_TK
