@@ -123,7 +123,7 @@ class SeparateOps(MoELayer):
 
     def run_experts(self, prepared: Prepared) -> MoEOutput:
         plan, (w1, w2) = prepared.plan, (self.experts.w1, self.experts.w2)
-        rows_RD = permute(plan.tokens_XD, plan.order)
+        rows_RD = permute(plan.tokens.flatten(0, -2), plan.order)
         rows_RD = swiglu_gemms(rows_RD, w1, w2, plan.order.offsets_E)
         hidden_TD = unpermute(rows_RD, plan.order, plan.weights_TK)
         return MoEOutput(hidden_TD.view(prepared.shape), prepared.aux_loss, plan.dropped)
@@ -135,7 +135,7 @@ class GatheredLoads(MoELayer):
     def run_experts(self, prepared: Prepared) -> MoEOutput:
         plan, (w1, w2) = prepared.plan, (self.experts.w1, self.experts.w2)
         order, weights_TK = plan.order, plan.weights_TK
-        gate_up_R2F = gather_gemm(plan.tokens_XD, order, w1, zero_tail=False)
+        gate_up_R2F = gather_gemm(plan.tokens.flatten(0, -2), order, w1, zero_tail=False)
         indices = order.order_R, order.inverse_R.view_as(weights_TK), order.offsets_E
         hidden_TD = _DownProjection.apply(gate_up_R2F, w2, weights_TK, *indices, False)
         return MoEOutput(hidden_TD.view(prepared.shape), prepared.aux_loss, plan.dropped)

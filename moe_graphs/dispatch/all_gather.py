@@ -66,7 +66,7 @@ class AllGatherDispatcher(ExpertParallel):
         check_rows_factor(self.rows_factor)
 
     def preprocess(
-        self, hidden_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
+        self, hidden: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
     ) -> DispatchPlan:
         world_size, local = rank_and_size(self.group)[1], self.local_experts(num_experts)
         tokens, top_k = experts_TK.shape
@@ -74,15 +74,15 @@ class AllGatherDispatcher(ExpertParallel):
         group = self.process_group
         if group is not None:
             check_equal_tokens(group, tokens, self.name)
-            hidden_TD = _AllGather.apply(hidden_TD, group)
+            hidden = _AllGather.apply(hidden.flatten(0, -2), group)
             weights_TK = _AllGather.apply(weights_TK, group)
             experts_TK = _all_gather(experts_TK, group)
         rows = local_rows(experts_TK, local, num_experts, room)
         needed = None if self.rows_factor is None else rows.needed
-        return DispatchPlan(hidden_TD, weights_TK, rows.order, rows.dropped, needed)
+        return DispatchPlan(hidden, weights_TK, rows.order, rows.dropped, needed)
 
     def dispatch(self, plan: DispatchPlan) -> Dispatched:
-        return Dispatched(plan.tokens_XD, plan.order, plan.weights_TK)
+        return Dispatched(plan.tokens.flatten(0, -2), plan.order, plan.weights_TK)
 
     def combine(self, sums_XD: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
         if self.process_group is None:

@@ -53,11 +53,11 @@ class AllToAllDispatcher(ExpertParallel):
     host_sync: ClassVar[bool] = True
 
     def preprocess(
-        self, hidden_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
+        self, hidden: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
     ) -> DispatchPlan:
         order = route_rows(experts_TK, num_experts)
-        dropped = torch.zeros((), dtype=torch.int64, device=hidden_TD.device)
-        return DispatchPlan(permute(hidden_TD, order), weights_TK, order, dropped)
+        dropped = torch.zeros((), dtype=torch.int64, device=hidden.device)
+        return DispatchPlan(permute(hidden.flatten(0, -2), order), weights_TK, order, dropped)
 
     def dispatch(self, plan: DispatchPlan) -> Dispatched:
         end_capture_here("all_to_all split sizes live on the host")
@@ -67,7 +67,7 @@ class AllToAllDispatcher(ExpertParallel):
         # The one host sync of the layer: both directions in one copy.
         sent, received = torch.stack([sent_We.sum(1), received_We.sum(1)]).tolist()
         weights_R1 = permute(plan.weights_TK.reshape(-1, 1), plan.order)
-        rows_MD = _AllToAll.apply(plan.tokens_XD, sent, received, self.group)
+        rows_MD = _AllToAll.apply(plan.tokens, sent, received, self.group)
         weights_M1 = _AllToAll.apply(weights_R1, sent, received, self.group)
         arrival = _expert_order(received_We, sum(received))
         exchange = Exchange(tuple(sent), tuple(received))

@@ -27,9 +27,9 @@ class DispatchPlan:
     """Result of ``preprocess``: what will be dispatched, and the order of rows.
 
     Attributes:
-        tokens_XD: this rank's tokens (``local``, ``padded``), the tokens of all ranks
-            (``all_gather``), or rows in the order of ``order`` (``all_to_all``, ``symmetric``), in
-            which places without a token are zero.
+        tokens: ``[..., D]``: this rank's tokens as they were given (``local``, ``padded``), the
+            tokens of all ranks (``all_gather``), or rows in the order of ``order``
+            (``all_to_all``, ``symmetric``), in which places without a token are zero.
         weights_TK: routing weights, fp32. Here T is the tokens of all ranks for ``all_gather`` and
             ``symmetric``, and E the local experts.
         order: maps rows to (token, expert) pairs and back, with the int32 ends of the experts'
@@ -40,7 +40,7 @@ class DispatchPlan:
         handle: values that the same dispatcher needs in later steps, or None.
     """
 
-    tokens_XD: Tensor
+    tokens: Tensor
     weights_TK: Tensor
     order: RowOrder
     dropped: Tensor
@@ -98,12 +98,13 @@ class Dispatcher(abc.ABC):
 
     @abc.abstractmethod
     def preprocess(
-        self, hidden_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
+        self, hidden: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
     ) -> DispatchPlan:
         """Sort pairs by expert, in static shapes and without waiting for the device.
 
         Args:
-            hidden_TD: tokens of this rank, floating point.
+            hidden: tokens ``[..., D]`` of this rank, floating point. The plan has this tensor or a
+                new one, but no view of it: a graph cannot end with a view of its input.
             weights_TK: fp32 factors of the chosen experts' outputs.
             experts_TK: int64 numbers of the chosen experts, distinct within a token.
             num_experts: number of experts on all ranks.

@@ -52,17 +52,17 @@ class PaddedDispatcher(Dispatcher):
         return math.ceil(num_tokens * top_k / num_experts * self.capacity_factor)
 
     def preprocess(
-        self, hidden_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
+        self, hidden: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
     ) -> DispatchPlan:
         order = route_rows(experts_TK, num_experts)
         num_tokens, top_k = experts_TK.shape
         capacity = self.capacity(num_tokens, top_k, num_experts)
         padded = _pad(order, experts_TK, capacity)
         dropped = (padded.inverse_R < 0).sum()
-        return DispatchPlan(hidden_TD, weights_TK, padded, dropped)
+        return DispatchPlan(hidden, weights_TK, padded, dropped)
 
     def dispatch(self, plan: DispatchPlan) -> Dispatched:
-        return Dispatched(plan.tokens_XD, plan.order, plan.weights_TK)
+        return Dispatched(plan.tokens.flatten(0, -2), plan.order, plan.weights_TK)
 
     def combine(self, sums_XD: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
         return sums_XD

@@ -68,7 +68,7 @@ class SymmetricDispatcher(ExpertParallel):
         check_rows_factor(self.rows_factor)
 
     def preprocess(
-        self, hidden_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
+        self, hidden: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
     ) -> DispatchPlan:
         world_size, local = rank_and_size(self.group)[1], self.local_experts(num_experts)
         tokens, top_k = experts_TK.shape
@@ -76,7 +76,8 @@ class SymmetricDispatcher(ExpertParallel):
         if world_size == 1:
             rows = local_rows(experts_TK, local, num_experts, room)
             needed = None if self.rows_factor is None else rows.needed
-            return DispatchPlan(hidden_TD, weights_TK, rows.order, rows.dropped, needed)
+            return DispatchPlan(hidden, weights_TK, rows.order, rows.dropped, needed)
+        hidden_TD = hidden.flatten(0, -2)
         memory = self.memory_for(hidden_TD, experts_TK)
         rows_RD, weights_GK, order_R, inverse_R, offsets_e, dropped, needed = _Dispatch.apply(
             hidden_TD, weights_TK.float(), experts_TK, local, num_experts, room, memory
@@ -87,7 +88,7 @@ class SymmetricDispatcher(ExpertParallel):
 
     def dispatch(self, plan: DispatchPlan) -> Dispatched:
         is_sorted = plan.handle is not None
-        return Dispatched(plan.tokens_XD, plan.order, plan.weights_TK, is_sorted)
+        return Dispatched(plan.tokens.flatten(0, -2), plan.order, plan.weights_TK, is_sorted)
 
     def combine(self, sums_XD: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
         if plan.handle is None:

@@ -124,11 +124,11 @@ class MoEStages(Staged):
     def preprocess(self, routed: Routed) -> Prepared:
         """Sort the pairs by expert; tokens are in the dtype in which the experts compute."""
         hidden, routing = routed.hidden, routed.routing
-        hidden_TD = hidden.reshape(-1, hidden.shape[-1])
-        if torch.is_autocast_enabled(hidden_TD.device.type):
-            hidden_TD = hidden_TD.to(torch.get_autocast_dtype(hidden_TD.device.type))
+        tokens = hidden
+        if torch.is_autocast_enabled(tokens.device.type):
+            tokens = tokens.to(torch.get_autocast_dtype(tokens.device.type))
         plan = self.dispatcher.preprocess(
-            hidden_TD, routing.weights_TK, routing.experts_TK, self.config.num_experts
+            tokens, routing.weights_TK, routing.experts_TK, self.config.num_experts
         )
         return Prepared(plan, routing.aux_loss, routed.shared_TD, tuple(hidden.shape))
 

@@ -40,17 +40,17 @@ class StandInDispatcher(Dispatcher):
         return range(num_experts // self.ranks)
 
     def preprocess(
-        self, hidden_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
+        self, hidden: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
     ) -> DispatchPlan:
-        none = torch.zeros((), dtype=torch.int64, device=hidden_TD.device)
+        none = torch.zeros((), dtype=torch.int64, device=hidden.device)
         if not self.gathers:
             order = route_rows(experts_TK, num_experts)
-            return DispatchPlan(permute(hidden_TD, order), weights_TK, order, none)
+            return DispatchPlan(permute(hidden.flatten(0, -2), order), weights_TK, order, none)
         tokens, top_k = experts_TK.shape
         everyone = self.ranks * tokens
         local = self.local_experts(num_experts)
         room = room_for_rows(tokens, top_k, local, self.ranks, self.rows_factor)
-        hidden_GD = _Travel.apply(hidden_TD, everyone)
+        hidden_GD = _Travel.apply(hidden.flatten(0, -2), everyone)
         weights_GK = _Travel.apply(weights_TK, everyone)
         experts_GK = experts_TK.new_zeros(everyone, top_k)
         rows = local_rows(experts_GK, local, num_experts, room)
@@ -58,8 +58,8 @@ class StandInDispatcher(Dispatcher):
 
     def dispatch(self, plan: DispatchPlan) -> Dispatched:
         if self.gathers:
-            return Dispatched(plan.tokens_XD, plan.order, plan.weights_TK)
-        rows_RD = _Travel.apply(plan.tokens_XD, plan.tokens_XD.shape[0])
+            return Dispatched(plan.tokens, plan.order, plan.weights_TK)
+        rows_RD = _Travel.apply(plan.tokens, plan.tokens.shape[0])
         weights_R1 = permute(plan.weights_TK.reshape(-1, 1), plan.order)
         weights_R1 = _Travel.apply(weights_R1, weights_R1.shape[0])
         local = plan.order.offsets_E.numel() // self.ranks

@@ -53,7 +53,7 @@ class _Exchanges:
 
     def _keep(self, plan: DispatchPlan) -> None:
         """Copy the plan to fixed memory, whose addresses graphs know."""
-        found = [plan.tokens_XD, plan.weights_TK, plan.order.order_R, plan.order.inverse_R]
+        found = [plan.tokens, plan.weights_TK, plan.order.order_R, plan.order.inverse_R]
         found += [plan.order.offsets_E, plan.handle]
         if self.plan is None:
             self.plan, self.kept = plan, [each.clone() for each in found]

@@ -21,13 +21,13 @@ def rows_of(dispatched: Dispatched) -> Tensor:
 
 
 def sums_of(dispatched: Dispatched, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """What experts return for ``dispatched`` that map rows and their ends to rows by ``run``."""
+    """The sums of experts that map rows and their ends to rows by ``run``."""
     rows_RD = run(rows_of(dispatched), dispatched.order.offsets_E)
     return unpermute(rows_RD, dispatched.order, dispatched.weights_XK)
 
 
 def unchanged(dispatched: Dispatched) -> Tensor:
-    """What experts return that leave rows as they are."""
+    """The sums of experts that leave rows as they are."""
     return sums_of(dispatched, lambda rows_RD, offsets_E: rows_RD)
 
 
