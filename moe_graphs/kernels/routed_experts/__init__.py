@@ -115,7 +115,7 @@ class _DownProjection(torch.autograd.Function):
             )
             del grad_RF
         elif wants_w2:
-            weighted_RF = weighted_swiglu(gate_up_R2F, *routing)
+            weighted_RF = weighted_swiglu(gate_up_R2F, weights_TK, order_R)
         if wants_w2:
             grad_w2 = gradient_of_weights(weighted_RF, grad_RD, offsets_E, ctx.is_transposed)
         if not wants_weights:
@@ -123,9 +123,7 @@ class _DownProjection(torch.autograd.Function):
         return grad_gate_up, grad_w2, grad_weights, None, None, None, None
 
 
-def weighted_swiglu(
-    x_R2F: Tensor, weights_TK: Tensor, order_R: Tensor, inverse_TK: Tensor, has_gaps: bool
-) -> Tensor:
+def weighted_swiglu(x_R2F: Tensor, weights_TK: Tensor, order_R: Tensor) -> Tensor:
     """``swiglu`` times each row's routing weight, rounded once; not differentiable."""
     if has_kernel(x_R2F):
         from moe_graphs.kernels.routed_experts import triton_kernels as routed_experts_triton
