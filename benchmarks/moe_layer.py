@@ -1,17 +1,19 @@
 """The whole MoE layer, router included, forward and forward + backward, on one GPU.
 
     python benchmarks/moe_layer.py --out benchmarks/results/moe_layer_h200.jsonl
+    python benchmarks/moe_layer.py --separate  # beside the ops one by one, each step as one graph
 
 Contenders: ours eager, ours with scope `moe` captured, and where transformers is installed the
 block of Qwen3-MoE with its `grouped_mm` experts. Gate first: captured is bitwise eager, the
 others are close to it. Sustained: contenders take turns in random order; median, p10, p90 of the
 rounds. FLOPs are 6TKDF forward and 18TKDF with backward. Saved: memory that a forward in training
-leaves allocated besides its output.
+leaves allocated besides its output. Peak: memory of a step besides weights and tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
 import sys
@@ -29,8 +31,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import moe_graphs
 from moe_graphs.bench import environment
 from moe_graphs.bench.timing import elapsed
+from moe_graphs.kernels import permute, swiglu_gemms, unpermute
+from moe_graphs.kernels.gemm.gather import gather_gemm
+from moe_graphs.kernels.routed_experts import _DownProjection
 from moe_graphs.layers.model_config import MoEConfig
-from moe_graphs.layers.moe import MoELayer
+from moe_graphs.layers.moe import MoELayer, MoEOutput, Prepared
 from timed_replays import check_replayed
 
 WARMUP_STEPS = 3
@@ -87,12 +92,77 @@ class Contender:
         return out, x.grad
 
 
-def ours(size: Size, captured: bool) -> Contender:
+class OneGraph(Contender):
+    """A layer whose forward and backward are one CUDA graph of torch; nothing else runs."""
+
+    captured: torch.cuda.CUDAGraph | None = None
+    static: tuple[Tensor, Tensor]
+
+    def train(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        if self.captured is None:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._gradients(x, grad)
+            torch.cuda.current_stream().wait_stream(stream)
+            torch.cuda.empty_cache()
+            self.captured = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.captured):
+                self.static = self._gradients(x, grad)
+        self.captured.replay()
+        return self.static
+
+    def _gradients(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.run(x)
+        gradients = torch.autograd.grad(out, (x, *self.module.parameters()), grad)
+        return out.detach(), gradients[0]
+
+
+class SeparateOps(MoELayer):
+    """Each op by itself, which keeps rows, both products' operands and their results."""
+
+    def run_experts(self, prepared: Prepared) -> MoEOutput:
+        plan, (w1, w2) = prepared.plan, (self.experts.w1, self.experts.w2)
+        rows_RD = permute(plan.tokens.flatten(0, -2), plan.order)
+        rows_RD = swiglu_gemms(rows_RD, w1, w2, plan.order.offsets_E)
+        hidden_TD = unpermute(rows_RD, plan.order, plan.weights_TK)
+        return MoEOutput(hidden_TD.view(prepared.shape), prepared.aux_loss, plan.dropped)
+
+
+class GatheredLoads(MoELayer):
+    """Ours, but the first product's loads gather the tokens."""
+
+    def run_experts(self, prepared: Prepared) -> MoEOutput:
+        plan, (w1, w2) = prepared.plan, (self.experts.w1, self.experts.w2)
+        order, weights_TK = plan.order, plan.weights_TK
+        gate_up_R2F = gather_gemm(plan.tokens.flatten(0, -2), order, w1, zero_tail=False)
+        indices = order.order_R, order.inverse_R.view_as(weights_TK), order.offsets_E
+        hidden_TD = _DownProjection.apply(gate_up_R2F, w2, weights_TK, *indices, False)
+        return MoEOutput(hidden_TD.view(prepared.shape), prepared.aux_loss, plan.dropped)
+
+
+KINDS = {
+    "ours, one graph": MoELayer,
+    "separate ops, one graph": SeparateOps,
+    "ours with gathered loads, one graph": GatheredLoads,
+}
+
+
+def make_layer(size: Size, kind: type[MoELayer] = MoELayer) -> MoELayer:
     config = MoEConfig(num_experts=size.experts, top_k=size.top_k, ffn_hidden_size=size.ffn)
     torch.manual_seed(0)
-    layer = MoELayer(config, size.hidden, device="cuda", dtype=torch.bfloat16)
+    layer = kind(config, size.hidden, device="cuda", dtype=torch.bfloat16)
     layer.init_weights()
-    graphs = None
+    return layer
+
+
+def one_graph(size: Size, name: str) -> Contender:
+    layer = make_layer(size, KINDS[name])
+    return OneGraph(name, layer, lambda x: layer(x).hidden)
+
+
+def ours(size: Size, captured: bool) -> Contender:
+    layer, graphs = make_layer(size), None
     if captured:
         graph_config = moe_graphs.GraphConfig(scopes="moe", warmup_steps=WARMUP_STEPS)
         graphs = moe_graphs.graph(layer, graph_config)
@@ -129,12 +199,21 @@ def saved_bytes(contender: Contender, x: Tensor) -> int:
     return torch.cuda.memory_allocated() - before - out.numel() * out.element_size()
 
 
+def peak_bytes(contender: Contender, x: Tensor, grad: Tensor) -> int:
+    """Memory of a step at its highest, besides weights and tokens; gradients are part of it."""
+    parameters = list(contender.module.parameters())
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.autograd.grad(contender.run(x), (x, *parameters), grad)
+    return torch.cuda.max_memory_allocated() - before
+
+
 def spread(samples: list[float]) -> list[float]:
     samples = sorted(samples)
     return [round(samples[int(q * (len(samples) - 1))], 4) for q in (0.1, 0.5, 0.9)]
 
 
-def measure(size: Size, rounds: int) -> list[dict]:
+def measure(size: Size, rounds: int, separate: bool) -> list[dict]:
     """One record per contender; what failed its gate or raised has `error` and no speed."""
     generator = torch.Generator(device="cuda").manual_seed(1)
     x = torch.randn(size.tokens, size.hidden, device="cuda", generator=generator)
@@ -142,15 +221,21 @@ def measure(size: Size, rounds: int) -> list[dict]:
     grad = torch.randn(x.shape, device="cuda", generator=generator).to(torch.bfloat16)
     eager, failed = ours(size, captured=False), {}
     running = [eager]
-    for build in (lambda: ours(size, captured=True), lambda: hugging_face(size, eager.module)):
+    builds = {name: functools.partial(one_graph, size, name) for name in KINDS}
+    if not separate:
+        builds = {
+            "ours, scope moe": lambda: ours(size, captured=True),
+            "HF grouped_mm": lambda: hugging_face(size, eager.module),
+        }
+    for name, build in builds.items():
         try:
             contender = build()
             gate(contender, eager, x, grad)
             running.append(contender)
         except Exception as problem:
-            name = ("ours, scope moe", "HF grouped_mm")[len(running) + len(failed) - 1]
             failed[name] = f"{type(problem).__name__}: {problem}"[:500]
     saved = {c.name: saved_bytes(c, x) for c in running if c.graphs is None}
+    peak = {c.name: peak_bytes(c, x, grad) for c in running if c.graphs is None}
     spent = time_together(running, x, grad, rounds)
     records = [asdict(size) | {"contender": name, "error": why} for name, why in failed.items()]
     for contender in running:
@@ -160,6 +245,7 @@ def measure(size: Size, rounds: int) -> list[dict]:
         record["forward_tflops"] = forward and round(size.forward_flops / forward[1] / 1e9, 1)
         record["train_tflops"] = round(3 * size.forward_flops / train[1] / 1e9, 1)
         record["saved_mib"] = round(saved.get(contender.name, 0) / 2**20) or None
+        record["peak_mib"] = round(peak.get(contender.name, 0) / 2**20) or None
         records.append(record)
     for contender in running:
         if contender.graphs is not None:
@@ -209,6 +295,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON lines are appended here")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--budget", type=float, default=300.0, help="seconds")
+    parser.add_argument(
+        "--separate", action="store_true", help="beside the ops one by one, each step as one graph"
+    )
     parser.add_argument("--commit", help="where there is no .git to ask")
     args = parser.parse_args()
     stamp, started = environment.stamp(args.commit), time.time()
@@ -218,7 +307,7 @@ def main() -> None:
         if time.time() - started > args.budget:
             print(f"budget spent: {size} left out")
             continue
-        for record in measure(size, args.rounds):
+        for record in measure(size, args.rounds, args.separate):
             print(json.dumps(record), flush=True)
             if args.out:
                 with args.out.open("a") as lines:

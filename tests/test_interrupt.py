@@ -158,7 +158,7 @@ def test_the_boundary_record_is_named_and_typed():
     (frame,) = boundary.frames
     assert isinstance(frame.record, LayerPrepared)
     fields = [field.name for field in dataclasses.fields(frame.record.prepared.plan)]
-    assert fields == ["rows_RD", "weights_TK", "order", "dropped", "rows_needed", "handle"]
+    assert fields == ["tokens", "weights_TK", "order", "dropped", "rows_needed", "handle"]
     with pytest.raises(dataclasses.FrozenInstanceError):
         frame.record.residual_BSD = hidden
 

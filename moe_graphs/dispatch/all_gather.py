@@ -21,7 +21,6 @@ from moe_graphs.dispatch.dispatcher import Dispatched, DispatchPlan
 from moe_graphs.dispatch.equal_tokens import check_equal_tokens
 from moe_graphs.dispatch.expert_group import ExpertParallel, rank_and_size
 from moe_graphs.dispatch.local_rows import check_rows_factor, local_rows, room_for_rows
-from moe_graphs.kernels import permute, unpermute
 
 
 @final
@@ -33,8 +32,8 @@ class AllGatherDispatcher(ExpertParallel):
     which one rank gets all pairs: ``R = W * T * min(K, e)`` rows. With ``rows_factor`` the room is
     at most ``rows_factor * T * K`` rows, where ``T * K`` is a balanced routing. Pairs that do not
     fit are counted in ``dropped``, and the step has to be skipped and run again
-    (``DeviceStep(...)(overflow=output.dropped_tokens)``). Rows past the last of ``offsets_e`` are
-    zero and belong to no expert. Memory grows with R; the time of the products grows with the rows
+    (``DeviceStep(...)(overflow=output.dropped_tokens)``). Rows past the last expert's
+    belong to no expert. Memory grows with R; the time of the products grows with the rows
     that are routed here.
 
     A token's partial sums come back rounded to the dtype of the rows and are added up in fp32 on
@@ -67,7 +66,7 @@ class AllGatherDispatcher(ExpertParallel):
         check_rows_factor(self.rows_factor)
 
     def preprocess(
-        self, hidden_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
+        self, hidden: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
     ) -> DispatchPlan:
         world_size, local = rank_and_size(self.group)[1], self.local_experts(num_experts)
         tokens, top_k = experts_TK.shape
@@ -75,22 +74,20 @@ class AllGatherDispatcher(ExpertParallel):
         group = self.process_group
         if group is not None:
             check_equal_tokens(group, tokens, self.name)
-            hidden_TD = _AllGather.apply(hidden_TD, group)
+            hidden = _AllGather.apply(hidden.flatten(0, -2), group)
             weights_TK = _AllGather.apply(weights_TK, group)
             experts_TK = _all_gather(experts_TK, group)
         rows = local_rows(experts_TK, local, num_experts, room)
-        rows_RD = permute(hidden_TD, rows.order)
         needed = None if self.rows_factor is None else rows.needed
-        return DispatchPlan(rows_RD, weights_TK, rows.order, rows.dropped, needed)
+        return DispatchPlan(hidden, weights_TK, rows.order, rows.dropped, needed)
 
     def dispatch(self, plan: DispatchPlan) -> Dispatched:
-        return Dispatched(plan.rows_RD, plan.order.offsets_E)
+        return Dispatched(plan.tokens.flatten(0, -2), plan.order, plan.weights_TK)
 
-    def combine(self, expert_rows: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
-        partial_GD = unpermute(expert_rows, plan.order, plan.weights_TK)
+    def combine(self, sums_XD: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
         if self.process_group is None:
-            return partial_GD
-        return _ReduceScatter.apply(partial_GD, self.process_group)
+            return sums_XD
+        return _ReduceScatter.apply(sums_XD, self.process_group)
 
 
 class _AllGather(torch.autograd.Function):

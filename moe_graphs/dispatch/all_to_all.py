@@ -1,8 +1,9 @@
 """Expert parallelism by all-to-all with split sizes on the host.
 
 Every rank holds a contiguous block of experts. Rows sorted by expert are therefore sorted by
-destination rank too, and go out as they are; what arrives is sorted by source rank and is put
-into expert order by one more gather.
+destination rank too, and go out as they are. What arrives is sorted by source rank, and the experts
+gather it in their order. Routing weights travel with the rows: the experts multiply by them, so
+that nobody keeps the rows that come back.
 
 Shapes: T tokens, D model, K top-k, E experts, e local experts, W ranks, R rows sent, M received.
 """
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from moe_graphs.dispatch.dispatcher import Dispatched, DispatchPlan
 from moe_graphs.dispatch.expert_group import ExpertParallel, rank_and_size
-from moe_graphs.kernels import RowOrder, permute, route_rows, unpermute
+from moe_graphs.kernels import RowOrder, permute, route_rows, sum_rows
 from moe_graphs.staged import end_capture_here, record
 
 
@@ -27,12 +28,10 @@ class Exchange:
     """Route of the rows of one call, for sending them back.
 
     Attributes:
-        arrival: order that maps rows sorted by expert to the order in which they arrived.
         sent: number of rows that go to each rank, on the host.
         received: number of rows that come from each rank, on the host.
     """
 
-    arrival: RowOrder
     sent: tuple[int, ...]
     received: tuple[int, ...]
 
@@ -54,11 +53,11 @@ class AllToAllDispatcher(ExpertParallel):
     host_sync: ClassVar[bool] = True
 
     def preprocess(
-        self, hidden_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
+        self, hidden: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
     ) -> DispatchPlan:
         order = route_rows(experts_TK, num_experts)
-        dropped = torch.zeros((), dtype=torch.int64, device=hidden_TD.device)
-        return DispatchPlan(permute(hidden_TD, order), weights_TK, order, dropped)
+        dropped = torch.zeros((), dtype=torch.int64, device=hidden.device)
+        return DispatchPlan(permute(hidden.flatten(0, -2), order), weights_TK, order, dropped)
 
     def dispatch(self, plan: DispatchPlan) -> Dispatched:
         end_capture_here("all_to_all split sizes live on the host")
@@ -67,18 +66,17 @@ class AllToAllDispatcher(ExpertParallel):
         received_We = self._exchange_counts(sent_We)
         # The one host sync of the layer: both directions in one copy.
         sent, received = torch.stack([sent_We.sum(1), received_We.sum(1)]).tolist()
-        rows_MD = _AllToAll.apply(plan.rows_RD, sent, received, self.group)
+        weights_R1 = permute(plan.weights_TK.reshape(-1, 1), plan.order)
+        rows_MD = _AllToAll.apply(plan.tokens, sent, received, self.group)
+        weights_M1 = _AllToAll.apply(weights_R1, sent, received, self.group)
         arrival = _expert_order(received_We, sum(received))
-        rows_MD = permute(rows_MD, arrival)
-        exchange = Exchange(arrival, tuple(sent), tuple(received))
-        return Dispatched(rows_MD, arrival.offsets_E, exchange)
+        exchange = Exchange(tuple(sent), tuple(received))
+        return Dispatched(rows_MD, arrival, weights_M1, handle=exchange)
 
-    def combine(self, expert_rows: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
-        exchange, arrival = dispatched.handle, dispatched.handle.arrival
-        back = RowOrder(arrival.inverse_R, arrival.order_R, arrival.offsets_E)
-        rows_MD = permute(expert_rows, back)
-        rows_RD = _AllToAll.apply(rows_MD, list(exchange.received), list(exchange.sent), self.group)
-        return unpermute(rows_RD, plan.order, plan.weights_TK)
+    def combine(self, sums_XD: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
+        exchange = dispatched.handle
+        rows_RD = _AllToAll.apply(sums_XD, list(exchange.received), list(exchange.sent), self.group)
+        return sum_rows(rows_RD, plan.order, plan.weights_TK.shape[1])
 
     def _exchange_counts(self, sent_We: Tensor) -> Tensor:
         if sent_We.shape[0] == 1:

@@ -1,12 +1,13 @@
 """Interface of a dispatcher: three steps around the experts, and the records between the steps.
 
-``preprocess`` sorts and permutes and can always be captured. ``dispatch`` brings rows to the rank
-that holds their expert, ``combine`` brings the results back to their tokens. All values that one
-step passes to the next are in the records; a dispatcher keeps nothing that belongs to a call.
-The dispatchers ``all_gather`` and ``symmetric`` bring tokens to the ranks before they sort them: in
-their records T is the tokens of all ranks and E the local experts.
+``preprocess`` sorts the (token, expert) pairs and can always be captured. ``dispatch`` brings
+tokens to the rank that holds their experts, ``combine`` brings the experts' sums back. The experts
+gather their rows from the tokens and add them up themselves (``kernels.routed_experts``), so that
+no rows are kept for the backward. All values that one step passes to the next are in the records;
+a dispatcher keeps nothing that belongs to a call.
 
-Shapes: T tokens, D model, K top-k, E experts, e local experts, R rows of this rank's tokens.
+Shapes: T tokens, D model, K top-k, E experts, e local experts, X tokens or rows, as the dispatcher
+has them: T, the tokens of all ranks, or rows sorted by expert.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from moe_graphs.staged import record
 
 @record
 class DispatchPlan:
-    """Result of ``preprocess``: this rank's rows, sorted by expert, and their order.
+    """Result of ``preprocess``: what will be dispatched, and the order of rows.
 
     Attributes:
-        rows_RD: the rows, in the order of ``order`` and in the dtype of the tokens; places in
-            ``order`` without a token are rows of zeros.
-        weights_TK: routing weights, fp32.
+        tokens: ``[..., D]``: this rank's tokens as they were given (``local``, ``padded``), the
+            tokens of all ranks (``all_gather``), or rows in the order of ``order``
+            (``all_to_all``, ``symmetric``), in which places without a token are zero.
+        weights_TK: routing weights, fp32. Here T is the tokens of all ranks for ``all_gather`` and
+            ``symmetric``, and E the local experts.
         order: maps rows to (token, expert) pairs and back, with the int32 ends of the experts'
             rows.
         dropped: 0-dim int64 on the device, number of (token, expert) pairs that no expert will see.
@@ -37,7 +40,7 @@ class DispatchPlan:
         handle: values that the same dispatcher needs in later steps, or None.
     """
 
-    rows_RD: Tensor
+    tokens: Tensor
     weights_TK: Tensor
     order: RowOrder
     dropped: Tensor
@@ -47,18 +50,22 @@ class DispatchPlan:
 
 @record
 class Dispatched:
-    """Rows for this rank's experts, sorted by expert.
+    """Tokens for this rank's experts, and the order of the experts' rows.
 
     Attributes:
-        rows_RD: the rows, in the dtype of the plan's rows. Here R is the number of rows that this
-            rank's experts get.
-        offsets_e: int32 cumulative ends of the experts' rows, on the device. The last one is the
-            number of rows, or less if the dispatcher leaves a tail.
-        handle: values that the same dispatcher's ``combine`` needs to send the rows back, or None.
+        tokens_XD: the tokens, in the dtype of the plan's; with ``is_sorted`` their rows, in the
+            order of ``order``.
+        order: maps the rows of this rank's experts to pairs of tokens and weights. The last end of
+            rows is their number, or less if the dispatcher leaves a tail.
+        weights_XK: routing weights of the pairs, fp32.
+        is_sorted: whether the tokens are rows already.
+        handle: values that the same dispatcher's ``combine`` needs to send sums back, or None.
     """
 
-    rows_RD: Tensor
-    offsets_e: Tensor
+    tokens_XD: Tensor
+    order: RowOrder
+    weights_XK: Tensor
+    is_sorted: bool = False
     handle: Any = None
 
 
@@ -91,12 +98,13 @@ class Dispatcher(abc.ABC):
 
     @abc.abstractmethod
     def preprocess(
-        self, hidden_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
+        self, hidden: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
     ) -> DispatchPlan:
-        """Sort and permute tokens, in static shapes and without waiting for the device.
+        """Sort pairs by expert, in static shapes and without waiting for the device.
 
         Args:
-            hidden_TD: tokens of this rank, floating point.
+            hidden: tokens ``[..., D]`` of this rank, floating point. The plan has this tensor or a
+                new one, but no view of it: a graph cannot end with a view of its input.
             weights_TK: fp32 factors of the chosen experts' outputs.
             experts_TK: int64 numbers of the chosen experts, distinct within a token.
             num_experts: number of experts on all ranks.
@@ -108,22 +116,22 @@ class Dispatcher(abc.ABC):
 
     @abc.abstractmethod
     def dispatch(self, plan: DispatchPlan) -> Dispatched:
-        """Bring the rows to their experts.
+        """Bring the tokens to their experts.
 
         If ``host_sync`` is set, this method waits for the device, and a capture ends here.
         """
 
     @abc.abstractmethod
-    def combine(self, expert_rows: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
-        """Bring the experts' results back to their tokens.
+    def combine(self, sums_XD: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
+        """Bring the experts' sums back to their tokens.
 
         Args:
-            expert_rows: ``[R, D]``, the experts' outputs for ``dispatched.rows_RD``.
+            sums_XD: for each token that ``dispatched.order`` knows the weighted sum of its rows.
             dispatched: what ``dispatch`` has returned.
             plan: what ``preprocess`` has returned.
 
         Returns:
-            ``[T, D]`` in the dtype of ``expert_rows``: for each token of this rank the sum of its
+            ``[T, D]`` in the dtype of ``sums_XD``: for each token of this rank the sum of its
             rows, weighted by ``weights_TK``. Dropped pairs add nothing.
         """
 

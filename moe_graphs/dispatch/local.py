@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_graphs.dispatch.dispatcher import Dispatched, Dispatcher, DispatchPlan
-from moe_graphs.kernels import permute, route_rows, unpermute
+from moe_graphs.kernels import route_rows
 
 
 @final
@@ -31,14 +31,14 @@ class LocalDispatcher(Dispatcher):
         return range(num_experts)
 
     def preprocess(
-        self, hidden_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
+        self, hidden: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
     ) -> DispatchPlan:
         order = route_rows(experts_TK, num_experts)
-        dropped = torch.zeros((), dtype=torch.int64, device=hidden_TD.device)
-        return DispatchPlan(permute(hidden_TD, order), weights_TK, order, dropped)
+        dropped = torch.zeros((), dtype=torch.int64, device=hidden.device)
+        return DispatchPlan(hidden, weights_TK, order, dropped)
 
     def dispatch(self, plan: DispatchPlan) -> Dispatched:
-        return Dispatched(plan.rows_RD, plan.order.offsets_E)
+        return Dispatched(plan.tokens.flatten(0, -2), plan.order, plan.weights_TK)
 
-    def combine(self, expert_rows: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
-        return unpermute(expert_rows, plan.order, plan.weights_TK)
+    def combine(self, sums_XD: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
+        return sums_XD

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_graphs.dispatch.dispatcher import Dispatched, Dispatcher, DispatchPlan
-from moe_graphs.kernels import RowOrder, permute, route_rows, unpermute
+from moe_graphs.kernels import RowOrder, route_rows
 
 
 @final
@@ -52,20 +52,20 @@ class PaddedDispatcher(Dispatcher):
         return math.ceil(num_tokens * top_k / num_experts * self.capacity_factor)
 
     def preprocess(
-        self, hidden_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
+        self, hidden: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
     ) -> DispatchPlan:
         order = route_rows(experts_TK, num_experts)
         num_tokens, top_k = experts_TK.shape
         capacity = self.capacity(num_tokens, top_k, num_experts)
         padded = _pad(order, experts_TK, capacity)
         dropped = (padded.inverse_R < 0).sum()
-        return DispatchPlan(permute(hidden_TD, padded), weights_TK, padded, dropped)
+        return DispatchPlan(hidden, weights_TK, padded, dropped)
 
     def dispatch(self, plan: DispatchPlan) -> Dispatched:
-        return Dispatched(plan.rows_RD, plan.order.offsets_E)
+        return Dispatched(plan.tokens.flatten(0, -2), plan.order, plan.weights_TK)
 
-    def combine(self, expert_rows: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
-        return unpermute(expert_rows, plan.order, plan.weights_TK)
+    def combine(self, sums_XD: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
+        return sums_XD
 
 
 def _pad(order: RowOrder, experts_TK: Tensor, capacity: int) -> RowOrder:
@@ -74,9 +74,9 @@ def _pad(order: RowOrder, experts_TK: Tensor, capacity: int) -> RowOrder:
     Example: experts ``[[0], [0], [0], [1]]``, capacity 2: the third token is dropped, order is
     ``[0, 1, 3, -1]``, inverse ``[0, 1, -1, 2]``, offsets ``[2, 4]``.
     """
-    ends_E = order.offsets_E.to(torch.int64)
+    ends_E = order.offsets_E
     starts_E = torch.cat([ends_E.new_zeros(1), ends_E[:-1]])
-    slot_C = torch.arange(capacity, device=ends_E.device)
+    slot_C = torch.arange(capacity, device=ends_E.device, dtype=torch.int32)
     row_EC = starts_E.unsqueeze(1) + slot_C
     # A slot past an expert's last row would read the next expert's row: clamp it, then mark it.
     pair_EC = order.order_R[row_EC.clamp(max=max(order.order_R.numel() - 1, 0))]
@@ -85,7 +85,7 @@ def _pad(order: RowOrder, experts_TK: Tensor, capacity: int) -> RowOrder:
     expert_R = experts_TK.reshape(-1)
     slot_R = order.inverse_R - starts_E[expert_R]
     padded_row_R = expert_R * capacity + slot_R
-    padded_inverse = torch.where(slot_R < capacity, padded_row_R, -1)
+    padded_inverse = torch.where(slot_R < capacity, padded_row_R, -1).to(torch.int32)
 
     num_experts = ends_E.numel()
     offsets_E = torch.arange(1, num_experts + 1, device=ends_E.device, dtype=torch.int32)

@@ -34,7 +34,7 @@ class RowStatistics(nn.Module):
         """Count the rows of a call; nothing happens if its dispatcher had no ``rows_factor``."""
         if plan.rows_needed is not None:
             self.most_rows.clamp_(min=plan.rows_needed)
-            self.rows_room.fill_(plan.rows_RD.shape[0])
+            self.rows_room.fill_(plan.order.order_R.numel())
 
     def zero(self) -> None:
         """Zero both counters."""

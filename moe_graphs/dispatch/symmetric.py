@@ -22,14 +22,14 @@ from moe_graphs.dispatch.equal_tokens import check_equal_tokens
 from moe_graphs.dispatch.expert_group import ExpertParallel, rank_and_size
 from moe_graphs.dispatch.local_rows import check_rows_factor, local_rows, room_for_rows
 from moe_graphs.dispatch.peer_memory import peer_memory
-from moe_graphs.kernels import RowOrder, permute, unpermute
+from moe_graphs.kernels import RowOrder
 from moe_graphs.kernels.peer_rows import (
     pull_gradients,
     pull_sums,
     push_gradients,
     push_tokens,
-    received_dots,
     received_rows,
+    received_tokens,
 )
 
 
@@ -68,7 +68,7 @@ class SymmetricDispatcher(ExpertParallel):
         check_rows_factor(self.rows_factor)
 
     def preprocess(
-        self, hidden_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
+        self, hidden: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
     ) -> DispatchPlan:
         world_size, local = rank_and_size(self.group)[1], self.local_experts(num_experts)
         tokens, top_k = experts_TK.shape
@@ -76,8 +76,8 @@ class SymmetricDispatcher(ExpertParallel):
         if world_size == 1:
             rows = local_rows(experts_TK, local, num_experts, room)
             needed = None if self.rows_factor is None else rows.needed
-            rows_RD = permute(hidden_TD, rows.order)
-            return DispatchPlan(rows_RD, weights_TK, rows.order, rows.dropped, needed)
+            return DispatchPlan(hidden, weights_TK, rows.order, rows.dropped, needed)
+        hidden_TD = hidden.flatten(0, -2)
         memory = self.memory_for(hidden_TD, experts_TK)
         rows_RD, weights_GK, order_R, inverse_R, offsets_e, dropped, needed = _Dispatch.apply(
             hidden_TD, weights_TK.float(), experts_TK, local, num_experts, room, memory
@@ -87,17 +87,14 @@ class SymmetricDispatcher(ExpertParallel):
         return DispatchPlan(rows_RD, weights_GK, order, dropped, needed, handle=experts_TK)
 
     def dispatch(self, plan: DispatchPlan) -> Dispatched:
-        return Dispatched(plan.rows_RD, plan.order.offsets_E)
+        is_sorted = plan.handle is not None
+        return Dispatched(plan.tokens.flatten(0, -2), plan.order, plan.weights_TK, is_sorted)
 
-    def combine(self, expert_rows: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
+    def combine(self, sums_XD: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
         if plan.handle is None:
-            return unpermute(expert_rows, plan.order, plan.weights_TK)
-        order, experts_TK = plan.order, plan.handle
-        local = order.offsets_E.numel()
-        memory = self.memory_for(expert_rows, experts_TK)
-        return _Combine.apply(
-            expert_rows, plan.weights_TK, experts_TK, order.order_R, order.inverse_R, local, memory
-        )
+            return sums_XD
+        memory = self.memory_for(sums_XD, plan.handle)
+        return _Combine.apply(sums_XD, plan.handle, plan.order.offsets_E.numel(), memory)
 
     def memory_for(self, rows: Tensor, experts_TK: Tensor) -> tuple[int, str]:
         """Number of the peer memory for ``rows`` ``[..., D]``, and the name of the group.
@@ -133,7 +130,7 @@ class _Dispatch(torch.autograd.Function):
         rows = local_rows(experts_GK, local, num_experts, room)
         order = rows.order
         inverse_GK = order.inverse_R.view_as(experts_GK)
-        rows_RD = received_rows(order.order_R, inverse_GK, None, memory[0])
+        rows_RD = received_rows(order.order_R, inverse_GK, memory[0])
         plain = (order.order_R, order.inverse_R, order.offsets_E, rows.dropped, rows.needed)
         ctx.save_for_backward(experts_TK, inverse_GK)
         ctx.mark_non_differentiable(*plain)
@@ -154,30 +151,15 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        rows_RD: Tensor,
-        weights_GK: Tensor,
-        experts_TK: Tensor,
-        order_R: Tensor,
-        inverse_R: Tensor,
-        local: int,
-        memory: tuple[int, str],
+        ctx: Any, sums_GD: Tensor, experts_TK: Tensor, local: int, memory: tuple[int, str]
     ) -> Tensor:
         ctx.local, ctx.memory = local, memory
-        ctx.save_for_backward(rows_RD, weights_GK, experts_TK, order_R, inverse_R)
-        inverse_GK = inverse_R.view_as(weights_GK)
-        return pull_sums(rows_RD, inverse_GK, weights_GK, experts_TK, local, *memory)
+        ctx.save_for_backward(experts_TK)
+        return pull_sums(sums_GD, experts_TK, local, *memory)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Any, ...]:
-        rows_RD, weights_GK, experts_TK, order_R, inverse_R = ctx.saved_tensors
-        inverse_GK = inverse_R.view_as(weights_GK)
-        # Every rank has to take part, also if it needs none of these gradients itself.
+        (experts_TK,) = ctx.saved_tensors
         push_gradients(grad_TD, experts_TK, ctx.local, *ctx.memory)
-        grad_rows = grad_weights = None
-        if ctx.needs_input_grad[0]:
-            grad_rows = received_rows(order_R, inverse_GK, weights_GK, ctx.memory[0])
-        if ctx.needs_input_grad[1]:
-            grad_weights = received_dots(rows_RD, inverse_GK, ctx.memory[0])
-        return grad_rows, grad_weights, None, None, None, None, None
+        return received_tokens(experts_TK, ctx.memory[0]), None, None, None

@@ -83,7 +83,7 @@ class TEExperts(ExpertsBackend):
         for module in (self.w1, self.w2):
             _without_empty_state(module)
 
-    def forward(self, rows_RD: Tensor, offsets_e: Tensor) -> Tensor:
+    def run_rows(self, rows_RD: Tensor, offsets_e: Tensor) -> Tensor:
         if not len(rows_RD):
             return self._no_rows(rows_RD)
         ends = offsets_e.tolist()

@@ -17,9 +17,10 @@ from moe_graphs.kernels.cross_entropy.linear import linear_cross_entropy
 from moe_graphs.kernels.gemm import grouped_gemm, swiglu_gemms
 from moe_graphs.kernels.gemm.gather import gather_gemm
 from moe_graphs.kernels.heads import split_heads, split_heads_by_rank
-from moe_graphs.kernels.permute import permute, unpermute
+from moe_graphs.kernels.permute import permute, sum_rows, unpermute
 from moe_graphs.kernels.rms_norm import add_rms_norm, rms_norm
 from moe_graphs.kernels.rotary import apply_rotary
+from moe_graphs.kernels.routed_experts import routed_experts
 from moe_graphs.kernels.row_order import RowOrder, route_rows
 from moe_graphs.kernels.swiglu import swiglu
 
@@ -36,8 +37,10 @@ __all__ = [
     "rms_norm",
     "route",
     "route_rows",
+    "routed_experts",
     "split_heads",
     "split_heads_by_rank",
+    "sum_rows",
     "swiglu",
     "swiglu_gemms",
     "unpermute",

@@ -1,9 +1,10 @@
 """Kernels of the routed experts: ours, Transformer Engine's or MegaBlocks'.
 
-A backend is a module that is called with rows sorted by expert and the ends of the experts' rows.
-Backends of other libraries live in ``integrations`` and are imported when a config asks for them.
+A backend is a module that is called with the fields of ``Dispatched``: tokens, the order of their
+rows, and routing weights. Backends of other libraries live in ``integrations`` and are imported
+when a config asks for them.
 
-Shapes: D model, F ffn, e experts of this rank, R rows.
+Shapes: D model, F ffn, e experts of this rank, X tokens or sorted rows, K top-k, R rows.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_graphs.kernels import RowOrder, permute, unpermute
 from moe_graphs.layers.model_config import EXPERT_BACKENDS, MoEConfig
 
 
@@ -61,8 +63,24 @@ class ExpertsBackend(nn.Module):
         """Create the parameters of ``local_experts``, or modules with them; any values."""
         raise NotImplementedError
 
-    def forward(self, rows_RD: Tensor, offsets_e: Tensor) -> Tensor:
+    def forward(
+        self, tokens_XD: Tensor, order: RowOrder, weights_XK: Tensor, is_sorted: bool = False
+    ) -> Tensor:
+        """Compute each token's sum of its experts' outputs, times the routing weights.
+
+        Args:
+            tokens_XD: tokens, or with ``is_sorted`` their rows in the order of ``order``.
+            order: the rows of this rank's experts. The last end is their number, or less if this
+                backend takes a tail.
+            weights_XK: routing weights of the pairs, fp32.
+        """
+        rows_RD = tokens_XD if is_sorted else permute(tokens_XD, order)
+        return unpermute(self.run_rows(rows_RD, order.offsets_E), order, weights_XK)
+
+    def run_rows(self, rows_RD: Tensor, offsets_e: Tensor) -> Tensor:
         """Compute the experts' outputs ``[R, D]`` from their rows ``[R, D]``.
+
+        Backends implement this method, or ``forward`` if they gather and add up rows themselves.
 
         Args:
             rows_RD: rows sorted by expert.

@@ -1,6 +1,6 @@
 """The routed experts: two grouped GEMMs around a SwiGLU.
 
-Shapes: D model, F ffn, E experts of the layer, e experts of this rank, R rows.
+Shapes: D model, F ffn, e experts of this rank, X tokens or sorted rows, K top-k.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moe_graphs.kernels import swiglu_gemms
+from moe_graphs.kernels import RowOrder, routed_experts
 from moe_graphs.layers.expert_backends import ExpertsBackend
 
 
@@ -39,8 +39,11 @@ class GroupedExperts(ExpertsBackend):
         self.draw_experts(self.w1, std)
         self.draw_experts(self.w2, out_std)
 
-    def forward(self, rows_RD: Tensor, offsets_e: Tensor) -> Tensor:
-        return swiglu_gemms(rows_RD, _local(self.w1), _local(self.w2), offsets_e)
+    def forward(
+        self, tokens_XD: Tensor, order: RowOrder, weights_XK: Tensor, is_sorted: bool = False
+    ) -> Tensor:
+        w1_eD2F, w2_eFD = _local(self.w1), _local(self.w2)
+        return routed_experts(tokens_XD, order, weights_XK, w1_eD2F, w2_eFD, is_sorted=is_sorted)
 
     def stacked_weights(self) -> tuple[Tensor, Tensor]:
         return self.w1.detach(), self.w2.detach()

@@ -1,7 +1,7 @@
 """The mixture-of-experts layer, in the three stages at which it can be cut.
 
     moe_router      route: scores, top-k, losses, and the shared expert
-    moe_preprocess  preprocess: sort the rows by expert and permute them
+    moe_preprocess  preprocess: sort the (token, expert) pairs by expert
     moe_experts     run_experts: dispatch, experts, combine, plus the shared expert's output
 
 Each stage is a method of ``MoEStages`` and maps one record to the next. ``MoELayer`` adds the
@@ -61,7 +61,7 @@ class Prepared:
     """Output of ``preprocess``.
 
     Attributes:
-        plan: rows sorted by expert, and their order.
+        plan: tokens, and the order of their rows.
         aux_loss: 0-dim fp32, as in ``Routing``.
         shared_TD: the shared expert's output, None if the layer has no shared expert.
         shape: shape of the layer's input.
@@ -95,8 +95,8 @@ class MoEStages(Staged):
     ``run_shared`` and ``stages``.
 
     Attributes:
-        experts: module that maps rows ``[R, D]``, sorted by expert, and the int32 ends of the
-            experts' rows to outputs ``[R, D]``.
+        experts: module that is called with the fields of ``Dispatched`` and returns each token's
+            sum of its experts' outputs, times the routing weights.
     """
 
     config: MoEConfig
@@ -122,13 +122,13 @@ class MoEStages(Staged):
     # ---- stage moe_preprocess
 
     def preprocess(self, routed: Routed) -> Prepared:
-        """Sort and permute the tokens, in the dtype in which the experts compute."""
+        """Sort the pairs by expert; tokens are in the dtype in which the experts compute."""
         hidden, routing = routed.hidden, routed.routing
-        hidden_TD = hidden.reshape(-1, hidden.shape[-1])
-        if torch.is_autocast_enabled(hidden_TD.device.type):
-            hidden_TD = hidden_TD.to(torch.get_autocast_dtype(hidden_TD.device.type))
+        tokens = hidden
+        if torch.is_autocast_enabled(tokens.device.type):
+            tokens = tokens.to(torch.get_autocast_dtype(tokens.device.type))
         plan = self.dispatcher.preprocess(
-            hidden_TD, routing.weights_TK, routing.experts_TK, self.config.num_experts
+            tokens, routing.weights_TK, routing.experts_TK, self.config.num_experts
         )
         return Prepared(plan, routing.aux_loss, routed.shared_TD, tuple(hidden.shape))
 
@@ -141,8 +141,10 @@ class MoEStages(Staged):
         """
         plan = prepared.plan
         dispatched = self.dispatcher.dispatch(plan)
-        rows = self.experts(dispatched.rows_RD, dispatched.offsets_e)
-        hidden_TD = self.dispatcher.combine(rows, dispatched, plan)
+        sums_XD = self.experts(
+            dispatched.tokens_XD, dispatched.order, dispatched.weights_XK, dispatched.is_sorted
+        )
+        hidden_TD = self.dispatcher.combine(sums_XD, dispatched, plan)
         if prepared.shared_TD is not None:
             hidden_TD = hidden_TD + prepared.shared_TD
         return MoEOutput(hidden_TD.view(prepared.shape), prepared.aux_loss, plan.dropped)

@@ -84,7 +84,10 @@ def parallelize(
                 layer.experts for block in blocks for layer in moe_layers(block)
             ]
             if together:
-                fully_shard(together, mesh=shards, mp_policy=policy, reshard_after_forward=reshard)
+                # A cast of inputs would round the routing weights; tokens come from a layer that
+                # computes in the dtype of the policy.
+                exact = replace(policy, cast_forward_inputs=False)
+                fully_shard(together, mesh=shards, mp_policy=exact, reshard_after_forward=reshard)
                 _divide_by_all(together[0], shards, config)
     options: dict[str, Any] = {"mesh": _shards(config, mesh, "dp_shard_cp"), "mp_policy": policy}
     if model.embedding is not None:

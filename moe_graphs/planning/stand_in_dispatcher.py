@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_graphs.dispatch import Dispatched, Dispatcher, DispatchPlan
 from moe_graphs.dispatch.local_rows import local_rows, room_for_rows
-from moe_graphs.kernels import RowOrder, permute, route_rows, unpermute
+from moe_graphs.kernels import permute, route_rows, sum_rows
 
 
 @final
@@ -40,40 +40,37 @@ class StandInDispatcher(Dispatcher):
         return range(num_experts // self.ranks)
 
     def preprocess(
-        self, hidden_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
+        self, hidden: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
     ) -> DispatchPlan:
-        none = torch.zeros((), dtype=torch.int64, device=hidden_TD.device)
+        none = torch.zeros((), dtype=torch.int64, device=hidden.device)
         if not self.gathers:
             order = route_rows(experts_TK, num_experts)
-            return DispatchPlan(permute(hidden_TD, order), weights_TK, order, none)
+            return DispatchPlan(permute(hidden.flatten(0, -2), order), weights_TK, order, none)
         tokens, top_k = experts_TK.shape
         everyone = self.ranks * tokens
         local = self.local_experts(num_experts)
         room = room_for_rows(tokens, top_k, local, self.ranks, self.rows_factor)
-        hidden_GD = _Travel.apply(hidden_TD, everyone)
+        hidden_GD = _Travel.apply(hidden.flatten(0, -2), everyone)
         weights_GK = _Travel.apply(weights_TK, everyone)
         experts_GK = experts_TK.new_zeros(everyone, top_k)
         rows = local_rows(experts_GK, local, num_experts, room)
-        rows_RD = permute(hidden_GD, rows.order)
-        return DispatchPlan(rows_RD, weights_GK, rows.order, rows.dropped)
+        return DispatchPlan(hidden_GD, weights_GK, rows.order, rows.dropped)
 
     def dispatch(self, plan: DispatchPlan) -> Dispatched:
         if self.gathers:
-            return Dispatched(plan.rows_RD, plan.order.offsets_E)
-        rows_RD = _Travel.apply(plan.rows_RD, plan.rows_RD.shape[0])
+            return Dispatched(plan.tokens, plan.order, plan.weights_TK)
+        rows_RD = _Travel.apply(plan.tokens, plan.tokens.shape[0])
+        weights_R1 = permute(plan.weights_TK.reshape(-1, 1), plan.order)
+        weights_R1 = _Travel.apply(weights_R1, weights_R1.shape[0])
         local = plan.order.offsets_E.numel() // self.ranks
         arrival = route_rows(plan.order.order_R.new_zeros(rows_RD.shape[0], 1), local)
-        return Dispatched(permute(rows_RD, arrival), arrival.offsets_E, arrival)
+        return Dispatched(rows_RD, arrival, weights_R1)
 
-    def combine(self, expert_rows: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
+    def combine(self, sums_XD: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
         if self.gathers:
-            sums_GD = unpermute(expert_rows, plan.order, plan.weights_TK)
-            return _Travel.apply(sums_GD, sums_GD.shape[0] // self.ranks)
-        arrival = dispatched.handle
-        back = RowOrder(arrival.inverse_R, arrival.order_R, arrival.offsets_E)
-        rows_RD = permute(expert_rows, back)
-        rows_RD = _Travel.apply(rows_RD, rows_RD.shape[0])
-        return unpermute(rows_RD, plan.order, plan.weights_TK)
+            return _Travel.apply(sums_XD, sums_XD.shape[0] // self.ranks)
+        rows_RD = _Travel.apply(sums_XD, sums_XD.shape[0])
+        return sum_rows(rows_RD, plan.order, plan.weights_TK.shape[1])
 
 
 class _Travel(torch.autograd.Function):

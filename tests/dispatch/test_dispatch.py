@@ -19,6 +19,7 @@ from moe_graphs.dispatch import (
     make_dispatcher,
 )
 from moe_graphs.staged import Stop, run_until
+from stand_in_experts import rows_of, sums_of
 
 ROUTINGS = {
     "random": lambda t, k, e: torch.rand(t, e).topk(k).indices,
@@ -41,10 +42,10 @@ def _expert(rows, offsets, scales_E):
 def _run(dispatcher: Dispatcher, hidden, weights, experts, scales_E):
     plan = dispatcher.preprocess(hidden, weights, experts, len(scales_E))
     dispatched = dispatcher.dispatch(plan)
-    assert dispatched.offsets_e[-1] == dispatched.rows_RD.shape[0]
-    assert dispatched.offsets_e.dtype == torch.int32
-    rows = _expert(dispatched.rows_RD, dispatched.offsets_e, scales_E)
-    return dispatcher.combine(rows, dispatched, plan), plan
+    assert dispatched.order.offsets_E[-1] == rows_of(dispatched).shape[0]
+    assert dispatched.order.offsets_E.dtype == torch.int32
+    sums = sums_of(dispatched, lambda rows, offsets: _expert(rows, offsets, scales_E))
+    return dispatcher.combine(sums, dispatched, plan), plan
 
 
 def _inputs(num_tokens: int, num_experts: int):
@@ -97,11 +98,12 @@ class TestPadded:
     def test_worked_example_of_padding(self):
         experts = torch.tensor([[0], [0], [0], [1]])
         hidden = torch.arange(4.0).unsqueeze(1) + 1
-        plan = PaddedDispatcher(1.0).preprocess(hidden, torch.ones(4, 1), experts, 2)
+        dispatcher = PaddedDispatcher(1.0)
+        plan = dispatcher.preprocess(hidden, torch.ones(4, 1), experts, 2)
         assert plan.order.order_R.tolist() == [0, 1, 3, -1]
         assert plan.order.inverse_R.tolist() == [0, 1, -1, 2]
         assert plan.order.offsets_E.tolist() == [2, 4]
-        assert plan.rows_RD.flatten().tolist() == [1, 2, 4, 0]
+        assert rows_of(dispatcher.dispatch(plan)).flatten().tolist() == [1, 2, 4, 0]
         assert plan.dropped == 1
 
     @pytest.mark.parametrize("factor", [0.3, 0.5, 1.0, 1.5])
@@ -123,7 +125,7 @@ class TestPadded:
 
         got, plan = _run(dispatcher, hidden, weights, experts, scales_E)
         assert plan.dropped == (kept == 0).sum()
-        assert plan.rows_RD.shape[0] == num_experts * capacity
+        assert plan.order.order_R.numel() == num_experts * capacity
         want = ((weights * kept * scales_E[experts]).sum(1, keepdim=True)) * hidden
         torch.testing.assert_close(got, want)
         grad = torch.randn_like(want)

@@ -27,6 +27,7 @@ from moe_graphs.dispatch import (
 )
 from moe_graphs.kernels import peer_rows
 from routed_ranks import ROUTINGS, D, E, F, T, check_routing, run_layer
+from stand_in_experts import unchanged
 
 BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)]
 
@@ -77,7 +78,7 @@ def _check_counts(group, factor: float | None, hidden_TD, weights_TK, experts_TK
     everywhere = [torch.empty_like(experts_TK) for _ in range(world_size)]
     dist.all_gather(everywhere, experts_TK, group=group)
     needed = sum(int((each * world_size // E == rank).sum()) for each in everywhere)
-    rows, top_k = plan.rows_RD.shape[0], experts_TK.shape[1]
+    rows, top_k = plan.order.order_R.numel(), experts_TK.shape[1]
     if factor is not None:
         worst = world_size * T * min(top_k, E // world_size)
         assert rows == min(factor * T * top_k, worst)
@@ -120,7 +121,7 @@ def _call(tokens: int, device: str) -> str | None:
     except ValueError as error:
         return str(error)
     dispatched = dispatcher.dispatch(plan)
-    output_TD = dispatcher.combine(dispatched.rows_RD, dispatched, plan)
+    output_TD = dispatcher.combine(unchanged(dispatched), dispatched, plan)
     assert torch.equal(output_TD, hidden_TD)
     return None
 
@@ -287,7 +288,7 @@ def _out_of_step(rank: int, world_size: int, device: str) -> None:
         hidden_TD, weights_TK, plan = opened.pop(calls.randrange(len(opened)))
         dispatched = dispatcher.dispatch(plan)
         for _ in range(calls.choice([1, 2])):
-            output_TD = dispatcher.combine(dispatched.rows_RD, dispatched, plan)
+            output_TD = dispatcher.combine(unchanged(dispatched), dispatched, plan)
         want_TD = hidden_TD * weights_TK.sum(1, keepdim=True)
         torch.testing.assert_close(output_TD, want_TD, msg=f"call {number}")
         if calls.random() < 0.5:

@@ -121,7 +121,7 @@ def _watched(monkeypatch) -> tuple[list[str], PeerMemory]:
     for name, action in (("push_rows", "write"), ("pull_rows", "read")):
         monkeypatch.setattr(reference, name, _noting(getattr(reference, name), done, action))
     monkeypatch.setattr(peer_rows, "peer_rows_reference", reference)
-    for name, action in (("collect_rows_into", "write"), ("spread_rows", "read")):
+    for name, action in (("leave_sums", "write"), ("spread_rows", "read")):
         monkeypatch.setattr(peer_rows, name, _noting(getattr(peer_rows, name), done, action))
     return done, memory
 
@@ -145,9 +145,9 @@ def test_calls_do_what_is_checked_here(monkeypatch):
         given = rows_TD + 100 * call
         if kind == PUSH:
             peer_rows.push_tokens(given, experts_T1, weights_T1, 1, number, "")
-            found = peer_rows.received_rows(order_R, inverse_G1, None, number)
+            found = peer_rows.received_rows(order_R, inverse_G1, number)
         else:
-            found = peer_rows.pull_sums(given, inverse_G1, None, experts_T1, 1, number, "")
+            found = peer_rows.pull_sums(given, experts_T1, 1, number, "")
         assert torch.equal(found, given)
         assert done == ["barrier", "write", "barrier", "read"]
         done.clear()

@@ -18,6 +18,7 @@ from torch import Tensor
 from distributed import RANKS, run_distributed
 from moe_graphs.dispatch import SymmetricDispatcher
 from moe_graphs.dispatch.dispatcher import DispatchPlan
+from stand_in_experts import unchanged
 
 T, D, K, E = 64, 64, 2, 8
 ROUNDS = {"cpu": 60, "cuda": 2000}
@@ -44,7 +45,7 @@ class _Exchanges:
             plan = self._kept_plan()
             dispatched = self.dispatcher.dispatch(plan)
             if letter == "r":
-                self.sums_TD.copy_(self.dispatcher.combine(dispatched.rows_RD, dispatched, plan))
+                self.sums_TD.copy_(self.dispatcher.combine(unchanged(dispatched), dispatched, plan))
 
     def _send(self) -> DispatchPlan:
         given = (self.hidden_TD, self.weights_TK, self.experts_TK)
@@ -52,7 +53,7 @@ class _Exchanges:
 
     def _keep(self, plan: DispatchPlan) -> None:
         """Copy the plan to fixed memory, whose addresses graphs know."""
-        found = [plan.rows_RD, plan.weights_TK, plan.order.order_R, plan.order.inverse_R]
+        found = [plan.tokens, plan.weights_TK, plan.order.order_R, plan.order.inverse_R]
         found += [plan.order.offsets_E, plan.handle]
         if self.plan is None:
             self.plan, self.kept = plan, [each.clone() for each in found]

@@ -18,6 +18,7 @@ from moe_graphs import GraphConfig
 from moe_graphs.dispatch import LocalDispatcher, PaddedDispatcher
 from moe_graphs.integrations.megablocks import MegaBlocksExperts, to_megablocks
 from moe_graphs.layers import GroupedExperts, LanguageModel, MoEConfig, MoELayer, TransformerConfig
+from stand_in_experts import run_on_rows
 
 MOE = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=128, aux_loss_coef=0.02, z_loss_coef=0.01)
 ROWS = {"some": (3, 130, 1, 40), "empty": (0, 128, 0, 5), "one": (0, 0, 300, 0), "none": (0,) * 4}
@@ -82,7 +83,7 @@ def _forward_and_backward(experts, rows_RD, offsets_e) -> list[torch.Tensor]:
     torch.manual_seed(1)
     dtype = next(experts.parameters()).dtype
     rows_RD = rows_RD.to(dtype, copy=True).requires_grad_()
-    out_RD = experts(rows_RD, offsets_e)
+    out_RD = run_on_rows(experts, rows_RD, offsets_e)
     out_RD.backward(torch.randn(out_RD.shape, dtype=torch.float64).bfloat16().to(dtype))
     with torch.no_grad():
         for parameter in experts.parameters():
@@ -97,9 +98,9 @@ def test_what_megablocks_does_not_multiply_is_refused():
     offsets = torch.tensor([1, 2], dtype=torch.int32)
     grouped = MegaBlocksExperts(2, 8, 16, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"got rows of torch.float32"):
-        grouped(torch.randn(2, 8), offsets)
+        run_on_rows(grouped, torch.randn(2, 8), offsets)
     with pytest.raises(ValueError, match=r"weights of torch.float32: keep both"):
-        grouped.float()(torch.randn(2, 8).bfloat16(), offsets)
+        run_on_rows(grouped.float(), torch.randn(2, 8).bfloat16(), offsets)
 
 
 def _model(dispatcher=None) -> LanguageModel:

@@ -27,6 +27,8 @@ from moe_graphs.kernels.rms_norm import (
 from moe_graphs.kernels.rms_norm import triton_kernels as rms_norm_triton
 from moe_graphs.kernels.rotary import _ApplyRotary, plain_rotary
 from moe_graphs.kernels.rotary import triton_kernels as rotary_triton
+from moe_graphs.kernels.routed_experts import reference as routed_experts_reference
+from moe_graphs.kernels.routed_experts import triton_kernels as routed_experts_triton
 from moe_graphs.kernels.row_order import triton_kernels as row_order_triton
 from moe_graphs.kernels.swiglu import reference as swiglu_reference
 from moe_graphs.kernels.swiglu import triton_kernels as swiglu_triton
@@ -159,6 +161,36 @@ def test_swiglu(rows, ffn):
     with torch.no_grad():
         torch.testing.assert_close(swiglu_triton.swiglu_forward(x), expected)
         torch.testing.assert_close(swiglu_triton.swiglu_backward(x, dh), x.grad)
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+@pytest.mark.parametrize(("tokens", "top_k", "ffn"), [(7, 2, 24), (5, 1, 300)])
+def test_weighted_swiglu(tokens, top_k, ffn, gaps):
+    """Rows without a pair lie between others and at the end, full of NaN; nothing reads them."""
+    torch.manual_seed(0)
+    inverse_TK = torch.randperm(tokens * top_k).view(tokens, top_k)
+    if gaps:
+        inverse_TK[2, 0], inverse_TK[4, top_k - 1] = -1, -1
+    flat = inverse_TK.reshape(-1)
+    order_R = torch.full((flat.numel() + (3 if gaps else 0),), -1)
+    order_R[flat[flat >= 0]] = torch.arange(flat.numel())[flat >= 0]
+    x, dh = torch.randn(len(order_R), 2 * ffn), torch.randn(len(order_R), ffn)
+    x[order_R < 0], dh[order_R < 0] = torch.nan, torch.nan
+    weights = torch.rand(tokens, top_k)
+    plain = routed_experts_reference.weighted_swiglu(x, weights, order_R)
+    torch.testing.assert_close(routed_experts_triton.weighted_swiglu(x, weights, order_R), plain)
+    given = (x, dh, weights, order_R)
+    dx, dweights, h = routed_experts_reference.weighted_swiglu_backward(*given, inverse_TK, gaps)
+    found = routed_experts_triton.weighted_swiglu_backward(*given, gaps, True)
+    torch.testing.assert_close(found[1], dweights)
+    assert found[1][inverse_TK < 0].eq(0).all()
+    assert torch.equal(h, plain)
+    for got, want in zip(found[::2], (dx, h), strict=True):
+        torch.testing.assert_close(got, want)
+        assert got[order_R < 0].eq(0).all()
+    alone = routed_experts_triton.weighted_swiglu_backward(*given, gaps, False)
+    assert all(map(torch.equal, alone[:2], found[:2]))
+    assert not alone[2].numel()
 
 
 @pytest.mark.parametrize(

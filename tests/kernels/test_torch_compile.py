@@ -26,7 +26,15 @@ LIKE_OTHERS = (
     "split_heads_by_rank",
 )
 FEW = [pytest.param(name, marks=pytest.mark.long if name in LIKE_OTHERS else ()) for name in NAMES]
-WITH_KERNELS = ("choose_experts", "cross_entropy", "heads", "permute", "rms_norm", "swiglu")
+WITH_KERNELS = (
+    "choose_experts",
+    "cross_entropy",
+    "heads",
+    "permute",
+    "rms_norm",
+    "routed_experts",
+    "swiglu",
+)
 
 
 @pytest.fixture(autouse=True)

@@ -151,7 +151,7 @@ class TestMoELayer:
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
             prepared = layer.preprocess(layer.route(hidden))
             got = layer(hidden)
-        assert prepared.plan.rows_RD.dtype == torch.bfloat16
+        assert prepared.plan.tokens.dtype == torch.bfloat16
         assert prepared.plan.weights_TK.dtype == torch.float32
         error = (got.hidden - want.hidden).norm() / want.hidden.norm()
         assert error < 0.02

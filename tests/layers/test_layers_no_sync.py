@@ -115,7 +115,7 @@ def test_all_to_all_up_to_its_boundary():
         (frame,) = boundary.frames
         assert frame.stage == "moe_experts"
         plan = frame.record.prepared.plan
-        loss = plan.rows_RD.sum() + plan.weights_TK.square().sum()
+        loss = plan.tokens.sum() + plan.weights_TK.square().sum()
         (loss + frame.record.prepared.aux_loss + frame.record.residual_BSD.sum()).backward()
     assert hidden.grad is not None
 

@@ -22,6 +22,7 @@ from moe_graphs.kernels.peer_rows import triton_kernels as peer_rows_triton
 from moe_graphs.kernels.permute import triton_kernels as permute_triton
 from moe_graphs.kernels.rms_norm import triton_kernels as rms_norm_triton
 from moe_graphs.kernels.rotary.triton_kernels import turn_heads
+from moe_graphs.kernels.routed_experts import triton_kernels as routed_experts_triton
 from moe_graphs.kernels.row_order import triton_kernels as row_order_triton
 from moe_graphs.kernels.swiglu import triton_kernels as swiglu_triton
 
@@ -42,6 +43,7 @@ def kernel_cases() -> dict[str, Callable[[], None]]:
         "order of rows": lambda: _order_of_rows(512),
         "permutation": _permutation,
         "SwiGLU": _swiglu,
+        "SwiGLU, weighted": _weighted_swiglu,
         "router": lambda: _router(128, 8, 1, 1),
         "router, groups": lambda: _router(512, 8, 8, 4),
         "cross entropy": _cross_entropy,
@@ -121,12 +123,23 @@ def _swiglu() -> None:
         swiglu_triton.swiglu_backward(rows, rows[:, :1440])
 
 
+def _weighted_swiglu() -> None:
+    order, weights = torch.zeros(512, dtype=torch.int64), torch.empty(64, 8)
+    for dtype in (BF16, FP32):
+        rows = torch.empty(512, 2880, dtype=dtype)
+        routed_experts_triton.weighted_swiglu(rows, weights, order)
+        for with_result in (True, False):
+            routed_experts_triton.weighted_swiglu_backward(
+                rows, rows[:, :1440], weights, order, False, with_result
+            )
+
+
 def _router(experts: int, top_k: int, groups: int, top_groups: int) -> None:
     logits, weights = torch.empty(64, experts), torch.empty(64, top_k)
-    ranks, counts = torch.zeros(64, experts, dtype=torch.int8), torch.zeros(experts).long()
+    chosen, counts = torch.zeros(64, top_k, dtype=torch.int16), torch.zeros(experts).long()
     rule = kernels.RoutingRule(top_k, groups > 1, True, 2.5, groups, top_groups, 0.01, 0.01)
     choose_experts_triton.choose_experts(logits, torch.empty(experts), *rule)
-    given = (logits, ranks, counts, weights, torch.zeros(()), True)
+    given = (logits, chosen, counts, weights, torch.zeros(()), True)
     choose_experts_triton.choose_experts_backward(*given, *rule[:4], 0.01, 0.01)
 
 

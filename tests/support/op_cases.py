@@ -107,6 +107,14 @@ def op_cases(
         "rotate": OpCase(lambda x: [rotate(x, *tables)], [leaf(2, 6, 3, 8)]),
         "route": OpCase(lambda x, w: kernels.route(x, w, bias_E, RULE), [leaf(T, D), leaf(E, D)]),
         "route_rows": OpCase(lambda: _tensors(kernels.route_rows(experts_TK, E)), []),
+        "routed_experts": OpCase(
+            lambda x, s, w1, w2: [kernels.routed_experts(x, order, s, w1, w2)],
+            [leaf(T, D), weights_TK, leaf(E, D, 2 * F), leaf(E, F, D)],
+        ),
+        "routed_experts with gaps": OpCase(
+            lambda x, s, w1, w2: [kernels.routed_experts(x, gapped, s, w1, w2)],
+            [leaf(T, D), weights_TK, leaf(E, D, 2 * F), leaf(E, F, D)],
+        ),
         "split_heads": OpCase(heads, [leaf(2, 6, 64)]),
         "split_heads, norm per head": OpCase(heads, [leaf(2, 6, 64), leaf(8), leaf(8)]),
         "split_heads, norm of all": OpCase(heads, [leaf(2, 6, 64), leaf(32), leaf(16)]),
@@ -131,8 +139,8 @@ def _layer(hidden_TD: Tensor, gate_ED: Tensor, w1: Tensor, w2: Tensor) -> Sequen
     """The dropless path of a layer; the order of rows is made within."""
     chosen = kernels.route(hidden_TD, gate_ED, None, RULE)
     order = kernels.route_rows(chosen.experts_TK, E)
-    rows = kernels.swiglu_gemms(kernels.permute(hidden_TD, order), w1, w2, order.offsets_E)
-    return kernels.unpermute(rows, order, chosen.weights_TK), chosen.aux_loss
+    sums_TD = kernels.routed_experts(hidden_TD, order, chosen.weights_TK, w1, w2)
+    return sums_TD, chosen.aux_loss
 
 
 def _tensors(order: kernels.RowOrder) -> Sequence[Tensor]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from moe_graphs.dispatch import Dispatcher, LocalDispatcher
 from moe_graphs.kernels import swiglu_gemms
+from stand_in_experts import sums_of
 
 T, D, F, E = 24, 16, 8, 8
 
@@ -58,12 +59,15 @@ def run_layer(dispatcher: Dispatcher, hidden_TD, weights_TK, experts_TK, w1, w2,
     hidden_TD, weights_TK, w1, w2 = leaves
     plan = dispatcher.preprocess(hidden_TD, weights_TK, experts_TK, E)
     dispatched = dispatcher.dispatch(plan)
-    rows_RD = swiglu_gemms(dispatched.rows_RD, w1, w2, dispatched.offsets_e)
-    # What experts make of rows that are nobody's must not matter.
-    row_R = torch.arange(rows_RD.shape[0], device=rows_RD.device)
-    nobody_R = (row_R >= dispatched.offsets_e[-1]).unsqueeze(1)
-    assert not dispatched.rows_RD.masked_select(nobody_R).any()
-    output_TD = dispatcher.combine(rows_RD.masked_fill(nobody_R, torch.nan), dispatched, plan)
+
+    def experts(rows_RD: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+        # What experts make of rows that are nobody's must not matter.
+        row_R = torch.arange(rows_RD.shape[0], device=rows_RD.device)
+        nobody_R = (row_R >= offsets_E[-1]).unsqueeze(1)
+        assert not rows_RD.masked_select(nobody_R).any()
+        return swiglu_gemms(rows_RD, w1, w2, offsets_E).masked_fill(nobody_R, torch.nan)
+
+    output_TD = dispatcher.combine(sums_of(dispatched, experts), dispatched, plan)
     return [output_TD.detach(), *torch.autograd.grad(output_TD, leaves, grad_TD)]
 
 

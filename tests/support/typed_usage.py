@@ -159,7 +159,7 @@ def dispatcher() -> None:
     plan = dispatcher.preprocess(torch.randn(2, 4), torch.ones(2, 2), experts_TK, 4)
     assert_type(plan, DispatchPlan)
     assert_type(dispatcher.dispatch(plan), Dispatched)
-    assert_type(dispatcher.combine(plan.rows_RD, dispatcher.dispatch(plan), plan), Tensor)
+    assert_type(dispatcher.combine(plan.tokens, dispatcher.dispatch(plan), plan), Tensor)
     order = route_rows(experts_TK, 4)
     assert_type(order, RowOrder)
     rows_RD = permute(torch.randn(2, 4), order)

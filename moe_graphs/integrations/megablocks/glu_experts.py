@@ -65,7 +65,7 @@ class MegaBlocksExperts(ExpertsBackend):
     def load_stacked_weights(self, w1_eD2F: Tensor, w2_eFD: Tensor) -> None:
         load_stacked(self.mlp, len(self.local_experts), w1_eD2F, w2_eFD)
 
-    def forward(self, rows_RD: Tensor, offsets_e: Tensor) -> Tensor:
+    def run_rows(self, rows_RD: Tensor, offsets_e: Tensor) -> Tensor:
         dtypes = {rows_RD.dtype, self.mlp.w1.dtype, self.mlp.v1.dtype, self.mlp.w2.dtype}
         if dtypes != {torch.bfloat16}:
             raise ValueError(

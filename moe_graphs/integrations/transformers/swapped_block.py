@@ -2,7 +2,7 @@
 
 Names of parameters and buffers stay those of the block that it replaces.
 
-Shapes: T tokens, D model, F ffn, E experts, R rows.
+Shapes: T tokens, D model, F ffn, E experts, K top-k.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moe_graphs.dispatch import LocalDispatcher
 from moe_graphs.engine.guards.introspection import forward_hooks_of, hooks_of
 from moe_graphs.errors import GraphWarning
 from moe_graphs.integrations.transformers.collected_outputs import is_collecting
-from moe_graphs.kernels import route, swiglu_gemms
+from moe_graphs.kernels import RowOrder, route, routed_experts
 from moe_graphs.layers import MoEConfig, Routing
 from moe_graphs.layers.moe import MoEInput, MoEStages, Prepared, Routed
 from moe_graphs.layers.router import rule_of
@@ -52,11 +52,13 @@ class SwappedExperts(nn.Module):
         self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
         self.training = experts.training
 
-    def forward(self, rows_RD: Tensor, offsets_E: Tensor) -> Tensor:
-        if not torch.is_autocast_enabled(rows_RD.device.type):
-            rows_RD = rows_RD.to(self.gate_up_proj.dtype)
+    def forward(
+        self, tokens_TD: Tensor, order: RowOrder, weights_TK: Tensor, is_sorted: bool = False
+    ) -> Tensor:
+        if not torch.is_autocast_enabled(tokens_TD.device.type):
+            tokens_TD = tokens_TD.to(self.gate_up_proj.dtype)
         w1_ED2F, w2_EFD = self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2)
-        return swiglu_gemms(rows_RD, w1_ED2F, w2_EFD, offsets_E)
+        return routed_experts(tokens_TD, order, weights_TK, w1_ED2F, w2_EFD, is_sorted=is_sorted)
 
 
 class SwappedMoE(MoEStages):

@@ -33,16 +33,16 @@ def route(hidden_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, rule: Rou
 
 
 class _Route(torch.autograd.Function):
-    """All of it, for tensors that have kernels. Keeps the operands, the logits and the ranks."""
+    """All of it, for tensors that have kernels. Keeps the operands, the logits and the choice."""
 
     @staticmethod
     def forward(ctx, hidden_TD, weight_ED, bias_E, rule):
         from moe_graphs.kernels.choose_experts import triton_kernels as choose_experts_triton
 
         logits_TE = _logits(hidden_TD, weight_ED)
-        *choice, ranks_TE = choose_experts_triton.choose_experts(logits_TE, bias_E, *rule)
+        *choice, chosen_TK = choose_experts_triton.choose_experts(logits_TE, bias_E, *rule)
         _, experts_TK, _, counts_E = choice
-        ctx.save_for_backward(hidden_TD, weight_ED, logits_TE, ranks_TE, counts_E)
+        ctx.save_for_backward(hidden_TD, weight_ED, logits_TE, chosen_TK, counts_E)
         ctx.mark_non_differentiable(experts_TK, counts_E)
         ctx.set_materialize_grads(False)
         ctx.rule = rule
@@ -53,13 +53,13 @@ class _Route(torch.autograd.Function):
     def backward(ctx, grad_weights_TK, _experts, grad_loss, _counts):
         from moe_graphs.kernels.choose_experts import triton_kernels as choose_experts_triton
 
-        hidden_TD, weight_ED, logits_TE, ranks_TE, counts_E = ctx.saved_tensors
+        hidden_TD, weight_ED, logits_TE, chosen_TK, counts_E = ctx.saved_tensors
         if grad_weights_TK is None and grad_loss is None:
             return None, None, None, None
         rule = ctx.rule
         split = _has_exact_products(hidden_TD, weight_ED) and hidden_TD.dtype == torch.bfloat16
         grad_logits = choose_experts_triton.choose_experts_backward(
-            logits_TE, ranks_TE, counts_E, grad_weights_TK, grad_loss, split, rule.top_k,
+            logits_TE, chosen_TK, counts_E, grad_weights_TK, grad_loss, split, rule.top_k,
             rule.sigmoid, rule.normalize, rule.scaling, rule.aux_loss_coef, rule.z_loss_coef,
         )  # fmt: skip
         wanted = wants_gradient(ctx, 0), wants_gradient(ctx, 1)

@@ -1,4 +1,4 @@
-"""The choice of experts: two kernels forward, one backward, which keep the logits and ranks.
+"""The choice of experts: two kernels forward, one backward, which keep the logits and the choice.
 
     scores   softmax(logits) or sigmoid(logits)
     choose   the best groups of a token by the sum of their two best scores + bias, in them the best
@@ -101,8 +101,8 @@ def _strike_groups(keys, lane, SIZE: tl.constexpr, GROUPS: tl.constexpr, TOP_GRO
 
 @triton.jit
 def choose_kernel(
-    logits_ptr, bias_ptr, weights_ptr, experts_ptr, ranks_ptr, counts_ptr, probs_ptr, squares_ptr,
-    tokens, E: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+    logits_ptr, bias_ptr, weights_ptr, experts_ptr, chosen_ptr, counts_ptr, probs_ptr,
+    squares_ptr, tokens, E: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, SCALING: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
     AUX: tl.constexpr, Z: tl.constexpr, BIASED: tl.constexpr,
@@ -133,9 +133,10 @@ def choose_kernel(
         weights = tl.where(chosen, scores, 0.0)
         if NORMALIZE:
             weights = weights / (tl.sum(weights, 1) + 1e-20)[:, None]
-        tl.store(weights_ptr + wide * K + (row * K + ranks), weights * SCALING, mask=chosen)
-        tl.store(experts_ptr + wide * K + (row * K + ranks), lane.to(tl.int64), mask=chosen)
-        tl.store(ranks_ptr + wide * E + (row * E + lane), ranks.to(tl.int8), mask=live & real)
+        place = wide * K + (row * K + ranks)
+        tl.store(weights_ptr + place, weights * SCALING, mask=chosen)
+        tl.store(experts_ptr + place, lane.to(tl.int64), mask=chosen)
+        tl.store(chosen_ptr + place, lane.to(tl.int16), mask=chosen)
         counts += chosen.to(tl.int32)
         if AUX != 0:
             if SIGMOID:
@@ -182,7 +183,7 @@ def finish_kernel(
 
 @triton.jit
 def choose_backward_kernel(
-    logits_ptr, ranks_ptr, counts_ptr, dweights_ptr, dloss_ptr, out_ptr, tokens,
+    logits_ptr, chosen_ptr, counts_ptr, dweights_ptr, dloss_ptr, out_ptr, tokens,
     E: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, SCALING: tl.constexpr,
     AUX: tl.constexpr, Z: tl.constexpr, WEIGHTED: tl.constexpr, SPLIT: tl.constexpr,
@@ -194,7 +195,10 @@ def choose_backward_kernel(
     logits = tl.load(logits_ptr + row * E + lane, mask=live & real, other=0.0)
     scores, softmax, logsumexp = _scores(logits, real, SIGMOID, Z)
     if WEIGHTED:
-        ranks = tl.load(ranks_ptr + row * E + lane, mask=live & real, other=-1).to(tl.int32)
+        ranks = tl.full((ROWS, LANES), -1, dtype=tl.int32)
+        for k in tl.static_range(K):
+            expert = tl.load(chosen_ptr + row * K + k, mask=live, other=-1).to(tl.int32)
+            ranks = tl.where(lane == expert, k, ranks)
         chosen = ranks >= 0
         dscores = tl.load(dweights_ptr + row * K + ranks, mask=chosen, other=0.0) * SCALING
         if NORMALIZE:
@@ -240,17 +244,17 @@ def choose_experts(
     aux_loss_coef: float,
     z_loss_coef: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`weights_TK` (fp32), `experts_TK` (int64), loss (0-dim fp32), `counts_E` (int64), `ranks_TE`.
+    """`weights_TK` (fp32), `experts_TK`, loss (0-dim fp32), `counts_E` (int64), `chosen_TK`.
 
-    `ranks_TE` (int8) is for the backward: which of the K an expert is for a token, -1 if none.
+    `chosen_TK` is `experts_TK` (int64) in 16 bits, which the backward keeps.
     """
     (tokens, E), device = logits_TE.shape, logits_TE.device
     weights_TK = torch.empty((tokens, top_k), device=device)
     experts_TK = torch.empty((tokens, top_k), dtype=torch.int64, device=device)
-    ranks_TE = torch.empty((tokens, E), dtype=torch.int8, device=device)
+    chosen_TK = torch.empty((tokens, top_k), dtype=torch.int16, device=device)
     if not tokens:
         counts_E = torch.zeros(E, dtype=torch.int64, device=device)
-        return weights_TK, experts_TK, torch.zeros((), device=device), counts_E, ranks_TE
+        return weights_TK, experts_TK, torch.zeros((), device=device), counts_E, chosen_TK
     tile, losses = _tile(E), {"AUX": aux_loss_coef, "Z": z_loss_coef}
     programs = min(cdiv(tokens, tile["ROWS"]), PROGRAMS)
     counts_PE = torch.empty((programs, E), dtype=torch.int32, device=device)
@@ -260,7 +264,7 @@ def choose_experts(
     bias = logits_TE if bias_E is None else bias_E
     launch(
         choose_kernel, (programs,),
-        (logits_TE, bias, weights_TK, experts_TK, ranks_TE, *sums, tokens),
+        (logits_TE, bias, weights_TK, experts_TK, chosen_TK, *sums, tokens),
         E=E, K=top_k, SIGMOID=sigmoid, NORMALIZE=normalize, SCALING=scaling, GROUPS=num_groups,
         TOP_GROUPS=top_k_groups, BIASED=bias_E is not None, **losses, **tile,
         maxnreg=MAX_REGISTERS if tile["LANES"] < WIDE else MAX_REGISTERS_WIDE,
@@ -270,13 +274,13 @@ def choose_experts(
     args = (*sums, counts_E, terms_E, tokens, programs)
     launch(finish_kernel, (cdiv(E, FINISH["WIDTH"]),), args, E=E, K=top_k, **FINISH, **losses)
     loss = terms_E.sum() if aux_loss_coef or z_loss_coef else torch.zeros((), device=device)
-    return weights_TK, experts_TK, loss, counts_E, ranks_TE
+    return weights_TK, experts_TK, loss, counts_E, chosen_TK
 
 
 @define_op(device="default")
 def choose_experts_backward(
     logits_TE: torch.Tensor,
-    ranks_TE: torch.Tensor,
+    chosen_TK: torch.Tensor,
     counts_E: torch.Tensor,
     grad_weights_TK: torch.Tensor | None,
     grad_loss: torch.Tensor | None,
@@ -299,7 +303,7 @@ def choose_experts_backward(
     loss = logits_TE if grad_loss is None else grad_loss
     launch(
         choose_backward_kernel, (cdiv(tokens, tile["ROWS"]),),
-        (logits_TE, ranks_TE, counts_E, grad_weights, loss, out, tokens),
+        (logits_TE, chosen_TK, counts_E, grad_weights, loss, out, tokens),
         E=E, K=top_k, SIGMOID=sigmoid, NORMALIZE=normalize, SCALING=scaling, AUX=coefs[0],
         Z=coefs[1], WEIGHTED=grad_weights_TK is not None, SPLIT=split, **tile,
     )  # fmt: skip
@@ -311,13 +315,13 @@ def _(logits_TE, bias_E, top_k, *options):
     tokens, E = logits_TE.shape
     experts_TK = logits_TE.new_empty((tokens, top_k), dtype=torch.int64)
     counts_E = logits_TE.new_empty(E, dtype=torch.int64)
-    ranks_TE = logits_TE.new_empty((tokens, E), dtype=torch.int8)
+    chosen_TK = logits_TE.new_empty((tokens, top_k), dtype=torch.int16)
     weights_TK = logits_TE.new_empty((tokens, top_k))
-    return weights_TK, experts_TK, logits_TE.new_empty(()), counts_E, ranks_TE
+    return weights_TK, experts_TK, logits_TE.new_empty(()), counts_E, chosen_TK
 
 
 @torch.library.register_fake("moe_graphs::choose_experts_backward")
-def _(logits_TE, ranks_TE, counts_E, grad_weights_TK, grad_loss, split, *options):
+def _(logits_TE, chosen_TK, counts_E, grad_weights_TK, grad_loss, split, *options):
     return _gradient_like(logits_TE, split)
 
 

@@ -1,7 +1,8 @@
-"""Permutation and grouped GEMM in one: the expert-sorted rows are never written.
+"""Permutation and grouped GEMM in one node, which keeps the tokens and not their rows.
 
-Saves the copy of R rows in the forward, and its memory until the backward, which makes the rows
-once more for the weights' gradient (a gathered weight gradient is slower than copy and product).
+The backward makes the rows once more for the weights' gradient (a gathered weight gradient is
+slower than copy and product). On Hopper the forward can read the tokens through the order, so that
+the rows are never written.
 
 Shapes: T tokens, K top-k, R = T*K routed rows, D and N the two sides of the product, E experts.
 """
@@ -15,59 +16,77 @@ from torch.autograd.function import once_differentiable
 from moe_graphs.kernels.availability import has_triton
 from moe_graphs.kernels.gemm import (
     check_operands,
-    grouped_gemm,
+    gradient_of_weights,
     grouped_gemm_dgrad,
-    grouped_gemm_wgrad,
+    grouped_gemm_forward,
+    is_transposed,
     reference,
     rows_on_gpu,
     to_autocast,
 )
 from moe_graphs.kernels.ops import define_op, wants_gradient
-from moe_graphs.kernels.permute import gather_rows, permute, sum_rows
+from moe_graphs.kernels.permute import collect_rows, spread_rows
 from moe_graphs.kernels.row_order import RowOrder, pairs_per_token, token_of
 
 
-def gather_gemm(hidden_TD: Tensor, order: RowOrder, w_EDN: Tensor) -> Tensor:
+def gather_gemm(
+    hidden_TD: Tensor,
+    order: RowOrder,
+    w_EDN: Tensor,
+    *,
+    zero_tail: bool = True,
+    in_loads: bool = True,
+) -> Tensor:
     """``grouped_gemm(permute(hidden_TD, order), w_EDN, order.offsets_E)`` as one op.
 
-    Without gaps; an order with gaps takes the two ops. Never syncs, deterministic. Saves
-    ``hidden_TD`` and the order for backward, not the rows.
+    Never syncs, deterministic. Saves ``hidden_TD`` and the order for backward, not the rows.
+
+    Args:
+        zero_tail: as in ``grouped_gemm``. An order without gaps leaves no tail.
+        in_loads: the product's loads gather the rows, where a kernel can (on Hopper, without gaps).
+            False copies the rows first, which is faster for wide products.
     """
     hidden_TD, w_EDN = to_autocast(hidden_TD, w_EDN)
-    if order.has_gaps:
-        return grouped_gemm(permute(hidden_TD, order), w_EDN, order.offsets_E)
     check_operands(hidden_TD, w_EDN, order.offsets_E)
-    rows, tokens = order.order_R.numel(), hidden_TD.shape[0]
-    if order.inverse_R.numel() != rows or (rows % tokens if tokens else rows):
+    rows, pairs, tokens = order.order_R.numel(), order.inverse_R.numel(), hidden_TD.shape[0]
+    if (pairs != rows and not order.has_gaps) or (pairs % tokens if tokens else pairs):
         raise ValueError(
             f"gather_gemm wants an order of whole multiples of {tokens} tokens, got {rows} rows "
-            f"for {order.inverse_R.numel()} pairs"
+            f"for {pairs} pairs"
         )
-    return _GatherGemm.apply(hidden_TD, order.order_R, order.inverse_R, w_EDN, order.offsets_E)
+    inverse_TK = order.inverse_R.view(tokens, pairs_per_token(pairs, tokens))
+    indices = order.order_R, inverse_TK, order.offsets_E
+    gaps = order.has_gaps
+    return _GatherGemm.apply(hidden_TD, w_EDN, *indices, gaps, zero_tail and gaps, in_loads)
 
 
 class _GatherGemm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_TD, order_R, inverse_R, w_EDN, offsets_E):
-        needs_hidden, needs_w = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
-        ctx.num_tokens = hidden_TD.shape[0]
+    def forward(
+        ctx, hidden_TD, w_EDN, order_R, inverse_TK, offsets_E, has_gaps, zero_tail, in_loads
+    ):
+        needs_hidden, needs_w = ctx.needs_input_grad[:2]
+        ctx.has_gaps, ctx.is_transposed = has_gaps, is_transposed(w_EDN)
         kept_TD, kept_EDN = hidden_TD if needs_w else None, w_EDN if needs_hidden else None
-        ctx.save_for_backward(kept_TD, order_R, inverse_R, kept_EDN, offsets_E)
-        return gather_gemm_forward(hidden_TD, order_R, w_EDN, offsets_E)
+        ctx.save_for_backward(kept_TD, kept_EDN, order_R, inverse_TK, offsets_E)
+        if in_loads and not has_gaps and w_EDN.is_contiguous():
+            return gather_gemm_forward(hidden_TD, order_R, w_EDN, offsets_E)
+        rows_RD = spread_rows(hidden_TD, order_R, inverse_TK, None, has_gaps)
+        return grouped_gemm_forward(rows_RD, w_EDN, offsets_E, zero_tail)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RN):
-        hidden_TD, order_R, inverse_R, w_EDN, offsets_E = ctx.saved_tensors
-        inverse_TK = inverse_R.view(-1, pairs_per_token(inverse_R.numel(), ctx.num_tokens))
+        hidden_TD, w_EDN, order_R, inverse_TK, offsets_E = ctx.saved_tensors
         grad_hidden = grad_w = None
+        if wants_gradient(ctx, 1):
+            rows_RD = spread_rows(hidden_TD, order_R, inverse_TK, None, ctx.has_gaps)
+            grad_w = gradient_of_weights(rows_RD, grad_RN, offsets_E, ctx.is_transposed)
+            del rows_RD  # as large as the rows of the next gradient
         if wants_gradient(ctx, 0):
             rows_RD = grouped_gemm_dgrad(grad_RN, w_EDN, offsets_E, False)
-            grad_hidden = sum_rows(rows_RD, inverse_TK)
-        if wants_gradient(ctx, 3):
-            rows_RD = gather_rows(hidden_TD, order_R, inverse_TK)
-            grad_w = grouped_gemm_wgrad(rows_RD, grad_RN, offsets_E)
-        return grad_hidden, None, None, grad_w, None
+            grad_hidden = collect_rows(rows_RD, inverse_TK, None, ctx.has_gaps)
+        return grad_hidden, grad_w, None, None, None, None, None, None
 
 
 @define_op()

@@ -98,7 +98,7 @@ def matmul_gathered(
 ) -> torch.Tensor:
     """``out_RN[r] = x_TK[order_R[r] // top_k] @ w[e]``, without a copy of the rows.
 
-    Like ``matmul_rows`` otherwise; ``order_R`` is int64 without gaps. See ``can_gather``.
+    Like ``matmul_rows`` otherwise; ``order_R`` is int32 without gaps. See ``can_gather``.
     """
     rows, N, device = order_R.numel(), w_EKN.shape[2], x_TK.device
     if out is None:

@@ -10,7 +10,7 @@ so a rank that has come to it has no reads left to do. The second one says that 
 has been written. So one memory serves all layers and microbatches, no call needs to know which one
 came before it, and a graph may replay them in any order that all ranks share.
 
-What was received (``received_rows``, ``received_dots``) is there until the next call.
+What was received (``received_rows``, ``received_tokens``) is there until the next call.
 
 Shapes: T tokens of a rank, W ranks, G = W * T, D model, K top-k, R rows of local experts.
 """
@@ -27,7 +27,7 @@ from torch import Tensor
 from moe_graphs.kernels.availability import has_kernel
 from moe_graphs.kernels.ops import define_op
 from moe_graphs.kernels.peer_rows import reference as peer_rows_reference
-from moe_graphs.kernels.permute import collect_rows_into, dot_rows, spread_rows
+from moe_graphs.kernels.permute import collect_rows_into, spread_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,39 +121,33 @@ def push_gradients(
 
 
 @define_op(device="default")
-def received_rows(
-    order_R: Tensor, inverse_GK: Tensor, weights_GK: Tensor | None, memory: int
-) -> Tensor:
-    """``rows_RD``, the local experts' rows: tokens of the last push to this rank, times weights."""
+def received_rows(order_R: Tensor, inverse_GK: Tensor, memory: int) -> Tensor:
+    """``rows_RD``, the local experts' rows: tokens of the last push to this rank."""
     peers = memory_of(memory)
-    return spread_rows(peers.rows[peers.rank], order_R, inverse_GK, weights_GK, True)
+    return spread_rows(peers.rows[peers.rank], order_R, inverse_GK, None, True)
 
 
 @define_op(device="default")
-def received_dots(rows_RD: Tensor, inverse_GK: Tensor, memory: int) -> Tensor:
-    """``dots_GK``, the inner products of the last push to this rank with local experts' rows."""
+def received_tokens(experts_TK: Tensor, memory: int) -> Tensor:
+    """``[G, D]``, a copy of the last push to this rank; tokens without a local expert are anything.
+
+    A recorder sees by ``experts_TK`` on which device this is.
+    """
     peers = memory_of(memory)
-    return dot_rows(rows_RD, inverse_GK, peers.rows[peers.rank], True)
+    return peers.rows[peers.rank].clone()
 
 
 @define_op(device="default")
 def pull_sums(
-    rows_RD: Tensor,
-    inverse_GK: Tensor,
-    weights_GK: Tensor | None,
-    experts_TK: Tensor,
-    local: int,
-    memory: int,
-    group_name: str,
+    sums_GD: Tensor, experts_TK: Tensor, local: int, memory: int, group_name: str
 ) -> Tensor:
-    """``out_TD``, the weighted sum of each token's rows on all ranks.
+    """``out_TD``, the sums of each token on all ranks, added up.
 
-    A rank sums the rows that it has, and rounds. Then the token's rank adds up the ranks' sums, in
-    their order and in fp32, and rounds once more.
+    A token's rank adds up the ranks' sums in their order and in fp32, and rounds.
     """
     peers = memory_of(memory)
     peers.barrier()
-    collect_rows_into(peers.rows[peers.rank], rows_RD, inverse_GK, weights_GK)
+    leave_sums(sums_GD, peers)
     peers.barrier()
     return pull_rows(experts_TK, local, peers, False)[0]
 
@@ -170,7 +164,8 @@ def pull_gradients(
 ) -> tuple[Tensor, Tensor]:
     """``grad_TD``, and the gradients of weights ``[T, K]`` from the ranks of their experts.
 
-    ``grad_TD`` is summed like the sums of ``pull_sums``, without weights.
+    A rank sums the rows that it has, and rounds; ``grad_TD`` is added up from the ranks' sums as in
+    ``pull_sums``.
     """
     peers = memory_of(memory)
     peers.barrier()
@@ -197,6 +192,11 @@ def push_rows(
     else:
         parts = (peers.rows, peers.experts, peers.weights)
         peer_rows_reference.push_rows(source_TD, experts_TK, weights_TK, *parts, peers.rank, local)
+
+
+def leave_sums(sums_GD: Tensor, peers: PeerMemory) -> None:
+    """Write into this rank's memory, between barriers."""
+    peers.rows[peers.rank].copy_(sums_GD)
 
 
 def pull_rows(

@@ -36,19 +36,21 @@ def unpermute(rows_RD: Tensor, order: RowOrder, weights_TK: Tensor) -> Tensor:
     weights ``[[.5, .5], [1, 0], [0, 1]]`` give ``[[30], [20], [40]]``.
 
     Returns:
-        ``hidden_TD`` in the dtype of ``rows_RD``. Saves rows, order and weights for backward.
+        ``hidden_TD`` in the dtype of ``rows_RD``. Saves order and weights for backward, and rows
+        if the weights need a gradient.
     """
-    return _Unpermute.apply(rows_RD, weights_TK, order.order_R, order.inverse_R, order.has_gaps)
+    inverse_TK = order.inverse_R.view_as(weights_TK)
+    return _Unpermute.apply(rows_RD, weights_TK, order.order_R, inverse_TK, order.has_gaps)
 
 
-def sum_rows(rows_RD: Tensor, inverse_TK: Tensor) -> Tensor:
-    """The sum of each token's K rows, without gaps; not differentiable."""
-    return _collect(rows_RD, inverse_TK, None, False)
+def sum_rows(rows_RD: Tensor, order: RowOrder, top_k: int) -> Tensor:
+    """Sums each token's K rows, in fp32 and in k order, rounded once at the end.
 
-
-def gather_rows(hidden_TD: Tensor, order_R: Tensor, inverse_TK: Tensor) -> Tensor:
-    """Each token in its K rows, without gaps; not differentiable."""
-    return spread_rows(hidden_TD, order_R, inverse_TK, None, False)
+    Returns:
+        ``hidden_TD`` in the dtype of ``rows_RD``. Saves only the order for backward.
+    """
+    inverse_TK = order.inverse_R.view(order.inverse_R.numel() // top_k, top_k)
+    return _Unpermute.apply(rows_RD, None, order.order_R, inverse_TK, order.has_gaps)
 
 
 class _Permute(torch.autograd.Function):
@@ -64,20 +66,20 @@ class _Permute(torch.autograd.Function):
         (inverse_R,) = ctx.saved_tensors
         top_k = pairs_per_token(inverse_R.numel(), ctx.num_tokens)
         inverse_TK = inverse_R.view(ctx.num_tokens, top_k)
-        return _collect(grad_RD, inverse_TK, None, ctx.has_gaps), None, None, None
+        return collect_rows(grad_RD, inverse_TK, None, ctx.has_gaps), None, None, None
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows_RD, weights_TK, order_R, inverse_R, has_gaps):
-        ctx.save_for_backward(rows_RD, weights_TK, order_R, inverse_R)
+    def forward(ctx, rows_RD, weights_TK, order_R, inverse_TK, has_gaps):
+        kept_RD = rows_RD if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(kept_RD, weights_TK, order_R, inverse_TK)
         ctx.has_gaps = has_gaps
-        return _collect(rows_RD, inverse_R.view_as(weights_TK), weights_TK, has_gaps)
+        return collect_rows(rows_RD, inverse_TK, weights_TK, has_gaps)
 
     @staticmethod
     def backward(ctx, grad_TD):
-        rows_RD, weights_TK, order_R, inverse_R = ctx.saved_tensors
-        inverse_TK = inverse_R.view_as(weights_TK)
+        rows_RD, weights_TK, order_R, inverse_TK = ctx.saved_tensors
         grad_rows = grad_weights = None
         if ctx.needs_input_grad[0]:
             grad_rows = spread_rows(grad_TD, order_R, inverse_TK, weights_TK, ctx.has_gaps)
@@ -116,10 +118,10 @@ def collect_rows_into(
         out_TD.copy_(permute_reference.collect_rows(rows_RD, inverse_TK, weights_TK, True))
 
 
-def _collect(
+def collect_rows(
     rows_RD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None, has_gaps: bool
 ) -> Tensor:
-    """The weighted sum of every token's K rows."""
+    """The weighted sum of every token's K rows; not differentiable."""
     if has_kernel(rows_RD):
         from moe_graphs.kernels.permute import triton_kernels as permute_triton
 

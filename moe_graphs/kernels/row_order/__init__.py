@@ -19,8 +19,8 @@ class RowOrder:
     """The order of expert-sorted rows, and its inverse. All tensors are on the rows' device.
 
     Attributes:
-        order_R: int64, for each row the flat pair ``t * K + k`` it holds.
-        inverse_R: int64 ``[T * K]``, for each flat pair the row that holds it.
+        order_R: int32, for each row the flat pair ``t * K + k`` it holds.
+        inverse_R: int32 ``[T * K]``, for each flat pair the row that holds it.
         offsets_E: int32 cumulative ends of the experts' rows.
         has_gaps: rows without a pair and pairs without a row exist, each marked by -1 (the
             padded dispatcher). Without gaps the two are inverse permutations.

@@ -81,21 +81,21 @@ def _place_kernel(
     expert = tl.load(experts_ptr + pair, mask=live, other=0).to(tl.int32)
     same = (expert[:, None] == expert[None, :]) & (place[None, :] < place[:, None])
     row = tl.gather(ends - total + before, expert, 0) + tl.sum(same.to(tl.int32), 1)
-    tl.store(order_ptr + row, pair.to(tl.int64), mask=live)
-    tl.store(inverse_ptr + pair, row.to(tl.int64), mask=live)
+    tl.store(order_ptr + row, pair, mask=live)
+    tl.store(inverse_ptr + pair, row, mask=live)
 
 
 @define_op(device="default")
 def sort_pairs(
     experts_TK: torch.Tensor, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`order_R`, `inverse_R` (int64) and `offsets_E` (int32 ends) of `row_order.route_rows`.
+    """`order_R`, `inverse_R` and `offsets_E` (ends), all int32, of `row_order.route_rows`.
 
     Expert numbers must lie in `range(num_experts)`, at most 1024 of them. Does not synchronise.
     """
     experts_R = experts_TK.detach().reshape(-1).contiguous()
     pairs, device = experts_R.numel(), experts_R.device
-    order_R = torch.empty(pairs, dtype=torch.int64, device=device)
+    order_R = torch.empty(pairs, dtype=torch.int32, device=device)
     inverse_R = torch.empty_like(order_R)
     if pairs == 0:
         return order_R, inverse_R, torch.zeros(num_experts, dtype=torch.int32, device=device)
@@ -116,6 +116,6 @@ def sort_pairs(
 
 @torch.library.register_fake("moe_graphs::sort_pairs")
 def _(experts_TK, num_experts):
-    order_R = experts_TK.new_empty(experts_TK.numel(), dtype=torch.int64)
+    order_R = experts_TK.new_empty(experts_TK.numel(), dtype=torch.int32)
     offsets_E = experts_TK.new_empty(num_experts, dtype=torch.int32)
     return order_R, torch.empty_like(order_R), offsets_E

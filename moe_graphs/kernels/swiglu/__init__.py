@@ -33,11 +33,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_R2F):
         ctx.save_for_backward(x_R2F)
-        if has_kernel(x_R2F):
-            from moe_graphs.kernels.swiglu import triton_kernels as swiglu_triton
-
-            return swiglu_triton.swiglu_forward(x_R2F)
-        return swiglu_reference.swiglu_forward(x_R2F)
+        return swiglu_forward(x_R2F)
 
     @staticmethod
     def backward(ctx, grad_RF):
@@ -47,3 +43,12 @@ class _SwiGLU(torch.autograd.Function):
 
             return swiglu_triton.swiglu_backward(x_R2F, grad_RF)
         return swiglu_reference.swiglu_backward(x_R2F, grad_RF)
+
+
+def swiglu_forward(x_R2F: Tensor) -> Tensor:
+    """``swiglu`` without a backward."""
+    if has_kernel(x_R2F):
+        from moe_graphs.kernels.swiglu import triton_kernels as swiglu_triton
+
+        return swiglu_triton.swiglu_forward(x_R2F)
+    return swiglu_reference.swiglu_forward(x_R2F)

@@ -1,0 +1,157 @@
+"""The experts of a layer, from its tokens to its tokens; keeps the tokens and one product.
+
+    X = rows of tokens
+    H = X @ w1
+    A = swiglu(H)
+    Y = A @ w2
+    out[t] = sum of s * Y over the rows of token t
+
+The forward rounds where these five ops round. For its backward it keeps the tokens, H, the routing
+weights s and the order of rows; X, A and Y are freed. The whole backward is
+
+    dY = rows of dout                      without s, so that no product is rounded
+    dA = dY @ w2.T
+    dH, ds, s * A                          one pass over the rows: `weighted_swiglu_backward`
+    dw2 = (s * A).T @ dY
+    dw1 = X.T @ dH                         with X gathered once more
+    dtokens[t] = sum of dH @ w1.T over the rows of token t
+
+It is the backward of out[t] = sum of (s * A) @ w2, where s stands before the product and meets
+fewer columns, and where ds = <dA, A> needs no Y. Autograd sees two nodes, from the tokens to H
+(`gather_gemm`) and from H to out (`_DownProjection`). It hands dH from one node to the other, also
+where a backward is split: the weights' part of each node repeats no product.
+
+Shapes: T tokens, K top-k, R routed rows, D model, F ffn, E experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_graphs.kernels.availability import has_kernel
+from moe_graphs.kernels.gemm import (
+    check_operands,
+    gradient_of_weights,
+    grouped_gemm,
+    grouped_gemm_dgrad,
+    grouped_gemm_forward,
+    is_transposed,
+    to_autocast,
+)
+from moe_graphs.kernels.gemm.gather import gather_gemm
+from moe_graphs.kernels.ops import wants_gradient
+from moe_graphs.kernels.permute import collect_rows, spread_rows
+from moe_graphs.kernels.routed_experts import reference
+from moe_graphs.kernels.row_order import RowOrder
+from moe_graphs.kernels.swiglu import swiglu_forward
+
+
+def routed_experts(
+    tokens_TD: Tensor,
+    order: RowOrder,
+    weights_TK: Tensor,
+    w1_ED2F: Tensor,
+    w2_EFD: Tensor,
+    *,
+    is_sorted: bool = False,
+) -> Tensor:
+    """Each token's sum of its experts' outputs, times the routing weights; never syncs.
+
+    The values are those of ``unpermute(swiglu_gemms(permute(tokens, order), w1, w2, offsets),
+    order, weights)``. Saves the tokens, one ``[R, 2F]``, weights and order for backward. Under
+    autocast the operands of the products are cast, visibly to autograd.
+
+    Args:
+        tokens_TD: tokens, or with ``is_sorted`` their rows ``[R, D]`` in the order of ``order``.
+        weights_TK: routing weights, fp32.
+        w1_ED2F: gate and up side by side. Both weights may be transposed views, as for
+            ``grouped_gemm``.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or the GPU path does not take them.
+    """
+    if w2_EFD.dim() != 3 or w1_ED2F.dim() != 3 or w1_ED2F.shape[2] != 2 * w2_EFD.shape[1]:
+        raise ValueError(
+            f"routed_experts wants w1 [E, D, 2F] and w2 [E, F, D], got {tuple(w1_ED2F.shape)} and "
+            f"{tuple(w2_EFD.shape)}"
+        )
+    tokens_TD, w2_EFD = to_autocast(tokens_TD, w2_EFD)
+    check_operands(tokens_TD, w2_EFD.transpose(1, 2), order.offsets_E)
+    if is_sorted:
+        gate_up_R2F = grouped_gemm(tokens_TD, w1_ED2F, order.offsets_E, zero_tail=False)
+    else:
+        gate_up_R2F = gather_gemm(tokens_TD, order, w1_ED2F, zero_tail=False, in_loads=False)
+    inverse_TK = order.inverse_R.view_as(weights_TK)
+    indices = order.order_R, inverse_TK, order.offsets_E
+    return _DownProjection.apply(gate_up_R2F, w2_EFD, weights_TK, *indices, order.has_gaps)
+
+
+class _DownProjection(torch.autograd.Function):
+    """The sums of tokens from gate and up, which are all that is kept of the rows."""
+
+    @staticmethod
+    def forward(ctx, gate_up_R2F, w2_EFD, weights_TK, order_R, inverse_TK, offsets_E, has_gaps):
+        needs_rows = ctx.needs_input_grad[0] or ctx.needs_input_grad[2]
+        ctx.has_gaps, ctx.is_transposed = has_gaps, is_transposed(w2_EFD)
+        kept_EFD = w2_EFD if needs_rows else None
+        ctx.save_for_backward(gate_up_R2F, kept_EFD, weights_TK, order_R, inverse_TK, offsets_E)
+        rows_RD = grouped_gemm_forward(swiglu_forward(gate_up_R2F), w2_EFD, offsets_E, False)
+        return collect_rows(rows_RD, inverse_TK, weights_TK, has_gaps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_TD):
+        gate_up_R2F, w2_EFD, weights_TK, order_R, inverse_TK, offsets_E = ctx.saved_tensors
+        wants_rows, wants_w2, wants_weights = (wants_gradient(ctx, i) for i in range(3))
+        routing = weights_TK, order_R, inverse_TK, ctx.has_gaps
+        grad_gate_up = grad_w2 = grad_weights = None
+        grad_RD = spread_rows(grad_TD, order_R, inverse_TK, None, ctx.has_gaps)
+        if wants_rows or wants_weights:
+            grad_RF = grouped_gemm_dgrad(grad_RD, w2_EFD, offsets_E, False)
+            grad_gate_up, grad_weights, weighted_RF = weighted_swiglu_backward(
+                gate_up_R2F, grad_RF, *routing, with_result=wants_w2
+            )
+            del grad_RF
+        elif wants_w2:
+            weighted_RF = weighted_swiglu(gate_up_R2F, weights_TK, order_R)
+        if wants_w2:
+            grad_w2 = gradient_of_weights(weighted_RF, grad_RD, offsets_E, ctx.is_transposed)
+        if not wants_weights:
+            grad_weights = None
+        return grad_gate_up, grad_w2, grad_weights, None, None, None, None
+
+
+def weighted_swiglu(x_R2F: Tensor, weights_TK: Tensor, order_R: Tensor) -> Tensor:
+    """``swiglu`` times each row's routing weight, rounded once; not differentiable."""
+    if has_kernel(x_R2F):
+        from moe_graphs.kernels.routed_experts import triton_kernels as routed_experts_triton
+
+        return routed_experts_triton.weighted_swiglu(x_R2F, weights_TK, order_R)
+    return reference.weighted_swiglu(x_R2F, weights_TK, order_R)
+
+
+def weighted_swiglu_backward(
+    x_R2F: Tensor,
+    grad_RF: Tensor,
+    weights_TK: Tensor,
+    order_R: Tensor,
+    inverse_TK: Tensor,
+    has_gaps: bool,
+    *,
+    with_result: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``x_R2F`` and ``weights_TK``, and the result of ``weighted_swiglu`` again.
+
+    Gradients of pairs without a row are zero, and so are those of rows without a pair.
+    """
+    if has_kernel(x_R2F):
+        from moe_graphs.kernels.routed_experts import triton_kernels as routed_experts_triton
+
+        return routed_experts_triton.weighted_swiglu_backward(
+            x_R2F, grad_RF, weights_TK, order_R, has_gaps, with_result
+        )
+    return reference.weighted_swiglu_backward(
+        x_R2F, grad_RF, weights_TK, order_R, inverse_TK, has_gaps
+    )

@@ -1,0 +1,62 @@
+"""SwiGLU times routing weights in plain torch: what the kernels are held against.
+
+Shapes: T tokens, K top-k, R routed rows, F ffn.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moe_graphs.kernels.precision import accumulation_dtype
+
+
+def weighted_swiglu(x_R2F: Tensor, weights_TK: Tensor, order_R: Tensor) -> Tensor:
+    """``weight * silu(gate) * up``, in fp32 and rounded once; zero in rows without a pair."""
+    gate_RF, up_RF = (_of_pairs(half, order_R) for half in x_R2F.chunk(2, dim=-1))
+    h_RF = functional.silu(gate_RF).mul_(up_RF)
+    return _weighted(h_RF, weights_TK, order_R).to(x_R2F.dtype)
+
+
+def weighted_swiglu_backward(
+    x_R2F: Tensor,
+    grad_RF: Tensor,
+    weights_TK: Tensor,
+    order_R: Tensor,
+    inverse_TK: Tensor,
+    has_gaps: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``x_R2F`` and of the weights, and the result of ``weighted_swiglu``."""
+    gate_RF, up_RF = (_of_pairs(half, order_R) for half in x_R2F.chunk(2, dim=-1))
+    grad_RF = _of_pairs(grad_RF, order_R)
+    silu_RF = functional.silu(gate_RF)
+    h_RF = silu_RF * up_RF
+    dweights_TK = _dots(h_RF, grad_RF, inverse_TK, has_gaps)
+    grad_RF = _weighted(grad_RF, weights_TK, order_R)
+    dx_R2F = torch.empty_like(x_R2F)
+    dgate_RF, dup_RF = dx_R2F.chunk(2, dim=-1)
+    dup_RF.copy_(silu_RF.mul_(grad_RF))
+    dgate_RF.copy_(torch.ops.aten.silu_backward(up_RF * grad_RF, gate_RF))
+    h_RF = _weighted(h_RF, weights_TK, order_R)
+    return dx_R2F, dweights_TK.to(weights_TK.dtype), h_RF.to(x_R2F.dtype)
+
+
+def _of_pairs(rows: Tensor, order_R: Tensor) -> Tensor:
+    """Rows in fp32, zero where there is no pair, whatever was there.
+
+    The copy is contiguous, since torch's silu has other bits for other strides.
+    """
+    rows = rows.to(accumulation_dtype(rows), copy=True)
+    return rows.masked_fill_((order_R < 0).unsqueeze(1), 0)
+
+
+def _weighted(rows_RF: Tensor, weights_TK: Tensor, order_R: Tensor) -> Tensor:
+    """Rows times the weights of their pairs."""
+    return rows_RF * weights_TK.reshape(-1, 1).index_select(0, order_R.clamp(min=0))
+
+
+def _dots(h_RF: Tensor, grad_RF: Tensor, inverse_TK: Tensor, has_gaps: bool) -> Tensor:
+    dots_R = (h_RF * grad_RF).sum(1)
+    dots_TK = dots_R.index_select(0, inverse_TK.clamp(min=0).view(-1)).view_as(inverse_TK)
+    return dots_TK.masked_fill(inverse_TK < 0, 0) if has_gaps else dots_TK

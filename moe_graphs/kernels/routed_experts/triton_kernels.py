@@ -1,0 +1,128 @@
+"""SwiGLU times the routing weight of each row, again in the backward, with all of its gradients.
+
+    h = weight * silu(gate) * up,  x_R2F = [gate | up]
+    dgate, dup = those of SwiGLU for weight * dh,  dweight = <silu(gate) * up, dh>
+
+A program has a few whole rows, so that one program adds up a weight's gradient: no atomics, and the
+same bits on every run. The kernels compute in fp32 and round once. Rows without a pair are zero,
+whatever lies in their memory.
+
+R rows, F ffn, T tokens, K top-k.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_graphs.kernels.launching import cdiv, launch
+from moe_graphs.kernels.ops import define_op
+from moe_graphs.kernels.swiglu.triton_kernels import gradients_of, silu_times
+
+TILE = {"ROWS": 4, "COLS": 256}
+
+
+@triton.jit
+def _rows_of_program(order_ptr, weights_ptr, rows, ROWS: tl.constexpr):
+    """The program's rows, their pairs, their weights [ROWS, 1], and whether they have a pair."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    pair = tl.load(order_ptr + row, mask=row < rows, other=-1)
+    weight = tl.load(weights_ptr + pair, mask=pair >= 0, other=0.0).to(tl.float32)
+    return row.to(tl.int64)[:, None], pair, weight[:, None], (pair >= 0)[:, None]
+
+
+@triton.jit
+def weighted_swiglu_kernel(
+    x_ptr, order_ptr, weights_ptr, h_ptr, rows, F,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    row, _, weight, live = _rows_of_program(order_ptr, weights_ptr, rows, ROWS)
+    for base in range(0, F, COLS):
+        column = base + tl.arange(0, COLS)[None, :]
+        inside, used = (row < rows) & (column < F), live & (column < F)
+        gate_at = x_ptr + row * 2 * F + column
+        gate = tl.load(gate_at, mask=used, other=0.0).to(tl.float32)
+        up = tl.load(gate_at + F, mask=used, other=0.0).to(tl.float32)
+        h = silu_times(gate, up) * weight
+        tl.store(h_ptr + row * F + column, h.to(h_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def weighted_swiglu_backward_kernel(
+    x_ptr, dh_ptr, order_ptr, weights_ptr, dx_ptr, dweights_ptr, h_ptr, rows, F,
+    RESULT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    row, pair, weight, live = _rows_of_program(order_ptr, weights_ptr, rows, ROWS)
+    products = tl.zeros((ROWS, COLS), tl.float32)
+    for base in range(0, F, COLS):
+        column = base + tl.arange(0, COLS)[None, :]
+        inside, used = (row < rows) & (column < F), live & (column < F)
+        gate_at = row * 2 * F + column
+        gate = tl.load(x_ptr + gate_at, mask=used, other=0.0).to(tl.float32)
+        up = tl.load(x_ptr + gate_at + F, mask=used, other=0.0).to(tl.float32)
+        dh = tl.load(dh_ptr + row * F + column, mask=used, other=0.0).to(tl.float32)
+        h = silu_times(gate, up)
+        products += h * dh
+        dgate, dup = gradients_of(gate, up, dh * weight)
+        tl.store(dx_ptr + gate_at, dgate.to(dx_ptr.dtype.element_ty), mask=inside)
+        tl.store(dx_ptr + gate_at + F, dup.to(dx_ptr.dtype.element_ty), mask=inside)
+        if RESULT:
+            weighted = (h * weight).to(h_ptr.dtype.element_ty)
+            tl.store(h_ptr + row * F + column, weighted, mask=inside)
+    dweight = tl.sum(products, 1).to(dweights_ptr.dtype.element_ty)
+    tl.store(dweights_ptr + pair, dweight, mask=pair >= 0)
+
+
+@define_op(device="default")
+def weighted_swiglu(
+    x_R2F: torch.Tensor, weights_TK: torch.Tensor, order_R: torch.Tensor
+) -> torch.Tensor:
+    """`[R, 2F] -> [R, F]`."""
+    rows, F = x_R2F.shape[0], x_R2F.shape[1] // 2
+    x_R2F, h_RF = x_R2F.contiguous(), x_R2F.new_empty((rows, F))
+    if h_RF.numel():
+        args = (x_R2F, order_R, weights_TK.contiguous(), h_RF, rows, F)
+        launch(weighted_swiglu_kernel, _grid(rows), args, **TILE)
+    return h_RF
+
+
+@define_op(device="default")
+def weighted_swiglu_backward(
+    x_R2F: torch.Tensor,
+    dh_RF: torch.Tensor,
+    weights_TK: torch.Tensor,
+    order_R: torch.Tensor,
+    has_gaps: bool,
+    with_result: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of `x_R2F` and `weights_TK`, and `weighted_swiglu` again, else an empty tensor."""
+    x_R2F, dh_RF = x_R2F.contiguous(), dh_RF.contiguous()
+    made = _results_like(x_R2F, dh_RF, weights_TK, with_result)
+    if has_gaps or not dh_RF.numel():
+        made[1].zero_()  # pairs without a row
+    if dh_RF.numel():
+        rows, F = dh_RF.shape
+        given = (x_R2F, dh_RF, order_R, weights_TK.contiguous())
+        args = (*given, *made, rows, F)
+        launch(weighted_swiglu_backward_kernel, _grid(rows), args, RESULT=with_result, **TILE)
+    return made
+
+
+@torch.library.register_fake("moe_graphs::weighted_swiglu")
+def _(x_R2F, weights_TK, order_R):
+    return x_R2F.new_empty((x_R2F.shape[0], x_R2F.shape[1] // 2))
+
+
+@torch.library.register_fake("moe_graphs::weighted_swiglu_backward")
+def _(x_R2F, dh_RF, weights_TK, order_R, has_gaps, with_result):
+    return _results_like(x_R2F, dh_RF, weights_TK, with_result)
+
+
+def _results_like(
+    x_R2F: torch.Tensor, dh_RF: torch.Tensor, weights_TK: torch.Tensor, with_result: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    h_RF = x_R2F.new_empty(dh_RF.shape if with_result else (0,))
+    return x_R2F.new_empty(x_R2F.shape), weights_TK.new_empty(weights_TK.shape), h_RF
+
+
+def _grid(rows: int) -> tuple[int]:
+    return (cdiv(rows, TILE["ROWS"]),)
