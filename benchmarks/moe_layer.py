@@ -113,6 +113,7 @@ class OneGraph(Contender):
         return self.static
 
     def _gradients(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.detach().requires_grad_()  # a leaf that no other stream has used
         out = self.run(x)
         gradients = torch.autograd.grad(out, (x, *self.module.parameters()), grad)
         return out.detach(), gradients[0]

@@ -56,7 +56,8 @@ def gapped(order: RowOrder) -> RowOrder:
     inverse[::5] = -1
     kept = inverse >= 0
     rows = torch.full_like(order.order_R, -1)
-    rows[inverse[kept]] = torch.arange(len(inverse), device=inverse.device)[kept]
+    pairs = torch.arange(len(inverse), dtype=rows.dtype, device=inverse.device)
+    rows[inverse[kept]] = pairs[kept]
     return RowOrder(rows, inverse, order.offsets_E, True)
 
 

@@ -137,7 +137,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wanted = wants_gradient(ctx, 0), wants_gradient(ctx, 1)
         if not ctx.is_later:
             saved = zip(ctx.saved_tensors, ctx.dtypes, wanted, strict=True)
-            found = [(grad * each).to(dtype) if wants else None for each, dtype, wants in saved]
+            found = [_scaled(each, grad, dtype) if wants else None for each, dtype, wants in saved]
             return *found, *[None] * 6
         hidden_ND, weight_VD, columns_N, logsumexp_N, scale = ctx.saved_tensors
         gradients, scale_N = _Gradients(hidden_ND, weight_VD, ctx.rows, wanted), grad * scale
@@ -182,6 +182,11 @@ class _Gradients:
             torch.addmm(self.of_weight, grad_NV.t(), hidden_ND, out_dtype=dtype, out=self.of_weight)
         else:
             self.of_weight.addmm_(grad_NV.t().to(dtype), hidden_ND.to(dtype))
+
+
+def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``(x * scale).to(dtype)`` in one pass."""
+    return torch.mul(x, scale, out=torch.empty_like(x, dtype=dtype))
 
 
 def _losses(
