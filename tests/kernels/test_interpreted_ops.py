@@ -110,6 +110,17 @@ def test_cross_entropy(rows, vocabulary, reduction):
         logits.detach(), targets, logsumexp, grad, count, -100
     )
     torch.testing.assert_close(found, logits.grad)
+    in_place = logits.detach().contiguous()
+    cross_entropy_triton.cross_entropy_backward_in_place(
+        in_place, targets, logsumexp, grad, count, -100
+    )
+    assert torch.equal(in_place, found)
+
+
+@pytest.mark.parametrize("shape", [(7, 500), (1,), (0, 3)])
+def test_scaled(shape):
+    x, scale = torch.randn(shape), torch.tensor(0.3)
+    assert torch.equal(cross_entropy_triton.scaled(x, scale, torch.float64), (x * scale).double())
 
 
 @pytest.mark.parametrize("target", [-1, 300, 1 << 40])

@@ -147,6 +147,7 @@ def _cross_entropy() -> None:
     targets = torch.zeros(4, dtype=torch.int64)
     for dtype in (BF16, FP32):
         logits = torch.empty(4, 151936, dtype=dtype)
+        cross_entropy_triton.scaled(logits, torch.zeros(()), BF16)
         losses, logsumexp = cross_entropy_triton.cross_entropy_rows(logits, targets, -100)
         mean, count = cross_entropy_triton.mean_of_counted(losses, targets, -100)
         for divisor in (count, None):

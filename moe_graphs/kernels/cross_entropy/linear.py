@@ -186,6 +186,10 @@ class _Gradients:
 
 def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``(x * scale).to(dtype)`` in one pass."""
+    if has_kernel(x):
+        from moe_graphs.kernels.cross_entropy.triton_kernels import scaled
+
+        return scaled(x, scale, dtype)
     return torch.mul(x, scale, out=torch.empty_like(x, dtype=dtype))
 
 

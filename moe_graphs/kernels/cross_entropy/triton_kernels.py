@@ -91,6 +91,24 @@ def cross_entropy_backward_kernel(
     tl.store(out_ptr + wide * V + column, dx, mask=column < V)
 
 
+@triton.jit
+def scaled_kernel(x_ptr, scale_ptr, out_ptr, elements, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < elements, other=0.0).to(tl.float32)
+    y = (x * tl.load(scale_ptr)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at, y, mask=at < elements)
+
+
+@define_op(device="default")
+def scaled(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`(x * scale).to(dtype)` of a dense tensor in one pass; torch's mixed dtypes take thrice."""
+    out = torch.empty_like(x, dtype=dtype)
+    if x.numel():
+        args = (x, scale, out, x.numel())
+        launch(scaled_kernel, (cdiv(x.numel(), TILE),), args, BLOCK=TILE, num_warps=4)
+    return out
+
+
 @define_op(device="default")
 def cross_entropy_rows(
     logits_NV: torch.Tensor, targets_N: torch.Tensor, ignore_index: int
@@ -179,6 +197,11 @@ def _launch_backward(grad_NV, logits_NV, targets_N, logsumexp_N, grad, count, ig
 def _(logits_NV, targets_N, ignore_index):
     losses_N = logits_NV.new_empty(logits_NV.shape[0], dtype=torch.float32)
     return losses_N, torch.empty_like(losses_N)
+
+
+@torch.library.register_fake("moe_graphs::scaled")
+def _(x, scale, dtype):
+    return torch.empty_like(x, dtype=dtype)
 
 
 @torch.library.register_fake("moe_graphs::mean_of_counted")
