@@ -63,8 +63,10 @@ def _compare(theirs: nn.Module, ours: nn.Module) -> str | None:
     for training in (True, False):
         expected = _run(theirs.train(training))
         for name, value in _run(ours.train(training)).items():
-            # About one or more, or zero with the noise of sums of such numbers.
-            scale = expected[name].abs().max().clamp(min=1.0)
+            # Values are about one. Less than a tenth is a zero with the noise of sums of ones, as
+            # the router's gradient where the one chosen expert always has the weight one.
+            largest = expected[name].abs().max()
+            scale = torch.where(largest < 0.1, 1.0, largest)
             error = (value - expected[name]).abs().max() / scale
             if not error <= _ERROR:
                 mode = "training" if training else "evaluation"
