@@ -13,7 +13,6 @@ import torch
 from torch.optim.lr_scheduler import OneCycleLR
 
 from moe_graphs import FullIteration, StaticLoader
-from moe_graphs.kernels import cross_entropy
 from moe_graphs.layers import LanguageModel, TransformerConfig
 
 SEQUENCE = 256
@@ -63,8 +62,7 @@ def main() -> None:
     def train_step(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         losses = []
         for tokens in batch["tokens"]:
-            logits = model(tokens[:, :-1]).logits_BSV.flatten(0, 1)
-            loss = cross_entropy(logits, tokens[:, 1:].flatten())
+            loss = model(tokens[:, :-1], tokens[:, 1:]).loss
             (loss / len(batch["tokens"])).backward()
             losses.append(loss.detach())
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

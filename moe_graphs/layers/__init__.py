@@ -15,7 +15,7 @@ from moe_graphs.layers.experts import GroupedExperts
 from moe_graphs.layers.head_exchange import HeadExchange
 from moe_graphs.layers.latent_attention import LatentAttention
 from moe_graphs.layers.mlp import SwiGLU
-from moe_graphs.layers.model import LanguageModel, ModelOutput
+from moe_graphs.layers.model import LanguageModel, ModelLoss, ModelOutput
 from moe_graphs.layers.model_config import LatentAttentionConfig, MoEConfig, TransformerConfig
 from moe_graphs.layers.moe import MoELayer, MoEOutput
 from moe_graphs.layers.norm import RMSNorm
@@ -36,6 +36,7 @@ __all__ = [
     "MoEConfig",
     "MoELayer",
     "MoEOutput",
+    "ModelLoss",
     "ModelOutput",
     "RMSNorm",
     "RotaryEmbedding",

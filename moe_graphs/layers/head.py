@@ -18,9 +18,9 @@ class Head(nn.Linear):
     """
 
     def __init__(self, hidden_size: int, vocab_size: int, **factory: object) -> None:
-        super().__init__(hidden_size, vocab_size, bias=False, **factory)  # type: ignore[arg-type]
+        super().__init__(hidden_size, vocab_size, bias=False, **factory)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, hidden_BSD: Tensor, targets_BS: Tensor | None = None, reduction: str = "mean"
     ) -> Tensor:
         """Compute logits ``[B, S, V]``, or the loss in fp32 and in nats.

@@ -9,7 +9,7 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, overload
 
 import torch
 import torch.distributed as dist
@@ -30,16 +30,27 @@ class ModelOutput:
     """Output of a ``LanguageModel``.
 
     Attributes:
-        logits_BSV: None if the model was given targets.
-        loss: cross entropy of the targets in fp32; None if the model was given none.
         aux_loss: 0-dim fp32, the sum over the layers; add it to the loss.
         dropped_tokens: 0-dim int64 on the device, the sum over the layers.
     """
 
-    logits_BSV: Tensor | None
+    logits_BSV: Tensor
     aux_loss: Tensor
     dropped_tokens: Tensor
-    loss: Tensor | None = None
+
+
+@record
+class ModelLoss:
+    """Output of a ``LanguageModel`` that was given targets.
+
+    Attributes:
+        loss: cross entropy in fp32 and in nats, 0-dim, or ``[B * S]`` without a reduction.
+        aux_loss, dropped_tokens: as in ``ModelOutput``.
+    """
+
+    loss: Tensor
+    aux_loss: Tensor
+    dropped_tokens: Tensor
 
 
 class LanguageModel(nn.Module):
@@ -154,13 +165,19 @@ class LanguageModel(nn.Module):
 
     if TYPE_CHECKING:  # nn.Module's says Any
 
+        @overload
+        def __call__(self, tokens_BS: Tensor) -> ModelOutput: ...
+
+        @overload
         def __call__(
-            self, tokens_BS: Tensor, targets_BS: Tensor | None = None, *, reduction: str = "mean"
-        ) -> ModelOutput: ...
+            self, tokens_BS: Tensor, targets_BS: Tensor, *, reduction: str = "mean"
+        ) -> ModelLoss: ...
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def forward(
         self, tokens_BS: Tensor, targets_BS: Tensor | None = None, *, reduction: str = "mean"
-    ) -> ModelOutput:
+    ) -> ModelOutput | ModelLoss:
         """Compute logits or, with targets, their cross entropy.
 
         With targets the logits are never whole: at 16k tokens and a vocabulary of 152k that spares
@@ -183,8 +200,7 @@ class LanguageModel(nn.Module):
         hidden_BSD = self.norm(hidden_BSD)
         if targets_BS is None:
             return ModelOutput(self.head(hidden_BSD), aux_loss, dropped)
-        loss = self.head(hidden_BSD, targets_BS, reduction)
-        return ModelOutput(None, aux_loss, dropped, loss)
+        return ModelLoss(self.head(hidden_BSD, targets_BS, reduction), aux_loss, dropped)
 
     @torch.no_grad()
     def init_weights(self, std: float = 0.02) -> None:

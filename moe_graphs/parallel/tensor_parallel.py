@@ -55,9 +55,7 @@ class ColumnLinear(nn.Module):
 class ColumnHead(ColumnLinear):
     """Output head of which this rank has some columns of the vocabulary (``layers.head.Head``)."""
 
-    def forward(  # type: ignore[override]
-        self, x: Tensor, targets: Tensor | None = None, reduction: str = "mean"
-    ) -> Tensor:
+    def forward(self, x: Tensor, targets: Tensor | None = None, reduction: str = "mean") -> Tensor:
         if targets is None:
             return super().forward(x)
         x, weight_VD = _autocast(x), _autocast(local(self.weight))

@@ -35,7 +35,9 @@ def test_it_trains_as_before_and_is_undone(family):
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     accelerated = accelerate_model(model, graphs=False)
     parts = {change.part for change in accelerated.changes if change.done}
-    assert parts == {"loss", "norms", "caching"} | OWN.get(family, {"rotary", "moe", "residual"})
+    assert parts == {"loss", "logits", "norms", "caching"} | OWN.get(
+        family, {"rotary", "moe", "residual"}
+    )
     assert model.state_dict().keys() == state.keys()
     found = loss_and_gradients(model, tokens())
     for name, value in expected.items():

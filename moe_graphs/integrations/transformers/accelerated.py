@@ -17,13 +17,14 @@ from moe_graphs.engine.report import Report
 from moe_graphs.integrations.transformers.caching import stop_caching
 from moe_graphs.integrations.transformers.changes import Change, Changes, trying
 from moe_graphs.integrations.transformers.collected_outputs import collect_outputs
+from moe_graphs.integrations.transformers.deferred_logits import DeferredLogits, defer_logits
 from moe_graphs.integrations.transformers.experts_interface import NAME, register
 from moe_graphs.integrations.transformers.reached_code import host_read
 from moe_graphs.integrations.transformers.rms_norms import change_norms, fuse_residuals
 from moe_graphs.integrations.transformers.rotary_positions import change_rotary
 from moe_graphs.integrations.transformers.static_masks import static_attention
 from moe_graphs.integrations.transformers.swapped_layers import swap_moe_layers
-from moe_graphs.kernels import cross_entropy
+from moe_graphs.kernels import cross_entropy, linear_cross_entropy
 from moe_graphs.training.batch_types import know_batches
 
 
@@ -108,7 +109,9 @@ def accelerate_model(
             ``apply_rotary_pos_emb`` that computes just that (tried on random numbers).
         residuals: their sums in the kernels of the norms that follow, in decoder layers of the
             usual forward. Wants ``norms``.
-        loss: the causal language model's cross entropy without fp32 copies of the logits.
+        loss: the causal language model's cross entropy from hidden states, chunk by chunk. In
+            training the model's ``logits`` are made only where somebody reads them, which ``print``
+            of the result counts.
         graphs: the decoder layers as CUDA graphs: put ``with accelerated.step():`` around the
             forwards and backwards of an update. Worth most where the host's launches take longer
             than the GPU's work; with 16k tokens of a large model it wins nothing. A
@@ -205,7 +208,8 @@ def _change_loss(model: Any, done: Accelerated) -> None:
         if before is not None:
             model.loss_function = before
 
-    done.changed("loss", what, 1, "fused, logits stay in their dtype", undo)
+    done.changed("loss", what, 1, "fused, chunk by chunk from hidden states", undo)
+    defer_logits(model.get_output_embeddings(), done)
     done.watch(functools.partial(_loss_of_trl, model))
 
 
@@ -239,8 +243,14 @@ def causal_lm_loss(
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     targets = shift_labels.reshape(-1).to(logits.device)
     reduction = "mean" if num_items_in_batch is None else "sum"
-    rows = logits.reshape(-1, vocab_size)
-    loss = cross_entropy(rows, targets, ignore_index=ignore_index, reduction=reduction)
+    if isinstance(logits, DeferredLogits) and vocab_size == len(logits.weight):
+        rows = logits.hidden.reshape(-1, logits.hidden.shape[-1])
+        loss = linear_cross_entropy(
+            rows, logits.weight, targets, ignore_index=ignore_index, reduction=reduction
+        )
+    else:
+        rows = logits.reshape(-1, vocab_size)
+        loss = cross_entropy(rows, targets, ignore_index=ignore_index, reduction=reduction)
     if num_items_in_batch is None:
         return loss
     if isinstance(num_items_in_batch, Tensor):

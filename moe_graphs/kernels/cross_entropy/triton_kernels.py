@@ -184,8 +184,8 @@ def _launch_backward(grad_NV, logits_NV, targets_N, logsumexp_N, grad, count, ig
     if N:
         block = min(TILE, next_power_of_2(V))
         chunks = cdiv(V, block)
-        tensors = (logits_NV, targets_N.contiguous(), logsumexp_N, grad)
-        tensors += (grad if count is None else count,)
+        last = grad if count is None else count
+        tensors = (logits_NV, targets_N.contiguous(), logsumexp_N, grad, last)
         strides = (logits_NV.stride(0), grad.stride(0) if grad.dim() else 0)
         args = (*tensors, grad_NV, V, *strides, chunks)
         tile = {"BLOCK": block, "MEAN": count is not None, "num_warps": _warps(block)}
