@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import environment
 from moe_graphs.dispatch import Dispatcher, make_dispatcher
 from moe_graphs.dispatch.peer_memory import peer_memory
-from moe_graphs.kernels import peer_rows
+from moe_graphs.kernels import peer_rows, permute, unpermute
 from several_ranks import is_late, keep
 
 EXPERTS, FACTOR, PROGRAMS = 64, 1.25, (132, 264, 528, 1056)
@@ -72,7 +72,10 @@ class Inputs:
     def forward(self, dispatcher: Dispatcher) -> Tensor:
         plan = dispatcher.preprocess(self.hidden_TD, self.weights_TK, self.experts_TK, EXPERTS)
         dispatched = dispatcher.dispatch(plan)
-        return dispatcher.combine(dispatched.rows_RD, dispatched, plan)
+        tokens_XD, order = dispatched.tokens_XD, dispatched.order
+        rows_RD = tokens_XD if dispatched.is_sorted else permute(tokens_XD, order)
+        sums_XD = unpermute(rows_RD, order, dispatched.weights_XK)
+        return dispatcher.combine(sums_XD, dispatched, plan)
 
     def both(self, dispatcher: Dispatcher) -> list[Tensor]:
         output_TD = self.forward(dispatcher)

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from measured_cases import measure_cases
 from moe_graphs.bench.timing import capture_burst, elapsed
-from moe_graphs.kernels import cross_entropy, rms_norm, split_heads
+from moe_graphs.kernels import cross_entropy, linear_cross_entropy, rms_norm, split_heads
 from moe_graphs.kernels.choose_experts import RoutingRule, choose, route
 from moe_graphs.kernels.heads import plain_split_heads
 from moe_graphs.kernels.rms_norm import plain_rms_norm
@@ -127,10 +127,29 @@ def norm(device: str, T: int, D: int) -> Case:
     return Case("rms_norm", f"{T} rows of {D}", ours, plain, [x, weight], 1)
 
 
+def head(device: str, N: int, D: int, V: int) -> Case:
+    """Projection onto the vocabulary and its cross entropy; the plain one has whole logits."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    hidden = torch.randn(N, D, device=device).to(dtype)
+    weight = (D**-0.5 * torch.randn(V, D, device=device)).to(dtype)
+    targets = torch.randint(V, (N,), device=device)
+
+    def plain(hidden_ND: Tensor, weight_VD: Tensor) -> Sequence[Tensor]:
+        logits_NV = functional.linear(hidden_ND, weight_VD)
+        wide = torch.promote_types(logits_NV.dtype, torch.float32)
+        return (functional.cross_entropy(logits_NV.to(wide), targets),)
+
+    def ours(hidden_ND: Tensor, weight_VD: Tensor) -> Sequence[Tensor]:
+        return (linear_cross_entropy(hidden_ND, weight_VD, targets),)
+
+    shape = f"{N} tokens of {D}, vocabulary {V}"
+    return Case("linear_cross_entropy", shape, ours, plain, [hidden, weight], 1)
+
+
 def cases(device: str, tiny: bool) -> Iterator[Case]:
     if tiny:
         yield from (heads(device, 2, 8, 4, 2, 8), router(device, 16, 32, 8, 2), loss(device, 8, 33))
-        yield norm(device, 16, 24)
+        yield from (norm(device, 16, 24), head(device, 24, 16, 33))
         return
     for shape in ((4, 4096, 32, 4, 128), (2, 1024, 16, 4, 64), (8, 1024, 12, 12, 64)):
         yield heads(device, *shape)
@@ -141,6 +160,8 @@ def cases(device: str, tiny: bool) -> Iterator[Case]:
         yield loss(device, *shape)
     for shape in ((16384, 2048), (524288, 128), (16384, 2880), (8192, 7168), (2048, 1024)):
         yield norm(device, *shape)
+    for shape in ((8192, 2048, 32768), (4096, 2048, 151936)):
+        yield head(device, *shape)
 
 
 def error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:

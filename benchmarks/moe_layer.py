@@ -303,7 +303,8 @@ def main() -> None:
     args = parser.parse_args()
     stamp, started = environment.stamp(args.commit), time.time()
     print(environment.describe(stamp))
-    constant = {"benchmark": "moe_layer", "environment": stamp}
+    name = "moe_layer_separate" if args.separate else "moe_layer"
+    constant = {"benchmark": name, "environment": stamp}
     for size in SIZES:
         if time.time() - started > args.budget:
             print(f"budget spent: {size} left out")

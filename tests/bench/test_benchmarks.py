@@ -57,7 +57,8 @@ def test_layer_kernels(modules, tmp_path):
     out = tmp_path / "rows.jsonl"
     modules.layer_kernels.main(["--tiny", "--out", str(out)])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["op"] for row in rows] == ["split_heads", "route", "cross_entropy", "rms_norm"]
+    ops = ["split_heads", "route", "cross_entropy", "rms_norm", "linear_cross_entropy"]
+    assert [row["op"] for row in rows] == ops
     assert all(0 < row["error"] < 5e-3 for row in rows)  # bf16 rounds by 2e-3
     case = next(modules.layer_kernels.cases("cpu", tiny=True))
     wrong = replace(case, ours=lambda *leaves: [1.1 * x for x in case.plain(*leaves)])

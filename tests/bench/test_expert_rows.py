@@ -30,7 +30,7 @@ def on_ranks(rank: int, world_size: int) -> tuple:
 
     def noting(self, plan):
         dispatched = dispatch(self, plan)
-        received.append(int(dispatched.offsets_e[-1]))
+        received.append(int(dispatched.order.offsets_E[-1]))
         return dispatched
 
     SymmetricDispatcher.dispatch = noting  # in this process alone
