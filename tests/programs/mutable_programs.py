@@ -1,0 +1,84 @@
+"""Programs with mutable state: a table that takes every kind once, and random ones by seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from programs.known_silent import KNOWN
+from programs.mutable_sources import (
+    PLACES,
+    PLAIN_PLACE,
+    PLAIN_READER,
+    PLAIN_SPELLING,
+    READERS,
+    SPELLINGS,
+    Piece,
+)
+from programs.mutable_states import STATES
+from programs.mutating import MutableProgram, Outcome, label
+from programs.specification import ENGINES
+
+# States that stand for all others where a spelling, a reader or a place is tried.
+_OF_SPELLINGS = ("attribute of an object", "dict")
+_OF_READERS = ("attribute of an object", "closure over a list")
+_OF_PLACES = ("attribute of an object", "global", "class attribute", "class registry", "closure")
+LETTERS = {"scopes": "s", "callables": "c", "step": "f"}
+
+
+def table() -> Iterator[MutableProgram]:
+    """Yield every state, then every spelling, reader and place with few states."""
+    pieces = [(Piece(state), PLAIN_PLACE) for state in STATES]
+    pieces += [(Piece(s, spelling), PLAIN_PLACE) for s in _OF_SPELLINGS for spelling in SPELLINGS[1:]]
+    pieces += [
+        (Piece(s, PLAIN_SPELLING, reader), PLAIN_PLACE)
+        for s in _OF_READERS
+        for reader in READERS
+        if reader != PLAIN_READER
+    ]
+    pieces += [(Piece(s), place) for s in _OF_PLACES for place in PLACES[1:]]
+    for piece, place in pieces:
+        if piece.is_possible:
+            yield MutableProgram((piece,), place)
+
+
+def generate(seed: int) -> MutableProgram:
+    """The program of a seed; half of its pieces are plain, so that a failure is clear."""
+    draw = random.Random(seed)
+    pieces = tuple(_piece(draw) for _ in range(draw.choice((1, 1, 2, 3))))
+    place = PLAIN_PLACE if draw.random() < 0.5 else draw.choice(PLACES[1:])
+    return MutableProgram(pieces, place, ENGINES[seed % len(ENGINES)])
+
+
+def _piece(draw: random.Random) -> Piece:
+    while True:
+        spelling = PLAIN_SPELLING if draw.random() < 0.5 else draw.choice(SPELLINGS[1:])
+        reader = PLAIN_READER if draw.random() < 0.7 else draw.choice(list(READERS))
+        piece = Piece(draw.choice(list(STATES)), spelling, reader)
+        if piece.is_possible:
+            return piece
+
+
+def known_of(program: MutableProgram, engine: str) -> set[str]:
+    """Names of what is known to be silent in a program of the table."""
+    own = label(program.pieces[0], program.place)
+    letter = LETTERS[engine]
+    return {
+        name for name, engines in KNOWN.items() if name.partition(": ")[0] == own and letter in engines
+    }
+
+
+def is_known(outcome: Outcome) -> bool:
+    """Whether a cause in the table of known silent differences explains an outcome.
+
+    A cause is the mutation of the state, or what is not plain about the piece.
+    """
+    piece, place = outcome.piece, outcome.program.place
+    plain = f"{piece.state}: {outcome.name.partition(': ')[2]}"
+    odd = {piece.spelling, piece.reader, place} - {PLAIN_SPELLING, PLAIN_READER, PLAIN_PLACE}
+    letter = LETTERS[outcome.program.engine]
+    return any(
+        name == plain or odd & set(name.partition(": ")[0].split(" | ")[1:])
+        for name, engines in KNOWN.items()
+        if letter in engines
+    )

@@ -1,0 +1,322 @@
+"""Source text of a program with mutable state, and where its code is installed."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import itertools
+import linecache
+import sys
+import tempfile
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from textwrap import indent
+from typing import Any
+
+from programs.mutable_states import STATES, State
+
+# ---- how the name in front of a value is spelled
+
+
+def _by_attribute(spelling: str) -> Callable[[ast.expr], str | None]:
+    """A spelling for reads that end with ``.name``: OBJECT and NAME stand for the two parts."""
+
+    def spelled(read: ast.expr) -> str | None:
+        if not isinstance(read, ast.Attribute):
+            return None
+        return spelling.replace("OBJECT", ast.unparse(read.value)).replace("NAME", read.attr)
+
+    return spelled
+
+
+def _by_item(spelling: str) -> Callable[[ast.expr], str | None]:
+    """A spelling for reads that end with ``[key]``: OBJECT and KEY stand for the two parts."""
+
+    def spelled(read: ast.expr) -> str | None:
+        if not isinstance(read, ast.Subscript):
+            return None
+        key = ast.unparse(read.slice)
+        return spelling.replace("OBJECT", ast.unparse(read.value)).replace("KEY", key)
+
+    return spelled
+
+
+def _by_path(spelling: str) -> Callable[[ast.expr], str | None]:
+    """A spelling for a chain of attributes: ROOT and PATH stand for its two parts."""
+
+    def spelled(read: ast.expr) -> str | None:
+        root, _, path = ast.unparse(read).partition(".")
+        if not isinstance(read, ast.Attribute) or not path.replace(".", "").isidentifier():
+            return None
+        return spelling.replace("ROOT", root).replace("PATH", path)
+
+    return spelled
+
+
+PLAIN_SPELLING = "as it is"
+_SPELLINGS: dict[str, tuple[Callable[[ast.expr], str | None], str]] = {
+    "getattr": (_by_attribute("getattr(OBJECT, 'NAME')"), ""),
+    "getattr with a default": (_by_attribute("getattr(OBJECT, 'NAME', 2.5)"), ""),
+    "getattr, name in a list": (_by_attribute("getattr(OBJECT, LIST$[0])"), "LIST$ = ['NAME']"),
+    "getattr, name put together": (
+        _by_attribute("getattr(OBJECT, ''.join(LETTERS$))"),
+        "LETTERS$ = list('NAME')",
+    ),
+    "attrgetter": (_by_attribute("GET$(OBJECT)"), "GET$ = operator.attrgetter('NAME')"),
+    "dotted attrgetter": (_by_path("GET$(ROOT)"), "GET$ = operator.attrgetter('PATH')"),
+    "dotted string": (_by_path("functools.reduce(getattr, 'PATH'.split('.'), ROOT)"), ""),
+    "vars": (_by_attribute("vars(OBJECT)['NAME']"), ""),
+    "__dict__": (_by_attribute("OBJECT.__dict__['NAME']"), ""),
+    "vars unpacked": (
+        _by_attribute("pick$(**vars(OBJECT))"),
+        "def pick$(NAME, **rest):\n    return NAME",
+    ),
+    "copy": (_by_attribute("copy.copy(OBJECT).NAME"), ""),
+    "values of vars": (_by_attribute("dict(vars(OBJECT).items())['NAME']"), ""),
+    "match object": (
+        _by_attribute("pick$(OBJECT)"),
+        "def pick$(found):\n    match found:\n        case object(NAME=value):\n"
+        "            return value",
+    ),
+    "get": (_by_item("OBJECT.get(KEY, 2.5)"), ""),
+    "itemgetter": (_by_item("GET$(OBJECT)"), "GET$ = operator.itemgetter(KEY)"),
+    "methodcaller": (
+        _by_item("GET$(OBJECT)"),
+        "GET$ = operator.methodcaller('__getitem__', KEY)",
+    ),
+    "__getitem__": (_by_item("OBJECT.__getitem__(KEY)"), ""),
+    "key in a list": (_by_item("OBJECT[LIST$[0]]"), "LIST$ = [KEY]"),
+    "copy of a container": (_by_item("copy.deepcopy(OBJECT)[KEY]"), ""),
+    "match mapping": (
+        _by_item("pick$(OBJECT)"),
+        "def pick$(found):\n    match found:\n        case {KEY: value}:\n            return value",
+    ),
+}
+SPELLINGS = (PLAIN_SPELLING, *_SPELLINGS)
+
+# ---- where the value is read
+
+PLAIN_READER = "forward"
+READERS: dict[str, str] = {
+    "forward": "y = EXPRESSION",
+    "lambda": "y = (lambda: EXPRESSION)()",
+    "generator": "y = sum(EXPRESSION for _ in range(1))",
+    "hook of a gradient": "y.register_hook(lambda y: EXPRESSION)",
+    "backward of a function": "y = apply_in_backward(y, lambda y: EXPRESSION)",
+    "thread": "y = in_thread(lambda: EXPRESSION)",
+    "model": "",  # in the forward of the model, outside of the scope
+}
+
+_HEAD = """\
+import array, builtins, collections, contextvars, copy, ctypes, dataclasses, enum, functools, io
+import itertools, operator, os, queue, threading, types, weakref
+import numpy as np
+import torch
+from torch import nn
+"""
+_HELPERS = """\
+def in_thread(function):
+    found = []
+    def run():
+        try:
+            found.append(function())
+        except Exception as error:
+            found.append(error)
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
+def apply_in_backward(y, function):
+    class Applied(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y.view_as(y)
+        @staticmethod
+        def backward(ctx, gradient):
+            return function(gradient)
+    return Applied.apply(y)
+"""
+_BODY = """\
+def make_block():
+{local}
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.l = nn.Linear(4, 4)
+{block_init}
+        def forward(self, x{parameters}):
+            y = self.l(x).tanh()
+{block_forward}
+            return y
+    return Block
+Block = make_block()
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pre = nn.Linear(4, 4)
+        self.sc = Block()
+{model_init}
+    def forward(self, x):
+        y = self.sc(self.pre(x))
+{model_forward}
+        return y.square().mean()
+def build():
+    model = Model()
+    def step(x):
+        loss = model(x)
+        loss.backward()
+        return loss.detach()
+    return model, step
+"""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A kind of state, how its name is spelled, and where it is read."""
+
+    state: str
+    spelling: str = PLAIN_SPELLING
+    reader: str = PLAIN_READER
+
+    @property
+    def is_possible(self) -> bool:
+        state = STATES[self.state]
+        if self.reader == "model" and (state.local or state.parameter):
+            return False
+        if {self.spelling, self.reader} & {*state.unfit}:
+            return False
+        return self.spelling == PLAIN_SPELLING or _spelled(state, self.spelling) is not None
+
+    def numbered(self, number: int) -> _Lines:
+        state = STATES[self.state]
+        read, helper = state.read, ""
+        if self.spelling != PLAIN_SPELLING:
+            spelled = _spelled(state, self.spelling)
+            assert spelled is not None, self
+            read, helper = spelled
+        expression = state.use.format(v=read, y="y")
+        reader = READERS[self.reader] or READERS[PLAIN_READER]
+        lines = _Lines(
+            define="\n".join(filter(None, (state.define, helper))),
+            local=state.local,
+            parameter=f", {state.parameter}" if state.parameter else "",
+            init=state.init,
+            forward=reader.replace("EXPRESSION", expression),
+        )
+        return _Lines(*(each.replace("$", f"_{number}") for each in vars(lines).values()))
+
+
+@dataclass(frozen=True)
+class _Lines:
+    define: str
+    local: str
+    parameter: str
+    init: str
+    forward: str
+
+
+def _spelled(state: State, spelling: str) -> tuple[str, str] | None:
+    """The read in another spelling, with the statements of the module that it needs."""
+    rewrite, helper = _SPELLINGS[spelling]
+    read = ast.parse(state.read.replace("$", "AT"), mode="eval").body
+    spelled = rewrite(read)
+    if spelled is None:
+        return None
+    parts = {}
+    if isinstance(read, ast.Attribute):
+        parts = {"NAME": read.attr, "PATH": ast.unparse(read).partition(".")[2]}
+    elif isinstance(read, ast.Subscript):
+        parts = {"KEY": ast.unparse(read.slice)}
+    for word, text in parts.items():
+        helper = helper.replace(word, text)
+    return spelled.replace("AT", "$"), helper.replace("AT", "$")
+
+
+def source(pieces: tuple[Piece, ...]) -> tuple[str, str]:
+    """The source text of a program: its definitions, and its model and step."""
+    lines = [piece.numbered(number) for number, piece in enumerate(pieces)]
+    of_model = [lines[n] for n, piece in enumerate(pieces) if piece.reader == "model"]
+    of_block = [each for each in lines if each not in of_model]
+
+    def joined(name: str, chosen: list[_Lines], depth: int) -> str:
+        text = "\n".join(filter(None, (getattr(each, name) for each in chosen)))
+        return indent(text or "pass", " " * 4 * depth)
+
+    body = _BODY.format(
+        local=joined("local", lines, 1),
+        parameters="".join(each.parameter for each in lines),
+        block_init=joined("init", of_block, 3),
+        block_forward=joined("forward", of_block, 3),
+        model_init=joined("init", of_model, 2),
+        model_forward=joined("forward", of_model, 2),
+    )
+    return _HELPERS + "\n".join(each.define for each in lines if each.define) + "\n", body
+
+
+# ---- where the code is installed
+
+PLAIN_PLACE = "own file"
+PLACES = (
+    PLAIN_PLACE,
+    "site-packages",
+    "definitions in site-packages",
+    "exec",
+    "notebook",
+    "ipython",
+)
+_numbers = itertools.count()
+
+
+@cache
+def _folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="mutable_programs_"))
+    (folder / "site-packages").mkdir()
+    return folder
+
+
+def install(pieces: tuple[Piece, ...], place: str) -> tuple[dict[str, Any], Callable[[], None]]:
+    """Run the code of a program. Returns its globals, and what removes the program's modules."""
+    define, body = source(pieces)
+    name = f"mutable_program_{next(_numbers)}"
+    if place in ("own file", "site-packages"):
+        folder = _folder() / "site-packages" if place == "site-packages" else _folder()
+        return _module(folder, name, _HEAD + define + body)
+    if place == "definitions in site-packages":
+        _, forget_definitions = _module(
+            _folder() / "site-packages", f"{name}_library", _HEAD + define
+        )
+        text = f"{_HEAD}from {name}_library import *\n{body}"
+        found, forget = _module(_folder(), name, text)
+        return found, lambda: (forget(), forget_definitions())[0]
+    text = _HEAD + define + body
+    filename = {
+        "exec": "<string>",
+        "notebook": f"/tmp/ipykernel_7/{name}.py",
+        "ipython": f"<ipython-input-1-{name}>",
+    }[place]
+    if place != "exec":
+        linecache.cache[filename] = (len(text), None, text.splitlines(True), filename)
+    space: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
+    exec(compile(text, filename, "exec"), space)
+    return space, lambda: linecache.cache.pop(filename, None) and None
+
+
+def _module(folder: Path, name: str, text: str) -> tuple[dict[str, Any], Callable[[], None]]:
+    file = folder / f"{name}.py"
+    file.write_text(text)
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module: types.ModuleType = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+
+    def forget() -> None:
+        sys.modules.pop(name, None)
+        file.unlink(missing_ok=True)
+
+    return vars(module), forget
