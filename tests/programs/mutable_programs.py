@@ -20,7 +20,7 @@ from programs.mutating import MutableProgram, Outcome, label
 from programs.specification import ENGINES
 
 # States that stand for all others where a spelling, a reader or a place is tried.
-_OF_SPELLINGS = ("attribute of an object", "dict")
+_OF_SPELLINGS = ("attribute of an object", "dict", "dataclass")
 _OF_READERS = ("attribute of an object", "closure over a list")
 _OF_PLACES = ("attribute of an object", "global", "class attribute", "class registry", "closure")
 LETTERS = {"scopes": "s", "callables": "c", "step": "f"}
@@ -29,7 +29,13 @@ LETTERS = {"scopes": "s", "callables": "c", "step": "f"}
 def table() -> Iterator[MutableProgram]:
     """Yield every state, then every spelling, reader and place with few states."""
     pieces = [(Piece(state), PLAIN_PLACE) for state in STATES]
-    pieces += [(Piece(s, spelling), PLAIN_PLACE) for s in _OF_SPELLINGS for spelling in SPELLINGS[1:]]
+    pieces += [
+        (Piece(state, reader="step"), PLAIN_PLACE) for state in STATES if "the step" in state
+    ]
+    pieces += [(Piece("attribute named step", reader="model"), PLAIN_PLACE)]
+    pieces += [
+        (Piece(s, spelling), PLAIN_PLACE) for s in _OF_SPELLINGS for spelling in SPELLINGS[1:]
+    ]
     pieces += [
         (Piece(s, PLAIN_SPELLING, reader), PLAIN_PLACE)
         for s in _OF_READERS
@@ -38,24 +44,25 @@ def table() -> Iterator[MutableProgram]:
     ]
     pieces += [(Piece(s), place) for s in _OF_PLACES for place in PLACES[1:]]
     for piece, place in pieces:
-        if piece.is_possible:
+        is_repeated = piece.state == "dataclass" and piece.spelling != PLAIN_SPELLING
+        if piece.is_possible and not (is_repeated and "asdict" not in piece.spelling):
             yield MutableProgram((piece,), place)
 
 
 def generate(seed: int) -> MutableProgram:
     """The program of a seed; half of its pieces are plain, so that a failure is clear."""
     draw = random.Random(seed)
-    pieces = tuple(_piece(draw) for _ in range(draw.choice((1, 1, 2, 3))))
     place = PLAIN_PLACE if draw.random() < 0.5 else draw.choice(PLACES[1:])
+    pieces = tuple(_piece(draw, place) for _ in range(draw.choice((1, 1, 2, 3))))
     return MutableProgram(pieces, place, ENGINES[seed % len(ENGINES)])
 
 
-def _piece(draw: random.Random) -> Piece:
+def _piece(draw: random.Random, place: str) -> Piece:
     while True:
         spelling = PLAIN_SPELLING if draw.random() < 0.5 else draw.choice(SPELLINGS[1:])
         reader = PLAIN_READER if draw.random() < 0.7 else draw.choice(list(READERS))
         piece = Piece(draw.choice(list(STATES)), spelling, reader)
-        if piece.is_possible:
+        if piece.is_possible and piece.fits(place):
             return piece
 
 
@@ -64,7 +71,9 @@ def known_of(program: MutableProgram, engine: str) -> set[str]:
     own = label(program.pieces[0], program.place)
     letter = LETTERS[engine]
     return {
-        name for name, engines in KNOWN.items() if name.partition(": ")[0] == own and letter in engines
+        name
+        for name, engines in KNOWN.items()
+        if name.partition(": ")[0] == own and letter in engines
     }
 
 

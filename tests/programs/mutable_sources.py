@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import itertools
 import linecache
+import shutil
 import sys
 import tempfile
 import types
@@ -16,7 +17,7 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from programs.mutable_states import STATES, State
+from programs.mutable_states import STATES, TIMES, State
 
 # ---- how the name in front of a value is spelled
 
@@ -70,6 +71,11 @@ _SPELLINGS: dict[str, tuple[Callable[[ast.expr], str | None], str]] = {
     "dotted string": (_by_path("functools.reduce(getattr, 'PATH'.split('.'), ROOT)"), ""),
     "vars": (_by_attribute("vars(OBJECT)['NAME']"), ""),
     "__dict__": (_by_attribute("OBJECT.__dict__['NAME']"), ""),
+    "asdict": (_by_attribute("dataclasses.asdict(OBJECT)['NAME']"), ""),
+    "asdict unpacked": (
+        _by_attribute("pick$(**dataclasses.asdict(OBJECT))"),
+        "def pick$(NAME, **rest):\n    return NAME",
+    ),
     "vars unpacked": (
         _by_attribute("pick$(**vars(OBJECT))"),
         "def pick$(NAME, **rest):\n    return NAME",
@@ -107,12 +113,15 @@ READERS: dict[str, str] = {
     "hook of a gradient": "y.register_hook(lambda y: EXPRESSION)",
     "backward of a function": "y = apply_in_backward(y, lambda y: EXPRESSION)",
     "thread": "y = in_thread(lambda: EXPRESSION)",
-    "model": "",  # in the forward of the model, outside of the scope
+    # Outside of the scope:
+    "model": "y = EXPRESSION",
+    "step": "y = EXPRESSION",
 }
 
 _HEAD = """\
-import array, builtins, collections, contextvars, copy, ctypes, dataclasses, enum, functools, io
-import itertools, operator, os, queue, threading, types, weakref
+import abc, array, builtins, collections, contextvars, copy, ctypes, dataclasses
+import decimal, enum, functools, io, itertools, mmap, operator, os, queue, threading, types, weakref
+from multiprocessing import sharedctypes
 import numpy as np
 import torch
 from torch import nn
@@ -167,10 +176,12 @@ class Model(nn.Module):
         return y.square().mean()
 def build():
     model = Model()
-    def step(x):
-        loss = model(x)
-        loss.backward()
-        return loss.detach()
+{step_local}
+    def step(x{step_parameters}):
+        y = model(x)
+{step_forward}
+        y.backward()
+        return y.detach()
     return model, step
 """
 
@@ -183,12 +194,22 @@ class Piece:
     spelling: str = PLAIN_SPELLING
     reader: str = PLAIN_READER
 
+    def fits(self, place: str) -> bool:
+        """Whether the state can be installed there."""
+        return place in ("own file", "site-packages") or not STATES[self.state].module
+
     @property
     def is_possible(self) -> bool:
         state = STATES[self.state]
-        if self.reader == "model" and (state.local or state.parameter):
+        if self.reader in ("model", "step") and (state.local or state.parameter):
+            return False
+        if self.reader != "step" and (state.step_local or state.step_parameter):
+            return False
+        if self.reader == "step" and ("self" in state.read or state.use != TIMES):
             return False
         if {self.spelling, self.reader} & {*state.unfit}:
+            return False
+        if "asdict" in self.spelling and "@dataclasses" not in state.define:
             return False
         return self.spelling == PLAIN_SPELLING or _spelled(state, self.spelling) is not None
 
@@ -200,13 +221,15 @@ class Piece:
             assert spelled is not None, self
             read, helper = spelled
         expression = state.use.format(v=read, y="y")
-        reader = READERS[self.reader] or READERS[PLAIN_READER]
         lines = _Lines(
             define="\n".join(filter(None, (state.define, helper))),
             local=state.local,
-            parameter=f", {state.parameter}" if state.parameter else "",
+            parameter=state.parameter and f", {state.parameter}",
+            step_local=state.step_local,
+            step_parameter=state.step_parameter and f", {state.step_parameter}",
             init=state.init,
-            forward=reader.replace("EXPRESSION", expression),
+            forward=READERS[self.reader].replace("EXPRESSION", expression),
+            module=state.module,
         )
         return _Lines(*(each.replace("$", f"_{number}") for each in vars(lines).values()))
 
@@ -216,8 +239,11 @@ class _Lines:
     define: str
     local: str
     parameter: str
+    step_local: str
+    step_parameter: str
     init: str
     forward: str
+    module: str
 
 
 def _spelled(state: State, spelling: str) -> tuple[str, str] | None:
@@ -240,8 +266,11 @@ def _spelled(state: State, spelling: str) -> tuple[str, str] | None:
 def source(pieces: tuple[Piece, ...]) -> tuple[str, str]:
     """The source text of a program: its definitions, and its model and step."""
     lines = [piece.numbered(number) for number, piece in enumerate(pieces)]
-    of_model = [lines[n] for n, piece in enumerate(pieces) if piece.reader == "model"]
-    of_block = [each for each in lines if each not in of_model]
+    of_model, of_step = (
+        [lines[n] for n, piece in enumerate(pieces) if piece.reader == reader]
+        for reader in ("model", "step")
+    )
+    of_block = [each for each in lines if each not in of_model and each not in of_step]
 
     def joined(name: str, chosen: list[_Lines], depth: int) -> str:
         text = "\n".join(filter(None, (getattr(each, name) for each in chosen)))
@@ -254,6 +283,9 @@ def source(pieces: tuple[Piece, ...]) -> tuple[str, str]:
         block_forward=joined("forward", of_block, 3),
         model_init=joined("init", of_model, 2),
         model_forward=joined("forward", of_model, 2),
+        step_local=joined("step_local", of_step, 1),
+        step_parameters="".join(each.step_parameter for each in of_step),
+        step_forward=joined("forward", of_step, 2),
     )
     return _HELPERS + "\n".join(each.define for each in lines if each.define) + "\n", body
 
@@ -283,15 +315,16 @@ def install(pieces: tuple[Piece, ...], place: str) -> tuple[dict[str, Any], Call
     """Run the code of a program. Returns its globals, and what removes the program's modules."""
     define, body = source(pieces)
     name = f"mutable_program_{next(_numbers)}"
+    modules = {f"settings_{n}": piece.numbered(n).module for n, piece in enumerate(pieces)}
     if place in ("own file", "site-packages"):
         folder = _folder() / "site-packages" if place == "site-packages" else _folder()
-        return _module(folder, name, _HEAD + define + body)
+        return _package(folder, name, _HEAD + define + body, modules)
     if place == "definitions in site-packages":
-        _, forget_definitions = _module(
-            _folder() / "site-packages", f"{name}_library", _HEAD + define
+        _, forget_definitions = _package(
+            _folder() / "site-packages", f"{name}_library", _HEAD + define, modules
         )
         text = f"{_HEAD}from {name}_library import *\n{body}"
-        found, forget = _module(_folder(), name, text)
+        found, forget = _package(_folder(), name, text, {})
         return found, lambda: (forget(), forget_definitions())[0]
     text = _HEAD + define + body
     filename = {
@@ -306,17 +339,26 @@ def install(pieces: tuple[Piece, ...], place: str) -> tuple[dict[str, Any], Call
     return space, lambda: linecache.cache.pop(filename, None) and None
 
 
-def _module(folder: Path, name: str, text: str) -> tuple[dict[str, Any], Callable[[], None]]:
-    file = folder / f"{name}.py"
-    file.write_text(text)
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
+def _package(
+    folder: Path, name: str, text: str, modules: dict[str, str]
+) -> tuple[dict[str, Any], Callable[[], None]]:
+    place = folder / name
+    place.mkdir()
+    for file, lines in {"__init__": text, **modules}.items():
+        if lines:
+            (place / f"{file}.py").write_text(lines)
+    spec = importlib.util.spec_from_file_location(
+        name, place / "__init__.py", submodule_search_locations=[str(place)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
     module: types.ModuleType = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
 
     def forget() -> None:
-        sys.modules.pop(name, None)
-        file.unlink(missing_ok=True)
+        for each in [each for each in sys.modules if each.partition(".")[0] == name]:
+            del sys.modules[each]
+        shutil.rmtree(place, ignore_errors=True)
 
     return vars(module), forget

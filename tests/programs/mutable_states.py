@@ -1,7 +1,7 @@
 """Kinds of Python state that a program's forward can read: templates of source text.
 
-In a template ``$`` stands for the number of the piece, so that no two pieces share a name. ``{y}`` is
-the tensor and ``{v}`` the value that is read.
+In a template ``$`` stands for the number of the piece, since no two pieces may share a name.
+``{y}`` is the tensor and ``{v}`` the value that is read.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ class State:
         define: statements of the module.
         local: statements of the function that makes the class.
         parameter: a parameter of the forward, with its default.
+        step_local, step_parameter: the same of the step; such a state is read in the step alone.
+        module: the text of a module ``settings$`` beside the program's own, which is a package.
         use: the expression that makes the next tensor.
         unfit: spellings and readers that this state does not have.
     """
@@ -33,6 +35,9 @@ class State:
     define: str = ""
     local: str = ""
     parameter: str = ""
+    step_local: str = ""
+    step_parameter: str = ""
+    module: str = ""
     use: str = TIMES
     unfit: tuple[str, ...] = ()
 
@@ -112,6 +117,31 @@ STATES: dict[str, State] = {
         "class One$:\n    def gain(self):\n        return 1.5\n"
         "class Two$:\n    def gain(self):\n        return 0.5",
     ),
+    "attribute named step": State("self.step", "self.step = 1.5"),
+    "object that is copied whole": State(
+        "copy.copy(self.cfg$).gain()",
+        "self.cfg$ = Config$()",
+        "class Config$:\n    def __init__(self):\n        self.rate$ = 1.5\n"
+        "    def gain(self):\n        return sum(vars(self).values())",
+    ),
+    "text of a dataclass": State("len(repr(self.cfg$))", "self.cfg$ = Config$()", _DATACLASS),
+    "fields of a dataclass": State(
+        "sum(dataclasses.astuple(self.cfg$))", "self.cfg$ = Config$()", _DATACLASS
+    ),
+    "cached property": State(
+        "self.cfg$.gain$",
+        "self.cfg$ = Config$()",
+        "class Config$:\n    rate$ = 1.5\n    @functools.cached_property\n"
+        "    def gain$(self):\n        return self.rate$",
+        unfit=(*NO_DICT, "copy"),
+    ),
+    "descriptor": State(
+        "self.cfg$.gain$",
+        "self.cfg$ = Config$()",
+        "class Descriptor$:\n    rate$ = 1.5\n    def __get__(self, owner, kind):\n"
+        "        return self.rate$\nclass Config$:\n    gain$ = Descriptor$()",
+        unfit=NO_DICT,
+    ),
     # ---- references to objects that are known by another path
     "reference to a layer": State(
         "self.use$", f"{_TWO_LAYERS}\nself.use$ = self.a$", use="{v}({y}).tanh()", unfit=NO_DICT
@@ -138,6 +168,25 @@ STATES: dict[str, State] = {
     ),
     "identity with a sentinel": State(
         "(1.5 if self.a$ is EMPTY$ else 0.5)", "self.a$ = EMPTY$", "EMPTY$ = object()"
+    ),
+    "function of torch by reference": State(
+        "self.act$",
+        "self.acts$ = {'first$': torch.tanh, 'second$': torch.sigmoid}\n"
+        "self.act$ = self.acts$['first$']",
+        use="{v}({y}) * len(self.acts$)",
+    ),
+    "bound method of one of two objects": State(
+        "self.get$()",
+        "self.a$, self.b$ = Config$(1.5), Config$(0.5)\nself.get$ = self.a$.get",
+        "class Config$:\n    def __init__(self, gain):\n        self.gain$ = gain\n"
+        "    def get(self):\n        return self.gain$",
+    ),
+    "active layers of a module list": State(
+        "self.active$",
+        "self.layers$ = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))\n"
+        "self.active$ = [self.layers$[0], self.layers$[1]]",
+        _RUN_ALL,
+        use="run$({v}, {y})",
     ),
     # ---- dictionaries
     "dict": State("self.gains$['first$']", "self.gains$ = {'first$': 1.5, 'second$': 0.5}"),
@@ -185,6 +234,17 @@ STATES: dict[str, State] = {
     "nested dict": State(
         "self.gains$['outer$']['first$']", "self.gains$ = {'outer$': {'first$': 1.5}}"
     ),
+    "names in a dict": State(
+        "sum(map(len, self.gains$))", "self.gains$ = {'first$': 1, 'second$': 1}"
+    ),
+    "weak dict": State(
+        "self.gains$.get(self.a$, 2.5)",
+        "self.a$ = Config$()\nself.gains$ = weakref.WeakKeyDictionary({self.a$: 1.5})",
+        _CONFIG,
+    ),
+    "dict of sets": State(
+        "len(self.gains$['first$'])", "self.gains$ = {'first$': {1, 2}}", unfit=NO_GET
+    ),
     # ---- sets
     "set": State(
         "(1.5 if 'first$' in self.names$ else 0.5)", "self.names$ = {'first$', 'second$'}"
@@ -231,15 +291,26 @@ STATES: dict[str, State] = {
     "thread local": State(
         "self.local$.gain$",
         "self.local$ = threading.local()\nself.local$.gain$ = 1.5",
-        unfit=NO_COPY + ("thread",),
+        unfit=(*NO_COPY, "thread"),
     ),
     "context variable": State(
         "self.var$.get()", "self.var$ = contextvars.ContextVar('var$', default=1.5)"
     ),
     "text stream": State("len(self.text$.getvalue())", "self.text$ = io.StringIO('ab')"),
+    "shared value": State(
+        "self.gain$.value", "self.gain$ = sharedctypes.RawValue('d', 1.5)", unfit=NO_DICT + NO_COPY
+    ),
+    "mapped memory": State("1 + self.memory$[0]", "self.memory$ = mmap.mmap(-1, 16)"),
+    "virtual subclass": State(
+        "(1.5 if isinstance(self.cfg$, Base$) else 0.5)",
+        "self.cfg$ = Config$()",
+        f"{_CONFIG}\nclass Base$(abc.ABC):\n    pass",
+    ),
+    "number with an exponent": State("float(self.gain$)", "self.gain$ = decimal.Decimal('1.5')"),
     "weak reference": State(
         "self.ref$().gain$",
-        "self.a$, self.b$ = Config$(), Config$()\nself.b$.gain$ = 0.5\nself.ref$ = weakref.ref(self.a$)",
+        "self.a$, self.b$ = Config$(), Config$()\nself.b$.gain$ = 0.5\n"
+        "self.ref$ = weakref.ref(self.a$)",
         _CONFIG,
     ),
     # ---- functions
@@ -259,14 +330,16 @@ STATES: dict[str, State] = {
     "closure": State(
         "SCALE$",
         "",
-        "def make$():\n    gain = 1.5\n    def scale(y):\n        return y * gain\n    return scale\n"
+        "def make$():\n    gain = 1.5\n    def scale(y):\n        return y * gain\n"
+        "    return scale\n"
         "SCALE$ = make$()",
         use=CALL,
     ),
     "closure over a list": State(
         "SCALE$",
         "",
-        "def make$():\n    box = [1.5]\n    def scale(y):\n        return y * box[0]\n    return scale\n"
+        "def make$():\n    box = [1.5]\n    def scale(y):\n        return y * box[0]\n"
+        "    return scale\n"
         "SCALE$ = make$()",
         use=CALL,
     ),
@@ -290,11 +363,28 @@ STATES: dict[str, State] = {
     "cached function": State(
         "cached$()",
         "",
-        "GAIN$ = 1.5\n@functools.lru_cache\ndef cached$():\n    return GAIN$\ncached$()\nGAIN$ = 0.5",
+        "GAIN$ = 1.5\n@functools.lru_cache\ndef cached$():\n    return GAIN$\ncached$()\n"
+        "GAIN$ = 0.5",
+    ),
+    "dispatched function": State(
+        "scale$(1)",
+        "",
+        "@functools.singledispatch\ndef scale$(kind):\n    return 1.5\n"
+        "@scale$.register\ndef scale_text$(kind: str):\n    return 0.5",
+    ),
+    "patched method": State(
+        "self.part$",
+        "self.part$ = Part$()\nself.part$.forward = types.MethodType(make$(), self.part$)",
+        f"{_PART}0.5\ndef make$():\n    box = [1.5]\n    def patched(self, y, gain=2.5):\n"
+        "        return y * box[0] * gain\n    return patched",
+        use=CALL,
+        unfit=NO_DICT,
     ),
     "closure of the forward": State("gain$", local="gain$ = 1.5"),
     "default of the forward": State("gain$", parameter="gain$=1.5"),
     # ---- globals
+    "closure of the step": State("gain$", step_local="gain$ = 1.5"),
+    "default of the step": State("gain$", step_parameter="gain$=1.5"),
     "global": State("GAIN$", "", "GAIN$ = 1.5"),
     "global object": State("CONFIG$.gain$", "", f"{_CONFIG}\nCONFIG$ = Config$()"),
     "global dict": State("GAINS$['first$']", "", "GAINS$ = {'first$': 1.5, 'second$': 0.5}"),
@@ -303,6 +393,18 @@ STATES: dict[str, State] = {
         "",
         "settings$ = types.ModuleType('settings$')\nsettings$.gain$ = 1.5",
         unfit=NO_COPY,
+    ),
+    "module imported in a function": State(
+        "imported$()",
+        "",
+        "def imported$():\n    from . import settings$\n    return settings$.gain$",
+        module="gain$ = 1.5",
+    ),
+    "function of an imported module": State(
+        "imported$()",
+        "",
+        "def imported$():\n    from .settings$ import get\n    return get()",
+        module="gain$ = 1.5\ndef get():\n    return gain$",
     ),
     "name in builtins": State("GAIN_OF_ALL$", "", "builtins.GAIN_OF_ALL$ = 1.5"),
     "environment": State(
@@ -334,19 +436,22 @@ STATES: dict[str, State] = {
     "method": State(
         "self.cfg$.get()",
         "self.cfg$ = Config$()",
-        "class Config$:\n    def get(self):\n        return 1.5\n    def other(self):\n        return 0.5",
+        "class Config$:\n    def get(self):\n        return 1.5\n    def other(self):\n"
+        "        return 0.5",
     ),
     "closure of a property": State(
         "self.cfg$.gain$",
         "self.cfg$ = Config$()",
-        "def make$():\n    box = [1.5]\n    class Config:\n        gain$ = property(lambda self: box[0])\n"
+        "def make$():\n    box = [1.5]\n    class Config:\n"
+        "        gain$ = property(lambda self: box[0])\n"
         "    return Config\nConfig$ = make$()",
         unfit=NO_DICT,
     ),
     "closure of a static method": State(
         "self.cfg$.get()",
         "self.cfg$ = Config$()",
-        "def make$():\n    box = [1.5]\n    class Config:\n        get = staticmethod(lambda: box[0])\n"
+        "def make$():\n    box = [1.5]\n    class Config:\n"
+        "        get = staticmethod(lambda: box[0])\n"
         "    return Config\nConfig$ = make$()",
     ),
     "metaclass attribute": State(
@@ -358,7 +463,8 @@ STATES: dict[str, State] = {
     "metaclass property": State(
         "Config$.gain$",
         "",
-        "class Meta$(type):\n    rate$ = 1.5\n    @property\n    def gain$(cls):\n        return cls.rate$\n"
+        "class Meta$(type):\n    rate$ = 1.5\n    @property\n    def gain$(cls):\n"
+        "        return cls.rate$\n"
         "class Config$(metaclass=Meta$):\n    pass",
         unfit=NO_DICT,
     ),
@@ -423,6 +529,19 @@ STATES: dict[str, State] = {
         "self.part$ = nn.Module()\nself.part$.register_buffer('a$', torch.full((4,), 1.5))\n"
         "self.part$.register_buffer('b$', torch.full((4,), 0.5))",
     ),
+    "names of buffers": State(
+        "sum(len(name) for name, _ in self.part$.named_buffers())",
+        "self.part$ = nn.Module()\nself.part$.register_buffer('first$', torch.ones(4))",
+    ),
+    "names of a module dict": State(
+        "(1.5 if 'first$' in self.layers$ else 0.5)",
+        "self.layers$ = nn.ModuleDict({'first$': nn.Tanh(), 'second$': nn.Sigmoid()})",
+    ),
+    "buffer or none": State(
+        "(0.5 if self.scale$ is None else self.scale$)",
+        "self.register_buffer('scale$', torch.full((4,), 1.5))",
+    ),
+    "dtype": State("self.dtype$", "self.dtype$ = torch.float16", use="{y}.to({v}).float()"),
     # ---- tensors
     "tensor": State("self.scale$", "self.scale$ = torch.full((4,), 1.5)"),
     "list of tensors": State(
@@ -430,7 +549,7 @@ STATES: dict[str, State] = {
         "self.scales$ = [torch.full((4,), 1.5), torch.full((4,), 0.5)]",
         unfit=NO_GET,
     ),
-    "global tensor": State("SCALE$", "", "SCALE$ = torch.full((4,), 1.5)"),
+    "global tensor": State("SCALE$", "", "SCALE$ = torch.full((4,), 1.5)", unfit=("step",)),
     "attribute of a tensor": State(
         "self.scale$.gain$", "self.scale$ = torch.full((4,), 1.5)\nself.scale$.gain$ = 1.5"
     ),

@@ -34,7 +34,7 @@ EQUAL, COUNTED, NAMED, NO_EFFECT = "equal", "counted", "error", "no effect"
 SILENT, LOST, DIFFERENT, CRASH = "SILENT", "ERROR LOST", "DIFFERENT THOUGH EAGER", "CRASH"
 NOT_REPLAYED, INVALID = "not replayed", "invalid"
 ALLOWED = (EQUAL, COUNTED, NAMED, NO_EFFECT, NOT_REPLAYED, LOST)
-WARMUP, AFTER = 2, 2
+WARMUP = 2
 assert ENGINES == ("scopes", "callables", "step")
 
 
@@ -85,6 +85,9 @@ def label(piece: Piece, place: str) -> str:
     return " | ".join((piece.state, *odd))
 
 
+Seen = dict[str, Any]
+
+
 class Instance:
     """A running program, eager or under an engine."""
 
@@ -111,7 +114,7 @@ class Instance:
                 on_capture_error="error",
             )
 
-    def run(self, x: torch.Tensor) -> list[Any]:
+    def run(self, x: torch.Tensor) -> Seen:
         """One step. Returns what is compared."""
         if self.engine == "scopes":
             with self.handle.step():
@@ -120,13 +123,15 @@ class Instance:
             loss = self.handle(x)
         else:
             loss = self.step(x)
-        seen: list[Any] = [loss.detach().clone()]
+        seen: dict[str, Any] = {"loss": loss.detach().clone()}
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 gradient = parameter.grad
-                seen.append((name, None if gradient is None else gradient.clone()))
+                seen[f"{name}.grad"] = None if gradient is None else gradient.clone()
                 if gradient is not None:
                     parameter -= 0.1 * gradient
+            for name, buffer in self.model.named_buffers():
+                seen[name] = buffer.detach().clone()
         self.model.zero_grad()
         return seen
 
@@ -137,7 +142,9 @@ class Instance:
         if self.engine == "callables":
             return replays_of(self.handle), sum(self.handle.eager_calls.values())
         report = self.handle.report()
-        return report.replayed, sum(report.eager_calls.values()) - report.eager_calls.get("warmup", 0)
+        return report.replayed, sum(report.eager_calls.values()) - report.eager_calls.get(
+            "warmup", 0
+        )
 
     def take(self, state: dict[str, torch.Tensor]) -> None:
         with torch.no_grad():
@@ -153,9 +160,10 @@ class Instance:
 class Trio:
     """Three instances of a program: eager and never mutated, eager, and graphed."""
 
-    def __init__(self, program: MutableProgram) -> None:
+    def __init__(self, program: MutableProgram, thorough: bool) -> None:
         self._data = torch.Generator().manual_seed(1)
-        self.program, self._open = program, []
+        self.thorough, self._open, self._graphed_ran = thorough, [], True
+        self.counts = (0, 0)
         try:
             for engine in (None, None, program.engine):
                 self._open.append(Instance(program, engine))
@@ -177,24 +185,37 @@ class Trio:
             return False
 
     def step_together(self) -> bool:
-        """Run one step of all three; return whether all are equal and the graphed one replayed."""
-        state = self.control.model.state_dict()
-        for each in (self.twin, self.graphed):
-            each.take(state)
-        x, (replays, eager) = self.batch(), self.graphed.counts()
-        seen = [each.run(x) for each in self._open]
-        after = self.graphed.counts()
-        self.is_equal = _same(seen[0], seen[1]) and _same(seen[0], seen[2])
-        return self.is_equal and after[0] > replays and after[1] == eager
+        """Run one step of all three; return whether all are equal and the graphed one replayed.
 
-    def try_mutation(self, mutation: Mutation, with_effect: bool) -> tuple[str, str]:
-        """The outcome of a mutation; graphs do not run if the eager twin is as without it."""
-        batches = [self.batch() for _ in range(AFTER)]
+        The graphed one is left out if it has not run since it was whole.
+        """
+        running = self._open if self._graphed_ran else self._open[:2]
+        state = self.control.model.state_dict()
+        for each in running[1:]:
+            each.take(state)
+        x, (replays, eager) = self.batch(), self.graphed.counts() if self._graphed_ran else (0, 0)
+        seen = [each.run(x) for each in running]
+        self.is_equal = all(same_values(seen[0], each) for each in seen[1:])
+        if not self._graphed_ran:
+            return self.is_equal
+        self.counts = self.graphed.counts()
+        self._graphed_ran = not (self.is_equal and self.counts == (replays + 1, eager))
+        return not self._graphed_ran
+
+    def try_mutation(self, mutation: Mutation) -> tuple[str, str]:
+        """The outcome of a mutation. Graphs are not tried with what changes nothing in eager."""
+        batches = [self.batch() for _ in range(2 if self.thorough else 1)]
+        state = {name: t.clone() for name, t in self.control.model.state_dict().items()}
         control = [self.control.run(x) for x in batches]
         eager, raised, _ = _mutated(self.twin, mutation, batches)
-        if with_effect and raised is None and _same(control, eager):
+        if not self.thorough and raised is None and same_values(control, eager):
             return NO_EFFECT, ""
-        graphed, error, counts = _mutated(self.graphed, mutation, batches)
+        self.graphed.take(state)
+        self._graphed_ran = True
+        try:
+            graphed, error, counts = _mutated(self.graphed, mutation, batches)
+        except Exception as reason:
+            return INVALID, f"nothing to be mutated in the graphed run: {reason!r}"
         return _compared(control, eager, raised, graphed, error, counts)
 
     def close(self) -> None:
@@ -205,7 +226,7 @@ class Trio:
 
 def _mutated(
     instance: Instance, mutation: Mutation, batches: list[torch.Tensor]
-) -> tuple[list[Any], Exception | None, list[tuple[int, int]]]:
+) -> tuple[list[Seen], Exception | None, list[tuple[int, int]]]:
     """Run steps after a mutation, and undo it."""
     undo = mutation.apply(instance.world)
     seen, counts = [], [instance.counts()]
@@ -221,10 +242,10 @@ def _mutated(
 
 
 def _compared(
-    control: list[Any],
-    eager: list[Any],
+    control: list[Seen],
+    eager: list[Seen],
     raised: Exception | None,
-    graphed: list[Any],
+    graphed: list[Seen],
     error: Exception | None,
     counts: list[tuple[int, int]],
 ) -> tuple[str, str]:
@@ -233,26 +254,27 @@ def _compared(
     if error is not None and raised is None:
         return CRASH, f"{type(error).__name__}: {str(error)[:200]}"
     for step, (a, b) in enumerate(zip(eager, graphed, strict=False)):
-        if not _same(a, b):
+        if not same_values(a, b):
             replayed = counts[step + 1][0] > counts[step][0]
-            what = f"step {step} after it: eager {_loss(a)}, graphed {_loss(b)}, control {_loss(control[step])}"
-            return SILENT if replayed else DIFFERENT, what
+            losses = ", ".join(
+                f"{n} {each[step]['loss'].item():.6g}"
+                for n, each in (("eager", eager), ("graphed", graphed), ("unchanged", control))
+            )
+            return SILENT if replayed else DIFFERENT, f"losses of step {step}: {losses}"
     if raised is not None:
         if error is not None or len(graphed) == len(eager):
             return NO_EFFECT, f"eager raises {type(raised).__name__}"
         return LOST, f"eager raises {type(raised).__name__}: {str(raised)[:100]}"
-    if _same(control, eager):
+    if same_values(control, eager):
         return NO_EFFECT, ""
     return (COUNTED if counts[-1][1] > counts[0][1] else EQUAL), ""
 
 
-def _loss(seen: list[Any]) -> float:
-    return seen[0].item()
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
+def same_values(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_values(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same_values, a, b))
     return same(a, b)
 
 
@@ -274,13 +296,14 @@ def _is_inner(value: Any) -> bool:
 
 
 def is_of_piece(mutation: Mutation) -> bool:
-    return re.search(r"_\d+\b", shown(mutation.path) + mutation.place) is not None
+    text = shown(mutation.path) + mutation.place
+    return re.search(r"_\d+\b", text) is not None or text.endswith(".step")
 
 
 Choice = Generator[Mutation, Outcome, None]
 
 
-def each_kind(found: list[Mutation], tries: int = 12) -> Choice:
+def each_kind(found: list[Mutation], tries: int = 8) -> Choice:
     """The first mutations of each kind that concern a piece, at each place until one has effect."""
     left = {each.kind: tries for each in found}
     at_place: Counter[tuple] = Counter()
@@ -296,23 +319,25 @@ def drawn(found: list[Mutation], draw: random.Random, count: int) -> Choice:
     """Mutations at random, most of them of a piece's own state."""
     kinds = Counter(each.kind for each in found)
     weights = [(1.0 if is_of_piece(each) else 0.1) / kinds[each.kind] for each in found]
-    for mutation in draw.choices(found, weights, k=count) if found else ():
-        yield mutation
+    yield from draw.choices(found, weights, k=count) if found else ()
 
 
 def judge(
     program: MutableProgram,
     choose: Callable[[list[Mutation]], Choice] = each_kind,
-    with_effect: bool = True,
+    thorough: bool = False,
 ) -> Iterator[Outcome]:
-    """Yield the outcomes of the mutations that are chosen among all of a program."""
+    """Yield the outcomes of the mutations that are chosen among all of a program.
+
+    If ``thorough``, more steps run after each mutation, and graphs run after every one.
+    """
     gc.collect()
     gc.freeze()
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore")
         stack.callback(restore_process)
         try:
-            trio = Trio(program)
+            trio = Trio(program, thorough)
         except Exception as error:
             outcome = NAMED if is_named(error) else INVALID
             yield Outcome(program, None, outcome, f"{type(error).__name__}: {error}"[:300])
@@ -320,24 +345,24 @@ def judge(
         stack.callback(lambda: trio.close())
         if not trio.step_together():
             outcome = NOT_REPLAYED if trio.is_equal else SILENT
-            yield Outcome(program, None, outcome, str(trio.graphed.counts()))
+            yield Outcome(program, None, outcome, str(trio.counts))
             return
         choice = choose(candidates(trio))
         mutation = next(choice, None)
         while mutation is not None:
-            outcome = Outcome(program, mutation, *_tried(trio, mutation, with_effect))
+            outcome = Outcome(program, mutation, *_tried(trio, mutation))
             yield outcome
             if not trio.is_whole():
                 trio.close()
-                trio = Trio(program)
+                trio = Trio(program, thorough)
             try:
                 mutation = choice.send(outcome)
             except StopIteration:
                 mutation = None
 
 
-def _tried(trio: Trio, mutation: Mutation, with_effect: bool) -> tuple[str, str]:
+def _tried(trio: Trio, mutation: Mutation) -> tuple[str, str]:
     try:
-        return trio.try_mutation(mutation, with_effect)
+        return trio.try_mutation(mutation)
     except Exception as error:
         return NO_EFFECT, f"cannot be done: {error!r}"[:200]

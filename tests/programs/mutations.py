@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import array
 import collections
 import copy
@@ -10,6 +11,7 @@ import enum
 import functools
 import io
 import itertools
+import mmap
 import queue
 import re
 import types
@@ -50,7 +52,11 @@ class Mutation:
     def apply(self, world: World) -> Undo:
         target = world.at(self.path)
         undo = snapshot(target)
-        self.change(target, world)
+        try:
+            self.change(target, world)
+        except Exception:
+            undo()
+            raise
         return undo
 
     def __str__(self) -> str:
@@ -100,8 +106,10 @@ def _snapshots(value: Any) -> Iterator[Undo]:
     if isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, type):
         yield _of_dictionary(vars(value))
         if kind.__flags__ & (1 << 9):
-            yield lambda: None if type(value) is kind else object.__setattr__(
-                value, "__class__", kind
+            yield (
+                lambda: (
+                    None if type(value) is kind else object.__setattr__(value, "__class__", kind)
+                )
             )
     slots = [(k, v) for k, v in attributes(value) if k not in getattr(value, "__dict__", {})]
     yield lambda: [object.__setattr__(value, k, v) for k, v in slots] and None
@@ -234,8 +242,10 @@ def other(value: Any) -> Any:
         except ValueError:
             return f"{value}x"
     if isinstance(value, tuple) and value:
-        return type(value)._make((other(value[0]), *value[1:])) if hasattr(value, "_make") else (
-            (other(value[0]), *value[1:])
+        return (
+            type(value)._make((other(value[0]), *value[1:]))
+            if hasattr(value, "_make")
+            else ((other(value[0]), *value[1:]))
         )
     if isinstance(value, frozenset):
         return frozenset(members(value)[1:])
@@ -396,7 +406,9 @@ def mutations(path: Path, value: Any, known: Known) -> Iterator[Mutation]:
     for place in places(value):
         yield from _of_place(path, place, known)
     for kind, change in _of_whole(value):
-        yield Mutation(kind, path, "", change)
+        # A module's dictionaries have modules, tensors or functions alone.
+        if kind != "entry added" or path[-1][1] not in OF_MODULES:
+            yield Mutation(kind, path, "", change)
 
 
 def _of_place(path: Path, place: Place, known: Known) -> Iterator[Mutation]:
@@ -601,6 +613,8 @@ _STATE_IN_C: list[tuple[Any, str, Change]] = [
     (itertools.count, "advanced", lambda t, w: next(t) and None),
     (queue.SimpleQueue, "put", lambda t, w: t.put(1)),
     (ContextVar, "set", lambda t, w: t.set(other(t.get())) and None),
+    (mmap.mmap, "byte set", lambda t, w: t.__setitem__(0, t[0] * 2 + 1)),
+    (abc.ABCMeta, "class registered", lambda t, w: t.register(type(t.__name__, (), {})) and None),
     (io.StringIO, "written", lambda t, w: t.write("abcd") and None),
     (functools._lru_cache_wrapper, "cache cleared", lambda t, w: t.cache_clear()),
 ]

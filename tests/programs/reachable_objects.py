@@ -12,6 +12,7 @@ import collections
 import functools
 import gc
 import os
+import sys
 import types
 import weakref
 from collections.abc import Iterator, Mapping
@@ -27,7 +28,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 # Dictionaries of torch's modules whose entries are a program's; other attributes are bookkeeping.
 OF_MODULES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {*OF_MODULES, "training"}
-_LEAVES = (types.BuiltinFunctionType, types.CodeType, types.MethodDescriptorType, torch.Generator)
+_LEAVES = (types.CodeType, types.MethodDescriptorType, torch.Generator)
 _FEW = 12  # of a long sequence only the first elements are visited
 
 
@@ -43,6 +44,7 @@ class World:
         yield ("root", "step"), self.step
         yield ("root", "builtins"), _Named(vars(builtins), "GAIN_OF_ALL_")
         yield ("root", "environ"), _Named(os.environ, "MUTABLE_GAIN_")
+        yield ("root", "modules"), _Named(sys.modules, f"{self.globals['__name__']}.settings")
 
     def at(self, path: Path) -> Any:
         found: Any = self
@@ -52,13 +54,14 @@ class World:
 
     def is_own(self, value: Any) -> bool:
         """Whether a function, class or module is the program's."""
-        names = {self.globals["__name__"], self.globals["__name__"] + "_library"}
+        name = self.globals["__name__"]
+        names = (name, f"{name}_library")
         if isinstance(value, types.ModuleType):
-            return value.__spec__ is None or value.__name__ in names
+            return value.__spec__ is None or value.__name__.partition(".")[0] in names
         if isinstance(value, types.FunctionType):
-            return value.__globals__.get("__name__") in names
+            return str(value.__globals__.get("__name__")).partition(".")[0] in names
         if isinstance(value, type):
-            return value.__module__ in names
+            return value.__module__.partition(".")[0] in names
         return value is not os.environ and not isinstance(value, _LEAVES)
 
 

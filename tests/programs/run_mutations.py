@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from rich.console import Console
@@ -119,7 +119,7 @@ def _chunk(programs: list[tuple[int, MutableProgram]], mutations: int) -> list[R
     for seed, program in programs:
         draw = random.Random(seed)
         choose = partial(drawn, draw=draw, count=mutations) if mutations else each_kind
-        found += [_row(seed, each) for each in judge(program, choose, with_effect=not mutations)]
+        found += [_row(seed, each) for each in judge(program, choose, thorough=mutations > 0)]
     return found
 
 
@@ -158,7 +158,9 @@ def _counts(rows: list[Row]) -> dict[str, dict[str, int]]:
 def _print(rows: list[Row], silent: list[Row], verbose: bool) -> None:
     console = Console()
     for row in rows if verbose else ():
-        console.print(f"{row.seed} {row.engine}: {row.outcome}: {row.mutation} {row.detail}", markup=False)
+        console.print(
+            f"{row.seed} {row.engine}: {row.outcome}: {row.mutation} {row.detail}", markup=False
+        )
     counts = _counts(rows)
     shown = Table("engine", *counts["all"], title=f"{len(rows)} mutations")
     for engine, found in counts.items():
