@@ -59,9 +59,12 @@ def generate(seed: int) -> MutableProgram:
 
 def _piece(draw: random.Random, place: str) -> Piece:
     while True:
-        spelling = PLAIN_SPELLING if draw.random() < 0.5 else draw.choice(SPELLINGS[1:])
+        state = draw.choice(list(STATES))
         reader = PLAIN_READER if draw.random() < 0.7 else draw.choice(list(READERS))
-        piece = Piece(draw.choice(list(STATES)), spelling, reader)
+        reader = "step" if "the step" in state else reader
+        spellings = [each for each in SPELLINGS[1:] if Piece(state, each, reader).is_possible]
+        is_plain = draw.random() < 0.5 or not spellings
+        piece = Piece(state, PLAIN_SPELLING if is_plain else draw.choice(spellings), reader)
         if piece.is_possible and piece.fits(place):
             return piece
 

@@ -111,8 +111,8 @@ READERS: dict[str, str] = {
     "lambda": "y = (lambda: EXPRESSION)()",
     "generator": "y = sum(EXPRESSION for _ in range(1))",
     "hook of a gradient": "y.register_hook(lambda y: EXPRESSION)",
-    "backward of a function": "y = apply_in_backward(y, lambda y: EXPRESSION)",
-    "thread": "y = in_thread(lambda: EXPRESSION)",
+    "backward of a function": "y = __apply_in_backward__(y, lambda y: EXPRESSION)",
+    "thread": "y = __in_thread__(lambda: EXPRESSION)",
     # Outside of the scope:
     "model": "y = EXPRESSION",
     "step": "y = EXPRESSION",
@@ -127,7 +127,7 @@ import torch
 from torch import nn
 """
 _HELPERS = """\
-def in_thread(function):
+def __in_thread__(function):
     found = []
     def run():
         try:
@@ -140,7 +140,7 @@ def in_thread(function):
     if isinstance(found[0], Exception):
         raise found[0]
     return found[0]
-def apply_in_backward(y, function):
+def __apply_in_backward__(y, function):
     class Applied(torch.autograd.Function):
         @staticmethod
         def forward(ctx, y):

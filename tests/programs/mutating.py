@@ -303,11 +303,12 @@ def is_of_piece(mutation: Mutation) -> bool:
 Choice = Generator[Mutation, Outcome, None]
 
 
-def each_kind(found: list[Mutation], tries: int = 8) -> Choice:
+def each_kind(found: list[Mutation], tries: int = 6) -> Choice:
     """The first mutations of each kind that concern a piece, at each place until one has effect."""
     left = {each.kind: tries for each in found}
     at_place: Counter[tuple] = Counter()
-    for mutation in filter(is_of_piece, found):
+    # Python's own attributes come last, since they are many.
+    for mutation in sorted(filter(is_of_piece, found), key=lambda each: str(each).count("__")):
         place = (mutation.kind, mutation.path, mutation.place)
         if left[mutation.kind] and at_place[place] < 3:
             outcome = yield mutation
@@ -319,7 +320,9 @@ def drawn(found: list[Mutation], draw: random.Random, count: int) -> Choice:
     """Mutations at random, most of them of a piece's own state."""
     kinds = Counter(each.kind for each in found)
     weights = [(1.0 if is_of_piece(each) else 0.1) / kinds[each.kind] for each in found]
-    yield from draw.choices(found, weights, k=count) if found else ()
+    chosen = draw.choices(found, weights, k=count) if found else []
+    while chosen:
+        yield chosen.pop()
 
 
 def judge(

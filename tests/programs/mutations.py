@@ -15,6 +15,7 @@ import mmap
 import queue
 import re
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -301,11 +302,13 @@ def places(value: Any) -> Iterator[Place]:
     elif isinstance(value, types.FunctionType):
         yield from _places_of_function(value)
     elif isinstance(value, Mapping) and hasattr(value, "__setitem__"):
+        # Weak dictionaries print errors if their own attributes are missing.
+        is_weak = isinstance(value, (weakref.WeakKeyDictionary, weakref.WeakValueDictionary))
         is_globals = "__builtins__" in value
         for number, (key, child) in enumerate(list(value.items())[:40]):
             if not (is_globals and (str(key).startswith("__") or not _is_interesting(child))):
                 yield _entry("global" if is_globals else "entry", number, key, child)
-        yield from _attributes(value)
+        yield from () if is_weak else _attributes(value)
     elif isinstance(value, (list, collections.deque)):
         for number, child in enumerate(list(value)[:4]):
             yield Place("element", f"[{number}]", child, _put_item(number), _drop_item(number))
@@ -430,7 +433,8 @@ def _of_place(path: Path, place: Place, known: Known) -> Iterator[Mutation]:
             yield made(what, lambda target, world, t=there: put(target, world.at(t)))
     if remove is not None:
         yield made("deleted", lambda target, world: remove(target))
-        yield made("renamed", lambda target, world: _rename(place, target))
+        if place.word != "element":
+            yield made("renamed", lambda target, world: _rename(place, target))
 
 
 def _now(place: Place, target: Any) -> Any:
@@ -454,6 +458,8 @@ def _rename(place: Place, target: Any) -> None:
 
 def _exchanges(value: Any, known: Known) -> Iterator[Path]:
     """Paths of other known objects that can stand for a value, first those of the pieces."""
+    # A step within a step would never end.
+    known = [(path, each) for path, each in known if len(path) > 1]
     found = [path for path, each in known if each is not value and _alike(each, value)]
     found.sort(key=lambda path: not re.search(r"_\d+\b", shown(path)))
     yield from found[:3]
@@ -563,8 +569,8 @@ def _exchange_member(target: set, world: World) -> None:
 def _exchange_code(target: types.FunctionType, world: World) -> None:
     """A function gets the code of another one with as many arguments and free variables."""
     code = target.__code__
-    for each in list(world.globals.values()):
-        if isinstance(each, types.FunctionType) and each is not target:
+    for name, each in list(world.globals.items()):
+        if isinstance(each, types.FunctionType) and each is not target and name[:2] != "__":
             new = each.__code__
             if (new.co_argcount, new.co_freevars) == (code.co_argcount, code.co_freevars):
                 target.__code__ = new
