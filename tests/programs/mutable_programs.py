@@ -22,7 +22,14 @@ from programs.specification import ENGINES
 # States that stand for all others where a spelling, a reader or a place is tried.
 _OF_SPELLINGS = ("attribute of an object", "dict", "dataclass")
 _OF_READERS = ("attribute of an object", "closure over a list")
-_OF_PLACES = ("attribute of an object", "global", "class attribute", "class registry", "closure")
+_OF_PLACES = (
+    "attribute of an object",
+    "global",
+    "class attribute",
+    "class registry",
+    "closure",
+    "counter of a class",
+)
 LETTERS = {"scopes": "s", "callables": "c", "step": "f"}
 
 

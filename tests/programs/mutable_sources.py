@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import itertools
 import linecache
+import re
 import shutil
 import sys
 import tempfile
@@ -19,85 +20,43 @@ from typing import Any
 
 from programs.mutable_states import STATES, TIMES, State
 
-# ---- how the name in front of a value is spelled
-
-
-def _by_attribute(spelling: str) -> Callable[[ast.expr], str | None]:
-    """A spelling for reads that end with ``.name``: OBJECT and NAME stand for the two parts."""
-
-    def spelled(read: ast.expr) -> str | None:
-        if not isinstance(read, ast.Attribute):
-            return None
-        return spelling.replace("OBJECT", ast.unparse(read.value)).replace("NAME", read.attr)
-
-    return spelled
-
-
-def _by_item(spelling: str) -> Callable[[ast.expr], str | None]:
-    """A spelling for reads that end with ``[key]``: OBJECT and KEY stand for the two parts."""
-
-    def spelled(read: ast.expr) -> str | None:
-        if not isinstance(read, ast.Subscript):
-            return None
-        key = ast.unparse(read.slice)
-        return spelling.replace("OBJECT", ast.unparse(read.value)).replace("KEY", key)
-
-    return spelled
-
-
-def _by_path(spelling: str) -> Callable[[ast.expr], str | None]:
-    """A spelling for a chain of attributes: ROOT and PATH stand for its two parts."""
-
-    def spelled(read: ast.expr) -> str | None:
-        root, _, path = ast.unparse(read).partition(".")
-        if not isinstance(read, ast.Attribute) or not path.replace(".", "").isidentifier():
-            return None
-        return spelling.replace("ROOT", root).replace("PATH", path)
-
-    return spelled
-
+# ---- how the name of a value is spelled
 
 PLAIN_SPELLING = "as it is"
-_SPELLINGS: dict[str, tuple[Callable[[ast.expr], str | None], str]] = {
-    "getattr": (_by_attribute("getattr(OBJECT, 'NAME')"), ""),
-    "getattr with a default": (_by_attribute("getattr(OBJECT, 'NAME', 2.5)"), ""),
-    "getattr, name in a list": (_by_attribute("getattr(OBJECT, LIST$[0])"), "LIST$ = ['NAME']"),
+_PICK = "def pick$(NAME, **rest):\n    return NAME"
+# Expressions, and statements of the module that they need. OBJECT and NAME stand for the two parts
+# of ``object.name``, OBJECT and KEY for those of ``object[key]``, ROOT and PATH for ``root.a.b``.
+_SPELLINGS: dict[str, tuple[str, str]] = {
+    "getattr": ("getattr(OBJECT, 'NAME')", ""),
+    "getattr with a default": ("getattr(OBJECT, 'NAME', 2.5)", ""),
+    "getattr, name in a list": ("getattr(OBJECT, LIST$[0])", "LIST$ = ['NAME']"),
     "getattr, name put together": (
-        _by_attribute("getattr(OBJECT, ''.join(LETTERS$))"),
+        "getattr(OBJECT, ''.join(LETTERS$))",
         "LETTERS$ = list('NAME')",
     ),
-    "attrgetter": (_by_attribute("GET$(OBJECT)"), "GET$ = operator.attrgetter('NAME')"),
-    "dotted attrgetter": (_by_path("GET$(ROOT)"), "GET$ = operator.attrgetter('PATH')"),
-    "dotted string": (_by_path("functools.reduce(getattr, 'PATH'.split('.'), ROOT)"), ""),
-    "vars": (_by_attribute("vars(OBJECT)['NAME']"), ""),
-    "__dict__": (_by_attribute("OBJECT.__dict__['NAME']"), ""),
-    "asdict": (_by_attribute("dataclasses.asdict(OBJECT)['NAME']"), ""),
-    "asdict unpacked": (
-        _by_attribute("pick$(**dataclasses.asdict(OBJECT))"),
-        "def pick$(NAME, **rest):\n    return NAME",
-    ),
-    "vars unpacked": (
-        _by_attribute("pick$(**vars(OBJECT))"),
-        "def pick$(NAME, **rest):\n    return NAME",
-    ),
-    "copy": (_by_attribute("copy.copy(OBJECT).NAME"), ""),
-    "values of vars": (_by_attribute("dict(vars(OBJECT).items())['NAME']"), ""),
+    "attrgetter": ("GET$(OBJECT)", "GET$ = operator.attrgetter('NAME')"),
+    "dotted attrgetter": ("GET$(ROOT)", "GET$ = operator.attrgetter('PATH')"),
+    "dotted string": ("functools.reduce(getattr, 'PATH'.split('.'), ROOT)", ""),
+    "vars": ("vars(OBJECT)['NAME']", ""),
+    "__dict__": ("OBJECT.__dict__['NAME']", ""),
+    "asdict": ("dataclasses.asdict(OBJECT)['NAME']", ""),
+    "asdict unpacked": ("pick$(**dataclasses.asdict(OBJECT))", _PICK),
+    "vars unpacked": ("pick$(**vars(OBJECT))", _PICK),
+    "copy": ("copy.copy(OBJECT).NAME", ""),
+    "values of vars": ("dict(vars(OBJECT).items())['NAME']", ""),
     "match object": (
-        _by_attribute("pick$(OBJECT)"),
+        "pick$(OBJECT)",
         "def pick$(found):\n    match found:\n        case object(NAME=value):\n"
         "            return value",
     ),
-    "get": (_by_item("OBJECT.get(KEY, 2.5)"), ""),
-    "itemgetter": (_by_item("GET$(OBJECT)"), "GET$ = operator.itemgetter(KEY)"),
-    "methodcaller": (
-        _by_item("GET$(OBJECT)"),
-        "GET$ = operator.methodcaller('__getitem__', KEY)",
-    ),
-    "__getitem__": (_by_item("OBJECT.__getitem__(KEY)"), ""),
-    "key in a list": (_by_item("OBJECT[LIST$[0]]"), "LIST$ = [KEY]"),
-    "copy of a container": (_by_item("copy.deepcopy(OBJECT)[KEY]"), ""),
+    "get": ("OBJECT.get(KEY, 2.5)", ""),
+    "itemgetter": ("GET$(OBJECT)", "GET$ = operator.itemgetter(KEY)"),
+    "methodcaller": ("GET$(OBJECT)", "GET$ = operator.methodcaller('__getitem__', KEY)"),
+    "__getitem__": ("OBJECT.__getitem__(KEY)", ""),
+    "key in a list": ("OBJECT[LIST$[0]]", "LIST$ = [KEY]"),
+    "copy of a container": ("copy.deepcopy(OBJECT)[KEY]", ""),
     "match mapping": (
-        _by_item("pick$(OBJECT)"),
+        "pick$(OBJECT)",
         "def pick$(found):\n    match found:\n        case {KEY: value}:\n            return value",
     ),
 }
@@ -248,19 +207,21 @@ class _Lines:
 
 def _spelled(state: State, spelling: str) -> tuple[str, str] | None:
     """The read in another spelling, with the statements of the module that it needs."""
-    rewrite, helper = _SPELLINGS[spelling]
-    read = ast.parse(state.read.replace("$", "AT"), mode="eval").body
-    spelled = rewrite(read)
-    if spelled is None:
-        return None
+    read = ast.parse(state.read.replace("$", "NUMBER"), mode="eval").body
     parts = {}
     if isinstance(read, ast.Attribute):
-        parts = {"NAME": read.attr, "PATH": ast.unparse(read).partition(".")[2]}
+        parts = {"OBJECT": ast.unparse(read.value), "NAME": read.attr}
+        root, _, path = ast.unparse(read).partition(".")
+        if path.replace(".", "").isidentifier():
+            parts |= {"ROOT": root, "PATH": path}
     elif isinstance(read, ast.Subscript):
-        parts = {"KEY": ast.unparse(read.slice)}
-    for word, text in parts.items():
-        helper = helper.replace(word, text)
-    return spelled.replace("AT", "$"), helper.replace("AT", "$")
+        parts = {"OBJECT": ast.unparse(read.value), "KEY": ast.unparse(read.slice)}
+    text = "\0".join(_SPELLINGS[spelling])
+    text = re.sub("[A-Z]{3,}", lambda word: parts.get(word[0], word[0]), text)
+    if re.search("OBJECT|NAME|KEY|ROOT|PATH", text):
+        return None
+    expression, statements = text.replace("NUMBER", "$").split("\0")
+    return expression, statements
 
 
 def source(pieces: tuple[Piece, ...]) -> tuple[str, str]:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 NO_DICT = ("vars", "__dict__", "vars unpacked", "values of vars")
 NO_COPY = ("copy", "copy of a container")
 NO_GET = ("get", "match mapping")
-TIMES, CALL = "{y} * {v}", "{v}({y})"
+IN_BACKWARD = ("hook of a gradient", "backward of a function")
+TIMES, PLUS, CALL = "{y} * {v}", "{y} + {v}", "{v}({y})"
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ _PART = "class Part$(nn.Module):\n    def forward(self, y):\n        return y * 
 _RUN_ALL = (
     "def run$(layers, y):\n    for layer in layers:\n        y = layer(y).tanh()\n    return y"
 )
+_COUNT = "def count$(counts):\n    "
 _WEIGHTED = "sum(n * v for n, v in enumerate({}, 1))"
 
 STATES: dict[str, State] = {
@@ -474,6 +476,35 @@ STATES: dict[str, State] = {
     ),
     "attribute of an enum member": State(
         "Mode$.A.gain$", "", f"{_MODE}\nMode$.A.gain$ = 1.5", unfit=NO_DICT
+    ),
+    # ---- state that the forward itself changes; a warm-up with such a factor would never end
+    "counter attribute": State(
+        "count$(self)",
+        "self.count$ = 0",
+        f"{_COUNT}counts.count$ += 1\n    return counts.count$",
+        use=PLUS,
+        unfit=IN_BACKWARD,
+    ),
+    "counter in a long list": State(
+        "count$(self.counts$)",
+        "self.counts$ = [0] * 3000",
+        f"{_COUNT}counts[7] += 1\n    return counts[7]",
+        use=PLUS,
+        unfit=IN_BACKWARD,
+    ),
+    "counter in a shared value": State(
+        "count$(self.value$)",
+        "self.value$ = sharedctypes.RawValue('i', 0)",
+        f"{_COUNT}counts.value += 1\n    return counts.value",
+        use=PLUS,
+        unfit=IN_BACKWARD,
+    ),
+    "counter of a class": State(
+        "count$(Config$)",
+        "",
+        f"class Config$:\n    count$ = 0\n{_COUNT}counts.count$ += 1\n    return counts.count$",
+        use=PLUS,
+        unfit=IN_BACKWARD,
     ),
     # ---- modules of torch
     "module list": State(

@@ -35,6 +35,7 @@ SILENT, LOST, DIFFERENT, CRASH = "SILENT", "ERROR LOST", "DIFFERENT THOUGH EAGER
 NOT_REPLAYED, INVALID = "not replayed", "invalid"
 ALLOWED = (EQUAL, COUNTED, NAMED, NO_EFFECT, NOT_REPLAYED, LOST)
 WARMUP = 2
+MOST_BUILT = 16  # captures of one program, whose state some mutations damage
 assert ENGINES == ("scopes", "callables", "step")
 
 
@@ -350,14 +351,16 @@ def judge(
             outcome = NOT_REPLAYED if trio.is_equal else SILENT
             yield Outcome(program, None, outcome, str(trio.counts))
             return
-        choice = choose(candidates(trio))
+        choice, built = choose(candidates(trio)), 1
         mutation = next(choice, None)
         while mutation is not None:
             outcome = Outcome(program, mutation, *_tried(trio, mutation))
             yield outcome
             if not trio.is_whole():
                 trio.close()
-                trio = Trio(program, thorough)
+                if built == MOST_BUILT:
+                    return
+                trio, built = Trio(program, thorough), built + 1
             try:
                 mutation = choice.send(outcome)
             except StopIteration:

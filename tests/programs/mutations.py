@@ -68,7 +68,7 @@ class Mutation:
 
 
 def snapshot(value: Any) -> Undo:
-    """What puts the contents of a value back."""
+    """Note the contents of a value; the function that is returned puts them back."""
     parts = list(_snapshots(value))
 
     def undo() -> None:
@@ -189,7 +189,7 @@ def _partial(value: functools.partial) -> Undo:
 
 def _queue(value: queue.SimpleQueue) -> Undo:
     size = value.qsize()
-    return lambda: [value.get() for _ in range(value.qsize() - size)] and None
+    return lambda: [value.get_nowait() for _ in range(value.qsize() - size)] and None
 
 
 def _variable(value: ContextVar) -> Undo:
