@@ -73,7 +73,7 @@ def main() -> int:
     elif options.json:
         for row in silent:
             print(json.dumps(vars(row)))
-        print(json.dumps(_counts(rows)))
+        print(json.dumps({"outcomes": _counts(rows), "kinds": _kinds(rows)}))
     else:
         _print(rows, silent, options.verbose)
     return int(any(not row.is_known for row in silent))
@@ -153,6 +153,14 @@ def _counts(rows: list[Row]) -> dict[str, dict[str, int]]:
         counts[row.engine][row.outcome] += 1
         counts["all"][row.outcome] += 1
     return {engine: dict(found.most_common()) for engine, found in counts.items()}
+
+
+def _kinds(rows: list[Row]) -> dict[str, dict[str, dict[str, int]]]:
+    """Outcomes by kind of mutation and by engine."""
+    counts: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
+    for row in rows:
+        counts[row.kind][row.engine][row.outcome] += 1
+    return {kind: {e: dict(c) for e, c in found.items()} for kind, found in counts.items()}
 
 
 def _print(rows: list[Row], silent: list[Row], verbose: bool) -> None:
