@@ -323,7 +323,8 @@ def _is_interesting(value: Any) -> bool:
 
 def _attributes(value: Any) -> Iterator[Place]:
     for name, child in attributes(value):
-        if name not in OF_MODULES:
+        # The hash of an enum's member is that of its name, which differs from process to process.
+        if name not in OF_MODULES and not (isinstance(value, enum.Enum) and name == "_name_"):
             yield _attribute("attribute", name, child)
     if isinstance(value, nn.Module):
         for part in ("_parameters", "_buffers", "_modules"):
