@@ -211,7 +211,7 @@ def timed_jobs(T: int, D: int, F: int, E: int, K: int) -> dict:
             6 * R * F,
             lambda: swiglu_reference.swiglu(x),
         ),
-        "d swiglu": (lambda: swiglu_triton.swiglu_backward(x, dh), 10 * R * F, None),
+        "d swiglu": (lambda: swiglu_triton.swiglu_backward(x, dh, False), 10 * R * F, None),
     }
 
 

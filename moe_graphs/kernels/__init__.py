@@ -22,7 +22,7 @@ from moe_graphs.kernels.rms_norm import add_rms_norm, rms_norm
 from moe_graphs.kernels.rotary import apply_rotary
 from moe_graphs.kernels.routed_experts import routed_experts
 from moe_graphs.kernels.row_order import RowOrder, route_rows
-from moe_graphs.kernels.swiglu import swiglu
+from moe_graphs.kernels.swiglu import swiglu, swiglu_linear
 
 __all__ = [
     "RoutingRule",
@@ -43,5 +43,6 @@ __all__ = [
     "sum_rows",
     "swiglu",
     "swiglu_gemms",
+    "swiglu_linear",
     "unpermute",
 ]

@@ -1,4 +1,4 @@
-"""The precision of sums, and the rounding of their results."""
+"""The precision of operands and sums, and the rounding of results."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ from torch import Tensor
 def accumulation_dtype(x: Tensor) -> torch.dtype:
     """fp32, or fp64 where the values are fp64 already (gradient checks)."""
     return torch.promote_types(x.dtype, torch.float32)
+
+
+def to_autocast(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and weights, in the autocast dtype if autocast is on for their device."""
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        return x.to(dtype), w.to(dtype)
+    return x, w
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,6 +7,8 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_graphs.layers.model_config import check_linear
 
@@ -15,6 +17,25 @@ class Projection(nn.Module):
     """Interface of a projection, for type checkers alone: no kind is a subclass."""
 
     weight: nn.Parameter
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether a call of ``module`` is ``functional.linear`` with its weight, and nothing else."""
+    return (
+        type(module) is nn.Linear
+        and module.bias is None
+        and not is_traceable_wrapper_subclass(module.weight)  # DTensors, quantized weights
+        and not is_watched(module)
+    )
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether a call of ``module`` runs more than the forward of its class: hooks or a patch."""
+    hooks = (
+        module._forward_pre_hooks or module._forward_hooks
+        or module._backward_pre_hooks or module._backward_hooks
+    )  # fmt: skip
+    return bool(hooks) or _has_any_global_hook() or "forward" in module.__dict__
 
 
 def build_linear(

@@ -10,12 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_graphs.kernels import swiglu
-from moe_graphs.layers.linear import build_linear
+from moe_graphs.kernels import swiglu, swiglu_linear
+from moe_graphs.layers.linear import build_linear, is_plain_linear
 
 
 class SwiGLU(nn.Module):
-    """``w2(silu(gate) * up)``, gate and up in one projection (arXiv 2002.05202)."""
+    """``w2(silu(gate) * up)``, gate and up in one projection (arXiv 2002.05202).
+
+    Keeps its input and the output of ``w1`` for the backward, if ``w2`` is a plain linear layer.
+    Otherwise (hooks, LoRA, another library's projection) the input of ``w2`` is kept as well.
+    """
 
     def __init__(
         self,
@@ -32,4 +36,7 @@ class SwiGLU(nn.Module):
         self.w2 = build_linear(linear, ffn_hidden_size, hidden_size, **factory)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.w2(swiglu(self.w1(hidden)))
+        gate_up = self.w1(hidden)
+        if is_plain_linear(self.w2):
+            return swiglu_linear(gate_up, self.w2.weight)
+        return self.w2(swiglu(gate_up))

@@ -26,10 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
-from moe_graphs.kernels import linear_cross_entropy
+from moe_graphs.kernels import linear_cross_entropy, swiglu_linear
 from moe_graphs.kernels.ops import wants_gradient
 from moe_graphs.layers import LanguageModel, TransformerConfig
 from moe_graphs.layers.attention import Attention
+from moe_graphs.layers.linear import is_watched
 from moe_graphs.layers.mlp import SwiGLU
 from moe_graphs.parallel.model_stage import ModelStage
 from moe_graphs.parallel.vocabulary import ColumnsOfGroup
@@ -130,6 +131,17 @@ class AttentionOfHeads(Attention):
         return _SumOfGradients.apply(*weights, self.process_group)
 
 
+class SwiGLUOfColumns(SwiGLU):
+    """Feed-forward network with the columns of this rank."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        down = cast(RowLinear, self.w2)
+        if is_watched(down):
+            return super().forward(hidden)
+        partial = swiglu_linear(self.w1(hidden), local(down.weight))
+        return _SumOverRanks.apply(partial, down.process_group)
+
+
 def check_tensor_parallel(config: TransformerConfig, tp: int) -> None:
     """Check that ``tp`` ranks can share the tensors of such a model.
 
@@ -220,6 +232,7 @@ def _share_columns(mlp: Any, mesh: DeviceMesh) -> None:
     w1_MD = _rows(mlp.w1.weight, mesh, _gate_up(mlp.w1.weight))
     _become(ColumnLinear, mlp.w1, w1_MD, mesh)
     _become(RowLinear, mlp.w2, _columns(mlp.w2.weight, mesh), mesh)
+    mlp.__class__ = SwiGLUOfColumns
 
 
 def _rows(weight: Tensor, mesh: DeviceMesh, parts: tuple[int, ...] = ()) -> Tensor:

@@ -41,10 +41,11 @@ def test_elementwise(compiled, dtype):
             permute_triton.collect_rows(rows, inverse, given)
         permute_triton.dot_rows(rows, inverse, hidden)
         swiglu_triton.swiglu_forward(rows)
-        swiglu_triton.swiglu_backward(rows, rows[:, :1440])
+        for with_result in (True, False):
+            swiglu_triton.swiglu_backward(rows, rows[:, :1440], with_result)
 
     found = compiled(launches)
-    assert len(found) == 7
+    assert len(found) == 8
     for kernel in found:
         check(kernel, wgmma=False)
         assert "atom" not in kernel.ptx

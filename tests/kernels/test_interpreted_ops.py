@@ -171,7 +171,10 @@ def test_swiglu(rows, ffn):
     expected.backward(dh)
     with torch.no_grad():
         torch.testing.assert_close(swiglu_triton.swiglu_forward(x), expected)
-        torch.testing.assert_close(swiglu_triton.swiglu_backward(x, dh), x.grad)
+        for with_result in (True, False):
+            dx, h = swiglu_triton.swiglu_backward(x, dh, with_result)
+            torch.testing.assert_close(dx, x.grad)
+            assert torch.equal(h, swiglu_triton.swiglu_forward(x) if with_result else dh[:0, 0])
 
 
 @pytest.mark.parametrize("gaps", [False, True])

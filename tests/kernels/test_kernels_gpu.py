@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional
 
 import kernel_check as check
 from moe_graphs.kernels import (
@@ -18,6 +19,7 @@ from moe_graphs.kernels import (
     permute,
     route_rows,
     swiglu,
+    swiglu_linear,
     unpermute,
 )
 from moe_graphs.kernels.gemm import reference
@@ -171,6 +173,21 @@ def row_order(tokens: int, top_k: int, gaps: bool) -> RowOrder:
 def test_swiglu(rows, ffn, dtype):
     torch.manual_seed(0)
     compare(swiglu, swiglu_reference.swiglu, (random(rows, 2 * ffn, dtype=dtype),))
+
+
+@pytest.mark.parametrize("shape", [(512, 4, 768), (33, 1408)])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_swiglu_linear_has_the_bits_of_the_two_ops(shape, autocast):
+    torch.manual_seed(0)
+    dtype = torch.float32 if autocast else torch.bfloat16
+    x = random(*shape[:-1], 2 * shape[-1], dtype=dtype).requires_grad_()
+    w = random(640, shape[-1], dtype=dtype).requires_grad_()
+    grad, found = random(*shape[:-1], 640, dtype=torch.bfloat16), []
+    for run in (swiglu_linear, lambda x, w: functional.linear(swiglu(x), w)):
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            out = run(x.to(torch.bfloat16), w)
+        found.append((out, *torch.autograd.grad(out, (x, w), grad)))
+    assert all(map(torch.equal, *found))
 
 
 def experts_layer(hidden, weights, ids, w1, w2):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kept_bytes import kept_bytes
 from moe_graphs.engine.autograd import SplitBackward
 from moe_graphs.kernels import (
     RowOrder,
@@ -121,20 +122,6 @@ def test_frozen_experts_keep_one_product_and_no_tokens():
     given[2:] = [weight.detach() for weight in given[2:]]
     kept = kept_bytes(lambda: ours(order, *given), given[2:])
     assert kept == 4 * (T * K * 2 * F + T * K + E) + 2 * 4 * T * K
-
-
-def kept_bytes(run, weights: list[Tensor]) -> int:
-    kept: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        run()
-    for weight in weights:
-        kept.pop(weight.untyped_storage().data_ptr(), None)
-    return sum(kept.values())
 
 
 @pytest.mark.parametrize("number", range(4))

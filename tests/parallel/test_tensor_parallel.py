@@ -12,9 +12,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional
 
 from distributed import run_distributed
+from kept_bytes import kept_bytes
 from moe_graphs.layers import LanguageModel, LatentAttentionConfig
 from moe_graphs.parallel import (
     ParallelConfig,
+    apply_tensor_parallel,
     check_tensor_parallel,
     make_mesh,
     parallelize,
@@ -32,6 +34,7 @@ TWO = ParallelConfig(tp=2)
 
 def of_two(rank: int, world_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {"differences": differences("cpu", TWO)}
+    found["kept"] = kept_by_network()
     found["norms"] = compare(rank, world_size, "cpu", [{"tp": 2}], 8)
     compare_scopes("cpu", TWO, SCOPES, 5)
     mesh = make_mesh(TWO, "cpu")
@@ -42,6 +45,17 @@ def of_two(rank: int, world_size: int) -> dict[str, Any]:
     odd = LanguageModel(replace(small.config, num_kv_heads=1), device="meta")
     found["heads"] = told(lambda: parallelize(odd, TWO, mesh))
     return found
+
+
+def kept_by_network() -> tuple[int, int]:
+    """Bytes that a rank's feed-forward network keeps, and those of its input and first product."""
+    model = tiny_model("cpu", "dense", count=1, dtype=torch.float32)
+    apply_tensor_parallel(model, make_mesh(TWO, "cpu")["tp"])
+    network, x = model.layers[0].mlp, torch.randn(4, model.config.hidden_size, requires_grad=True)
+    weights = [parameter.to_local() for parameter in network.parameters()]
+    columns = model.config.ffn_hidden_size  # gate and up of half of them
+    expected = x.nbytes // x.shape[1] * (x.shape[1] + columns)
+    return kept_bytes(lambda: network(x), weights), expected
 
 
 def losses(group: dist.ProcessGroup, device: str = "cpu") -> dict[str, float]:
@@ -79,6 +93,7 @@ def test_two_ranks():
     for found in (first, second):
         assert max(found["differences"].values()) < BOUND, found["differences"]
         assert len(found["differences"]) > 40
+        assert found["kept"][0] == found["kept"][1]
         assert found["losses"].pop("whole") == found["losses"].pop("outside") == 0
         assert max(found["losses"].values()) < 1e-6
         assert found["mixed"].startswith("mixed_precision: of FSDP2")

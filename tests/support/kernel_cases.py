@@ -120,7 +120,8 @@ def _swiglu() -> None:
     for dtype in (BF16, FP32):
         rows = torch.empty(512, 2880, dtype=dtype)
         swiglu_triton.swiglu_forward(rows)
-        swiglu_triton.swiglu_backward(rows, rows[:, :1440])
+        for with_result in (True, False):
+            swiglu_triton.swiglu_backward(rows, rows[:, :1440], with_result)
 
 
 def _weighted_swiglu() -> None:

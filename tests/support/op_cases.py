@@ -125,6 +125,9 @@ def op_cases(
             lambda x, w1, w2: [kernels.swiglu_gemms(x, w1, w2, order.offsets_E)],
             [leaf(T * K, D), leaf(E, D, 2 * F), leaf(E, F, D)],
         ),
+        "swiglu_linear": OpCase(
+            lambda x, w: [kernels.swiglu_linear(x, w)], [leaf(2, 3, 2 * F), leaf(D, F)]
+        ),
         "unpermute": OpCase(
             lambda x, w: [kernels.unpermute(x, order, w)], [leaf(T * K, D), weights_TK]
         ),

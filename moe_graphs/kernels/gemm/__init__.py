@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from moe_graphs.kernels.availability import has_triton
 from moe_graphs.kernels.gemm import reference
 from moe_graphs.kernels.ops import define_op, wants_gradient
+from moe_graphs.kernels.precision import to_autocast
 from moe_graphs.kernels.swiglu import swiglu
 
 MOST_EXPERTS = 1024  # a program of the work lists looks at the sizes of all of them
@@ -82,14 +83,6 @@ def swiglu_gemms(rows_RD: Tensor, w1_ED2F: Tensor, w2_EFD: Tensor, offsets_E: Te
 
 def is_transposed(w_EKN: Tensor) -> bool:
     return w_EKN.transpose(1, 2).is_contiguous()
-
-
-def to_autocast(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and weights, in the autocast dtype if autocast is on for their device."""
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        return x.to(dtype), w.to(dtype)
-    return x, w
 
 
 class _GroupedGemm(torch.autograd.Function):

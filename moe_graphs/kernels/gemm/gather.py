@@ -22,10 +22,10 @@ from moe_graphs.kernels.gemm import (
     is_transposed,
     reference,
     rows_on_gpu,
-    to_autocast,
 )
 from moe_graphs.kernels.ops import define_op, wants_gradient
 from moe_graphs.kernels.permute import collect_rows, spread_rows
+from moe_graphs.kernels.precision import to_autocast
 from moe_graphs.kernels.row_order import RowOrder, pairs_per_token, token_of
 
 

@@ -38,11 +38,11 @@ from moe_graphs.kernels.gemm import (
     grouped_gemm_dgrad,
     grouped_gemm_forward,
     is_transposed,
-    to_autocast,
 )
 from moe_graphs.kernels.gemm.gather import gather_gemm
 from moe_graphs.kernels.ops import wants_gradient
 from moe_graphs.kernels.permute import collect_rows, spread_rows
+from moe_graphs.kernels.precision import to_autocast
 from moe_graphs.kernels.routed_experts import reference
 from moe_graphs.kernels.row_order import RowOrder
 from moe_graphs.kernels.swiglu import swiglu_forward

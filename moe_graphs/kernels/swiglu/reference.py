@@ -25,8 +25,8 @@ def swiglu_forward(x_R2F: Tensor) -> Tensor:
     return rounded(functional.silu(gate_RF, inplace=True).mul_(up_RF), x_R2F.dtype)
 
 
-def swiglu_backward(x_R2F: Tensor, dh_RF: Tensor) -> Tensor:
-    """The gradient of ``x_R2F``."""
+def swiglu_backward(x_R2F: Tensor, dh_RF: Tensor, with_result: bool) -> tuple[Tensor, Tensor]:
+    """The gradient of ``x_R2F``, and ``swiglu_forward`` again, else an empty tensor."""
     dtype = accumulation_dtype(x_R2F)
     gate_RF, up_RF = x_R2F.chunk(2, dim=-1)
     gate_RF = gate_RF.to(dtype)
@@ -35,4 +35,4 @@ def swiglu_backward(x_R2F: Tensor, dh_RF: Tensor) -> Tensor:
     dup_RF.copy_(functional.silu(gate_RF).mul_(dh_RF))
     dsilu_RF = up_RF.to(dtype, copy=True).mul_(dh_RF)
     dgate_RF.copy_(torch.ops.aten.silu_backward(dsilu_RF, gate_RF))
-    return dx_R2F
+    return dx_R2F, swiglu_forward(x_R2F) if with_result else x_R2F.new_empty(0)

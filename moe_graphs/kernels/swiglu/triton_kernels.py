@@ -53,8 +53,8 @@ def swiglu_forward_kernel(
 
 @triton.jit
 def swiglu_backward_kernel(
-    x_ptr, dh_ptr, dx_ptr, rows, F,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    x_ptr, dh_ptr, dx_ptr, h_ptr, rows, F,
+    RESULT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     dh_at, gate_at, live = _tile(rows, F, ROWS, COLS)
     gate = tl.load(x_ptr + gate_at, mask=live, other=0.0).to(tl.float32)
@@ -63,6 +63,9 @@ def swiglu_backward_kernel(
     dgate, dup = gradients_of(gate, up, dh)
     tl.store(dx_ptr + gate_at, dgate.to(dx_ptr.dtype.element_ty), mask=live)
     tl.store(dx_ptr + gate_at + F, dup.to(dx_ptr.dtype.element_ty), mask=live)
+    if RESULT:
+        h = silu_times(gate, up)
+        tl.store(h_ptr + dh_at, h.to(h_ptr.dtype.element_ty), mask=live)
 
 
 @define_op(device="default")
@@ -77,14 +80,17 @@ def swiglu_forward(x_R2F: torch.Tensor) -> torch.Tensor:
 
 
 @define_op(device="default")
-def swiglu_backward(x_R2F: torch.Tensor, dh_RF: torch.Tensor) -> torch.Tensor:
-    """The gradient of `x_R2F`."""
+def swiglu_backward(
+    x_R2F: torch.Tensor, dh_RF: torch.Tensor, with_result: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of `x_R2F`, and `swiglu_forward` again, else an empty tensor."""
     x_R2F, dh_RF = x_R2F.contiguous(), dh_RF.contiguous()
-    dx_R2F = x_R2F.new_empty(x_R2F.shape)
+    made = _results_like(x_R2F, dh_RF, with_result)
     if dh_RF.numel():
         rows, F = _sizes(dh_RF)
-        launch(swiglu_backward_kernel, _grid(rows, F), (x_R2F, dh_RF, dx_R2F, rows, F), **TILE)
-    return dx_R2F
+        args = (x_R2F, dh_RF, *made, rows, F)
+        launch(swiglu_backward_kernel, _grid(rows, F), args, RESULT=with_result, **TILE)
+    return made
 
 
 @torch.library.register_fake("moe_graphs::swiglu_forward")
@@ -93,8 +99,14 @@ def _(x_R2F):
 
 
 @torch.library.register_fake("moe_graphs::swiglu_backward")
-def _(x_R2F, dh_RF):
-    return x_R2F.new_empty(x_R2F.shape)
+def _(x_R2F, dh_RF, with_result):
+    return _results_like(x_R2F, dh_RF, with_result)
+
+
+def _results_like(
+    x_R2F: torch.Tensor, dh_RF: torch.Tensor, with_result: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x_R2F.new_empty(x_R2F.shape), x_R2F.new_empty(dh_RF.shape if with_result else (0,))
 
 
 def _sizes(h_RF: torch.Tensor) -> tuple[int, int]:
