@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import moe_graphs
 from moe_graphs.bench import environment
 from moe_graphs.bench.timing import elapsed
-from moe_graphs.kernels import permute, swiglu_gemms, unpermute
+from moe_graphs.kernels import grouped_gemm, permute, swiglu, unpermute
 from moe_graphs.kernels.gemm.gather import gather_gemm
 from moe_graphs.kernels.routed_experts import _DownProjection
 from moe_graphs.layers.model_config import MoEConfig
@@ -124,8 +124,9 @@ class SeparateOps(MoELayer):
 
     def run_experts(self, prepared: Prepared) -> MoEOutput:
         plan, (w1, w2) = prepared.plan, (self.experts.w1, self.experts.w2)
-        rows_RD = permute(plan.tokens.flatten(0, -2), plan.order)
-        rows_RD = swiglu_gemms(rows_RD, w1, w2, plan.order.offsets_E)
+        rows_RD, ends_E = permute(plan.tokens.flatten(0, -2), plan.order), plan.order.offsets_E
+        rows_RF = swiglu(grouped_gemm(rows_RD, w1, ends_E, zero_tail=False))
+        rows_RD = grouped_gemm(rows_RF, w2, ends_E, zero_tail=False)
         hidden_TD = unpermute(rows_RD, plan.order, plan.weights_TK)
         return MoEOutput(hidden_TD.view(prepared.shape), prepared.aux_loss, plan.dropped)
 

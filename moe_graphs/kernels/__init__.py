@@ -14,7 +14,7 @@ from moe_graphs.kernels.choose_experts import route
 from moe_graphs.kernels.choose_experts.reference import RoutingRule
 from moe_graphs.kernels.cross_entropy import cross_entropy
 from moe_graphs.kernels.cross_entropy.linear import linear_cross_entropy
-from moe_graphs.kernels.gemm import grouped_gemm, swiglu_gemms
+from moe_graphs.kernels.gemm import grouped_gemm
 from moe_graphs.kernels.gemm.gather import gather_gemm
 from moe_graphs.kernels.heads import split_heads, split_heads_by_rank
 from moe_graphs.kernels.permute import permute, sum_rows, unpermute
@@ -42,7 +42,6 @@ __all__ = [
     "split_heads_by_rank",
     "sum_rows",
     "swiglu",
-    "swiglu_gemms",
     "swiglu_linear",
     "unpermute",
 ]

@@ -41,7 +41,7 @@ GROUPS = (
         r"^(gathered_)?(rows|weights)_(pointer|tma|gluon)_kernel"
         r"|^(zero_tail|row_tiles|add_tail|expert_order|add_partials)_kernel"
         r"|GroupProblemShape|grouped_?gemm|^_(sdd|dsd|dds)_kernel",
-        r"grouped_gemm|(gather|swiglu)_gemm|_(Grouped|Gather)Gemm|_DownProjection|_grouped_mm",
+        r"grouped_gemm|gather_gemm|_(Grouped|Gather)Gemm|_DownProjection|_grouped_mm",
     ),
     Group(
         "attention",

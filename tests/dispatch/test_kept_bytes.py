@@ -1,4 +1,4 @@
-"""What each dispatcher and the experts behind it keep for the backward, to the byte.
+"""Bytes that each dispatcher and the experts behind it keep for the backward.
 
 The rows' order counts as well: int32 pairs, their inverse, and the experts' ends. Nobody keeps rows
 beside tokens, activations, or outputs of experts.

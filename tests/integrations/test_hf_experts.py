@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import pytest
 import torch
+from torch import nn
 
 import moe_graphs
 from moe_graphs.integrations.transformers import NAME, experts_forward, register
@@ -14,6 +16,7 @@ transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: E402
 
 from hf_families import FAMILIES, loss_and_gradients, skip_unknown, tiny, tokens, trained  # noqa: E402
+from kept_bytes import kept_bytes  # noqa: E402
 
 GRAPHED = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "granitemoe")
 
@@ -61,6 +64,41 @@ def test_a_transposed_weight_gets_its_gradient_as_it_lies():
     experts = model.model.layers[0].mlp.experts
     assert experts.gate_up_proj.grad.is_contiguous()
     assert experts.down_proj.grad.is_contiguous()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_experts_of_other_ranks_add_nothing(family):
+    """Half of the experts are here. Pairs of the others have numbers from 4 on, and any weights."""
+    torch.manual_seed(0)
+    whole = tiny(family, NAME).model.layers[0].mlp.experts
+    here = copy.deepcopy(whole)
+    here.num_experts, here._is_expert_parallel = 4, True
+    for name, parameter in whole.named_parameters():
+        setattr(here, name, nn.Parameter(parameter.detach()[:4].clone()))
+    experts, weights = torch.rand(20, 8).topk(2).indices, torch.rand(20, 2)
+    others = experts >= 4
+    found = []
+    for module, given in ((here, weights), (whole, weights.masked_fill(others, 0))):
+        hidden = torch.linspace(-1, 1, 20 * 64).view(20, 64).requires_grad_()
+        given.requires_grad_()
+        out = experts_forward(module, hidden, experts, given)
+        leaves = (hidden, given, module.gate_up_proj, module.down_proj)
+        found.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    got, want = found
+    torch.testing.assert_close(got[:2], want[:2])
+    torch.testing.assert_close(got[2], want[2].masked_fill(others, 0))
+    torch.testing.assert_close(got[3:], [gradient[:4] for gradient in want[3:]])
+
+
+def test_tokens_and_one_product_are_kept():
+    experts = tiny("mixtral", NAME).model.layers[0].mlp.experts
+    chosen = torch.rand(20, 8).topk(2).indices
+    hidden, weights = (torch.rand(20, n, requires_grad=True) for n in (64, 2))
+    kept = kept_bytes(
+        lambda: experts_forward(experts, hidden, chosen, weights), experts.parameters()
+    )
+    F = experts.gate_up_proj.shape[1] // 2
+    assert kept == 4 * (20 * 64 + 40 * 2 * F) + 4 * 40 + 4 * (2 * 40 + 8)
 
 
 @pytest.mark.gpu

@@ -15,10 +15,11 @@ from kept_bytes import kept_bytes
 from moe_graphs.engine.autograd import SplitBackward
 from moe_graphs.kernels import (
     RowOrder,
+    grouped_gemm,
     permute,
     route_rows,
     routed_experts,
-    swiglu_gemms,
+    swiglu,
     unpermute,
 )
 
@@ -46,8 +47,9 @@ def ours(order: RowOrder, tokens: Tensor, weights: Tensor, w1: Tensor, w2: Tenso
 
 
 def apart(order: RowOrder, tokens: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    rows = swiglu_gemms(permute(tokens, order), w1, w2, order.offsets_E)
-    return unpermute(rows, order, weights)
+    ends = order.offsets_E
+    rows = swiglu(grouped_gemm(permute(tokens, order), w1, ends, zero_tail=False))
+    return unpermute(grouped_gemm(rows, w2, ends, zero_tail=False), order, weights)
 
 
 def padded(order: RowOrder, capacity: int, tail: int) -> RowOrder:

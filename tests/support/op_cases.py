@@ -121,10 +121,6 @@ def op_cases(
         "split_heads_by_rank": OpCase(by_rank, [leaf(2, 6, 64)]),
         "split_heads_by_rank, norm of all": OpCase(by_rank, [leaf(2, 6, 64), leaf(32), leaf(16)]),
         "swiglu": OpCase(lambda x: [kernels.swiglu(x)], [leaf(T, 2 * F)]),
-        "swiglu_gemms": OpCase(
-            lambda x, w1, w2: [kernels.swiglu_gemms(x, w1, w2, order.offsets_E)],
-            [leaf(T * K, D), leaf(E, D, 2 * F), leaf(E, F, D)],
-        ),
         "swiglu_linear": OpCase(
             lambda x, w: [kernels.swiglu_linear(x, w)], [leaf(2, 3, 2 * F), leaf(D, F)]
         ),

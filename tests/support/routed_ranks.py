@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from moe_graphs.dispatch import Dispatcher, LocalDispatcher
-from moe_graphs.kernels import swiglu_gemms
+from moe_graphs.kernels import grouped_gemm, swiglu
 from stand_in_experts import sums_of
 
 T, D, F, E = 24, 16, 8, 8
@@ -65,7 +65,9 @@ def run_layer(dispatcher: Dispatcher, hidden_TD, weights_TK, experts_TK, w1, w2,
         row_R = torch.arange(rows_RD.shape[0], device=rows_RD.device)
         nobody_R = (row_R >= offsets_E[-1]).unsqueeze(1)
         assert not rows_RD.masked_select(nobody_R).any()
-        return swiglu_gemms(rows_RD, w1, w2, offsets_E).masked_fill(nobody_R, torch.nan)
+        rows_RF = swiglu(grouped_gemm(rows_RD, w1, offsets_E, zero_tail=False))
+        rows_RD = grouped_gemm(rows_RF, w2, offsets_E, zero_tail=False)
+        return rows_RD.masked_fill(nobody_R, torch.nan)
 
     output_TD = dispatcher.combine(sums_of(dispatched, experts), dispatched, plan)
     return [output_TD.detach(), *torch.autograd.grad(output_TD, leaves, grad_TD)]

@@ -31,7 +31,8 @@ from moe_graphs.kernels import (
     grouped_gemm,
     permute,
     route_rows,
-    swiglu_gemms,
+    routed_experts,
+    swiglu_linear,
     unpermute,
 )
 from moe_graphs.layers import (
@@ -165,7 +166,8 @@ def dispatcher() -> None:
     rows_RD = permute(torch.randn(2, 4), order)
     rows_RD = assert_type(grouped_gemm(rows_RD, torch.randn(4, 4, 4), order.offsets_E), Tensor)
     weights = torch.randn(4, 4, 8), torch.randn(4, 4, 4)
-    rows_RD = assert_type(swiglu_gemms(rows_RD, *weights, order.offsets_E), Tensor)
+    assert_type(routed_experts(torch.randn(2, 4), order, torch.ones(2, 2), *weights), Tensor)
+    assert_type(swiglu_linear(rows_RD, torch.randn(4, 2)), Tensor)
     assert_type(unpermute(rows_RD, order, torch.ones(2, 2)), Tensor)
 
 

@@ -13,12 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from moe_graphs.dispatch.local_rows import local_rows
 from moe_graphs.kernels import (
     grouped_gemm,
     permute,
     route_rows,
+    routed_experts,
     swiglu,
-    swiglu_gemms,
     unpermute,
 )
 from moe_graphs.kernels.gemm import grouped_gemm_wgrad
@@ -65,20 +66,21 @@ def experts_forward(
         ValueError: dtype or sizes that ``grouped_gemm`` does not take.
     """
     experts, others = self.num_experts, _has_others(self)
-    if others:  # behind the last expert's rows, where no GEMM reads
-        order = route_rows(top_k_index.clamp(max=experts), experts + 1)
+    if others:  # whose pairs have no rows here
+        order = local_rows(top_k_index, range(experts), experts + 1, top_k_index.numel()).order
     else:
         order = route_rows(top_k_index, experts)
-    offsets_E = order.offsets_E[:experts].contiguous()
-    rows_RH = permute(hidden_states, order)
-    if is_swiglu(self) and not self.has_bias and not others:
+    has_norm = getattr(self, "has_post_expert_norm", False)
+    if is_swiglu(self) and not self.has_bias and not has_norm:
         w1, w2 = _weight(self, "gate_up_proj"), _weight(self, "down_proj")
-        rows_RH = swiglu_gemms(_in_dtype_of(w1, rows_RH), w1, w2, offsets_E)
-    else:
-        up_proj = "gate_up_proj" if self.has_gate else "up_proj"
-        rows_RN = _linear(self, up_proj, rows_RH, offsets_E, zero_tail=others)
-        rows_RH = _linear(self, "down_proj", _activated(self, rows_RN), offsets_E, zero_tail=others)
-    if getattr(self, "has_post_expert_norm", False):
+        tokens_TH = _in_dtype_of(w1, hidden_states)
+        sums_TH = routed_experts(tokens_TH, order, top_k_weights, w1, w2)
+        return sums_TH.to(hidden_states.dtype)
+    up_proj = "gate_up_proj" if self.has_gate else "up_proj"
+    rows_RH, ends_E = permute(hidden_states, order), order.offsets_E
+    rows_RN = _linear(self, up_proj, rows_RH, ends_E, zero_tail=others)
+    rows_RH = _linear(self, "down_proj", _activated(self, rows_RN), ends_E, zero_tail=others)
+    if has_norm:
         rows_RH = self.post_expert_norm(rows_RH)
     return unpermute(rows_RH, order, top_k_weights).to(hidden_states.dtype)
 

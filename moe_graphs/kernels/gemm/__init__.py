@@ -18,7 +18,6 @@ from moe_graphs.kernels.availability import has_triton
 from moe_graphs.kernels.gemm import reference
 from moe_graphs.kernels.ops import define_op, wants_gradient
 from moe_graphs.kernels.precision import to_autocast
-from moe_graphs.kernels.swiglu import swiglu
 
 MOST_EXPERTS = 1024  # a program of the work lists looks at the sizes of all of them
 
@@ -58,27 +57,6 @@ def grouped_gemm(
             f"{tuple(main_grad_EKN.shape)}"
         )
     return _GroupedGemm.apply(x_RK, w_EKN, offsets_E, zero_tail, main_grad_EKN)
-
-
-def swiglu_gemms(rows_RD: Tensor, w1_ED2F: Tensor, w2_EFD: Tensor, offsets_E: Tensor) -> Tensor:
-    """``grouped_gemm(swiglu(grouped_gemm(rows, w1, offsets)), w2, offsets)``; never syncs.
-
-    Args:
-        w1_ED2F: gate and up side by side. Both weights may be transposed views, as for
-            ``grouped_gemm``, and are cast as there.
-        offsets_E: int32 cumulative ends. Rows past the last end, and their gradients, are
-            undefined.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit, or the GPU path does not take them.
-    """
-    if w2_EFD.dim() != 3 or w1_ED2F.dim() != 3 or w1_ED2F.shape[2] != 2 * w2_EFD.shape[1]:
-        raise ValueError(
-            f"swiglu_gemms wants w1 [E, D, 2F] and w2 [E, F, D], got {tuple(w1_ED2F.shape)} and "
-            f"{tuple(w2_EFD.shape)}"
-        )
-    gate_up_R2F = grouped_gemm(rows_RD, w1_ED2F, offsets_E, zero_tail=False)
-    return grouped_gemm(swiglu(gate_up_R2F), w2_EFD, offsets_E, zero_tail=False)
 
 
 def is_transposed(w_EKN: Tensor) -> bool:

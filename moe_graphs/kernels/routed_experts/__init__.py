@@ -59,13 +59,13 @@ def routed_experts(
 ) -> Tensor:
     """Each token's sum of its experts' outputs, times the routing weights; never syncs.
 
-    The values are those of ``unpermute(swiglu_gemms(permute(tokens, order), w1, w2, offsets),
-    order, weights)``. Saves the tokens, one ``[R, 2F]``, weights and order for backward. Under
+    The values are those of ``permute``, two ``grouped_gemm`` around ``swiglu``, and ``unpermute``
+    with the weights. Saves the tokens, one ``[R, 2F]``, weights and order for backward. Under
     autocast the operands of the products are cast, visibly to autograd.
 
     Args:
         tokens_TD: tokens, or with ``is_sorted`` their rows ``[R, D]`` in the order of ``order``.
-        weights_TK: routing weights, fp32.
+        weights_TK: routing weights, of any precision.
         w1_ED2F: gate and up side by side. Both weights may be transposed views, as for
             ``grouped_gemm``.
 
