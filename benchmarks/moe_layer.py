@@ -33,7 +33,7 @@ from moe_graphs.bench import environment
 from moe_graphs.bench.timing import elapsed
 from moe_graphs.kernels import grouped_gemm, permute, swiglu, unpermute
 from moe_graphs.kernels.gemm.gather import gather_gemm
-from moe_graphs.kernels.routed_experts import _DownProjection
+from moe_graphs.kernels.routed_experts import down_projection
 from moe_graphs.layers.model_config import MoEConfig
 from moe_graphs.layers.moe import MoELayer, MoEOutput, Prepared
 from timed_replays import check_replayed
@@ -138,8 +138,7 @@ class GatheredLoads(MoELayer):
         plan, (w1, w2) = prepared.plan, (self.experts.w1, self.experts.w2)
         order, weights_TK = plan.order, plan.weights_TK
         gate_up_R2F = gather_gemm(plan.tokens.flatten(0, -2), order, w1, zero_tail=False)
-        indices = order.order_R, order.inverse_R.view_as(weights_TK), order.offsets_E
-        hidden_TD = _DownProjection.apply(gate_up_R2F, w2, weights_TK, *indices, False)
+        hidden_TD = down_projection(gate_up_R2F, order, weights_TK, w2)
         return MoEOutput(hidden_TD.view(prepared.shape), prepared.aux_loss, plan.dropped)
 
 

@@ -207,7 +207,7 @@ def timed_jobs(T: int, D: int, F: int, E: int, K: int) -> dict:
         "unpermute": (lambda: permute_triton.collect_rows(rows, inverse, weights), move, None),
         "d weights": (lambda: permute_triton.dot_rows(rows, inverse, hidden), move, None),
         "swiglu": (
-            lambda: swiglu_triton.swiglu_forward(x),
+            lambda: swiglu_triton.swiglu_forward(x, 0.0, 0.0),
             6 * R * F,
             lambda: swiglu_reference.swiglu(x),
         ),

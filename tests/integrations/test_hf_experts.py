@@ -90,15 +90,18 @@ def test_experts_of_other_ranks_add_nothing(family):
     torch.testing.assert_close(got[3:], [gradient[:4] for gradient in want[3:]])
 
 
-def test_tokens_and_one_product_are_kept():
-    experts = tiny("mixtral", NAME).model.layers[0].mlp.experts
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_tokens_and_one_product_are_kept(family):
+    """Biases need each token's weights of all experts as well, and the numbers of its experts."""
+    experts = tiny(family, NAME).model.layers[0].mlp.experts
     chosen = torch.rand(20, 8).topk(2).indices
     hidden, weights = (torch.rand(20, n, requires_grad=True) for n in (64, 2))
     kept = kept_bytes(
         lambda: experts_forward(experts, hidden, chosen, weights), experts.parameters()
     )
-    F = experts.gate_up_proj.shape[1] // 2
-    assert kept == 4 * (20 * 64 + 40 * 2 * F) + 4 * 40 + 4 * (2 * 40 + 8)
+    F = experts.down_proj.numel() // 8 // 64
+    of_biases = 4 * 20 * 9 + 8 * 40 if experts.has_bias else 0
+    assert kept == 4 * (20 * 64 + 40 * 2 * F) + 4 * 40 + 4 * (2 * 40 + 8) + of_biases
 
 
 @pytest.mark.gpu

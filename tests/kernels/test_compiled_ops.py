@@ -40,12 +40,13 @@ def test_elementwise(compiled, dtype):
             permute_triton.spread_rows(hidden, inverse, given, 512, False)
             permute_triton.collect_rows(rows, inverse, given)
         permute_triton.dot_rows(rows, inverse, hidden)
-        swiglu_triton.swiglu_forward(rows)
+        for limit in (0.0, 7.0):
+            swiglu_triton.swiglu_forward(rows, 1.7, limit)
         for with_result in (True, False):
             swiglu_triton.swiglu_backward(rows, rows[:, :1440], with_result)
 
     found = compiled(launches)
-    assert len(found) == 8
+    assert len(found) == 9
     for kernel in found:
         check(kernel, wgmma=False)
         assert "atom" not in kernel.ptx

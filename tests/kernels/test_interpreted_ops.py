@@ -30,6 +30,7 @@ from moe_graphs.kernels.rotary import triton_kernels as rotary_triton
 from moe_graphs.kernels.routed_experts import reference as routed_experts_reference
 from moe_graphs.kernels.routed_experts import triton_kernels as routed_experts_triton
 from moe_graphs.kernels.row_order import triton_kernels as row_order_triton
+from moe_graphs.kernels.swiglu import NO_CLAMP, ClampedGate
 from moe_graphs.kernels.swiglu import reference as swiglu_reference
 from moe_graphs.kernels.swiglu import triton_kernels as swiglu_triton
 
@@ -170,16 +171,27 @@ def test_swiglu(rows, ffn):
     expected = swiglu_reference.swiglu(x)
     expected.backward(dh)
     with torch.no_grad():
-        torch.testing.assert_close(swiglu_triton.swiglu_forward(x), expected)
+        torch.testing.assert_close(swiglu_triton.swiglu_forward(x, *NO_CLAMP), expected)
         for with_result in (True, False):
             dx, h = swiglu_triton.swiglu_backward(x, dh, with_result)
             torch.testing.assert_close(dx, x.grad)
-            assert torch.equal(h, swiglu_triton.swiglu_forward(x) if with_result else dh[:0, 0])
+            again = swiglu_triton.swiglu_forward(x, *NO_CLAMP) if with_result else dh[:0, 0]
+            assert torch.equal(h, again)
 
 
+def test_clamped_gate():
+    torch.manual_seed(0)
+    x, gate = torch.randn(13, 600), ClampedGate(1.7, 0.8)
+    x[3, :2] = torch.nan
+    found = swiglu_triton.swiglu_forward(x, *gate)
+    torch.testing.assert_close(found, swiglu_reference.clamped_gate(x, *gate), equal_nan=True)
+    assert found[3, 0].isnan()
+
+
+@pytest.mark.parametrize("gate", [NO_CLAMP, ClampedGate(1.7, 0.8)], ids=["swiglu", "clamped"])
 @pytest.mark.parametrize("gaps", [False, True])
 @pytest.mark.parametrize(("tokens", "top_k", "ffn"), [(7, 2, 24), (5, 1, 300)])
-def test_weighted_swiglu(tokens, top_k, ffn, gaps):
+def test_weighted_swiglu(tokens, top_k, ffn, gaps, gate):
     """Rows without a pair lie between others and at the end, full of NaN; nothing reads them."""
     torch.manual_seed(0)
     inverse_TK = torch.randperm(tokens * top_k).view(tokens, top_k)
@@ -191,18 +203,21 @@ def test_weighted_swiglu(tokens, top_k, ffn, gaps):
     x, dh = torch.randn(len(order_R), 2 * ffn), torch.randn(len(order_R), ffn)
     x[order_R < 0], dh[order_R < 0] = torch.nan, torch.nan
     weights = torch.rand(tokens, top_k)
-    plain = routed_experts_reference.weighted_swiglu(x, weights, order_R)
-    torch.testing.assert_close(routed_experts_triton.weighted_swiglu(x, weights, order_R), plain)
+    plain = routed_experts_reference.weighted_swiglu(x, weights, order_R, *gate)
+    found = routed_experts_triton.weighted_swiglu(x, weights, order_R, *gate)
+    torch.testing.assert_close(found, plain)
     given = (x, dh, weights, order_R)
-    dx, dweights, h = routed_experts_reference.weighted_swiglu_backward(*given, inverse_TK, gaps)
-    found = routed_experts_triton.weighted_swiglu_backward(*given, gaps, True)
+    dx, dweights, h = routed_experts_reference.weighted_swiglu_backward(
+        *given, inverse_TK, gaps, *gate
+    )
+    found = routed_experts_triton.weighted_swiglu_backward(*given, gaps, True, *gate)
     torch.testing.assert_close(found[1], dweights)
     assert found[1][inverse_TK < 0].eq(0).all()
     assert torch.equal(h, plain)
     for got, want in zip(found[::2], (dx, h), strict=True):
         torch.testing.assert_close(got, want)
         assert got[order_R < 0].eq(0).all()
-    alone = routed_experts_triton.weighted_swiglu_backward(*given, gaps, False)
+    alone = routed_experts_triton.weighted_swiglu_backward(*given, gaps, False, *gate)
     assert all(map(torch.equal, alone[:2], found[:2]))
     assert not alone[2].numel()
 

@@ -22,6 +22,8 @@ from moe_graphs.kernels import (
     swiglu,
     unpermute,
 )
+from moe_graphs.kernels.routed_experts import down_projection
+from moe_graphs.kernels.swiglu import ClampedGate
 
 T, D, F, E, K = 17, 8, 6, 5, 2
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -89,6 +91,30 @@ def test_values_and_gradients_are_those_of_the_ops(name, order):
 def test_gradients_of_finite_differences():
     order = route_rows(ROUTINGS["half empty"](), E)
     assert torch.autograd.gradcheck(lambda *given: ours(order, *given), leaves())
+
+
+def clamped(
+    order: RowOrder, gate_up: Tensor, weights: Tensor, w2: Tensor, gate: ClampedGate
+) -> Tensor:
+    """Gpt-oss's formula in torch's operations."""
+    halves, limit = gate_up.unflatten(1, (F, 2)), gate.limit
+    g, up = halves[..., 0].clamp(max=limit), halves[..., 1].clamp(-limit, limit)
+    rows = g * torch.sigmoid(gate.alpha * g) * (up + 1)
+    return unpermute(grouped_gemm(rows, w2, order.offsets_E, zero_tail=False), order, weights)
+
+
+@pytest.mark.parametrize(("name", "order"), [pytest.param(*o, id=o[0]) for o in orders()])
+def test_a_clamped_gate_has_values_and_gradients_of_its_formula(name, order):
+    _, weights, _, w2 = leaves(order.inverse_R.numel() // T)
+    gate_up = torch.randn(len(order.order_R), 2 * F, dtype=FP64, requires_grad=True)
+    given, gate = (gate_up, weights, w2), ClampedGate(1.7, 0.8)
+    grad, results = torch.randn(T, D, dtype=FP64), []
+    for out in (
+        down_projection(gate_up, order, weights, w2, gate=gate),
+        clamped(order, gate_up, weights, w2, gate),
+    ):
+        results.append((out, *torch.autograd.grad(out, given, grad)))
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
 def test_bf16_rounds_forward_like_the_ops_and_backward_no_worse():

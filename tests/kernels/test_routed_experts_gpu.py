@@ -15,7 +15,9 @@ from torch.nn import functional
 from kernel_check import error
 from moe_graphs.dispatch import PaddedDispatcher
 from moe_graphs.engine.autograd import SplitBackward
-from moe_graphs.kernels import RowOrder, permute, route_rows, routed_experts
+from moe_graphs.kernels import RowOrder, gather_gemm, permute, route_rows, routed_experts
+from moe_graphs.kernels.routed_experts import down_projection
+from moe_graphs.kernels.swiglu import ClampedGate
 from moe_graphs.layers import MoEConfig, MoELayer
 from replays import check_replays
 
@@ -89,6 +91,40 @@ def test_errors_of_values_and_all_gradients(routing, dtype):
         assert got.dtype == other.dtype
         allowed = 2 * error(other.float(), want) + 1e-6
         assert error(got, want) <= allowed, f"{name}: {error(got, want)} of {allowed}"
+
+
+@pytest.mark.parametrize("routing", [name for name in ROUTINGS if name != "no tokens"])
+def test_errors_of_a_clamped_gate(routing):
+    """Gate and up by turns, as gpt-oss has them, in bf16 and against fp32."""
+    experts_TK, gate = ROUTINGS[routing](), ClampedGate(1.702, 0.8)
+    order, given = route_rows(experts_TK, E), leaves(experts_TK)
+
+    def by_formula(order: RowOrder, tokens: Tensor, weights: Tensor, w1: Tensor, w2: Tensor):
+        rows, ends = tokens[order.order_R.long() // weights.shape[1]], order.offsets_E.tolist()
+        parts = []
+        for start, end, up, down in zip([0, *ends[:-1]], ends, w1, w2, strict=True):
+            g, u = (rows[start:end] @ up).unflatten(1, (F, 2)).unbind(-1)
+            g, u = g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)
+            parts.append((g * torch.sigmoid(gate.alpha * g) * (u + 1)) @ down)
+        rows = torch.cat(parts)[order.inverse_R.long()].view(*weights.shape, -1)
+        return (rows.float() * weights.unsqueeze(2)).sum(1).to(tokens.dtype)
+
+    def in_kernels(order: RowOrder, tokens: Tensor, weights: Tensor, w1: Tensor, w2: Tensor):
+        gate_up = gather_gemm(tokens, order, w1, zero_tail=False, in_loads=False)
+        return down_projection(gate_up, order, weights, w2, gate=gate)
+
+    grad = torch.randn(len(experts_TK), D, device="cuda").to(BF16)
+    exact = [x.detach().float().requires_grad_() for x in given]
+    found = results(in_kernels, order, given, grad)
+    others, wants = (results(by_formula, order, x, grad) for x in (given, exact))
+    for name, got, other, want in zip(NAMES, found, others, wants, strict=True):
+        allowed = 2 * error(other.float(), want) + 1e-6
+        assert error(got, want) <= allowed, f"{name}: {error(got, want)} of {allowed}"
+    torch.use_deterministic_algorithms(True)  # fresh tensors are full of NaN
+    try:
+        assert all(map(torch.equal, results(in_kernels, order, given, grad), found))
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def padded(experts_TK: Tensor, factor: float, tail: int) -> RowOrder:

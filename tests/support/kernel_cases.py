@@ -24,10 +24,12 @@ from moe_graphs.kernels.rms_norm import triton_kernels as rms_norm_triton
 from moe_graphs.kernels.rotary.triton_kernels import turn_heads
 from moe_graphs.kernels.routed_experts import triton_kernels as routed_experts_triton
 from moe_graphs.kernels.row_order import triton_kernels as row_order_triton
+from moe_graphs.kernels.swiglu import NO_CLAMP, ClampedGate
 from moe_graphs.kernels.swiglu import triton_kernels as swiglu_triton
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PROGRAMS = 132
+GATES = (NO_CLAMP, ClampedGate(1.702, 7.0))
 
 
 def kernel_cases() -> dict[str, Callable[[], None]]:
@@ -119,7 +121,8 @@ def _permutation() -> None:
 def _swiglu() -> None:
     for dtype in (BF16, FP32):
         rows = torch.empty(512, 2880, dtype=dtype)
-        swiglu_triton.swiglu_forward(rows)
+        for gate in GATES:
+            swiglu_triton.swiglu_forward(rows, *gate)
         for with_result in (True, False):
             swiglu_triton.swiglu_backward(rows, rows[:, :1440], with_result)
 
@@ -128,11 +131,12 @@ def _weighted_swiglu() -> None:
     order, weights = torch.zeros(512, dtype=torch.int64), torch.empty(64, 8)
     for dtype in (BF16, FP32):
         rows = torch.empty(512, 2880, dtype=dtype)
-        routed_experts_triton.weighted_swiglu(rows, weights, order)
-        for with_result in (True, False):
-            routed_experts_triton.weighted_swiglu_backward(
-                rows, rows[:, :1440], weights, order, False, with_result
-            )
+        for gate in GATES:
+            routed_experts_triton.weighted_swiglu(rows, weights, order, *gate)
+            for with_result in (True, False):
+                routed_experts_triton.weighted_swiglu_backward(
+                    rows, rows[:, :1440], weights, order, False, with_result, *gate
+                )
 
 
 def _router(experts: int, top_k: int, groups: int, top_groups: int) -> None:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from moe_graphs import kernels
 from moe_graphs.kernels.heads.reference import rotate
+from moe_graphs.kernels.routed_experts import down_projection
+from moe_graphs.kernels.swiglu import ClampedGate
 
 T, D, F, E, K = 24, 64, 16, 4, 2  # 64 is what the kernel of gathered rows takes at least
 RULE = kernels.RoutingRule(
@@ -114,6 +116,10 @@ def op_cases(
         "routed_experts with gaps": OpCase(
             lambda x, s, w1, w2: [kernels.routed_experts(x, gapped, s, w1, w2)],
             [leaf(T, D), weights_TK, leaf(E, D, 2 * F), leaf(E, F, D)],
+        ),
+        "down_projection of a clamped gate": OpCase(
+            lambda h, s, w2: [down_projection(h, order, s, w2, gate=ClampedGate(1.7, 0.8))],
+            [leaf(T * K, 2 * F), weights_TK, leaf(E, F, D)],
         ),
         "split_heads": OpCase(heads, [leaf(2, 6, 64)]),
         "split_heads, norm per head": OpCase(heads, [leaf(2, 6, 64), leaf(8), leaf(8)]),

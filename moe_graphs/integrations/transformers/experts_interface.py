@@ -15,15 +15,18 @@ from torch.autograd.function import once_differentiable
 
 from moe_graphs.dispatch.local_rows import local_rows
 from moe_graphs.kernels import (
+    RowOrder,
+    gather_gemm,
     grouped_gemm,
     permute,
     route_rows,
-    routed_experts,
     swiglu,
     unpermute,
 )
 from moe_graphs.kernels.gemm import grouped_gemm_wgrad
 from moe_graphs.kernels.ops import wants_gradient
+from moe_graphs.kernels.routed_experts import down_projection
+from moe_graphs.kernels.swiglu import NO_CLAMP, ClampedGate
 
 NAME = "moe_graphs"
 
@@ -70,11 +73,9 @@ def experts_forward(
         order = local_rows(top_k_index, range(experts), experts + 1, top_k_index.numel()).order
     else:
         order = route_rows(top_k_index, experts)
-    has_norm = getattr(self, "has_post_expert_norm", False)
-    if is_swiglu(self) and not self.has_bias and not has_norm:
-        w1, w2 = _weight(self, "gate_up_proj"), _weight(self, "down_proj")
-        tokens_TH = _in_dtype_of(w1, hidden_states)
-        sums_TH = routed_experts(tokens_TH, order, top_k_weights, w1, w2)
+    has_norm, gate = getattr(self, "has_post_expert_norm", False), _gate_of(self)
+    if gate is not None and not has_norm:
+        sums_TH = _sums(self, gate, hidden_states, order, top_k_index, top_k_weights)
         return sums_TH.to(hidden_states.dtype)
     up_proj = "gate_up_proj" if self.has_gate else "up_proj"
     rows_RH, ends_E = permute(hidden_states, order), order.offsets_E
@@ -83,6 +84,47 @@ def experts_forward(
     if has_norm:
         rows_RH = self.post_expert_norm(rows_RH)
     return unpermute(rows_RH, order, top_k_weights).to(hidden_states.dtype)
+
+
+def _sums(
+    experts: Any,
+    gate: ClampedGate,
+    hidden_TH: Tensor,
+    order: RowOrder,
+    index_TK: Tensor,
+    weights_TK: Tensor,
+) -> Tensor:
+    """Each token's sum over its experts, of which tokens and one product are kept.
+
+    A bias behind the second product is a bias of the sum, with the sum of its routing weights.
+    """
+    w1, w2 = _weight(experts, "gate_up_proj"), _weight(experts, "down_proj")
+    tokens_TH, ends_E = _in_dtype_of(w1, hidden_TH), order.offsets_E
+    gate_up_R2F = gather_gemm(tokens_TH, order, w1, zero_tail=False, in_loads=False)
+    if experts.has_bias:
+        bias_E2F = experts.gate_up_proj_bias.to(gate_up_R2F.dtype)
+        gate_up_R2F = _AddBias.apply(gate_up_R2F, bias_E2F, ends_E)
+    sums_TH = down_projection(gate_up_R2F, order, weights_TK, w2, gate=gate)
+    if not experts.has_bias:
+        return sums_TH
+    count = len(ends_E)  # the column behind the last expert is for experts of other ranks
+    weights_TE = weights_TK.new_zeros(len(weights_TK), count + 1)
+    weights_TE = weights_TE.scatter(1, index_TK.clamp(max=count), weights_TK)[:, :count]
+    return torch.addmm(
+        sums_TH, weights_TE.to(sums_TH.dtype), experts.down_proj_bias.to(sums_TH.dtype)
+    )
+
+
+def _gate_of(experts: Any) -> ClampedGate | None:
+    """The activation of experts, if our kernels have it."""
+    if is_swiglu(experts):
+        return NO_CLAMP
+    if experts.has_gate and not getattr(experts, "is_concatenated", True):
+        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+        if type(experts)._apply_gate is GptOssExperts._apply_gate:
+            return ClampedGate(experts.alpha, experts.limit)
+    return None
 
 
 def _has_others(experts: Any) -> bool:

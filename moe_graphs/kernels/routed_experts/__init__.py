@@ -18,7 +18,7 @@ weights s and the order of rows; X, A and Y are freed. The whole backward is
 
 It is the backward of out[t] = sum of (s * A) @ w2, where s stands before the product and meets
 fewer columns, and where ds = <dA, A> needs no Y. Autograd sees two nodes, from the tokens to H
-(`gather_gemm`) and from H to out (`_DownProjection`). It hands dH from one node to the other, also
+(`gather_gemm`) and from H to out (`down_projection`). It hands dH from one node to the other, also
 where a backward is split: the weights' part of each node repeats no product.
 
 Shapes: T tokens, K top-k, R routed rows, D model, F ffn, E experts.
@@ -45,7 +45,7 @@ from moe_graphs.kernels.permute import collect_rows, spread_rows
 from moe_graphs.kernels.precision import to_autocast
 from moe_graphs.kernels.routed_experts import reference
 from moe_graphs.kernels.row_order import RowOrder
-from moe_graphs.kernels.swiglu import swiglu_forward
+from moe_graphs.kernels.swiglu import NO_CLAMP, ClampedGate, swiglu_forward
 
 
 def routed_experts(
@@ -83,21 +83,41 @@ def routed_experts(
         gate_up_R2F = grouped_gemm(tokens_TD, w1_ED2F, order.offsets_E, zero_tail=False)
     else:
         gate_up_R2F = gather_gemm(tokens_TD, order, w1_ED2F, zero_tail=False, in_loads=False)
+    return down_projection(gate_up_R2F, order, weights_TK, w2_EFD)
+
+
+def down_projection(
+    gate_up_R2F: Tensor,
+    order: RowOrder,
+    weights_TK: Tensor,
+    w2_EFD: Tensor,
+    *,
+    gate: ClampedGate = NO_CLAMP,
+) -> Tensor:
+    """The second half of ``routed_experts``, from gate and up of the rows; keeps nothing else.
+
+    Args:
+        gate: an activation in place of SwiGLU. Gate and up stand by turns then.
+    """
+    gate_up_R2F, w2_EFD = to_autocast(gate_up_R2F, w2_EFD)
     inverse_TK = order.inverse_R.view_as(weights_TK)
     indices = order.order_R, inverse_TK, order.offsets_E
-    return _DownProjection.apply(gate_up_R2F, w2_EFD, weights_TK, *indices, order.has_gaps)
+    return _DownProjection.apply(gate_up_R2F, w2_EFD, weights_TK, *indices, order.has_gaps, gate)
 
 
 class _DownProjection(torch.autograd.Function):
     """The sums of tokens from gate and up, which are all that is kept of the rows."""
 
     @staticmethod
-    def forward(ctx, gate_up_R2F, w2_EFD, weights_TK, order_R, inverse_TK, offsets_E, has_gaps):
+    def forward(
+        ctx, gate_up_R2F, w2_EFD, weights_TK, order_R, inverse_TK, offsets_E, has_gaps, gate
+    ):
         needs_rows = ctx.needs_input_grad[0] or ctx.needs_input_grad[2]
-        ctx.has_gaps, ctx.is_transposed = has_gaps, is_transposed(w2_EFD)
+        ctx.has_gaps, ctx.gate, ctx.is_transposed = has_gaps, gate, is_transposed(w2_EFD)
         kept_EFD = w2_EFD if needs_rows else None
         ctx.save_for_backward(gate_up_R2F, kept_EFD, weights_TK, order_R, inverse_TK, offsets_E)
-        rows_RD = grouped_gemm_forward(swiglu_forward(gate_up_R2F), w2_EFD, offsets_E, False)
+        rows_RF = swiglu_forward(gate_up_R2F, gate)
+        rows_RD = grouped_gemm_forward(rows_RF, w2_EFD, offsets_E, False)
         return collect_rows(rows_RD, inverse_TK, weights_TK, has_gaps)
 
     @staticmethod
@@ -111,25 +131,27 @@ class _DownProjection(torch.autograd.Function):
         if wants_rows or wants_weights:
             grad_RF = grouped_gemm_dgrad(grad_RD, w2_EFD, offsets_E, False)
             grad_gate_up, grad_weights, weighted_RF = weighted_swiglu_backward(
-                gate_up_R2F, grad_RF, *routing, with_result=wants_w2
+                gate_up_R2F, grad_RF, *routing, ctx.gate, with_result=wants_w2
             )
             del grad_RF
         elif wants_w2:
-            weighted_RF = weighted_swiglu(gate_up_R2F, weights_TK, order_R)
+            weighted_RF = weighted_swiglu(gate_up_R2F, weights_TK, order_R, ctx.gate)
         if wants_w2:
             grad_w2 = gradient_of_weights(weighted_RF, grad_RD, offsets_E, ctx.is_transposed)
         if not wants_weights:
             grad_weights = None
-        return grad_gate_up, grad_w2, grad_weights, None, None, None, None
+        return grad_gate_up, grad_w2, grad_weights, None, None, None, None, None
 
 
-def weighted_swiglu(x_R2F: Tensor, weights_TK: Tensor, order_R: Tensor) -> Tensor:
-    """``swiglu`` times each row's routing weight, rounded once; not differentiable."""
+def weighted_swiglu(
+    x_R2F: Tensor, weights_TK: Tensor, order_R: Tensor, gate: ClampedGate
+) -> Tensor:
+    """``swiglu_forward`` times each row's routing weight, rounded once; not differentiable."""
     if has_kernel(x_R2F):
         from moe_graphs.kernels.routed_experts import triton_kernels as routed_experts_triton
 
-        return routed_experts_triton.weighted_swiglu(x_R2F, weights_TK, order_R)
-    return reference.weighted_swiglu(x_R2F, weights_TK, order_R)
+        return routed_experts_triton.weighted_swiglu(x_R2F, weights_TK, order_R, *gate)
+    return reference.weighted_swiglu(x_R2F, weights_TK, order_R, *gate)
 
 
 def weighted_swiglu_backward(
@@ -139,6 +161,7 @@ def weighted_swiglu_backward(
     order_R: Tensor,
     inverse_TK: Tensor,
     has_gaps: bool,
+    gate: ClampedGate,
     *,
     with_result: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,8 +173,8 @@ def weighted_swiglu_backward(
         from moe_graphs.kernels.routed_experts import triton_kernels as routed_experts_triton
 
         return routed_experts_triton.weighted_swiglu_backward(
-            x_R2F, grad_RF, weights_TK, order_R, has_gaps, with_result
+            x_R2F, grad_RF, weights_TK, order_R, has_gaps, with_result, *gate
         )
     return reference.weighted_swiglu_backward(
-        x_R2F, grad_RF, weights_TK, order_R, inverse_TK, has_gaps
+        x_R2F, grad_RF, weights_TK, order_R, inverse_TK, has_gaps, *gate
     )

@@ -3,6 +3,8 @@
     h = weight * silu(gate) * up,  x_R2F = [gate | up]
     dgate, dup = those of SwiGLU for weight * dh,  dweight = <silu(gate) * up, dh>
 
+A clamped gate takes the place of SwiGLU if `limit` is not zero, as in `swiglu.triton_kernels`.
+
 A program has a few whole rows, so that one program adds up a weight's gradient: no atomics, and the
 same bits on every run. The kernels compute in fp32 and round once. Rows without a pair are zero,
 whatever lies in their memory.
@@ -16,7 +18,7 @@ import triton.language as tl
 
 from moe_graphs.kernels.launching import cdiv, launch
 from moe_graphs.kernels.ops import define_op
-from moe_graphs.kernels.swiglu.triton_kernels import gradients_of, silu_times
+from moe_graphs.kernels.swiglu.triton_kernels import gate_and_up_at, gated, gradients_of
 
 TILE = {"ROWS": 4, "COLS": 256}
 
@@ -32,39 +34,39 @@ def _rows_of_program(order_ptr, weights_ptr, rows, ROWS: tl.constexpr):
 
 @triton.jit
 def weighted_swiglu_kernel(
-    x_ptr, order_ptr, weights_ptr, h_ptr, rows, F,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    x_ptr, order_ptr, weights_ptr, h_ptr, rows, F, alpha, limit,
+    CLAMPED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row, _, weight, live = _rows_of_program(order_ptr, weights_ptr, rows, ROWS)
     for base in range(0, F, COLS):
         column = base + tl.arange(0, COLS)[None, :]
         inside, used = (row < rows) & (column < F), live & (column < F)
-        gate_at = x_ptr + row * 2 * F + column
-        gate = tl.load(gate_at, mask=used, other=0.0).to(tl.float32)
-        up = tl.load(gate_at + F, mask=used, other=0.0).to(tl.float32)
-        h = silu_times(gate, up) * weight
+        gate_at, up_at = gate_and_up_at(row, column, F, CLAMPED)
+        gate = tl.load(x_ptr + gate_at, mask=used, other=0.0).to(tl.float32)
+        up = tl.load(x_ptr + up_at, mask=used, other=0.0).to(tl.float32)
+        h = gated(gate, up, alpha, limit, CLAMPED) * weight
         tl.store(h_ptr + row * F + column, h.to(h_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def weighted_swiglu_backward_kernel(
-    x_ptr, dh_ptr, order_ptr, weights_ptr, dx_ptr, dweights_ptr, h_ptr, rows, F,
-    RESULT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    x_ptr, dh_ptr, order_ptr, weights_ptr, dx_ptr, dweights_ptr, h_ptr, rows, F, alpha, limit,
+    CLAMPED: tl.constexpr, RESULT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row, pair, weight, live = _rows_of_program(order_ptr, weights_ptr, rows, ROWS)
     products = tl.zeros((ROWS, COLS), tl.float32)
     for base in range(0, F, COLS):
         column = base + tl.arange(0, COLS)[None, :]
         inside, used = (row < rows) & (column < F), live & (column < F)
-        gate_at = row * 2 * F + column
+        gate_at, up_at = gate_and_up_at(row, column, F, CLAMPED)
         gate = tl.load(x_ptr + gate_at, mask=used, other=0.0).to(tl.float32)
-        up = tl.load(x_ptr + gate_at + F, mask=used, other=0.0).to(tl.float32)
+        up = tl.load(x_ptr + up_at, mask=used, other=0.0).to(tl.float32)
         dh = tl.load(dh_ptr + row * F + column, mask=used, other=0.0).to(tl.float32)
-        h = silu_times(gate, up)
+        h = gated(gate, up, alpha, limit, CLAMPED)
         products += h * dh
-        dgate, dup = gradients_of(gate, up, dh * weight)
+        dgate, dup = gradients_of(gate, up, dh * weight, alpha, limit, CLAMPED)
         tl.store(dx_ptr + gate_at, dgate.to(dx_ptr.dtype.element_ty), mask=inside)
-        tl.store(dx_ptr + gate_at + F, dup.to(dx_ptr.dtype.element_ty), mask=inside)
+        tl.store(dx_ptr + up_at, dup.to(dx_ptr.dtype.element_ty), mask=inside)
         if RESULT:
             weighted = (h * weight).to(h_ptr.dtype.element_ty)
             tl.store(h_ptr + row * F + column, weighted, mask=inside)
@@ -74,14 +76,18 @@ def weighted_swiglu_backward_kernel(
 
 @define_op(device="default")
 def weighted_swiglu(
-    x_R2F: torch.Tensor, weights_TK: torch.Tensor, order_R: torch.Tensor
+    x_R2F: torch.Tensor,
+    weights_TK: torch.Tensor,
+    order_R: torch.Tensor,
+    alpha: float,
+    limit: float,
 ) -> torch.Tensor:
     """`[R, 2F] -> [R, F]`."""
     rows, F = x_R2F.shape[0], x_R2F.shape[1] // 2
     x_R2F, h_RF = x_R2F.contiguous(), x_R2F.new_empty((rows, F))
     if h_RF.numel():
-        args = (x_R2F, order_R, weights_TK.contiguous(), h_RF, rows, F)
-        launch(weighted_swiglu_kernel, _grid(rows), args, **TILE)
+        args = (x_R2F, order_R, weights_TK.contiguous(), h_RF, rows, F, alpha, limit)
+        launch(weighted_swiglu_kernel, _grid(rows), args, CLAMPED=limit > 0, **TILE)
     return h_RF
 
 
@@ -93,6 +99,8 @@ def weighted_swiglu_backward(
     order_R: torch.Tensor,
     has_gaps: bool,
     with_result: bool,
+    alpha: float,
+    limit: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of `x_R2F` and `weights_TK`, and `weighted_swiglu` again, else an empty tensor."""
     x_R2F, dh_RF = x_R2F.contiguous(), dh_RF.contiguous()
@@ -102,18 +110,19 @@ def weighted_swiglu_backward(
     if dh_RF.numel():
         rows, F = dh_RF.shape
         given = (x_R2F, dh_RF, order_R, weights_TK.contiguous())
-        args = (*given, *made, rows, F)
-        launch(weighted_swiglu_backward_kernel, _grid(rows), args, RESULT=with_result, **TILE)
+        args = (*given, *made, rows, F, alpha, limit)
+        constants = dict(CLAMPED=limit > 0, RESULT=with_result, **TILE)
+        launch(weighted_swiglu_backward_kernel, _grid(rows), args, **constants)
     return made
 
 
 @torch.library.register_fake("moe_graphs::weighted_swiglu")
-def _(x_R2F, weights_TK, order_R):
+def _(x_R2F, weights_TK, order_R, alpha, limit):
     return x_R2F.new_empty((x_R2F.shape[0], x_R2F.shape[1] // 2))
 
 
 @torch.library.register_fake("moe_graphs::weighted_swiglu_backward")
-def _(x_R2F, dh_RF, weights_TK, order_R, has_gaps, with_result):
+def _(x_R2F, dh_RF, weights_TK, order_R, has_gaps, with_result, alpha, limit):
     return _results_like(x_R2F, dh_RF, weights_TK, with_result)
 
 

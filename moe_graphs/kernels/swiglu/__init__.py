@@ -5,6 +5,8 @@ Shapes: leading dims of any number, F ffn, D outputs of the projection.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -14,6 +16,21 @@ from moe_graphs.kernels.availability import has_kernel
 from moe_graphs.kernels.ops import wants_gradient
 from moe_graphs.kernels.precision import to_autocast
 from moe_graphs.kernels.swiglu import reference as swiglu_reference
+
+
+class ClampedGate(NamedTuple):
+    """The activation of gpt-oss, in place of SwiGLU.
+
+    Gate and up stand by turns, ``[..., gate, up, gate, up, ...]``. With ``gate`` at most ``limit``
+    and ``up`` between ``-limit`` and ``limit`` it is ``gate * sigmoid(alpha * gate) * (up + 1)``.
+    """
+
+    alpha: float
+    limit: float
+
+
+NO_CLAMP = ClampedGate(0.0, 0.0)
+"""Stands for SwiGLU where an op wants numbers."""
 
 
 def swiglu(x_R2F: Tensor) -> Tensor:
@@ -88,12 +105,14 @@ def _as_matrix(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def swiglu_forward(x_R2F: Tensor) -> Tensor:
-    """``swiglu`` without a backward."""
+def swiglu_forward(x_R2F: Tensor, gate: ClampedGate = NO_CLAMP) -> Tensor:
+    """``swiglu`` or a clamped gate, without a backward."""
     if has_kernel(x_R2F):
         from moe_graphs.kernels.swiglu import triton_kernels as swiglu_triton
 
-        return swiglu_triton.swiglu_forward(x_R2F)
+        return swiglu_triton.swiglu_forward(x_R2F, *gate)
+    if gate.limit:
+        return swiglu_reference.clamped_gate(x_R2F, *gate)
     return swiglu_reference.swiglu_forward(x_R2F)
 
 

@@ -18,6 +18,18 @@ def swiglu(x_R2F: Tensor) -> Tensor:
     return (functional.silu(gate_RF) * up_RF).to(x_R2F.dtype)
 
 
+def limited(gate_RF: Tensor, up_RF: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """Both factors of a clamped gate."""
+    return gate_RF.clamp(max=limit), up_RF.clamp(-limit, limit) + 1
+
+
+def clamped_gate(x_R2F: Tensor, alpha: float, limit: float) -> Tensor:
+    """``ClampedGate`` of rows that hold gate and up by turns; fp32 inside, rounded once."""
+    wide_R2F = x_R2F.to(accumulation_dtype(x_R2F))
+    gate_RF, up_RF = limited(wide_R2F[..., ::2], wide_R2F[..., 1::2], limit)
+    return (gate_RF * torch.sigmoid(alpha * gate_RF) * up_RF).to(x_R2F.dtype)
+
+
 def swiglu_forward(x_R2F: Tensor) -> Tensor:
     """``swiglu`` in place: one fp32 temporary instead of four; not differentiable."""
     gate_RF, up_RF = x_R2F.chunk(2, dim=-1)

@@ -3,7 +3,11 @@
     h = silu(gate) * up,  x_R2F = [gate | up]
     dgate = dh * up * s * (1 + gate * (1 - s)),  dup = dh * gate * s,  s = sigmoid(gate)
 
-The kernels compute in fp32 and round once.
+A clamped gate (`ClampedGate`) has gate and up by turns, and limits both:
+
+    h = g * s * u,  s = sigmoid(alpha * g),  g = min(gate, limit),  u = 1 + clamp(up)
+
+A `limit` of zero stands for SwiGLU. The kernels compute in fp32 and round once.
 
 R rows, F ffn.
 """
@@ -20,34 +24,67 @@ TILE = {"ROWS": 8, "COLS": 256}
 
 @triton.jit
 def _tile(rows, F, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Element numbers of this program's tile in [R, F] and in [R, 2F], and its mask."""
+    """Rows, columns and mask of this program's tile of [R, F]."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(1) * COLS + tl.arange(0, COLS))[None, :]
-    wide = row.to(tl.int64)
-    return wide * F + column, wide * 2 * F + column, (row < rows) & (column < F)
+    return row.to(tl.int64), column, (row < rows) & (column < F)
 
 
 @triton.jit
-def silu_times(gate, up):
-    return gate * tl.sigmoid(gate) * up
+def gate_and_up_at(row, column, F, CLAMPED: tl.constexpr):
+    """Element numbers of gate and up in [R, 2F]."""
+    if CLAMPED:
+        gate_at = row * 2 * F + 2 * column
+        up_at = gate_at + 1
+    else:
+        gate_at = row * 2 * F + column
+        up_at = gate_at + F
+    return gate_at, up_at
 
 
 @triton.jit
-def gradients_of(gate, up, dh):
+def _limited(gate, up, limit):
+    """Both factors of a clamped gate; NaN stays NaN."""
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    return tl.where(gate > limit, limit, gate), up + 1
+
+
+@triton.jit
+def gated(gate, up, alpha, limit, CLAMPED: tl.constexpr):
+    if CLAMPED:
+        gate, up = _limited(gate, up, limit)
+        h = gate * tl.sigmoid(alpha * gate) * up
+    else:
+        h = gate * tl.sigmoid(gate) * up
+    return h
+
+
+@triton.jit
+def gradients_of(gate, up, dh, alpha, limit, CLAMPED: tl.constexpr):
     """Gradients of gate and up, in fp32."""
-    s = tl.sigmoid(gate)
-    return dh * up * s * (1 + gate * (1 - s)), dh * gate * s
+    if CLAMPED:
+        g, u = _limited(gate, up, limit)
+        s = tl.sigmoid(alpha * g)
+        dgate = tl.where(gate > limit, 0.0, dh * u * s * (1 + alpha * g * (1 - s)))
+        dup = tl.where(tl.abs(up) > limit, 0.0, dh * g * s)
+    else:
+        s = tl.sigmoid(gate)
+        dgate = dh * up * s * (1 + gate * (1 - s))
+        dup = dh * gate * s
+    return dgate, dup
 
 
 @triton.jit
 def swiglu_forward_kernel(
-    x_ptr, h_ptr, rows, F,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    x_ptr, h_ptr, rows, F, alpha, limit,
+    CLAMPED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    out, gate_at, live = _tile(rows, F, ROWS, COLS)
+    row, column, live = _tile(rows, F, ROWS, COLS)
+    gate_at, up_at = gate_and_up_at(row, column, F, CLAMPED)
+    out = row * F + column
     gate = tl.load(x_ptr + gate_at, mask=live, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + gate_at + F, mask=live, other=0.0).to(tl.float32)
-    h = silu_times(gate, up)
+    up = tl.load(x_ptr + up_at, mask=live, other=0.0).to(tl.float32)
+    h = gated(gate, up, alpha, limit, CLAMPED)
     tl.store(h_ptr + out, h.to(h_ptr.dtype.element_ty), mask=live)
 
 
@@ -56,26 +93,29 @@ def swiglu_backward_kernel(
     x_ptr, dh_ptr, dx_ptr, h_ptr, rows, F,
     RESULT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    dh_at, gate_at, live = _tile(rows, F, ROWS, COLS)
+    row, column, live = _tile(rows, F, ROWS, COLS)
+    gate_at, up_at = gate_and_up_at(row, column, F, False)
+    dh_at = row * F + column
     gate = tl.load(x_ptr + gate_at, mask=live, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + gate_at + F, mask=live, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + up_at, mask=live, other=0.0).to(tl.float32)
     dh = tl.load(dh_ptr + dh_at, mask=live, other=0.0).to(tl.float32)
-    dgate, dup = gradients_of(gate, up, dh)
+    dgate, dup = gradients_of(gate, up, dh, 0.0, 0.0, False)
     tl.store(dx_ptr + gate_at, dgate.to(dx_ptr.dtype.element_ty), mask=live)
-    tl.store(dx_ptr + gate_at + F, dup.to(dx_ptr.dtype.element_ty), mask=live)
+    tl.store(dx_ptr + up_at, dup.to(dx_ptr.dtype.element_ty), mask=live)
     if RESULT:
-        h = silu_times(gate, up)
+        h = gated(gate, up, 0.0, 0.0, False)
         tl.store(h_ptr + dh_at, h.to(h_ptr.dtype.element_ty), mask=live)
 
 
 @define_op(device="default")
-def swiglu_forward(x_R2F: torch.Tensor) -> torch.Tensor:
+def swiglu_forward(x_R2F: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
     """`[..., 2F] -> [..., F]`."""
     x_R2F = x_R2F.contiguous()
     h_RF = x_R2F.new_empty((*x_R2F.shape[:-1], x_R2F.shape[-1] // 2))
     if h_RF.numel():
         rows, F = _sizes(h_RF)
-        launch(swiglu_forward_kernel, _grid(rows, F), (x_R2F, h_RF, rows, F), **TILE)
+        args = (x_R2F, h_RF, rows, F, alpha, limit)
+        launch(swiglu_forward_kernel, _grid(rows, F), args, CLAMPED=limit > 0, **TILE)
     return h_RF
 
 
@@ -94,7 +134,7 @@ def swiglu_backward(
 
 
 @torch.library.register_fake("moe_graphs::swiglu_forward")
-def _(x_R2F):
+def _(x_R2F, alpha, limit):
     return x_R2F.new_empty((*x_R2F.shape[:-1], x_R2F.shape[-1] // 2))
 
 
