@@ -27,6 +27,7 @@ class ExpertsBackend(nn.Module):
     values are drawn afterwards.
 
     Attributes:
+        recompute: whether the backward computes all activations again, where a backend can.
         host_sync: why the forward cannot be captured, or None.
         takes_tail: whether rows that belong to no expert may follow the experts' rows, as some
             dispatchers leave them (``Dispatcher.leaves_tail``).
@@ -43,12 +44,14 @@ class ExpertsBackend(nn.Module):
         *,
         first_expert: int = 0,
         num_experts: int | None = None,
+        recompute: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.local_experts = range(first_expert, first_expert + num_local_experts)
         self.num_experts = num_local_experts if num_experts is None else num_experts
+        self.recompute = recompute
         self.make_weights(hidden_size, ffn_hidden_size, device, dtype)
         if not any(parameter.is_meta for parameter in self.parameters()):
             self.init_weights()  # thousands of experts take their time
@@ -162,6 +165,7 @@ def build_experts(
         config.ffn_hidden_size,
         first_expert=local_experts.start,
         num_experts=config.num_experts,
+        recompute=config.recompute == "experts",
         device=device,
         dtype=dtype,
     )

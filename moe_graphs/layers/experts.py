@@ -43,7 +43,8 @@ class GroupedExperts(ExpertsBackend):
         self, tokens_XD: Tensor, order: RowOrder, weights_XK: Tensor, is_sorted: bool = False
     ) -> Tensor:
         w1_eD2F, w2_eFD = _local(self.w1), _local(self.w2)
-        return routed_experts(tokens_XD, order, weights_XK, w1_eD2F, w2_eFD, is_sorted=is_sorted)
+        options = dict(is_sorted=is_sorted, recompute=self.recompute)
+        return routed_experts(tokens_XD, order, weights_XK, w1_eD2F, w2_eFD, **options)
 
     def stacked_weights(self) -> tuple[Tensor, Tensor]:
         return self.w1.detach(), self.w2.detach()

@@ -37,6 +37,8 @@ class MoEConfig:
         shared_ffn_hidden_size: width of an expert that sees every token; 0 for none.
         shared_gate: multiply the shared expert's output by a learned sigmoid gate (Qwen2-MoE).
         experts: kernels of the routed experts, see ``layers.expert_backends``.
+        recompute: ``"experts"`` keeps of the routed experts nothing but their tokens for the
+            backward, which runs the first of their two products again. All bits stay the same.
     """
 
     num_experts: int
@@ -55,6 +57,7 @@ class MoEConfig:
     shared_ffn_hidden_size: int = 0
     shared_gate: bool = False
     experts: ExpertsKind = "moe_graphs"
+    recompute: Literal["none", "experts"] = "none"
 
     def __post_init__(self) -> None:
         _positive(self, "num_experts", "top_k", "ffn_hidden_size", "scaling_factor")
@@ -75,6 +78,12 @@ class MoEConfig:
         if self.experts not in EXPERT_BACKENDS:
             raise ValueError(
                 f"experts {self.experts!r} is unknown: choose one of {', '.join(EXPERT_BACKENDS)}"
+            )
+        if self.recompute not in ("none", "experts"):
+            raise ValueError(f"recompute {self.recompute!r} is unknown: choose none or experts")
+        if self.recompute == "experts" and self.experts != "moe_graphs":
+            raise ValueError(
+                f"recompute='experts' needs experts='moe_graphs', got experts={self.experts!r}"
             )
         self._check_groups()
 

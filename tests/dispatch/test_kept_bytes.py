@@ -1,7 +1,8 @@
 """Bytes that each dispatcher and the experts behind it keep for the backward.
 
 The rows' order counts as well: int32 pairs, their inverse, and the experts' ends. Nobody keeps rows
-beside tokens, activations, or outputs of experts.
+beside tokens, activations, or outputs of experts. With ``recompute`` gate and up of the rows are
+not kept either.
 
 Shapes: T tokens of a rank, G = W * T of all W ranks, D model, F ffn, K top-k, E experts, e of a
 rank, R rows.
@@ -28,7 +29,7 @@ T, D, F, E, K = 24, 16, 8, 8, 2
 DTYPES = (torch.bfloat16, torch.float32)
 
 
-def kept(dispatcher: Dispatcher, dtype: torch.dtype) -> tuple[int, int]:
+def kept(dispatcher: Dispatcher, dtype: torch.dtype, *, recompute: bool = False) -> tuple[int, int]:
     """Bytes that are kept between tokens and output, and rows of this rank's experts."""
     torch.manual_seed(0)
     e = len(dispatcher.local_experts(E))
@@ -41,8 +42,8 @@ def kept(dispatcher: Dispatcher, dtype: torch.dtype) -> tuple[int, int]:
         plan = dispatcher.preprocess(hidden, weights, experts, E)
         given = dispatcher.dispatch(plan)
         rows.append(given.order.order_R.numel())
-        indices = given.order, given.weights_XK
-        sums = routed_experts(given.tokens_XD, *indices, w1, w2, is_sorted=given.is_sorted)
+        operands = given.tokens_XD, given.order, given.weights_XK, w1, w2
+        sums = routed_experts(*operands, is_sorted=given.is_sorted, recompute=recompute)
         return dispatcher.combine(sums, given, plan)
 
     return kept_bytes(run, (w1, w2)), rows[0]
@@ -51,6 +52,18 @@ def kept(dispatcher: Dispatcher, dtype: torch.dtype) -> tuple[int, int]:
 def of_experts(tokens: int, pairs: int, rows: int, e: int, dtype: torch.dtype) -> int:
     """Tokens and gate and up of the rows; routing weights; the order."""
     return dtype.itemsize * (tokens * D + rows * 2 * F) + 4 * pairs + 4 * (rows + pairs + e)
+
+
+def check_recomputed(dispatcher: Dispatcher, dtype: torch.dtype) -> None:
+    """Everything but gate and up is kept if they are computed again."""
+    (most, rows), (least, _) = (kept(dispatcher, dtype, recompute=r) for r in (False, True))
+    assert most - least == dtype.itemsize * rows * 2 * F
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dispatcher", [LocalDispatcher(), PaddedDispatcher(1.0)])
+def test_recomputed(dispatcher, dtype):
+    check_recomputed(dispatcher, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -76,6 +89,8 @@ def test_one_rank_of_the_others_keeps_no_more_than_its_exchange(dispatcher):
 def of_two(rank: int, world_size: int) -> None:
     G, e = world_size * T, E // world_size
     for dtype in DTYPES:
+        for dispatcher in (AllGatherDispatcher(), AllToAllDispatcher()):
+            check_recomputed(dispatcher, dtype)
         found, rows = kept(AllGatherDispatcher(), dtype)
         assert rows == G * K  # room for the worst routing
         # The end of the pairs of other ranks' experts lies behind the ends of this rank's.

@@ -48,6 +48,10 @@ def ours(order: RowOrder, tokens: Tensor, weights: Tensor, w1: Tensor, w2: Tenso
     return routed_experts(tokens, order, weights, w1, w2)
 
 
+def recomputed(order: RowOrder, tokens: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    return routed_experts(tokens, order, weights, w1, w2, recompute=True)
+
+
 def apart(order: RowOrder, tokens: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     ends = order.offsets_E
     rows = swiglu(grouped_gemm(permute(tokens, order), w1, ends, zero_tail=False))
@@ -145,6 +149,28 @@ def test_tokens_and_one_product_are_kept(dtype):
     assert kept == dtype.itemsize * (T * D + T * K * 2 * F) + 4 * T * K + indices
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_tokens_alone_are_kept_if_the_product_is_computed_again(dtype):
+    order, given = route_rows(ROUTINGS["random"](), E), leaves(dtype=dtype)
+    kept = kept_bytes(lambda: recomputed(order, *given), given[2:])
+    assert kept == dtype.itemsize * T * D + 4 * T * K + 2 * 4 * T * K + 4 * E
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("is_sorted", [False, True])
+@pytest.mark.parametrize(("name", "order"), [pytest.param(*o, id=o[0]) for o in orders()])
+def test_a_product_computed_again_changes_no_bit(name, order, is_sorted, autocast):
+    tokens, *given = leaves(order.inverse_R.numel() // T, FP32)
+    given.insert(0, permute(tokens, order).detach().requires_grad_() if is_sorted else tokens)
+    grad, results = torch.randn(T, D), []
+    for recompute in (False, True):
+        with torch.autocast("cpu", BF16, enabled=autocast):
+            options = dict(is_sorted=is_sorted, recompute=recompute)
+            out = routed_experts(given[0], order, *given[1:], **options)
+        results.append((out, *torch.autograd.grad(out, given, grad.to(out.dtype))))
+    assert all(map(torch.equal, *results))
+
+
 def test_frozen_experts_keep_one_product_and_no_tokens():
     order, given = route_rows(ROUTINGS["random"](), E), leaves(dtype=FP32)
     given[2:] = [weight.detach() for weight in given[2:]]
@@ -163,12 +189,16 @@ def test_each_gradient_alone_is_the_one_of_all(number):
     assert torch.equal(alone, every[number])
 
 
-def test_split_backward_repeats_no_product(monkeypatch):
-    """The part for the weights runs two products, which are the weights' gradients."""
+@pytest.mark.parametrize(("run", "again"), [(ours, []), (recomputed, ["forward"])])
+def test_split_backward_repeats_no_product(run, again):
+    """The part for the weights runs two products, which are the weights' gradients.
+
+    A first product that is not kept is computed again in either part.
+    """
     order, given = route_rows(ROUTINGS["half empty"](), E), leaves(dtype=FP32)
     grad = torch.randn(T, D)
     whole = torch.autograd.grad(ours(order, *given), given, grad)
-    out = ours(order, *given)
+    out = run(order, *given)
     split = SplitBackward([out], given[:2], given[2:])
     products: list[str] = []
 
@@ -180,9 +210,10 @@ def test_split_backward_repeats_no_product(monkeypatch):
 
     with Counts():
         of_inputs = split.input_gradients([grad])
-        assert products == ["dgrad", "dgrad"]
+        assert products == [*again, "dgrad", "dgrad"]
+        products.clear()
         of_weights = split.parameter_gradients()
-        assert products[2:] == ["wgrad", "wgrad"]
+        assert products == [*again, "wgrad", "wgrad"]
     assert all(map(torch.equal, (*of_inputs, *of_weights), whole))
 
 

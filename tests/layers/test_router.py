@@ -310,6 +310,11 @@ def test_no_tokens():
         ({"num_groups": 4, "top_k_groups": 5}, "must not be above num_groups"),
         ({"num_groups": 8, "top_k_groups": 1}, "raise top_k_groups"),
         ({"score_function": "tanh"}, "choose softmax or sigmoid"),
+        ({"recompute": "all"}, "recompute 'all' is unknown: choose none or experts"),
+        (
+            {"recompute": "experts", "experts": "megablocks"},
+            "recompute='experts' needs experts='moe_graphs', got experts='megablocks'",
+        ),
         ({"input_jitter": 1.0}, r"input_jitter must be in \[0, 1\)"),
         ({"shared_gate": True}, "set shared_ffn_hidden_size"),
         ({"aux_loss_coef": -1.0}, "aux_loss_coef must not be negative"),

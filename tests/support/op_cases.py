@@ -117,6 +117,10 @@ def op_cases(
             lambda x, s, w1, w2: [kernels.routed_experts(x, gapped, s, w1, w2)],
             [leaf(T, D), weights_TK, leaf(E, D, 2 * F), leaf(E, F, D)],
         ),
+        "routed_experts, recomputed": OpCase(
+            lambda x, s, w1, w2: [kernels.routed_experts(x, order, s, w1, w2, recompute=True)],
+            [leaf(T, D), weights_TK, leaf(E, D, 2 * F), leaf(E, F, D)],
+        ),
         "down_projection of a clamped gate": OpCase(
             lambda h, s, w2: [down_projection(h, order, s, w2, gate=ClampedGate(1.7, 0.8))],
             [leaf(T * K, 2 * F), weights_TK, leaf(E, F, D)],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -35,6 +35,7 @@ def tiny_model(
     dropout: float = 0.1,
     count: int = 2,
     dtype: torch.dtype | None = None,
+    recompute: Literal["none", "experts"] = "none",
 ) -> LanguageModel:
     """Make a model of a few layers, by default in fp32 on the CPU and in bf16 on a GPU.
 
@@ -53,6 +54,7 @@ def tiny_model(
         expert_bias=True,
         shared_ffn_hidden_size=16 if shared else 0,
         shared_gate=shared,
+        recompute=recompute,
     )
     config = TransformerConfig(
         hidden_size=32,

@@ -21,10 +21,15 @@ fewer columns, and where ds = <dA, A> needs no Y. Autograd sees two nodes, from 
 (`gather_gemm`) and from H to out (`down_projection`). It hands dH from one node to the other, also
 where a backward is split: the weights' part of each node repeats no product.
 
+With `recompute` H is freed as well. The second node makes it again from the tokens, with one more
+gather and one more product.
+
 Shapes: T tokens, K top-k, R routed rows, D model, F ffn, E experts.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,6 +61,7 @@ def routed_experts(
     w2_EFD: Tensor,
     *,
     is_sorted: bool = False,
+    recompute: bool = False,
 ) -> Tensor:
     """Each token's sum of its experts' outputs, times the routing weights; never syncs.
 
@@ -68,6 +74,8 @@ def routed_experts(
         weights_TK: routing weights, of any precision.
         w1_ED2F: gate and up side by side. Both weights may be transposed views, as for
             ``grouped_gemm``.
+        recompute: do not save the ``[R, 2F]``, and compute it again in the backward, to the same
+            bits.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or the GPU path does not take them.
@@ -77,13 +85,23 @@ def routed_experts(
             f"routed_experts wants w1 [E, D, 2F] and w2 [E, F, D], got {tuple(w1_ED2F.shape)} and "
             f"{tuple(w2_EFD.shape)}"
         )
+    tokens_TD, w1_ED2F = to_autocast(tokens_TD, w1_ED2F)
     tokens_TD, w2_EFD = to_autocast(tokens_TD, w2_EFD)
     check_operands(tokens_TD, w2_EFD.transpose(1, 2), order.offsets_E)
     if is_sorted:
         gate_up_R2F = grouped_gemm(tokens_TD, w1_ED2F, order.offsets_E, zero_tail=False)
     else:
         gate_up_R2F = gather_gemm(tokens_TD, order, w1_ED2F, zero_tail=False, in_loads=False)
-    return down_projection(gate_up_R2F, order, weights_TK, w2_EFD)
+    again = FirstProduct(tokens_TD.detach(), w1_ED2F.detach(), is_sorted) if recompute else None
+    return down_projection(gate_up_R2F, order, weights_TK, w2_EFD, again=again)
+
+
+class FirstProduct(NamedTuple):
+    """Operands of the first product, without a gradient of their own, and where rows come from."""
+
+    tokens_XD: Tensor
+    w1_ED2F: Tensor
+    is_sorted: bool
 
 
 def down_projection(
@@ -93,16 +111,21 @@ def down_projection(
     w2_EFD: Tensor,
     *,
     gate: ClampedGate = NO_CLAMP,
+    again: FirstProduct | None = None,
 ) -> Tensor:
     """The second half of ``routed_experts``, from gate and up of the rows; keeps nothing else.
 
     Args:
         gate: an activation in place of SwiGLU. Gate and up stand by turns then.
+        again: where the backward computes gate and up anew, so that they are not kept.
     """
     gate_up_R2F, w2_EFD = to_autocast(gate_up_R2F, w2_EFD)
     inverse_TK = order.inverse_R.view_as(weights_TK)
     indices = order.order_R, inverse_TK, order.offsets_E
-    return _DownProjection.apply(gate_up_R2F, w2_EFD, weights_TK, *indices, order.has_gaps, gate)
+    operands = (None, None, False) if again is None else again
+    return _DownProjection.apply(
+        gate_up_R2F, w2_EFD, weights_TK, *indices, order.has_gaps, gate, *operands
+    )
 
 
 class _DownProjection(torch.autograd.Function):
@@ -110,12 +133,15 @@ class _DownProjection(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, gate_up_R2F, w2_EFD, weights_TK, order_R, inverse_TK, offsets_E, has_gaps, gate
-    ):
+        ctx, gate_up_R2F, w2_EFD, weights_TK, order_R, inverse_TK, offsets_E, has_gaps, gate,
+        tokens_XD, w1_ED2F, is_sorted,
+    ):  # fmt: skip
         needs_rows = ctx.needs_input_grad[0] or ctx.needs_input_grad[2]
         ctx.has_gaps, ctx.gate, ctx.is_transposed = has_gaps, gate, is_transposed(w2_EFD)
-        kept_EFD = w2_EFD if needs_rows else None
-        ctx.save_for_backward(gate_up_R2F, kept_EFD, weights_TK, order_R, inverse_TK, offsets_E)
+        ctx.is_sorted, kept_EFD = is_sorted, w2_EFD if needs_rows else None
+        kept_R2F = gate_up_R2F if tokens_XD is None else None
+        indices = order_R, inverse_TK, offsets_E
+        ctx.save_for_backward(kept_R2F, tokens_XD, w1_ED2F, kept_EFD, weights_TK, *indices)
         rows_RF = swiglu_forward(gate_up_R2F, gate)
         rows_RD = grouped_gemm_forward(rows_RF, w2_EFD, offsets_E, False)
         return collect_rows(rows_RD, inverse_TK, weights_TK, has_gaps)
@@ -123,9 +149,16 @@ class _DownProjection(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_TD):
-        gate_up_R2F, w2_EFD, weights_TK, order_R, inverse_TK, offsets_E = ctx.saved_tensors
+        gate_up_R2F, tokens_XD, w1_ED2F, w2_EFD, weights_TK, *indices = ctx.saved_tensors
+        order_R, inverse_TK, offsets_E = indices
         wants_rows, wants_w2, wants_weights = (wants_gradient(ctx, i) for i in range(3))
         routing = weights_TK, order_R, inverse_TK, ctx.has_gaps
+        if gate_up_R2F is None:
+            rows_RD = tokens_XD
+            if not ctx.is_sorted:
+                rows_RD = spread_rows(tokens_XD, order_R, inverse_TK, None, ctx.has_gaps)
+            gate_up_R2F = grouped_gemm_forward(rows_RD, w1_ED2F, offsets_E, False)
+            del rows_RD
         grad_gate_up = grad_w2 = grad_weights = None
         grad_RD = spread_rows(grad_TD, order_R, inverse_TK, None, ctx.has_gaps)
         if wants_rows or wants_weights:
@@ -140,7 +173,7 @@ class _DownProjection(torch.autograd.Function):
             grad_w2 = gradient_of_weights(weighted_RF, grad_RD, offsets_E, ctx.is_transposed)
         if not wants_weights:
             grad_weights = None
-        return grad_gate_up, grad_w2, grad_weights, None, None, None, None, None
+        return grad_gate_up, grad_w2, grad_weights, *[None] * 8
 
 
 def weighted_swiglu(
