@@ -71,6 +71,8 @@ def test_experts_of_other_ranks_add_nothing(family):
     """Half of the experts are here. Pairs of the others have numbers from 4 on, and any weights."""
     torch.manual_seed(0)
     whole = tiny(family, NAME).model.layers[0].mlp.experts
+    for parameter in whole.parameters():  # biases, too
+        nn.init.normal_(parameter, std=0.2)
     here = copy.deepcopy(whole)
     here.num_experts, here._is_expert_parallel = 4, True
     for name, parameter in whole.named_parameters():
@@ -82,7 +84,7 @@ def test_experts_of_other_ranks_add_nothing(family):
         hidden = torch.linspace(-1, 1, 20 * 64).view(20, 64).requires_grad_()
         given.requires_grad_()
         out = experts_forward(module, hidden, experts, given)
-        leaves = (hidden, given, module.gate_up_proj, module.down_proj)
+        leaves = (hidden, given, *module.parameters())
         found.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
     got, want = found
     torch.testing.assert_close(got[:2], want[:2])

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from kept_bytes import kept_bytes
 from moe_graphs.dispatch import (
     AllGatherDispatcher,
     AllToAllDispatcher,
@@ -262,6 +263,14 @@ def test_rms_norm():
     want = x / (x.square().mean(-1, keepdim=True) + 0.1).sqrt() * norm.weight
     torch.testing.assert_close(norm(x), want)
     assert norm.float()(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_experts_that_are_recomputed_keep_their_tokens_alone():
+    hidden, kept = torch.randn(7, 8, requires_grad=True), []
+    for recompute in ("none", "experts"):
+        layer = _randomize(MoELayer(replace(MOE, recompute=recompute), 8))
+        kept.append(kept_bytes(lambda layer=layer: layer(hidden), layer.parameters()))
+    assert kept[0] - kept[1] == hidden.element_size() * 7 * 2 * 2 * MOE.ffn_hidden_size
 
 
 def test_swiglu_mlp():
