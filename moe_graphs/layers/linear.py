@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_graphs.layers.model_config import check_linear
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
 
 class Projection(nn.Module):
     """Interface of a projection, for type checkers alone: no kind is a subclass."""
@@ -31,11 +33,9 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 def is_watched(module: nn.Module) -> bool:
     """Whether a call of ``module`` runs more than the forward of its class: hooks or a patch."""
-    hooks = (
-        module._forward_pre_hooks or module._forward_hooks
-        or module._backward_pre_hooks or module._backward_hooks
-    )  # fmt: skip
-    return bool(hooks) or _has_any_global_hook() or "forward" in module.__dict__
+    # By getattr: graphs compare hooks by themselves, and call them hooks in their reports.
+    hooked = any(getattr(module, kind) for kind in _HOOKS)
+    return hooked or _has_any_global_hook() or "forward" in module.__dict__
 
 
 def build_linear(

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import moe_graphs
 from kept_bytes import kept_bytes
+from moe_graphs import GraphConfig
 from moe_graphs.engine.autograd import SplitBackward
 from moe_graphs.kernels import swiglu, swiglu_linear
 from moe_graphs.layers import SwiGLU
+from training_runs import loss_of, microbatches, tiny_model
 
 B, S, D, F = 2, 5, 8, 6
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -114,6 +117,29 @@ def test_a_projection_that_does_more_is_called(change):
     assert torch.equal(changed, plain + 1 if change is add_bias else 2 * plain)
     kept = kept_bytes(lambda: network(x), network.parameters())
     assert kept == FP32.itemsize * B * S * (D + 3 * F)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"), [(hook, "hooks"), (patch, "attribute"), (replace_class, "attribute")]
+)
+@pytest.mark.filterwarnings("ignore::moe_graphs.GraphWarning")
+def test_a_graph_is_not_replayed_once_the_projection_does_more(change, reason):
+    results = []
+    for impl in ("none", "local"):
+        model = tiny_model("cpu", "dense", dropout=0.0)
+        config = GraphConfig(impl="none") if impl == "none" else GraphConfig("mlp", warmup_steps=2)
+        graphs = moe_graphs.graph(model, config)
+        for number, batches in enumerate(microbatches("cpu", 6)):
+            if number == 4:
+                change(model.layers[0].mlp)
+            with graphs.step():
+                for tokens in batches:
+                    loss_of(model, tokens)[0].backward()
+        results.append([parameter.grad for parameter in model.parameters()])
+    report = graphs.report()
+    assert report.replayed == 2 * 2 * 2 + 2 * 2  # one of two layers stays graphed
+    assert report.eager_calls == {"warmup": 2 * 2 * 2, reason: 2 * 2}
+    assert all(map(torch.equal, *results))
 
 
 def test_a_hook_on_every_module_sees_the_projection():
