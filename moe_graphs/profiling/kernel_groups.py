@@ -50,7 +50,7 @@ GROUPS = (
     ),
     Group(
         "cross entropy",
-        r"cross_entropy|nll_loss|[lL]og_?[sS]oft_?[mM]ax",
+        r"cross_entropy|^scaled_kernel|nll_loss|[lL]og_?[sS]oft_?[mM]ax",
         r"cross_entropy|_CrossEntropy|nll_loss|NllLoss|log_softmax|LogSoftmax",
     ),
     Group(
