@@ -21,6 +21,7 @@ from moe_graphs.dispatch.dispatcher import Dispatched, DispatchPlan
 from moe_graphs.dispatch.equal_tokens import check_equal_tokens
 from moe_graphs.dispatch.expert_group import ExpertParallel, rank_and_size
 from moe_graphs.dispatch.local_rows import check_rows_factor, local_rows, room_for_rows
+from moe_graphs.kernels import permute
 
 
 @final
@@ -82,12 +83,20 @@ class AllGatherDispatcher(ExpertParallel):
         return DispatchPlan(hidden, weights_TK, rows.order, rows.dropped, needed)
 
     def dispatch(self, plan: DispatchPlan) -> Dispatched:
-        return Dispatched(plan.tokens.flatten(0, -2), plan.order, plan.weights_TK)
+        return rows_or_tokens(plan)
 
     def combine(self, sums_XD: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
         if self.process_group is None:
             return sums_XD
         return _ReduceScatter.apply(sums_XD, self.process_group)
+
+
+def rows_or_tokens(plan: DispatchPlan) -> Dispatched:
+    """Give the experts what takes less memory until the backward: all tokens, or their rows."""
+    tokens_GD, order = plan.tokens.flatten(0, -2), plan.order
+    if order.order_R.numel() >= len(tokens_GD):
+        return Dispatched(tokens_GD, order, plan.weights_TK)
+    return Dispatched(permute(tokens_GD, order), order, plan.weights_TK, is_sorted=True)
 
 
 class _AllGather(torch.autograd.Function):

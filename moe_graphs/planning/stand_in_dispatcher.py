@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_graphs.dispatch import Dispatched, Dispatcher, DispatchPlan
+from moe_graphs.dispatch.all_gather import rows_or_tokens
 from moe_graphs.dispatch.local_rows import local_rows, room_for_rows
 from moe_graphs.kernels import permute, route_rows, sum_rows
 
@@ -58,7 +59,7 @@ class StandInDispatcher(Dispatcher):
 
     def dispatch(self, plan: DispatchPlan) -> Dispatched:
         if self.gathers:
-            return Dispatched(plan.tokens, plan.order, plan.weights_TK)
+            return rows_or_tokens(plan)
         rows_RD = _Travel.apply(plan.tokens, plan.tokens.shape[0])
         weights_R1 = permute(plan.weights_TK.reshape(-1, 1), plan.order)
         weights_R1 = _Travel.apply(weights_R1, weights_R1.shape[0])
