@@ -355,6 +355,28 @@ def static_copy(tensor: Tensor) -> Tensor:
     return made
 
 
+def apart(leaves: Sequence[Any], first: Sequence[int] | None = None) -> list[Any]:
+    """The leaves; tensors that lie on the memory of an earlier one are copied, as in static memory.
+
+    Args:
+        first: for each leaf the number of the first leaf that is the very same tensor; such leaves
+            stay the same tensor.
+    """
+    made: list[Any] = []
+    storages: set[int] = set()
+    for number, leaf in enumerate(leaves):
+        if first is not None and first[number] < number:
+            made.append(made[first[number]])
+            continue
+        part = unwrap(leaf) if isinstance(leaf, Tensor) else None
+        if part is not None and part.layout is torch.strided:
+            storage = part.untyped_storage()._cdata
+            leaf = static_copy(leaf) if storage in storages else leaf
+            storages.add(storage)
+        made.append(leaf)
+    return made
+
+
 def static_like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from moe_graphs.config import GraphConfig
+from moe_graphs.engine.audit import Audits
 from moe_graphs.engine.backends import backend_for
 from moe_graphs.engine.backends.backend import Resources
 from moe_graphs.engine.guards import torch_state
@@ -102,6 +103,7 @@ class Graphs:
         self._in_step = self._paused = self._is_ahead_of_time = False
         self._capture_seconds = 0.0
         self._ranks = Ranks(model)
+        self._audits = Audits(config.audit_every, config.on_audit)
         self._begin_warmup()
         self.state = "warmup" if config.impl == "local" else "off"
         scopes = find_scopes(model, config) if config.impl == "local" else []
@@ -141,6 +143,7 @@ class Graphs:
         if self._in_step:
             raise GraphError("graphs.step() does not nest: one step is already open")
         self._in_step = True
+        self._audits.step += 1
         if self.state == "warmup":
             self.observation.begin_step()
         started = time.perf_counter()
@@ -257,7 +260,8 @@ class Graphs:
             given |= {"backward_pool": shared} if of_chunk.shares_backwards else {}
             chunks.append(Chunk([Slot(calls, self.backend, **given) for _ in range(chunk.slots)]))
         self.observation.warn_of_eager_scopes(split=split)
-        recorder = Recorder(self.model, self.backend, split=split, verify=self.config.verify)
+        options = {"split": split, "verify": self.config.verify, "audits": self._audits}
+        recorder = Recorder(self.model, self.backend, **options)
         return Captured(chunks, recorder, memory)
 
     def _planned_call(self, signature_id: int, chunk: ChunkMemory) -> PlannedCall:
@@ -270,6 +274,7 @@ class Graphs:
             refused=self.observation.refusal(observed.scope, split=chunk.split),
             copies_gradients=self.observation.copies_gradients(observed.scope, chunk),
             fallbacks=self.fallbacks,
+            eager_bytes=self._measured[signature_id].eager_bytes,
         )
 
     # ---- ahead of time
@@ -375,6 +380,7 @@ class Graphs:
         if self.state in ("off", "released") or self._in_step:
             raise GraphError(f"recapture() in state {self.state!r}, or inside of a step")
         self._resources.release()
+        self._audits.schedules = 0
         self._begin_warmup()
         self.state = "warmup"
 
@@ -459,6 +465,7 @@ class Graphs:
             self._capture_seconds,
             self.fallbacks,
             self.off_because,
+            self._audits,
         )
 
 

@@ -196,6 +196,11 @@ class CallMemory:
     gradients: int
     weights: int = 0
 
+    @property
+    def eager_bytes(self) -> int:
+        """What an eager forward and backward take at most, beside what is there."""
+        return max(self.forward, self.saved + self.backward) + self.inputs
+
 
 @dataclass(frozen=True)
 class ChunkMemory:

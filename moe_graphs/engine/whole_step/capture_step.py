@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine import fp8
+from moe_graphs.engine.audit import Audits
 from moe_graphs.engine.fp8 import Entry
 from moe_graphs.engine.guards import bytecode_names
 from moe_graphs.engine.guards.bytecode_names import AccessedNames
@@ -24,7 +25,7 @@ from moe_graphs.engine.guards.torch_state import TorchState
 from moe_graphs.engine.ranks import Ranks
 from moe_graphs.engine.snapshot import Snapshot, random_digest
 from moe_graphs.engine.tensors import is_wrapped, tensor_leaves
-from moe_graphs.engine.tracing import Operations, Trace, address, differing_op
+from moe_graphs.engine.tracing import Operations, Origins, Trace, address, differing_op
 from moe_graphs.engine.trial_run import TrialRun, explaining_errors
 from moe_graphs.engine.verify import ByFingerprint, Verdict
 from moe_graphs.engine.whole_step import fsdp
@@ -52,6 +53,7 @@ def record_step(
     trial_runs: int,
     verify: bool,
     ranks: Ranks,
+    audits: Audits,
 ) -> tuple[RecordedStep, Verdict | None]:
     """Captures the step as it is called now, on all ranks; nothing that it touches is changed.
 
@@ -82,9 +84,15 @@ def record_step(
                     static, found = prepared.batch, prepared.found
                     verification = StepVerification(definition, before, ranks, static, found)
                     verification.expect()
-                operations = Operations()
+                operations = Operations(
+                    origins_of_step(definition, prepared.found) if audits.are_on else None
+                )
                 recorded = _record(definition, prepared, before, operations)
                 failing.callback(recorded.release)
+                audit = None
+                if audits.are_on:
+                    left, alone = recorded.left(), ranks.group is None
+                    audit = audits.of_call(operations, left, "the step", alone=alone)
                 verdict = verification.check(recorded, operations) if verification else None
         # This comes after the context, which makes autograd forget its nodes: the nodes now are the
         # caller's.
@@ -93,7 +101,17 @@ def record_step(
             recorded.gradients.settled()
         hooks = StepHooks(definition.parameters(), updating)
         failing.pop_all()  # nothing has failed
-        return replace(recorded, hooks=hooks), verdict
+        return replace(recorded, hooks=hooks, audit=audit), verdict
+
+
+def origins_of_step(definition: StepDefinition, found: Gradients) -> Origins:
+    """Names for the memory that a step works on; ``found`` are the gradients that it finds."""
+    # FSDP2 and DDP have memory whose addresses do not last.
+    origins = Origins(by_address=not fsdp.wrappers(definition.model))
+    for gradient in found:
+        if gradient is not None:
+            origins.call(gradient, "a gradient that the step finds")
+    return origins
 
 
 @dataclass(frozen=True)
