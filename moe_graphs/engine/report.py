@@ -88,8 +88,9 @@ class Report(PrintedReport):
             the kernels have no tuned row (``docs/development/architectures.md``).
         off_because: why there are no graphs, for instance after a failed capture; None if there
             are.
-        audits_passed: number of calls that ran eagerly in place of a replay and did what was
-            captured.
+        audited: number of calls that ran eagerly in place of a replay, to be compared with the
+            capture.
+        audits_passed: number of those among them that did what was captured.
         audit_seconds: time of all audited calls, on the host.
         audits_skipped: reason -> number of audits that could not be made: "memory" (an eager call
             does not fit now), "fp8" and "split_backward" (such a scope is never audited).
@@ -111,6 +112,7 @@ class Report(PrintedReport):
     occupancy: dict[str, tuple[int, int]] = field(default_factory=dict)
     portable_launches: dict[str, int] = field(default_factory=dict)
     off_because: str | None = None
+    audited: int = 0
     audits_passed: int = 0
     audit_seconds: float = 0.0
     audits_skipped: dict[str, int] = field(default_factory=dict)

@@ -204,8 +204,14 @@ class AuditedCall:
         incoming = apart(gradients)
         run = BackwardRun(open, incoming, split=False)
         keeps = keeps_graph()
-        comparison, refused = None, self.slot.unreplayable(pending, layouts_of(incoming))
-        if self._has_passed and stream is not None and refused is None and self._origins:
+        comparison, layouts = None, layouts_of(incoming)
+        is_captured = (
+            stream is not None
+            and self.site.backward is not None
+            and layouts == self.site.backward.layouts
+            and self.slot.unreplayable(pending, layouts) is None
+        )
+        if self._has_passed and is_captured and self._origins is not None:
             self._origins.go_on_in_backward(run.incoming)
             comparison = Comparison(stream, self._origins)
         self._origins = None

@@ -314,6 +314,7 @@ def report_of(
         scopes=of_scopes,
         captured=sum(site.forward is not None for site in sites),
         replayed=sum(scope.replayed for scope in of_scopes),
+        audited=sum(scope.audited for scope in of_scopes),
         eager_calls=dict(eager_calls),
         static_bytes=sum(t.nbytes for t in captured.static_tensors()) if captured else 0,
         slots=tuple(len(chunk.slots) for chunk in captured.chunks) if captured else (),

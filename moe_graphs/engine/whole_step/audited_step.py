@@ -38,10 +38,7 @@ def audited_step(
     audit, parameters = recorded.audit, list(definition.parameters().values())
     assert audit is not None
     given = apart(leaves, recorded.batch.signature.first)
-    origins = origins_of_step(definition, gradients_of(parameters))
-    for number, (static, leaf) in enumerate(zip(recorded.batch.leaves, given, strict=True)):
-        if isinstance(static, Tensor) and recorded.batch.signature.first[number] == number:
-            origins.stands_in(leaf, static)
+    origins = origins_of_step(definition, recorded.batch, given, gradients_of(parameters))
     comparison = Comparison(audit.forward, origins)
     with comparison:
         result = definition.run(pytree.tree_unflatten(given, structure))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -85,7 +85,9 @@ def record_step(
                     verification = StepVerification(definition, before, ranks, static, found)
                     verification.expect()
                 operations = Operations(
-                    origins_of_step(definition, prepared.found) if audits.are_on else None
+                    origins_of_step(definition, prepared.batch, prepared.batch.leaves, prepared.found)
+                    if audits.are_on
+                    else None
                 )
                 recorded = _record(definition, prepared, before, operations)
                 failing.callback(recorded.release)
@@ -104,10 +106,23 @@ def record_step(
         return replace(recorded, hooks=hooks, audit=audit), verdict
 
 
-def origins_of_step(definition: StepDefinition, found: Gradients) -> Origins:
-    """Names for the memory that a step works on; ``found`` are the gradients that it finds."""
+def origins_of_step(
+    definition: StepDefinition, batch: StaticBatch, leaves: Sequence[Any], found: Gradients
+) -> Origins:
+    """Names for the memory that a step works on.
+
+    Args:
+        leaves: the leaves of the batch that the step gets.
+        found: the gradients that the step finds.
+    """
+    model = definition.model
     # FSDP2 and DDP have memory whose addresses do not last.
-    origins = Origins(by_address=not fsdp.wrappers(definition.model))
+    origins = Origins(by_address=not fsdp.wrappers(model))
+    for tensor in (*model.parameters(), *model.buffers()):
+        origins.stands_in(tensor, tensor)
+    for number, (static, leaf) in enumerate(zip(batch.leaves, leaves, strict=True)):
+        if isinstance(static, Tensor) and batch.signature.first[number] == number:
+            origins.stands_in(leaf, static)
     for gradient in found:
         if gradient is not None:
             origins.call(gradient, "a gradient that the step finds")
