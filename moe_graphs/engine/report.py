@@ -14,7 +14,19 @@ from moe_graphs.engine.verify import warn
 from moe_graphs.report_tables import explanation_of, text_of
 
 
-class PrintedReport:
+class CountedCalls:
+    """Counts of calls that matched their capture."""
+
+    replayed: int
+    audited: int
+
+    @property
+    def matched(self) -> int:
+        """The number of calls that matched their capture: they were replayed or audited."""
+        return self.replayed + self.audited
+
+
+class PrintedReport(CountedCalls):
     """Base of all reports: ``print`` shows a table, and why calls ran eagerly."""
 
     def __str__(self) -> str:
@@ -26,7 +38,7 @@ class PrintedReport:
 
 
 @dataclass(frozen=True)
-class ScopeReport:
+class ScopeReport(CountedCalls):
     """Report of one scope, over all slots.
 
     Attributes:

@@ -93,7 +93,7 @@ def trained(workers: Workers, graphs: Any, folder: Path | None = None) -> dict[s
         nats = trainer.nats_per_token(held_out)
         advance(trainer, STEPS)
         report = trainer.report()
-    assert graphs is None or report.replayed == STEPS - 2, report
+    assert graphs is None or report.matched == STEPS - 2, report
     return {**state_of(trainer), "nats": nats}
 
 

@@ -327,7 +327,7 @@ class Graphs:
             )
         assert self.captured is not None
         for site in self.captured.sites:
-            site.replayed = 0
+            site.replayed = site.audited = 0
 
     def find_nonfinite(
         self,
