@@ -8,7 +8,7 @@ back, and the audited call itself is right.
 | what is compared | how it is noted |
 |---|---|
 | operations in their order | by name, with constants |
-| the tensors that they work on | shape, dtype, strides, and where the memory comes from (`Origins`) |
+| tensors that they work on | shape, dtype, strides, and where the memory comes from (`Origins`) |
 | results | which tensors they are; other values as they are |
 
 `partial/audited_call.py` audits calls of scopes, `whole_step/audited_step.py` whole steps. An audit
@@ -187,7 +187,7 @@ class Schedule:
 
 @dataclass
 class CallAudit:
-    """What the audits of one captured call compare with, and when they are.
+    """The audits of one captured call: their times, and the streams that they compare with.
 
     Attributes:
         last: the step of the last comparison with eager that passed.
@@ -207,7 +207,7 @@ class CallAudit:
 
 @dataclass
 class Audits:
-    """What audits have found, and what they cost.
+    """The audits of one model's graphs or of one whole step, with their results and their cost.
 
     Attributes:
         every: "auto", or the number of calls in a window, or None for no audits.
@@ -261,7 +261,7 @@ class Audits:
         self.passed, self.last_step = self.passed + 1, self.step
 
     def message(self, difference: str, last: int) -> str:
-        """What users read of a difference. ``last`` is the step of the last proof or audit."""
+        """A difference for users. ``last`` is the step of the last comparison that passed."""
         return (
             f"an audit in step {self.step} found that it does something else than at the capture: "
             f"{difference}. The audited call was right, and it runs eagerly from now on. Its last "

@@ -120,7 +120,7 @@ class DispatchMode(TorchDispatchMode):
 
 
 class Origins:
-    """Where the memory that operations work on comes from, in names that later runs use again.
+    """The origins of the memory that operations work on, in names that later runs use again.
 
     | memory | name |
     |---|---|

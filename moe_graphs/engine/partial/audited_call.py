@@ -141,7 +141,8 @@ class AuditedCall:
         given = _Audited.apply(self, pending, constants, handed, *inputs)
         if self._has_passed:
             site.note_handed(given)
-            self._passed()
+            if not any(each.requires_grad for each in given):
+                self._passed()  # no backward is to come
         else:
             self.slot.cancel(pending)  # nothing of this call lies in static memory
             self._differs(comparison.difference)
@@ -211,10 +212,10 @@ class AuditedCall:
             and layouts == self.site.backward.layouts
             and self.slot.unreplayable(pending, layouts) is None
         )
-        if self._has_passed and is_captured and self._origins is not None:
-            self._origins.go_on_in_backward(run.incoming)
-            comparison = Comparison(stream, self._origins)
-        self._origins = None
+        origins, self._origins = self._origins, None  # for the first backward only
+        if self._has_passed and is_captured and origins is not None:
+            origins.go_on_in_backward(run.incoming)
+            comparison = Comparison(stream, origins)
         with comparison or contextlib.nullcontext():
             found = run.first_part(run.incoming, last=not keeps)
         self.slot.backward_done(pending, replayed=False)
@@ -223,8 +224,10 @@ class AuditedCall:
             run.close()
         if comparison is not None:
             comparison.finish(found)
-            if comparison.difference is not None:
-                self._differs(f"in its backward, {comparison.difference}")
+        if comparison is not None and comparison.difference is not None:
+            self._differs(f"in its backward, {comparison.difference}")
+        elif self._has_passed and origins is not None:
+            self._passed()
         return found
 
     # ---- what an audit leads to

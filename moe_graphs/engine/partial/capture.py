@@ -497,9 +497,7 @@ class CapturedForward:
         )
         return forward, open
 
-    def opened(
-        self, eager: Sequence[Any]
-    ) -> tuple[tuple[OutputLeaf, ...], list[Tensor], OpenCall]:
+    def opened(self, eager: Sequence[Any]) -> tuple[tuple[OutputLeaf, ...], list[Tensor], OpenCall]:
         """The sources of the leaves of the outputs, the tensors among them, and their history.
 
         ``eager`` has the leaves that another run has returned.

@@ -44,7 +44,9 @@ def audited_step(
         result = definition.run(pytree.tree_unflatten(given, structure))
     outputs = pytree.tree_leaves(result)
     left = [each.detach() if isinstance(each, Tensor) else each for each in outputs]
-    comparison.finish([*left, *(gradients_of(parameters) if recorded.gradients is not None else ())])
+    comparison.finish(
+        [*left, *(gradients_of(parameters) if recorded.gradients is not None else ())]
+    )
     written = recorded.guards.mismatch()
     if written is not None:
         comparison.differs(f"it changes what its Python reads: {written.message}")

@@ -85,7 +85,9 @@ def record_step(
                     verification = StepVerification(definition, before, ranks, static, found)
                     verification.expect()
                 operations = Operations(
-                    origins_of_step(definition, prepared.batch, prepared.batch.leaves, prepared.found)
+                    origins_of_step(
+                        definition, prepared.batch, prepared.batch.leaves, prepared.found
+                    )
                     if audits.are_on
                     else None
                 )
