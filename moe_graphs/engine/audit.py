@@ -18,19 +18,20 @@ and Python that does no operations.
 
 from __future__ import annotations
 
+import ast
 import random
 import sys
 import time
 import traceback
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from moe_graphs.engine.tensors import is_plain
+from moe_graphs.engine.tensors import is_plain, unwrap
 from moe_graphs.engine.tracing import Operations, Origins, shown, source_line
 from moe_graphs.errors import GraphError
 
@@ -67,15 +68,24 @@ class Stream:
 class Comparison(Operations):
     """A context that compares the operations inside with a captured stream, as they run.
 
-    So the source line is looked up only where the first difference is.
+    The source line is looked up where the first difference is, and nowhere else.
+
+    Args:
+        named: gives tensors of the capture by the names that messages use.
 
     Attributes:
         difference: the first difference, for messages, or None.
     """
 
-    def __init__(self, stream: Stream, origins: Origins) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        origins: Origins,
+        named: Callable[[], Mapping[str, Tensor]] = dict,
+    ) -> None:
         super().__init__(origins)
         self._lines, self._size, self._number = stream.lines(), stream.size, 0
+        self._named = named
         self.difference: str | None = None
 
     def _add(self, op: tuple, memory: tuple) -> None:
@@ -86,7 +96,7 @@ class Comparison(Operations):
         captured = self._lines[number] if number < self._size else "no further one\t"
         if line != captured:
             where = source_line(traceback.extract_stack())
-            self.differs(f"operation {number} is {_told(line, captured)}, at {where}")
+            self.differs(f"operation {number} is {self._told(line, captured)}, at {where}")
 
     def finish(self, results: Sequence[Any]) -> None:
         """Compares the end of the call, after the context."""
@@ -99,6 +109,33 @@ class Comparison(Operations):
     def differs(self, difference: str) -> None:
         """Notes a difference, if none is known yet."""
         self.difference = self.difference or difference
+
+    def _told(self, line: str, captured: str) -> str:
+        now, memory = line.split("\t")
+        before, memory_before = captured.split("\t")
+        if now != before:
+            return f"{now} and was {before} at the capture"
+        pairs = zip(*map(ast.literal_eval, (memory, memory_before)), strict=True)
+        number, (a, b) = next((n, pair) for n, pair in enumerate(pairs) if pair[0] != pair[1])
+        return (
+            f"{now} as at the capture, but on other memory: its tensor {number} is "
+            f"{self._origin(a)} and was {self._origin(b)}"
+        )
+
+    def _origin(self, origin: tuple) -> str:
+        """An origin for messages."""
+        if len(origin) == 1:
+            return str(origin[0])
+        name, where, strides = origin
+        if name == "at":
+            for known, tensor in self._named().items():
+                storage = unwrap(tensor).untyped_storage()
+                if 0 <= where - storage.data_ptr() < storage.nbytes():
+                    return f"{known} with strides {strides}"
+            return f"memory at {where:#x} with strides {strides}"
+        if isinstance(name, tuple):
+            name = f"output {name[1]} of operation {name[0]}"
+        return f"{name}, from element {where} on, with strides {strides}"
 
 
 def _line(op: tuple, memory: tuple) -> str:
@@ -114,17 +151,6 @@ def _line_of_results(origins: Origins | None, results: Sequence[Any]) -> str:
         for each in results
     ]
     return repr(told).replace("\n", " ")
-
-
-def _told(line: str, captured: str) -> str:
-    now, memory = line.split("\t")
-    before, memory_before = captured.split("\t")
-    if now != before:
-        return f"{now} and was {before} at the capture"
-    return (
-        f"{now} as at the capture, on other memory (the origins of its tensors are {memory}, and "
-        f"were {memory_before})"
-    )
 
 
 # ---- when

@@ -28,6 +28,7 @@ from training_runs import DEVICES
 
 WIDTH, EVERY, WARM = 8, 3, 6
 SETTINGS = {"gain": 1.0}
+OTHER = r"other memory: its tensor . is parameter .blocks.1.* and was parameter"
 ENGINES = ("scopes", "whole steps")
 
 on_devices = pytest.mark.parametrize("device", DEVICES)
@@ -148,12 +149,12 @@ def add_hook(model: Model) -> None:
 
 CHANGES: dict[str, tuple[Callable[[Model], Any], str]] = {
     "attribute": (lambda m: setattr(m.blocks[1], "scale", 0.5), r"aten.mul.*0.5\) and was aten"),
-    "dict value": (lambda m: m.blocks[1].config.update(use="second"), "other memory"),
+    "dict value": (lambda m: m.blocks[1].config.update(use="second"), OTHER),
     "order": (lambda m: m.blocks[1].layers._modules.update({"0": m.blocks[1].layers[1],
                                                            "1": m.blocks[1].layers[0]}),
-              "other memory"),
+              OTHER),
     "activation": (lambda m: setattr(m.blocks[1], "activation", nn.ReLU()), "aten.relu"),
-    "reference": (lambda m: setattr(m.blocks[1], "now", m.blocks[1].second), "other memory"),
+    "reference": (lambda m: setattr(m.blocks[1], "now", m.blocks[1].second), OTHER),
     "hook": (add_hook, r"aten.mul.*0.5\)"),
     "cell": (set_cell, r"aten.mul.*0.5\)"),
     "result": (lambda m: m.blocks[1].config.update(residual=False), "returns|gradients go|aten"),

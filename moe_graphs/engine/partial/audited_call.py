@@ -47,6 +47,7 @@ def is_due(recorder: Recorder, slot: Slot, site: CallSite) -> bool:
         reason = _never(site)
         if reason is None:
             schedule.begin(site.replayed)
+            audit.origins = None
         else:
             audits.skipped[reason] += 1
         site.audit_due = schedule.due
@@ -62,7 +63,7 @@ def is_due(recorder: Recorder, slot: Slot, site: CallSite) -> bool:
 
 
 def _never(site: CallSite) -> str | None:
-    """Why no call at the call site is audited, or None."""
+    """The reason why no call at the call site is audited, or None."""
     if site.forward.is_split:
         return "split_backward"
     return "fp8" if site.forward.scales is not None else None
@@ -112,7 +113,7 @@ class AuditedCall:
         for number in forward.loaded:
             self._origins.stands_in(own[number], forward.inputs[number])
         aliases = recorder.trials.aliases(call)
-        comparison = Comparison(self._audit.forward, self._origins)
+        comparison = Comparison(self._audit.forward, self._origins, self._named)
         try:
             with aliases.installed(), comparison:
                 output, exit = call.run(own)
@@ -160,6 +161,14 @@ class AuditedCall:
                     copied.add(number)
                 seen.add(storage)
         return ScopeCall(self._scope, signature, self._leaves, arguments, {}, frozenset(copied))
+
+    def _named(self) -> dict[str, Tensor]:
+        """Tensors of the capture, for messages."""
+        model, forward = self._recorder.model, self.site.forward
+        names = [f"input {spec.name!r}" for spec in forward.signature.leaves]
+        named = {names[number]: forward.inputs[number] for number in forward.loaded}
+        named |= {f"parameter {name!r}": each for name, each in model.named_parameters()}
+        return named | {f"buffer {name!r}": each for name, each in model.named_buffers()}
 
     def _compare(
         self, comparison: Comparison, structure: Any, of_leaves: Any, listed: Any, exit: Any
@@ -215,7 +224,7 @@ class AuditedCall:
         origins, self._origins = self._origins, None  # for the first backward only
         if self._has_passed and is_captured and origins is not None:
             origins.go_on_in_backward(run.incoming)
-            comparison = Comparison(stream, origins)
+            comparison = Comparison(stream, origins, self._named)
         with comparison or contextlib.nullcontext():
             found = run.first_part(run.incoming, last=not keeps)
         self.slot.backward_done(pending, replayed=False)

@@ -198,7 +198,7 @@ class CallMemory:
 
     @property
     def eager_bytes(self) -> int:
-        """What an eager forward and backward take at most, beside what is there."""
+        """The most that an eager forward and backward allocate at once."""
         return max(self.forward, self.saved + self.backward) + self.inputs
 
 

@@ -17,7 +17,7 @@ from moe_graphs.engine.whole_step.recorded_step import RecordedStep, StepDefinit
 
 
 def why_not(recorded: RecordedStep, backend: Backend) -> str | None:
-    """Why this step cannot be audited, or None."""
+    """The reason why this step cannot be audited, or None."""
     if recorded.entry is not None:
         return "fp8"
     if recorded.gradients is not None and not recorded.gradients.finds_as_captured():
@@ -39,7 +39,14 @@ def audited_step(
     assert audit is not None
     given = apart(leaves, recorded.batch.signature.first)
     origins = origins_of_step(definition, recorded.batch, given, gradients_of(parameters))
-    comparison = Comparison(audit.forward, origins)
+
+    def named() -> dict[str, Tensor]:
+        model, batch = definition.model, recorded.batch
+        named = {f"input {name!r}": each for name, each in batch.named_tensors().items()}
+        named |= {f"parameter {name!r}": each for name, each in model.named_parameters()}
+        return named | {f"buffer {name!r}": each for name, each in model.named_buffers()}
+
+    comparison = Comparison(audit.forward, origins, named)
     with comparison:
         result = definition.run(pytree.tree_unflatten(given, structure))
     outputs = pytree.tree_leaves(result)
