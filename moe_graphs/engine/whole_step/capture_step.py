@@ -24,7 +24,7 @@ from moe_graphs.engine.guards.bytecode_names import AccessedNames
 from moe_graphs.engine.guards.torch_state import TorchState
 from moe_graphs.engine.ranks import Ranks
 from moe_graphs.engine.snapshot import Snapshot, random_digest
-from moe_graphs.engine.tensors import is_wrapped, tensor_leaves
+from moe_graphs.engine.tensors import is_sharded_by_fsdp, is_wrapped, tensor_leaves
 from moe_graphs.engine.tracing import Operations, Origins, Trace, address, differing_op
 from moe_graphs.engine.trial_run import TrialRun, explaining_errors
 from moe_graphs.engine.verify import ByFingerprint, Verdict
@@ -120,7 +120,8 @@ def origins_of_step(
     """
     model = definition.model
     # FSDP2 and DDP have memory whose addresses do not last.
-    origins = Origins(by_address=not fsdp.wrappers(model))
+    moves = bool(fsdp.wrappers(model)) or any(map(is_sharded_by_fsdp, model.modules()))
+    origins = Origins(by_address=not moves)
     for tensor in (*model.parameters(), *model.buffers()):
         origins.stands_in(tensor, tensor)
     for number, (static, leaf) in enumerate(zip(batch.leaves, leaves, strict=True)):

@@ -208,7 +208,7 @@ def differ_once(rank: int, world_size: int, device: str, policy: str) -> list:
             return trace, []
         step.release()
         report = step.report()
-        return trace, [errors, report.captures, report.replayed, report.eager_calls]
+        return trace, [errors, report.captures, report.matched, report.eager_calls]
 
     expected, _ = run(False)
     found, told = run(True)
