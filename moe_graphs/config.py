@@ -309,10 +309,13 @@ class FullIterationConfig:
         optimizer_in_graph: put clipping, the optimizer's update and the zeroing of gradients into
             the graph, too.
         warmup_steps: number of eager steps before the capture.
+        audit_every, on_audit: as in ``GraphConfig``.
     """
 
     optimizer_in_graph: bool = False
     warmup_steps: int = 3
+    audit_every: int | str | None = "auto"
+    on_audit: str = "eager"
 
     def __str__(self) -> str:
         return f"full_iteration, {'with' if self.optimizer_in_graph else 'without'} the optimizer"

@@ -225,6 +225,8 @@ class Trainer:
                 *([self.pipeline.memory] if self.pipeline is not None else []),
             ],
             warmup_steps=config.warmup_steps,
+            audit_every=config.audit_every,
+            on_audit=config.on_audit,
         )
         self.optimizer_in_graph = within
         return self.full_iteration
