@@ -231,6 +231,12 @@ class Trainer:
         self.optimizer_in_graph = within
         return self.full_iteration
 
+    def audit_soon(self) -> None:
+        """Lets the graphs of the next step be audited."""
+        engine = self.full_iteration or self.graphs
+        if engine is not None:
+            engine.audit_soon()
+
     def report(self) -> Report | FullIterationReport | None:
         """Report of the graphs so far; None when training eagerly."""
         engine = self.full_iteration or self.graphs

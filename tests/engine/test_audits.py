@@ -286,6 +286,72 @@ def test_a_frozen_scope_is_audited_without_a_backward(device):
     assert report.audits_passed == report.audited
 
 
+@on_devices
+@on_engines
+def test_an_audit_can_be_asked_for(engine, device):
+    run = Run(engine, device, audit_every=10_000)
+    run.steps(WARM)
+    assert run.report().audited == 0
+    (run.whole or run.graphs).audit_soon()
+    run.step()
+    report = run.report()
+    assert report.audits_passed == report.audited == (2 if engine == "scopes" else 1)
+    assert report.last_audited_step == WARM + 1
+    run.step()
+    assert run.report().audited == report.audited
+
+
+class Attention(nn.Module):
+    """Attention that draws dropout in its kernel, under autocast where there is a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.three, self.out = nn.Linear(64, 3 * 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (part.unflatten(-1, (1, 64)).transpose(1, 2) for part in self.three(x).chunk(3, -1))
+        h = F.scaled_dot_product_attention(*parts, dropout_p=0.1, is_causal=True)
+        return x + self.out(h.transpose(1, 2).flatten(2))
+
+
+@on_devices
+@on_engines
+def test_attention_with_dropout_and_a_sharp_loss(engine, device):
+    losses = []
+    for options in ({"audit_every": None}, {"audit_every": 1, "on_audit": "error"}):
+        torch.manual_seed(0)
+        model = nn.Sequential(Attention(), Attention(), nn.Linear(64, 16)).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3), fused=True)
+        if device == "cuda":
+            optimizer.param_groups[0].update(lr=torch.tensor(1e-3, device=device), capturable=True)
+
+        def train(x: Tensor, model=model, optimizer=optimizer) -> Tensor:
+            with torch.autocast(device, torch.bfloat16, cache_enabled=False):
+                loss = F.cross_entropy(model(x).flatten(0, 1), x.argmax(-1).flatten() % 16)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        graphs = moe_graphs.graph(model, GraphConfig("[01]", **options))
+        step: Any = train
+        if engine == "whole steps":
+            graphs.release()
+            step = FullIteration(train, model=model, optimizer=optimizer, **options)
+        found = []
+        for _ in range(10):
+            x = torch.randn(2, 32, 64, device=device)
+            with graphs.step() if step is train else contextlib.nullcontext():
+                found.append(step(x).item())
+        losses.append(found)
+        report = (graphs if step is train else step).report()
+        assert report.state == "captured"
+        assert report.audits_passed == report.audited
+        assert (report.audited > 2) == (options["audit_every"] == 1)
+    if device == "cpu":
+        assert losses[0] == losses[1]
+
+
 @on_engines
 def test_an_audit_that_does_not_fit_is_left_out_and_counted(engine, monkeypatch):
     run = Run(engine, "cpu", audit_every=1)

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from moe_graphs.config import GraphConfig
-from moe_graphs.engine.audit import Audits
+from moe_graphs.engine.audit import NEVER, Audits
 from moe_graphs.engine.backends import backend_for
 from moe_graphs.engine.backends.backend import Resources
 from moe_graphs.engine.guards import torch_state
@@ -260,8 +260,8 @@ class Graphs:
             given |= {"backward_pool": shared} if of_chunk.shares_backwards else {}
             chunks.append(Chunk([Slot(calls, self.backend, **given) for _ in range(chunk.slots)]))
         self.observation.warn_of_eager_scopes(split=split)
-        options = {"split": split, "verify": self.config.verify, "audits": self._audits}
-        recorder = Recorder(self.model, self.backend, **options)
+        verify, audits = self.config.verify, self._audits
+        recorder = Recorder(self.model, self.backend, split=split, verify=verify, audits=audits)
         return Captured(chunks, recorder, memory)
 
     def _planned_call(self, signature_id: int, chunk: ChunkMemory) -> PlannedCall:
@@ -444,6 +444,15 @@ class Graphs:
             yield
         finally:
             self._paused = before
+
+    def audit_soon(self) -> None:
+        """Lets the next call of every captured call site be audited, for instance before a save.
+
+        Ranks that communicate call it in the same step. With ``audit_every=None`` nothing happens.
+        """
+        for site in self.captured.sites if self.captured is not None else ():
+            if site.audit is not None and site.audit_due != NEVER:
+                site.audit_due = 0
 
     def release(self) -> None:
         """Makes the model eager for good and frees the graphs' memory. Idempotent."""

@@ -288,6 +288,14 @@ class FullIteration(Generic[BatchT, ResultT]):
             raise GraphError("full iteration: it was released: make a new one")
         self._capture(batch, trial_runs=self._warmup_steps)
 
+    def audit_soon(self) -> None:
+        """Lets the next step be audited, for instance before a save.
+
+        All ranks call this before the same step. With ``audit_every=None`` nothing happens.
+        """
+        if self._audit_due != NEVER:
+            self._audit_due = 0
+
     def release(self) -> None:
         """Frees the graph's memory; later calls run eagerly. Idempotent.
 
