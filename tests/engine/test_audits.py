@@ -287,6 +287,41 @@ def test_a_frozen_scope_is_audited_without_a_backward(device):
 
 
 @on_devices
+def test_an_audited_call_gets_the_very_objects_of_its_caller(device):
+    """The capture and its proof got other objects, so only an audit can find this."""
+
+    class Masked(nn.Linear):
+        mask: Tensor
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return super().forward(x) * (2.0 if mask is self.mask else 1.0)
+
+    class Caller(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Masked(WIDTH, WIDTH)
+            self.inner.register_buffer("mask", torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x, self.inner.mask)
+
+    model = Caller().to(device)
+    graphs = moe_graphs.graph(model, GraphConfig("inn*", warmup_steps=1, audit_every=1))
+    x = torch.randn(2, WIDTH, device=device)
+
+    def train() -> Tensor:
+        for _ in range(5):
+            with graphs.step():
+                y = model(x)
+                y.sum().backward()
+        return y
+
+    with pytest.warns(GraphWarning, match=r"2\.0\) and was aten\.mul.* 1\.0\)"):
+        y = train()
+    assert torch.equal(y, F.linear(x, model.inner.weight, model.inner.bias) * 2.0)
+
+
+@on_devices
 @on_engines
 def test_an_audit_can_be_asked_for(engine, device):
     run = Run(engine, device, audit_every=10_000)

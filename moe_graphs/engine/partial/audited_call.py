@@ -110,6 +110,10 @@ class AuditedCall:
         forward = site.forward
         call = self._call(arguments)
         own = call.detached_leaves()
+        for number, leaf in enumerate(call.leaves):
+            first = call.signature.first[number]
+            if isinstance(leaf, Tensor) and not leaf.requires_grad and first not in call.leased:
+                own[number] = leaf  # the caller's own object, which the Python may know
         for number in forward.loaded:
             self._origins.stands_in(own[number], forward.inputs[number])
         aliases = recorder.trials.aliases(call)
