@@ -289,21 +289,19 @@ def test_a_frozen_scope_is_audited_without_a_backward(device):
 @on_devices
 def test_an_audited_call_gets_the_very_objects_of_its_caller(device):
     """The capture and its proof got other objects, so only an audit can find this."""
+    known = [torch.ones((), device=device)]
 
     class Masked(nn.Linear):
-        mask: Tensor
-
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            return super().forward(x) * (2.0 if mask is self.mask else 1.0)
+            return super().forward(x) * (2.0 if mask is known[0] else 1.0)
 
     class Caller(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inner = Masked(WIDTH, WIDTH)
-            self.inner.register_buffer("mask", torch.ones(()))
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x, self.inner.mask)
+            return self.inner(x, known[0])
 
     model = Caller().to(device)
     graphs = moe_graphs.graph(model, GraphConfig("inn*", warmup_steps=1, audit_every=1))
@@ -319,6 +317,40 @@ def test_an_audited_call_gets_the_very_objects_of_its_caller(device):
     with pytest.warns(GraphWarning, match=r"2\.0\) and was aten\.mul.* 1\.0\)"):
         y = train()
     assert torch.equal(y, F.linear(x, model.inner.weight, model.inner.bias) * 2.0)
+
+
+@on_devices
+def test_inputs_that_lie_in_memory_of_the_model_are_told_apart(device):
+    """A parameter and a buffer are inputs of the scope that also reads them by itself."""
+
+    class Tied(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH)
+            self.register_buffer("mask", torch.rand(WIDTH))
+
+        def forward(self, x: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
+            return F.linear(x * mask * self.mask, weight + self.weight, self.bias)
+
+    class Caller(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Tied()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x, self.inner.weight, self.inner.mask)
+
+    torch.manual_seed(0)
+    model = Caller().to(device)
+    config = GraphConfig("inn*", warmup_steps=1, audit_every=1, on_audit="error")
+    graphs, found = moe_graphs.graph(model, config), []
+    x = torch.randn(2, WIDTH, device=device)
+    for _ in range(6):
+        model.zero_grad()
+        with graphs.step():
+            model(x).sum().backward()
+        found.append(model.inner.weight.grad.clone())
+    assert all(torch.equal(found[0], each) for each in found)
+    assert graphs.report().audits_passed == graphs.report().audited == 2
 
 
 @on_devices

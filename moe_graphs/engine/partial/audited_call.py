@@ -31,7 +31,15 @@ from moe_graphs.engine.partial.replay import refuse_transforms
 from moe_graphs.engine.partial.scope import Call, Exit, Scope
 from moe_graphs.engine.partial.slots import CallSite, PendingBackward, Slot
 from moe_graphs.engine.partial.trials import ScopeCall
-from moe_graphs.engine.tensors import Mismatch, apart, copy_to, same_value, target_of, unwrap
+from moe_graphs.engine.tensors import (
+    Mismatch,
+    apart,
+    copy_to,
+    same_value,
+    storage_of,
+    target_of,
+    unwrap,
+)
 from moe_graphs.engine.tracing import Origins
 from moe_graphs.engine.verify import warn
 from moe_graphs.errors import CaptureError, GraphError
@@ -135,15 +143,13 @@ class AuditedCall:
         self._compare(comparison, structure, of_leaves, listed, exit)
         self._open = open if any(forward.differentiable) or open.outputs else None
         self._has_passed = comparison.difference is None
-        handed = [each.detach() for each in produced]
         if self._has_passed:
             for static, value in zip(forward.outputs, produced, strict=True):
                 copy_to(target_of(unwrap(static)), unwrap(value.detach()))
-            handed = site.hand_out()
         pending.versions = list(map(versions_of, forward.saved))
         constants = [i for i, each in enumerate(produced) if not each.requires_grad]
         inputs = [self._leaves[each] if isinstance(each, int) else each for each in listed]
-        given = _Audited.apply(self, pending, constants, handed, *inputs)
+        given = _Audited.apply(self, pending, constants, produced, *inputs)
         if self._has_passed:
             site.note_handed(given)
             if not any(each.requires_grad for each in given):
@@ -156,14 +162,15 @@ class AuditedCall:
 
     def _call(self, arguments: Call) -> ScopeCall:
         """The call. Inputs that lie on the memory of others are copied, as in static memory."""
-        signature, seen, copied = self.site.planned.signature, set(), set()
+        signature, copied = self.site.planned.signature, set()
+        seen = set(map(storage_of, self._recorder.trials.known()))
         for number in self.site.forward.loaded:
-            tensor = unwrap(self._leaves[number])
-            if tensor.layout is torch.strided:
-                storage = tensor.untyped_storage()._cdata
-                if storage in seen or self.slot.output_at(self._leaves[number]) is not None:
-                    copied.add(number)
-                seen.add(storage)
+            storage = storage_of(self._leaves[number])
+            if (storage and storage in seen) or self.slot.output_at(
+                self._leaves[number]
+            ) is not None:
+                copied.add(number)
+            seen.add(storage)
         return ScopeCall(self._scope, signature, self._leaves, arguments, {}, frozenset(copied))
 
     def _named(self) -> dict[str, Tensor]:
@@ -192,6 +199,12 @@ class AuditedCall:
         written = forward.conditions.guards.mismatch()
         if written is not None:
             comparison.differs(f"it changes what its Python reads: {written.message}")
+
+    def hand_out(self, produced: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs as new tensor objects; they lie in static memory, as after a replay."""
+        if self._has_passed:
+            return self.site.hand_out()
+        return [each.detach() for each in produced]
 
     # ---- the backward, within the caller's
 
@@ -283,9 +296,10 @@ class _Audited(torch.autograd.Function):
         call: AuditedCall,
         pending: PendingBackward,
         constants: Sequence[int],
-        handed: Sequence[Tensor],
+        produced: Sequence[Tensor],
         *listed: Tensor,
     ) -> tuple[Tensor, ...]:
+        handed = call.hand_out(produced)
         ctx.mark_non_differentiable(*(handed[i] for i in constants))
         ctx.set_materialize_grads(False)
         ctx.parts = call, pending, constants

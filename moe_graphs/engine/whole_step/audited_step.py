@@ -37,7 +37,8 @@ def audited_step(
     """
     audit, parameters = recorded.audit, list(definition.parameters().values())
     assert audit is not None
-    given = apart(leaves, recorded.batch.signature.first)
+    lasting = [*definition.model.parameters(), *definition.model.buffers()]
+    given = apart(leaves, lasting, recorded.batch.signature.first)
     origins = origins_of_step(definition, recorded.batch, given, gradients_of(parameters))
 
     def named() -> dict[str, Tensor]:
