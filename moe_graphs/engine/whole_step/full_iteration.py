@@ -85,7 +85,10 @@ class FullIterationReport(PrintedReport):
             there are.
         portable_launches: as in ``engine.report.Report``.
         off_because: why there is no graph, after a capture that failed.
-        audits_passed, audit_seconds, audits_skipped: as in ``engine.report.Report``.
+        audits_passed, audit_seconds: as in ``engine.report.Report``.
+        audits_skipped: reason -> number of audits that could not be made: "memory" (an eager step
+            does not fit beside the graph), "fp8" (such steps are never audited),
+            "other_gradients" (a ``.grad`` was missing that the capture found), "another_rank".
         last_audited_step: number of the last call whose audit passed; None before the first.
     """
 
@@ -430,6 +433,7 @@ class FullIteration(Generic[BatchT, ResultT]):
             result = owned(outputs)
         if self._agrees:
             difference = self._ranks.first_of(difference)
+        self._definition.backend.make_room()  # no memory of an eager step is kept beside the graph
         seconds = time.perf_counter() - started
         self._audits.seconds += seconds
         audit.schedule.took(seconds)
