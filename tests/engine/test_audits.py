@@ -204,6 +204,7 @@ def test_without_audits_and_guards_nothing_finds_them(engine, device, no_guards)
 @on_devices
 @on_engines
 def test_the_audited_call_itself_is_right(engine, device, no_guards):
+    of_device = torch.cuda if device == "cuda" else torch.random
     run, twin = Run(engine, device, audit_every=EVERY), Run("eager", device)
     run.steps(WARM)
     run.model.blocks[1].scale = twin.model.blocks[1].scale = 0.5
@@ -211,12 +212,12 @@ def test_the_audited_call_itself_is_right(engine, device, no_guards):
         warnings.simplefilter("ignore", GraphWarning)
         while not run.report().eager_calls.get("found_by_audit"):
             audited, state = run.report().audited, copy.deepcopy(run.model.state_dict())
-            random = torch.get_rng_state()
+            random = of_device.get_rng_state()
             twin.model.load_state_dict(state)
             loss = run.step()
             if run.report().audited > audited and run.report().audits_passed < run.report().audited:
                 after = run.state()
-                torch.set_rng_state(random)
+                of_device.set_rng_state(random)
                 assert torch.equal(twin.step(), loss)
                 assert all(map(torch.equal, twin.state(), after))
                 return
@@ -388,9 +389,8 @@ def test_attention_with_dropout_and_a_sharp_loss(engine, device):
     for options in ({"audit_every": None}, {"audit_every": 1, "on_audit": "error"}):
         torch.manual_seed(0)
         model = nn.Sequential(Attention(), Attention(), nn.Linear(64, 16)).to(device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3), fused=True)
-        if device == "cuda":
-            optimizer.param_groups[0].update(lr=torch.tensor(1e-3, device=device), capturable=True)
+        on_gpu, rate = device == "cuda", torch.tensor(1e-3, device=device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=on_gpu)
 
         def train(x: Tensor, model=model, optimizer=optimizer) -> Tensor:
             with torch.autocast(device, torch.bfloat16, cache_enabled=False):
