@@ -185,7 +185,12 @@ class Run:
         self.full_iteration: FullIteration | None = None
         # A benchmark must not fall back to eager calls unnoticed.
         if contender.scopes is not None:
-            config = GraphConfig(contender.scopes, warmup_steps=WARMUP_STEPS, on_mismatch="error")
+            config = GraphConfig(
+                contender.scopes,
+                warmup_steps=WARMUP_STEPS,
+                on_mismatch="error",
+                audit_every=None,
+            )
             self.graphs = graph(model, config)
         if contender.full_iteration:
             within = contender.optimizer_in_graph
@@ -195,6 +200,7 @@ class Run:
                 optimizer=optimizer if within else None,
                 state=state,
                 warmup_steps=WARMUP_STEPS,
+                audit_every=None,
             )
         self.forward = model
         if contender.compiled:

@@ -165,7 +165,7 @@ def one_graph(size: Size, name: str) -> Contender:
 def ours(size: Size, captured: bool) -> Contender:
     layer, graphs = make_layer(size), None
     if captured:
-        graph_config = moe_graphs.GraphConfig(scopes="moe", warmup_steps=WARMUP_STEPS)
+        graph_config = moe_graphs.GraphConfig("moe", warmup_steps=WARMUP_STEPS, audit_every=None)
         graphs = moe_graphs.graph(layer, graph_config)
     name = "ours, scope moe" if captured else "ours, eager"
     return Contender(name, layer, lambda x: layer(x).hidden, graphs)

@@ -164,11 +164,16 @@ class Run:
         self.graphs = None
         self.step: Callable[[Tensor], Tensor] = self._step
         if case.scopes:
-            self.graphs = graph(self.model, GraphConfig(case.scopes, warmup_steps=WARMUP_STEPS))
+            config = GraphConfig(case.scopes, warmup_steps=WARMUP_STEPS, audit_every=None)
+            self.graphs = graph(self.model, config)
             self.step = self._step_in_scopes
         if case.whole:
             self.step = FullIteration(
-                self._step, model=self.model, optimizer=optimizer, state=[self.update]
+                self._step,
+                model=self.model,
+                optimizer=optimizer,
+                state=[self.update],
+                audit_every=None,
             )
         generator = torch.Generator().manual_seed(dist.get_rank())
         shape = (case.batch_size, case.config.max_sequence_length + 1)

@@ -10,6 +10,7 @@ from typing import Any
 IMPLS = ("none", "local", "transformer_engine")
 ON_MISMATCH = ("eager", "error", "recapture")
 ON_CAPTURE_ERROR = ("eager", "error")
+ON_AUDIT = ("eager", "error")
 
 # A scope name stands for these stages of a layer. `full` stands for all the stages a layer has.
 SCOPE_STAGES: Mapping[str, tuple[str, ...]] = {
@@ -179,6 +180,20 @@ def check_option(name: str, value: str, accepted: Sequence[str]) -> None:
         raise ValueError(f"{name}={value!r}: accepted are {', '.join(map(repr, accepted))}")
 
 
+def check_audit_every(value: int | str | None) -> None:
+    """Check the distance of audits.
+
+    Raises:
+        ValueError: the value is neither "auto", nor a number of at least 1, nor None.
+    """
+    is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if not (is_number or value is None or value == "auto"):
+        raise ValueError(
+            f"audit_every={value!r}: accepted are 'auto', a number of calls (at least 1), and None "
+            f"for no audits"
+        )
+
+
 @dataclass(frozen=True)
 class GraphConfig:
     """Configuration of ``moe_graphs.graph``.
@@ -205,6 +220,13 @@ class GraphConfig:
         verify: compare the first replay of every recording, forward and backward, bit for bit with
             the eager call. The comparison takes the time of about one eager step, once. With
             False, nothing finds a replay that differs from eager.
+        audit_every: how often a call runs eagerly in place of its replay, to compare what it does
+            with what was captured. "auto" audits each call site after 1, 2, 4, 8, ... replays, and
+            then so often that audits take 1 % of the time. A number is a number of replays: one
+            call is audited in every so many. None turns audits off.
+        on_audit: what happens if an audit finds a difference. The audited call itself is right, but
+            replays since the last audit may have been wrong. "eager" warns (``GraphWarning``) and
+            runs the scope eagerly from then on; "error" raises ``GraphError``.
 
     Raises:
         ValueError: a combination that is not legal; the message says what to change.
@@ -218,6 +240,8 @@ class GraphConfig:
     split_backward: bool = False
     memory_limit: int | None = None
     verify: bool = True
+    audit_every: int | str | None = "auto"
+    on_audit: str = "eager"
 
     def __post_init__(self) -> None:
         if self.impl == "full_iteration":  # Megatron has it as one more choice of this option
@@ -229,6 +253,8 @@ class GraphConfig:
             raise ValueError(f"impl={self.impl!r}: accepted are {', '.join(IMPLS)}")
         check_option("on_mismatch", self.on_mismatch, ON_MISMATCH)
         check_option("on_capture_error", self.on_capture_error, ON_CAPTURE_ERROR)
+        check_option("on_audit", self.on_audit, ON_AUDIT)
+        check_audit_every(self.audit_every)
         if self.warmup_steps < 1:
             raise ValueError(
                 f"warmup_steps={self.warmup_steps}: at least 1, since the calls to capture are "
@@ -283,10 +309,13 @@ class FullIterationConfig:
         optimizer_in_graph: put clipping, the optimizer's update and the zeroing of gradients into
             the graph, too.
         warmup_steps: number of eager steps before the capture.
+        audit_every, on_audit: as in ``GraphConfig``.
     """
 
     optimizer_in_graph: bool = False
     warmup_steps: int = 3
+    audit_every: int | str | None = "auto"
+    on_audit: str = "eager"
 
     def __str__(self) -> str:
         return f"full_iteration, {'with' if self.optimizer_in_graph else 'without'} the optimizer"

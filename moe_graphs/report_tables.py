@@ -85,11 +85,26 @@ def _notes(report: Any) -> list[str]:
             lines.append(f"{what}eager runs differ from one another, so replays do, too")
         if getattr(each, "interrupted", None):
             lines.append(f"{what}the graph ends early: {each.interrupted}")
+    lines += _audits(report)
     lines += _details(named)
     copied = _copied(report)
     if copied:
         lines.append(f"copied gradients of weights: {format_reasons(copied)}")
     return [*lines, "report().explain() explains the columns and the reasons"]
+
+
+def _audits(report: Any) -> list[str]:
+    """Lines about calls that were audited, and about audits that could not be made."""
+    lines = []
+    if report.audited:
+        lines.append(
+            f"audits: {report.audited:,} calls ran eagerly in place of a replay, and "
+            f"{report.audits_passed:,} of them did what was captured, the last one in step "
+            f"{report.last_audited_step}; they took {report.audit_seconds:.2f} s"
+        )
+    if report.audits_skipped:
+        lines.append(f"audits that could not be made: {format_reasons(report.audits_skipped)}")
+    return lines
 
 
 def _details(named: list[tuple[str, Any]]) -> list[str]:

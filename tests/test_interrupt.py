@@ -132,7 +132,7 @@ def test_training_through_a_nested_interrupt_is_bitwise_eager(device):
             optimizer.zero_grad()
         if scopes:
             assert {s.interrupted for s in graphs.report().scopes} == {"sizes live on the host"}
-            assert graphs.report().replayed == 8
+            assert graphs.report().matched == 8
         return seen
 
     expected, found = run(None), run("[01]*")

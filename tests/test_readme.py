@@ -162,7 +162,7 @@ def test_the_first_whole_step_runs_as_it_stands():
     names: dict[str, object] = {}
     exec(code, names)
     report = names["step"].report()
-    assert (report.captures, report.replayed, report.eager_calls) == (1, 5, {"warmup": 3})
+    assert (report.captures, report.matched, report.eager_calls) == (1, 5, {"warmup": 3})
 
 
 # ---- names

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_graphs.engine.snapshot import no_garbage_collection
-from moe_graphs.engine.tensors import is_wrapped, tensor_leaves, unwrap
+from moe_graphs.engine.tensors import is_wrapped, storage_of, tensor_leaves, unwrap
 from moe_graphs.engine.tracing import DispatchMode
 
 
@@ -285,13 +285,13 @@ class Allocations(DispatchMode):
         self._made: set[int] = set()
 
     def see(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        given = set(map(_storage_of, tensor_leaves((args, kwargs))))
+        given = set(map(storage_of, tensor_leaves((args, kwargs))))
         out = func(*args, **kwargs)
-        self._made |= set(map(_storage_of, tensor_leaves(out))) - given
+        self._made |= set(map(storage_of, tensor_leaves(out))) - given
         return out
 
     def made(self, tensor: Tensor) -> bool:
-        return _storage_of(tensor) in self._made
+        return storage_of(tensor) in self._made
 
 
 def reason_to_copy(
@@ -312,10 +312,5 @@ def reason_to_copy(
     return None if alike else "other_layout"
 
 
-def _storage_of(tensor: Tensor) -> int:
-    tensor = unwrap(tensor)
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
-
-
 def _on_one_memory(a: Tensor, b: Tensor) -> bool:
-    return a.layout is torch.strided and _storage_of(a) == _storage_of(b)
+    return a.layout is torch.strided and storage_of(a) == storage_of(b)

@@ -46,6 +46,11 @@ EAGER_CALLS: Mapping[str, Reason] = {
     "differs_from_eager": Reason(
         "a replay did not compute what eager computes", "report it as a bug, with the message", None
     ),
+    "found_by_audit": Reason(
+        "an audit found that the call does something else than at its capture",
+        f"do not change what the message names while you train, or {CAPTURE_AGAIN}",
+        None,
+    ),
     "outside_step": Reason(
         "a forward with gradients ran outside of 'with graphs.step()', where nothing is observed "
         "or replayed",

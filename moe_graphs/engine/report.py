@@ -14,7 +14,19 @@ from moe_graphs.engine.verify import warn
 from moe_graphs.report_tables import explanation_of, text_of
 
 
-class PrintedReport:
+class CountedCalls:
+    """Counts of calls that matched their capture."""
+
+    replayed: int
+    audited: int
+
+    @property
+    def matched(self) -> int:
+        """The number of calls that matched their capture: they were replayed or audited."""
+        return self.replayed + self.audited
+
+
+class PrintedReport(CountedCalls):
     """Base of all reports: ``print`` shows a table, and why calls ran eagerly."""
 
     def __str__(self) -> str:
@@ -26,7 +38,7 @@ class PrintedReport:
 
 
 @dataclass(frozen=True)
-class ScopeReport:
+class ScopeReport(CountedCalls):
     """Report of one scope, over all slots.
 
     Attributes:
@@ -42,6 +54,7 @@ class ScopeReport:
         refused: why a captured or planned scope is not replayed, or None.
         not_reproducible: whether eager runs differ from one another; replays cannot be equal then.
         not_guarded: values that the scope's Python can have read and that no guard compares.
+        audited: how many calls ran eagerly in place of a replay, to be compared with the capture.
         gradients_in_place: how many weight gradients its graphs leave where ``.grad`` finds them.
         copied_gradients: reason -> how many weight gradients are copied. A lasting reason counts a
             gradient once: "grad_never_none", "several_slots", "split", "used_twice",
@@ -67,6 +80,7 @@ class ScopeReport:
     gradients_in_place: int = 0
     copied_gradients: dict[str, int] = field(default_factory=dict)
     details: dict[str, str] = field(default_factory=dict)
+    audited: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,6 +100,13 @@ class Report(PrintedReport):
             the kernels have no tuned row (``docs/development/architectures.md``).
         off_because: why there are no graphs, for instance after a failed capture; None if there
             are.
+        audited: number of calls that ran eagerly in place of a replay, to be compared with the
+            capture.
+        audits_passed: number of those among them that did what was captured.
+        audit_seconds: time of all audited calls, on the host.
+        audits_skipped: reason -> number of audits that could not be made: "memory" (an eager call
+            does not fit now), "fp8" and "split_backward" (such a scope is never audited).
+        last_audited_step: number of the last step in which an audit passed; None before the first.
     """
 
     backend: str
@@ -103,6 +124,11 @@ class Report(PrintedReport):
     occupancy: dict[str, tuple[int, int]] = field(default_factory=dict)
     portable_launches: dict[str, int] = field(default_factory=dict)
     off_because: str | None = None
+    audited: int = 0
+    audits_passed: int = 0
+    audit_seconds: float = 0.0
+    audits_skipped: dict[str, int] = field(default_factory=dict)
+    last_audited_step: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """A dictionary for JSON."""

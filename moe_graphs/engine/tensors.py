@@ -355,6 +355,36 @@ def static_copy(tensor: Tensor) -> Tensor:
     return made
 
 
+def apart(
+    leaves: Sequence[Any], others: Iterable[Tensor] = (), first: Sequence[int] | None = None
+) -> list[Any]:
+    """The leaves; tensors that lie on the memory of an earlier one are copied, as in static memory.
+
+    Args:
+        others: tensors that come before all leaves.
+        first: for each leaf the number of the first leaf that is the very same tensor; such leaves
+            stay the same tensor.
+    """
+    made: list[Any] = []
+    storages = set(map(storage_of, others))
+    for number, leaf in enumerate(leaves):
+        if first is not None and first[number] < number:
+            made.append(made[first[number]])
+            continue
+        if isinstance(leaf, Tensor):
+            storage = storage_of(leaf)
+            leaf = static_copy(leaf) if storage and storage in storages else leaf
+            storages.add(storage)
+        made.append(leaf)
+    return made
+
+
+def storage_of(tensor: Tensor) -> int:
+    """The identity of the tensor's storage; 0 for tensors without one (sparse tensors)."""
+    tensor = unwrap(tensor)
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+
+
 def static_like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import pathlib
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -78,6 +80,11 @@ def is_of_the_user(filename: str) -> bool:
     return not filename.startswith(_NOT_OF_THE_USER)
 
 
+_PLAIN_ARGUMENTS = (
+    int, str, bool, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+
 def source_line(summary: traceback.StackSummary) -> str:
     """The innermost line that is the user's."""
     for frame in reversed(summary):
@@ -112,27 +119,151 @@ class DispatchMode(TorchDispatchMode):
         raise NotImplementedError
 
 
+class Origins:
+    """The origins of the memory that operations work on, in names that later runs use again.
+
+    | memory | name |
+    |---|---|
+    | made by an operation of the run | the operation's number, and the number of the output |
+    | there before, at an address that lasts (parameters, static inputs) | this address |
+    | a caller's input of a later run | the address of the static input in its place |
+    | named by the engine (incoming gradients) | that name |
+    | constants that Python has put into a tensor on the CPU | their values |
+    | anything else that was there before | its number, in the order of the first use |
+
+    Memory is known by the object that holds it, not by its address, because freed memory is soon
+    used again. Nothing is kept alive.
+
+    Args:
+        by_address: whether unnamed memory that was there before has an address that lasts.
+    """
+
+    def __init__(self, *, by_address: bool) -> None:
+        self.by_address = by_address
+        self._found: dict[int, tuple[Any, int | None]] = {}
+        self._references: list[StorageWeakRef] = []  # no later storage gets a known identity
+        self._others = self._operations = 0
+
+    def stands_in(self, tensor: Tensor, static: Tensor) -> None:
+        """Names the tensor's memory as that of ``static``, which a capture has in its place."""
+        tensor, static = unwrap(tensor), unwrap(static)
+        if tensor.layout is torch.strided:
+            base = static.untyped_storage().data_ptr()
+            moved = (static.storage_offset() - tensor.storage_offset()) * tensor.itemsize
+            self._note(tensor.untyped_storage(), "at", base + moved)
+
+    def go_on_in_backward(self, incoming: Sequence[Tensor]) -> None:
+        """Goes on behind a forward, and names the incoming gradients.
+
+        Nothing is known of the addresses of other memory that a backward finds.
+        """
+        self.by_address = False
+        for number, gradient in enumerate(incoming):
+            self.call(gradient, f"incoming gradient {number}")
+
+    def call(self, tensor: Tensor, name: str) -> None:
+        """Names the tensor's memory."""
+        tensor = unwrap(tensor)
+        if tensor.layout is torch.strided:
+            self._note(tensor.untyped_storage(), name, None)
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether the tensor's memory has a name."""
+        tensor = unwrap(tensor)
+        is_strided = tensor.layout is torch.strided
+        return is_strided and tensor.untyped_storage()._cdata in self._found
+
+    def of(self, tensor: Tensor) -> tuple:
+        """The name of the tensor's memory, and where and how the tensor lies in it."""
+        tensor = unwrap(tensor)
+        if tensor.layout is not torch.strided:
+            return (str(tensor.layout),)
+        storage = tensor.untyped_storage()
+        found = self._found.get(storage._cdata)
+        if found is None:
+            found = self._of_before(storage)
+        name, base = found
+        where = tensor.storage_offset()
+        if base is not None:
+            where = base + where * tensor.itemsize if tensor.numel() else 0
+        pairs = zip(tensor.stride(), tensor.shape, strict=True)
+        return (name, where, tuple(stride for stride, size in pairs if size != 1))
+
+    def made(self, func: Any, out: Any) -> None:
+        """Names the memory that an operation has made."""
+        number, self._operations = self._operations, self._operations + 1
+        for index, tensor in enumerate(tensor_leaves(out)):
+            tensor = unwrap(tensor)
+            if tensor.layout is not torch.strided:
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._found:
+                is_python = func is _LIFT_FRESH and tensor.is_cpu
+                name = _values_of(tensor) if is_python else (number, index)
+                self._note(storage, name, None)
+
+    def _of_before(self, storage: torch.UntypedStorage) -> tuple[Any, int | None]:
+        if self.by_address:
+            return self._note(storage, "at", storage.data_ptr())
+        self._others += 1
+        return self._note(storage, f"other memory {self._others}", None)
+
+    def _note(
+        self, storage: torch.UntypedStorage, name: Any, base: int | None
+    ) -> tuple[Any, int | None]:
+        self._references.append(StorageWeakRef(storage))
+        self._found[storage._cdata] = found = (name, base)
+        return found
+
+
+def _values_of(tensor: Tensor) -> str:
+    if tensor.numel() <= 16:
+        return f"the values {tensor.tolist()}"
+    values = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return f"values with the digest {hashlib.blake2b(values, digest_size=8).hexdigest()}"
+
+
 class Operations(DispatchMode):
     """A context that notes which operations run inside.
 
+    Args:
+        origins: names the memory that operations work on; without it, memory is not noted.
+
     Attributes:
         ops: the operations, each with shapes and constants.
+        memory: for each operation, the origins of its tensors.
         groups: process groups over which they communicate.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, origins: Origins | None = None) -> None:
         super().__init__()
+        self.origins = origins
         self.ops: list[tuple] = []
+        self.memory: list[tuple] = []
         self.groups: set[dist.ProcessGroup] = set()
 
     def see(self, func: Any, args: tuple, kwargs: dict) -> Any:
         self._note(func, args, kwargs)
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        self._note_made(func, out)
+        return out
 
     def _note(self, func: Any, args: tuple, kwargs: dict) -> None:
-        if func not in _OF_AUTOGRAD:
-            self.ops.append(_described(func, args, kwargs))
-            self.groups.update(groups_in(func, args, kwargs))
+        if func in _OF_AUTOGRAD:
+            return
+        self.groups.update(groups_in(func, args, kwargs))
+        memory: tuple = ()
+        if self.origins is not None and func is not _LIFT_FRESH:
+            memory = tuple(map(self.origins.of, tensor_leaves((args, kwargs))))
+        self._add(_described(func, args, kwargs), memory)
+
+    def _note_made(self, func: Any, out: Any) -> None:
+        if self.origins is not None and func not in _OF_AUTOGRAD:
+            self.origins.made(func, out)
+
+    def _add(self, op: tuple, memory: tuple) -> None:
+        self.ops.append(op)
+        self.memory.append(memory)
 
 
 class Trace(Operations):
@@ -287,7 +418,7 @@ def differing_op(first: Operations, second: Operations) -> str | None:
     """The first operation in which two runs of the same block differ, or None."""
     for number, (a, b) in enumerate(zip(first.ops, second.ops, strict=False)):
         if a != b:
-            return f"operation {number} is {_shown(a)} in one run and {_shown(b)} in the next"
+            return f"operation {number} is {shown(a)} in one run and {shown(b)} in the next"
     if len(first.ops) != len(second.ops):
         return f"one run has {len(first.ops)} operations, the next {len(second.ops)}"
     return None
@@ -355,12 +486,13 @@ def _plain(value: Any) -> Any:
         return tuple(map(_plain, value))
     if isinstance(value, float):
         return repr(value)  # NaN is NaN here
-    if isinstance(value, (int, str, bool, type(None), torch.dtype, torch.device)):
+    if isinstance(value, _PLAIN_ARGUMENTS):
         return value
     return type(value).__name__
 
 
-def _shown(op: tuple) -> str:
+def shown(op: tuple) -> str:
+    """A described operation for messages."""
     func, args, kwargs = op
     values = [str(a) for a in args] + [f"{key}={value}" for key, value in kwargs]
     return f"{func.overloadpacket}({', '.join(values)})"

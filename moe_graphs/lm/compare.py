@@ -65,6 +65,7 @@ class Comparison:
             **dataclasses.asdict(self),
             "captured": self.report.captures if whole else self.report.captured,
             "replayed": self.report.replayed,
+            "audited": self.report.audited,
             "eager_calls": dict(self.report.eager_calls),
         }
 

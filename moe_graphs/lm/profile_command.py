@@ -115,11 +115,11 @@ def parse_ways(impl: str, optimizer_in_graph: bool, local: str) -> dict[str, Con
         if name == "none":
             ways[name] = None
         elif name == "full_iteration":
-            ways[name] = FullIterationConfig(optimizer_in_graph)
+            ways[name] = FullIterationConfig(optimizer_in_graph, audit_every=None)
         else:
             scopes = local if name == "local" else name.replace("+", ",")
             try:
-                ways[name] = GraphConfig(scopes)
+                ways[name] = GraphConfig(scopes, audit_every=None)
             except ValueError as error:
                 known = "none, local, full_iteration, or scopes joined by +"
                 raise ValueError(f"impl: {name!r} is not one of {known}: {error}") from error

@@ -235,7 +235,10 @@ def _train(
             resumed = {"resumed_from": str(options.resume), "differences": differences}
             log.write(json.dumps({"step": trainer.step, **resumed}) + "\n")
         traced = trainer.step + _TRACED_AFTER
+        every = options.checkpoint_every
         while trainer.step < steps:
+            if trainer.step + 1 == steps or (every and (trainer.step + 1) % every == 0):
+                trainer.audit_soon()  # before a checkpoint, and at the end
             if options.workers is not None and trainer.step == traced:
                 _trace_communication(trainer, log, progress)
             else:
@@ -252,7 +255,6 @@ def _train(
                 curve.append((trainer.step, trainer.bits_per_byte(sample)))
                 found = f"{curve[-1][1]:.4f} bits per byte"
                 progress.note(f"held out: {found} (sample, {_weights(options)} weights)")
-            every = options.checkpoint_every
             if options.save and (last or (every and trainer.step % every == 0)):
                 progress.note(f"checkpoint: {save()}")
         if trainer.step < steps and options.save:

@@ -225,9 +225,17 @@ class Trainer:
                 *([self.pipeline.memory] if self.pipeline is not None else []),
             ],
             warmup_steps=config.warmup_steps,
+            audit_every=config.audit_every,
+            on_audit=config.on_audit,
         )
         self.optimizer_in_graph = within
         return self.full_iteration
+
+    def audit_soon(self) -> None:
+        """Lets the graphs of the next step be audited."""
+        engine = self.full_iteration or self.graphs
+        if engine is not None:
+            engine.audit_soon()
 
     def report(self) -> Report | FullIterationReport | None:
         """Report of the graphs so far; None when training eagerly."""

@@ -68,7 +68,7 @@ def test_by_default_it_warns_once_and_training_goes_on_bitwise(device, engine):
     assert len(said) == 1
     assert all(map(torch.equal, found.values, expected.values))
     report = found.graphs.report()
-    assert (report.state, report.replayed) == ("capture_failed", 0)
+    assert (report.state, report.matched) == ("capture_failed", 0)
     assert report.off_because == str(said[0].message)
     assert f"no graphs: {report.off_because}" in str(report)
 

@@ -268,4 +268,4 @@ def test_refused_by_name_and_trained_eagerly(name, engine, device):
     # Callables are captured ahead of time, when there is no training to go on with.
     assert len(found.named) == (engine == "callables")
     if found.graphs is not None:
-        assert (found.report.replayed, found.report.off_because) == (0, named[0])
+        assert (found.report.matched, found.report.off_because) == (0, named[0])

@@ -77,7 +77,7 @@ def test_hooks_name_their_owner_and_a_pattern_that_avoids_them():
     graphs = moe_graphs.graph(model, GraphConfig(pattern, warmup_steps=1))
     for _ in range(3):
         step(model, graphs)
-    assert graphs.report().replayed == 4
+    assert graphs.report().matched == 4
 
 
 def test_hooks_everywhere_name_no_pattern():

@@ -72,11 +72,11 @@ def test_sixty_steps_in_bf16_are_trainers_bit_for_bit(tmp_path, deterministic):
     plain = trained(tmp_path / "plain", GraphCallback(graphs=False), **options)
     callback = GraphCallback()
     assert same(plain, trained(tmp_path / "graphed", callback, **options))
-    assert callback.report.replayed == 2 * 2 * (60 - 3)
+    assert callback.report.matched == 2 * 2 * (60 - 3)
     resumed = GraphCallback()
     checkpoint = str(tmp_path / "graphed" / "checkpoint-30")
     assert same(plain, trained(tmp_path / "resumed", resumed, resume=checkpoint, **options))
-    assert resumed.report.replayed == 2 * 2 * (30 - 3)
+    assert resumed.report.matched == 2 * 2 * (30 - 3)
 
 
 def test_evaluating_and_saving_does_not_end_the_replays(tmp_path):
@@ -84,7 +84,7 @@ def test_evaluating_and_saving_does_not_end_the_replays(tmp_path):
     trained(tmp_path, callback)
     reasons = {reason for scope in callback.report.scopes for reason in scope.eager_calls}
     assert reasons == {"warmup"}
-    assert callback.report.replayed == 2 * 2 * (STEPS - 3)  # layers, microbatches, steps
+    assert callback.report.matched == 2 * 2 * (STEPS - 3)  # layers, microbatches, steps
 
 
 def test_checkpointing_leaves_the_layers_eager(tmp_path):

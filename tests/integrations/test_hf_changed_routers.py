@@ -115,7 +115,7 @@ def test_with_graphs_it_is_bitwise_the_same(change, scopes, at):
     report = accelerated.graphs.report()
     counted = report.eager_calls.get("hooks" if change is hook else "attribute", 0)
     assert counted == (2 if at else 0)  # calls of one layer
-    assert report.replayed == 6 - counted
+    assert report.matched == 6 - counted
 
 
 @pytest.mark.parametrize("graphs", [False, True])

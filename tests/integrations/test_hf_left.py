@@ -104,7 +104,7 @@ def test_layers_beside_them_are_graphed():
     assert "Reading.forward reads values on the host (item)" in left.note
     assert (left.count, done.count) == (1, 1)
     assert done.what == "model.layers.0"
-    assert accelerated.graphs.report().replayed == 2
+    assert accelerated.graphs.report().matched == 2
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])

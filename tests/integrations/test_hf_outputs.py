@@ -70,12 +70,12 @@ def test_what_a_flag_asks_for_leaves_the_graphs(flags, family):
         flags = tuple(flag for flag in flags if flag != "output_router_logits")
     report = both(lambda number: flags, family)
     assert report.eager_calls == {"warmup": 3 * LAYERS}
-    assert report.replayed == (STEPS - 3) * LAYERS
+    assert report.matched == (STEPS - 3) * LAYERS
 
 
 def test_a_flag_that_comes_and_goes_runs_eagerly_and_is_counted():
     report = both(lambda number: ("output_router_logits",) if number == 4 else ())
-    assert report.replayed == (STEPS - 4) * LAYERS
+    assert report.matched == (STEPS - 4) * LAYERS
     assert report.eager_calls == {"warmup": 3 * LAYERS, "structure": LAYERS}
 
 
@@ -86,7 +86,7 @@ def test_evaluation_with_flags_between_replays():
         assert len(output.router_logits) == LAYERS
 
     report = both(lambda number: (), between=evaluate)
-    assert report.replayed == (STEPS - 3) * LAYERS
+    assert report.matched == (STEPS - 3) * LAYERS
     assert report.eager_calls == {"warmup": 3 * LAYERS, "no_grad": STEPS * LAYERS}
 
 
@@ -107,7 +107,7 @@ def test_checkpointing_after_acceleration_runs_eagerly_by_name(since, flags):
 
     report = both(lambda number: flags, between=enable)
     assert report.eager_calls["gradient_checkpointing"] == (STEPS - since) * LAYERS
-    assert report.replayed == max(0, since - 3) * LAYERS
+    assert report.matched == max(0, since - 3) * LAYERS
 
 
 def test_layers_replay_once_checkpointing_is_off():
@@ -120,7 +120,7 @@ def test_layers_replay_once_checkpointing_is_off():
 
     report = both(lambda number: ("output_router_logits",), between=between)
     assert counted(report) == {"gradient_checkpointing": 2 * LAYERS, "warmup": 3 * LAYERS}
-    assert report.replayed == (STEPS - 5) * LAYERS
+    assert report.matched == (STEPS - 5) * LAYERS
 
 
 def test_undo_and_copies_collect_as_before():
@@ -167,4 +167,4 @@ def test_trainer_trains_to_the_end_with_the_flag_in_the_configuration(flag, tmp_
         losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
         runs.append([torch.tensor(losses), *(p.detach() for p in model.parameters())])
     assert all(map(torch.equal, *runs))
-    assert callback.report.replayed == (STEPS - 3) * LAYERS
+    assert callback.report.matched == (STEPS - 3) * LAYERS

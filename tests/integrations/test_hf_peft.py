@@ -76,7 +76,7 @@ def test_both_orders_are_alike_and_ask_for_nothing(family, task_type):
         assert all(map(torch.equal, expected, losses(model, accelerated))), lora_first
         report = accelerated.graphs.report()
         assert report.eager_calls == {"warmup": 2 * 3}, lora_first
-        assert report.replayed == 2 * (STEPS - 3), lora_first
+        assert report.matched == 2 * (STEPS - 3), lora_first
 
 
 def trained(family, callback, folder):
@@ -99,7 +99,7 @@ def test_trainer_ends_saves_and_leaves_the_model_as_it_was(family, tmp_path):
     plain = trained(family, GraphCallback(graphs=False), tmp_path / "plain")
     assert logged == plain[1]
     assert all(map(torch.equal, parameters, plain[2]))
-    assert callback.report.replayed == 2 * (STEPS - 3)
+    assert callback.report.matched == 2 * (STEPS - 3)
     saved = tmp_path / "graphed" / f"checkpoint-{STEPS}" / "adapter_model.safetensors"
     assert saved.is_file()
     inner = model.get_base_model()

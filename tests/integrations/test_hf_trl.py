@@ -50,7 +50,7 @@ def test_without_checkpointing_layers_are_replayed_bit_for_bit(lora, tmp_path):
     report = callback.report
     assert counted(report).keys() == {"warmup", "shape"}
     assert counted(report)["warmup"] == 3 * LAYERS
-    assert report.replayed == STEPS * LAYERS - sum(report.eager_calls.values())
+    assert report.matched == STEPS * LAYERS - sum(report.eager_calls.values())
     assert report.replayed > 0
 
 
@@ -59,7 +59,7 @@ def test_batches_of_one_length_are_all_replayed_and_resumed(tmp_path):
     callback = GraphCallback()
     assert sft(tmp_path / "graphed", callback, **ONE_LENGTH).equals(plain)
     assert callback.report.eager_calls == {"warmup": 3 * LAYERS}
-    assert callback.report.replayed == (STEPS - 3) * LAYERS
+    assert callback.report.matched == (STEPS - 3) * LAYERS
     checkpoint = tmp_path / "graphed" / f"checkpoint-{SAVED_AT}"
     assert sft(tmp_path / "resumed", GraphCallback(), resume=checkpoint, **ONE_LENGTH).equals(plain)
 
@@ -75,7 +75,7 @@ def test_a_model_that_was_accelerated_before(lora, tmp_path):
         callback = GraphCallback(accelerated)
         runs.append(sft(tmp_path / str(graphs), callback, model=model, lora=lora, **ONE_LENGTH))
     assert runs[0].equals(runs[1])
-    assert callback.report.replayed == (STEPS - 3) * LAYERS
+    assert callback.report.matched == (STEPS - 3) * LAYERS
     assert accelerated.graphs.report().eager_calls == {"warmup": 3 * LAYERS}
     assert accelerated.graphs.state == "captured"
 

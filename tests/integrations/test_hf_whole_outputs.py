@@ -62,7 +62,7 @@ def test_a_flag_is_served_within_the_graph(flags, family):
             run(flags, whole=True, family=family)
         return
     report, found = run(flags, whole=True, family=family)
-    assert report.replayed == STEPS - 3
+    assert report.matched == STEPS - 3
     assert all(map(torch.equal, expected, found))
 
 
@@ -73,7 +73,7 @@ def test_a_flag_of_the_configuration_that_comes_and_goes():
     _, expected = run((), whole=False, between=between)
     report, found = run((), whole=True, between=between)
     assert all(map(torch.equal, expected, found))
-    assert report.replayed == 2
+    assert report.matched == 2
 
 
 def test_hooks_are_there_while_they_collect_alone():

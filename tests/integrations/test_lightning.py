@@ -123,7 +123,7 @@ def test_a_scaler_of_ours_brings_its_hysteresis(tmp_path, device):
     callback = GraphWholeSteps()
     module, run = fit(tmp_path, device, callback, train=loader(bad_batch=7), **options)
     assert run.precision_plugin.scaler is scaler
-    assert callback.reports[0].replayed == 2 * BATCHES - 3
+    assert callback.reports[0].matched == 2 * BATCHES - 3
     assert scaler.scale_factor.item() == 256.0
     assert sum(not loss.isfinite() for loss in module.losses) == 2
     assert all(parameter.isfinite().all() for parameter in module.parameters())
@@ -281,4 +281,4 @@ def test_the_older_name_of_lightning_works_too(tmp_path):
         callbacks=[callback],
     )
     run.fit(Module(), loader())
-    assert callback.reports[0].replayed == BATCHES - 2
+    assert callback.reports[0].matched == BATCHES - 2

@@ -61,7 +61,7 @@ Report = list[tuple[str, int, dict[str, int]]]
 
 
 def reports_of(callback: GraphWholeSteps) -> Report:
-    return [(each.state, each.replayed, each.eager_calls) for each in callback.reports]
+    return [(each.state, each.matched, each.eager_calls) for each in callback.reports]
 
 
 def compare(folder: str, device: str, kind: type, **options: Any) -> Report:

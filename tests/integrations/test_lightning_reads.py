@@ -63,7 +63,7 @@ class ReadsWhatWasLogged(Regression):
 
 def test_the_epoch_is_no_constant(tmp_path):
     (report,) = both(tmp_path, ReadsTheEpoch, max_epochs=3, says="ran eagerly 3 times")
-    assert report.replayed == BATCHES - 2
+    assert report.matched == BATCHES - 2
     assert sum(report.eager_calls.values()) == 2 + 2 * BATCHES
 
 
@@ -78,7 +78,7 @@ def test_the_epoch_may_be_captured_anew(tmp_path):
     graphed, _ = fit(tmp_path, "cpu", callback, make=ReadsTheEpoch)
     assert_same(usual, graphed)
     (report,) = callback.reports
-    assert (report.captures, report.replayed) == (2, 2 * BATCHES - 2)
+    assert (report.captures, report.matched) == (2, 2 * BATCHES - 2)
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_a_rate_that_changes_by_hand_is_followed(tmp_path, caplog):
     says = r"ran eagerly 3 times \(attribute\): .*'lr'"
     (report,) = both(tmp_path, fused(), lambda: [Lowers()], says=says)
     assert updates_in_the_graph(caplog)
-    assert report.replayed == BATCHES - 2
+    assert report.matched == BATCHES - 2
 
 
 class HookedOptimizer(pl.Callback):
@@ -75,7 +75,7 @@ class HookedOptimizer(pl.Callback):
 def test_hooks_of_the_optimizer_are_called(tmp_path, caplog):
     reports = both(tmp_path, fused(), lambda: [HookedOptimizer()])
     assert updates_in_the_graph(caplog)
-    assert [report.replayed for report in reports] == [BATCHES - 2, BATCHES - 2]
+    assert [report.matched for report in reports] == [BATCHES - 2, BATCHES - 2]
 
 
 class Unfreezes(pl.Callback):
@@ -96,7 +96,7 @@ def test_parameters_that_come_later_are_followed(tmp_path):
 
     made = type("OfTheHead", (Regression,), {"configure_optimizers": configure_optimizers})
     reports = both(tmp_path, made, lambda: [Unfreezes()])
-    assert [report.replayed for report in reports] == [BATCHES - 2, BATCHES - 2]
+    assert [report.matched for report in reports] == [BATCHES - 2, BATCHES - 2]
 
 
 class ZeroesItself(Regression):
@@ -134,7 +134,7 @@ def test_one_callback_for_several_trainings(tmp_path):
     for _ in range(2):
         run = trainer(tmp_path, "cpu", callback, max_epochs=1)
         run.fit(module, loader())
-        assert callback.reports[0].replayed == BATCHES - 2
+        assert callback.reports[0].matched == BATCHES - 2
         assert not vars(module).keys() & {"log", "optimizer_zero_grad"}
 
 

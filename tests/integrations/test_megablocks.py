@@ -166,7 +166,7 @@ def test_graphed_training_is_bitwise_eager_training(dispatcher, scopes):
     train(model, graphs, DEVICE).assert_equal(reference(dispatcher))
     report = graphs.report()
     assert report.captured == len(report.scopes)
-    assert report.replayed == 2 * 5 * report.captured
+    assert report.matched == 2 * 5 * report.captured
     assert report.eager_calls == {"warmup": 2 * 2 * report.captured}
 
 

@@ -129,7 +129,7 @@ def test_scopes_beside_its_experts_are_replayed(scopes):
     assert not refused
     assert_equal(found, eager())
     assert report.captured == len(report.scopes) == 2 * len(scopes.split(","))
-    assert report.replayed == 4 * report.captured
+    assert report.matched == 4 * report.captured
 
 
 @pytest.mark.parametrize("scopes", ["*.moe", "*.experts", "*.mlp"])

@@ -156,4 +156,4 @@ def test_the_page_runs(tmp_path, capsys):
     script.write_text("\n".join(blocks))
     graphs = runpy.run_path(str(script))["graphs"]
     assert "captured" in capsys.readouterr().out
-    assert graphs.report().replayed == 3 * 2
+    assert graphs.report().matched == 3 * 2

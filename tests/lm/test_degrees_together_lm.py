@@ -107,7 +107,7 @@ def compared(workers: Workers, graphs: Any) -> dict[str, Any]:
             found.parameters_bitwise_equal,
         ),
         "losses": len(set(found.graphed.losses)),
-        "replayed": found.report.replayed,
+        "replayed": found.report.matched,
     }
 
 

@@ -93,7 +93,7 @@ def trained(workers: Workers, graphs: Any, folder: Path | None = None) -> dict[s
         nats = trainer.nats_per_token(held_out)
         advance(trainer, STEPS)
         report = trainer.report()
-    assert graphs is None or report.replayed == STEPS - 2, report
+    assert graphs is None or report.matched == STEPS - 2, report
     return {**state_of(trainer), "nats": nats}
 
 
@@ -132,7 +132,7 @@ def work(rank: int, world_size: int, folder: Path) -> None:
             compared = compare(given, small_corpus(), QUIET)
             found["compared"] = (
                 compared.losses_bitwise_equal, compared.grad_norms_bitwise_equal,
-                compared.parameters_bitwise_equal, compared.report.replayed,
+                compared.parameters_bitwise_equal, compared.report.matched,
             )  # fmt: skip
             short = chosen(workers, 1, out=folder / "run", save=False)
             found["run"] = run(short, small_corpus(), QUIET).samples

@@ -104,7 +104,7 @@ def graphed(workers: Workers, graphs: Any) -> tuple[torch.Tensor, torch.Tensor, 
         report = trainer.report()
     trainer.settle()
     losses, norms = trainer.history.loss.clone(), trainer.history.grad_norm.clone()
-    return losses, norms, 0 if report is None else report.replayed
+    return losses, norms, 0 if report is None else report.matched
 
 
 @pytest.fixture(scope="module")

@@ -51,9 +51,11 @@ def test_ways_are_configs():
     ways = parse_ways("none, local,moe_router+moe_preprocess,full_iteration", False, "attn,moe")
     assert list(ways) == ["none", "local", "moe_router+moe_preprocess", "full_iteration"]
     assert ways["none"] is None
-    assert ways["local"] == GraphConfig("attn,moe")
-    assert ways["moe_router+moe_preprocess"] == GraphConfig("moe_router,moe_preprocess")
-    assert ways["full_iteration"] == FullIterationConfig(False)
+    assert ways["local"] == GraphConfig("attn,moe", audit_every=None)
+    assert ways["moe_router+moe_preprocess"] == GraphConfig(
+        "moe_router,moe_preprocess", audit_every=None
+    )
+    assert ways["full_iteration"] == FullIterationConfig(False, audit_every=None)
 
 
 @pytest.mark.parametrize(

@@ -265,7 +265,7 @@ def test_replays_are_eager_steps_with_new_bits_each(request, monkeypatch, by_ker
             assert torch.equal(model.weight, before) == bool(skipped and index in (0, 2))
         states = [sorted(optimizer.state[p].items()) for p in model.parameters()]
         found.append([*model.parameters(), *(value for state in states for _, value in state)])
-        assert not graphed or run.report().replayed == 3
+        assert not graphed or run.report().matched == 3
     assert same(*found)
     # Clipping bounds the averages: the gradients' norm is at most 0.01.
     assert averages(optimizer, "exp_avg").norm() < 1.1e-2

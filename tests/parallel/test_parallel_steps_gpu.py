@@ -73,7 +73,7 @@ def keep_losses_and_evaluate(rank: int, world_size: int) -> list[list[float]]:
             losses.append(_evaluated(model, batch))
         seen.append(losses)
         if graphed:
-            assert step.report().replayed == 5, step.report()
+            assert step.report().matched == 5, step.report()
             step.release()
     return seen
 

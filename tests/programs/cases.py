@@ -314,7 +314,7 @@ class CaseRun:
         if self.engine == "callables":
             return replays_of(self.handle), dict(self.handle.eager_calls)
         report = self.handle.report()
-        return report.replayed, {k: v for k, v in report.eager_calls.items() if k != "warmup"}
+        return report.matched, {k: v for k, v in report.eager_calls.items() if k != "warmup"}
 
     def release(self) -> None:
         if self.engine is not None:

@@ -76,7 +76,7 @@ class Scopes(Eager):
         report = self.graphs.report()
         eager = Counter(report.eager_calls)
         del eager["warmup"], eager["outside_step"], eager["paused"]
-        return report.replayed, eager
+        return report.matched, eager
 
     def release(self):
         self.graphs.release()
@@ -166,7 +166,7 @@ class WholeStep(Eager):
         report = self.full.report()
         eager = Counter(report.eager_calls)
         del eager["warmup"]
-        return report.replayed, eager
+        return report.matched, eager
 
     def release(self):
         self.full.release()

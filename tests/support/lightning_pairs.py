@@ -48,7 +48,7 @@ def both(
 
 
 def all_replayed(reports) -> bool:
-    return all(r.replayed > 0 and r.eager_calls.keys() == {"warmup"} for r in reports)
+    return all(r.matched > 0 and r.eager_calls.keys() == {"warmup"} for r in reports)
 
 
 def fused(lr=0.01, schedule=None, kind=torch.optim.AdamW, base=Regression, **options):

@@ -152,7 +152,7 @@ def train(
         trace.note(name, tensor)
     if graphed:
         report = step.report()
-        assert (report.replayed, report.state) == (steps - 3, "captured"), report
+        assert (report.matched, report.state) == (steps - 3, "captured"), report
         step.release()
     return trace
 

@@ -285,6 +285,6 @@ def train_in_whole_steps(
         trace.note(name, local_part(value))
     if graphed:
         report = run.report()
-        assert (report.replayed, report.state) == (steps - 2, "captured"), report
+        assert (report.matched, report.state) == (steps - 2, "captured"), report
         run.release()
     return trace

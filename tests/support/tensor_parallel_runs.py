@@ -178,7 +178,7 @@ def scopes_trace(device: str, config: ParallelConfig, scopes: str | None, steps:
         assert report.state == "captured", report
         assert set(report.eager_calls) == {"warmup"}, report
         assert all(scope.refused is None for scope in report.scopes), report
-        assert all(scope.replayed == 2 * (steps - 3) for scope in report.scopes), report
+        assert all(scope.matched == 2 * (steps - 3) for scope in report.scopes), report
     graphs.release()
     return trace
 

@@ -115,7 +115,7 @@ def both(device: str, scenario: Scenario, options: dict[str, Any] | None = None,
         traces.append(trace)
         if graphed:
             report = step.report()
-            assert report.replayed >= 2
+            assert report.matched >= 2
     traces[1].assert_equal(traces[0])
     return report
 

@@ -93,6 +93,9 @@ def scopes() -> None:
     assert_type(graphs.plan().total_bytes, int)
     assert_type(model.num_parameters(active=True), int)
     assert report.replayed
+    assert_type(report.matched, int)
+    assert_type(report.last_audited_step, int | None)
+    graphs.audit_soon()
     graphs.release()
 
 
@@ -221,6 +224,7 @@ def whole_step() -> None:
         assert_type(result.grad_norm, Tensor | None)
     assert_type(step.report(), moe_graphs.FullIterationReport)
     assert step.report().replayed
+    step.audit_soon()
     step.release()
 
 

@@ -268,7 +268,7 @@ def test_a_captured_step_goes_on_after_its_optimizers_state_was_loaded(device):
     assert all(optimizer.param_groups[0][name] is value for name, value in tensors.items())
     assert tensors["tensor_weight_decay"] == 0.5
     whole(torch.ones(2, 4, device=device))
-    assert (whole.report().captures, whole.report().replayed) == (1, 3)
+    assert (whole.report().captures, whole.report().matched) == (1, 3)
     whole.release()
 
 

@@ -166,7 +166,7 @@ def test_full_iteration_takes_it_in(name, device):
         graphed.input, graphed.target = (torch.zeros(4, n, device=device) for n in (6, 3))
         graphed.load_batch(index)
         graphed.note(whole((graphed.input, graphed.target)))
-    assert whole.report().replayed == 9
+    assert whole.report().matched == 9
     assert_same(eager.trace, graphed.trace)
     assert eager.scaler_state() == graphed.scaler_state()
     whole.release()

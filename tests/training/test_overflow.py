@@ -125,7 +125,7 @@ def _runs(rank: int, world_size: int, device: str, name: str) -> list:
             calls = 1 if scopes == "whole step" else 2  # calls per step, one per microbatch
             again = sum(overflowed == 1.0 for _, overflowed in dropped[2:])
             assert report.eager_calls == {"warmup": 3 * calls, "attribute": again * calls}
-            assert report.replayed == (STEPS - 2) * calls
+            assert report.matched == (STEPS - 2) * calls
     assert found[1:] == [found[0]] * (len(found) - 1)
     return found[0]
 

@@ -110,6 +110,10 @@ class Backend(abc.ABC):
         free, total = torch.cuda.mem_get_info(self.device)
         return f" ({free / 2**20:.0f} of {total / 2**20:.0f} MiB free)"
 
+    def free_bytes(self) -> int | None:
+        """Bytes that are free on the device, or None if nobody knows."""
+        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else None
+
     @abc.abstractmethod
     def release(self) -> None:
         """Frees what the backend itself holds, after its graphs."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine import fp8
+from moe_graphs.engine.audit import Audits, Stream
 from moe_graphs.engine.autograd import LeafUses, has_hooks, leaves_behind
 from moe_graphs.engine.backends.backend import Backend, Graph
 from moe_graphs.engine.buffer_lease import (
@@ -65,6 +66,7 @@ class Recorder:
     Args:
         split: whether weight gradients are captured apart from those of the inputs.
         verify: whether the first replays are compared with eager.
+        audits: the audits of the calls, or None if nothing is audited.
 
     Attributes:
         failure: the first error; nothing is captured any more after it.
@@ -74,8 +76,15 @@ class Recorder:
     """
 
     def __init__(
-        self, model: nn.Module, backend: Backend, *, split: bool = False, verify: bool = True
+        self,
+        model: nn.Module,
+        backend: Backend,
+        *,
+        split: bool = False,
+        verify: bool = True,
+        audits: Audits | None = None,
     ) -> None:
+        self.audits = audits or Audits(None, "eager")
         self.model, self.backend, self.split, self.verify = model, backend, split, verify
         self.trials = Trials(model, backend)
         self.verification = Verification(model, self.trials, verify=verify)
@@ -133,7 +142,8 @@ class Recorder:
         conditions: ReplayConditions,
     ) -> None:
         inputs, sources = self._static_inputs(slot, call)
-        aliases, operations, saved = self.trials.aliases(call), Operations(), Saved()
+        aliases, saved = self.trials.aliases(call), Saved()
+        operations = Operations(self.audits.origins(by_address=True))
         scales = fp8.Scales.of(call.scope.module) if expected.tried.uses_fp8 else None
         try:
             with (
@@ -165,6 +175,11 @@ class Recorder:
             )
             owned = {address(tensor) for tensor in self.trials.known()}
             site.opened(recorded, open, sources, owned)
+            if self.audits.are_on:
+                alone, name = site.planned.ranks.group is None, f"{site.name} {site.position}"
+                results = pytree.tree_leaves(output)
+                site.audit = self.audits.of_call(operations, results, name, alone=alone)
+                site.audit_due = 0
         except BaseException:
             graph.release()
             raise
@@ -310,13 +325,18 @@ class Recorder:
         targets = tuple(map(target_of, static))
         for target, gradient in zip(targets, run.incoming, strict=True):
             copy_to(target, gradient)
+        if site.audit is not None:
+            site.audit.origins.go_on_in_backward(static)
 
         def recorded(pool: Any, *, last: bool, copies: str | None) -> RecordedBackward:
             graph, made = None, Allocations()
             if run.first_uses:
-                with self.backend.record(pool) as graphs, made:
+                operations = Operations(site.audit.origins if site.audit and last else None)
+                with self.backend.record(pool) as graphs, made, operations:
                     gradients = run.first_part(static, last=last)
                 (graph,) = graphs
+                if operations.origins is not None:
+                    site.audit.backward = Stream.of(operations, gradients)
             else:
                 gradients = run.first_part(static)
             of_uses = self._by_use(slot, site, run.first_uses, gradients, made, copies)
@@ -331,6 +351,8 @@ class Recorder:
                 run.close()
                 site.open = site.run = None
         site.first, site.backward = first, backward
+        if site.audit is not None:
+            site.audit.origins = None
         slot.backward_recorded(site)
 
     def _record_weights(
@@ -446,9 +468,8 @@ class CapturedForward:
         scales: Scales | None,
         split: bool,
     ) -> tuple[RecordedForward, OpenCall]:
-        leaves, outputs = self._sources(tried.outputs)
-        live = [output for output in outputs if output.requires_grad]
-        open = self._open(live)
+        leaves, outputs, open = self.opened(tried.outputs)
+        live = open.outputs
         saved, first = self._saved, self._call.signature.first
         loaded = tuple(i for i in self._tensors if first[i] == i)
         forward = RecordedForward(
@@ -464,7 +485,7 @@ class CapturedForward:
             output_leaves=leaves,
             output_structure=self._structure,
             exit=self._exit,
-            listed=tuple(self._listed(open, use) for use in open.uses.of),
+            listed=self.listed(open),
             saved_outputs=tuple(o.detach() for o in outputs if saved.has(o)),
             saved_inputs=tuple(i for i in self._tensors if saved.has(self._inputs[i])),
             saved_of_model=tuple(filter(saved.has, self._of_model(open))),
@@ -476,11 +497,19 @@ class CapturedForward:
         )
         return forward, open
 
-    def _sources(self, eager: Sequence[Any]) -> tuple[tuple[OutputLeaf, ...], list[Tensor]]:
-        """Sources of the leaves of the outputs, and the tensors that the graph writes.
+    def opened(self, eager: Sequence[Any]) -> tuple[tuple[OutputLeaf, ...], list[Tensor], OpenCall]:
+        """The sources of the leaves of the outputs, the tensors among them, and their history.
 
         ``eager`` has the leaves that another run has returned.
         """
+        leaves, outputs = self._sources(eager)
+        return leaves, outputs, self._open([each for each in outputs if each.requires_grad])
+
+    def listed(self, open: OpenCall) -> tuple[int | Tensor, ...]:
+        """The inputs of the autograd node, per use."""
+        return tuple(self._listed(open, use) for use in open.uses.of)
+
+    def _sources(self, eager: Sequence[Any]) -> tuple[tuple[OutputLeaf, ...], list[Tensor]]:
         leaves, outputs = [], {}
         for leaf, before in zip(self._flat, eager, strict=True):
             original = self._original(leaf) if isinstance(leaf, Tensor) else leaf

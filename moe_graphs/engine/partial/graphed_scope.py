@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from moe_graphs.engine import fp8
+from moe_graphs.engine.audit import Audits
 from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.guards.bytecode_names import AccessedNames
+from moe_graphs.engine.partial.audited_call import AuditedCall, is_due
 from moe_graphs.engine.partial.capture import Recorder
 from moe_graphs.engine.partial.observation import Observation
 from moe_graphs.engine.partial.plan import MemoryPlan
@@ -223,6 +225,10 @@ class GraphedScope:
             produced = self._first_replay(captured.recorder, slot, site, leaves, call)
             mismatch = produced if isinstance(produced, Mismatch) else None
         elif mismatch is None:
+            if site.replayed >= site.audit_due and is_due(captured.recorder, slot, site):
+                audited = AuditedCall(captured.recorder, slot, site, self.scope, leaves)
+                outputs, exit = audited.run(call)
+                return self.scope.epilogue(outputs, exit, call)
             pending = slot.begin_replay(site, leaves)
             produced = replay(slot, pending, captured.recorder, self.delayed, leaves)
         if mismatch is not None:
@@ -295,6 +301,7 @@ def report_of(
     capture_seconds: float,
     fallbacks: FallbackWarning,
     off_because: str | None = None,
+    audits: Audits | None = None,
 ) -> Report:
     sites = captured.sites if captured is not None else []
     of_scopes = tuple(_report_scope(graphed, sites, fallbacks) for graphed in scopes)
@@ -307,6 +314,7 @@ def report_of(
         scopes=of_scopes,
         captured=sum(site.forward is not None for site in sites),
         replayed=sum(scope.replayed for scope in of_scopes),
+        audited=sum(scope.audited for scope in of_scopes),
         eager_calls=dict(eager_calls),
         static_bytes=sum(t.nbytes for t in captured.static_tensors()) if captured else 0,
         slots=tuple(len(chunk.slots) for chunk in captured.chunks) if captured else (),
@@ -317,6 +325,7 @@ def report_of(
         occupancy=occupancy_of(model),
         portable_launches=portable_launches(),
         off_because=off_because,
+        **({} if audits is None else audits.reported()),
     )
 
 
@@ -344,6 +353,7 @@ def _report_scope(
         static_bytes=sum(tensor.nbytes for tensor in statics),
         boundary_bytes=sum(t.nbytes for site in own for t in site.forward.outputs),
         replayed=sum(site.replayed for site in own),
+        audited=sum(site.audited for site in own),
         eager_calls=dict(graphed.eager_calls + backwards),
         details={
             word: text for (name, word), text in fallbacks.details.items() if name == own_name

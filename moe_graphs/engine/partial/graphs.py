@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from moe_graphs.config import GraphConfig
+from moe_graphs.engine.audit import NEVER, Audits
 from moe_graphs.engine.backends import backend_for
 from moe_graphs.engine.backends.backend import Resources
 from moe_graphs.engine.guards import torch_state
@@ -102,6 +103,7 @@ class Graphs:
         self._in_step = self._paused = self._is_ahead_of_time = False
         self._capture_seconds = 0.0
         self._ranks = Ranks(model)
+        self._audits = Audits(config.audit_every, config.on_audit)
         self._begin_warmup()
         self.state = "warmup" if config.impl == "local" else "off"
         scopes = find_scopes(model, config) if config.impl == "local" else []
@@ -141,6 +143,7 @@ class Graphs:
         if self._in_step:
             raise GraphError("graphs.step() does not nest: one step is already open")
         self._in_step = True
+        self._audits.step += 1
         if self.state == "warmup":
             self.observation.begin_step()
         started = time.perf_counter()
@@ -257,7 +260,8 @@ class Graphs:
             given |= {"backward_pool": shared} if of_chunk.shares_backwards else {}
             chunks.append(Chunk([Slot(calls, self.backend, **given) for _ in range(chunk.slots)]))
         self.observation.warn_of_eager_scopes(split=split)
-        recorder = Recorder(self.model, self.backend, split=split, verify=self.config.verify)
+        verify, audits = self.config.verify, self._audits
+        recorder = Recorder(self.model, self.backend, split=split, verify=verify, audits=audits)
         return Captured(chunks, recorder, memory)
 
     def _planned_call(self, signature_id: int, chunk: ChunkMemory) -> PlannedCall:
@@ -270,6 +274,7 @@ class Graphs:
             refused=self.observation.refusal(observed.scope, split=chunk.split),
             copies_gradients=self.observation.copies_gradients(observed.scope, chunk),
             fallbacks=self.fallbacks,
+            eager_bytes=self._measured[signature_id].eager_bytes,
         )
 
     # ---- ahead of time
@@ -322,7 +327,7 @@ class Graphs:
             )
         assert self.captured is not None
         for site in self.captured.sites:
-            site.replayed = 0
+            site.replayed = site.audited = 0
 
     def find_nonfinite(
         self,
@@ -375,6 +380,7 @@ class Graphs:
         if self.state in ("off", "released") or self._in_step:
             raise GraphError(f"recapture() in state {self.state!r}, or inside of a step")
         self._resources.release()
+        self._audits.schedules = 0
         self._begin_warmup()
         self.state = "warmup"
 
@@ -439,6 +445,15 @@ class Graphs:
         finally:
             self._paused = before
 
+    def audit_soon(self) -> None:
+        """Lets the next call of every captured call site be audited, for instance before a save.
+
+        Ranks that communicate call it in the same step. With ``audit_every=None`` nothing happens.
+        """
+        for site in self.captured.sites if self.captured is not None else ():
+            if site.audit is not None and site.audit_due != NEVER:
+                site.audit_due = 0
+
     def release(self) -> None:
         """Makes the model eager for good and frees the graphs' memory. Idempotent."""
         if self.state == "released":
@@ -459,6 +474,7 @@ class Graphs:
             self._capture_seconds,
             self.fallbacks,
             self.off_because,
+            self._audits,
         )
 
 

@@ -196,6 +196,11 @@ class CallMemory:
     gradients: int
     weights: int = 0
 
+    @property
+    def eager_bytes(self) -> int:
+        """The most that an eager forward and backward allocate at once."""
+        return max(self.forward, self.saved + self.backward) + self.inputs
+
 
 @dataclass(frozen=True)
 class ChunkMemory:

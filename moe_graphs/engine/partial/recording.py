@@ -127,15 +127,22 @@ class RecordedForward:
 
     def leaves_of_outputs(self, produced: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
         """The leaves of the outputs of a call with these leaves, for which the graph made these."""
-        sources, found = {"graph": produced, "input": leaves}, []
-        for leaf in self.output_leaves:
-            is_constant = leaf.source == "constant"
-            found.append(leaf.value if is_constant else sources[leaf.source][leaf.value])
-        return found
+        return leaves_of_outputs(self.output_leaves, produced, leaves)
 
     def static_tensors(self) -> list[Tensor]:
         """Tensors that only the recording keeps alive: its own inputs, and its outputs."""
         return [self.inputs[i] for i in self.loaded if i not in self.linked] + list(self.outputs)
+
+
+def leaves_of_outputs(
+    sources: Sequence[OutputLeaf], produced: Sequence[Any], inputs: Sequence[Any]
+) -> list[Any]:
+    """The leaves of the outputs, from the tensors that a call has produced and from its inputs."""
+    given, found = {"graph": produced, "input": inputs}, []
+    for leaf in sources:
+        is_constant = leaf.source == "constant"
+        found.append(leaf.value if is_constant else given[leaf.source][leaf.value])
+    return found
 
 
 @dataclass(frozen=True)

@@ -237,7 +237,7 @@ class Replay(torch.autograd.Function):
         slot, pending, recorder, delayed = ctx.parts
         slot.check_alive(pending)
         forward = pending.site.forward
-        _refuse_transforms(pending.site, gradients)
+        refuse_transforms(pending.site, gradients)
         nodes = _Nodes(ctx)
         results: dict[int, Tensor | None] = {}
         # Zero-bubble schedules run this node twice: for the inputs, and later for the weights.
@@ -405,7 +405,12 @@ def _copy_in(site: CallSite, incoming: Sequence[Tensor | None]) -> None:
         copy_to(target, gradient)
 
 
-def _refuse_transforms(site: CallSite, gradients: Sequence[Tensor | None]) -> None:
+def refuse_transforms(site: CallSite, gradients: Sequence[Tensor | None]) -> None:
+    """Checks that a backward is a plain one.
+
+    Raises:
+        GraphError: if it is to be differentiated again, transformed or batched.
+    """
     if torch.is_grad_enabled():
         raise GraphError(
             f"scope {site.name!r}: a backward with create_graph=True: a graph has no derivative "

@@ -56,6 +56,7 @@ from typing import Any
 
 from torch import Tensor
 
+from moe_graphs.engine.audit import NEVER, CallAudit
 from moe_graphs.engine.autograd import keeps_graph
 from moe_graphs.engine.backends.backend import Backend, Graph
 from moe_graphs.engine.buffer_lease import BufferLease, Leases, references_of_the_engine
@@ -94,6 +95,7 @@ class PlannedCall:
         eager_backwards: reason -> number of replayed forwards whose backward ran eagerly.
         copies_gradients: why no weight gradient may become ``.grad`` as it is; None if they may.
         fallbacks: warns of eager backwards; all calls of the graphs share it.
+        eager_bytes: memory that an eager forward and backward take at most, as measured.
     """
 
     scope: Scope
@@ -107,6 +109,7 @@ class PlannedCall:
     eager_backwards: Counter[str] = field(default_factory=Counter)
     copies_gradients: str | None = "not_observed"
     fallbacks: FallbackWarning = field(default_factory=FallbackWarning)
+    eager_bytes: int = 0
 
     def ran_backward_eagerly(self, reason: str) -> None:
         """Counts a backward of a replayed forward that no graph served."""
@@ -134,6 +137,8 @@ class CallSite:
             eager.
         leases: one for each storage that its outputs lie on, if they are not copied.
         out: the leases among them whose outputs were handed out.
+        audit: what its audits compare with, or None.
+        audit_due: the count of replays at which an audit may be due.
     """
 
     def __init__(self, planned: PlannedCall, position: int) -> None:
@@ -152,7 +157,9 @@ class CallSite:
         self.sources: dict[int, tuple[CallSite, int]] = {}
         self.leases: list[BufferLease] = []
         self.out = Leases()
-        self.replayed = 0
+        self.replayed = self.audited = 0
+        self.audit: CallAudit | None = None
+        self.audit_due = NEVER
 
     @property
     def name(self) -> str:

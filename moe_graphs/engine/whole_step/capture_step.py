@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,14 +17,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine import fp8
+from moe_graphs.engine.audit import Audits
 from moe_graphs.engine.fp8 import Entry
 from moe_graphs.engine.guards import bytecode_names
 from moe_graphs.engine.guards.bytecode_names import AccessedNames
 from moe_graphs.engine.guards.torch_state import TorchState
 from moe_graphs.engine.ranks import Ranks
 from moe_graphs.engine.snapshot import Snapshot, random_digest
-from moe_graphs.engine.tensors import is_wrapped, tensor_leaves
-from moe_graphs.engine.tracing import Operations, Trace, address, differing_op
+from moe_graphs.engine.tensors import is_sharded_by_fsdp, is_wrapped, tensor_leaves
+from moe_graphs.engine.tracing import Operations, Origins, Trace, address, differing_op
 from moe_graphs.engine.trial_run import TrialRun, explaining_errors
 from moe_graphs.engine.verify import ByFingerprint, Verdict
 from moe_graphs.engine.whole_step import fsdp
@@ -52,6 +53,7 @@ def record_step(
     trial_runs: int,
     verify: bool,
     ranks: Ranks,
+    audits: Audits,
 ) -> tuple[RecordedStep, Verdict | None]:
     """Captures the step as it is called now, on all ranks; nothing that it touches is changed.
 
@@ -82,9 +84,20 @@ def record_step(
                     static, found = prepared.batch, prepared.found
                     verification = StepVerification(definition, before, ranks, static, found)
                     verification.expect()
-                operations = Operations()
+                operations = Operations(
+                    origins_of_step(
+                        definition, prepared.batch, prepared.batch.leaves, prepared.found
+                    )
+                    if audits.are_on
+                    else None
+                )
                 recorded = _record(definition, prepared, before, operations)
                 failing.callback(recorded.release)
+                audit = None
+                if audits.are_on:
+                    left, alone = recorded.left(), ranks.group is None
+                    audit = audits.of_call(operations, left, "the step", alone=alone)
+                    audit.origins = None  # its backward is in the same stream
                 verdict = verification.check(recorded, operations) if verification else None
         # This comes after the context, which makes autograd forget its nodes: the nodes now are the
         # caller's.
@@ -93,7 +106,31 @@ def record_step(
             recorded.gradients.settled()
         hooks = StepHooks(definition.parameters(), updating)
         failing.pop_all()  # nothing has failed
-        return replace(recorded, hooks=hooks), verdict
+        return replace(recorded, hooks=hooks, audit=audit), verdict
+
+
+def origins_of_step(
+    definition: StepDefinition, batch: StaticBatch, leaves: Sequence[Any], found: Gradients
+) -> Origins:
+    """Names for the memory that a step works on.
+
+    Args:
+        leaves: the leaves of the batch that the step gets.
+        found: the gradients that the step finds.
+    """
+    model = definition.model
+    # FSDP2 and DDP have memory whose addresses do not last.
+    moves = bool(fsdp.wrappers(model)) or any(map(is_sharded_by_fsdp, model.modules()))
+    origins = Origins(by_address=not moves)
+    for tensor in (*model.parameters(), *model.buffers()):
+        origins.stands_in(tensor, tensor)
+    for number, (static, leaf) in enumerate(zip(batch.leaves, leaves, strict=True)):
+        if isinstance(static, Tensor) and batch.signature.first[number] == number:
+            origins.stands_in(leaf, static)
+    for gradient in found:
+        if gradient is not None:
+            origins.call(gradient, "a gradient that the step finds")
+    return origins
 
 
 @dataclass(frozen=True)

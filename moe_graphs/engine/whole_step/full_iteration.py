@@ -32,7 +32,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from moe_graphs.config import ON_CAPTURE_ERROR, ON_MISMATCH, check_option
+from moe_graphs.config import (
+    ON_AUDIT,
+    ON_CAPTURE_ERROR,
+    ON_MISMATCH,
+    check_audit_every,
+    check_option,
+)
+from moe_graphs.engine.audit import NEVER, Audits
 from moe_graphs.engine.backends import backend_for
 from moe_graphs.engine.backends.backend import Resources
 from moe_graphs.engine.guards import torch_state
@@ -43,6 +50,7 @@ from moe_graphs.engine.report import FallbackWarning, PrintedReport, occupancy_o
 from moe_graphs.engine.tensors import owned
 from moe_graphs.engine.verify import warn
 from moe_graphs.engine.whole_step import fsdp
+from moe_graphs.engine.whole_step.audited_step import audited_step, why_not
 from moe_graphs.engine.whole_step.capture_step import record_step
 from moe_graphs.engine.whole_step.optimizers import check_capturable_flags
 from moe_graphs.engine.whole_step.recorded_step import RecordedStep, StepDefinition
@@ -59,7 +67,10 @@ class FullIterationReport(PrintedReport):
     """Report of a whole step; ``print`` shows a table, ``explain()`` what its columns mean.
 
     Attributes:
-        state: "warmup", "captured", "capture_failed", "differs_from_eager" or "released".
+        state: "warmup", "captured", "capture_failed", "differs_from_eager", "found_by_audit" or
+            "released".
+        audited: number of steps that ran eagerly in place of a replay, to be compared with the
+            capture.
         eager_calls: reason -> number of calls that ran eagerly.
         details: reason -> what differed in the last such call, and what to do.
         kernels: number of kernels in the graph (operations on the CPU recorder); None if nothing is
@@ -74,6 +85,11 @@ class FullIterationReport(PrintedReport):
             there are.
         portable_launches: as in ``engine.report.Report``.
         off_because: why there is no graph, after a capture that failed.
+        audits_passed, audit_seconds: as in ``engine.report.Report``.
+        audits_skipped: reason -> number of audits that could not be made: "memory" (an eager step
+            does not fit beside the graph), "fp8" (such steps are never audited),
+            "other_gradients" (a ``.grad`` was missing that the capture found), "another_rank".
+        last_audited_step: number of the last call whose audit passed; None before the first.
     """
 
     backend: str
@@ -92,6 +108,11 @@ class FullIterationReport(PrintedReport):
     portable_launches: dict[str, int] = field(default_factory=dict)
     details: dict[str, str] = field(default_factory=dict)
     off_because: str | None = None
+    audited: int = 0
+    audits_passed: int = 0
+    audit_seconds: float = 0.0
+    audits_skipped: dict[str, int] = field(default_factory=dict)
+    last_audited_step: int | None = None
 
 
 class FullIteration(Generic[BatchT, ResultT]):
@@ -127,6 +148,10 @@ class FullIteration(Generic[BatchT, ResultT]):
             for steps whose communication has another order where they run eagerly.
         verify: compare the first replay bit for bit with an eager step from the same state.
         stream: the stream to capture on; with DDP, the stream that it was built on.
+        audit_every: how often a step runs eagerly in place of its replay, to compare what it does
+            with what was captured: "auto", a number of calls, or None, as in ``GraphConfig``.
+        on_audit: what happens if an audit finds a difference: "eager" or "error", as in
+            ``GraphConfig``.
 
     Raises:
         ValueError: for arguments that do not fit.
@@ -146,9 +171,13 @@ class FullIteration(Generic[BatchT, ResultT]):
         agree: bool = False,
         verify: bool = True,
         stream: torch.cuda.Stream | None = None,
+        audit_every: int | str | None = "auto",
+        on_audit: str = "eager",
     ) -> None:
         check_option("on_mismatch", on_mismatch, ON_MISMATCH)
         check_option("on_capture_error", on_capture_error, ON_CAPTURE_ERROR)
+        check_option("on_audit", on_audit, ON_AUDIT)
+        check_audit_every(audit_every)
         if warmup_steps < 1:
             raise ValueError(f"warmup_steps: got {warmup_steps}, must be at least 1")
         if not isinstance(model, nn.Module):
@@ -168,7 +197,9 @@ class FullIteration(Generic[BatchT, ResultT]):
         self._refused: str | None = None
         self._not_reproducible = False
         self.state = "warmup"
-        self._captures = self._replayed = 0
+        self._captures = self._replayed = self._audited = self._calls = 0
+        self._audits = Audits(audit_every, on_audit)
+        self._audit_due = NEVER
         self._misses = FallbackWarning()
         self._eager_calls: Counter[str] = Counter()
         self._capture_seconds = 0.0
@@ -183,6 +214,7 @@ class FullIteration(Generic[BatchT, ResultT]):
                 happened, and calls run eagerly from now on. Call again with this batch.
             GraphError: if this call differs from the captured one, with ``on_mismatch="error"``.
         """
+        self._calls += 1
         if self.state == "warmup":
             if self._eager_calls["warmup"] < self._warmup_steps:
                 return self._warmup(batch)
@@ -205,6 +237,8 @@ class FullIteration(Generic[BatchT, ResultT]):
             self._try_to_capture(batch)
             if self.state != "captured":
                 return self._eager(batch, self.state)
+        if self._calls >= self._audit_due and self._may_audit():
+            return self._audit(leaves, structure)
         self._replayed += 1
         return self._recorded.replay(leaves)
 
@@ -257,6 +291,14 @@ class FullIteration(Generic[BatchT, ResultT]):
             raise GraphError("full iteration: it was released: make a new one")
         self._capture(batch, trial_runs=self._warmup_steps)
 
+    def audit_soon(self) -> None:
+        """Lets the next step be audited, for instance before a save.
+
+        All ranks call this before the same step. With ``audit_every=None`` nothing happens.
+        """
+        if self._audit_due != NEVER:
+            self._audit_due = 0
+
     def release(self) -> None:
         """Frees the graph's memory; later calls run eagerly. Idempotent.
 
@@ -292,6 +334,8 @@ class FullIteration(Generic[BatchT, ResultT]):
             portable_launches=portable_launches(),
             details={word: text for (_, word), text in self._misses.details.items()},
             off_because=self._off_because,
+            audited=self._audited,
+            **self._audits.reported(),
         )
 
     @property
@@ -317,10 +361,7 @@ class FullIteration(Generic[BatchT, ResultT]):
     def _eager(self, batch: Any, reason: str, message: str | None = None) -> Any:
         self._eager_calls[reason] += 1
         self._misses.ran_eagerly(_NAME, reason, message)
-        # DDP accumulates on the stream that it was built on; on another stream torch warns of the
-        # mismatch.
-        given = self._has_stream
-        with self._definition.backend.on_stream() if given else contextlib.nullcontext():
+        with self._on_given_stream():
             return owned(self._definition.step(batch))
 
     def _try_to_capture(self, batch: Any) -> None:
@@ -334,6 +375,7 @@ class FullIteration(Generic[BatchT, ResultT]):
     def _capture(self, batch: Any, trial_runs: int) -> None:
         started = time.perf_counter()
         self._resources.release()
+        self._audits.step, self._audits.schedules, self._audit_due = self._calls, 0, NEVER
         on_cuda = self._definition.backend.device.type == "cuda"
         if on_cuda and fsdp.wrappers(self._definition.model):
             eager_forwards = sum(self._eager_calls.values())
@@ -348,6 +390,7 @@ class FullIteration(Generic[BatchT, ResultT]):
                 trial_runs=trial_runs,
                 verify=self._verify,
                 ranks=self._ranks,
+                audits=self._audits,
             )
         except BaseException as error:
             self.state, self._off_because = "capture_failed", str(error)
@@ -360,7 +403,56 @@ class FullIteration(Generic[BatchT, ResultT]):
             self._differs(f"its replay differs from eager: {verifier.difference}")
             return
         self._resources.captured = recorded
+        if recorded.audit is not None:
+            recorded.audit.schedule.begin(self._calls)
+            self._audit_due = recorded.audit.schedule.due
         self._not_reproducible = verifier is not None and verifier.not_reproducible
+
+    def _may_audit(self) -> bool:
+        """Whether a step that is due is audited; otherwise chooses another one.
+
+        All ranks audit the same call, because the schedule counts calls.
+        """
+        audit, reason = self._recorded.audit, why_not(self._recorded, self._definition.backend)
+        assert audit is not None
+        if not (self._ranks.any(reason is not None) if self._agrees else reason):
+            return True
+        self._audits.skipped[reason or "another_rank"] += 1
+        audit.schedule.put_off(self._calls)
+        self._audit_due = audit.schedule.due
+        return False
+
+    def _audit(self, leaves: list[Any], structure: Any) -> Any:
+        """Runs a step eagerly and compares it with the capture."""
+        self._audits.step, self._audited = self._calls, self._audited + 1
+        audit = self._recorded.audit
+        assert audit is not None
+        started = time.perf_counter()
+        with self._on_given_stream():
+            outputs, difference = audited_step(self._definition, self._recorded, leaves, structure)
+            result = owned(outputs)
+        if self._agrees:
+            difference = self._ranks.first_of(difference)
+        self._definition.backend.make_room()  # no memory of an eager step is kept beside the graph
+        seconds = time.perf_counter() - started
+        self._audits.seconds += seconds
+        audit.schedule.took(seconds)
+        audit.schedule.audited(self._calls)
+        self._audit_due = audit.schedule.due
+        if difference is None:
+            self._audits.note_passed()
+            audit.last = self._calls
+            return result
+        message = self._audits.message(difference, audit.last)
+        self.state, self._refused = "found_by_audit", message
+        self._resources.release()
+        self._audits.found(_NAME, message, warn)
+        return result
+
+    def _on_given_stream(self) -> contextlib.AbstractContextManager[None]:
+        """DDP accumulates on the stream that it was built on; on another one torch warns."""
+        given = self._has_stream
+        return self._definition.backend.on_stream() if given else contextlib.nullcontext()
 
     def _differs(self, message: str) -> None:
         """Turns replays off, because they do not compute what eager computes."""

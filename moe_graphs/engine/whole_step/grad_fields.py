@@ -86,6 +86,10 @@ class StaticGradients:
                 return Mismatch("gradients_held", message)
         return None
 
+    def finds_as_captured(self) -> bool:
+        """Whether the step finds a ``.grad`` wherever it found one when it was captured."""
+        return all(parameter.grad is not None for parameter, _ in self._set)
+
     def replay(self, graph: Graph) -> None:
         """Replays the graph with the present gradients, whichever tensors hold them now.
 

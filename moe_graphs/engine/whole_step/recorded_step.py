@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine import fp8
+from moe_graphs.engine.audit import CallAudit
 from moe_graphs.engine.backends.backend import Backend, Graph
 from moe_graphs.engine.guards import torch_state
 from moe_graphs.engine.guards.bytecode_names import AccessedNames
@@ -238,6 +239,7 @@ class RecordedStep:
         entry: the state of FP8 that it finds.
         sharding: the settings of FSDP2.
         hooks: hooks of the step; known from the end of the capture on.
+        audit: what audits of the step compare with, or None.
     """
 
     graph: Graph
@@ -254,6 +256,7 @@ class RecordedStep:
     entry: fp8.Entry | None
     sharding: Sharding
     hooks: StepHooks | None = None
+    audit: CallAudit | None = None
 
     def mismatches(self, batch: Any, leaves: Sequence[Any], structure: Any) -> Iterator[Mismatch]:
         """The reasons why this call cannot be replayed. Does not wait for the device."""
@@ -299,6 +302,10 @@ class RecordedStep:
             self.graph.replay()
         else:
             self.gradients.replay(self.graph)
+
+    def left(self) -> list[Tensor | None]:
+        """The tensors that the capture has left: outputs, and gradients of the parameters."""
+        return [*self.outputs, *(self.gradients.left if self.gradients is not None else ())]
 
     def release(self) -> None:
         self.graph.release()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_graphs.config import ON_CAPTURE_ERROR, check_option
+from moe_graphs.config import ON_AUDIT, ON_CAPTURE_ERROR, check_audit_every, check_option
 from moe_graphs.engine.ranks import FAILED_ELSEWHERE, Ranks
 from moe_graphs.engine.whole_step.full_iteration import FullIteration, FullIterationReport
 from moe_graphs.errors import CaptureError, GraphWarning
@@ -73,6 +73,7 @@ class GraphWholeSteps(pl.Callback):
         on_mismatch: what to do with a batch that differs, as in ``FullIteration``.
         on_capture_error: "eager" warns of a capture that fails, and Lightning trains on; "error"
             raises ``CaptureError``.
+        audit_every, on_audit: as in ``FullIteration``.
     """
 
     def __init__(
@@ -81,8 +82,13 @@ class GraphWholeSteps(pl.Callback):
         warmup_steps: int = 3,
         on_mismatch: str = "eager",
         on_capture_error: str = "eager",
+        audit_every: int | str | None = "auto",
+        on_audit: str = "eager",
     ) -> None:
         check_option("on_capture_error", on_capture_error, ON_CAPTURE_ERROR)
+        check_option("on_audit", on_audit, ON_AUDIT)
+        check_audit_every(audit_every)
+        self.audit_every, self.on_audit = audit_every, on_audit
         self.warmup_steps, self.on_mismatch = warmup_steps, on_mismatch
         self.on_capture_error = on_capture_error
         self.reports: list[FullIterationReport] = []
@@ -115,7 +121,12 @@ class GraphWholeSteps(pl.Callback):
         outside = ranks.first_of(why_outside(trainer, pl_module))
         if outside is not None:
             rank_zero_info(f"GraphWholeSteps: the update runs behind the graph: {outside}")
-        options = {"warmup_steps": self.warmup_steps, "on_mismatch": self.on_mismatch}
+        options: dict[str, Any] = {
+            "warmup_steps": self.warmup_steps,
+            "on_mismatch": self.on_mismatch,
+            "audit_every": self.audit_every,
+            "on_audit": self.on_audit,
+        }
         options |= {"agree": True, "stream": self._stream}
         self._steps = steps = _WholeSteps(trainer, pl_module, ranks, options, self.on_capture_error)
         self._replace(trainer.strategy, "training_step", steps.training_step)

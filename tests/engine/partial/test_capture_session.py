@@ -109,7 +109,7 @@ def test_a_failed_capture_leaves_an_eager_model_as_if_nothing_had_happened(
     assert f"scope {calls[1]!r}: capture of its {direction} failed" in str(error)
     assert message in str(error)
     report = graphs.report()
-    assert (report.state, report.captured, report.replayed) == ("capture_failed", 0, 0)
+    assert (report.state, report.captured, report.matched) == ("capture_failed", 0, 0)
     assert report.eager_calls.keys() == {"warmup", "capture_failed"}
     assert report.off_because == str(error)
     assert gc.isenabled()
@@ -193,7 +193,7 @@ def test_capture_ahead_of_time_changes_nothing_and_replays_from_the_first_step(
         torch.cuda.set_rng_state(generator[1])
     off = moe_graphs.graph(expected_model, GraphConfig(impl="none"))
     found.assert_equal(train(expected_model, off, device, steps=3))
-    assert graphs.report().replayed == 2 * 3 * graphs.report().captured
+    assert graphs.report().matched == 2 * 3 * graphs.report().captured
 
 
 def test_a_step_that_updates_parameters_needs_its_optimizer(device):
@@ -223,7 +223,7 @@ def test_the_report_adds_up(device):
     train(model, graphs, device, steps=3)
     report = graphs.report()
     assert report.captured == len(report.scopes) == 2
-    assert report.replayed == sum(s.replayed for s in report.scopes) == 2 * 2 * 2
+    assert report.matched == sum(s.matched for s in report.scopes) == 2 * 2 * 2
     assert report.static_bytes > sum(s.static_bytes for s in report.scopes) > 0
     assert all(s.kernels > 0 and s.boundary_bytes > 0 for s in report.scopes)
     assert (report.pool_bytes > 0) == (device == "cuda")

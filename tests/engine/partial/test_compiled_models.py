@@ -57,7 +57,7 @@ def train(make: Callable[[nn.Module], tuple[nn.Module, Graphs]] | None) -> list[
         if step == 6 and graphs is not None:
             [first, second] = graphs.report().scopes
             assert first.eager_calls == second.eager_calls == {"warmup": 3}
-            assert first.replayed == second.replayed == 3
+            assert first.matched == second.matched == 3
             graphs.release()
         with contextlib.nullcontext() if graphs is None or step >= 6 else graphs.step():
             loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())

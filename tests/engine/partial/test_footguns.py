@@ -65,7 +65,7 @@ def test_keeping_an_output_keeps_its_value(device):
         return kept
 
     report = both(device, scenario)
-    assert report.replayed == 2 * (1 + 3)
+    assert report.matched == 2 * (1 + 3)
 
 
 def test_a_view_of_an_output_that_is_kept_makes_the_call_eager(device):
@@ -233,7 +233,7 @@ def test_hooks_on_the_scope_itself_run_on_every_replay(device):
         assert len(seen) == 4
         return seen
 
-    assert both(device, scenario, on_mismatch="error").replayed == 2 * 3
+    assert both(device, scenario, on_mismatch="error").matched == 2 * 3
 
 
 def test_autocast_has_to_run_without_its_cache(device):
@@ -256,7 +256,7 @@ def test_autocast_has_to_run_without_its_cache(device):
 
     (eager, _), (graphed, graphs) = run(GraphConfig(impl="none")), run(scopes(warmup_steps=2))
     assert all(torch.equal(a, b) for a, b in zip(eager, graphed, strict=True))
-    assert graphs.report().replayed == 4
+    assert graphs.report().matched == 4
     train_step(graphs.model, graphs, data(device))
     assert graphs.report().scopes[0].eager_calls == {"warmup": 2, "autocast": 1}
 
@@ -291,7 +291,7 @@ def test_two_models_in_a_process_do_not_know_of_each_other(device):
     (eager, _), (graphed, handles) = run(False), run(True)
     assert all(torch.equal(a, b) for a, b in zip(eager, graphed, strict=True))
     assert handles[0].report().state == "released"
-    assert handles[1].report().replayed == 8
+    assert handles[1].report().matched == 8
 
 
 def test_graphing_a_model_twice_is_refused_until_it_is_released(device):

@@ -40,7 +40,7 @@ def test_a_call_that_differs_runs_eagerly_and_the_next_one_is_replayed(device, r
 
     report = both(device, scenario)
     assert report.scopes[0].eager_calls == {"warmup": 2, reason: 1}
-    assert report.scopes[0].replayed == 2
+    assert report.scopes[0].matched == 2
 
 
 @pytest.mark.parametrize("reason", CHANGES)
@@ -129,7 +129,7 @@ def test_an_expanded_input_and_a_repeated_scope(device):
 
     (eager, _), (graphed, report) = run(GraphConfig(impl="none")), run(GraphConfig("bl*"))
     assert all(torch.equal(a, b) for a, b in zip(eager, graphed, strict=True))
-    assert (report.captured, report.replayed) == (2, 2)
+    assert (report.captured, report.matched) == (2, 2)
 
 
 # ---- parameters, buffers, modules

@@ -35,7 +35,7 @@ def test_gradients_are_your_own(device):
                 own = list(dict.fromkeys(own))  # the second backward added to the parameters'
         kept.append(own)
         values.append([gradient.clone() for gradient in own])
-    assert graphs.report().replayed == 2 * 2 * 3
+    assert graphs.report().matched == 2 * 2 * 3
     addresses = [{g.untyped_storage().data_ptr() for g in own} for own in kept]
     assert len(set().union(*addresses)) == 5 * (2 + 4)
     assert not set().union(*addresses[2:]) & static_addresses(graphs)
@@ -66,7 +66,7 @@ def test_accumulating_gradients_over_microbatches(device, monkeypatch, large):
                 model(data(device)).square().sum().backward()
         return [p.grad for p in model.parameters()]
 
-    assert both(device, scenario, on_mismatch="error").replayed == 2 * (1 + 3)
+    assert both(device, scenario, on_mismatch="error").matched == 2 * (1 + 3)
 
 
 def test_accumulating_with_hooks_and_with_a_parameter_of_two_scopes(device):
@@ -221,7 +221,7 @@ def test_steps_of_other_numbers_of_microbatches(device):
     graphs = moe_graphs.graph(model, scopes(warmup_steps=1, on_mismatch="error"))
     assert all(map(torch.equal, scenario(model, graphs), expected))
     report = graphs.report()
-    assert (report.slots, report.captured, report.replayed) == ((2,), 4, 2 * (3 + 8 + 1 + 2))
+    assert (report.slots, report.captured, report.matched) == ((2,), 4, 2 * (3 + 8 + 1 + 2))
 
 
 def test_a_microbatch_abandoned_while_another_is_in_flight(device):

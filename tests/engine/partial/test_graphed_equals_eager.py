@@ -98,7 +98,7 @@ def test_graphed_training_is_bitwise_eager_training(device, layers, shared, disp
     trace.assert_equal(reference(device, layers, shared, dispatcher))
     report = graphs.report()
     assert report.captured == len(report.scopes)
-    assert report.replayed == 2 * 5 * report.captured
+    assert report.matched == 2 * 5 * report.captured
     assert report.eager_calls == {"warmup": 2 * 2 * report.captured}
     assert report.abandoned == 0
 

@@ -44,7 +44,7 @@ def train_every_list(rank: int, world_size: int, device: str) -> list[tuple[int,
         graphs = moe_graphs.graph(model, config)
         train(model, graphs, device, steps=5).assert_equal(expected)
         report = graphs.report()
-        counted.append((report.captured, report.replayed))
+        counted.append((report.captured, report.matched))
         graphs.release()
     return counted
 

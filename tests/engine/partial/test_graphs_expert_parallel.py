@@ -123,12 +123,12 @@ def _compare(device: str, layers: str, dispatcher: str, lists: list[str], steps:
         except AssertionError as error:
             raise AssertionError(f"{scopes}: {error}") from error
         if scopes == "whole step":
-            assert (report.captures, report.replayed) == (1, steps - 3), report
+            assert (report.captures, report.matched) == (1, steps - 3), report
             assert report.eager_calls == {"warmup": 3}, report
             continue
         count = len(report.scopes)
         assert report.captured == 2 * count, (scopes, report)  # each for two slots
-        assert report.replayed == 2 * (steps - 2) * count, (scopes, report)
+        assert report.matched == 2 * (steps - 2) * count, (scopes, report)
         assert report.eager_calls == {"warmup": 2 * 2 * count}, (scopes, report)
     if dispatcher != "all_gather":
         _train(device, layers, dispatcher, None, steps)[0].assert_equal(expected)

@@ -78,7 +78,7 @@ def train(rank: int, device: str, graphed: bool, steps: int, inside: bool, **opt
             optimizer.zero_grad()
     trace.note_state(model, "end")
     if graphed:
-        assert step.report().replayed == steps - 3, step.report()
+        assert step.report().matched == steps - 3, step.report()
         step.release()
     return trace
 
@@ -208,7 +208,7 @@ def differ_once(rank: int, world_size: int, device: str, policy: str) -> list:
             return trace, []
         step.release()
         report = step.report()
-        return trace, [errors, report.captures, report.replayed, report.eager_calls]
+        return trace, [errors, report.captures, report.matched, report.eager_calls]
 
     expected, _ = run(False)
     found, told = run(True)
@@ -318,7 +318,7 @@ SCRIPT += """
     )
     for _ in range(6):
         step(torch.randn(4, 8, device=device))
-    assert step.report().replayed == 3
+    assert step.report().matched == 3
     if ending == "raises":
         raise ArithmeticError("in the script")
     if ending == "destroys first":

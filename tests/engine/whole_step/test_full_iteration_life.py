@@ -30,7 +30,7 @@ def test_a_loss_of_an_eager_step_may_still_be_held(device):
         traces.append(toy.trace())
         assert loss.grad_fn is not None
     traces[1].assert_equal(traces[0])
-    assert step.report().replayed == 3
+    assert step.report().matched == 3
 
 
 class Trainer:
@@ -52,7 +52,7 @@ def test_a_step_that_reaches_its_own_graph(device):
     trainer = Trainer(device)
     for _ in range(6):
         trainer.step(trainer.toy.batch())
-    assert trainer.step.report().replayed == 3
+    assert trainer.step.report().matched == 3
     assert trainer.step.state == "captured"
 
 
@@ -79,7 +79,7 @@ def test_a_step_that_asks_its_own_graph(device):
     trainer.step._on_mismatch = "eager"
     for _ in range(6):
         trainer.step(trainer.toy.batch())
-    assert trainer.step.report().replayed == 1
+    assert trainer.step.report().matched == 1
     assert trainer.step.report().eager_calls == {"warmup": 3, "attribute": 2}
 
 
@@ -129,7 +129,7 @@ def test_capturing_ahead_of_time_leaves_no_trace(device, trained):
         traces.append(toy.trace())
     traces[1].assert_equal(traces[0])
     assert step.report().eager_calls == {}
-    assert step.report().replayed == 3
+    assert step.report().matched == 3
 
 
 def test_a_state_loaded_between_capture_and_first_call(device):
@@ -225,7 +225,7 @@ def test_a_scheduler_may_be_named_but_not_stepped_within(device):
             returned.append(step(toy.batch()))
             scheduler.step()
         if isinstance(step, FullIteration):
-            assert step.report().replayed == 3
+            assert step.report().matched == 3
         return returned
 
     both(device, scenario)
@@ -322,4 +322,4 @@ def test_no_host_synchronisation_in_a_replay(device):
     finally:
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
-    assert run.step.report().replayed == 5
+    assert run.step.report().matched == 5

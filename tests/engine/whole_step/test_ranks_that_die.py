@@ -55,7 +55,7 @@ SCRIPT += """
     say("begins")
     for number in range(last + 4):
         if number == last:
-            say(f"before step {number}: {step.report().replayed} replayed")
+            say(f"before step {number}: {step.report().matched} replayed")
             if rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
         step(torch.randn(4, 8, device=device)).item()

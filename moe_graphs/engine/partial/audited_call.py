@@ -1,0 +1,312 @@
+"""Audits of a scope's calls: a call runs eagerly in place of its replay, and so does its backward.
+
+The call runs on the caller's own values, outside of the graph's pool, with an autograd graph of its
+own; a node of the caller's graph stands for it, as for a replay. If it does what was captured, its
+outputs are left in static memory, so that the scopes behind it go on as after a replay. If it does
+something else, the caller gets the outputs as they are, and the scope stays eager.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from moe_graphs.engine.audit import NEVER, Audits, CallAudit, Comparison
+from moe_graphs.engine.autograd import keeps_graph
+from moe_graphs.engine.partial.capture import CapturedForward, Recorder, Saved
+from moe_graphs.engine.partial.recording import (
+    BackwardRun,
+    OpenCall,
+    layouts_of,
+    leaves_of_outputs,
+    versions_of,
+)
+from moe_graphs.engine.partial.replay import refuse_transforms
+from moe_graphs.engine.partial.scope import Call, Exit, Scope
+from moe_graphs.engine.partial.slots import CallSite, PendingBackward, Slot
+from moe_graphs.engine.partial.trials import ScopeCall
+from moe_graphs.engine.tensors import (
+    Mismatch,
+    apart,
+    copy_to,
+    same_value,
+    storage_of,
+    target_of,
+    unwrap,
+)
+from moe_graphs.engine.tracing import Origins
+from moe_graphs.engine.verify import warn
+from moe_graphs.errors import CaptureError, GraphError
+
+
+def is_due(recorder: Recorder, slot: Slot, site: CallSite) -> bool:
+    """Whether this call is to be audited. Chooses the next audit if this one cannot be made."""
+    audit, audits = site.audit, recorder.audits
+    if audit is None or not slot.is_closed:
+        return False
+    schedule = audit.schedule
+    if schedule.due == NEVER:  # everything is captured now
+        reason = _never(site)
+        if reason is None:
+            schedule.begin(site.replayed)
+            audit.origins = None
+        else:
+            audits.skipped[reason] += 1
+        site.audit_due = schedule.due
+    if site.replayed < site.audit_due:
+        return False
+    free = recorder.backend.free_bytes()
+    if free is not None and free < site.planned.eager_bytes:
+        audits.skipped["memory"] += 1
+        schedule.put_off(site.replayed)
+        site.audit_due = schedule.due
+        return False
+    return True
+
+
+def _never(site: CallSite) -> str | None:
+    """The reason why no call at the call site is audited, or None."""
+    if site.forward.is_split:
+        return "split_backward"
+    return "fp8" if site.forward.scales is not None else None
+
+
+class AuditedCall:
+    """One call that runs eagerly in place of its replay."""
+
+    def __init__(
+        self, recorder: Recorder, slot: Slot, site: CallSite, scope: Scope, leaves: Sequence[Any]
+    ) -> None:
+        assert site.audit is not None
+        self._recorder, self.slot, self.site = recorder, slot, site
+        self._scope, self._leaves = scope, leaves
+        self._audit: CallAudit = site.audit
+        self._origins: Origins | None = Origins(by_address=True)
+        self._open: OpenCall | None = None
+        self._has_passed = False
+
+    @property
+    def _audits(self) -> Audits:
+        return self._recorder.audits
+
+    # ---- the forward
+
+    def run(self, arguments: Call) -> tuple[Any, Exit | None]:
+        """Runs the call and compares it. Returns its outputs, and where the forward was left.
+
+        Raises:
+            GraphError: for a difference, with ``on_audit="error"``, or if the call now does what
+                cannot be handed on to its caller.
+        """
+        site = self.site
+        pending = self.slot.begin_replay(site, self._leaves)
+        with self._timed():
+            exit, structure, outputs = self._run(arguments, pending)
+        site.audited += 1
+        self._audit.schedule.audited(site.replayed)
+        site.audit_due = self._audit.schedule.due
+        return pytree.tree_unflatten(outputs, structure), exit
+
+    def _run(self, arguments: Call, pending: PendingBackward) -> tuple[Any, Any, list[Any]]:
+        recorder, site = self._recorder, self.site
+        forward = site.forward
+        call = self._call(arguments)
+        own = call.detached_leaves()
+        for number, leaf in enumerate(call.leaves):
+            first = call.signature.first[number]
+            if isinstance(leaf, Tensor) and not leaf.requires_grad and first not in call.leased:
+                own[number] = leaf  # the caller's own object, which the Python may know
+        for number in forward.loaded:
+            self._origins.stands_in(own[number], forward.inputs[number])
+        aliases = recorder.trials.aliases(call)
+        comparison = Comparison(self._audit.forward, self._origins, self._named)
+        try:
+            with aliases.installed(), comparison:
+                output, exit = call.run(own)
+            buffers = list(recorder.model.buffers())
+            ran = CapturedForward(call, own, output, exit, aliases, Saved(), buffers)
+            flat, structure = pytree.tree_flatten(output)
+            of_leaves, produced, open = ran.opened(flat)
+        except CaptureError as error:
+            raise GraphError(
+                f"scope {site.name!r}: an audit found what is not captured, and cannot go on: "
+                f"{error}"
+            ) from error
+        comparison.finish(flat)
+        listed = ran.listed(open)
+        self._compare(comparison, structure, of_leaves, listed, exit)
+        self._open = open if any(forward.differentiable) or open.outputs else None
+        self._has_passed = comparison.difference is None
+        if self._has_passed:
+            for static, value in zip(forward.outputs, produced, strict=True):
+                copy_to(target_of(unwrap(static)), unwrap(value.detach()))
+        pending.versions = list(map(versions_of, forward.saved))
+        constants = [i for i, each in enumerate(produced) if not each.requires_grad]
+        inputs = [self._leaves[each] if isinstance(each, int) else each for each in listed]
+        given = _Audited.apply(self, pending, constants, produced, *inputs)
+        if self._has_passed:
+            site.note_handed(given)
+            if not any(each.requires_grad for each in given):
+                self._passed()  # no backward is to come
+        else:
+            self.slot.cancel(pending)  # nothing of this call lies in static memory
+            self._differs(comparison.difference)
+        leaves, self._leaves = self._leaves, ()  # the caller may free its inputs
+        return exit, structure, leaves_of_outputs(of_leaves, given, leaves)
+
+    def _call(self, arguments: Call) -> ScopeCall:
+        """The call. Inputs that lie on the memory of others are copied, as in static memory."""
+        signature, copied = self.site.planned.signature, set()
+        seen = set(map(storage_of, self._recorder.trials.known()))
+        for number in self.site.forward.loaded:
+            storage = storage_of(self._leaves[number])
+            if (storage and storage in seen) or self.slot.output_at(
+                self._leaves[number]
+            ) is not None:
+                copied.add(number)
+            seen.add(storage)
+        return ScopeCall(self._scope, signature, self._leaves, arguments, {}, frozenset(copied))
+
+    def _named(self) -> dict[str, Tensor]:
+        """Tensors of the capture, for messages."""
+        model, forward = self._recorder.model, self.site.forward
+        names = [f"input {spec.name!r}" for spec in forward.signature.leaves]
+        named = {names[number]: forward.inputs[number] for number in forward.loaded}
+        named |= {f"parameter {name!r}": each for name, each in model.named_parameters()}
+        return named | {f"buffer {name!r}": each for name, each in model.named_buffers()}
+
+    def _compare(
+        self, comparison: Comparison, structure: Any, of_leaves: Any, listed: Any, exit: Any
+    ) -> None:
+        forward = self.site.forward
+        if structure != forward.output_structure or not _are_alike(
+            of_leaves, forward.output_leaves
+        ):
+            comparison.differs("it returns other values than at the capture")
+        if exit != forward.exit:
+            comparison.differs("it is left at another stage than at the capture")
+        if len(listed) != len(forward.listed) or any(
+            (a is not b) if isinstance(b, Tensor) else not same_value(a, b)
+            for a, b in zip(listed, forward.listed, strict=True)
+        ):
+            comparison.differs("its gradients go to other inputs or parameters")
+        written = forward.conditions.guards.mismatch()
+        if written is not None:
+            comparison.differs(f"it changes what its Python reads: {written.message}")
+
+    def hand_out(self, produced: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs as new tensor objects; they lie in static memory, as after a replay."""
+        if self._has_passed:
+            return self.site.hand_out()
+        return [each.detach() for each in produced]
+
+    # ---- the backward, within the caller's
+
+    def backward(
+        self, pending: PendingBackward, gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """The gradients per use; compares the backward if it is one that is captured.
+
+        Raises:
+            GraphError: for a difference, with ``on_audit="error"``, or if it must not run.
+        """
+        refuse_transforms(self.site, gradients)
+        if self._open is None:
+            raise GraphError(f"scope {self.site.name!r}: a second backward of the same forward")
+        self.slot.check(pending)
+        with self._timed():
+            return self._backward(pending, gradients)
+
+    def _backward(
+        self, pending: PendingBackward, gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        open, stream = self._open, self._audit.backward
+        assert open is not None
+        incoming = apart(gradients)
+        run = BackwardRun(open, incoming, split=False)
+        keeps = keeps_graph()
+        comparison, layouts = None, layouts_of(incoming)
+        is_captured = (
+            stream is not None
+            and self.site.backward is not None
+            and layouts == self.site.backward.layouts
+            and self.slot.unreplayable(pending, layouts) is None
+        )
+        origins, self._origins = self._origins, None  # for the first backward only
+        if self._has_passed and is_captured and origins is not None:
+            origins.go_on_in_backward(run.incoming)
+            comparison = Comparison(stream, origins, self._named)
+        with comparison or contextlib.nullcontext():
+            found = run.first_part(run.incoming, last=not keeps)
+        self.slot.backward_done(pending, replayed=False)
+        if not keeps:
+            self._open = None
+            run.close()
+        if comparison is not None:
+            comparison.finish(found)
+        if comparison is not None and comparison.difference is not None:
+            self._differs(f"in its backward, {comparison.difference}")
+        elif self._has_passed and origins is not None:
+            self._passed()
+        return found
+
+    # ---- what an audit leads to
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - started
+            self._audit.schedule.took(seconds)
+            self._audits.seconds += seconds
+
+    def _passed(self) -> None:
+        self._audits.note_passed()
+        self._audit.last = self._audits.step
+
+    def _differs(self, difference: str) -> None:
+        planned, audits = self.site.planned, self._audits
+        if planned.refused is None:
+            message = audits.message(difference, self._audit.last)
+            planned.refused = Mismatch("found_by_audit", message)
+            audits.found(f"scope {self.site.name!r}", message, warn)
+
+
+def _are_alike(now: Sequence[Any], captured: Sequence[Any]) -> bool:
+    return len(now) == len(captured) and all(
+        a.source == b.source and (a.value is b.value or same_value(a.value, b.value))
+        for a, b in zip(now, captured, strict=True)
+    )
+
+
+class _Audited(torch.autograd.Function):
+    """The node of autograd that stands for an audited call."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: AuditedCall,
+        pending: PendingBackward,
+        constants: Sequence[int],
+        produced: Sequence[Tensor],
+        *listed: Tensor,
+    ) -> tuple[Tensor, ...]:
+        handed = call.hand_out(produced)
+        ctx.mark_non_differentiable(*(handed[i] for i in constants))
+        ctx.set_materialize_grads(False)
+        ctx.parts = call, pending, constants
+        return tuple(handed)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        call, pending, constants = ctx.parts
+        incoming = [g for i, g in enumerate(gradients) if i not in constants]
+        return (None, None, None, None, *call.backward(pending, incoming))
