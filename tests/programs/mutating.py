@@ -34,6 +34,7 @@ SILENT, LOST, DIFFERENT, CRASH = "SILENT", "ERROR LOST", "DIFFERENT THOUGH EAGER
 NOT_REPLAYED, INVALID = "not replayed", "invalid"
 ALLOWED = (EQUAL, COUNTED, NAMED, NO_EFFECT, NOT_REPLAYED, LOST)
 WARMUP = 2
+AUDIT_EVERY: int | None = None  # guards alone: what they miss has names in `known_silent.py`
 MOST_BUILT = 24  # captures of one program, whose state some mutations damage
 
 
@@ -98,7 +99,9 @@ class Instance:
         self.model, self.step, self.engine = model, step, engine
         self.handle: Any = None
         if engine == "scopes":
-            config = GraphConfig("sc*", warmup_steps=WARMUP, on_capture_error="error")
+            config = GraphConfig(
+                "sc*", warmup_steps=WARMUP, on_capture_error="error", audit_every=AUDIT_EVERY
+            )
             self.handle = moe_graphs.graph(model, config)
         elif engine == "callables":
             sample = torch.ones(3, 4, requires_grad=True)
@@ -111,6 +114,7 @@ class Instance:
                 warmup_steps=WARMUP,
                 on_mismatch="eager",
                 on_capture_error="error",
+                audit_every=AUDIT_EVERY,
             )
 
     def run(self, x: torch.Tensor) -> Seen:
