@@ -18,7 +18,7 @@ import re
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from moe_graphs.engine.guards.introspection import (
     attribute_of,
     contents_of_cell,
+    names_in,
     origin_of,
     origin_of_class,
     with_inner_code,
@@ -160,6 +161,11 @@ _SEEDING = {
 _OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
 _TEMPLATES = {"format", "format_map", "attrgetter", "methodcaller"}  # their strings contain names
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
+# Functions and attributes that hand out all attributes of an object, whatever their names.
+_WHOLE = {"vars", "__dict__", "asdict", "astuple", "fields", "model_dump", "dir", "getmembers",
+          "__getstate__", "to_dict", "__match_args__"}  # fmt: skip
+# Functions that look up an attribute whose name may be data.
+_BY_DATA = {"getattr", "hasattr", "attrgetter", "methodcaller", "__getattribute__"}
 
 
 class AccessedNames:
@@ -256,6 +262,28 @@ class AccessedNames:
             united.owners.update(accessed.owners)
             united.impure_calls += accessed.impure_calls
         return united
+
+    @staticmethod
+    def reads_whole(names: set[str]) -> bool:
+        """Whether code that mentions these names may read all attributes of an object at once."""
+        return not _WHOLE.isdisjoint(names)
+
+    @property
+    def looks_up_data(self) -> bool:
+        """Whether some code looks up attributes whose names may be data."""
+        return not _BY_DATA.isdisjoint(self.names)
+
+    def with_found(
+        self, names: set[str], behind_caches: Sequence[Callable[..., Any]]
+    ) -> AccessedNames | None:
+        """These names and those that a walk has found; None if it has found no others."""
+        more = AccessedNames.before_running(*behind_caches, with_inner=True)
+        more.names |= names
+        more.values |= names
+        more.names_of_modules |= names
+        more.values_of_modules |= names
+        new = more.values - self.values or more.names - self.names or more.code.keys() - self.code
+        return AccessedNames.together(self, more) if new else None
 
     def names_of_the_user(self) -> set[str]:
         """Names that the user's own code mentions."""
@@ -378,10 +406,9 @@ def _may_have_state(kind: type) -> bool:
 def _not_seen_running(
     code: dict[types.CodeType, dict[str, Any]],
 ) -> dict[types.CodeType, dict[str, Any]]:
-    """Functions that the code names and that may run unseen.
+    """Functions that may run unseen: what the code makes or names for the backward.
 
-    These are backwards of autograd functions, which run on any thread, and functions behind a
-    cache, which do not run if the cache has the answer.
+    These are hooks, and backwards of autograd functions, which run on any thread.
     """
     found = {}
     for each, globals_ in code.items():
@@ -389,12 +416,10 @@ def _not_seen_running(
             continue
         for value in map(globals_.get, global_names_of(each)):
             if isinstance(value, type) and issubclass(value, torch.autograd.Function):
-                value = value.backward
-            elif not isinstance(value, functools._lru_cache_wrapper):
-                continue
-            function = inspect.unwrap(value)
-            if inspect.isfunction(function):
-                found[function.__code__] = function.__globals__
+                function = inspect.unwrap(value.backward)
+                if inspect.isfunction(function):
+                    found[function.__code__] = function.__globals__
+        found.update(dict.fromkeys(with_inner_code(each), globals_))
     return found
 
 
@@ -430,12 +455,23 @@ def global_names_of(code: types.CodeType) -> frozenset[str]:
 
 
 @functools.cache
-def imports_of(code: types.CodeType) -> frozenset[str]:
-    """The names of the modules that the code's import statements look up."""
-    if origin_of(code.co_filename) == "internal":
-        return frozenset()
-    full = {i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"}
-    return frozenset(full | {name.partition(".")[0] for name in full})
+def imports_of(code: types.CodeType, package: str) -> frozenset[str]:
+    """The names of the modules that the code's import statements may look up."""
+    found: set[str] = set()
+    constants: list[Any] = []
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME" and origin_of(code.co_filename) != "internal":
+            level, attributes = constants[-2:]
+            base = package.rsplit(".", level - 1)[0] if level > 1 else package
+            name = ".".join(filter(None, (base if level else "", instruction.argval)))
+            found |= {
+                name,
+                name.partition(".")[0],
+                *(f"{name}.{each}" for each in attributes or ()),
+            }
+        elif instruction.opname.startswith("LOAD_"):
+            constants.append(instruction.argval)
+    return frozenset(found)
 
 
 @functools.cache
@@ -469,7 +505,7 @@ def _values_of(code: types.CodeType) -> frozenset[str]:
     """Names that the code mentions otherwise than to call a method."""
     strings = {value for value in _constants(code.co_consts) if isinstance(value, str)}
     if _TEMPLATES.isdisjoint(code.co_names):
-        strings = {value for value in strings if value.isidentifier()}
+        strings = {name for value in strings for name in names_in(value)}
     else:
         strings = {name for value in strings for name in re.findall(r"\w+", value)}
     named = {
@@ -477,6 +513,8 @@ def _values_of(code: types.CodeType) -> frozenset[str]:
         for i in dis.get_instructions(code)
         if i.opcode in dis.hasname and not _loads_a_method(i)
     }
+    if any(i.opname == "MATCH_CLASS" for i in dis.get_instructions(code)):
+        named.add("__match_args__")
     return frozenset(named) | frozenset(code.co_freevars) | strings
 
 

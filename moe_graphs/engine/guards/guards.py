@@ -25,6 +25,7 @@ from moe_graphs.engine.guards.introspection import (
     check_not_scripted,
     elements,
     hooks_of,
+    keys_of,
     shown_hooks,
 )
 from moe_graphs.engine.guards.object_graph import Reachable, Walk
@@ -168,6 +169,8 @@ class _Columns:
         self._now = list(map(elements, self._holders))
         self._sizes = list(map(len, self._now))
         self._values = list(chain.from_iterable(self._now))
+        self._keys_now = [keys_of(holder) for holder in self._holders if isinstance(holder, dict)]
+        self._keys = list(chain.from_iterable(self._keys_now))
         rows = [
             (c.holder, key, value)
             for c, held in keyed
@@ -186,8 +189,9 @@ class _Columns:
         self._names_known = list(map(frozenset, many))
 
     def are_same(self) -> bool:
-        if list(map(len, self._now)) != self._sizes or not all(
-            map(is_, chain.from_iterable(self._now), self._values)
+        if list(map(len, self._now)) != self._sizes or not (
+            all(map(is_, chain.from_iterable(self._now), self._values))
+            and all(map(is_, chain.from_iterable(self._keys_now), self._keys))
         ):
             return False
         for get, holders, keys, values in self._entries:
@@ -196,10 +200,12 @@ class _Columns:
         return not any(map(contains, *self._absent)) and self._names_of_many == self._names_known
 
     def changed(self) -> list[Any]:
-        before, found = iter(self._values), []
+        before, keys, found = iter(self._values), iter(self._keys), []
         for holder, view, size in zip(self._holders, self._now, self._sizes, strict=True):
             values = list(islice(before, size))
-            if size != len(view) or not all(map(is_, view, values)):
+            names = list(islice(keys, size)) if isinstance(holder, dict) else []
+            same = size == len(view) and all(map(is_, view, values))
+            if not (same and (not names or all(map(is_, keys_of(holder), names)))):
                 found.append(holder)
         return found
 
@@ -207,7 +213,7 @@ class _Columns:
 def _is_compared_whole(container: Container, noisy: Collection[int]) -> bool:
     holder = container.holder
     if container.keys is None:
-        return isinstance(holder, (dict, list, deque))
+        return isinstance(holder, (dict, list, deque, set))
     return isinstance(holder, dict) and not (id(holder) in noisy or "__builtins__" in holder)
 
 
@@ -254,7 +260,7 @@ class Guards:
         self._arguments = (dict(roots), accessed, frozenset(read_addresses), dict(everything))
         self._tensor_names, self._more = dict(tensor_names), dict(tensors)
         self._noisy: set[int] = set()
-        found = self._walk()
+        found = self._walk_all()
         self._places = _place_of_each_tensor({**found.tensors, **self._more})
         self._address_guards = AddressGuards(list(self._places.values()))
         self._adopt(found)
@@ -368,10 +374,11 @@ class Guards:
         check_not_keyed_by_weights(self._found.containers)
 
     def check_followable(self) -> None:
-        """Checks that the block reaches no iterator and no scripted module.
+        """Checks that the block reaches nothing that cannot be compared at every call.
 
         Raises:
-            CaptureError: if the block may advance an iterator, or run a compiled module.
+            CaptureError: if the block may advance an iterator, run a compiled module, or read a
+                value that is too large to be compared or keeps its state in C.
         """
         check_not_scripted(self._found.leaves)
         if self._found.iterators:
@@ -379,6 +386,21 @@ class Guards:
                 f"it reaches {self._found.iterators[0]!r}, an iterator, which a replay would not "
                 f"advance: take what it gives outside, and pass that on"
             )
+        if self._found.not_followed:
+            raise CaptureError(
+                f"it may read {self.not_followed[0]}, which is not compared at every call: read "
+                f"it outside, and pass on what the block needs of it"
+            )
+
+    def _walk_all(self) -> Reachable:
+        """Walks until the data that was found names nothing new."""
+        while True:
+            found = self._walk()
+            roots, accessed, *others = self._arguments
+            more = accessed.with_found(found.names, found.behind_caches)
+            if more is None:
+                return found
+            self._arguments = (roots, more, *others)
 
     def _walk(self) -> Reachable:
         return Walk(*self._arguments, self._tensor_names).found

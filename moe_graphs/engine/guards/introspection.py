@@ -63,13 +63,19 @@ class Elements:
 
 def elements(holder: Any) -> Any:
     """The contents as ``Elements``, or as something faster that is live and has a length, too."""
-    if type(holder) in (list, deque):
+    if type(holder) in (list, deque, set):
         return holder
     if type(holder) is OrderedDict:  # the view of a plain dictionary has another order
         return holder.values()
     if isinstance(holder, dict) and not isinstance(holder, OrderedDict):
         return dict.values(holder)
     return Elements(holder)
+
+
+def keys_of(holder: dict) -> Any:
+    """The keys as a live view, in order, whatever methods the dictionary's own class has."""
+    kind = OrderedDict if isinstance(holder, OrderedDict) else dict
+    return kind.keys(holder)
 
 
 def stored(holder: Any) -> list[tuple[Any, Any]]:
@@ -133,6 +139,8 @@ class Container:
                 kind.__delitem__(self.holder, key)
             for key, value in contents.items():
                 kind.__setitem__(self.holder, key, value)
+        elif isinstance(self.holder, set):
+            refill(self.holder, frozenset(contents.values()))
         elif not isinstance(self.holder, types.MappingProxyType):
             kind = list if isinstance(self.holder, list) else deque
             kind.clear(self.holder)
@@ -235,9 +243,55 @@ def has_dictionary(value: Any) -> bool:
 
 
 def bytes_of(values: Any) -> tuple:
-    """The bytes of an array of any library."""
+    """The bytes of an array of any library, with the kind and shape of its elements."""
     kind = getattr(values, "dtype", None) or getattr(values, "typecode", None)
     return str(kind), getattr(values, "shape", None), bytes(values)
+
+
+def has_bytes(value: Any) -> bool:
+    """Whether all that an object holds is memory that can be read: an array of any library."""
+    try:
+        memoryview(value)
+    except (TypeError, ValueError, BufferError):
+        return type(value).__module__ == "numpy" and hasattr(value, "tobytes")
+    return True
+
+
+def is_data(value: Any) -> bool:
+    """Whether a value is neither a function nor a class nor a module."""
+    return not (callable(value) or isinstance(value, (types.ModuleType, property)))
+
+
+def is_without_state(kind: type) -> bool:
+    """Whether objects of a class written in C can be compared without being looked into.
+
+    Objects with a hash of their own do not change; they are compared by value.
+    """
+    of_its_own = kind.__hash__ not in (None, object.__hash__)
+    return of_its_own or kind.__module__.partition(".")[0] in _STATELESS
+
+
+@functools.cache
+def names_within(kind: type) -> frozenset[str]:
+    """Names that the methods mention which a class has from Python's standard library.
+
+    Whoever calls ``Event.is_set`` reads ``_flag`` and does not mention it.
+    """
+    bases = [base for base in kind.__mro__ if _is_of_standard_library(base)]
+    functions = (value for base in bases for value in vars(base).values())
+    found = (each.__code__.co_names for each in functions if isinstance(each, types.FunctionType))
+    return frozenset(itertools.chain.from_iterable(found))
+
+
+def _is_of_standard_library(kind: type) -> bool:
+    top = kind.__module__.partition(".")[0]
+    return origin_of_class(kind) == "internal" and top not in (*_INTERNAL, "logging")
+
+
+def names_in(text: str) -> list[str]:
+    """Names of attributes that a string may stand for: ``"cfg.scale"`` has two."""
+    parts = text.split(".")
+    return parts if all(map(str.isidentifier, parts)) else []
 
 
 def decimal_context() -> tuple:
@@ -261,7 +315,8 @@ def shown_key(index: int, key: Any, tensor_names: Mapping[int, str]) -> str:
     """
     if isinstance(key, Tensor):
         return tensor_names.get(id(key), f"tensor {index}")
-    return repr(key) if is_plain(key) else f"key {index}"
+    parts = key if type(key) is tuple else (key,)
+    return repr(key) if all(map(is_plain, parts)) else f"key {index}"
 
 
 def refill(target: set, values: frozenset) -> None:
@@ -293,12 +348,18 @@ _NOT_READ = (_ENGINE, *(f"{_PACKAGE}/{name}" for name in _OTHERS))
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _INSTALLED = {"site-packages", "dist-packages"}
 _INTERNAL = ("torch", "triton", "numpy")
+# Modules whose classes, where they are written in C, have no state that changes.
+_STATELESS = (*_INTERNAL, "builtins", "collections", "functools", "_thread", "operator", "types",
+              "pydantic_core")  # fmt: skip
+
+
+_MADE_BY_A_CLASS_STATEMENT = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 
 @functools.cache
 def origin_of(filename: str) -> str:
     """The origin of code: "internal" (torch, standard library, engine), "library" or "own"."""
-    if filename in ("<string>", "?") or "<frozen" in filename:
+    if filename == "?" or "<frozen" in filename:
         return "internal"
     if filename.startswith(_NOT_READ + _internal_places()):
         return "internal"
@@ -326,8 +387,8 @@ def _other_places_of_packages() -> tuple[str, ...]:
 def origin_of_class(kind: type) -> str:
     """The origin of the code that defines a class, as in ``origin_of``."""
     module = sys.modules.get(kind.__module__)
-    if module is None:
-        return "internal"
+    if module is None:  # made by exec(), or by C
+        return "own" if kind.__flags__ & _MADE_BY_A_CLASS_STATEMENT else "internal"
     if module.__name__ == "__main__":
         return "own"
     return origin_of(getattr(module, "__file__", None) or "?")
