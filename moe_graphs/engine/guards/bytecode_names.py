@@ -28,8 +28,8 @@ from moe_graphs.engine.guards.introspection import (
     attribute_of,
     contents_of_cell,
     names_in,
-    origin_of,
     origin_of_class,
+    origin_of_code,
     with_inner_code,
 )
 from moe_graphs.engine.snapshot import Snapshot
@@ -240,7 +240,9 @@ class AccessedNames:
             todo += [] if wrapped is None else [wrapped]
             each = attribute_of(each, "__func__") or each
             code = attribute_of(each, "__code__")
-            if code is None or code in accessed.code or origin_of(code.co_filename) == "internal":
+            if code is None or code in accessed.code:
+                continue
+            if origin_of_code(code, each.__globals__) == "internal":
                 continue
             todo += filter(callable, map(contents_of_cell, each.__closure__ or ()))
             for inner in with_inner_code(code) if with_inner else (code,):
@@ -287,8 +289,10 @@ class AccessedNames:
 
     def names_of_the_user(self) -> set[str]:
         """Names that the user's own code mentions."""
-        own = (code for code in self.code if origin_of(code.co_filename) == "own")
-        return set().union(*map(_names_of, own))
+        return set().union(*map(_names_of, self._code_of_the_user()))
+
+    def _code_of_the_user(self) -> list[types.CodeType]:
+        return [code for code, of in self.code.items() if origin_of_code(code, of) == "own"]
 
     def check_impure_calls(self, *, asked: frozenset[str] = frozenset()) -> None:
         """Checks that the block made no impure call and asked for no attribute of ``asked``.
@@ -301,8 +305,8 @@ class AccessedNames:
         """
         if self.impure_calls:
             raise CaptureError(refusal(self.impure_calls[0]))
-        hidden = (code for code in self.code if origin_of(code.co_filename) == "own")
-        for code in hidden:
+        own = self._code_of_the_user()
+        for code in own:
             if _names_of(code) & TO_GLOBALS or ("sys", "modules") in attributes_of_globals(code):
                 raise CaptureError(
                     f"{code.co_qualname} looks up globals by another way than their names, and "
@@ -310,8 +314,8 @@ class AccessedNames:
                 )
         found = (
             (code, _names_of(code) & asked - _called_methods_of(code))
-            for code in self._ran
-            if asked and origin_of(code.co_filename) == "own"
+            for code in own
+            if asked and code in self._ran
         )
         for code, names in found:
             if names:
@@ -343,19 +347,20 @@ class AccessedNames:
     def _mentions(self, code: types.CodeType) -> None:
         self.names_of_modules |= _names_of(code)
         self.values_of_modules |= _values_of(code)
-        if origin_of(code.co_filename) != "internal":
+        if origin_of_code(code, self.code[code]) != "internal":
             self.names |= _names_of(code)
             self.values |= _values_of(code)
 
     def _note(self, frame: types.FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
-        if event == "c_call" and origin_of(code.co_filename) == "own":
+        if event == "c_call" and origin_of_code(code, frame.f_globals) == "own":
             self._open(of_c(argument))
         if event != "call" or code.co_filename.startswith(_ENGINE) or code.co_name == "<module>":
             return
         self.code.setdefault(code, frame.f_globals)
-        caller = frame.f_back.f_code.co_filename if frame.f_back is not None else "?"
-        self._open(of_python(frame, of_the_user=origin_of(caller) == "own"))
+        caller = frame.f_back
+        by_user = caller is not None and origin_of_code(caller.f_code, caller.f_globals) == "own"
+        self._open(of_python(frame, of_the_user=by_user))
         if not code.co_argcount:
             return
         owner = frame.f_locals.get(code.co_varnames[0])
@@ -412,7 +417,7 @@ def _not_seen_running(
     """
     found = {}
     for each, globals_ in code.items():
-        if origin_of(each.co_filename) == "internal":
+        if origin_of_code(each, globals_) == "internal":
             continue
         for value in map(globals_.get, global_names_of(each)):
             if isinstance(value, type) and issubclass(value, torch.autograd.Function):
@@ -460,7 +465,7 @@ def imports_of(code: types.CodeType, package: str) -> frozenset[str]:
     found: set[str] = set()
     constants: list[Any] = []
     for instruction in dis.get_instructions(code):
-        if instruction.opname == "IMPORT_NAME" and origin_of(code.co_filename) != "internal":
+        if instruction.opname == "IMPORT_NAME":
             level, attributes = constants[-2:]
             base = package.rsplit(".", level - 1)[0] if level > 1 else package
             name = ".".join(filter(None, (base if level else "", instruction.argval)))

@@ -100,6 +100,7 @@ class FastPath:
         self._copies = [[cell for cell, _ in by_value], [value for _, value in by_value]]
         self._typed, self._types = typed, list(map(type, typed))
         self._functions, self._code = functions, list(map(_CODE_OF, functions))
+        self._has_cells = bool(cells)
         # Ids of dictionaries -> how often they changed in ways that do not matter.
         self._changes: Counter[int] = Counter()
         self._begin()
@@ -129,10 +130,13 @@ class FastPath:
         return (
             not any(self._empty)
             and self._contents_are_same()
-            and all(map(is_, map(operator.call, self._cells[0]), self._cells[1]))
-            and all(map(Cell.is_still, *self._copies))
             and list(map(type, self._typed)) == self._types
             and list(map(_CODE_OF, self._functions)) == self._code
+            and (
+                not self._has_cells
+                or all(map(is_, map(operator.call, self._cells[0]), self._cells[1]))
+                and all(map(Cell.is_still, *self._copies))
+            )
         )
 
     def _contents_are_same(self) -> bool:
@@ -189,15 +193,19 @@ class _Columns:
         self._names_known = list(map(frozenset, many))
 
     def are_same(self) -> bool:
-        if list(map(len, self._now)) != self._sizes or not (
-            all(map(is_, chain.from_iterable(self._now), self._values))
-            and all(map(is_, chain.from_iterable(self._keys_now), self._keys))
-        ):
+        if self._holders and not self._holders_are_same():
             return False
         for get, holders, keys, values in self._entries:
             if not all(map(is_, map(get, holders, keys, repeat(GONE)), values)):
                 return False
         return not any(map(contains, *self._absent)) and self._names_of_many == self._names_known
+
+    def _holders_are_same(self) -> bool:
+        return (
+            list(map(len, self._now)) == self._sizes
+            and all(map(is_, chain.from_iterable(self._now), self._values))
+            and all(map(is_, chain.from_iterable(self._keys_now), self._keys))
+        )
 
     def changed(self) -> list[Any]:
         before, keys, found = iter(self._values), iter(self._keys), []
@@ -290,7 +298,9 @@ class Guards:
             difference = self._compare_by_path()
             if difference is not None:
                 return difference
-        if any(self._hooks) or self._hooks_of_fsdp != list(map(list, self._with_fsdp)):
+        if any(self._hooks) or (
+            self._with_fsdp and self._hooks_of_fsdp != list(map(list, self._with_fsdp))
+        ):
             return self._other_hooks()
         if self._address_guards.is_same():
             return None

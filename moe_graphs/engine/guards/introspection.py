@@ -258,17 +258,20 @@ def has_bytes(value: Any) -> bool:
 
 
 def is_data(value: Any) -> bool:
-    """Whether a value is neither a function nor a class nor a module."""
-    return not (callable(value) or isinstance(value, (types.ModuleType, property)))
+    """Whether a value is neither a function nor a class nor a module nor a descriptor."""
+    return not (
+        callable(value) or isinstance(value, types.ModuleType) or hasattr(type(value), "__get__")
+    )
 
 
 def is_without_state(kind: type) -> bool:
-    """Whether objects of a class written in C can be compared without being looked into.
+    """Whether objects of a class written in C have nothing that changes."""
+    return is_immutable(kind) or kind.__module__.partition(".")[0] in _STATELESS
 
-    Objects with a hash of their own do not change; they are compared by value.
-    """
-    of_its_own = kind.__hash__ not in (None, object.__hash__)
-    return of_its_own or kind.__module__.partition(".")[0] in _STATELESS
+
+def is_immutable(kind: type) -> bool:
+    """Whether a class of Python's standard library has a hash of its own: a date, a path, ..."""
+    return kind.__hash__ not in (None, object.__hash__) and _is_of_standard_library(kind)
 
 
 @functools.cache
@@ -353,6 +356,21 @@ _STATELESS = (*_INTERNAL, "builtins", "collections", "functools", "_thread", "op
               "pydantic_core")  # fmt: skip
 
 
+# Packages whose functions are taken for granted, wherever they are installed. Other installed
+# packages count as the user's own: a project does not change by being installed.
+_LIBRARIES = frozenset("""
+    IPython PIL _pytest absl accelerate aiohttp apex attr attrs beartype bitsandbytes causal_conv1d
+    click cloudpickle composer cupy cut_cross_entropy datasets deep_gemm deepspeed diffusers dill
+    einops execnet fairscale filelock fla flash_attn flash_attn_interface fsspec functorch
+    grouped_gemm huggingface_hub hydra hypothesis ipykernel jax jaxtyping jinja2 joblib kernels
+    liger_kernel lightning lightning_fabric lightning_utilities loguru mamba_ssm matplotlib
+    megablocks mlflow mpmath multiprocess networkx numba omegaconf optimum packaging pandas peft
+    pluggy psutil pyarrow pydantic pydantic_core pytest pytorch_lightning regex requests rich
+    safetensors scattermoe scipy sentence_transformers setuptools sklearn stk sympy tensorboard
+    tensorflow tensorboardX timm tokenizers torchao torchaudio torchdata torchmetrics torchtitan
+    torchvision tqdm transformer_engine transformer_engine_torch transformers trl
+    typing_extensions unsloth vllm wandb xdist xformers yaml
+""".split())
 _MADE_BY_A_CLASS_STATEMENT = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 
@@ -363,11 +381,26 @@ def origin_of(filename: str) -> str:
         return "internal"
     if filename.startswith(_NOT_READ + _internal_places()):
         return "internal"
-    if filename.startswith(_PACKAGE) or not _INSTALLED.isdisjoint(pathlib.PurePath(filename).parts):
+    if filename.startswith(_PACKAGE):
         return "library"
-    if filename.startswith(_STANDARD_LIBRARY):
+    parts = pathlib.PurePath(filename).with_suffix("").parts
+    places = [parts.index(place) for place in _INSTALLED.intersection(parts)]
+    if filename.startswith(_STANDARD_LIBRARY) and not places:
         return "internal"
-    return "library" if any(map(filename.startswith, _other_places_of_packages())) else "own"
+    others = next(filter(filename.startswith, _other_places_of_packages()), None)
+    if others is not None:
+        places.append(len(pathlib.PurePath(others).parts) - 1)
+    names = {parts[place + 1].partition(".")[0] for place in places}
+    return "own" if names.isdisjoint(_LIBRARIES) else "library"
+
+
+def origin_of_code(code: types.CodeType, globals_: dict[str, Any]) -> str:
+    """The origin of code, as in ``origin_of``; generated code has the origin of its module.
+
+    ``exec``, dataclasses and ``python -c`` call their file "<string>".
+    """
+    is_generated = code.co_filename == "<string>"
+    return origin_of((is_generated and globals_.get("__file__")) or code.co_filename)
 
 
 @functools.cache

@@ -50,12 +50,14 @@ from moe_graphs.engine.guards.introspection import (
     has_dictionary,
     is_data,
     is_generator,
+    is_immutable,
     is_of_engine,
     is_without_state,
     names_in,
     names_within,
     origin_of,
     origin_of_class,
+    origin_of_code,
     refill,
     shown_key,
     slots_of,
@@ -77,7 +79,7 @@ def containers_of_globals(code: Code) -> Iterator[tuple[Container, str]]:
     """
     mentioned: dict[int, tuple[dict[str, Any], str, set[str]]] = {}
     for each, globals_ in code.items():
-        origin = origin_of(each.co_filename)
+        origin = origin_of_code(each, globals_)
         if origin != "internal":
             names = mentioned.setdefault(id(globals_), (globals_, origin, set()))[2]
             names.update(global_names_of(each))
@@ -101,7 +103,7 @@ def _of_other_modules(code: Code) -> dict[int, tuple[types.ModuleType, set[str]]
     """
     found: dict[int, tuple[types.ModuleType, set[str]]] = {}
     for each, globals_ in code.items():
-        origin = origin_of(each.co_filename)
+        origin = origin_of_code(each, globals_)
         if origin == "internal":
             continue
         for *path, key in attributes_of_globals(each):
@@ -209,7 +211,7 @@ class Walk:
     ) -> None:
         self.found = Reachable()
         self._reads, self._names = accessed, accessed.names
-        self._is_of_the_user = any(origin_of(code.co_filename) == "own" for code in accessed.code)
+        self._is_of_the_user = any(origin_of_code(*each) == "own" for each in accessed.code.items())
         self._called = accessed.names - accessed.values
         self._called_of_modules = accessed.names_of_modules - accessed.values_of_modules
         self._whole_objects = accessed.reads_whole(accessed.names)
@@ -291,7 +293,9 @@ class Walk:
         elif isinstance(value, types.FunctionType):
             self._function(value, name)
         elif isinstance(value, type):
-            self._class(value, name)
+            # Of the classes in a library's tables only the identity is compared.
+            if not (name.endswith("]") and origin_of_class(value) == "library"):
+                self._class(value, name)
         elif isinstance(value, property):
             for part in ("fget", "fset", "fdel"):
                 self._push(getattr(value, part), f"{name}.{part}", False)
@@ -444,6 +448,8 @@ class Walk:
             self._note(name, value)  # it may hold more than its attributes show
             if kind.__name__ == "SeedSequence":  # numpy's counts its children
                 self.found.iterators.append(name)
+            if is_immutable(kind):
+                return
         if isinstance(value, LRScheduler):
             counters = {key for key, child in vars(value).items() if is_plain(child)}
             return self._entries(vars(value), name, frozenset(counters), everything)
@@ -483,7 +489,8 @@ class Walk:
     def _class(self, kind: type, name: str) -> None:
         """Visits data and functions of a class and its metaclass, as far as names mention them.
 
-        Functions of libraries are taken for granted.
+        Functions of libraries are taken for granted, and so is what their classes keep in names
+        with two underscores.
         """
         for base in kind.__mro__:
             origin = origin_of_class(base)
@@ -492,7 +499,13 @@ class Walk:
             self._classes.add(base)
             names = frozenset(self._names) | special_methods(base)
             if origin == "library":
-                names = frozenset(n for n in names & vars(base).keys() if is_data(vars(base)[n]))
+                names = frozenset(
+                    name
+                    for name in names & vars(base).keys()
+                    if name[:2] != "__" and is_data(vars(base)[name])
+                )
+                if not names:
+                    continue
             container = Container(vars(base), name, names, base)
             self.found.containers.append(container)
             for key, child in container.contents().items():
@@ -505,10 +518,14 @@ class Walk:
         code = function.__code__
         if code not in self._reads.code:
             return
-        if origin_of(code.co_filename) == "own":
+        is_of_user = origin_of_code(code, function.__globals__) == "own"
+        if is_of_user:
             self.found.functions.append(function)
             self._note(f"{name}.__code__", code)
         for key, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            if not is_of_user:  # only the library itself could fill it anew
+                self._push(contents_of_cell(cell), f"{name}:{key}", False)
+                continue
             read = functools.partial(contents_of_cell, cell)
             write = functools.partial(setattr, cell, "cell_contents")
             self._cell(Cell(read, write, f"{name}:{key}"), False)
@@ -522,6 +539,8 @@ class Walk:
     def _globals(self) -> None:
         """Visits what the functions that ran find in Python's modules."""
         for code, globals_ in self._reads.code.items():
+            if origin_of_code(code, globals_) == "internal":
+                continue
             package = globals_.get("__package__") or ""
             for name in sorted(imports_of(code, package) & sys.modules.keys()):
                 self._push(sys.modules[name], name, False)
