@@ -185,7 +185,11 @@ class AccessedNames:
         owners: objects whose methods ran, by id, except those that the block made.
         of_contexts: values that the ``ctx`` of autograd functions held, without tensors.
         impure_calls: functions that were called and read state that nobody can compare later.
+        is_estimate: whether functions are among the code that may never run. No data is read for
+            further names then.
     """
+
+    is_estimate = False
 
     def __init__(self, *, in_step: bool = False, refuse: bool = False) -> None:
         self._open_impure_calls = {FP8} if in_step else set()
@@ -262,18 +266,18 @@ class AccessedNames:
             united.values |= accessed.values
             united.values_of_modules |= accessed.values_of_modules
             united.owners.update(accessed.owners)
+            united.is_estimate |= accessed.is_estimate
             united.impure_calls += accessed.impure_calls
         return united
 
-    @staticmethod
-    def reads_whole(names: set[str]) -> bool:
+    def reads_whole(self, names: set[str]) -> bool:
         """Whether code that mentions these names may read all attributes of an object at once."""
-        return not _WHOLE.isdisjoint(names)
+        return not (self.is_estimate or _WHOLE.isdisjoint(names))
 
     @property
     def looks_up_data(self) -> bool:
         """Whether some code looks up attributes whose names may be data."""
-        return not _BY_DATA.isdisjoint(self.names)
+        return not (self.is_estimate or _BY_DATA.isdisjoint(self.names))
 
     def with_found(
         self, names: set[str], behind_caches: Sequence[Callable[..., Any]]

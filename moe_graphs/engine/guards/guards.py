@@ -540,6 +540,7 @@ def names_before_running(
     while True:
         accessed = AccessedNames.before_running(*todo, with_inner=True)
         accessed.owners.update(owners)
+        accessed.is_estimate = True
         new = [each for each in guards_of(accessed).functions if each not in todo]
         if not new:
             return accessed
