@@ -28,6 +28,7 @@ from moe_graphs.engine.guards.introspection import (
     attribute_of,
     contents_of_cell,
     names_in,
+    origin_of,
     origin_of_class,
     origin_of_code,
     with_inner_code,
@@ -160,10 +161,11 @@ _SEEDING = {
 
 _OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
 _TEMPLATES = {"format", "format_map", "attrgetter", "methodcaller"}  # their strings contain names
+_JOIN = {"join", "format"}  # they put names together
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
 # Functions and attributes that hand out all attributes of an object, whatever their names.
 _WHOLE = {"vars", "__dict__", "asdict", "astuple", "fields", "model_dump", "dir", "getmembers",
-          "__getstate__", "to_dict", "__match_args__"}  # fmt: skip
+          "__getstate__", "to_dict"}  # fmt: skip
 # Functions that look up an attribute whose name may be data.
 _BY_DATA = {"getattr", "hasattr", "attrgetter", "methodcaller", "__getattribute__"}
 
@@ -357,14 +359,13 @@ class AccessedNames:
 
     def _note(self, frame: types.FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
-        if event == "c_call" and origin_of_code(code, frame.f_globals) == "own":
+        if event == "c_call" and origin_of(code.co_filename) == "own":
             self._open(of_c(argument))
         if event != "call" or code.co_filename.startswith(_ENGINE) or code.co_name == "<module>":
             return
         self.code.setdefault(code, frame.f_globals)
-        caller = frame.f_back
-        by_user = caller is not None and origin_of_code(caller.f_code, caller.f_globals) == "own"
-        self._open(of_python(frame, of_the_user=by_user))
+        caller = frame.f_back.f_code.co_filename if frame.f_back is not None else "?"
+        self._open(of_python(frame, of_the_user=origin_of(caller) == "own"))
         if not code.co_argcount:
             return
         owner = frame.f_locals.get(code.co_varnames[0])
@@ -522,8 +523,10 @@ def _values_of(code: types.CodeType) -> frozenset[str]:
         for i in dis.get_instructions(code)
         if i.opcode in dis.hasname and not _loads_a_method(i)
     }
-    if any(i.opname == "MATCH_CLASS" for i in dis.get_instructions(code)):
-        named.add("__match_args__")
+    operations = {i.opname for i in dis.get_instructions(code)}
+    puts_together = "BUILD_STRING" in operations or not _JOIN.isdisjoint(code.co_names)
+    if "MATCH_CLASS" in operations or ("getattr" in code.co_names and puts_together):
+        named.add("__dict__")  # any attribute may be read
     return frozenset(named) | frozenset(code.co_freevars) | strings
 
 

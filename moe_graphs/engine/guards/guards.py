@@ -134,8 +134,10 @@ class FastPath:
             and list(map(_CODE_OF, self._functions)) == self._code
             and (
                 not self._has_cells
-                or all(map(is_, map(operator.call, self._cells[0]), self._cells[1]))
-                and all(map(Cell.is_still, *self._copies))
+                or (
+                    all(map(is_, map(operator.call, self._cells[0]), self._cells[1]))
+                    and all(map(Cell.is_still, *self._copies))
+                )
             )
         )
 

@@ -265,8 +265,9 @@ def is_data(value: Any) -> bool:
 
 
 def is_without_state(kind: type) -> bool:
-    """Whether objects of a class written in C have nothing that changes."""
-    return is_immutable(kind) or kind.__module__.partition(".")[0] in _STATELESS
+    """Whether objects of a class without attributes have nothing that changes."""
+    is_of_python = "__slots__" in vars(kind)  # and not written in C
+    return is_of_python or is_immutable(kind) or kind.__module__.partition(".")[0] in _STATELESS
 
 
 def is_immutable(kind: type) -> bool:
@@ -288,7 +289,7 @@ def names_within(kind: type) -> frozenset[str]:
 
 def _is_of_standard_library(kind: type) -> bool:
     top = kind.__module__.partition(".")[0]
-    return origin_of_class(kind) == "internal" and top not in (*_INTERNAL, "logging")
+    return origin_of_class(kind) == "internal" and top not in (*_INTERNAL, "logging", "moe_graphs")
 
 
 def names_in(text: str) -> list[str]:
@@ -358,19 +359,21 @@ _STATELESS = (*_INTERNAL, "builtins", "collections", "functools", "_thread", "op
 
 # Packages whose functions are taken for granted, wherever they are installed. Other installed
 # packages count as the user's own: a project does not change by being installed.
-_LIBRARIES = frozenset("""
-    IPython PIL _pytest absl accelerate aiohttp apex attr attrs beartype bitsandbytes causal_conv1d
-    click cloudpickle composer cupy cut_cross_entropy datasets deep_gemm deepspeed diffusers dill
-    einops execnet fairscale filelock fla flash_attn flash_attn_interface fsspec functorch
-    grouped_gemm huggingface_hub hydra hypothesis ipykernel jax jaxtyping jinja2 joblib kernels
-    liger_kernel lightning lightning_fabric lightning_utilities loguru mamba_ssm matplotlib
-    megablocks mlflow mpmath multiprocess networkx numba omegaconf optimum packaging pandas peft
-    pluggy psutil pyarrow pydantic pydantic_core pytest pytorch_lightning regex requests rich
-    safetensors scattermoe scipy sentence_transformers setuptools sklearn stk sympy tensorboard
-    tensorflow tensorboardX timm tokenizers torchao torchaudio torchdata torchmetrics torchtitan
-    torchvision tqdm transformer_engine transformer_engine_torch transformers trl
-    typing_extensions unsloth vllm wandb xdist xformers yaml
-""".split())
+_NAMES_OF_LIBRARIES = (
+    "IPython PIL _pytest absl accelerate aiohttp apex attr attrs beartype bitsandbytes "
+    "causal_conv1d click cloudpickle composer cupy cut_cross_entropy datasets deep_gemm "
+    "deepspeed diffusers dill einops execnet fairscale filelock fla flash_attn "
+    "flash_attn_interface fsspec functorch grouped_gemm huggingface_hub hydra hypothesis "
+    "ipykernel jax jaxtyping jinja2 joblib kernels liger_kernel lightning lightning_fabric "
+    "lightning_utilities loguru mamba_ssm matplotlib megablocks mlflow mpmath multiprocess "
+    "networkx numba omegaconf optimum packaging pandas peft pluggy psutil pyarrow pydantic "
+    "pydantic_core pytest pytorch_lightning regex requests rich safetensors scattermoe scipy "
+    "sentence_transformers setuptools sklearn stk sympy tensorboard tensorflow tensorboardX "
+    "timm tokenizers torchao torchaudio torchdata torchmetrics torchtitan torchvision tqdm "
+    "transformer_engine transformer_engine_torch transformers trl typing_extensions unsloth "
+    "vllm wandb xdist xformers yaml"
+)
+_LIBRARIES = frozenset(_NAMES_OF_LIBRARIES.split())
 _MADE_BY_A_CLASS_STATEMENT = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 
@@ -429,7 +432,7 @@ def origin_of_class(kind: type) -> str:
 
 def is_of_engine(kind: type) -> bool:
     """Whether a class belongs to the engine's graphs, and not to what they hold."""
-    return kind.__module__.startswith(f"{__package__}.")
+    return kind.__module__.startswith(f"{__package__.rpartition('.')[0]}.")
 
 
 # ---- where torch keeps hooks, and how they are put back

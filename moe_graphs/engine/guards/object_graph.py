@@ -301,7 +301,7 @@ class Walk:
                 self._push(getattr(value, part), f"{name}.{part}", False)
         elif isinstance(value, enum.Enum):
             if origin_of_class(type(value)) != "internal":
-                names = frozenset(self._names | {"_value_"})
+                names = frozenset(self._names | {"_value_", "_name_"})
                 self._entries(vars(value), name, names, False)
                 self._class(type(value), f"{name}.__class__")
         elif isinstance(value, types.BuiltinFunctionType) and value.__self__ is not None:
@@ -333,9 +333,9 @@ class Walk:
         elif isinstance(value, (list, tuple, collections.deque, set, frozenset)):
             self._sequence(value, name, everything)
         elif isinstance(value, functools.partial):
-            parts = {"func": value.func, "args": value.args, "keywords": value.keywords}
-            for key, part in parts.items():
-                self._push(part, f"{name}.{key}", everything)
+            for key in ("func", "args", "keywords"):  # __setstate__ binds others
+                read = functools.partial(getattr, value, key)
+                self._cell(Cell(read, None, f"{name}.{key}"), everything)
         elif isinstance(value, types.MethodType):
             self._push(value.__func__, name, False)
             self._push(value.__self__, f"{name}.__self__", everything)
@@ -396,7 +396,11 @@ class Walk:
         """Entries of a module's dictionaries, which share one name space."""
         container = Container(place, name, None if names is None else frozenset(names))
         self.found.containers.append(container)
-        for key, child in reversed(container.contents().items()):
+        contents = container.contents()
+        if names is None and not everything:
+            order, what = ", ".join(map(str, contents)), f"the order of {name or 'the model'}"
+            self.found.orders[what] = f"{self.found.orders.get(what, '')}[{order}]"
+        for key, child in reversed(contents.items()):
             self._push(child, _join(name, key), everything)
 
     def _forward_of(self, kind: type) -> None:
@@ -463,7 +467,7 @@ class Walk:
         self._class(kind, f"{name}.__class__")
         # A graph counts its calls, so of a graph only what the user asks for is compared.
         asked = self._reads.names_of_the_user() if is_of_engine(kind) else self._names
-        whole = everything or (self._whole_objects and origin != "internal")
+        whole = everything or (self._whole_objects and origin != "internal" and _is_record(value))
         names = None if whole else asked | names_within(kind)
         if has_dictionary(value):
             self._namespace(vars(value), name, everything, names)
@@ -498,6 +502,8 @@ class Walk:
                 continue
             self._classes.add(base)
             names = frozenset(self._names) | special_methods(base)
+            if self._whole_objects:
+                names |= {"__dataclass_fields__"}
             if origin == "library":
                 names = frozenset(
                     name
@@ -516,6 +522,8 @@ class Walk:
 
     def _function(self, function: types.FunctionType, name: str) -> None:
         code = function.__code__
+        if function.__dict__:
+            self._namespace(function.__dict__, name, False)
         if code not in self._reads.code:
             return
         is_of_user = origin_of_code(code, function.__globals__) == "own"
@@ -533,8 +541,6 @@ class Walk:
             self._push(default, f"{name}:default {index}", False)
         if function.__kwdefaults__:
             self._push(function.__kwdefaults__, f"{name}:defaults", False)
-        if function.__dict__:
-            self._namespace(function.__dict__, name, False)
 
     def _globals(self) -> None:
         """Visits what the functions that ran find in Python's modules."""
@@ -570,6 +576,12 @@ class Walk:
     def _too_large(self, name: str, size: int) -> None:
         self._note(name, size)
         self.found.not_followed.append(f"{name} ({size:,} entries or bytes)")
+
+
+def _is_record(value: Any) -> bool:
+    """Whether an object only holds data, and no part of the training."""
+    held = vars(value).values() if has_dictionary(value) else ()
+    return not any(isinstance(each, (nn.Module, Optimizer, LRScheduler)) for each in held)
 
 
 def _join(name: str, key: Any) -> str:
