@@ -547,7 +547,9 @@ class Walk:
         for code, globals_ in self._reads.code.items():
             if origin_of_code(code, globals_) == "internal":
                 continue
-            package = globals_.get("__package__") or ""
+            name = globals_.get("__name__") or ""
+            package = name if "__path__" in globals_ else name.rpartition(".")[0]
+            package = globals_.get("__package__") or package
             for name in sorted(imports_of(code, package) & sys.modules.keys()):
                 self._push(sys.modules[name], name, False)
         for container, separator in containers_of_globals(self._reads.code):
