@@ -426,7 +426,7 @@ class Guards:
         self.contents = [(each, each.contents()) for each in found.containers]
         self.cells = [(cell, cell.read()) for cell in found.cells]
         matter = {id(leaf) for leaf in found.leaves.values() if is_bookkeeping(leaf)}
-        matter.update(map(id, found.tensors.values()))
+        matter.update(map(id, found.tensors.values()), found.reached_again)
         typed = [*(module for _, module in found.modules), *found.kinds]
         self._fast_path = FastPath(
             self.contents, self.cells, typed, found.functions, self._noisy, matter

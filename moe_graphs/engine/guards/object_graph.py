@@ -171,6 +171,7 @@ class Reachable:
         draws: random number generators of Python and numpy that were reached.
         not_followed: paths of values that cannot be looked into.
         made_late: how the paths begin of state that an optimizer's first step makes.
+        reached_again: ids of objects that lie at several paths.
         names: names of attributes that the data holds, if the code looks up names that are data.
         behind_caches: functions behind a cache, which run only if the cache has no answer.
     """
@@ -187,6 +188,7 @@ class Reachable:
     draws: list[tuple[str, Any]] = field(default_factory=list)
     not_followed: list[str] = field(default_factory=list)
     made_late: list[str] = field(default_factory=list)
+    reached_again: set[int] = field(default_factory=set)
     names: set[str] = field(default_factory=set)
     behind_caches: list[types.FunctionType] = field(default_factory=list)
 
@@ -277,6 +279,7 @@ class Walk:
         first, _, followed = self._first.get(id(value), (name, value, None))
         if followed is not None:
             self._note(name, SameAs(first))
+            self.found.reached_again.add(id(value))
         if followed is None or (everything and not followed):
             self._first[id(value)] = first, value, everything
             return True
