@@ -197,8 +197,19 @@ attribute("04 a hook made in the forward", _hooked, lambda s: setattr(s, "gradie
           lambda s: setattr(s, "gradient_scale", 3.0))  # fmt: skip
 
 
+def _scaled(gradient, config):
+    return gradient * config.scale_of_gradients
+
+
+def _hooked_by_a_function(s, x):
+    y, config = s.l(x), s.config
+    y.register_hook(lambda gradient: _scaled(gradient, config))
+    return y.tanh()
+
+
 class Schedule:
     strength = 1.0
+    scale_of_gradients = 1.0
 
 
 def _reversed(x, schedule):
@@ -214,6 +225,9 @@ def _reversed(x, schedule):
     return Reverse.apply(x)
 
 
+attribute("04 a function that a hook calls", _hooked_by_a_function,
+          lambda s: setattr(s, "config", Schedule()),
+          lambda s: setattr(s.config, "scale_of_gradients", 3.0))  # fmt: skip
 attribute("04 a local autograd function", lambda s, x: _reversed(s.l(x), s.schedule).tanh(),
           lambda s: setattr(s, "schedule", Schedule()),
           lambda s: setattr(s.schedule, "strength", 3.0))  # fmt: skip

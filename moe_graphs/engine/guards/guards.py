@@ -270,10 +270,27 @@ class Guards:
         self._arguments = (dict(roots), accessed, frozenset(read_addresses), dict(everything))
         self._tensor_names, self._more = dict(tensor_names), dict(tensors)
         self._noisy: set[int] = set()
+        self._begin()
+
+    def _begin(self) -> None:
         found = self._walk_all()
         self._places = _place_of_each_tensor({**found.tensors, **self._more})
         self._address_guards = AddressGuards(list(self._places.values()))
         self._adopt(found)
+
+    def also_read(self, accessed: AccessedNames) -> None:
+        """Compares from now on what these names find, too: those that only a backward mentions.
+
+        Raises:
+            CaptureError: if anything has changed since, or cannot be compared.
+        """
+        roots, known, *others = self._arguments
+        if accessed.names <= known.names:
+            return
+        self.check_unchanged()
+        self._arguments = (roots, AccessedNames.together(known, accessed), *others)
+        self._begin()
+        self.check_followable()
 
     @property
     def not_followed(self) -> list[str]:
