@@ -435,6 +435,11 @@ def is_of_engine(kind: type) -> bool:
     return kind.__module__.startswith(f"{__package__.rpartition('.')[0]}.")
 
 
+def is_of_package(code: types.CodeType) -> bool:
+    """Whether code is that of this package, which keeps nothing that graphs depend on."""
+    return code.co_filename.startswith(_PACKAGE)
+
+
 # ---- where torch keeps hooks, and how they are put back
 
 OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

@@ -52,6 +52,7 @@ from moe_graphs.engine.guards.introspection import (
     is_generator,
     is_immutable,
     is_of_engine,
+    is_of_package,
     is_without_state,
     names_in,
     names_within,
@@ -216,10 +217,12 @@ class Walk:
         self._is_of_the_user = any(origin_of_code(*each) == "own" for each in accessed.code.items())
         self._called = accessed.names - accessed.values
         self._called_of_modules = accessed.names_of_modules - accessed.values_of_modules
-        self._whole_objects = accessed.reads_whole(accessed.names)
-        self._whole_modules = self._whole_objects and accessed.reads_whole(
-            accessed.names_of_the_user()
-        )
+        by_user = accessed.reads_whole(accessed.names_of_the_user())
+        # Origins of the classes whose objects may be read whole. Code of libraries reads objects
+        # of its own classes as it always did.
+        self._whole = {"own"} if accessed.reads_whole(accessed.names) else set()
+        self._whole |= {"library"} if by_user else set()
+        self._whole_modules = {"own"} if by_user else set()
         self._looks_up_data = accessed.looks_up_data
         self._read_addresses = read_addresses
         self._tensor_names = tensor_names
@@ -379,7 +382,7 @@ class Walk:
             self.found.modules.append((name, module))
         accessed = self._reads
         mentioned = could_be_read(attributes, accessed.names_of_modules, self._called_of_modules)
-        whole = everything or (self._whole_modules and origin_of_class(type(module)) == "own")
+        whole = everything or origin_of_class(type(module)) in self._whole_modules
         names = frozenset(attributes) if whole else mentioned
         names = names - (_OF_EVERY_MODULE - self._names) - {*ours}
         self._entries(attributes, name, names if ran else names - _OF_CALLS, everything)
@@ -470,7 +473,7 @@ class Walk:
         self._class(kind, f"{name}.__class__")
         # A graph counts its calls, so of a graph only what the user asks for is compared.
         asked = self._reads.names_of_the_user() if is_of_engine(kind) else self._names
-        whole = everything or (self._whole_objects and origin != "internal" and _is_record(value))
+        whole = everything or (origin in self._whole and _is_record(value))
         names = None if whole else asked | names_within(kind)
         if has_dictionary(value):
             self._namespace(vars(value), name, everything, names)
@@ -505,7 +508,7 @@ class Walk:
                 continue
             self._classes.add(base)
             names = frozenset(self._names) | special_methods(base)
-            if self._whole_objects:
+            if self._whole:
                 names |= {"__dataclass_fields__"}
             if origin == "library":
                 names = frozenset(
@@ -528,6 +531,8 @@ class Walk:
         if function.__dict__:
             self._namespace(function.__dict__, name, False)
         if code not in self._reads.code:
+            return
+        if is_of_package(code):
             return
         is_of_user = origin_of_code(code, function.__globals__) == "own"
         if is_of_user:
