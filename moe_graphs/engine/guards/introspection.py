@@ -266,8 +266,9 @@ def is_data(value: Any) -> bool:
 
 def is_without_state(kind: type) -> bool:
     """Whether objects of a class without attributes have nothing that changes."""
-    is_of_python = "__slots__" in vars(kind)  # and not written in C
-    return is_of_python or is_immutable(kind) or kind.__module__.partition(".")[0] in _STATELESS
+    if "__slots__" in vars(kind) or hasattr(kind, "__get__"):  # a class of Python; a descriptor
+        return True
+    return is_immutable(kind) or kind.__module__.partition(".")[0] in _STATELESS
 
 
 def is_immutable(kind: type) -> bool:
