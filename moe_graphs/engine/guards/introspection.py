@@ -249,7 +249,7 @@ def bytes_of(values: Any) -> tuple:
 
 
 def has_bytes(value: Any) -> bool:
-    """Whether all that an object holds is memory that can be read: an array of any library."""
+    """Whether an object is memory that can be read: an array of any library, ctypes, mmap."""
     try:
         memoryview(value)
     except (TypeError, ValueError, BufferError):
@@ -278,9 +278,9 @@ def is_immutable(kind: type) -> bool:
 
 @functools.cache
 def names_within(kind: type) -> frozenset[str]:
-    """Names that the methods mention which a class has from Python's standard library.
+    """Names that methods of the standard library mention, if the class has such methods.
 
-    Whoever calls ``Event.is_set`` reads ``_flag`` and does not mention it.
+    A call of ``Event.is_set`` reads ``_flag``, and the caller's code does not mention it.
     """
     bases = [base for base in kind.__mro__ if _is_of_standard_library(base)]
     functions = (value for base in bases for value in vars(base).values())
@@ -353,13 +353,13 @@ _NOT_READ = (_ENGINE, *(f"{_PACKAGE}/{name}" for name in _OTHERS))
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _INSTALLED = {"site-packages", "dist-packages"}
 _INTERNAL = ("torch", "triton", "numpy")
-# Modules whose classes, where they are written in C, have no state that changes.
+# The classes of these modules that are written in C have no state that changes.
 _STATELESS = (*_INTERNAL, "builtins", "collections", "functools", "_thread", "operator", "types",
               "pydantic_core")  # fmt: skip
 
 
-# Packages whose functions are taken for granted, wherever they are installed. Other installed
-# packages count as the user's own: a project does not change by being installed.
+# Installed packages whose functions are taken for granted. Other installed packages count as the
+# user's own, because a project does not change when it is installed.
 _NAMES_OF_LIBRARIES = (
     "IPython PIL _pytest absl accelerate aiohttp apex attr attrs beartype bitsandbytes "
     "causal_conv1d click cloudpickle composer cupy cut_cross_entropy datasets deep_gemm "

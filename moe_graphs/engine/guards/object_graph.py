@@ -218,8 +218,8 @@ class Walk:
         self._called = accessed.names - accessed.values
         self._called_of_modules = accessed.names_of_modules - accessed.values_of_modules
         by_user = accessed.reads_whole(accessed.names_of_the_user())
-        # Origins of the classes whose objects may be read whole. Code of libraries reads objects
-        # of its own classes as it always did.
+        # Origins of the classes whose objects may be read whole. An object of a library's class is
+        # followed whole only if the user's own code may read objects whole.
         self._whole = {"own"} if accessed.reads_whole(accessed.names) else set()
         self._whole |= {"library"} if by_user else set()
         self._whole_modules = {"own"} if by_user else set()
@@ -299,7 +299,7 @@ class Walk:
         elif isinstance(value, types.FunctionType):
             self._function(value, name)
         elif isinstance(value, type):
-            # Of the classes in a library's tables only the identity is compared.
+            # A library's class in a table is compared by identity, and its data is not.
             if not (name.endswith("]") and origin_of_class(value) == "library"):
                 self._class(value, name)
         elif isinstance(value, property):
