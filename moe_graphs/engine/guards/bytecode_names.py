@@ -284,7 +284,7 @@ class AccessedNames:
     def with_found(
         self, names: set[str], behind_caches: Sequence[Callable[..., Any]]
     ) -> AccessedNames | None:
-        """These names and those that a walk has found; None if it has found no others."""
+        """Union of the names with those that a walk has found; None if it has found no others."""
         more = AccessedNames.before_running(*behind_caches, with_inner=True)
         more.names |= names
         more.values |= names

@@ -147,7 +147,7 @@ _MADE_ANEW = (tuple, frozenset, types.MethodType, weakref.ref, memoryview, *_VIE
 
 @dataclass(frozen=True)
 class SameAs:
-    """What is compared where an object lies that is known by another path: that path."""
+    """The first path of an object, which is compared at the object's other paths."""
 
     path: str
 
