@@ -30,7 +30,7 @@ PLAIN = (
     bool, int, float, complex, str, bytes, type(None), type(...),
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, range,
 )  # fmt: skip
-# These types are compared by identity, and nothing inside them is followed as data.
+# These types are compared by identity; the guards follow what some of them hold.
 BY_IDENTITY = (
     type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, enum.Enum,
     torch.Generator, property,

@@ -45,6 +45,22 @@ def test_dictionaries(name, kind, keys):
     check(Container(held, "held", keys), lambda: change(held), lambda: back(held))
 
 
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_a_key_with_the_same_value_is_renamed(kind):
+    held, value = kind(a=1), object()
+    held["a"] = value
+    check(
+        Container(held, "held"),
+        lambda: held.update(b=held.pop("a")),
+        lambda: held.update(a=held.pop("b")),
+    )
+
+
+def test_sets():
+    held = {("a", 1)}
+    check(Container(held, "held"), lambda: held.add(2), lambda: held.discard(2))
+
+
 class HandsOutOthers(OrderedDict):
     """A dictionary like transformers' ``ACT2FN``, which keeps classes and makes instances."""
 

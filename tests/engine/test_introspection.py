@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 
 import hypothesis
 import pytest
@@ -30,3 +31,27 @@ def test_a_torch_that_was_built_where_its_sources_are_is_torch(tmp_path, monkeyp
     monkeypatch.setattr(introspection, "_internal_places", uncached)
     assert introspection.origin_of.__wrapped__(str(file)) == "internal"
     assert introspection.origin_of.__wrapped__(str(tmp_path / "built_in_place_by_me.py")) == "own"
+
+
+@pytest.mark.parametrize(
+    ("file", "origin"),
+    [
+        ("/env/lib/site-packages/project/model.py", "own"),
+        ("/env/lib/site-packages/module_of_the_user.py", "own"),
+        ("/env/lib/site-packages/transformers/modeling_utils.py", "library"),
+        ("/env/lib/dist-packages/einops/einops.py", "library"),
+        ("<string>", "own"),
+        ("<ipython-input-1-cell>", "own"),
+        ("<frozen importlib._bootstrap>", "internal"),
+        (torch.nn.functional.__file__, "internal"),
+    ],
+)
+def test_the_origin_of_code(file, origin):
+    assert introspection.origin_of(file) == origin
+
+
+def test_generated_code_has_the_origin_of_its_module():
+    (code,) = (each for each in compile("lambda: 0", "<string>", "eval").co_consts
+               if isinstance(each, types.CodeType))  # fmt: skip
+    assert introspection.origin_of_code(code, {"__file__": torch.__file__}) == "internal"
+    assert introspection.origin_of_code(code, {}) == "own"

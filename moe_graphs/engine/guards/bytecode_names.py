@@ -18,7 +18,7 @@ import re
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,10 @@ from torch.utils import _pytree as pytree
 from moe_graphs.engine.guards.introspection import (
     attribute_of,
     contents_of_cell,
+    names_in,
     origin_of,
     origin_of_class,
+    origin_of_code,
     with_inner_code,
 )
 from moe_graphs.engine.snapshot import Snapshot
@@ -159,7 +161,13 @@ _SEEDING = {
 
 _OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
 _TEMPLATES = {"format", "format_map", "attrgetter", "methodcaller"}  # their strings contain names
+_JOIN = {"join", "format"}  # they put names together
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
+# Functions and attributes that hand out all attributes of an object, whatever their names.
+_WHOLE = {"vars", "__dict__", "asdict", "astuple", "fields", "model_dump", "dir", "getmembers",
+          "__getstate__", "to_dict"}  # fmt: skip
+# Functions that look up an attribute whose name may be data.
+_BY_DATA = {"getattr", "hasattr", "attrgetter", "methodcaller", "__getattribute__"}
 
 
 class AccessedNames:
@@ -179,7 +187,11 @@ class AccessedNames:
         owners: objects whose methods ran, by id, except those that the block made.
         of_contexts: values that the ``ctx`` of autograd functions held, without tensors.
         impure_calls: functions that were called and read state that nobody can compare later.
+        is_estimate: whether functions are among the code that may never run. No data is read for
+            further names then.
     """
+
+    is_estimate = False
 
     def __init__(self, *, in_step: bool = False, refuse: bool = False) -> None:
         self._open_impure_calls = {FP8} if in_step else set()
@@ -234,7 +246,9 @@ class AccessedNames:
             todo += [] if wrapped is None else [wrapped]
             each = attribute_of(each, "__func__") or each
             code = attribute_of(each, "__code__")
-            if code is None or code in accessed.code or origin_of(code.co_filename) == "internal":
+            if code is None or code in accessed.code:
+                continue
+            if origin_of_code(code, each.__globals__) == "internal":
                 continue
             todo += filter(callable, map(contents_of_cell, each.__closure__ or ()))
             for inner in with_inner_code(code) if with_inner else (code,):
@@ -254,13 +268,37 @@ class AccessedNames:
             united.values |= accessed.values
             united.values_of_modules |= accessed.values_of_modules
             united.owners.update(accessed.owners)
+            united.is_estimate |= accessed.is_estimate
             united.impure_calls += accessed.impure_calls
         return united
 
+    def reads_whole(self, names: set[str]) -> bool:
+        """Whether code that mentions these names may read all attributes of an object at once."""
+        return not (self.is_estimate or _WHOLE.isdisjoint(names))
+
+    @property
+    def looks_up_data(self) -> bool:
+        """Whether some code looks up attributes whose names may be data."""
+        return not (self.is_estimate or _BY_DATA.isdisjoint(self.names))
+
+    def with_found(
+        self, names: set[str], behind_caches: Sequence[Callable[..., Any]]
+    ) -> AccessedNames | None:
+        """Union of the names with those that a walk has found; None if it has found no others."""
+        more = AccessedNames.before_running(*behind_caches, with_inner=True)
+        more.names |= names
+        more.values |= names
+        more.names_of_modules |= names
+        more.values_of_modules |= names
+        new = more.values - self.values or more.names - self.names or more.code.keys() - self.code
+        return AccessedNames.together(self, more) if new else None
+
     def names_of_the_user(self) -> set[str]:
         """Names that the user's own code mentions."""
-        own = (code for code in self.code if origin_of(code.co_filename) == "own")
-        return set().union(*map(_names_of, own))
+        return set().union(*map(_names_of, self._code_of_the_user()))
+
+    def _code_of_the_user(self) -> list[types.CodeType]:
+        return [code for code, of in self.code.items() if origin_of_code(code, of) == "own"]
 
     def check_impure_calls(self, *, asked: frozenset[str] = frozenset()) -> None:
         """Checks that the block made no impure call and asked for no attribute of ``asked``.
@@ -273,8 +311,8 @@ class AccessedNames:
         """
         if self.impure_calls:
             raise CaptureError(refusal(self.impure_calls[0]))
-        hidden = (code for code in self.code if origin_of(code.co_filename) == "own")
-        for code in hidden:
+        own = self._code_of_the_user()
+        for code in own:
             if _names_of(code) & TO_GLOBALS or ("sys", "modules") in attributes_of_globals(code):
                 raise CaptureError(
                     f"{code.co_qualname} looks up globals by another way than their names, and "
@@ -282,8 +320,8 @@ class AccessedNames:
                 )
         found = (
             (code, _names_of(code) & asked - _called_methods_of(code))
-            for code in self._ran
-            if asked and origin_of(code.co_filename) == "own"
+            for code in own
+            if asked and code in self._ran
         )
         for code, names in found:
             if names:
@@ -315,7 +353,7 @@ class AccessedNames:
     def _mentions(self, code: types.CodeType) -> None:
         self.names_of_modules |= _names_of(code)
         self.values_of_modules |= _values_of(code)
-        if origin_of(code.co_filename) != "internal":
+        if origin_of_code(code, self.code[code]) != "internal":
             self.names |= _names_of(code)
             self.values |= _values_of(code)
 
@@ -378,23 +416,20 @@ def _may_have_state(kind: type) -> bool:
 def _not_seen_running(
     code: dict[types.CodeType, dict[str, Any]],
 ) -> dict[types.CodeType, dict[str, Any]]:
-    """Functions that the code names and that may run unseen.
+    """Functions that may run unseen: what the code makes or names for the backward.
 
-    These are backwards of autograd functions, which run on any thread, and functions behind a
-    cache, which do not run if the cache has the answer.
+    These are hooks, and backwards of autograd functions, which run on any thread.
     """
     found = {}
     for each, globals_ in code.items():
-        if origin_of(each.co_filename) == "internal":
+        if origin_of_code(each, globals_) == "internal":
             continue
         for value in map(globals_.get, global_names_of(each)):
             if isinstance(value, type) and issubclass(value, torch.autograd.Function):
-                value = value.backward
-            elif not isinstance(value, functools._lru_cache_wrapper):
-                continue
-            function = inspect.unwrap(value)
-            if inspect.isfunction(function):
-                found[function.__code__] = function.__globals__
+                function = inspect.unwrap(value.backward)
+                if inspect.isfunction(function):
+                    found[function.__code__] = function.__globals__
+        found.update(dict.fromkeys(with_inner_code(each), globals_))
     return found
 
 
@@ -430,12 +465,23 @@ def global_names_of(code: types.CodeType) -> frozenset[str]:
 
 
 @functools.cache
-def imports_of(code: types.CodeType) -> frozenset[str]:
-    """The names of the modules that the code's import statements look up."""
-    if origin_of(code.co_filename) == "internal":
-        return frozenset()
-    full = {i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"}
-    return frozenset(full | {name.partition(".")[0] for name in full})
+def imports_of(code: types.CodeType, package: str) -> frozenset[str]:
+    """The names of the modules that the code's import statements may look up."""
+    found: set[str] = set()
+    constants: list[Any] = []
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME":
+            level, attributes = constants[-2:]
+            base = package.rsplit(".", level - 1)[0] if level > 1 else package
+            name = ".".join(filter(None, (base if level else "", instruction.argval)))
+            found |= {
+                name,
+                name.partition(".")[0],
+                *(f"{name}.{each}" for each in attributes or ()),
+            }
+        elif instruction.opname.startswith("LOAD_"):
+            constants.append(instruction.argval)
+    return frozenset(found)
 
 
 @functools.cache
@@ -469,7 +515,7 @@ def _values_of(code: types.CodeType) -> frozenset[str]:
     """Names that the code mentions otherwise than to call a method."""
     strings = {value for value in _constants(code.co_consts) if isinstance(value, str)}
     if _TEMPLATES.isdisjoint(code.co_names):
-        strings = {value for value in strings if value.isidentifier()}
+        strings = {name for value in strings for name in names_in(value)}
     else:
         strings = {name for value in strings for name in re.findall(r"\w+", value)}
     named = {
@@ -477,6 +523,10 @@ def _values_of(code: types.CodeType) -> frozenset[str]:
         for i in dis.get_instructions(code)
         if i.opcode in dis.hasname and not _loads_a_method(i)
     }
+    operations = {i.opname for i in dis.get_instructions(code)}
+    puts_together = "BUILD_STRING" in operations or not _JOIN.isdisjoint(code.co_names)
+    if "MATCH_CLASS" in operations or ("getattr" in code.co_names and puts_together):
+        named.add("__dict__")  # any attribute may be read
     return frozenset(named) | frozenset(code.co_freevars) | strings
 
 

@@ -25,6 +25,7 @@ from moe_graphs.engine.guards.introspection import (
     check_not_scripted,
     elements,
     hooks_of,
+    keys_of,
     shown_hooks,
 )
 from moe_graphs.engine.guards.object_graph import Reachable, Walk
@@ -99,6 +100,7 @@ class FastPath:
         self._copies = [[cell for cell, _ in by_value], [value for _, value in by_value]]
         self._typed, self._types = typed, list(map(type, typed))
         self._functions, self._code = functions, list(map(_CODE_OF, functions))
+        self._has_cells = bool(cells)
         # Ids of dictionaries -> how often they changed in ways that do not matter.
         self._changes: Counter[int] = Counter()
         self._begin()
@@ -128,10 +130,15 @@ class FastPath:
         return (
             not any(self._empty)
             and self._contents_are_same()
-            and all(map(is_, map(operator.call, self._cells[0]), self._cells[1]))
-            and all(map(Cell.is_still, *self._copies))
             and list(map(type, self._typed)) == self._types
             and list(map(_CODE_OF, self._functions)) == self._code
+            and (
+                not self._has_cells
+                or (
+                    all(map(is_, map(operator.call, self._cells[0]), self._cells[1]))
+                    and all(map(Cell.is_still, *self._copies))
+                )
+            )
         )
 
     def _contents_are_same(self) -> bool:
@@ -168,6 +175,8 @@ class _Columns:
         self._now = list(map(elements, self._holders))
         self._sizes = list(map(len, self._now))
         self._values = list(chain.from_iterable(self._now))
+        self._keys_now = [keys_of(holder) for holder in self._holders if isinstance(holder, dict)]
+        self._keys = list(chain.from_iterable(self._keys_now))
         rows = [
             (c.holder, key, value)
             for c, held in keyed
@@ -186,20 +195,27 @@ class _Columns:
         self._names_known = list(map(frozenset, many))
 
     def are_same(self) -> bool:
-        if list(map(len, self._now)) != self._sizes or not all(
-            map(is_, chain.from_iterable(self._now), self._values)
-        ):
+        if self._holders and not self._holders_are_same():
             return False
         for get, holders, keys, values in self._entries:
             if not all(map(is_, map(get, holders, keys, repeat(GONE)), values)):
                 return False
         return not any(map(contains, *self._absent)) and self._names_of_many == self._names_known
 
+    def _holders_are_same(self) -> bool:
+        return (
+            list(map(len, self._now)) == self._sizes
+            and all(map(is_, chain.from_iterable(self._now), self._values))
+            and all(map(is_, chain.from_iterable(self._keys_now), self._keys))
+        )
+
     def changed(self) -> list[Any]:
-        before, found = iter(self._values), []
+        before, keys, found = iter(self._values), iter(self._keys), []
         for holder, view, size in zip(self._holders, self._now, self._sizes, strict=True):
             values = list(islice(before, size))
-            if size != len(view) or not all(map(is_, view, values)):
+            names = list(islice(keys, size)) if isinstance(holder, dict) else []
+            same = size == len(view) and all(map(is_, view, values))
+            if not (same and (not names or all(map(is_, keys_of(holder), names)))):
                 found.append(holder)
         return found
 
@@ -207,7 +223,7 @@ class _Columns:
 def _is_compared_whole(container: Container, noisy: Collection[int]) -> bool:
     holder = container.holder
     if container.keys is None:
-        return isinstance(holder, (dict, list, deque))
+        return isinstance(holder, (dict, list, deque, set))
     return isinstance(holder, dict) and not (id(holder) in noisy or "__builtins__" in holder)
 
 
@@ -254,10 +270,27 @@ class Guards:
         self._arguments = (dict(roots), accessed, frozenset(read_addresses), dict(everything))
         self._tensor_names, self._more = dict(tensor_names), dict(tensors)
         self._noisy: set[int] = set()
-        found = self._walk()
+        self._begin()
+
+    def _begin(self) -> None:
+        found = self._walk_all()
         self._places = _place_of_each_tensor({**found.tensors, **self._more})
         self._address_guards = AddressGuards(list(self._places.values()))
         self._adopt(found)
+
+    def also_read(self, accessed: AccessedNames) -> None:
+        """Compares from now on what these names find, too: those that only a backward mentions.
+
+        Raises:
+            CaptureError: if anything has changed since, or cannot be compared.
+        """
+        roots, known, *others = self._arguments
+        if accessed.names <= known.names:
+            return
+        self.check_unchanged()
+        self._arguments = (roots, AccessedNames.together(known, accessed), *others)
+        self._begin()
+        self.check_followable()
 
     @property
     def not_followed(self) -> list[str]:
@@ -284,7 +317,9 @@ class Guards:
             difference = self._compare_by_path()
             if difference is not None:
                 return difference
-        if any(self._hooks) or self._hooks_of_fsdp != list(map(list, self._with_fsdp)):
+        if any(self._hooks) or (
+            self._with_fsdp and self._hooks_of_fsdp != list(map(list, self._with_fsdp))
+        ):
             return self._other_hooks()
         if self._address_guards.is_same():
             return None
@@ -368,10 +403,11 @@ class Guards:
         check_not_keyed_by_weights(self._found.containers)
 
     def check_followable(self) -> None:
-        """Checks that the block reaches no iterator and no scripted module.
+        """Checks that the block reaches nothing that cannot be compared at every call.
 
         Raises:
-            CaptureError: if the block may advance an iterator, or run a compiled module.
+            CaptureError: if the block may advance an iterator, run a compiled module, or read a
+                value that is too large to be compared or keeps its state in C.
         """
         check_not_scripted(self._found.leaves)
         if self._found.iterators:
@@ -379,6 +415,21 @@ class Guards:
                 f"it reaches {self._found.iterators[0]!r}, an iterator, which a replay would not "
                 f"advance: take what it gives outside, and pass that on"
             )
+        if self._found.not_followed:
+            raise CaptureError(
+                f"it may read {self.not_followed[0]}, which is not compared at every call: read "
+                f"it outside, and pass on what the block needs of it"
+            )
+
+    def _walk_all(self) -> Reachable:
+        """Walks until the data that was found names nothing new."""
+        while True:
+            found = self._walk()
+            roots, accessed, *others = self._arguments
+            more = accessed.with_found(found.names, found.behind_caches)
+            if more is None:
+                return found
+            self._arguments = (roots, more, *others)
 
     def _walk(self) -> Reachable:
         return Walk(*self._arguments, self._tensor_names).found
@@ -392,7 +443,7 @@ class Guards:
         self.contents = [(each, each.contents()) for each in found.containers]
         self.cells = [(cell, cell.read()) for cell in found.cells]
         matter = {id(leaf) for leaf in found.leaves.values() if is_bookkeeping(leaf)}
-        matter.update(map(id, found.tensors.values()))
+        matter.update(map(id, found.tensors.values()), found.reached_again)
         typed = [*(module for _, module in found.modules), *found.kinds]
         self._fast_path = FastPath(
             self.contents, self.cells, typed, found.functions, self._noisy, matter
@@ -508,6 +559,7 @@ def names_before_running(
     while True:
         accessed = AccessedNames.before_running(*todo, with_inner=True)
         accessed.owners.update(owners)
+        accessed.is_estimate = True
         new = [each for each in guards_of(accessed).functions if each not in todo]
         if not new:
             return accessed

@@ -63,13 +63,19 @@ class Elements:
 
 def elements(holder: Any) -> Any:
     """The contents as ``Elements``, or as something faster that is live and has a length, too."""
-    if type(holder) in (list, deque):
+    if type(holder) in (list, deque, set):
         return holder
     if type(holder) is OrderedDict:  # the view of a plain dictionary has another order
         return holder.values()
     if isinstance(holder, dict) and not isinstance(holder, OrderedDict):
         return dict.values(holder)
     return Elements(holder)
+
+
+def keys_of(holder: dict) -> Any:
+    """The keys as a live view, in order, whatever methods the dictionary's own class has."""
+    kind = OrderedDict if isinstance(holder, OrderedDict) else dict
+    return kind.keys(holder)
 
 
 def stored(holder: Any) -> list[tuple[Any, Any]]:
@@ -133,6 +139,8 @@ class Container:
                 kind.__delitem__(self.holder, key)
             for key, value in contents.items():
                 kind.__setitem__(self.holder, key, value)
+        elif isinstance(self.holder, set):
+            refill(self.holder, frozenset(contents.values()))
         elif not isinstance(self.holder, types.MappingProxyType):
             kind = list if isinstance(self.holder, list) else deque
             kind.clear(self.holder)
@@ -235,9 +243,60 @@ def has_dictionary(value: Any) -> bool:
 
 
 def bytes_of(values: Any) -> tuple:
-    """The bytes of an array of any library."""
+    """The bytes of an array of any library, with the kind and shape of its elements."""
     kind = getattr(values, "dtype", None) or getattr(values, "typecode", None)
     return str(kind), getattr(values, "shape", None), bytes(values)
+
+
+def has_bytes(value: Any) -> bool:
+    """Whether an object is memory that can be read: an array of any library, ctypes, mmap."""
+    try:
+        memoryview(value)
+    except (TypeError, ValueError, BufferError):
+        return type(value).__module__ == "numpy" and hasattr(value, "tobytes")
+    return True
+
+
+def is_data(value: Any) -> bool:
+    """Whether a value is neither a function nor a class nor a module nor a descriptor."""
+    return not (
+        callable(value) or isinstance(value, types.ModuleType) or hasattr(type(value), "__get__")
+    )
+
+
+def is_without_state(kind: type) -> bool:
+    """Whether objects of a class without attributes have nothing that changes."""
+    if "__slots__" in vars(kind) or hasattr(kind, "__get__"):  # a class of Python; a descriptor
+        return True
+    return is_immutable(kind) or kind.__module__.partition(".")[0] in _STATELESS
+
+
+def is_immutable(kind: type) -> bool:
+    """Whether a class of Python's standard library has a hash of its own: a date, a path, ..."""
+    return kind.__hash__ not in (None, object.__hash__) and _is_of_standard_library(kind)
+
+
+@functools.cache
+def names_within(kind: type) -> frozenset[str]:
+    """Names that methods of the standard library mention, if the class has such methods.
+
+    A call of ``Event.is_set`` reads ``_flag``, and the caller's code does not mention it.
+    """
+    bases = [base for base in kind.__mro__ if _is_of_standard_library(base)]
+    functions = (value for base in bases for value in vars(base).values())
+    found = (each.__code__.co_names for each in functions if isinstance(each, types.FunctionType))
+    return frozenset(itertools.chain.from_iterable(found))
+
+
+def _is_of_standard_library(kind: type) -> bool:
+    top = kind.__module__.partition(".")[0]
+    return origin_of_class(kind) == "internal" and top not in (*_INTERNAL, "logging", "moe_graphs")
+
+
+def names_in(text: str) -> list[str]:
+    """Names of attributes that a string may stand for: ``"cfg.scale"`` has two."""
+    parts = text.split(".")
+    return parts if all(map(str.isidentifier, parts)) else []
 
 
 def decimal_context() -> tuple:
@@ -261,7 +320,8 @@ def shown_key(index: int, key: Any, tensor_names: Mapping[int, str]) -> str:
     """
     if isinstance(key, Tensor):
         return tensor_names.get(id(key), f"tensor {index}")
-    return repr(key) if is_plain(key) else f"key {index}"
+    parts = key if type(key) is tuple else (key,)
+    return repr(key) if all(map(is_plain, parts)) else f"key {index}"
 
 
 def refill(target: set, values: frozenset) -> None:
@@ -293,20 +353,58 @@ _NOT_READ = (_ENGINE, *(f"{_PACKAGE}/{name}" for name in _OTHERS))
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _INSTALLED = {"site-packages", "dist-packages"}
 _INTERNAL = ("torch", "triton", "numpy")
+# The classes of these modules that are written in C have no state that changes.
+_STATELESS = (*_INTERNAL, "builtins", "collections", "functools", "_thread", "operator", "types",
+              "pydantic_core")  # fmt: skip
+
+
+# Installed packages whose functions are taken for granted. Other installed packages count as the
+# user's own, because a project does not change when it is installed.
+_NAMES_OF_LIBRARIES = (
+    "IPython PIL _pytest absl accelerate aiohttp apex attr attrs beartype bitsandbytes "
+    "causal_conv1d click cloudpickle composer cupy cut_cross_entropy datasets deep_gemm "
+    "deepspeed diffusers dill einops execnet fairscale filelock fla flash_attn "
+    "flash_attn_interface fsspec functorch grouped_gemm huggingface_hub hydra hypothesis "
+    "ipykernel jax jaxtyping jinja2 joblib kernels liger_kernel lightning lightning_fabric "
+    "lightning_utilities loguru mamba_ssm matplotlib megablocks mlflow mpmath multiprocess "
+    "networkx numba omegaconf optimum packaging pandas peft pluggy psutil pyarrow pydantic "
+    "pydantic_core pytest pytorch_lightning regex requests rich safetensors scattermoe scipy "
+    "sentence_transformers setuptools sklearn stk sympy tensorboard tensorflow tensorboardX "
+    "timm tokenizers torchao torchaudio torchdata torchmetrics torchtitan torchvision tqdm "
+    "transformer_engine transformer_engine_torch transformers trl typing_extensions unsloth "
+    "vllm wandb xdist xformers yaml"
+)
+_LIBRARIES = frozenset(_NAMES_OF_LIBRARIES.split())
+_MADE_BY_A_CLASS_STATEMENT = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 
 @functools.cache
 def origin_of(filename: str) -> str:
     """The origin of code: "internal" (torch, standard library, engine), "library" or "own"."""
-    if filename in ("<string>", "?") or "<frozen" in filename:
+    if filename == "?" or "<frozen" in filename:
         return "internal"
     if filename.startswith(_NOT_READ + _internal_places()):
         return "internal"
-    if filename.startswith(_PACKAGE) or not _INSTALLED.isdisjoint(pathlib.PurePath(filename).parts):
+    if filename.startswith(_PACKAGE):
         return "library"
-    if filename.startswith(_STANDARD_LIBRARY):
+    parts = pathlib.PurePath(filename).with_suffix("").parts
+    places = [parts.index(place) for place in _INSTALLED.intersection(parts)]
+    if filename.startswith(_STANDARD_LIBRARY) and not places:
         return "internal"
-    return "library" if any(map(filename.startswith, _other_places_of_packages())) else "own"
+    others = next(filter(filename.startswith, _other_places_of_packages()), None)
+    if others is not None:
+        places.append(len(pathlib.PurePath(others).parts) - 1)
+    names = {parts[place + 1].partition(".")[0] for place in places}
+    return "own" if names.isdisjoint(_LIBRARIES) else "library"
+
+
+def origin_of_code(code: types.CodeType, globals_: dict[str, Any]) -> str:
+    """The origin of code, as in ``origin_of``; generated code has the origin of its module.
+
+    ``exec``, dataclasses and ``python -c`` call their file "<string>".
+    """
+    is_generated = code.co_filename == "<string>"
+    return origin_of((is_generated and globals_.get("__file__")) or code.co_filename)
 
 
 @functools.cache
@@ -326,8 +424,8 @@ def _other_places_of_packages() -> tuple[str, ...]:
 def origin_of_class(kind: type) -> str:
     """The origin of the code that defines a class, as in ``origin_of``."""
     module = sys.modules.get(kind.__module__)
-    if module is None:
-        return "internal"
+    if module is None:  # made by exec(), or by C
+        return "own" if kind.__flags__ & _MADE_BY_A_CLASS_STATEMENT else "internal"
     if module.__name__ == "__main__":
         return "own"
     return origin_of(getattr(module, "__file__", None) or "?")
@@ -335,7 +433,12 @@ def origin_of_class(kind: type) -> str:
 
 def is_of_engine(kind: type) -> bool:
     """Whether a class belongs to the engine's graphs, and not to what they hold."""
-    return kind.__module__.startswith(f"{__package__}.")
+    return kind.__module__.startswith(f"{__package__.rpartition('.')[0]}.")
+
+
+def is_of_package(code: types.CodeType) -> bool:
+    """Whether code is that of this package, which keeps nothing that graphs depend on."""
+    return code.co_filename.startswith(_PACKAGE)
 
 
 # ---- where torch keeps hooks, and how they are put back

@@ -8,12 +8,15 @@ not at functions. It does not look into torch's own modules.
 
 from __future__ import annotations
 
-import array
+import builtins
 import collections
 import contextvars
 import decimal
+import enum
 import functools
 import gc
+import inspect
+import operator
 import os
 import sys
 import types
@@ -43,11 +46,19 @@ from moe_graphs.engine.guards.introspection import (
     contents_of_cell,
     could_be_read,
     decimal_context,
+    has_bytes,
     has_dictionary,
+    is_data,
     is_generator,
+    is_immutable,
     is_of_engine,
+    is_of_package,
+    is_without_state,
+    names_in,
+    names_within,
     origin_of,
     origin_of_class,
+    origin_of_code,
     refill,
     shown_key,
     slots_of,
@@ -69,14 +80,18 @@ def containers_of_globals(code: Code) -> Iterator[tuple[Container, str]]:
     """
     mentioned: dict[int, tuple[dict[str, Any], str, set[str]]] = {}
     for each, globals_ in code.items():
-        origin = origin_of(each.co_filename)
+        origin = origin_of_code(each, globals_)
         if origin != "internal":
             names = mentioned.setdefault(id(globals_), (globals_, origin, set()))[2]
             names.update(global_names_of(each))
+    of_builtins: set[str] = set()
     for globals_, origin, names in mentioned.values():
+        of_builtins |= {n for n in names - globals_.keys() if is_data(vars(builtins).get(n, GONE))}
         if origin == "library":  # functions and classes of libraries are taken for granted
-            names = {name for name in names if _is_data(globals_.get(name, GONE))}
+            names = {name for name in names if is_data(globals_.get(name, GONE))}
         yield Container(globals_, globals_.get("__name__", "?"), frozenset(names)), ":"
+    if of_builtins:
+        yield Container(vars(builtins), "builtins", frozenset(of_builtins)), "."
     for module, names in _of_other_modules(code).values():
         yield Container(vars(module), module.__name__, frozenset(names)), "."
 
@@ -89,7 +104,7 @@ def _of_other_modules(code: Code) -> dict[int, tuple[types.ModuleType, set[str]]
     """
     found: dict[int, tuple[types.ModuleType, set[str]]] = {}
     for each, globals_ in code.items():
-        origin = origin_of(each.co_filename)
+        origin = origin_of_code(each, globals_)
         if origin == "internal":
             continue
         for *path, key in attributes_of_globals(each):
@@ -109,10 +124,6 @@ def _module_at(globals_: dict[str, Any], path: list[str]) -> types.ModuleType | 
     return found if isinstance(found, types.ModuleType) else None
 
 
-def _is_data(value: Any) -> bool:
-    return not (isinstance(value, BY_IDENTITY) or callable(value))
-
-
 def is_own(module: types.ModuleType) -> bool:
     """Whether a module is the user's. A module made by hand has neither file nor loader."""
     file = getattr(module, "__file__", None)
@@ -127,9 +138,21 @@ def is_own(module: types.ModuleType) -> bool:
 # DDP rebuilds its buckets once, which is bookkeeping of its own.
 _OF_EVERY_MODULE = (frozenset(nn.Module().__dict__) - {"training"}) | {"_has_rebuilt_buckets"}
 _OF_CALLS = {"training", "forward"}  # these do not matter in a module that did not run
-_TOO_MANY = 2000  # of a container with more entries only their number is compared
+_TOO_MANY = 2000  # containers with more entries are not compared
+_OF_THE_CODE: Any = object()  # stands for the names that the code mentions
 _VIEWS = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
-_STATELESS = ("builtins", "functools", "_thread", "operator", "types")
+# Values that are often made anew. Only what they hold is compared, not which object lies where.
+_MADE_ANEW = (tuple, frozenset, types.MethodType, weakref.ref, memoryview, *_VIEWS)
+
+
+@dataclass(frozen=True)
+class SameAs:
+    """The first path of an object, which is compared at the object's other paths."""
+
+    path: str
+
+    def __repr__(self) -> str:
+        return f"the object at {self.path or 'the root'!r}"
 
 
 @dataclass
@@ -149,6 +172,9 @@ class Reachable:
         draws: random number generators of Python and numpy that were reached.
         not_followed: paths of values that cannot be looked into.
         made_late: how the paths begin of state that an optimizer's first step makes.
+        reached_again: ids of objects that lie at several paths.
+        names: names of attributes that the data holds, if the code looks up names that are data.
+        behind_caches: functions behind a cache, which run only if the cache has no answer.
     """
 
     leaves: dict[str, Any] = field(default_factory=dict)
@@ -163,6 +189,9 @@ class Reachable:
     draws: list[tuple[str, Any]] = field(default_factory=list)
     not_followed: list[str] = field(default_factory=list)
     made_late: list[str] = field(default_factory=list)
+    reached_again: set[int] = field(default_factory=set)
+    names: set[str] = field(default_factory=set)
+    behind_caches: list[types.FunctionType] = field(default_factory=list)
 
 
 class Walk:
@@ -185,13 +214,21 @@ class Walk:
     ) -> None:
         self.found = Reachable()
         self._reads, self._names = accessed, accessed.names
-        self._is_of_the_user = any(origin_of(code.co_filename) == "own" for code in accessed.code)
+        self._is_of_the_user = any(origin_of_code(*each) == "own" for each in accessed.code.items())
         self._called = accessed.names - accessed.values
         self._called_of_modules = accessed.names_of_modules - accessed.values_of_modules
+        by_user = accessed.reads_whole(accessed.names_of_the_user())
+        # Origins of the classes whose objects may be read whole. An object of a library's class is
+        # followed whole only if the user's own code may read objects whole.
+        self._whole = {"own"} if accessed.reads_whole(accessed.names) else set()
+        self._whole |= {"library"} if by_user else set()
+        self._whole_modules = {"own"} if by_user else set()
+        self._looks_up_data = accessed.looks_up_data
         self._read_addresses = read_addresses
         self._tensor_names = tensor_names
         self._roots = {id(root) for root in roots.values()}
-        self._seen: set[tuple[int, bool]] = set()
+        # id -> (its first path, the object, whether all of its attributes are followed).
+        self._first: dict[int, tuple[str, Any, bool]] = {}
         self._classes: set[type] = set()
         self._stack: list[tuple[Any, str, bool]] = []
         # The last root is visited first, so it gives its name to values that other roots reach as
@@ -217,42 +254,76 @@ class Walk:
     def _push(self, value: Any, name: str, everything: bool) -> None:
         self._stack.append((value, name, everything))
 
+    def _note(self, name: str, value: Any) -> None:
+        """Notes what is compared at a path. No path stands twice for different values."""
+        leaves, path, number = self.found.leaves, name, 1
+        while path in leaves and leaves[path] is not value:
+            number += 1
+            path = f"{name} ({number})"
+        leaves[path] = value
+
     # ---- one value
 
     def _visit(self, value: Any, name: str, everything: bool) -> None:
-        if isinstance(value, Tensor):
-            self.found.leaves[name] = value
-            if everything or _is_read(value, self._read_addresses):
-                self.found.tensors[name] = value
-            if self._is_of_the_user:  # the user's code may ask for attributes of a tensor
-                self._namespace(value.__dict__, name, False)
-        elif is_plain(value):
-            self.found.leaves[name] = value
+        if is_plain(value):
+            self._note(name, value)
+            if isinstance(value, str):
+                self._may_be_a_name(value)
         elif isinstance(value, BY_IDENTITY):
-            self._by_identity(value, name)
-        elif not {(id(value), everything), (id(value), True)} & self._seen:
-            self._seen.add((id(value), everything))
+            self._note(name, value)
+            if id(value) not in self._first:
+                self._first[id(value)] = name, value, False
+                self._by_identity(value, name)
+        elif isinstance(value, _MADE_ANEW) or self._is_new(value, name, everything):
             self._look_into(value, name, everything)
+
+    def _is_new(self, value: Any, name: str, everything: bool) -> bool:
+        """Whether the object is to be looked into. A known one is noted by its first path."""
+        first, _, followed = self._first.get(id(value), (name, value, None))
+        if followed is not None:
+            self._note(name, SameAs(first))
+            self.found.reached_again.add(id(value))
+        if followed is None or (everything and not followed):
+            self._first[id(value)] = first, value, everything
+            return True
+        return False
+
+    def _may_be_a_name(self, text: str) -> None:
+        if self._looks_up_data:
+            self.found.names.update(names_in(text))
 
     def _by_identity(self, value: Any, name: str) -> None:
         if isinstance(value, types.ModuleType):
-            if (id(value), False) not in self._seen and is_own(value):
-                self._seen.add((id(value), False))
+            if is_own(value):
                 self._namespace(vars(value), name, False)
-            return
-        self.found.leaves[name] = value
-        if isinstance(value, types.FunctionType):
+        elif isinstance(value, types.FunctionType):
             self._function(value, name)
         elif isinstance(value, type):
-            self._class(value, name)
+            # A library's class in a table is compared by identity, and its data is not.
+            if not (name.endswith("]") and origin_of_class(value) == "library"):
+                self._class(value, name)
+        elif isinstance(value, property):
+            for part in ("fget", "fset", "fdel"):
+                self._push(getattr(value, part), f"{name}.{part}", False)
+        elif isinstance(value, enum.Enum):
+            if origin_of_class(type(value)) != "internal":
+                names = frozenset(self._names | {"_value_", "_name_"})
+                self._entries(vars(value), name, names, False)
+                self._class(type(value), f"{name}.__class__")
         elif isinstance(value, types.BuiltinFunctionType) and value.__self__ is not None:
             self._push(value.__self__, f"{name}.__self__", False)
         if value is decimal.Decimal:
             self._cell(Cell(decimal_context, None, "decimal.getcontext()", is_copy=True), False)
 
     def _look_into(self, value: Any, name: str, everything: bool) -> None:
-        if is_bookkeeping(value) or isinstance(value, torch.jit.ScriptModule):
-            self.found.leaves[name] = value
+        if isinstance(value, Tensor):
+            self._note(name, value)
+            if everything or _is_read(value, self._read_addresses):
+                self.found.tensors[name] = value
+            if self._is_of_the_user:  # the user's code may ask for attributes of a tensor
+                self._namespace(value.__dict__, name, False)
+        elif is_bookkeeping(value) or isinstance(value, torch.jit.ScriptModule):
+            self._note(name, value)
         elif isinstance(value, nn.Module):
             self._module(value, name, everything)
         elif isinstance(value, Optimizer):
@@ -265,32 +336,34 @@ class Walk:
             self._mapping(value, name, everything)
         elif isinstance(value, _VIEWS):
             self._push(gc.get_referents(value)[0], name, everything)
-        elif isinstance(value, (list, tuple, collections.deque)):
+        elif isinstance(value, (list, tuple, collections.deque, set, frozenset)):
             self._sequence(value, name, everything)
-        elif isinstance(value, (set, frozenset)):
-            self._set(value, name)
         elif isinstance(value, functools.partial):
-            parts = {"func": value.func, "args": value.args, "keywords": value.keywords}
-            for key, part in parts.items():
-                self._push(part, f"{name}.{key}", everything)
+            for key in ("func", "args", "keywords"):  # __setstate__ binds others
+                read = functools.partial(getattr, value, key)
+                self._cell(Cell(read, None, f"{name}.{key}"), everything)
         elif isinstance(value, types.MethodType):
-            self.found.leaves[name] = value.__func__
+            self._push(value.__func__, name, False)
             self._push(value.__self__, f"{name}.__self__", everything)
         elif isinstance(value, functools._lru_cache_wrapper):
-            self.found.leaves[name] = value
+            self._note(name, value)
             self._push(value.__wrapped__, f"{name}.__wrapped__", everything)
+            function = inspect.unwrap(value)
+            if inspect.isfunction(function) and function.__code__ not in self._reads.code:
+                self.found.behind_caches.append(function)
         elif isinstance(value, weakref.ref):
             self._push(value(), f"{name}()", everything)
         elif isinstance(value, contextvars.ContextVar):
             self._cell(Cell(lambda: value.get(GONE), value.set, f"{name}.get()"), everything)
         elif isinstance(value, memoryview):
             self._push(value.obj, f"{name}.obj", everything)
-        elif isinstance(value, (bytearray, array.array)) or (
-            type(value).__module__ == "numpy" and hasattr(value, "tobytes")
-        ):
-            self._array(value, name)
+        elif isinstance(value, (operator.attrgetter, operator.methodcaller)):
+            self._note(name, value)
+            self.found.names.update(*map(names_in, map(str, value.__reduce__()[1])))
         elif isinstance(value, Iterator):
             self.found.iterators.append(name)
+        elif has_bytes(value):
+            self._array(value, name)
         else:
             self._object(value, name, everything)
 
@@ -300,16 +373,17 @@ class Walk:
         ran = id(module) in self._roots or self._reads.owns_what_ran(module)
         attributes = module.__dict__
         ours = getattr(attributes.get("forward"), "installed", ())  # a GraphedScope has these
-        self.found.leaves[f"{name}.__class__"] = type(module)
+        self._note(f"{name}.__class__", type(module))
         if ran:
             if name:
-                self.found.leaves[name] = module
+                self._note(name, module)
             self._class(type(module), f"{name}.__class__")
             self._forward_of(type(module))
             self.found.modules.append((name, module))
         accessed = self._reads
         mentioned = could_be_read(attributes, accessed.names_of_modules, self._called_of_modules)
-        names = frozenset(attributes) if everything else mentioned
+        whole = everything or origin_of_class(type(module)) in self._whole_modules
+        names = frozenset(attributes) if whole else mentioned
         names = names - (_OF_EVERY_MODULE - self._names) - {*ours}
         self._entries(attributes, name, names if ran else names - _OF_CALLS, everything)
         for place in (module._parameters, module._buffers):
@@ -328,7 +402,11 @@ class Walk:
         """Entries of a module's dictionaries, which share one name space."""
         container = Container(place, name, None if names is None else frozenset(names))
         self.found.containers.append(container)
-        for key, child in reversed(container.contents().items()):
+        contents = container.contents()
+        if names is None and not everything:
+            order, what = ", ".join(map(str, contents)), f"the order of {name or 'the model'}"
+            self.found.orders[what] = f"{self.found.orders.get(what, '')}[{order}]"
+        for key, child in reversed(contents.items()):
             self._push(child, _join(name, key), everything)
 
     def _forward_of(self, kind: type) -> None:
@@ -339,98 +417,131 @@ class Walk:
                 return
             self.found.containers.append(Container(vars(base), name, frozenset({"forward"}), base))
             if "forward" in vars(base):
-                self.found.leaves[f"{name}.forward"] = vars(base)["forward"]
-                return
+                return self._push(vars(base)["forward"], f"{name}.forward", False)
 
     def _mapping(self, value: dict, name: str, everything: bool) -> None:
         elements = Elements(value)
         if len(elements) > _TOO_MANY:
-            return self._not_followed(name, len(elements))
+            return self._too_large(name, len(elements))
         self.found.containers.append(Container(value, name))
-        self.found.leaves[f"{name}.__class__"] = type(value)
-        names = [shown_key(i, k, self._tensor_names) for i, k in enumerate(elements.keys())]
+        self._note(f"{name}.__class__", type(value))
+        keys = list(elements.keys())
+        names = [shown_key(i, k, self._tensor_names) for i, k in enumerate(keys)]
         if not everything:  # optimizers make their state in the order of first use
             self.found.orders[f"the order of {name}"] = ", ".join(names)
-        for shown, child in reversed(list(zip(names, elements, strict=True))):
+        for key, shown, child in reversed(list(zip(keys, names, elements, strict=True))):
             self._push(child, f"{name}[{shown}]", everything)
+            if isinstance(key, str):
+                self._may_be_a_name(key)
+            elif not (is_plain(key) or (everything and isinstance(key, Tensor))):
+                if not isinstance(key, (Tensor, *BY_IDENTITY, *_MADE_ANEW)):
+                    self._note(f"{name}[{shown}] has the key", key)
+                self._push(key, f"{name}[{shown}] has the key", False)
 
     def _sequence(self, value: Any, name: str, everything: bool) -> None:
         elements = Elements(value)
         if len(elements) > _TOO_MANY:
-            return self._not_followed(name, len(elements))
-        if not isinstance(value, tuple):
+            return self._too_large(name, len(elements))
+        if isinstance(value, (set, frozenset)) and all(map(is_plain, elements)):
+            write = None if isinstance(value, frozenset) else functools.partial(refill, value)
+            return self._cell(Cell(lambda: frozenset(elements), write, name, is_copy=True), False)
+        if not isinstance(value, (tuple, frozenset)):
             self.found.containers.append(Container(value, name))
-        self.found.leaves[f"{name}.__class__"] = type(value)
+        self._note(f"{name}.__class__", type(value))
         for index, child in reversed(list(enumerate(elements))):
             self._push(child, f"{name}[{index}]", everything)
 
-    def _set(self, value: Any, name: str) -> None:
-        elements = Elements(value)
-        if len(elements) > _TOO_MANY or not all(map(is_plain, elements)):
-            return self._not_followed(name, len(elements))
-        write = None if isinstance(value, frozenset) else functools.partial(refill, value)
-        self._cell(Cell(lambda: frozenset(elements), write, name, is_copy=True), False)
-
     def _object(self, value: Any, name: str, everything: bool) -> None:
         kind = type(value)
-        if is_generator(value):
-            self.found.draws.append((name, value))
-        if origin_of_class(kind) == "internal":
-            self.found.leaves[name] = value  # it may hold more than its attributes show
+        origin = origin_of_class(kind)
+        if origin == "internal":
+            self._note(name, value)  # it may hold more than its attributes show
             if kind.__name__ == "SeedSequence":  # numpy's counts its children
                 self.found.iterators.append(name)
+            if is_immutable(kind):
+                return
         if isinstance(value, LRScheduler):
             counters = {key for key, child in vars(value).items() if is_plain(child)}
             return self._entries(vars(value), name, frozenset(counters), everything)
-        if origin_of_class(kind) == "own":
+        if is_generator(value):
+            self.found.draws.append((name, value))
+        elif not (has_dictionary(value) or slots_of(kind) or is_without_state(kind)):
+            self.found.not_followed.append(f"{name} (a {kind.__name__}, whose state is in C)")
+        if origin == "own":
             self.found.kinds.append(value)
-        everything = everything or kind.__module__ in ("collections", "weakref")
-        has_attributes = has_dictionary(value)
-        self.found.leaves[f"{name}.__class__"] = kind
+        self._note(f"{name}.__class__", kind)
         self._class(kind, f"{name}.__class__")
-        if has_attributes:  # a graph counts its calls, so only what the user asks for is compared
-            asked = self._reads.names_of_the_user() if is_of_engine(kind) else self._names
-            self._namespace(vars(value), name, everything, asked)
-        slots = slots_of(kind)
-        self._slots(value, slots, name, everything)
-        if not (has_attributes or slots or kind.__module__ in _STATELESS):
-            self.found.not_followed.append(f"{name} (a {kind.__name__})")
+        # A graph counts its calls, so of a graph only what the user asks for is compared.
+        asked = self._reads.names_of_the_user() if is_of_engine(kind) else self._names
+        whole = everything or (origin in self._whole and _is_record(value))
+        names = None if whole else asked | names_within(kind)
+        if has_dictionary(value):
+            self._namespace(vars(value), name, everything, names)
+        self._slots(value, slots_of(kind), name, everything, names)
 
-    def _namespace(self, place: dict, name: str, everything: bool, asked: Any = None) -> None:
-        mentioned = self._names if asked is None else asked
-        names = None if everything else could_be_read(place, mentioned, self._called)
-        self._entries(place, name, names, everything)
+    def _namespace(
+        self, place: dict, name: str, everything: bool, names: set[str] | None = _OF_THE_CODE
+    ) -> None:
+        """Visits the entries of a dictionary of attributes; all of them if ``names`` is None."""
+        names = self._names if names is _OF_THE_CODE else names
+        mentioned = None if names is None else could_be_read(place, names, self._called)
+        self._entries(place, name, mentioned, everything)
 
-    def _slots(self, value: Any, slots: list[str], name: str, everything: bool) -> None:
+    def _slots(
+        self, value: Any, slots: list[str], name: str, everything: bool, names: set[str] | None
+    ) -> None:
         for key in slots:
-            if everything or key in self._names:
+            if names is None or key in names:
                 read = functools.partial(getattr, value, key, GONE)
                 write = functools.partial(setattr, value, key)
                 self._cell(Cell(read, write, f"{name}.{key}"), everything)
 
     def _class(self, kind: type, name: str) -> None:
-        """Visits data and functions of a user's class, as far as names mention them."""
-        if kind in self._classes:
-            return
-        self._classes.add(kind)
+        """Visits data and functions of a class and its metaclass, as far as names mention them.
+
+        Functions of libraries are taken for granted, and so is what their classes keep in names
+        with two underscores.
+        """
         for base in kind.__mro__:
-            if origin_of_class(base) == "own":
-                names = frozenset(self._names) | special_methods(base)
-                container = Container(vars(base), name, names, base)
-                self.found.containers.append(container)
-                for key, child in container.contents().items():
-                    unbound = getattr(child, "__func__", child)
-                    self._push(unbound, f"{name}.{key}", False)
+            origin = origin_of_class(base)
+            if base in self._classes or origin == "internal":
+                continue
+            self._classes.add(base)
+            names = frozenset(self._names) | special_methods(base)
+            if self._whole:
+                names |= {"__dataclass_fields__"}
+            if origin == "library":
+                names = frozenset(
+                    name
+                    for name in names & vars(base).keys()
+                    if name[:2] != "__" and is_data(vars(base)[name])
+                )
+                if not names:
+                    continue
+            container = Container(vars(base), name, names, base)
+            self.found.containers.append(container)
+            for key, child in container.contents().items():
+                unbound = getattr(child, "__func__", child)
+                self._push(unbound, f"{name}.{key}", False)
+        if type(kind) is not type:
+            self._class(type(kind), f"{name}.__class__")
 
     def _function(self, function: types.FunctionType, name: str) -> None:
         code = function.__code__
-        if code not in self._reads.code or (id(function), False) in self._seen:
+        if function.__dict__:
+            self._namespace(function.__dict__, name, False)
+        if code not in self._reads.code:
             return
-        self._seen.add((id(function), False))
-        if origin_of(code.co_filename) == "own":
+        if is_of_package(code):
+            return
+        is_of_user = origin_of_code(code, function.__globals__) == "own"
+        if is_of_user:
             self.found.functions.append(function)
-            self.found.leaves[f"{name}.__code__"] = code
+            self._note(f"{name}.__code__", code)
         for key, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            if not is_of_user:  # only the library itself could fill it anew
+                self._push(contents_of_cell(cell), f"{name}:{key}", False)
+                continue
             read = functools.partial(contents_of_cell, cell)
             write = functools.partial(setattr, cell, "cell_contents")
             self._cell(Cell(read, write, f"{name}:{key}"), False)
@@ -438,13 +549,16 @@ class Walk:
             self._push(default, f"{name}:default {index}", False)
         if function.__kwdefaults__:
             self._push(function.__kwdefaults__, f"{name}:defaults", False)
-        if function.__dict__:
-            self._namespace(function.__dict__, name, False)
 
     def _globals(self) -> None:
         """Visits what the functions that ran find in Python's modules."""
-        for code in self._reads.code:
-            for name in imports_of(code) & sys.modules.keys():
+        for code, globals_ in self._reads.code.items():
+            if origin_of_code(code, globals_) == "internal":
+                continue
+            name = globals_.get("__name__") or ""
+            package = name if "__path__" in globals_ else name.rpartition(".")[0]
+            package = globals_.get("__package__") or package
+            for name in sorted(imports_of(code, package) & sys.modules.keys()):
                 self._push(sys.modules[name], name, False)
         for container, separator in containers_of_globals(self._reads.code):
             self.found.containers.append(container)
@@ -455,21 +569,29 @@ class Walk:
         self.found.cells.append(cell)
         value = cell.read()
         if value is GONE or cell.is_copy:
-            self.found.leaves[cell.name] = value
+            self._note(cell.name, value)
         else:
             self._push(value, cell.name, everything)
 
     def _array(self, value: Any, name: str) -> None:
-        size = getattr(value, "nbytes", None)  # numbers of numpy have no length
-        size = len(value) * getattr(value, "itemsize", 1) if size is None else size
-        if size > 1 << 16:
-            return self._not_followed(name, size)
+        size = getattr(value, "nbytes", None)
+        size = memoryview(value).nbytes if size is None else size
+        if size > 1 << 16 or getattr(getattr(value, "dtype", None), "hasobject", False):
+            return self._too_large(name, size)
         read = functools.partial(bytes_of, value)
         self._cell(Cell(read, None, name, is_copy=True), False)
+        if has_dictionary(value):  # numpy's masked arrays keep their masks there
+            self._namespace(vars(value), name, False, None)
 
-    def _not_followed(self, name: str, size: int) -> None:
-        self.found.leaves[name] = size
+    def _too_large(self, name: str, size: int) -> None:
+        self._note(name, size)
         self.found.not_followed.append(f"{name} ({size:,} entries or bytes)")
+
+
+def _is_record(value: Any) -> bool:
+    """Whether an object only holds data, and no part of the training."""
+    held = vars(value).values() if has_dictionary(value) else ()
+    return not any(isinstance(each, (nn.Module, Optimizer, LRScheduler)) for each in held)
 
 
 def _join(name: str, key: Any) -> str:

@@ -235,6 +235,8 @@ class Recorder:
                 explaining_errors_of(site.name, "backward", self.backend),
             ):
                 guards = Guards(accessed.of_contexts, accessed)
+                guards.check_followable()
+                site.forward.conditions.guards.also_read(accessed)
                 state = TorchState(self.backend.device.type, of_backward=True)
                 conditions = ReplayConditions(guards, state)
                 with effects.once(), Snapshot(guards=[guards]):

@@ -180,6 +180,7 @@ def _record(
         optimizer=seen.optimizer_steps,
         schedulers=False,
     )
+    guards.check_followable()
     versions = [tensor._version for tensor in tensors]
     # Memory that eager runs left in the allocator's cache would lie beside the graph's own pool.
     definition.backend.release()
