@@ -221,9 +221,9 @@ class GraphConfig:
             the eager call. The comparison takes the time of about one eager step, once. With
             False, nothing finds a replay that differs from eager.
         audit_every: how often a call runs eagerly in place of its replay, to compare what it does
-            with what was captured. "auto" audits each call site after 1, 2, 4, 8, ... replays, and
-            then so often that audits take 1 % of the time. A number is a number of replays: one
-            call is audited in every so many. None turns audits off.
+            with what was captured. None, the default, is never. "auto" audits each call site after
+            1, 2, 4, 8, ... replays, and then so often that audits take 1 % of the time. A number is
+            a number of replays: one call is audited in every so many.
         on_audit: what happens if an audit finds a difference. The audited call itself is right, but
             replays since the last audit may have been wrong. "eager" warns (``GraphWarning``) and
             runs the scope eagerly from then on; "error" raises ``GraphError``.
@@ -240,7 +240,7 @@ class GraphConfig:
     split_backward: bool = False
     memory_limit: int | None = None
     verify: bool = True
-    audit_every: int | str | None = "auto"
+    audit_every: int | str | None = None
     on_audit: str = "eager"
 
     def __post_init__(self) -> None:
@@ -314,7 +314,7 @@ class FullIterationConfig:
 
     optimizer_in_graph: bool = False
     warmup_steps: int = 3
-    audit_every: int | str | None = "auto"
+    audit_every: int | str | None = None
     on_audit: str = "eager"
 
     def __str__(self) -> str:

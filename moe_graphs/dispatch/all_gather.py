@@ -96,7 +96,13 @@ def rows_or_tokens(plan: DispatchPlan) -> Dispatched:
     tokens_GD, order = plan.tokens.flatten(0, -2), plan.order
     if order.order_R.numel() >= len(tokens_GD):
         return Dispatched(tokens_GD, order, plan.weights_TK)
-    return Dispatched(permute(tokens_GD, order), order, plan.weights_TK, is_sorted=True)
+    return rows_of(plan)
+
+
+def rows_of(plan: DispatchPlan) -> Dispatched:
+    """Give the experts the rows of a plan that has tokens."""
+    rows_RD = permute(plan.tokens.flatten(0, -2), plan.order)
+    return Dispatched(rows_RD, plan.order, plan.weights_TK, is_sorted=True)
 
 
 class _AllGather(torch.autograd.Function):

@@ -205,6 +205,11 @@ def _copies(tensors: list[Tensor]) -> list[Tensor]:
 # ---- the state of a module
 
 
+def has_scales(module: nn.Module) -> bool:
+    """Whether one of its modules has computed in FP8."""
+    return any(True for _ in _with_fp8(module))
+
+
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Tensors that kernels of its modules read and write at fixed addresses, by path.
 

@@ -249,7 +249,7 @@ class Operations(DispatchMode):
         return out
 
     def _note(self, func: Any, args: tuple, kwargs: dict) -> None:
-        if func in _OF_AUTOGRAD:
+        if _computes_nothing(func):
             return
         self.groups.update(groups_in(func, args, kwargs))
         memory: tuple = ()
@@ -258,7 +258,7 @@ class Operations(DispatchMode):
         self._add(_described(func, args, kwargs), memory)
 
     def _note_made(self, func: Any, out: Any) -> None:
-        if self.origins is not None and func not in _OF_AUTOGRAD:
+        if self.origins is not None and not _computes_nothing(func):
             self.origins.made(func, out)
 
     def _add(self, op: tuple, memory: tuple) -> None:
@@ -412,6 +412,12 @@ class Trace(Operations):
             if self._before is not None and key not in self._kept:
                 self._kept.add(key)
                 self._before.keep(tensor.detach())
+
+
+@functools.cache
+def _computes_nothing(func: Any) -> bool:
+    """Whether an operation belongs to autograd's hooks, or marks a range for a profiler."""
+    return func in _OF_AUTOGRAD or func.namespace == "profiler"
 
 
 def differing_op(first: Operations, second: Operations) -> str | None:

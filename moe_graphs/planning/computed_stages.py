@@ -100,7 +100,8 @@ def _share(
         names[str(mesh["tp"].get_group().group_name)] = "tensor parallelism"
     if layout.ep > 1:
         gathers = step.dispatcher != "all_to_all"
-        stand_in = StandInDispatcher(layout.ep, gathers, step.rows_factor)
+        receives_rows = step.dispatcher == "symmetric"
+        stand_in = StandInDispatcher(layout.ep, gathers, receives_rows, step.rows_factor)
         for layer in model.modules():
             if isinstance(layer, MoELayer):
                 shard_experts(layer, stand_in)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_graphs.dispatch import Dispatched, Dispatcher, DispatchPlan
-from moe_graphs.dispatch.all_gather import rows_or_tokens
+from moe_graphs.dispatch.all_gather import rows_of, rows_or_tokens
 from moe_graphs.dispatch.local_rows import local_rows, room_for_rows
 from moe_graphs.kernels import permute, route_rows, sum_rows
 
@@ -26,12 +26,14 @@ from moe_graphs.kernels import permute, route_rows, sum_rows
 class StandInDispatcher(Dispatcher):
     """Stand-in for the dispatcher of rank 0 of ``ranks``.
 
-    With ``gathers`` it stands for ``all_gather`` (and for ``symmetric``, which keeps the same
-    tensors), otherwise for ``all_to_all`` with as many rows received as sent.
+    With ``gathers`` it stands for ``all_gather`` or, with ``receives_rows``, for ``symmetric``,
+    which always keeps rows. Otherwise it stands for ``all_to_all`` with as many rows received as
+    sent.
     """
 
     ranks: int
     gathers: bool
+    receives_rows: bool = False
     rows_factor: float | None = None
     name: ClassVar[str] = "stand_in"
     host_sync: ClassVar[bool] = False
@@ -59,7 +61,7 @@ class StandInDispatcher(Dispatcher):
 
     def dispatch(self, plan: DispatchPlan) -> Dispatched:
         if self.gathers:
-            return rows_or_tokens(plan)
+            return rows_of(plan) if self.receives_rows else rows_or_tokens(plan)
         rows_RD = _Travel.apply(plan.tokens, plan.tokens.shape[0])
         weights_R1 = permute(plan.weights_TK.reshape(-1, 1), plan.order)
         weights_R1 = _Travel.apply(weights_R1, weights_R1.shape[0])

@@ -278,8 +278,12 @@ class AccessedNames:
 
     @property
     def looks_up_data(self) -> bool:
-        """Whether some code looks up attributes whose names may be data."""
-        return not (self.is_estimate or _BY_DATA.isdisjoint(self.names))
+        """Whether some code of the user looks up attributes whose names may be data.
+
+        A library that does so is taken for granted. Otherwise every word in its data, such as the
+        key "step" in an optimizer's state, would be the name of an attribute that is read.
+        """
+        return not (self.is_estimate or _BY_DATA.isdisjoint(self.names_of_the_user()))
 
     def with_found(
         self, names: set[str], behind_caches: Sequence[Callable[..., Any]]

@@ -465,7 +465,9 @@ class Walk:
             return self._entries(vars(value), name, frozenset(counters), everything)
         if is_generator(value):
             self.found.draws.append((name, value))
-        elif not (has_dictionary(value) or slots_of(kind) or is_without_state(kind)):
+        elif origin != "library" and not (
+            has_dictionary(value) or slots_of(kind) or is_without_state(kind)
+        ):  # objects of a library's C code are taken for granted, as its functions are
             self.found.not_followed.append(f"{name} (a {kind.__name__}, whose state is in C)")
         if origin == "own":
             self.found.kinds.append(value)

@@ -8,17 +8,18 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from moe_graphs.engine import fp8
 from moe_graphs.engine.audit import Comparison
-from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.tensors import apart
 from moe_graphs.engine.whole_step.capture_step import origins_of_step
 from moe_graphs.engine.whole_step.grad_fields import gradients_of
 from moe_graphs.engine.whole_step.recorded_step import RecordedStep, StepDefinition
 
 
-def why_not(recorded: RecordedStep, backend: Backend) -> str | None:
+def why_not(definition: StepDefinition, recorded: RecordedStep) -> str | None:
     """The reason why this step cannot be audited, or None."""
-    if recorded.entry is not None:
+    backend = definition.backend
+    if recorded.entry is not None and fp8.has_scales(definition.model):
         return "fp8"
     if recorded.gradients is not None and not recorded.gradients.finds_as_captured():
         return "other_gradients"

@@ -171,7 +171,7 @@ class FullIteration(Generic[BatchT, ResultT]):
         agree: bool = False,
         verify: bool = True,
         stream: torch.cuda.Stream | None = None,
-        audit_every: int | str | None = "auto",
+        audit_every: int | str | None = None,
         on_audit: str = "eager",
     ) -> None:
         check_option("on_mismatch", on_mismatch, ON_MISMATCH)
@@ -413,7 +413,7 @@ class FullIteration(Generic[BatchT, ResultT]):
 
         All ranks audit the same call, because the schedule counts calls.
         """
-        audit, reason = self._recorded.audit, why_not(self._recorded, self._definition.backend)
+        audit, reason = self._recorded.audit, why_not(self._definition, self._recorded)
         assert audit is not None
         if not (self._ranks.any(reason is not None) if self._agrees else reason):
             return True
