@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from moe_graphs.engine.guards import introspection
+from moe_graphs.engine.guards.bytecode_names import AccessedNames
+from moe_graphs.engine.guards.guards import Guards
 from moe_graphs.engine.whole_step.full_iteration import FullIteration
 
 
@@ -55,3 +57,27 @@ def test_generated_code_has_the_origin_of_its_module():
                if isinstance(each, types.CodeType))  # fmt: skip
     assert introspection.origin_of_code(code, {"__file__": torch.__file__}) == "internal"
     assert introspection.origin_of_code(code, {}) == "own"
+
+
+@pytest.mark.parametrize("is_over", [False, True], ids=["as at the forward", "set back"])
+def test_names_of_a_backward_are_compared_unless_something_has_changed_since_the_forward(is_over):
+    """``accelerate_model`` sets transformers' kind of attention for the time of a forward."""
+    owner = types.SimpleNamespace(mode="inside", slope=1.0)
+
+    def forward():
+        return owner.mode
+
+    def backward():
+        return owner.slope
+
+    with AccessedNames() as of_forward:
+        forward()
+    with AccessedNames() as of_backward:
+        backward()
+    guards = Guards({"forward": forward}, of_forward)
+    owner.mode = "outside" if is_over else "inside"
+    guards.also_read(of_backward)
+    owner.mode = "inside"
+    assert guards.mismatch() is None
+    owner.slope = 2.0
+    assert (guards.mismatch() is None) == is_over

@@ -281,13 +281,15 @@ class Guards:
     def also_read(self, accessed: AccessedNames) -> None:
         """Compares from now on what these names find, too: those that only a backward mentions.
 
+        If something has changed since the forward (a context around the forward is over), the
+        values of now are not those that the forward reads, and nothing is added.
+
         Raises:
-            CaptureError: if anything has changed since, or cannot be compared.
+            CaptureError: if something cannot be compared.
         """
         roots, known, *others = self._arguments
-        if accessed.names <= known.names:
+        if accessed.names <= known.names or self.changes():
             return
-        self.check_unchanged()
         self._arguments = (roots, AccessedNames.together(known, accessed), *others)
         self._begin()
         self.check_followable()
