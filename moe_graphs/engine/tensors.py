@@ -274,6 +274,29 @@ class Signature:
         return next((reason for reason in found if reason is not None), None)
 
 
+@dataclass(frozen=True)
+class OutputLeaf:
+    """The source of a leaf of the outputs at replay.
+
+    With "graph", ``value`` is an index into the graph's outputs; with "input", an index into the
+    leaves of the inputs; with "constant", the leaf itself.
+    """
+
+    source: str
+    value: Any
+
+
+def leaves_of_outputs(
+    sources: Sequence[OutputLeaf], produced: Sequence[Any], inputs: Sequence[Any]
+) -> list[Any]:
+    """The leaves of the outputs, from the tensors that a call has produced and from its inputs."""
+    given, found = {"graph": produced, "input": inputs}, []
+    for leaf in sources:
+        is_constant = leaf.source == "constant"
+        found.append(leaf.value if is_constant else given[leaf.source][leaf.value])
+    return found
+
+
 def flatten(inputs: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """Flattens as ``pytree.tree_flatten`` does.
 

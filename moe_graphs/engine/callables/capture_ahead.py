@@ -11,6 +11,7 @@ from moe_graphs.engine.partial.capture import Recorder
 from moe_graphs.engine.partial.slots import CallSite, PendingBackward, Slot
 from moe_graphs.engine.partial.trials import ScopeCall
 from moe_graphs.engine.snapshot import Snapshot
+from moe_graphs.engine.tensors import leaves_of_outputs
 from moe_graphs.engine.trial_run import explaining_errors_of
 from moe_graphs.errors import GraphError
 
@@ -58,7 +59,7 @@ def _capture_forward(slot: Slot, site: CallSite, call: ScopeCall, recorder: Reco
     expected = recorder.record_forward(slot, site, call)
     try:
         site.forward.graph.replay()
-        outputs = site.forward.leaves_of_outputs(site.forward.outputs, call.leaves)
+        outputs = leaves_of_outputs(site.forward.output_leaves, site.forward.outputs, call.leaves)
         difference = recorder.verification.difference_of_forward(site, call, expected, outputs)
         if difference is not None:
             site.planned.differs(difference)

@@ -24,7 +24,6 @@ from moe_graphs.engine.partial.recording import (
     BackwardRun,
     OpenCall,
     layouts_of,
-    leaves_of_outputs,
     versions_of,
 )
 from moe_graphs.engine.partial.replay import refuse_transforms
@@ -35,6 +34,7 @@ from moe_graphs.engine.tensors import (
     Mismatch,
     apart,
     copy_to,
+    leaves_of_outputs,
     same_value,
     storage_of,
     target_of,

@@ -23,23 +23,11 @@ from moe_graphs.engine.fp8 import Scales
 from moe_graphs.engine.guards.guards import Guards
 from moe_graphs.engine.guards.torch_state import TorchState
 from moe_graphs.engine.partial.scope import Call, Exit
-from moe_graphs.engine.tensors import Mismatch, Signature, unflattening, unwrap
+from moe_graphs.engine.tensors import Mismatch, OutputLeaf, Signature, unflattening, unwrap
 
 Layouts = tuple[tuple[int, ...] | None, ...]
 versions_of = attrgetter("_version")
 _LARGE = 1 << 22  # elements
-
-
-@dataclass(frozen=True)
-class OutputLeaf:
-    """The source of a leaf of the outputs at replay.
-
-    With "graph", ``value`` is an index into the graph's outputs; with "input", an index into the
-    leaves of the inputs; with "constant", the leaf itself.
-    """
-
-    source: str
-    value: Any
 
 
 @dataclass(frozen=True)
@@ -125,24 +113,9 @@ class RecordedForward:
         """The function that builds the outputs from their leaves."""
         return unflattening(self.output_structure)
 
-    def leaves_of_outputs(self, produced: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
-        """The leaves of the outputs of a call with these leaves, for which the graph made these."""
-        return leaves_of_outputs(self.output_leaves, produced, leaves)
-
     def static_tensors(self) -> list[Tensor]:
         """Tensors that only the recording keeps alive: its own inputs, and its outputs."""
         return [self.inputs[i] for i in self.loaded if i not in self.linked] + list(self.outputs)
-
-
-def leaves_of_outputs(
-    sources: Sequence[OutputLeaf], produced: Sequence[Any], inputs: Sequence[Any]
-) -> list[Any]:
-    """The leaves of the outputs, from the tensors that a call has produced and from its inputs."""
-    given, found = {"graph": produced, "input": inputs}, []
-    for leaf in sources:
-        is_constant = leaf.source == "constant"
-        found.append(leaf.value if is_constant else given[leaf.source][leaf.value])
-    return found
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from moe_graphs.engine.partial.capture import Recorder
 from moe_graphs.engine.partial.recording import RecordedBackward, layouts_of, versions_of
 from moe_graphs.engine.partial.slots import CallSite, PendingBackward, Slot
 from moe_graphs.engine.partial.verify import recompute
-from moe_graphs.engine.tensors import copy_to, unwrap
+from moe_graphs.engine.tensors import copy_to, leaves_of_outputs, unwrap
 from moe_graphs.errors import GraphError
 
 # ---- delayed weight gradients: backwards whose first part, for the inputs, has run
@@ -308,7 +308,7 @@ def replay(
         listed.append(leaves[each] if isinstance(each, int) else each)
     produced = _apply(slot, pending, recorder, delayed, leaves, *listed)
     site.note_handed(produced)
-    return site.forward.leaves_of_outputs(produced, leaves)
+    return leaves_of_outputs(site.forward.output_leaves, produced, leaves)
 
 
 def _part(slot: Slot, pending: PendingBackward, recorder: Recorder) -> WeightsPart:

@@ -517,7 +517,9 @@ class Slot:
             yield site.planned.refused
         yield from site.planned.signature.mismatches(structure, leaves)
         if site.forward is not None:
-            yield from results_of(site.forward.conditions.checks)
+            for check in site.forward.conditions.checks:
+                if (found := check()) is not None:
+                    yield found
         elif not self.may_record(site):
             yield _NOT_CAPTURED
 
