@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import types
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, repeat
 from operator import attrgetter, contains, is_
 from typing import Any
@@ -69,6 +69,7 @@ _version_of: Callable[[dict], int] | None = getattr(of_dynamo, "dict_version", N
 if _version_of is not None and not _notices_attributes(_version_of):
     _version_of = None
 _OFTEN = 3
+_NAMED = 4  # further differences that a message names
 _CODE_OF = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
@@ -463,26 +464,34 @@ class Guards:
         return self._sharded and are_of_fsdp(hooks)
 
     def _compare_by_path(self) -> Mismatch | None:
-        """The first difference by path, or None.
+        """The difference by path, or None. The message has the first one and names the others.
 
         Other containers may hold the same values, and a changed value may not matter.
         """
         found = self._walk()
-        for name, before in self._found.leaves.items():
-            now = found.leaves.get(name, GONE)
-            if not (_same_leaf(now, before) or self._is_alike(name, now, before)):
-                return _difference(name, before, now)
-        for name, now in found.leaves.items():
-            if self._is_new(name):
-                return _difference(name, GONE, now)
-        for name, order in self._found.orders.items():
-            if found.orders.get(name) != order:
-                return _difference(name, order, found.orders.get(name, GONE))
+        differing = list(self._differing(found))
+        if differing:
+            first = _difference(*differing[0])
+            others = [repr(name) for name, *_ in differing[1:]]
+            more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+            named = f"; also different: {', '.join(others[:_NAMED])}{more}" if others else ""
+            return Mismatch(first.reason, first.message + named)
         self._noisy.update(map(id, self._fast_path.changed()))
         # Other tensors may lie by now at an address that the block has read.
         found.tensors = {n: t for n, t in found.tensors.items() if n in self._found.tensors}
         self._adopt(found)
         return None
+
+    def _differing(self, found: Reachable) -> Iterator[tuple[str, Any, Any]]:
+        """Paths at which something else lies, with what was there and what is there now."""
+        for name, before in self._found.leaves.items():
+            now = found.leaves.get(name, GONE)
+            if not (_same_leaf(now, before) or self._is_alike(name, now, before)):
+                yield name, before, now
+        yield from ((name, GONE, now) for name, now in found.leaves.items() if self._is_new(name))
+        for name, order in self._found.orders.items():
+            if found.orders.get(name) != order:
+                yield name, order, found.orders.get(name, GONE)
 
     def _is_alike(self, name: str, now: Any, before: Any) -> bool:
         """Whether a tensor that no operation reads looks the same to Python."""
