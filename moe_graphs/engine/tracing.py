@@ -140,7 +140,9 @@ class Origins:
 
     def __init__(self, *, by_address: bool) -> None:
         self.by_address = by_address
-        self._found: dict[int, tuple[Any, int | None]] = {}
+        # id of the storage -> name, address of its beginning if that lasts, and the element at which
+        # the tensor begins that was named.
+        self._found: dict[int, tuple[Any, int | None, int]] = {}
         self._references: list[StorageWeakRef] = []  # no later storage gets a known identity
         self._others = self._operations = 0
 
@@ -162,10 +164,10 @@ class Origins:
             self.call(gradient, f"incoming gradient {number}")
 
     def call(self, tensor: Tensor, name: str) -> None:
-        """Names the tensor's memory."""
+        """Names the tensor's memory. Where it lies within larger memory does not matter."""
         tensor = unwrap(tensor)
         if tensor.layout is torch.strided:
-            self._note(tensor.untyped_storage(), name, None)
+            self._note(tensor.untyped_storage(), name, None, tensor.storage_offset())
 
     def has(self, tensor: Tensor) -> bool:
         """Whether the tensor's memory has a name."""
@@ -182,8 +184,8 @@ class Origins:
         found = self._found.get(storage._cdata)
         if found is None:
             found = self._of_before(storage)
-        name, base = found
-        where = tensor.storage_offset()
+        name, base, first = found
+        where = tensor.storage_offset() - first
         if base is not None:
             where = base + where * tensor.itemsize if tensor.numel() else 0
         pairs = zip(tensor.stride(), tensor.shape, strict=True)
@@ -202,17 +204,17 @@ class Origins:
                 name = _values_of(tensor) if is_python else (number, index)
                 self._note(storage, name, None)
 
-    def _of_before(self, storage: torch.UntypedStorage) -> tuple[Any, int | None]:
+    def _of_before(self, storage: torch.UntypedStorage) -> tuple[Any, int | None, int]:
         if self.by_address:
             return self._note(storage, "at", storage.data_ptr())
         self._others += 1
         return self._note(storage, f"other memory {self._others}", None)
 
     def _note(
-        self, storage: torch.UntypedStorage, name: Any, base: int | None
-    ) -> tuple[Any, int | None]:
+        self, storage: torch.UntypedStorage, name: Any, base: int | None, first: int = 0
+    ) -> tuple[Any, int | None, int]:
         self._references.append(StorageWeakRef(storage))
-        self._found[storage._cdata] = found = (name, base)
+        self._found[storage._cdata] = found = (name, base, first)
         return found
 
 

@@ -581,3 +581,13 @@ def test_functional_losses_have_the_same_operations_twice():
 
     x = torch.randn(4, 4)
     assert difference(stream_of(train, x), train, x) is None
+
+
+def test_an_incoming_gradient_may_lie_anywhere_in_larger_memory():
+    """Gradients of losses that a step stacks are parts of one tensor."""
+    stacked, found = torch.zeros(4), []
+    for part in stacked.unbind():
+        origins = Origins(by_address=False)
+        origins.call(part, "incoming gradient 0")
+        found.append(origins.of(part))
+    assert len(set(found)) == 1
