@@ -140,8 +140,8 @@ class Origins:
 
     def __init__(self, *, by_address: bool) -> None:
         self.by_address = by_address
-        # id of the storage -> name, address of its beginning if that lasts, and the element at which
-        # the tensor begins that was named.
+        # id of the storage -> its name, its address if that lasts, and the first element of the
+        # tensor that was named.
         self._found: dict[int, tuple[Any, int | None, int]] = {}
         self._references: list[StorageWeakRef] = []  # no later storage gets a known identity
         self._others = self._operations = 0
