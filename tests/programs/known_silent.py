@@ -10,7 +10,7 @@ not here, and for a name here that is not silent any more. A name has the kind o
 from __future__ import annotations
 
 KNOWN: dict[str, str] = {
-    "cached function: cache cleared": "c",
+    "cached function: cache cleared": "scf",
     "module imported in a function: attribute set": "scf",
     "attribute of an object | thread: no mutation": "c",
     "closure over a list | thread: closure cell set": "s",
