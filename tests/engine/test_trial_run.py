@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 
 import pytest
 import torch
+from torch import nn
 
+import moe_graphs
+from moe_graphs import GraphConfig
 from moe_graphs.engine.backends import backend_for
+from moe_graphs.engine.partial import trials
 from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.trial_run import TrialRun
 from moe_graphs.errors import CaptureError
@@ -104,3 +109,15 @@ def test_memory_that_nobody_knows_is_refused_only_where_the_run_is_strict():
     with pytest.raises(CaptureError, match="neither an input nor a parameter"):
         with TrialRun(backend()):
             doubled(foreign)
+
+
+def test_backwards_that_always_differ_end_the_trial_runs(monkeypatch):
+    """A counter that no guard sees must not keep the warm-up running for ever."""
+    counter = itertools.count()
+    monkeypatch.setattr(trials, "differing_op", lambda *both: f"run {next(counter)} differs")
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    config = GraphConfig("*0,*1", warmup_steps=1, on_capture_error="error")
+    graphs = moe_graphs.graph(model, config)
+    with pytest.raises(CaptureError, match="two runs of the same call differ"), graphs.step():
+        model(torch.ones(1, 2)).sum().backward()
+    assert next(counter) < 10

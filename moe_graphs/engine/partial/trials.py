@@ -203,8 +203,8 @@ class Trials:
                     before.keep_objects(guards[-1])
                 forwards.append(both[0].trace)
                 backwards.append(both[1].trace)
-                if len(backwards) == 2 and differing_op(*backwards) is not None:
-                    # No real backward came before, so this one may have filled a cache.
+                if len(forwards) == 2 and differing_op(*backwards) is not None:
+                    # No real backward came before, so the first one may have filled a cache.
                     backwards.pop(0)
                     runs += 1
         _check_same_operations(forwards)
