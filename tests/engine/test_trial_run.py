@@ -120,4 +120,4 @@ def test_backwards_that_always_differ_end_the_trial_runs(monkeypatch):
     graphs = moe_graphs.graph(model, config)
     with pytest.raises(CaptureError, match="two runs of the same call differ"), graphs.step():
         model(torch.ones(1, 2)).sum().backward()
-    assert next(counter) < 10
+    assert next(counter) < 20

@@ -33,6 +33,8 @@ from moe_graphs.engine.tracing import MODIFIED_INPUT, Trace, address, differing_
 from moe_graphs.engine.trial_run import TrialRun
 from moe_graphs.errors import CaptureError
 
+_MOST_RUNS = 8  # trial runs in which backwards may still differ from the next one
+
 # "forward_pre_hooks" and so on -> the function to call with the module and the values.
 Hooks = Mapping[str, Callable[..., None]]
 
@@ -203,8 +205,9 @@ class Trials:
                     before.keep_objects(guards[-1])
                 forwards.append(both[0].trace)
                 backwards.append(both[1].trace)
-                if len(forwards) == 2 and differing_op(*backwards) is not None:
-                    # No real backward came before, so the first one may have filled a cache.
+                may_settle = len(backwards) == 2 and len(forwards) < _MOST_RUNS
+                if may_settle and differing_op(*backwards) is not None:
+                    # No real backward came before, so this one may have filled a cache.
                     backwards.pop(0)
                     runs += 1
         _check_same_operations(forwards)
