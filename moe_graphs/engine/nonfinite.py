@@ -74,7 +74,8 @@ def find_nonfinite(
     left = _not_finite(_left(model, optimizers, result))
     if not anywhere(bool(left)):
         return result
-    start = _put_back(before, of_first_step) or _not_finite(_named(model))
+    _put_back(before, of_first_step)
+    start = _not_finite(_named(model))
     watch = NonFiniteWatch(model)
     try:
         with watch:

@@ -59,9 +59,9 @@ class ColumnHead(ColumnLinear):
     def forward(self, x: Tensor, targets: Tensor | None = None, reduction: str = "mean") -> Tensor:
         if targets is None:
             return super().forward(x)
-        x, weight_VD = _autocast(x), _autocast(local(self.weight))
+        weight_VD = local(self.weight)
         return linear_cross_entropy(
-            _SameOnRanks.apply(x, self.process_group).flatten(0, -2),
+            _SameOnRanks.apply(_autocast(x), self.process_group).flatten(0, -2),
             weight_VD,
             targets.flatten(),
             reduction=reduction,

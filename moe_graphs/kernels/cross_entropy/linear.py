@@ -30,7 +30,7 @@ from moe_graphs.kernels.cross_entropy import REDUCTIONS, reference
 from moe_graphs.kernels.cross_entropy.part import columns_here, gradient_of_part, part_of_rows
 from moe_graphs.kernels.launching import cdiv
 from moe_graphs.kernels.ops import wants_gradient
-from moe_graphs.kernels.precision import accumulation_dtype
+from moe_graphs.kernels.precision import accumulation_dtype, to_autocast
 
 CHUNK_BYTES = 1 << 30
 """Size that the logits of one chunk may have."""
@@ -79,10 +79,7 @@ def linear_cross_entropy(
             one device.
     """
     _check(hidden_ND, weight_VD, targets_N, reduction)
-    kind = hidden_ND.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        hidden_ND, weight_VD = hidden_ND.to(dtype), weight_VD.to(dtype)
+    hidden_ND, weight_VD = to_autocast(hidden_ND, weight_VD)
     rows = _chunk_rows(hidden_ND, weight_VD, chunk_bytes)
     return _LinearCrossEntropy.apply(
         hidden_ND, weight_VD, targets_N, ignore_index, reduction, shared, rows,
