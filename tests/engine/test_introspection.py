@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import types
 
 import hypothesis
@@ -57,6 +58,29 @@ def test_generated_code_has_the_origin_of_its_module():
                if isinstance(each, types.CodeType))  # fmt: skip
     assert introspection.origin_of_code(code, {"__file__": torch.__file__}) == "internal"
     assert introspection.origin_of_code(code, {}) == "own"
+
+
+def test_loading_a_module_reads_nothing(tmp_path, monkeypatch):
+    """A first import within a call runs finders, such as pytest's, and the module's body."""
+
+    class Finder:
+        calls = 0
+
+        def find_spec(self, *asked):
+            self.calls += 1
+
+    finder = Finder()
+    (tmp_path / "loaded_late.py").write_text("def f():\n    return a_name\n\na_name = 1\nf()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("sys.meta_path", [finder, *sys.meta_path])
+    with AccessedNames() as accessed:
+        import loaded_late
+
+        json.dumps(loaded_late.a_name)
+    assert finder.calls
+    assert id(finder) not in accessed.owners
+    assert not {"meta_path", "calls"} & accessed.names_of_modules
+    assert "dumps" in {code.co_name for code in accessed.code}
 
 
 @pytest.mark.parametrize("is_over", [False, True], ids=["as at the forward", "set back"])

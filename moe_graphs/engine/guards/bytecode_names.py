@@ -207,6 +207,7 @@ class AccessedNames:
         self.of_contexts: dict[str, Any] = {}
         self._seen: dict[int, weakref.ref | None] = {}
         self._may_have_state = functools.cache(_may_have_state)  # a block makes some thousand calls
+        self._import: types.FrameType | None = None
 
     def __enter__(self) -> AccessedNames:
         # Dispatch modes and optimizers import it with their first operation, and that import must
@@ -363,6 +364,8 @@ class AccessedNames:
 
     def _note(self, frame: types.FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
+        if self._is_import(frame, event):
+            return
         if event == "c_call" and origin_of(code.co_filename) == "own":
             self._open(of_c(argument))
         if event != "call" or code.co_filename.startswith(_ENGINE) or code.co_name == "<module>":
@@ -381,6 +384,16 @@ class AccessedNames:
         is_made_here = code.co_name in _CONSTRUCTORS
         with contextlib.suppress(TypeError):  # without weak references it is found by name
             self._seen[id(owner)] = None if is_made_here else weakref.ref(owner)
+
+    def _is_import(self, frame: types.FrameType, event: str) -> bool:
+        """Whether a module is loaded: finders and its body run once, and are not reads."""
+        if self._import is None and event == "call":
+            if frame.f_code.co_name == "_find_and_load" and "<frozen" in frame.f_code.co_filename:
+                self._import = frame
+        elif self._import is frame and event == "return":
+            self._import = None
+            return True
+        return self._import is not None
 
     def _note_context(self, context: Any) -> None:
         for name, value in vars(context).items():
