@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_graphs.engine.tensors import is_call
 from moe_graphs.errors import CaptureError
 
 _NOT_ASKED = 0
@@ -341,7 +340,8 @@ def with_flag_on_device(inputs: Any) -> Any:
     The argument says whether modules cast their weights again. One graph serves both values: it
     reads the flag on the device, and an object that stands for both takes the argument's place.
     """
-    is_first = inputs[1].get(FLAG) if is_call(inputs) else None
+    is_pair = type(inputs) is tuple and len(inputs) == 2 and type(inputs[1]) is dict
+    is_first = inputs[1].get(FLAG) if is_pair else None
     if type(is_first) is not bool or not is_enabled() or _state() is None:
         return inputs
     _skipping().fill_(not is_first)

@@ -54,7 +54,12 @@ class Tape(Graph):
         with torch.autocast("cpu", enabled=False), contextlib.ExitStack() as at_the_end:
             now = _modes()
             for modes, func, args, kwargs, outputs, is_work in self.calls:
-                with contextlib.nullcontext() if modes == now else _under(modes):
+                grad, inference = modes
+                if modes == now:
+                    under = contextlib.nullcontext()
+                else:
+                    under = torch.inference_mode() if inference else torch.set_grad_enabled(grad)
+                with under:
                     if is_work:
                         results = _communicate(func, args, kwargs, at_the_end)
                     else:
@@ -87,11 +92,6 @@ class Tape(Graph):
 def _modes() -> tuple[bool, bool]:
     """The modes of autograd that kernels ask for: recording of gradients, and inference."""
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-
-
-def _under(modes: tuple[bool, bool]) -> contextlib.AbstractContextManager[Any]:
-    grad, inference = modes
-    return torch.inference_mode() if inference else torch.set_grad_enabled(grad)
 
 
 def _communicate(func: Any, args: tuple, kwargs: dict, at_the_end: contextlib.ExitStack) -> Any:
