@@ -47,7 +47,7 @@ from timed_replays import check_replayed
 
 WARMUP_STEPS = 3
 ROUTINGS = ("even", "zipf")
-PREPARED_TOKENS = 256  # with which kernels are compiled and tuned
+PREPARED_TOKENS = 4096  # with which kernels are compiled and tuned: several processes fit then
 
 
 @dataclass(frozen=True)
@@ -232,16 +232,17 @@ def data(size: Size) -> tuple[Tensor, Tensor]:
 
 
 def prepare(size: Size, names: list[str]) -> None:
-    """Compile and tune the kernels of peers; a failure comes again, and is told, when measured."""
-    x, grad = data(replace(size, tokens=PREPARED_TOKENS))
+    """Compile and tune all kernels; a failure comes again, and is told, when measured."""
+    fewer = replace(size, tokens=min(size.tokens, PREPARED_TOKENS))
     like = make_layer(size)
-    for name in names:
+    jobs = {name: functools.partial(peer, fewer, name, like) for name in names}
+    jobs |= {"ours": lambda: ours(size, captured=False)}
+    for name, build in jobs.items():
         try:
-            peer(size, name, like).train(x, grad)
+            build().train(*data(size if name == "ours" else fewer))
         except Exception as problem:
             print(f"{name}, {size}: {type(problem).__name__}: {problem}"[:500], flush=True)
-    ours(size, captured=False).train(x, grad)
-    torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
 
 def measure(size: Size, rounds: int, separate: bool, peers: list[str], routing: str) -> list[dict]:

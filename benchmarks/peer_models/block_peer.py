@@ -16,7 +16,7 @@ from peer_models.peer import Peer
 from peer_models.plain import plain_model
 from peer_models.weights import LayerWeights
 
-PREPARED_TOKENS = 256
+PREPARED_TOKENS = 4096
 
 
 class OfSequences(nn.Module):

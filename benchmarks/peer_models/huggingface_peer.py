@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_graphs.checkpoints.hf_config import hf_config
 from moe_graphs.checkpoints.weight_names import pieces
+from peer_models import block_peer
 from peer_models.cases import Case
 from peer_models.peer import Peer
 from peer_models.weights import assign
@@ -20,6 +21,11 @@ class HuggingFacePeer(Peer):
     def loss(self, model: Any, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
         targets_BS = targets_BS.contiguous()
         return model(input_ids=tokens_BS, labels=targets_BS, shift_labels=targets_BS).loss
+
+
+def prepare(case: Case, device: torch.device, dtype: torch.dtype, liger: bool = False) -> None:
+    if liger:
+        block_peer.prepare(case, device, dtype, "Liger-Kernel")
 
 
 def build(
