@@ -372,11 +372,11 @@ def main(arguments: list[str] | None = None) -> None:
     started = time.time()
     print(environment.describe(stamp))
     name = "moe_layer_separate" if args.separate else "moe_layer"
-    constant = {"benchmark": name, "environment": stamp}
     for size, routing in itertools.product(args.sizes, args.routing):
         if time.time() - started > args.budget:
             print(f"budget spent: {size} left out")
             continue
+        constant = {"benchmark": name + "_zipf" * (routing == "zipf"), "environment": stamp}
         for record in measure(size, args.rounds, args.separate, args.peers, routing):
             print(json.dumps(record), flush=True)
             if args.out:
