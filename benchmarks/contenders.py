@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from moe_graphs import FullIteration, FullIterationReport, GraphConfig, Graphs, Report, graph
 from moe_graphs.dispatch import make_dispatcher
-from moe_graphs.kernels import cross_entropy
 from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
 from moe_graphs.layers.architectures import qwen3_30b_a3b
 from moe_graphs.optim import AdamW
@@ -278,9 +277,8 @@ class LanguageRun(Run):
         super().__init__(contender, model, optimizer, tokens, microbatches=setting.microbatches)
 
     def forward_backward(self, batch: Tensor) -> Tensor:
-        output = self.forward(batch[:, :-1])
-        loss = cross_entropy(output.logits_BSV.flatten(0, 1), batch[:, 1:].flatten())
-        loss = loss + output.aux_loss
+        output = self.forward(batch[:, :-1], batch[:, 1:])
+        loss = output.loss + output.aux_loss
         loss.backward()
         return loss.detach()
 

@@ -5,17 +5,20 @@
 Forward and backward together and nothing else (the gradients of the outputs are there before),
 bf16, as CUDA graphs of several calls; contenders take turns in random order, median of the rounds.
 Gate first: the error against fp64 is at most twice that of the plain path. Held: memory that the
-forward leaves allocated besides its outputs. `--tiny` runs small shapes on the CPU, where both are
-the plain path, without times: a test of this file.
+forward leaves allocated besides its outputs. Where Liger-Kernel is installed, its fused head is in
+the same line. It waits for the device, so it is timed eagerly. `--tiny` runs small shapes on the
+CPU, where both are the plain path, without times: a test of this file.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.util
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -39,7 +42,10 @@ Function = Callable[..., Sequence[Tensor]]
 class Case:
     """Two functions from leaves to outputs; gradients flow back through the first ``graded``.
 
-    ``transposed``: the outputs' gradients come as attention leaves them, heads before tokens.
+    Attributes:
+        transposed: whether the outputs' gradients come as attention leaves them, heads first.
+        eager: functions of other libraries by name, which read values on the host: no graph has
+            them, and their error is told but not judged.
     """
 
     op: str
@@ -49,6 +55,7 @@ class Case:
     leaves: list[Tensor]
     graded: int
     transposed: bool = False
+    eager: Mapping[str, Function] = field(default_factory=dict)
 
     def outputs(self, function: Function, leaves: list[Tensor]) -> list[Tensor]:
         return list(function(*leaves))[: self.graded]
@@ -142,26 +149,46 @@ def head(device: str, N: int, D: int, V: int) -> Case:
     def ours(hidden_ND: Tensor, weight_VD: Tensor) -> Sequence[Tensor]:
         return (linear_cross_entropy(hidden_ND, weight_VD, targets),)
 
+    eager = {}
+    if device == "cuda" and importlib.util.find_spec("liger_kernel"):
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        for name, dtype in (("liger", None), ("liger_fp32_sums", torch.float32)):
+            loss = LigerFusedLinearCrossEntropyLoss(accum_dtype=dtype)
+            eager[name] = lambda h, w, loss=loss: (loss(w, h, targets),)
     shape = f"{N} tokens of {D}, vocabulary {V}"
-    return Case("linear_cross_entropy", shape, ours, plain, [hidden, weight], 1)
+    return Case("linear_cross_entropy", shape, ours, plain, [hidden, weight], 1, eager=eager)
 
 
-def cases(device: str, tiny: bool) -> Iterator[Case]:
-    if tiny:
-        yield from (heads(device, 2, 8, 4, 2, 8), router(device, 16, 32, 8, 2), loss(device, 8, 33))
-        yield from (norm(device, 16, 24), head(device, 24, 16, 33))
-        return
-    for shape in ((4, 4096, 32, 4, 128), (2, 1024, 16, 4, 64), (8, 1024, 12, 12, 64)):
-        yield heads(device, *shape)
-    for shape in ((16384, 2048, 128, 8), (2048, 1024, 32, 4), (8192, 4096, 8, 2)):
-        yield router(device, *shape)
-    yield router(device, 8192, 7168, 256, 8, groups=8)
-    for shape in ((16384, 32768), (16384, 151936), (2048, 32768), (8192, 256)):
-        yield loss(device, *shape)
-    for shape in ((16384, 2048), (524288, 128), (16384, 2880), (8192, 7168), (2048, 1024)):
-        yield norm(device, *shape)
-    for shape in ((8192, 2048, 32768), (4096, 2048, 151936)):
-        yield head(device, *shape)
+Made = tuple[Callable[..., Case], Sequence[tuple[int, ...]]]
+
+TINY: dict[str, Made] = {
+    "split_heads": (heads, [(2, 8, 4, 2, 8)]),
+    "route": (router, [(16, 32, 8, 2)]),
+    "cross_entropy": (loss, [(8, 33)]),
+    "rms_norm": (norm, [(16, 24)]),
+    "linear_cross_entropy": (head, [(24, 16, 33)]),
+}
+FULL: dict[str, Made] = {
+    "split_heads": (heads, [(4, 4096, 32, 4, 128), (2, 1024, 16, 4, 64), (8, 1024, 12, 12, 64)]),
+    "route": (
+        router,
+        [(16384, 2048, 128, 8), (2048, 1024, 32, 4), (8192, 4096, 8, 2), (8192, 7168, 256, 8, 8)],
+    ),
+    "cross_entropy": (loss, [(16384, 32768), (16384, 151936), (2048, 32768), (8192, 256)]),
+    "rms_norm": (norm, [(16384, 2048), (524288, 128), (16384, 2880), (8192, 7168), (2048, 1024)]),
+    "linear_cross_entropy": (
+        head,
+        [(8192, 2048, 32768), (4096, 2048, 151936), (16384, 2048, 151936)],
+    ),
+}
+
+
+def cases(device: str, tiny: bool, op: str | None = None) -> Iterator[Case]:
+    """``op``: only its cases."""
+    for name, (make, shapes) in (TINY if tiny else FULL).items():
+        for shape in shapes if op in (None, name) else ():
+            yield make(device, *shape)
 
 
 def error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
@@ -179,39 +206,60 @@ def measure(case: Case, rounds: int) -> dict:
     leaves = [leaf.requires_grad_() for leaf in case.leaves]
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     exact = case.step(case.plain, wide)()
-    errors = [error(case.step(f, leaves)(), exact) for f in (case.ours, case.plain)]
-    if not errors[0] <= 2 * errors[1] + 1e-6:
-        raise RuntimeError(f"{case.op}, {case.shape}: error {errors[0]:.1e}, torch {errors[1]:.1e}")
-    record = {"op": case.op, "shape": case.shape, "error": errors[0], "torch_error": errors[1]}
+    functions = {"ours": case.ours, "torch": case.plain, **case.eager}
+    errors = {name: error(case.step(f, leaves)(), exact) for name, f in functions.items()}
+    if not errors["ours"] <= 2 * errors["torch"] + 1e-6:
+        raise RuntimeError(f"{case.op}, {case.shape}: errors {errors}")
+    record = {"op": case.op, "shape": case.shape, "error": errors.pop("ours")}
+    record |= {f"{name}_error": value for name, value in errors.items()}
     if not leaves[0].is_cuda:
         return record
     del exact, wide
-    functions = {"ours": case.ours, "torch": case.plain}
     for name, function in functions.items():
-        before = torch.cuda.memory_allocated()
-        outputs = case.outputs(function, leaves)
-        own = {o.untyped_storage().data_ptr(): o.untyped_storage().nbytes() for o in outputs}
-        for leaf in leaves:
-            own.pop(leaf.untyped_storage().data_ptr(), None)
-        held = torch.cuda.memory_allocated() - before - sum(own.values())
-        record[f"{name}_held_mib"] = round(held / 2**20, 1)
-        del outputs
+        record |= memory(case, name, function, leaves)
     steps = {n: case.step(f, leaves) for n, f in functions.items()}
-    graphs = {n: capture_burst(step, CALLS) for n, step in steps.items()}
-    spent: dict[str, list[float]] = {name: [] for name in graphs}
+    calls = {n: functools.partial(repeat, step) for n, step in steps.items()}
+    for name in functions.keys() - case.eager.keys():
+        calls[name] = capture_burst(steps[name], CALLS).replay
+    spent: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
-        for name in random.sample(list(graphs), len(graphs)):
-            spent[name].append(elapsed(graphs[name].replay) / CALLS * 1e3)
+        for name in random.sample(list(calls), len(calls)):
+            spent[name].append(elapsed(calls[name]) / CALLS * 1e3)
     for name, times in spent.items():
         record[f"{name}_us"] = round(sorted(times)[len(times) // 2], 1)
     record["ratio"] = round(record["torch_us"] / record["ours_us"], 2)
     return record
 
 
+def repeat(step: Callable[[], list[Tensor]]) -> None:
+    for _ in range(CALLS):
+        step()
+
+
+def memory(case: Case, name: str, function: Function, leaves: list[Tensor]) -> dict[str, float]:
+    """What the forward holds besides its outputs, and the most that a step takes."""
+    before = torch.cuda.memory_allocated()
+    outputs = case.outputs(function, leaves)
+    own = {o.untyped_storage().data_ptr(): o.untyped_storage().nbytes() for o in outputs}
+    for leaf in leaves:
+        own.pop(leaf.untyped_storage().data_ptr(), None)
+    held = torch.cuda.memory_allocated() - before - sum(own.values())
+    del outputs
+    step = case.step(function, leaves)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    peak = torch.cuda.max_memory_allocated() - before
+    found = {"held": held, "peak": peak}
+    return {f"{name}_{key}_mib": round(count / 2**20, 1) for key, count in found.items()}
+
+
 def main(arguments: list[str] | None = None) -> None:
     def records(args: argparse.Namespace) -> Iterator[dict]:
-        for case in cases("cpu" if args.tiny else "cuda", args.tiny):
+        for case in cases("cpu" if args.tiny else "cuda", args.tiny, args.op):
             yield measure(case, args.rounds)
+            if not args.tiny:
+                torch.cuda.empty_cache()
 
     measure_cases("layer_kernels", __doc__, 11, records, arguments)
 

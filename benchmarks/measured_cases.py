@@ -20,13 +20,14 @@ def measure_cases(
     records: Callable[[argparse.Namespace], Iterable[Mapping[str, Any]]],
     arguments: list[str] | None,
 ) -> None:
-    """``records`` measures with the options ``tiny`` and ``rounds``, whose default is given."""
+    """``records`` measures with the options ``tiny``, ``op`` and ``rounds`` (default: given)."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="JSON lines are appended here")
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--tiny", action="store_true", help="on the CPU, as a test")
+    parser.add_argument("--op", help="only the cases of this one, where cases have ops")
     parser.add_argument("--commit", help="where there is no .git to ask")
     args = parser.parse_args(arguments)
     torch.manual_seed(0)

@@ -2,28 +2,33 @@
 
     python benchmarks/moe_layer.py --out benchmarks/results/moe_layer_h200.jsonl
     python benchmarks/moe_layer.py --separate  # beside the ops one by one, each step as one graph
+    python benchmarks/moe_layer.py --peers SonicMoE,ScatterMoE --routing even,zipf
 
-Contenders: ours eager, ours with scope `moe` captured, and where transformers is installed the
-block of Qwen3-MoE with its `grouped_mm` experts. Gate first: captured is bitwise eager, the
-others are close to it. Sustained: contenders take turns in random order; median, p10, p90 of the
-rounds. FLOPs are 6TKDF forward and 18TKDF with backward. Saved: memory that a forward in training
-leaves allocated besides its output. Peak: memory of a step besides weights and tokens.
+Contenders: ours eager, ours with scope `moe` captured, and blocks of other libraries
+(`peer_models/moe_blocks.py`; where transformers is installed by default Qwen3-MoE's with
+`grouped_mm` experts), all with the same weights. Gate first: captured is bitwise eager, the others
+are close to it. Zipf: a feature that is 1 in all tokens gives each expert a logit of its own, so
+that a few experts get most rows; `load` is the fullest expert's share, over that of an even one.
+Sustained: contenders take turns in random order; median, p10, p90 of the rounds. FLOPs are 6TKDF
+forward and 18TKDF with backward. Saved: memory that a forward in training leaves allocated besides
+its output. Peak: memory of a step besides weights and tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
+import os
 import random
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -36,9 +41,13 @@ from moe_graphs.kernels.gemm.gather import gather_gemm
 from moe_graphs.kernels.routed_experts import down_projection
 from moe_graphs.layers.model_config import MoEConfig
 from moe_graphs.layers.moe import MoELayer, MoEOutput, Prepared
+from peer_models.moe_blocks import BLOCKS, BlockWeights
+from peer_models.worker import take_turn
 from timed_replays import check_replayed
 
 WARMUP_STEPS = 3
+ROUTINGS = ("even", "zipf")
+PREPARED_TOKENS = 4096  # with which kernels are compiled and tuned: several processes fit then
 
 
 @dataclass(frozen=True)
@@ -171,27 +180,26 @@ def ours(size: Size, captured: bool) -> Contender:
     return Contender(name, layer, lambda x: layer(x).hidden, graphs)
 
 
-def hugging_face(size: Size, like: MoELayer) -> Contender:
-    """Qwen3MoeSparseMoeBlock with the weights of ours."""
-    from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen
-    from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+def peer(size: Size, name: str, like: MoELayer) -> Contender:
+    """Another library's block with the weights of ours."""
+    w1_EFD, w2_EDF = (
+        weight.detach().transpose(1, 2) for weight in (like.experts.w1, like.experts.w2)
+    )
+    weights = BlockWeights(like.router.weight.detach(), *w1_EFD.chunk(2, dim=1), w2_EDF, size.top_k)
+    block = BLOCKS[name](weights).train()
+    return Contender(name, block, block)
 
-    config = Qwen3MoeConfig(
-        hidden_size=size.hidden, moe_intermediate_size=size.ffn, num_experts=size.experts,
-        num_experts_per_tok=size.top_k, norm_topk_prob=True,
-    )  # fmt: skip
-    config._experts_implementation = "grouped_mm"
-    block = qwen.Qwen3MoeSparseMoeBlock(config).to("cuda", torch.bfloat16).train()
+
+def skew(layer: MoELayer, x: Tensor, routing: str) -> float:
+    """Give the experts logits by Zipf's law, if asked for; returns the fullest expert's load."""
+    router_ED = layer.router.weight
     with torch.no_grad():
-        block.gate.weight.copy_(like.router.weight)
-        block.experts.gate_up_proj.copy_(rearrange(like.experts.w1, "e d f -> e f d"))
-        block.experts.down_proj.copy_(rearrange(like.experts.w2, "e f d -> e d f"))
-
-    def run(x: Tensor) -> Tensor:
-        out = block(x[None])
-        return (out[0] if isinstance(out, tuple) else out).view_as(x)
-
-    return Contender("HF grouped_mm", block, run)
+        if routing == "zipf":
+            ranks_E = torch.randperm(len(router_ED), generator=torch.Generator().manual_seed(0)) + 1
+            x[:, 0] = 1
+            router_ED[:, 0] = -ranks_E.log().to(router_ED)
+        counts_E = layer.router(x).tokens_per_expert_E.float()
+    return round((counts_E.max() / counts_E.mean()).item(), 2)
 
 
 def saved_bytes(contender: Contender, x: Tensor) -> int:
@@ -214,34 +222,58 @@ def spread(samples: list[float]) -> list[float]:
     return [round(samples[int(q * (len(samples) - 1))], 4) for q in (0.1, 0.5, 0.9)]
 
 
-def measure(size: Size, rounds: int, separate: bool) -> list[dict]:
-    """One record per contender; what failed its gate or raised has `error` and no speed."""
+def data(size: Size) -> tuple[Tensor, Tensor]:
+    """Tokens and the gradient of the output."""
     generator = torch.Generator(device="cuda").manual_seed(1)
     x = torch.randn(size.tokens, size.hidden, device="cuda", generator=generator)
     x = x.to(torch.bfloat16).requires_grad_()
     grad = torch.randn(x.shape, device="cuda", generator=generator).to(torch.bfloat16)
+    return x, grad
+
+
+def prepare(size: Size, names: list[str]) -> None:
+    """Compile and tune all kernels; a failure comes again, and is told, when measured."""
+    fewer = replace(size, tokens=min(size.tokens, PREPARED_TOKENS))
+    like = make_layer(size)
+    jobs = {name: functools.partial(peer, fewer, name, like) for name in names}
+    jobs |= {"ours": lambda: ours(size, captured=False)}
+    for name, build in jobs.items():
+        try:
+            build().train(*data(size if name == "ours" else fewer))
+        except Exception as problem:
+            print(f"{name}, {size}: {type(problem).__name__}: {problem}"[:500], flush=True)
+        torch.cuda.empty_cache()
+
+
+def measure(size: Size, rounds: int, separate: bool, peers: list[str], routing: str) -> list[dict]:
+    """One record per contender; what failed its gate or raised has `error` and no speed."""
+    x, grad = data(size)
     eager, failed = ours(size, captured=False), {}
-    running = [eager]
+    load = skew(eager.module, x, routing)
+    running, saved, peak = [eager], {}, {}
     builds = {name: functools.partial(one_graph, size, name) for name in KINDS}
     if not separate:
-        builds = {
-            "ours, scope moe": lambda: ours(size, captured=True),
-            "HF grouped_mm": lambda: hugging_face(size, eager.module),
-        }
+        builds = {"ours, scope moe": lambda: ours(size, captured=True)}
+        builds |= {name: functools.partial(peer, size, name, eager.module) for name in peers}
     for name, build in builds.items():
         try:
             contender = build()
+            if isinstance(contender.module, MoELayer):
+                contender.module.load_state_dict(eager.module.state_dict())
             gate(contender, eager, x, grad)
+            if contender.graphs is None:
+                saved[name] = saved_bytes(contender, x)
+                peak[name] = peak_bytes(contender, x, grad)
             running.append(contender)
         except Exception as problem:
             failed[name] = f"{type(problem).__name__}: {problem}"[:500]
-    saved = {c.name: saved_bytes(c, x) for c in running if c.graphs is None}
-    peak = {c.name: peak_bytes(c, x, grad) for c in running if c.graphs is None}
+    saved[eager.name], peak[eager.name] = saved_bytes(eager, x), peak_bytes(eager, x, grad)
     spent = time_together(running, x, grad, rounds)
-    records = [asdict(size) | {"contender": name, "error": why} for name, why in failed.items()]
+    case = asdict(size) | {"routing": routing, "load": load}
+    records = [case | {"contender": name, "error": why} for name, why in failed.items()]
     for contender in running:
         forward, train = (spread(ms) if ms else None for ms in spent[contender.name])
-        record = asdict(size) | {"contender": contender.name, "error": None}
+        record = case | {"contender": contender.name, "error": None}
         record |= {"forward_ms": forward, "train_ms": train}
         record["forward_tflops"] = forward and round(size.forward_flops / forward[1] / 1e9, 1)
         record["train_tflops"] = round(3 * size.forward_flops / train[1] / 1e9, 1)
@@ -289,7 +321,7 @@ def time_together(
     return spent
 
 
-def main() -> None:
+def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -299,22 +331,59 @@ def main() -> None:
     parser.add_argument(
         "--separate", action="store_true", help="beside the ops one by one, each step as one graph"
     )
+    parser.add_argument(
+        "--peers",
+        type=_names(BLOCKS),
+        default=["HF grouped_mm"],
+        help=f"all, or some of {', '.join(BLOCKS)}",
+    )
+    parser.add_argument("--routing", type=_names(ROUTINGS), default=["even"], help="even,zipf")
+    indices = ",".join(str(index) for index in range(len(SIZES)))
+    parser.add_argument("--sizes", default=indices, help="indices of the sizes")
+    parser.add_argument(
+        "--gate", type=Path, help="compile first, make a file beside it, wait, then lock it"
+    )
     parser.add_argument("--commit", help="where there is no .git to ask")
-    args = parser.parse_args()
-    stamp, started = environment.stamp(args.commit), time.time()
+    options = parser.parse_args(arguments)
+    options.sizes = [SIZES[int(index)] for index in options.sizes.split(",")]
+    return options
+
+
+def _names(known: Collection[str]) -> Callable[[str], list[str]]:
+    """Reader of names with commas between them, or "all"."""
+
+    def read(text: str) -> list[str]:
+        found = list(known) if text == "all" else text.split(",")
+        if unknown := sorted(set(found) - set(known)):
+            raise argparse.ArgumentTypeError(f"{unknown} unknown: choose from {list(known)}")
+        return found
+
+    return read
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse(arguments)
+    stamp, held = environment.stamp(args.commit), None
+    if args.gate is not None:
+        for size in args.sizes:
+            prepare(size, args.peers)
+        args.gate.with_suffix(f".{os.getpid()}.ready").touch()
+        held = take_turn(args.gate)
+    started = time.time()
     print(environment.describe(stamp))
     name = "moe_layer_separate" if args.separate else "moe_layer"
-    constant = {"benchmark": name, "environment": stamp}
-    for size in SIZES:
+    for size, routing in itertools.product(args.sizes, args.routing):
         if time.time() - started > args.budget:
             print(f"budget spent: {size} left out")
             continue
-        for record in measure(size, args.rounds, args.separate):
+        constant = {"benchmark": name + "_zipf" * (routing == "zipf"), "environment": stamp}
+        for record in measure(size, args.rounds, args.separate, args.peers, routing):
             print(json.dumps(record), flush=True)
             if args.out:
                 with args.out.open("a") as lines:
                     lines.write(json.dumps(record | constant) + "\n")
         torch.cuda.empty_cache()
+    del held
 
 
 if __name__ == "__main__":

@@ -37,7 +37,6 @@ from contenders import WARMUP_STEPS, Setting, adamw, free_memory, gpu_bound, lau
 from full_iteration import llama
 from moe_graphs import DeviceStep, FullIteration, GraphConfig, graph
 from moe_graphs.bench import environment
-from moe_graphs.kernels import cross_entropy
 from moe_graphs.layers import LanguageModel, TransformerConfig
 from moe_graphs.parallel import (
     ParallelConfig,
@@ -199,9 +198,8 @@ class Run:
         return loss
 
     def _forward_backward(self, tokens: Tensor) -> Tensor:
-        output = self.model(tokens[:, :-1])
-        logits = output.logits_BSV.flatten(0, 1)
-        loss = cross_entropy(logits, tokens[:, 1:].flatten()) + output.aux_loss
+        output = self.model(tokens[:, :-1], tokens[:, 1:])
+        loss = output.loss + output.aux_loss
         (loss if self.replicas is None else loss / self.replicas.size()).backward()
         return loss.detach()
 

@@ -1,8 +1,9 @@
-"""The README's tables of peers and of FP8, from the lines of `peers.py` and `fp8_training.py`."""
+"""Tables of other libraries and of FP8 (`peers.py`, `moe_layer.py`, `fp8_training.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fp8_training import FROM_COMPARE
 from markdown_cells import gibibytes, milliseconds, table, times
@@ -49,6 +50,49 @@ def peers(lines: Sequence[Line], gpu: str = H200) -> str:
         note += f" {more} more settings were measured on one of the models only: in the file."
     parts += [table(header, rows), *_failures(used), f"{note} {sources(used)}"]
     return "\n\n".join(parts)
+
+
+LAYER_SIZE = ("tokens", "hidden", "ffn", "experts", "top_k")
+ROUTINGS = {"moe_layer": "even", "moe_layer_zipf": "skewed"}
+
+
+def layer_peers(lines: Sequence[Line], gpu: str = H200) -> str:
+    """Layers of all libraries, each beside ours of the same process; empty without such lines."""
+    cases: dict[tuple[Any, ...], Newest] = {}
+    for benchmark in ROUTINGS:
+        for line in sorted(Select(benchmark, gpu=gpu).lines(lines), key=lambda line: line.run):
+            if line.get("load"):
+                case = (*(line[key] for key in LAYER_SIZE), benchmark)
+                cases.setdefault(case, {})[line["contender"]] = line
+    used = [line for run in cases.values() for line in run.values()]
+    names = sorted({x["contender"] for x in used}, key=lambda name: (not _is_ours(name), name))
+    rows, ahead = [], []
+    for case, run in sorted(cases.items()):
+        label = f"{', '.join(str(number) for number in case[:-1])}, {ROUTINGS[case[-1]]}"
+        rows.append([label, *(_layer_cell(run.get(name)) for name in names)])
+        best = max(x["train_tflops"] for name, x in run.items() if _is_ours(name) and not x.failed)
+        ahead += [
+            f"{name} ({label}: {times(x['train_tflops'] / best)})"
+            for name, x in run.items()
+            if not x.failed and x["train_tflops"] > best
+        ]
+    if not rows:
+        return ""
+    header = " | ".join(["tokens, hidden, ffn, experts, top-k, routing", *names])
+    first = f"Ahead of the faster of ours: {', '.join(ahead) or 'nobody'}."
+    note = "TFLOP/s of forward and backward, MiB kept. A failed or missing contender is `-`."
+    return "\n\n".join([first, table(header, rows), *_failures(used), f"{note} {sources(used)}"])
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith("ours")
+
+
+def _layer_cell(line: Line | None) -> str:
+    if line is None or line.failed:
+        return NOT_RUN
+    kept = f", {line['saved_mib']}" if line["saved_mib"] else ""
+    return f"{line['train_tflops']:.0f}{kept}"
 
 
 def fp8_training(lines: Sequence[Line], gpu: str = H200) -> str:

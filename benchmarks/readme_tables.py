@@ -26,7 +26,7 @@ from parallel_tables import (
     parallel_steps,
     shared_experts,
 )
-from peers_table import fp8_training, peers
+from peers_table import fp8_training, layer_peers, peers
 from result_lines import Line, Select, fastest_eager, link, load, sources
 from weak_scaling import weak_scaling
 
@@ -262,7 +262,7 @@ def moe_layer(lines: list[Line]) -> str:
         "tokens, hidden, ffn, experts, top-k | this, eager | this, scope `moe` | "
         "Hugging Face, `grouped_mm`"
     )
-    return f"{table(header, rows)}\n\n{sources(used)}"
+    return f"{table(header, rows)}\n\n{sources(used)}\n\n{layer_peers(lines)}".rstrip()
 
 
 def rates(line: Line) -> str:

@@ -47,6 +47,10 @@ def _megatron(dispatcher: str, graphs: str = "none", scope: str = "full") -> Ent
     return Entry(f"Megatron-core, {dispatcher}, {graphed}", "megatron_peer", options)
 
 
+def _block(block: str) -> Entry:
+    return Entry(f"{block} in plain torch", "block_peer", {"block": block})
+
+
 def _te(fp8: str | None = None, graphs: bool = False) -> Entry:
     parts = ["Transformer Engine", f"FP8 {fp8}" if fp8 else "bf16", *["attn graphs"] * graphs]
     return Entry(", ".join(parts), "te_peer", dict(fp8=fp8, graphs=graphs))
@@ -93,5 +97,9 @@ ENTRIES: dict[str, Entry] = {
     "te-fp8-block": _te("block"),
     "torchtitan": Entry("as torchtitan, eager", "plain", runs_on_cpu=True),
     "torchtitan-compile": Entry("as torchtitan, torch.compile", "plain", dict(compiled=True)),
+    "sonicmoe": _block("SonicMoE"),
+    "scattermoe": _block("ScatterMoE"),
+    "unsloth": _block("Unsloth (not tuned)"),
+    "liger": Entry("transformers, Liger-Kernel", "huggingface_peer", {"liger": True}),
     "huggingface": Entry("transformers, grouped_mm", "huggingface_peer", runs_on_cpu=True),
 }

@@ -6,7 +6,7 @@ Q head dim, E experts, F ffn, K top-k, R rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -111,6 +111,24 @@ class PlainPeer(Peer):
         return self.cross_entropy(model(tokens_BS), targets_BS)
 
 
+def plain_model(
+    config: TransformerConfig,
+    state: Mapping[str, Tensor],
+    factory: dict[str, Any],
+    settings: Mapping[str, Any],
+    moe: Callable[[LayerWeights], nn.Module] | None = None,
+) -> PlainPeer:
+    """A decoder in plain torch; ``moe`` builds another MoE block from a layer's weights."""
+    layers = [_layer(LayerWeights.of(state, i, config), config, factory, moe)
+              for i in range(config.num_layers)]  # fmt: skip
+    embedding = nn.Embedding(config.vocab_size, config.hidden_size, **factory)
+    norm = nn.RMSNorm(config.hidden_size, config.norm_eps, **factory)
+    head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, **factory)
+    for module, name in ((embedding, "embedding"), (norm, "norm"), (head, "head")):
+        assign_linear(module, state[f"{name}.weight"])
+    return PlainPeer(Decoder(embedding, layers, norm, head), settings)
+
+
 def build(
     case: Case,
     state: Mapping[str, Tensor],
@@ -119,26 +137,23 @@ def build(
     compiled: bool = False,
 ) -> Peer:
     """``compiled``: each layer by itself and the loss, graph breaks allowed."""
-    config, factory = case.config, dict(device=device, dtype=dtype)
-    layers = [_layer(LayerWeights.of(state, i, config), config, factory)
-              for i in range(config.num_layers)]  # fmt: skip
-    embedding = nn.Embedding(config.vocab_size, config.hidden_size, **factory)
-    norm = nn.RMSNorm(config.hidden_size, config.norm_eps, **factory)
-    head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, **factory)
-    for module, name in ((embedding, "embedding"), (norm, "norm"), (head, "head")):
-        assign_linear(module, state[f"{name}.weight"])
     settings = {"experts": "torch._grouped_mm", "attention": "torch's SDPA", "compile": "none"}
-    peer = PlainPeer(Decoder(embedding, layers, norm, head), settings)
+    peer = plain_model(case.config, state, dict(device=device, dtype=dtype), settings)
     if compiled:
         peer.settings["compile"] = "torch.compile(fullgraph=False) of each layer, and of the loss"
-        for layer in layers:
+        for layer in peer.model.layers:
             layer.compile(fullgraph=False)
         peer.cross_entropy = torch.compile(float_cross_entropy)
     return peer
 
 
-def _layer(weights: LayerWeights, config: TransformerConfig, factory: dict[str, Any]) -> nn.Module:
-    attention, moe = PlainAttention(config, factory), PlainMoE(config, factory)
+def _layer(
+    weights: LayerWeights,
+    config: TransformerConfig,
+    factory: dict[str, Any],
+    moe: Callable[[LayerWeights], nn.Module] | None,
+) -> nn.Module:
+    attention = PlainAttention(config, factory)
     norms = [nn.RMSNorm(config.hidden_size, config.norm_eps, **factory) for _ in range(2)]
     assign_linear(norms[0], weights.attention_norm)
     assign_linear(norms[1], weights.mlp_norm)
@@ -146,7 +161,15 @@ def _layer(weights: LayerWeights, config: TransformerConfig, factory: dict[str, 
         assign_linear(getattr(attention, name), getattr(weights, name))
     assign_optional(attention.query_norm, weights.query_norm)
     assign_optional(attention.key_norm, weights.key_norm)
+    block = _plain_moe(weights, config, factory) if moe is None else moe(weights)
+    return DecoderLayer(norms[0], attention, norms[1], block)
+
+
+def _plain_moe(
+    weights: LayerWeights, config: TransformerConfig, factory: dict[str, Any]
+) -> PlainMoE:
+    moe = PlainMoE(config, factory)
     assign_linear(moe.router, weights.router)
     for parameter, value in (moe.w1, weights.gate), (moe.w3, weights.up), (moe.w2, weights.down):
         assign(parameter, value)
-    return DecoderLayer(norms[0], attention, norms[1], moe)
+    return moe

@@ -33,11 +33,15 @@ def write_record(
     """A failure is part of what was found: the last lines of its traceback, under ``error``.
 
     Args:
-        gate: a file that one process at a time may hold: imports come before it, the GPU after.
+        gate: a file that one process at a time may hold. Imports and the compiling of a library's
+            kernels come before it, everything else on the GPU after.
     """
     found: Record = {"error": None}
     try:
         library = importlib.import_module(f"peer_models.{ENTRIES[name].module}")
+        if gate is not None and hasattr(library, "prepare"):
+            library.prepare(case, device, torch.bfloat16, **ENTRIES[name].options)
+            free_memory(device)
         record.with_suffix(IMPORTED).touch()
         held = take_turn(gate) if gate is not None else None
         started_file(record).touch()

@@ -14,8 +14,11 @@ import pytest
 import torch
 
 import library_stand_ins
+import moe_layer
 import peers
 from grids import by_turns
+from moe_graphs.layers import MoEConfig
+from moe_graphs.layers.moe import MoELayer
 from peer_models import cases, entries, worker
 from peer_models import lines as result_rows
 
@@ -59,6 +62,25 @@ def test_a_peer_computes_what_we_compute(libraries, case, name):
     assert losses.unique().numel() == 5
     numbers = [sum(p.numel() for p in each.model.parameters()) for each in (run, ours)]
     assert numbers[0] == numbers[1]
+
+
+def test_a_block_of_another_library_takes_the_place_of_the_plain_one(monkeypatch):
+    """Every weight of the block is in its place, also in the layer alone, with skewed routing."""
+    smoke = cases.cases()["launch_bound"].smoke()
+    expected, _ = first_losses("ours", smoke)
+    block = entries.Entry("block", "block_peer", {"block": "HF grouped_mm"})
+    monkeypatch.setitem(entries.ENTRIES, "block", block)
+    losses, _ = first_losses("block", smoke)
+    torch.testing.assert_close(losses, expected, rtol=2e-6, atol=0)
+    size = moe_layer.Size(tokens=64, hidden=32, ffn=16, experts=8, top_k=2)
+    layer = MoELayer(MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=16), 32)
+    x, grad = torch.randn(64, 32).requires_grad_(), torch.randn(64, 32)
+    loads = [moe_layer.skew(layer, x, routing) for routing in moe_layer.ROUTINGS]
+    assert loads[0] < 2 < loads[1]
+    theirs = moe_layer.peer(size, "HF grouped_mm", layer)
+    got = [t.clone() for t in theirs.train(x, grad)]
+    ours = moe_layer.Contender("ours", layer, lambda x: layer(x).hidden)
+    torch.testing.assert_close(got, list(ours.train(x, grad)))
 
 
 def test_a_weight_that_is_elsewhere_shows(libraries, monkeypatch):
