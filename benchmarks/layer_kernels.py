@@ -237,7 +237,7 @@ def repeat(step: Callable[[], list[Tensor]]) -> None:
 
 
 def memory(case: Case, name: str, function: Function, leaves: list[Tensor]) -> dict[str, float]:
-    """What the forward holds besides its outputs, and the most that a step takes."""
+    """Memory that the forward holds besides its outputs, and the peak of a step, in MiB."""
     before = torch.cuda.memory_allocated()
     outputs = case.outputs(function, leaves)
     own = {o.untyped_storage().data_ptr(): o.untyped_storage().nbytes() for o in outputs}
