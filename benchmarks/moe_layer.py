@@ -42,7 +42,7 @@ from moe_graphs.kernels.routed_experts import down_projection
 from moe_graphs.layers.model_config import MoEConfig
 from moe_graphs.layers.moe import MoELayer, MoEOutput, Prepared
 from peer_models.moe_blocks import BLOCKS, BlockWeights
-from peer_models.worker import take_turn
+from peer_models.worker import COMPILING, take_slot, take_turn
 from timed_replays import check_replayed
 
 WARMUP_STEPS = 3
@@ -343,6 +343,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--gate", type=Path, help="compile first, make a file beside it, wait, then lock it"
     )
+    parser.add_argument(
+        "--compiling", type=int, default=COMPILING, help="processes at a gate that compile at once"
+    )
     parser.add_argument("--commit", help="where there is no .git to ask")
     options = parser.parse_args(arguments)
     options.sizes = [SIZES[int(index)] for index in options.sizes.split(",")]
@@ -365,8 +368,10 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
     stamp, held = environment.stamp(args.commit), None
     if args.gate is not None:
+        slot = take_slot(args.gate, args.compiling)
         for size in args.sizes:
             prepare(size, args.peers)
+        del slot
         args.gate.with_suffix(f".{os.getpid()}.ready").touch()
         held = take_turn(args.gate)
     started = time.time()

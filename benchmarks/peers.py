@@ -53,6 +53,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=1,
         help="processes at once; without --smoke one computes and the others import ahead",
     )
+    made.add_argument(
+        "--compiling",
+        type=int,
+        default=worker.COMPILING,
+        help="processes that compile their library's kernels at once, before they are ready",
+    )
+    made.add_argument(
+        "--ready-limit",
+        type=float,
+        default=260.0,
+        help="seconds that the first turn waits for imports and compilers of the others",
+    )
     made.add_argument("--smoke", action="store_true", help="tiny sizes, few steps")
     made.add_argument("--no-trace", action="store_true", help="no GPU busy time; saves seconds")
     made.add_argument("--out", type=Path, help="JSON lines are appended here")
@@ -71,8 +83,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if unmatched:
         made.error(f"--contenders: {unmatched} match none of {list(ENTRIES)}")
     options.names = [n for n in ENTRIES if any(fnmatch.fnmatch(n, p) for p in patterns)]
-    if options.rounds < 1 or options.parallel < 1:
-        made.error("--rounds and --parallel must be at least 1")
+    if min(options.rounds, options.parallel, options.compiling) < 1:
+        made.error("--rounds, --parallel and --compiling must be at least 1")
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.device == "cpu":
         if not options.smoke:
@@ -115,7 +127,7 @@ class Processes:
     def _wait_for_imports(self, running: Collection[Future]) -> None:
         """Wait for processes that start at once; their imports would disturb host times."""
         first = min(self.options.parallel, len(running))
-        deadline = time.monotonic() + self.options.time_limit
+        deadline = time.monotonic() + self.options.ready_limit
         while time.monotonic() < deadline:
             ended = sum(process.done() for process in running)
             if ended + len(list(self.folder.glob(f"*/*{worker.IMPORTED}"))) >= first:
@@ -169,13 +181,14 @@ class Processes:
         command = [sys.executable, __file__, "--cases", case, "--device", options.device]
         command += ["--smoke"] * options.smoke + ["--no-trace"] * options.no_trace
         if not options.smoke:
-            command += ["--gate", str(self.gate)]
+            command += ["--gate", str(self.gate), "--compiling", str(options.compiling)]
         return [*command, "--worker", name, str(record)]
 
     def _ended(self, process: subprocess.Popen, started: Path) -> bool:
         """Whether it does within its limit, which those that wait their turn have before, too."""
         limit, parallel = self.options.time_limit, self.options.parallel
-        deadline, counting = time.monotonic() + limit * parallel, False
+        waits = self.options.ready_limit + limit * parallel
+        deadline, counting = time.monotonic() + waits, False
         while process.poll() is None:
             if not counting and started.exists():
                 deadline, counting = time.monotonic() + limit, True
@@ -212,7 +225,7 @@ def work(options: argparse.Namespace) -> None:
     name, record = options.worker
     worker.prepare()
     case, device = sized(options.cases, options), torch.device(options.device)
-    worker.write_record(name, case, device, Path(record), options.gate)
+    worker.write_record(name, case, device, Path(record), options.gate, options.compiling)
     sys.stdout.flush()
     os._exit(0)  # graphs that hold a process group of NCCL's may hang when they are torn down
 

@@ -35,9 +35,11 @@ def prepare(case: Case, device: torch.device, dtype: torch.dtype, block: str) ->
     shape = moe.num_experts, moe.ffn_hidden_size, case.config.hidden_size
     gate, up, down = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(3))
     router = torch.zeros(shape[0], shape[2], device=device, dtype=dtype)
-    weights = BlockWeights(router, gate, up, down.transpose(1, 2), moe.top_k)
+    down = down.transpose(1, 2).contiguous()
+    weights = BlockWeights(router, gate, up, down, moe.top_k)
     x_TD = torch.randn(PREPARED_TOKENS, shape[2], device=device, dtype=dtype, requires_grad=True)
-    BLOCKS[block](weights)(x_TD).sum().backward()
+    out_TD = BLOCKS[block](weights)(x_TD)
+    out_TD.backward(torch.ones_like(out_TD))  # a sum's gradient has strides that SonicMoE refuses
 
 
 def build(

@@ -133,7 +133,8 @@ def unsloth(weights: BlockWeights) -> nn.Module:
     sizes = experts, hidden, ffn, weights.top_k
     forward, dx, dw = autotune_cache.get_or_autotune_moe_kernels(*sizes, weights.gate.dtype)
     gate_up = torch.cat((weights.gate, weights.up), dim=1)
-    copies = (x.clone() for x in (weights.router, gate_up, weights.down))
+    rows = torch.contiguous_format  # its kernels refuse the strides of `weights.down`
+    copies = (x.clone(memory_format=rows) for x in (weights.router, gate_up, weights.down))
     block = Qwen3MoeFusedGroupedGEMMBlock(
         weights.qwen_config(), *copies, autotune=False,
         kernel_config_fwd=forward, kernel_config_bwd_dX=dx, kernel_config_bwd_dW=dw,

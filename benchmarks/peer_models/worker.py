@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib
 import json
@@ -25,23 +26,32 @@ from timed_replays import check_replayed
 Record = dict[str, Any]
 IMPORTED = ".imported"
 ERROR_LINES = 120
+COMPILING = 6  # SonicMoE and Liger-Kernel take a core each, for minutes
 
 
 def write_record(
-    name: str, case: Case, device: torch.device, record: Path, gate: Path | None = None
+    name: str,
+    case: Case,
+    device: torch.device,
+    record: Path,
+    gate: Path | None = None,
+    compiling: int = COMPILING,
 ) -> None:
     """A failure is part of what was found: the last lines of its traceback, under ``error``.
 
     Args:
         gate: a file that one process at a time may hold. Imports and the compiling of a library's
             kernels come before it, everything else on the GPU after.
+        compiling: processes at the same gate that may compile at once.
     """
     found: Record = {"error": None}
     try:
         library = importlib.import_module(f"peer_models.{ENTRIES[name].module}")
         if gate is not None and hasattr(library, "prepare"):
+            slot = take_slot(gate, compiling)
             library.prepare(case, device, torch.bfloat16, **ENTRIES[name].options)
             free_memory(device)
+            del slot
         record.with_suffix(IMPORTED).touch()
         held = take_turn(gate) if gate is not None else None
         started_file(record).touch()
@@ -64,6 +74,18 @@ def take_turn(gate: Path) -> Any:
     held = gate.open("w")
     fcntl.flock(held, fcntl.LOCK_EX)
     return held
+
+
+def take_slot(gate: Path, count: int) -> Any:
+    """Waits for one of ``count`` slots beside the gate, and holds it as `take_turn` does."""
+    while True:
+        for index in range(count):
+            held = gate.with_name(f"{gate.name}.slot{index}").open("w")
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return held
+            held.close()
+        time.sleep(0.1)
 
 
 def started_file(record: Path) -> Path:
