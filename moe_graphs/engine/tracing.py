@@ -413,7 +413,7 @@ class Trace(Operations):
             key = (where, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
             if self._before is not None and key not in self._kept:
                 self._kept.add(key)
-                self._before.keep(tensor.detach())
+                self._before.keep(tensor)
 
 
 @functools.cache
