@@ -338,6 +338,21 @@ class Trace(Operations):
         self._made = other._made
         return self
 
+    def check_outputs(self, outputs: Iterable[Any]) -> None:
+        """Checks that operations of the block made its outputs, or that they are known memory.
+
+        Raises:
+            CaptureError: if something else has made an output: another thread, numpy, a cache.
+        """
+        for output in tensor_leaves(outputs) if self._strict else ():
+            is_strided = output.device.type == self._device.type and address(output) != 0
+            if is_strided and address(output) not in self._made | self._known:
+                raise CaptureError(
+                    f"no operation that was seen has made the output {tuple(output.shape)}: "
+                    f"another thread may have, or a cache or numpy, and a replay would hand out "
+                    f"the one of the capture for ever: compute it with torch on this thread"
+                )
+
     def see(self, func: Any, args: tuple, kwargs: dict) -> Any:
         with unwatched():
             found = tensor_leaves((args, kwargs))

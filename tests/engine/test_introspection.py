@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import types
@@ -105,3 +106,29 @@ def test_names_of_a_backward_are_compared_unless_something_has_changed_since_the
     assert guards.mismatch() is None
     owner.slope = 2.0
     assert (guards.mismatch() is None) == is_over
+
+
+@pytest.mark.parametrize("maxsize", [None, 8])
+def test_answers_of_a_cached_function_are_compared_and_others_may_come(maxsize):
+    gains = {0: [1.0], 1: [2.0]}
+
+    @functools.lru_cache(maxsize)
+    def cached(which=0):
+        return gains[which]
+
+    def forward():
+        return cached()[0]
+
+    with AccessedNames() as accessed:
+        forward()
+    guards = Guards({"forward": forward}, accessed)
+    cached(1)
+    assert guards.mismatch() is None
+    gains[0][0] = 3.0
+    assert "cached" in guards.mismatch().message
+    gains[0][0] = 1.0
+    assert guards.mismatch() is None
+    cached.cache_clear()
+    assert "answers" in guards.mismatch().message
+    cached()
+    assert guards.mismatch() is None

@@ -9,11 +9,4 @@ not here, and for a name here that is not silent any more. A name has the kind o
 
 from __future__ import annotations
 
-KNOWN: dict[str, str] = {
-    "cached function: cache cleared": "scf",
-    "module imported in a function: attribute set": "scf",
-    "attribute of an object | thread: no mutation": "c",
-    "closure over a list | thread: closure cell set": "s",
-    "closure over a list | thread: element set": "s",
-    "closure over a list | thread: no mutation": "c",
-}
+KNOWN: dict[str, str] = {}

@@ -15,7 +15,7 @@ import os
 import sys
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,7 @@ class World:
         yield ("root", "step"), self.step
         yield ("root", "builtins"), _Named(vars(builtins), "GAIN_OF_ALL_")
         yield ("root", "environ"), _Named(os.environ, "MUTABLE_GAIN_")
-        yield ("root", "modules"), _Named(sys.modules, f"{self.globals['__name__']}.settings")
+        yield ("root", "modules"), _Named(_OwnModules(self.globals["__name__"]), "settings")
 
     def at(self, path: Path) -> Any:
         found: Any = self
@@ -63,6 +63,29 @@ class World:
         if isinstance(value, type):
             return value.__module__.partition(".")[0] in names
         return value is not os.environ and not isinstance(value, _LEAVES)
+
+
+class _OwnModules(MutableMapping):
+    """The modules of a program, by names that are the same in every run of the program."""
+
+    def __init__(self, program: str) -> None:
+        self._program = f"{program}."
+
+    def __getitem__(self, name: str) -> types.ModuleType:
+        return sys.modules[self._program + name]
+
+    def __setitem__(self, name: str, module: types.ModuleType) -> None:
+        sys.modules[self._program + name] = module
+
+    def __delitem__(self, name: str) -> None:
+        del sys.modules[self._program + name]
+
+    def __iter__(self) -> Iterator[str]:
+        found = [name for name in sys.modules if name.startswith(self._program)]
+        return (name.removeprefix(self._program) for name in found)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 class _Named:

@@ -13,6 +13,7 @@ import functools
 import gc
 import importlib
 import inspect
+import os
 import pathlib
 import re
 import sys
@@ -27,6 +28,7 @@ from torch.utils import _pytree as pytree
 from moe_graphs.engine.guards.introspection import (
     attribute_of,
     contents_of_cell,
+    is_of_standard_library,
     names_in,
     origin_of,
     origin_of_class,
@@ -53,12 +55,15 @@ _OF_C: dict[str, frozenset[str]] = {
     "_socket": frozenset(),
 }
 _METHODS_OF_C = {"datetime.now", "datetime.utcnow", "date.today", "Generator.initial_seed"}
+# They give work to another thread or process, or wait for what it does.
+_THREADS_OF_C = {"lock.acquire", "SimpleQueue.get", "SimpleQueue.put", "_thread.start_new_thread"}
 # Impure functions of Python, by module; an empty set means all functions of the module.
 _OF_PYTHON: dict[str, frozenset[str]] = {
     "inspect": frozenset({"currentframe", "stack"}),
     "threading": frozenset({"current_thread", "get_ident", "active_count", "enumerate"}),
     "logging": frozenset({"isEnabledFor", "getEffectiveLevel"}),
     "random": frozenset({"getstate"}),
+    "uuid": frozenset({"uuid1", "uuid4"}),
     "genericpath": frozenset(),
     "posixpath": frozenset({"abspath", "realpath", "expanduser"}),
     "pathlib": frozenset({"read_text", "read_bytes", "exists", "is_file", "is_dir", "stat", "open",
@@ -66,6 +71,15 @@ _OF_PYTHON: dict[str, frozenset[str]] = {
     "tempfile": frozenset(),
     "subprocess": frozenset(),
     "socket": frozenset(),
+}  # fmt: skip
+# The same as ``_THREADS_OF_C`` in Python; parts of packages are named by the package.
+_THREADS: dict[str, frozenset[str]] = {
+    "threading": frozenset({"start", "join", "wait", "wait_for"}),
+    "queue": frozenset({"get", "put", "join"}),
+    "concurrent": frozenset(),
+    "multiprocessing": frozenset({"start", "join", "apply", "apply_async", "map", "map_async",
+                                  "imap", "starmap", "get", "put", "send", "recv", "poll"}),
+    "asyncio": frozenset(),
 }  # fmt: skip
 # Transformer Engine updates scales at the end of its autocast, and decides at its beginning which
 # module is first.
@@ -75,6 +89,8 @@ _CHECKPOINT = "Transformer Engine's checkpoint"
 # Under a dispatch mode dynamo leaves a function uncompiled for good, and uncompiled code rounds in
 # another way.
 _COMPILED = "torch.compile"
+_UNSEEDED = "without a seed: "  # the names of calls that ask the system for random numbers
+_OF_THREADS = "threads: "  # the names of calls that give work to other threads begin so
 _OF_NUMPY = {"geterr", "get_printoptions"}
 # Attributes that lead to globals.
 TO_GLOBALS = frozenset({"__globals__", "f_globals", "f_locals", "gi_frame"})
@@ -95,6 +111,17 @@ def refusal(impure: str) -> str:
         return f"it calls {impure}, which keeps scales in Python: checkpoint around it instead"
     if impure == FP8:
         return f"it enters {impure}: enter it outside of the scope, around the whole step"
+    if impure.startswith(_UNSEEDED):
+        return (
+            f"it asks the system for random numbers ({impure.removeprefix(_UNSEEDED)}()), since it "
+            f"makes a generator without a seed or uses secrets, and a replay does not do so again: "
+            f"draw with torch"
+        )
+    if impure.startswith(_OF_THREADS):
+        return (
+            f"it calls {impure.removeprefix(_OF_THREADS)}(), so that another thread works for it, "
+            f"and a graph has the operations of one thread: do that work on the thread of the call"
+        )
     return (
         f"it calls {impure}(), whose answer may be another one at every call, and a replay runs no "
         f"Python: call it outside, and pass on the answer"
@@ -110,8 +137,12 @@ def of_c(function: Any) -> str | None:
         return "torch.get_num_threads"
     if owner is not None and not isinstance(owner, types.ModuleType):
         name = getattr(function, "__qualname__", "")
+        if name in _THREADS_OF_C:
+            return f"{_OF_THREADS}{name}"
         return name if name in _METHODS_OF_C else None
     module = getattr(function, "__module__", None) or getattr(owner, "__name__", "")
+    if f"{module}.{function.__name__}" in _THREADS_OF_C:
+        return f"{_OF_THREADS}{module}.{function.__name__}"
     return _found(_OF_C, module, function.__name__)
 
 
@@ -124,6 +155,8 @@ def of_python(frame: types.FrameType, *, of_the_user: bool) -> str | None:
     if frame.f_code is torch.Tensor.__reduce_ex__.__code__:
         return "pickle.dumps"
     module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+    if (module, name) == ("random", "seed") and frame.f_locals.get("a", 0) is None:
+        return f"{_UNSEEDED}random.Random" if _is_asked_by_the_user(frame) else None
     if name in _ENTERS_FP8 and frame.f_locals.get("enabled"):
         return FP8
     if (module, name) == ("transformer_engine.pytorch.distributed", "checkpoint"):
@@ -134,7 +167,20 @@ def of_python(frame: types.FrameType, *, of_the_user: bool) -> str | None:
         return None
     if module.partition(".")[0] == "numpy":
         return f"numpy.{name}" if name in _OF_NUMPY else None
+    threads = _found(_THREADS, module if module in _THREADS else module.partition(".")[0], name)
+    if threads is not None:
+        return f"{_OF_THREADS}{threads}"
     return _found(_OF_PYTHON, "pathlib" if module.startswith("pathlib") else module, name)
+
+
+def _is_asked_by_the_user(frame: types.FrameType | None) -> bool:
+    """Whether the user's own code is the first on the stack outside of the standard library.
+
+    Code of numpy that is compiled is not on the stack, so it counts as part of that library, too.
+    """
+    while frame is not None and is_of_standard_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None and origin_of(frame.f_code.co_filename) == "own"
 
 
 def _found(impure_calls: dict[str, frozenset[str]], module: str, name: str) -> str | None:
@@ -366,8 +412,11 @@ class AccessedNames:
         code = frame.f_code
         if self._is_import(frame, event):
             return
-        if event == "c_call" and origin_of(code.co_filename) == "own":
-            self._open(of_c(argument))
+        if event == "c_call":
+            if origin_of(code.co_filename) == "own":
+                self._open(of_c(argument))
+            elif argument is os.urandom and _is_asked_by_the_user(frame):
+                self._open(f"{_UNSEEDED}{argument.__name__}")
         if event != "call" or code.co_filename.startswith(_ENGINE) or code.co_name == "<module>":
             return
         self.code.setdefault(code, frame.f_globals)

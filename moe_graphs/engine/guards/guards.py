@@ -70,6 +70,8 @@ if _version_of is not None and not _notices_attributes(_version_of):
     _version_of = None
 _OFTEN = 3
 _NAMED = 4  # further differences that a message names
+_KEYED = (dict, types.MappingProxyType)
+_ASKED = attrgetter("__class__", "shape", "dtype", "device", "requires_grad")
 _CODE_OF = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
@@ -184,8 +186,21 @@ class _Columns:
             for key, value in held.items()
             if not isinstance(value, Tensor) or id(value) in matter
         ]
-        by_kind = [(kind, _columns(rows, kind)) for kind in (dict, types.MappingProxyType)]
+        by_kind = [(kind, _columns(rows, kind)) for kind in _KEYED]
         self._entries = [(kind.get, *columns) for kind, columns in by_kind if columns[0]]
+        # Tensors that no operation reads may be exchanged for others that look the same to Python.
+        rows = [
+            (c.holder, key, value)
+            for c, held in keyed
+            for key, value in held.items()
+            if isinstance(value, Tensor) and id(value) not in matter
+        ]
+        by_kind = [(kind, _columns(rows, kind)) for kind in _KEYED]
+        self._shown = [
+            (kind.get, holders, keys, list(map(_ASKED, values)))
+            for kind, (holders, keys, values) in by_kind
+            if holders
+        ]
         # Names that may appear: they are compared one by one or, if they are many, all names of the
         # holder are.
         absent = [(c.holder, c.absent(held)) for c, held in keyed]
@@ -201,7 +216,18 @@ class _Columns:
         for get, holders, keys, values in self._entries:
             if not all(map(is_, map(get, holders, keys, repeat(GONE)), values)):
                 return False
+        if self._shown and not self._are_shown_the_same():
+            return False
         return not any(map(contains, *self._absent)) and self._names_of_many == self._names_known
+
+    def _are_shown_the_same(self) -> bool:
+        for get, holders, keys, asked in self._shown:
+            try:
+                if list(map(_ASKED, map(get, holders, keys, repeat(None)))) != asked:
+                    return False
+            except AttributeError:  # no tensor lies there any more
+                return False
+        return True
 
     def _holders_are_same(self) -> bool:
         return (
@@ -353,7 +379,7 @@ class Guards:
             for name, before in self._found.leaves.items()
             if not _same_leaf(now.get(name, GONE), before)
         ]
-        late = tuple(self._found.made_late)
+        late = tuple(self._found.made_late + self._found.may_grow)
         new = [name for name in now if self._is_new(name) and not name.startswith(late)]
         orders = self._found.orders.items()
         moved = [name for name, order in orders if found.orders.get(name, order) != order]
@@ -488,7 +514,9 @@ class Guards:
             now = found.leaves.get(name, GONE)
             if not (_same_leaf(now, before) or self._is_alike(name, now, before)):
                 yield name, before, now
-        yield from ((name, GONE, now) for name, now in found.leaves.items() if self._is_new(name))
+        late = tuple(self._found.may_grow)
+        new = (name for name in found.leaves if self._is_new(name) and not name.startswith(late))
+        yield from ((name, GONE, found.leaves[name]) for name in new)
         for name, order in self._found.orders.items():
             if found.orders.get(name) != order:
                 yield name, order, found.orders.get(name, GONE)
@@ -497,7 +525,7 @@ class Guards:
         """Whether a tensor that no operation reads looks the same to Python."""
         if name in self._found.tensors or not isinstance(before, Tensor) or is_bookkeeping(before):
             return False
-        return isinstance(now, Tensor) and _asked(now) == _asked(before)
+        return isinstance(now, Tensor) and _ASKED(now) == _ASKED(before)
 
 
 class AddressGuards:
@@ -597,10 +625,6 @@ def _place_of_each_tensor(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if tensor.layout is torch.strided and not torch._C._functorch.is_batchedtensor(tensor):
             first.setdefault(id(tensor), (name, tensor))
     return dict(first.values())
-
-
-def _asked(tensor: Tensor) -> tuple:
-    return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def _same_leaf(now: Any, before: Any) -> bool:

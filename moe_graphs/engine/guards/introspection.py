@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import decimal
 import functools
+import gc
 import importlib.util
 import itertools
 import pathlib
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as optim_globals
 
-from moe_graphs.engine.tensors import is_plain
+from moe_graphs.engine.tensors import is_plain, same_value
 from moe_graphs.errors import CaptureError
 
 # ---- containers: the places where Python keeps values
@@ -163,6 +164,37 @@ class Cell:
     def is_still(self, value: Any) -> bool:
         now = self.read()
         return now is value or (self.is_copy and now == value)
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """The answers that a cached function has kept. They equal others that they contain."""
+
+    kept: dict[Any, Any]
+
+    @classmethod
+    def of(cls, cache: functools._lru_cache_wrapper) -> Answers | None:
+        """The present answers; None if this Python keeps them in a way that is not known."""
+        referents, size = gc.get_referents(cache), cache.cache_info().currsize
+        if cache.cache_parameters()["maxsize"] is None:
+            found = next((each for each in referents if type(each) is dict), {})
+            return cls(dict(found)) if len(found) == size else None
+        links = referents[1 : 1 + 3 * size]  # key, answer and the class of a link
+        if any(type(each).__name__ == "_lru_list_elem" for each in links):
+            return None
+        kept = dict(zip(links[::3], links[1::3], strict=True))
+        return cls(kept) if len(kept) == size else None
+
+    def __eq__(self, before: object) -> bool:
+        if not isinstance(before, Answers):
+            return NotImplemented
+        rows = before.kept.items()
+        return all(same_value(self.kept.get(key, GONE), answer) for key, answer in rows)
+
+    __hash__ = None
+
+    def __repr__(self) -> str:
+        return f"{len(self.kept)} answers"
 
 
 # ---- single kinds of values
@@ -396,6 +428,12 @@ def origin_of(filename: str) -> str:
         places.append(len(pathlib.PurePath(others).parts) - 1)
     names = {parts[place + 1].partition(".")[0] for place in places}
     return "own" if names.isdisjoint(_LIBRARIES) else "library"
+
+
+@functools.cache
+def is_of_standard_library(filename: str) -> bool:
+    places = _INSTALLED.intersection(pathlib.PurePath(filename).parts)
+    return filename.startswith((_STANDARD_LIBRARY, "<frozen")) and not places
 
 
 def origin_of_code(code: types.CodeType, globals_: dict[str, Any]) -> str:

@@ -39,6 +39,7 @@ from moe_graphs.engine.guards.bytecode_names import (
 )
 from moe_graphs.engine.guards.introspection import (
     GONE,
+    Answers,
     Cell,
     Container,
     Elements,
@@ -172,6 +173,7 @@ class Reachable:
         draws: random number generators of Python and numpy that were reached.
         not_followed: paths of values that cannot be looked into.
         made_late: how the paths begin of state that an optimizer's first step makes.
+        may_grow: how the paths begin of answers of cached functions, to which calls may add others.
         reached_again: ids of objects that lie at several paths.
         names: names of attributes that the data holds, if the code looks up names that are data.
         behind_caches: functions behind a cache, which run only if the cache has no answer.
@@ -189,6 +191,7 @@ class Reachable:
     draws: list[tuple[str, Any]] = field(default_factory=list)
     not_followed: list[str] = field(default_factory=list)
     made_late: list[str] = field(default_factory=list)
+    may_grow: list[str] = field(default_factory=list)
     reached_again: set[int] = field(default_factory=set)
     names: set[str] = field(default_factory=set)
     behind_caches: list[types.FunctionType] = field(default_factory=list)
@@ -348,9 +351,7 @@ class Walk:
         elif isinstance(value, functools._lru_cache_wrapper):
             self._note(name, value)
             self._push(value.__wrapped__, f"{name}.__wrapped__", everything)
-            function = inspect.unwrap(value)
-            if inspect.isfunction(function) and function.__code__ not in self._reads.code:
-                self.found.behind_caches.append(function)
+            self._cache(value, name)
         elif isinstance(value, weakref.ref):
             self._push(value(), f"{name}()", everything)
         elif isinstance(value, contextvars.ContextVar):
@@ -566,6 +567,24 @@ class Walk:
             self.found.containers.append(container)
             for key, child in container.contents().items():
                 self._push(child, f"{container.name}{separator}{key}", False)
+
+    def _cache(self, cache: functools._lru_cache_wrapper, name: str) -> None:
+        """Visits the answers of a cached function; those that calls add later do not matter."""
+        function = inspect.unwrap(cache)
+        if not inspect.isfunction(function):
+            return
+        if function.__code__ not in self._reads.code:
+            self.found.behind_caches.append(function)
+        if origin_of_code(function.__code__, function.__globals__) != "own":
+            return
+        answers = Answers.of(cache)
+        if answers is None or len(answers.kept) > _TOO_MANY:
+            return self._too_large(f"{name}'s answers", cache.cache_info().currsize)
+        read = functools.partial(Answers.of, cache)
+        self._cell(Cell(read, None, f"{name}'s answers", is_copy=True), False)
+        self.found.may_grow.append(f"{name}(")
+        for index, (key, answer) in enumerate(answers.kept.items()):
+            self._push(answer, f"{name}({shown_key(index, key, self._tensor_names)})", False)
 
     def _cell(self, cell: Cell, everything: bool) -> None:
         self.found.cells.append(cell)

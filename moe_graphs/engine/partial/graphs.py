@@ -303,6 +303,7 @@ class Graphs:
                 values=(*parameters, *self.model.buffers()),
                 gradients_of=parameters,
                 optimizer=optimizer,
+                python_random=True,
             ):
                 for parameter in parameters:
                     parameter.grad = None

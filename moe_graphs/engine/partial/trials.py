@@ -265,6 +265,7 @@ class Trials:
             run.check(asked=bytecode_names.OF_HISTORY)
             flat, structure = pytree.tree_flatten(outputs)
             _check_outputs(flat, inputs)
+            run.trace.check_outputs(flat)
             tried = TriedForward(
                 run=run,
                 outputs=[leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in flat],

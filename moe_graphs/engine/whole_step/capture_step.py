@@ -293,7 +293,8 @@ def _run(definition: StepDefinition, batch: StaticBatch, seen: TriedStep) -> Tra
     before = definition.guards(seen.accessed, constants=batch.constants())
     run, autocast = _trial_run(definition, batch), fp8.Autocast()
     with run:
-        definition.run(batch.tree())
+        outputs = definition.run(batch.tree())
+    run.trace.check_outputs(outputs)
     autocast.put_back()
     run.check(asked=bytecode_names.OF_VERSIONS)
     changes = before.changes()
