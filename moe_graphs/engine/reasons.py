@@ -87,7 +87,9 @@ EAGER_CALLS: Mapping[str, Reason] = {
         "pass it as a tensor if it varies",
     ),
     "aliases": Reason(
-        "other arguments than at the capture are the very same tensor", "call it alike"
+        "other arguments than at the capture are the very same tensor, or one is memory or an "
+        "object that the code knows by another name",
+        "call it alike",
     ),
     "attribute": Reason(
         "a value that the Python of the scope can read has changed",

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import pathlib
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -26,6 +26,7 @@ from moe_graphs.engine.guards.bytecode_names import unwatched
 from moe_graphs.engine.ranks import groups_in
 from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.tensors import (
+    Mismatch,
     communicates,
     finished,
     has_no_values,
@@ -283,6 +284,7 @@ class Trace(Operations):
 
     Attributes:
         read: addresses of the known memory that was read, or written.
+        written: addresses of the memory from outside that was written.
 
     Raises:
         CaptureError: inside the block, with operation and source line.
@@ -310,6 +312,7 @@ class Trace(Operations):
         self._kept: set[tuple] = set()
         self._host_reads = _RefuseHostReads(self._from_python)
         self.read: set[int] = set()
+        self.written: set[int] = set()
         self._resizes = noting_resizes(self._allocated)
 
     def __enter__(self) -> Trace:
@@ -420,6 +423,7 @@ class Trace(Operations):
             where = address(tensor)
             if where in self._made:
                 continue
+            self.written.add(where)
             if where in self._inputs:
                 raise CaptureError(
                     f"input {self._inputs[where]!r} is modified in place by "
@@ -453,6 +457,38 @@ def address(tensor: Tensor) -> int:
     if tensor.layout is not torch.strided:
         return 0
     return tensor.untyped_storage().data_ptr()
+
+
+def mismatch_of_memory(
+    names: Sequence[str],
+    leaves: Sequence[Any],
+    written: Iterable[Tensor],
+    asked_for: Collection[int],
+) -> Mismatch | None:
+    """The first input that static memory cannot stand for, because others know it, or None.
+
+    Args:
+        written: tensors from outside that a replay modifies.
+        asked_for: ids of tensors that the Python of the call compares with others by identity.
+    """
+    places = {address(tensor) for tensor in written} - {0}
+    for name, leaf in zip(names, leaves, strict=True):
+        if not isinstance(leaf, Tensor):
+            continue
+        if id(leaf) in asked_for:
+            message = (
+                f"input {name!r} is an object that the code knows by another name as well and "
+                f"compares by identity (is, in), and a graph has another object in its place: pass "
+                f"a clone() of it and a flag"
+            )
+            return Mismatch("aliases", message)
+        if address(leaf) in places:
+            message = (
+                f"input {name!r} lies in memory that is modified in place, and a graph would read "
+                f"a copy from before: pass a clone() of it"
+            )
+            return Mismatch("aliases", message)
+    return None
 
 
 def _refuse(operation: Any, problem: str) -> None:

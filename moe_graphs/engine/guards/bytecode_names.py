@@ -44,7 +44,7 @@ from moe_graphs.errors import CaptureError
 # Impure functions of C, by module; an empty set means all functions of the module.
 _OF_C: dict[str, frozenset[str]] = {
     "_warnings": frozenset({"warn", "warn_explicit"}),
-    "builtins": frozenset({"eval", "exec", "globals", "input", "open"}),
+    "builtins": frozenset({"eval", "exec", "globals", "id", "input", "open"}),
     "sys": frozenset({"_getframe", "getrecursionlimit", "getrefcount", "gettrace", "getprofile"}),
     "_io": frozenset({"open"}),
     "_thread": frozenset({"get_ident", "get_native_id"}),
@@ -332,6 +332,11 @@ class AccessedNames:
         """
         return not (self.is_estimate or _BY_DATA.isdisjoint(self.names_of_the_user()))
 
+    @property
+    def asks_for_identities(self) -> bool:
+        """Whether code of the user's compares objects by identity: ``mask is self.mask``."""
+        return any(map(_asks_for_identities, self._code_of_the_user()))
+
     def with_found(
         self, names: set[str], behind_caches: Sequence[Callable[..., Any]]
     ) -> AccessedNames | None:
@@ -528,6 +533,21 @@ def global_names_of(code: types.CodeType) -> frozenset[str]:
     """The names that the code looks up in its module."""
     instructions = dis.get_instructions(code)
     return frozenset(i.argval for i in instructions if i.opname in _OF_GLOBALS)
+
+
+@functools.cache
+def _asks_for_identities(code: types.CodeType) -> bool:
+    """Whether code has an ``is`` between two values, neither of them a constant, or an ``in``."""
+    loaded: dis.Instruction | None = None
+    for instruction in dis.get_instructions(code):
+        is_constant = loaded is not None and loaded.opname == "LOAD_CONST"
+        if instruction.opname == "CONTAINS_OP" or (
+            instruction.opname == "IS_OP" and not is_constant
+        ):
+            return True
+        if instruction.opname != "CACHE":
+            loaded = instruction
+    return False
 
 
 @functools.cache

@@ -274,6 +274,9 @@ class Guards:
     and layout. The fast path is a few loops in C over the very objects. If any object is another
     one, everything is looked up anew and compared by its path.
 
+    Attributes:
+        asked_for: ids of tensors that the code may compare with others by identity.
+
     Args:
         roots, accessed, read_addresses, everything, tensor_names: as of ``Walk``.
         tensors: path -> more tensors whose address matters.
@@ -485,6 +488,9 @@ class Guards:
         compared = (self.contents, self.cells, typed, found.functions, self._places)
         self._is_empty = not any(compared)
         self.draws = [(name, rng, state_of(rng)) for name, rng in found.draws]
+        tensors_found = [leaf for leaf in found.leaves.values() if isinstance(leaf, Tensor)]
+        asks = bool(tensors_found) and self._arguments[1].asks_for_identities
+        self.asked_for = frozenset(map(id, tensors_found if asks else ()))
 
     def _are_known(self, hooks: dict) -> bool:
         return self._sharded and are_of_fsdp(hooks)

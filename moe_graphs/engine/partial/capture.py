@@ -118,6 +118,7 @@ class Recorder:
             guards = self.trials.guards(call, tried.run.accessed, tried.run.trace.read)
             guards.check_hooks()
             guards.check_keys()
+            self.trials.check_identities(call, guards)
             written = [tensor for tensor, _ in tried.written]
             expected = Expected(tried, Snapshot(self.backend, values=written))
             objects, conditions = Snapshot(guards=[guards]), ReplayConditions(guards, state)

@@ -74,6 +74,7 @@ from moe_graphs.engine.ranks import ALONE, Ranks
 from moe_graphs.engine.reasons import BACKWARD, EAGER_CALLS
 from moe_graphs.engine.report import FallbackWarning
 from moe_graphs.engine.tensors import Mismatch, Signature, copy_to, results_of
+from moe_graphs.engine.tracing import mismatch_of_memory
 from moe_graphs.engine.verify import Difference, warn
 from moe_graphs.errors import GraphError
 
@@ -519,6 +520,12 @@ class Slot:
         if site.forward is not None:
             for check in site.forward.conditions.checks:
                 if (found := check()) is not None:
+                    yield found
+            asked_for = site.forward.conditions.guards.asked_for
+            if site.forward.written or asked_for:
+                names = [spec.name for spec in site.planned.signature.leaves]
+                found = mismatch_of_memory(names, leaves, site.forward.written, asked_for)
+                if found is not None:
                     yield found
         elif not self.may_record(site):
             yield _NOT_CAPTURED

@@ -29,7 +29,13 @@ from moe_graphs.engine.partial.recording import has_tensors_inside
 from moe_graphs.engine.partial.scope import Call, Exit, Scope
 from moe_graphs.engine.snapshot import ParameterAliases, Snapshot
 from moe_graphs.engine.tensors import Signature, TensorSpec, static_copy, tensor_leaves
-from moe_graphs.engine.tracing import MODIFIED_INPUT, Trace, address, differing_op
+from moe_graphs.engine.tracing import (
+    MODIFIED_INPUT,
+    Trace,
+    address,
+    differing_op,
+    mismatch_of_memory,
+)
 from moe_graphs.engine.trial_run import TrialRun
 from moe_graphs.errors import CaptureError
 
@@ -57,6 +63,7 @@ class ScopeCall:
     def run(self, leaves: Sequence[Any]) -> tuple[Any, Exit | None]:
         inputs = pytree.tree_unflatten(leaves, self.signature.structure)
         outputs = self.scope.run(inputs, self.arguments, capturing=True)
+        self._check_returned(outputs[0], inputs)
         if self.scope.start is None:
             now, structure = pytree.tree_flatten(inputs)
             if structure != self.signature.structure or not all(map(is_, now, leaves)):
@@ -65,6 +72,14 @@ class ScopeCall:
                     "return what is new"
                 )
         return outputs
+
+    def _check_returned(self, outputs: Any, inputs: Any) -> None:
+        given = list(map(id, containers_in(inputs)))
+        if any(id(each) in given for each in containers_in(outputs)):
+            raise CaptureError(
+                "it returns a container of its arguments, and a replay would return another one "
+                "with the same elements: return a new one"
+            )
 
     def detached_leaves(self) -> list[Any]:
         """New leaves of autograd on the same memory; the same tensor stays the same.
@@ -202,6 +217,7 @@ class Trials:
                 if not forwards:
                     ran = AccessedNames.together(*(run.accessed for run in both))
                     guards.append(self.guards(call, ran, ()))
+                    self.check_identities(call, guards[-1])
                     before.keep_objects(guards[-1])
                 forwards.append(both[0].trace)
                 backwards.append(both[1].trace)
@@ -222,6 +238,17 @@ class Trials:
         others = tensors_of_others(self.model, addresses, known)
         others |= fp8.tensors_of(module)
         return Guards(roots, accessed, addresses, tensors=others, outside=[module])
+
+    def check_identities(self, call: ScopeCall, guards: Guards) -> None:
+        """Checks that no input is an object that the code compares with others by identity.
+
+        Raises:
+            CaptureError: if the code may ask whether an input is a tensor that it knows.
+        """
+        names = [spec.name for spec in call.signature.leaves]
+        found = mismatch_of_memory(names, call.leaves, (), guards.asked_for)
+        if found is not None:
+            raise CaptureError(found.message)
 
     def names_before_running(self, call: ScopeCall) -> AccessedNames:
         """Names that the call may read, found by its code alone; nothing is run."""
@@ -266,6 +293,7 @@ class Trials:
             flat, structure = pytree.tree_flatten(outputs)
             _check_outputs(flat, inputs)
             run.trace.check_outputs(flat)
+            self._check_not_kept(outputs, call, run.accessed)
             tried = TriedForward(
                 run=run,
                 outputs=[leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in flat],
@@ -276,6 +304,16 @@ class Trials:
                 uses_fp8=uses.fp8,
             )
             yield tried, (outputs, leaves)
+
+    def _check_not_kept(self, outputs: Any, call: ScopeCall, accessed: AccessedNames) -> None:
+        returned = {id(each) for each in containers_in(outputs)}
+        contents = self.guards(call, accessed, ()).contents if returned else ()
+        kept = next((each.name for each, _ in contents if id(each.holder) in returned), None)
+        if kept is not None:
+            raise CaptureError(
+                f"it returns the container {kept!r}, which it keeps, and a replay would return "
+                f"another one with the same elements: return a copy of it"
+            )
 
     def _forward_and_backward(
         self, call: ScopeCall, linked: Sequence[int]
@@ -363,6 +401,14 @@ class Tried:
             self._trials.forward_and_backward(call, self._reads)
             guards.check_unchanged()
         self._guards = self._trials.guards(call, self._reads, ())
+
+
+def containers_in(tree: Any) -> list[Any]:
+    """The containers in a pytree that somebody may change: lists, dictionaries and the like."""
+    found: list[Any] = []
+    leaves = pytree.tree_leaves(tree, is_leaf=found.append)
+    alone = set(map(id, leaves))
+    return [each for each in found if not isinstance(each, tuple) and id(each) not in alone]
 
 
 def _run(call: ScopeCall, leaves: Sequence[Any]) -> Any:

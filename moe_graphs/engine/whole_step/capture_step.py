@@ -93,6 +93,9 @@ def record_step(
                 )
                 recorded = _record(definition, prepared, before, operations)
                 failing.callback(recorded.release)
+                shared = recorded.mismatch_of_memory(pytree.tree_leaves(batch))
+                if shared is not None:
+                    raise CaptureError(shared.message)
                 audit = None
                 if audits.are_on:
                     left, alone = recorded.left(), ranks.group is None
@@ -188,6 +191,7 @@ def _record(
         outputs = definition.run(batch.tree())
     both = zip(tensors, versions, strict=True)
     written = [tensor for tensor, version in both if tensor._version != version]
+    modified = [*written, *(tensor for tensor in tensors if address(tensor) in seen.written)]
     leaves, structure = pytree.tree_flatten(outputs)
     parameters = list(named.values())
     left = gradients_of(parameters)
@@ -206,6 +210,7 @@ def _record(
         context=prepared.state,
         grad_enabled=torch.is_grad_enabled(),
         written=written,
+        modified=modified,
         entry=prepared.entry,
         sharding=Sharding(definition.model),
     )
@@ -220,7 +225,7 @@ class TriedStep:
 
     Attributes:
         accessed: which Python ran.
-        read: addresses of the memory that was read.
+        read, written: addresses of the memory that was read, and of that which was written.
         dropped: per parameter, whether the step forgets the ``.grad`` that it finds.
         stale: names of parameters whose gradients are accumulated on another stream.
         groups: process groups over which the step communicates.
@@ -228,6 +233,7 @@ class TriedStep:
 
     accessed: AccessedNames
     read: set[int] = field(default_factory=set)
+    written: set[int] = field(default_factory=set)
     dropped: list[bool] = field(default_factory=list)
     stale: list[str] = field(default_factory=list)
     groups: set[dist.ProcessGroup] = field(default_factory=set)
@@ -305,6 +311,7 @@ def _run(definition: StepDefinition, batch: StaticBatch, seen: TriedStep) -> Tra
         )
     seen.accessed = AccessedNames.together(seen.accessed, run.accessed)
     seen.read |= run.trace.read
+    seen.written |= run.trace.written
     seen.groups |= run.trace.groups
     return run.trace
 

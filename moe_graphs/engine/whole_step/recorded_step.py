@@ -33,6 +33,7 @@ from moe_graphs.engine.tensors import (
     static_copy,
     tensor_leaves,
 )
+from moe_graphs.engine.tracing import mismatch_of_memory
 from moe_graphs.engine.whole_step.fsdp import Sharding
 from moe_graphs.engine.whole_step.grad_fields import StaticGradients, gradients_of, keep_apart
 from moe_graphs.engine.whole_step.optimizers import FirstStepState, StepHooks
@@ -234,7 +235,8 @@ class RecordedStep:
     """A captured step, and the conditions under which it may be replayed.
 
     Attributes:
-        written: parameters and buffers that a replay changes.
+        written: parameters and buffers that a replay changes and whose version it counts.
+        modified: the same, with running statistics, whose version eager does not count, either.
         context, grad_enabled: the state of torch that it was captured under.
         entry: the state of FP8 that it finds.
         sharding: the settings of FSDP2.
@@ -253,6 +255,7 @@ class RecordedStep:
     context: TorchState
     grad_enabled: bool
     written: list[Tensor]
+    modified: list[Tensor]
     entry: fp8.Entry | None
     sharding: Sharding
     hooks: StepHooks | None = None
@@ -270,6 +273,17 @@ class RecordedStep:
             yield Mismatch(mode, str(EAGER_CALLS[mode]))
         yield from self.batch.mismatches(batch, leaves, structure)
         yield from results_of(self._checks)
+        shared = self.mismatch_of_memory(leaves)
+        if shared is not None:
+            yield shared
+
+    def mismatch_of_memory(self, leaves: Sequence[Any]) -> Mismatch | None:
+        """The mismatch of a batch whose memory or objects others know, too."""
+        specs = self.batch.signature.leaves
+        if len(leaves) != len(specs):
+            return None
+        names, asked_for = [spec.name for spec in specs], self.guards.asked_for
+        return mismatch_of_memory(names, leaves, self.modified, asked_for)
 
     @functools.cached_property
     def _checks(self) -> list[Callable[[], Mismatch | None]]:
