@@ -240,7 +240,7 @@ class GraphConfig:
     split_backward: bool = False
     memory_limit: int | None = None
     verify: bool = True
-    audit_every: int | str | None = None
+    audit_every: int | str | None = "auto"
     on_audit: str = "eager"
 
     def __post_init__(self) -> None:
@@ -314,7 +314,7 @@ class FullIterationConfig:
 
     optimizer_in_graph: bool = False
     warmup_steps: int = 3
-    audit_every: int | str | None = None
+    audit_every: int | str | None = "auto"
     on_audit: str = "eager"
 
     def __str__(self) -> str:

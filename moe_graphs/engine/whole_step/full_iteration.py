@@ -171,7 +171,7 @@ class FullIteration(Generic[BatchT, ResultT]):
         agree: bool = False,
         verify: bool = True,
         stream: torch.cuda.Stream | None = None,
-        audit_every: int | str | None = None,
+        audit_every: int | str | None = "auto",
         on_audit: str = "eager",
     ) -> None:
         check_option("on_mismatch", on_mismatch, ON_MISMATCH)

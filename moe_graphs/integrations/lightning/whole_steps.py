@@ -82,7 +82,7 @@ class GraphWholeSteps(pl.Callback):
         warmup_steps: int = 3,
         on_mismatch: str = "eager",
         on_capture_error: str = "eager",
-        audit_every: int | str | None = None,
+        audit_every: int | str | None = "auto",
         on_audit: str = "eager",
     ) -> None:
         check_option("on_capture_error", on_capture_error, ON_CAPTURE_ERROR)
