@@ -19,24 +19,30 @@ and Python that does no operations.
 from __future__ import annotations
 
 import ast
+import functools
 import random
 import sys
 import time
 import traceback
+import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from moe_graphs.engine.ranks import ALONE, Ranks
 from moe_graphs.engine.tensors import is_plain, unwrap
 from moe_graphs.engine.tracing import Operations, Origins, shown, source_line
 from moe_graphs.errors import GraphError
 
 _SHARE = 0.01  # of the time
-_LONGEST = 512  # calls between two audits, on ranks that communicate
+_AT_ONCE, _APART = 8, 256  # so many occasions are audited at once, later ones in so many calls
+MEETING = 32  # calls or steps from one meeting of ranks that communicate to the next
 NEVER = sys.maxsize
 
 # ---- what is compared
@@ -160,20 +166,23 @@ class Schedule:
     """The calls of one captured call site that are audited.
 
     Calls are divided into windows, and one call in each window is audited. With "auto" the windows
-    have 1, 2, 4, 8, ... calls until the audits take their share of the time. A window is never
-    twice as long as the one before. With a number all windows have this length. The place within a
-    window is drawn from a generator of the schedule's own, which ranks have in common.
+    have 1, 2, 4, 8, ... calls until the audits take at most their share of the time. Later a window
+    is as long as the one before, or has twice or half its length. With a number all windows have
+    this length. The place within a window is drawn from a generator of the schedule's own, which
+    ranks have in common. Ranks that communicate do not ask their own clocks: their windows double
+    up to ``MEETING`` calls, and then have a length that the ranks agree on (``wanted``).
 
     Attributes:
         due: the count of calls at which the next audit is due.
+        wanted: the length of the next window by this rank's clock.
     """
 
-    def __init__(self, audits: Audits, name: str, *, alone: bool) -> None:
-        self._audits, self._alone = audits, alone
+    def __init__(self, audits: Audits, name: str) -> None:
+        self._audits = audits
         self._random = random.Random(name)
-        self._length = 1 if audits.every == "auto" else int(audits.every or 1)
+        self._length = self.wanted = 1 if audits.every == "auto" else int(audits.every or 1)
         self.due = NEVER
-        self._end = 0
+        self._end = self._asked_for = 0
         audits.schedules += 1
 
     def begin(self, count: int) -> None:
@@ -188,17 +197,7 @@ class Schedule:
 
     def audited(self, count: int) -> None:
         """Notes that an audit has run before the call of number ``count``; chooses the next one."""
-        if self._audits.every == "auto":
-            longest = 2 * self._length
-            if self._alone:
-                now = time.perf_counter()
-                of_a_call = (now - self._began) / max(1, count - self._count)
-                share = _SHARE / self._audits.schedules
-                wanted = int(self._cost / (share * max(of_a_call, 1e-9))) + 1
-                self._length = max(min(wanted, longest), self._length // 2, 1)
-                self._began, self._count, self._cost = now, count, 0.0
-            else:
-                self._length = min(longest, _LONGEST)
+        self._measure(count)
         self._next_window()
 
     def put_off(self, count: int) -> None:
@@ -206,9 +205,98 @@ class Schedule:
         self._end = max(self._end, count)
         self._next_window()
 
+    def soon(self, count: int) -> bool:
+        """Lets the next call be audited, unless this has been asked for too often."""
+        if self.due == NEVER or count < _APART * (self._asked_for + 1 - _AT_ONCE):
+            self._audits.skipped["often"] += self.due != NEVER
+            return False
+        self._asked_for += 1
+        self.due = 0
+        return True
+
+    def agreed(self, length: int) -> None:
+        """Lets the next windows have a length that all ranks have agreed on."""
+        if self._audits.every == "auto" and self._length >= MEETING:
+            self._length = length
+
+    def _measure(self, count: int) -> None:
+        now = time.perf_counter()
+        of_a_call = (now - self._began) / max(1, count - self._count)
+        share = _SHARE / self._audits.schedules
+        calls = self._cost / (share * max(of_a_call, 1e-9))
+        self._began, self._count, self._cost = now, count, 0.0
+        if calls > self._length:
+            self.wanted = 2 * self._length
+        else:
+            self.wanted = max(1, self._length // 2) if 4 * calls < self._length else self._length
+        if self._audits.every != "auto":
+            return
+        if self._audits.ranks.group is None:
+            self._length = self.wanted
+        elif self._length < MEETING:
+            self._length *= 2
+
     def _next_window(self) -> None:
         self.due = self._end + 1 + self._random.randrange(self._length)
         self._end += self._length
+
+
+class Occasions:
+    """Counts what lets the next call be audited: ``train()``, ``load_state_dict()`` and their kin.
+
+    torch has no hooks for all of these methods, so they are replaced in torch's classes, once per
+    process. A call that leaves a module in the mode that it has is no occasion, because many
+    loops call ``train()`` in every step.
+
+    Attributes:
+        number: the number of occasions so far.
+        last: object -> the number of its last occasion.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.last: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._is_watching = False
+
+    def watch(self) -> None:
+        """Begins to count. Idempotent."""
+        if self._is_watching:
+            return
+        self._is_watching = True
+        self._before(nn.Module, "train", self._mode)
+        self._before(nn.Module, "load_state_dict", self._load)
+        self._before(Optimizer, "load_state_dict", self._change)
+        self._before(Optimizer, "add_param_group", self._change)
+
+    def since(self, number: int, objects: Iterable[Any]) -> bool:
+        """Whether one of the objects has had an occasion after that of a number."""
+        return any(self.last.get(each, 0) > number for each in objects)
+
+    def _before(self, kind: type, name: str, note: Callable[..., None]) -> None:
+        method = getattr(kind, name)
+
+        @functools.wraps(method)
+        def noting(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                note(owner, *args, **kwargs)
+            return method(owner, *args, **kwargs)
+
+        setattr(kind, name, noting)
+
+    def _change(self, owner: Any, *_: Any, **__: Any) -> None:
+        self.number += 1
+        self.last[owner] = self.number
+
+    def _mode(self, module: nn.Module, mode: bool = True) -> None:
+        if module.training is not mode:
+            self._change(module)
+
+    def _load(self, module: nn.Module, *_: Any, **__: Any) -> None:
+        for each in module.modules():
+            self._change(each)
+
+
+OCCASIONS = Occasions()
 
 
 @dataclass
@@ -238,6 +326,7 @@ class Audits:
     Attributes:
         every: "auto", or the number of calls in a window, or None for no audits.
         on_audit: what happens after a difference: "eager" or "error".
+        ranks: the ranks that audit the same calls.
         step: the number of the step that is running.
         schedules: the number of call sites that are audited.
         passed: the number of audits without a difference.
@@ -248,12 +337,20 @@ class Audits:
 
     every: int | str | None
     on_audit: str
+    ranks: Ranks = ALONE
     step: int = 0
     schedules: int = 0
     passed: int = 0
     seconds: float = 0.0
     skipped: Counter[str] = field(default_factory=Counter)
     last_step: int | None = None
+    _seen: int = 0  # occasions
+    _is_asked_for: bool = False
+
+    def __post_init__(self) -> None:
+        if self.are_on:
+            OCCASIONS.watch()
+        self._seen = OCCASIONS.number
 
     @property
     def are_on(self) -> bool:
@@ -263,16 +360,35 @@ class Audits:
         """Names for the memory of a capture, or None if nothing is going to be audited."""
         return Origins(by_address=by_address) if self.are_on else None
 
-    def of_call(
-        self, operations: Operations, results: Sequence[Any], name: str, *, alone: bool
-    ) -> CallAudit:
-        """The audits of a call that has just been captured.
-
-        Args:
-            alone: whether no other rank takes part in the call.
-        """
-        forward, schedule = Stream.of(operations, results), Schedule(self, name, alone=alone)
+    def of_call(self, operations: Operations, results: Sequence[Any], name: str) -> CallAudit:
+        """The audits of a call that has just been captured."""
+        forward, schedule = Stream.of(operations, results), Schedule(self, name)
         return CallAudit(forward, schedule, self.step, operations.origins)
+
+    def are_asked_for(
+        self,
+        count: int,
+        objects: Callable[[], Iterable[Any]],
+        schedules: Callable[[], list[Schedule]],
+    ) -> bool:
+        """Whether calls are to be audited soon, because something has happened to the objects.
+
+        Ranks that communicate decide this together, and agree on the length of the windows, where
+        ``count`` is a multiple of ``MEETING``.
+        """
+        if self._seen != OCCASIONS.number:
+            before, self._seen = self._seen, OCCASIONS.number
+            self._is_asked_for |= OCCASIONS.since(before, objects())
+        if self.ranks.group is not None:
+            if count % MEETING:
+                return False
+            wanted = max((each.wanted for each in schedules()), default=1)
+            asked, length = self.ranks.highest([int(self._is_asked_for), wanted])
+            for each in schedules():
+                each.agreed(length)
+            self._is_asked_for = bool(asked)
+        asked_for, self._is_asked_for = self._is_asked_for, False
+        return asked_for
 
     def reported(self) -> dict[str, Any]:
         """The fields of a report."""

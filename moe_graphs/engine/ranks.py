@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,11 +52,15 @@ class Ranks:
 
     def any(self, here: bool) -> bool:
         """Whether ``here`` is true on this rank or on another one. All ranks have to ask."""
+        return bool(self.highest([int(here)])[0])
+
+    def highest(self, here: Sequence[int]) -> list[int]:
+        """The highest of all ranks' values, one by one. All ranks have to ask."""
         if self.group is None:
-            return here
-        flag = torch.tensor(int(here), device="cpu")
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._between_hosts(self.group))
-        return bool(flag)
+            return list(here)
+        values = torch.tensor(here, device="cpu")
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._between_hosts(self.group))
+        return values.tolist()
 
     def first_of(self, here: str | None) -> str | None:
         """The answer of this rank or, if it has none, of the first rank that has one.

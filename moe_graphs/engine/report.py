@@ -105,7 +105,8 @@ class Report(PrintedReport):
         audits_passed: number of those among them that did what was captured.
         audit_seconds: time of all audited calls, on the host.
         audits_skipped: reason -> number of audits that could not be made: "memory" (an eager call
-            does not fit now), "fp8" and "split_backward" (such a scope is never audited).
+            does not fit now), "fp8" and "split_backward" (such a scope is never audited), "often"
+            (models are switched or loaded too often for an audit each time).
         last_audited_step: number of the last step in which an audit passed; None before the first.
     """
 

@@ -10,7 +10,7 @@ import copy
 import itertools
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -21,8 +21,9 @@ from torch import Tensor, nn
 import moe_graphs
 from moe_graphs import FullIteration, GraphConfig, GraphError, GraphWarning
 from moe_graphs.engine import audit as audit_module
-from moe_graphs.engine.audit import Audits, Comparison, Schedule, Stream
+from moe_graphs.engine.audit import MEETING, Audits, Comparison, Schedule, Stream
 from moe_graphs.engine.guards.guards import Guards
+from moe_graphs.engine.ranks import Ranks
 from moe_graphs.engine.tracing import Operations, Origins
 from training_runs import DEVICES
 
@@ -451,8 +452,8 @@ def test_other_distances_are_refused(every):
 # ---- when
 
 
-def dues(audits: Audits, count: int, *, alone: bool = True, cost: float = 0.0) -> list[int]:
-    schedule, found = Schedule(audits, "a scope", alone=alone), []
+def dues(audits: Audits, count: int, *, cost: float = 0.0) -> list[int]:
+    schedule, found = Schedule(audits, "a scope"), []
     schedule.begin(0)
     for _ in range(count):
         found.append(schedule.due)
@@ -481,12 +482,148 @@ def test_windows_stay_where_audits_take_their_share(clock):
     assert found == list(range(1, 201))  # audits cost nothing here
 
 
-def test_ranks_that_communicate_do_not_look_at_their_clocks(monkeypatch):
+class TwoRanks(Ranks):
+    """Ranks the other of which always wants windows of ``length`` calls, and ``asks`` or not."""
+
+    group: Any = "two ranks"
+    length, asks = 64, 0
+
+    def __init__(self) -> None:
+        pass
+
+    def highest(self, here: Sequence[int]) -> list[int]:
+        return list(map(max, here, (self.asks, self.length)))
+
+
+def meet(audits: Audits, schedule: Schedule, count: int = MEETING) -> bool:
+    return audits.are_asked_for(count, list, lambda: [schedule])
+
+
+@pytest.mark.parametrize("cost", [0.0, 1e9])
+def test_ranks_that_communicate_do_not_look_at_their_own_clocks(cost):
+    schedule = Schedule(Audits("auto", "eager", TwoRanks()), "a scope")
+    schedule.begin(0)
+    ends = []
+    for _ in range(8):
+        ends.append(schedule._end)
+        schedule.took(cost)
+        schedule.audited(schedule.due)
+    assert ends == list(itertools.accumulate([1, 2, 4, 8, 16, MEETING, MEETING, MEETING]))
+
+
+def test_ranks_meet_to_agree_on_the_length_of_windows():
+    audits = Audits("auto", "eager", TwoRanks())
+    schedule = Schedule(audits, "a scope")
+    schedule.begin(0)
+    for _ in range(6):
+        schedule.audited(schedule.due)
+    assert not meet(audits, schedule, MEETING - 1)
+    before = schedule._end
+    schedule.audited(schedule.due)
+    assert schedule._end - before == MEETING
+    assert not meet(audits, schedule)
+    before = schedule._end
+    schedule.audited(schedule.due)
+    assert schedule._end - before == 64
+
+
+def test_ranks_are_asked_for_an_audit_by_any_of_them_where_they_meet():
+    audits = Audits("auto", "eager", TwoRanks())
+    schedule = Schedule(audits, "a scope")
+    TwoRanks.asks = 1
+    try:
+        assert not meet(audits, schedule, MEETING + 1)
+        assert meet(audits, schedule, MEETING)
+    finally:
+        TwoRanks.asks = 0
+    assert not meet(audits, schedule, 2 * MEETING)
+
+
+def test_windows_shrink_where_audits_have_become_cheap(monkeypatch):
+    now = iter(range(0, 10**9, 1000))
+    monkeypatch.setattr(audit_module.time, "perf_counter", lambda: next(now))
+    schedule = Schedule(Audits("auto", "eager"), "a scope")
+    schedule.begin(0)
+    lengths = []
+    for cost in (*[1e9] * 6, *[0.0] * 6):
+        before = schedule._end
+        schedule.took(cost)
+        schedule.audited(schedule.due)
+        lengths.append(schedule._end - before)
+    assert lengths == [2, 4, 8, 16, 32, 64, 32, 16, 8, 4, 2, 1]
+
+
+def test_few_occasions_are_audited_at_once_and_later_ones_in_so_many_calls():
     audits = Audits("auto", "eager")
-    found = dues(audits, 40, alone=False)
-    windows = [b - a for a, b in itertools.pairwise(found)]
-    assert max(windows) <= 2 * 512
-    assert max(windows[15:]) > 256
+    schedule = Schedule(audits, "a scope")
+    assert not schedule.soon(0)  # nothing is captured yet
+    schedule.begin(0)
+    honoured = [count for count in range(2000) if schedule.soon(count)]
+    assert honoured == [*range(8), 256, 512, 768, 1024, 1280, 1536, 1792]
+    assert audits.skipped == {"often": 2000 - len(honoured)}
+
+
+def evaluated(run: Run) -> None:
+    run.model.eval()
+    run.model.train()
+
+
+def loaded(run: Run) -> None:
+    run.model.load_state_dict(copy.deepcopy(run.model.state_dict()))
+
+
+def optimizer_loaded(run: Run) -> None:
+    run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+
+
+@on_devices
+@pytest.mark.parametrize(
+    ("engine", "occasion"),
+    [
+        *itertools.product(ENGINES, [evaluated, loaded]),
+        ("whole steps", optimizer_loaded),
+    ],
+)
+def test_an_occasion_lets_the_next_call_be_audited(engine, occasion, device):
+    run = Run(engine, device, audit_every=10_000, on_mismatch="error", on_audit="error")
+    run.steps(WARM)
+    assert run.report().audited == 0
+    occasion(run)
+    run.step()
+    report = run.report()
+    assert report.audits_passed == report.audited == (2 if engine == "scopes" else 1)
+    run.steps(3)
+    assert run.report().audited == report.audited
+
+
+@on_engines
+def test_what_is_no_occasion(engine):
+    run, other = Run(engine, "cpu", audit_every=10_000), Run("eager", "cpu")
+    run.steps(WARM)
+    for _ in range(3):
+        run.model.train()  # it is in this mode already
+        evaluated(other)
+        loaded(other)
+        optimizer_loaded(other)
+        run.step()
+    assert run.report().audited == 0
+    assert run.report().audits_skipped == {}
+
+
+def test_models_in_step_functions_may_be_switched_in_torch_compile():
+    model = nn.Dropout()
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def switched(x: Tensor) -> Tensor:
+        model.eval()
+        y = model(x)
+        model.train()
+        return y
+
+    Audits("auto", "eager")
+    x = torch.randn(4)
+    assert torch.equal(switched(x), x)
+    assert model.training
 
 
 def test_a_fixed_distance_has_a_random_phase():

@@ -177,9 +177,8 @@ class Recorder:
             owned = {address(tensor) for tensor in self.trials.known()}
             site.opened(recorded, open, sources, owned)
             if self.audits.are_on:
-                alone, name = site.planned.ranks.group is None, f"{site.name} {site.position}"
-                results = pytree.tree_leaves(output)
-                site.audit = self.audits.of_call(operations, results, name, alone=alone)
+                results, name = pytree.tree_leaves(output), f"{site.name} {site.position}"
+                site.audit = self.audits.of_call(operations, results, name)
                 site.audit_due = 0
         except BaseException:
             graph.release()

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from moe_graphs.config import GraphConfig
-from moe_graphs.engine.audit import NEVER, Audits
+from moe_graphs.engine.audit import NEVER, Audits, Schedule
 from moe_graphs.engine.backends import backend_for
 from moe_graphs.engine.backends.backend import Resources
 from moe_graphs.engine.guards import torch_state
@@ -47,7 +47,7 @@ from moe_graphs.engine.partial.plan import (
 )
 from moe_graphs.engine.partial.replay import DelayedWeights
 from moe_graphs.engine.partial.scope import find_scopes
-from moe_graphs.engine.partial.slots import BackwardPool, Chunk, PlannedCall, Slot
+from moe_graphs.engine.partial.slots import BackwardPool, CallSite, Chunk, PlannedCall, Slot
 from moe_graphs.engine.partial.trials import ScopeCall, Trials, Tried
 from moe_graphs.engine.ranks import ALONE, Ranks
 from moe_graphs.engine.report import FallbackWarning, Report
@@ -103,7 +103,7 @@ class Graphs:
         self._in_step = self._paused = self._is_ahead_of_time = False
         self._capture_seconds = 0.0
         self._ranks = Ranks(model)
-        self._audits = Audits(config.audit_every, config.on_audit)
+        self._audits = Audits(config.audit_every, config.on_audit, self._ranks)
         self._begin_warmup()
         self.state = "warmup" if config.impl == "local" else "off"
         scopes = find_scopes(model, config) if config.impl == "local" else []
@@ -144,6 +144,7 @@ class Graphs:
             raise GraphError("graphs.step() does not nest: one step is already open")
         self._in_step = True
         self._audits.step += 1
+        self._look_for_occasions()
         if self.state == "warmup":
             self.observation.begin_step()
         started = time.perf_counter()
@@ -451,9 +452,25 @@ class Graphs:
 
         Ranks that communicate call it in the same step. With ``audit_every=None`` nothing happens.
         """
-        for site in self.captured.sites if self.captured is not None else ():
-            if site.audit is not None and site.audit_due != NEVER:
-                site.audit_due = 0
+        for site in self._audited_sites():
+            site.audit_due = 0
+
+    def _audited_sites(self) -> list[CallSite]:
+        sites = self.captured.sites if self.captured is not None else ()
+        return [site for site in sites if site.audit is not None and site.audit_due != NEVER]
+
+    def _look_for_occasions(self) -> None:
+        """Lets calls of this step be audited if the model has been switched or loaded."""
+
+        def schedules() -> list[Schedule]:
+            return [s.audit.schedule for s in self._audited_sites() if s.audit is not None]
+
+        if self.captured is None or not self._audits.are_on:
+            return
+        if self._audits.are_asked_for(self._audits.step, self.model.modules, schedules):
+            for site in self._audited_sites():
+                if site.audit is not None and site.audit.schedule.soon(site.replayed):
+                    site.audit_due = 0
 
     def release(self) -> None:
         """Makes the model eager for good and frees the graphs' memory. Idempotent."""

@@ -98,8 +98,7 @@ def record_step(
                     raise CaptureError(shared.message)
                 audit = None
                 if audits.are_on:
-                    left, alone = recorded.left(), ranks.group is None
-                    audit = audits.of_call(operations, left, "the step", alone=alone)
+                    audit = audits.of_call(operations, recorded.left(), "the step")
                     audit.origins = None  # its backward is in the same stream
                 verdict = verification.check(recorded, operations) if verification else None
         # This comes after the context, which makes autograd forget its nodes: the nodes now are the

@@ -47,7 +47,7 @@ from moe_graphs.engine.guards.bytecode_names import AccessedNames
 from moe_graphs.engine.nonfinite import find_nonfinite
 from moe_graphs.engine.ranks import Ranks
 from moe_graphs.engine.report import FallbackWarning, PrintedReport, occupancy_of
-from moe_graphs.engine.tensors import owned
+from moe_graphs.engine.tensors import Mismatch, owned
 from moe_graphs.engine.verify import warn
 from moe_graphs.engine.whole_step import fsdp
 from moe_graphs.engine.whole_step.audited_step import audited_step, why_not
@@ -88,7 +88,9 @@ class FullIterationReport(PrintedReport):
         audits_passed, audit_seconds: as in ``engine.report.Report``.
         audits_skipped: reason -> number of audits that could not be made: "memory" (an eager step
             does not fit beside the graph), "fp8" (such steps are never audited),
-            "other_gradients" (a ``.grad`` was missing that the capture found), "another_rank".
+            "other_gradients" (a ``.grad`` was missing that the capture found), "mismatch" (the call
+            was not to be replayed), "another_rank" (it could not be made there), "often" (models
+            are switched or loaded too often for an audit each time).
         last_audited_step: number of the last call whose audit passed; None before the first.
     """
 
@@ -198,7 +200,7 @@ class FullIteration(Generic[BatchT, ResultT]):
         self._not_reproducible = False
         self.state = "warmup"
         self._captures = self._replayed = self._audited = self._calls = 0
-        self._audits = Audits(audit_every, on_audit)
+        self._audits = Audits(audit_every, on_audit, self._ranks)
         self._audit_due = NEVER
         self._misses = FallbackWarning()
         self._eager_calls: Counter[str] = Counter()
@@ -228,6 +230,7 @@ class FullIteration(Generic[BatchT, ResultT]):
         mismatch = next(self._recorded.mismatches(batch, leaves, structure), None)
         if self._agrees:
             mismatch = self._ranks.agree(mismatch)
+        is_audited = self._is_audited(mismatch)
         if mismatch is not None:
             if self._on_mismatch == "error":
                 others = self._recorded.mismatches(batch, leaves, structure)
@@ -237,7 +240,7 @@ class FullIteration(Generic[BatchT, ResultT]):
             self._try_to_capture(batch)
             if self.state != "captured":
                 return self._eager(batch, self.state)
-        if self._calls >= self._audit_due and self._may_audit():
+        if is_audited:
             return self._audit(leaves, structure)
         self._replayed += 1
         return self._recorded.replay(leaves)
@@ -408,19 +411,33 @@ class FullIteration(Generic[BatchT, ResultT]):
             self._audit_due = recorded.audit.schedule.due
         self._not_reproducible = verifier is not None and verifier.not_reproducible
 
-    def _may_audit(self) -> bool:
-        """Whether a step that is due is audited; otherwise chooses another one.
+    def _is_audited(self, mismatch: Mismatch | None) -> bool:
+        """Whether this call is audited, on all ranks. If it is due and cannot be, chooses another.
 
-        All ranks audit the same call, because the schedule counts calls.
+        Ranks that communicate are due at the same calls, because the schedule counts calls.
         """
-        audit, reason = self._recorded.audit, why_not(self._definition, self._recorded)
-        assert audit is not None
-        if not (self._ranks.any(reason is not None) if self._agrees else reason):
+        audit, is_alone = self._recorded.audit, self._ranks.group is None
+        if audit is None:
+            return False
+        schedule = audit.schedule
+        if self._audits.are_asked_for(
+            self._calls, self._objects, lambda: [schedule]
+        ) and schedule.soon(self._calls):
+            self._audit_due = schedule.due
+        if self._calls < self._audit_due or (is_alone and mismatch is not None):
+            return False
+        is_other = mismatch is not None
+        reason = "mismatch" if is_other else why_not(self._definition, self._recorded)
+        if not self._ranks.any(reason is not None):
             return True
         self._audits.skipped[reason or "another_rank"] += 1
-        audit.schedule.put_off(self._calls)
-        self._audit_due = audit.schedule.due
+        schedule.put_off(self._calls)
+        self._audit_due = schedule.due
         return False
+
+    def _objects(self) -> list[Any]:
+        """The objects that, when they are switched or loaded, let the next step be audited."""
+        return [*self._definition.model.modules(), *self._definition.optimizers()]
 
     def _audit(self, leaves: list[Any], structure: Any) -> Any:
         """Runs a step eagerly and compares it with the capture."""
@@ -431,8 +448,7 @@ class FullIteration(Generic[BatchT, ResultT]):
         with self._on_given_stream():
             outputs, difference = audited_step(self._definition, self._recorded, leaves, structure)
             result = owned(outputs)
-        if self._agrees:
-            difference = self._ranks.first_of(difference)
+        difference = self._ranks.first_of(difference)
         self._definition.backend.make_room()  # no memory of an eager step is kept beside the graph
         seconds = time.perf_counter() - started
         self._audits.seconds += seconds
