@@ -221,9 +221,10 @@ class GraphConfig:
             the eager call. The comparison takes the time of about one eager step, once. With
             False, nothing finds a replay that differs from eager.
         audit_every: how often a call runs eagerly in place of its replay, to compare what it does
-            with what was captured. None, the default, is never. "auto" audits each call site after
-            1, 2, 4, 8, ... replays, and then so often that audits take 1 % of the time. A number is
-            a number of replays: one call is audited in every so many.
+            with what was captured. "auto" audits each call site after 1, 2, 4, 8, ... replays, and
+            then so often that audits take at most 1 % of the time. A number is a number of replays:
+            one call is audited in every so many. In both cases the next call is audited, too, when
+            the model was switched by ``train()`` or ``eval()``, or loaded. None is never.
         on_audit: what happens if an audit finds a difference. The audited call itself is right, but
             replays since the last audit may have been wrong. "eager" warns (``GraphWarning``) and
             runs the scope eagerly from then on; "error" raises ``GraphError``.

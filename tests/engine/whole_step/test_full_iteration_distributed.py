@@ -98,6 +98,49 @@ def test_ranks_are_bitwise_eager(backend, inside, as_view):
     assert len(ends[0]) > 10
 
 
+def audit(rank: int, world_size: int, device: str, options: dict, every: int) -> dict:
+    """Trains with audits; after step 20 rank 1 alone evaluates. Returns the audited steps."""
+    stream = torch.cuda.Stream() if device == "cuda" else None
+    found: dict[bool, list[float]] = {}
+    audited = []
+    for graphed in (False, True):
+        model = replicas(device, stream, **options)
+        optimizer = optimizer_of(model, device)
+        step = make_step(model, optimizer)
+        if graphed:
+            audits = {"audit_every": every, "on_audit": "error", "on_mismatch": "error"}
+            step = FullIteration(step, model=model, optimizer=optimizer, stream=stream, **audits)
+        found[graphed] = []
+        for index, batch in enumerate(batches(device, 40, 2, seed=10 + rank)):
+            losses, norm = step(batch)
+            found[graphed] += [norm.item(), *(loss.item() for loss in losses)]
+            if index == 20 and rank == 1:
+                model.eval()
+                model.train()
+            if graphed and step.report().audited > len(audited):
+                audited.append(index + 1)
+                assert step.report().last_audited_step == index + 1
+        if graphed:
+            step.release()
+    assert found[False] == found[True]
+    return {"steps": audited, "skipped": step.report().audits_skipped}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("every", "as_view"), by_turns([1, 5, 10_000], [True, False]))
+def test_ranks_audit_the_same_steps_and_find_nothing(backend, every, as_view):
+    options = {"gradient_as_bucket_view": as_view}
+    first, *others = run_distributed(
+        audit, RANKS, backend, arguments=(device_of(backend), options, every)
+    )
+    assert all(each == first for each in others)
+    assert first["skipped"] == {}
+    if every == 10_000:  # what rank 1 did alone is found where the ranks meet
+        assert first["steps"] == [32]
+    else:
+        assert len(first["steps"]) > 30 // every
+
+
 @pytest.mark.multigpu
 def test_a_thousand_replays():
     arguments = ("cuda", 1003, True, {})
