@@ -14,6 +14,7 @@ from moe_graphs.kernels.choose_experts import route
 from moe_graphs.kernels.choose_experts.reference import RoutingRule
 from moe_graphs.kernels.cross_entropy import cross_entropy
 from moe_graphs.kernels.cross_entropy.linear import linear_cross_entropy
+from moe_graphs.kernels.cross_entropy.loss_rule import LossRule
 from moe_graphs.kernels.gemm import grouped_gemm
 from moe_graphs.kernels.gemm.gather import gather_gemm
 from moe_graphs.kernels.heads import split_heads, split_heads_by_rank
@@ -25,6 +26,7 @@ from moe_graphs.kernels.row_order import RowOrder, route_rows
 from moe_graphs.kernels.swiglu import swiglu, swiglu_linear
 
 __all__ = [
+    "LossRule",
     "RoutingRule",
     "RowOrder",
     "add_rms_norm",

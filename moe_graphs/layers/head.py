@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moe_graphs.kernels import linear_cross_entropy
+from moe_graphs.kernels.cross_entropy.loss_rule import PLAIN, LossRule
 
 
 class Head(nn.Linear):
@@ -21,16 +22,20 @@ class Head(nn.Linear):
         super().__init__(hidden_size, vocab_size, bias=False, **factory)
 
     def forward(
-        self, hidden_BSD: Tensor, targets_BS: Tensor | None = None, reduction: str = "mean"
+        self,
+        hidden_BSD: Tensor,
+        targets_BS: Tensor | None = None,
+        reduction: str = "mean",
+        rule: LossRule = PLAIN,
     ) -> Tensor:
         """Compute logits ``[B, S, V]``, or the loss in fp32 and in nats.
 
         Args:
             targets_BS: int64; targets of -100 do not count.
             reduction: "mean" over the targets that count, "sum" or "none" (``[B * S]``).
+            rule: what the loss is besides cross entropy; logits that are returned know none of it.
         """
         if targets_BS is None:
             return functional.linear(hidden_BSD, self.weight)
-        return linear_cross_entropy(
-            hidden_BSD.flatten(0, -2), self.weight, targets_BS.flatten(), reduction=reduction
-        )
+        rows_ND, targets_N = hidden_BSD.flatten(0, -2), targets_BS.flatten()
+        return linear_cross_entropy(rows_ND, self.weight, targets_N, reduction=reduction, rule=rule)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_graphs.dispatch import Dispatcher, LocalDispatcher
+from moe_graphs.kernels.cross_entropy.loss_rule import PLAIN, LossRule
 from moe_graphs.layers.head import Head
 from moe_graphs.layers.model_config import ExpertsKind, LinearKind, TransformerConfig
 from moe_graphs.layers.moe import moe_layers
@@ -170,13 +171,23 @@ class LanguageModel(nn.Module):
 
         @overload
         def __call__(
-            self, tokens_BS: Tensor, targets_BS: Tensor, *, reduction: str = "mean"
+            self,
+            tokens_BS: Tensor,
+            targets_BS: Tensor,
+            *,
+            reduction: str = "mean",
+            rule: LossRule = PLAIN,
         ) -> ModelLoss: ...
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def forward(
-        self, tokens_BS: Tensor, targets_BS: Tensor | None = None, *, reduction: str = "mean"
+        self,
+        tokens_BS: Tensor,
+        targets_BS: Tensor | None = None,
+        *,
+        reduction: str = "mean",
+        rule: LossRule = PLAIN,
     ) -> ModelOutput | ModelLoss:
         """Compute logits or, with targets, their cross entropy.
 
@@ -187,6 +198,7 @@ class LanguageModel(nn.Module):
             tokens_BS: int64.
             targets_BS: int64, the token that follows each one; targets of -100 do not count.
             reduction: "mean" over the targets that count, "sum" or "none".
+            rule: z-loss, label smoothing, scale and soft cap of the logits, as the loss has them.
         """
         hidden_BSD = self.embedding(tokens_BS)
         aux_loss = torch.zeros((), dtype=torch.float32, device=hidden_BSD.device)
@@ -200,7 +212,7 @@ class LanguageModel(nn.Module):
         hidden_BSD = self.norm(hidden_BSD)
         if targets_BS is None:
             return ModelOutput(self.head(hidden_BSD), aux_loss, dropped)
-        return ModelLoss(self.head(hidden_BSD, targets_BS, reduction), aux_loss, dropped)
+        return ModelLoss(self.head(hidden_BSD, targets_BS, reduction, rule), aux_loss, dropped)
 
     @torch.no_grad()
     def init_weights(self, std: float = 0.02) -> None:

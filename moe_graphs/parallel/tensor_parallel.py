@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from moe_graphs.kernels import linear_cross_entropy, swiglu_linear
+from moe_graphs.kernels.cross_entropy.loss_rule import PLAIN, LossRule
 from moe_graphs.kernels.ops import wants_gradient
 from moe_graphs.layers import LanguageModel, TransformerConfig
 from moe_graphs.layers.attention import Attention
@@ -56,7 +57,13 @@ class ColumnLinear(nn.Module):
 class ColumnHead(ColumnLinear):
     """Output head of which this rank has some columns of the vocabulary (``layers.head.Head``)."""
 
-    def forward(self, x: Tensor, targets: Tensor | None = None, reduction: str = "mean") -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        targets: Tensor | None = None,
+        reduction: str = "mean",
+        rule: LossRule = PLAIN,
+    ) -> Tensor:
         if targets is None:
             return super().forward(x)
         weight_VD = local(self.weight)
@@ -65,6 +72,7 @@ class ColumnHead(ColumnLinear):
             weight_VD,
             targets.flatten(),
             reduction=reduction,
+            rule=rule,
             shared=ColumnsOfGroup(self.process_group, len(weight_VD)),
         )
 

@@ -14,8 +14,12 @@ from torch.autograd.function import once_differentiable
 
 from moe_graphs.kernels import cross_entropy
 from moe_graphs.kernels.cross_entropy import REDUCTIONS
-from moe_graphs.kernels.cross_entropy.linear import losses_of_ranks
-from moe_graphs.kernels.cross_entropy.part import columns_here, gradient_of_part, part_of_rows
+from moe_graphs.kernels.cross_entropy.part import (
+    columns_here,
+    gradient_of_part,
+    losses_of_ranks,
+    part_of_rows,
+)
 
 
 def vocabulary_group(model: nn.Module) -> dist.ProcessGroup | None:

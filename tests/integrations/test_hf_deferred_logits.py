@@ -14,13 +14,20 @@ pytest.importorskip("transformers", reason="needs the extra hf")
 from hf_families import implementation_of, tiny, tokens
 from moe_graphs.integrations.transformers.deferred_logits import DeferredLogits
 
-FAMILIES = ["qwen3_moe", "llama"]
+# Gemma 2 caps its logits, Granite divides them, Cohere multiplies them.
+FAMILIES = {
+    "qwen3_moe": {},
+    "llama": {},
+    "gemma2": {"final_logit_softcapping": 0.3},
+    "granitemoe": {"logits_scaling": 0.2},
+    "cohere": {"logit_scale": 3.0},
+}
 pytestmark = pytest.mark.parametrize("family", FAMILIES)
 
 
 def both(family: str):
     """A model of transformers, and its accelerated copy."""
-    theirs = tiny(family, implementation_of(family))
+    theirs = tiny(family, implementation_of(family), **FAMILIES[family])
     ours = copy.deepcopy(theirs)
     return theirs, ours, accelerate_model(ours, graphs=False)
 
@@ -31,8 +38,9 @@ def asked(accelerated) -> dict[str, int]:
 
 
 def test_a_training_step_makes_no_logits(family):
-    _, ours, accelerated = both(family)
+    theirs, ours, accelerated = both(family)
     output = ours(input_ids=tokens(), labels=tokens())
+    torch.testing.assert_close(output.loss, theirs(input_ids=tokens(), labels=tokens()).loss)
     output.loss.backward()
     assert isinstance(output.logits, DeferredLogits)
     assert output.logits.shape == (*tokens().shape, ours.config.vocab_size)
@@ -58,6 +66,18 @@ def test_logits_that_are_read_are_transformers(family, backward_of):
         assert (parameter.grad - expected).abs().max() <= 1e-4 * scale, name
     assert sum(asked(accelerated).values()) == 1
     assert "asked for whole logits" in str(accelerated)
+
+
+def test_gradients_of_the_loss_are_transformers(family):
+    theirs, ours, _ = both(family)
+    for model in (theirs, ours):
+        options = {"num_items_in_batch": 40} if family != "llama" else {}
+        model(input_ids=tokens(), labels=tokens(), **options).loss.backward()
+    gradients = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        expected = gradients[name].grad
+        scale = expected.abs().max().clamp(min=1e-6)
+        assert (parameter.grad - expected).abs().max() <= 1e-4 * scale, name
 
 
 def test_metrics_without_gradients(family):
@@ -122,3 +142,17 @@ def test_a_head_with_a_bias_is_left(family):
     (line,) = [change for change in accelerated.changes if change.part == "logits"]
     assert not line.done
     assert type(model(input_ids=tokens()).logits) is torch.Tensor
+
+
+def test_only_what_a_rule_has_is_deferred(family):
+    """Scaled without gradients, by a tensor or capped twice, logits are made."""
+    _, ours, accelerated = both(family)
+    logits = ours(input_ids=tokens(), labels=tokens()).logits
+    halved = logits * 0.5 / 3
+    assert isinstance(halved, DeferredLogits)
+    assert asked(accelerated) == {}
+    torch.testing.assert_close(halved + 0, (logits + 0) * 0.5 / 3)
+    with torch.no_grad():
+        assert not (logits * 2).requires_grad
+    for made in (logits * torch.tensor(2.0), logits * -1, torch.tanh(torch.tanh(logits))):
+        assert type(made) is torch.Tensor

@@ -105,9 +105,15 @@ def test_cross_entropy(compiled, vocabulary, dtype):
             logits, targets, logsumexp, losses, None, -100, part=True
         )
         cross_entropy_triton.scaled(logits, mean, BF16)
+        for rule in (kernels.LossRule(z_loss=1e-4), kernels.LossRule(logit_cap=30.0)):
+            numbers = rule.numbers(vocabulary)
+            cross_entropy_triton.cross_entropy_rows_by_rule(logits, targets, -100, numbers)
+            cross_entropy_triton.cross_entropy_backward(
+                logits, targets, logsumexp, mean, None, -100, part=True, rule=numbers
+            )
 
     found = compiled(launches)
-    assert len(found) == 6
+    assert len(found) == 10
     for kernel in found:
         check(kernel, wgmma=False)
         assert "atom" not in kernel.ptx

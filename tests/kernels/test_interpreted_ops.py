@@ -8,7 +8,17 @@ from torch.nn import functional
 
 pytest.importorskip("triton")
 
-from moe_graphs.kernels import RowOrder, add_sums, permute, route_rows, unpermute
+from moe_graphs.kernels import (
+    LossRule,
+    RowOrder,
+    add_sums,
+    linear_cross_entropy,
+    permute,
+    route_rows,
+    unpermute,
+)
+from moe_graphs.kernels.cross_entropy import linear as cross_entropy_linear
+from moe_graphs.kernels.cross_entropy import part as cross_entropy_part
 from moe_graphs.kernels.cross_entropy import triton_kernels as cross_entropy_triton
 from moe_graphs.kernels.heads import (
     _SplitHeads,
@@ -116,6 +126,28 @@ def test_cross_entropy(rows, vocabulary, reduction):
         in_place, targets, logsumexp, grad, count, -100
     )
     assert torch.equal(in_place, found)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy: log(0), exp of large numbers
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_linear_cross_entropy_by_a_rule(reduction, cap, monkeypatch):
+    """The kernels' loss and gradients are those of the path without kernels."""
+    torch.manual_seed(0)
+    targets = torch.randint(300, (7,))
+    targets[1] = -100
+    hidden, weight = (torch.randn(n, 16, requires_grad=True) for n in (7, 300))
+    rule = LossRule(logit_scale=0.7, logit_cap=cap, label_smoothing=0.1, z_loss=0.01)
+
+    def results() -> list[torch.Tensor]:
+        loss = linear_cross_entropy(hidden, weight, targets, reduction=reduction, rule=rule)
+        grad = torch.linspace(0.3, 1, max(1, loss.numel())).view(loss.shape)
+        return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight), grad)]
+
+    expected = results()
+    for module in (cross_entropy_linear, cross_entropy_part):
+        monkeypatch.setattr(module, "has_kernel", lambda _: True)
+    torch.testing.assert_close(results(), expected)
 
 
 @pytest.mark.parametrize("shape", [(7, 500), (1,), (0, 3)])

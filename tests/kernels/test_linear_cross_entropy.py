@@ -8,11 +8,13 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_graphs.kernels import linear_cross_entropy
+from grids import grid
+from moe_graphs.kernels import LossRule, linear_cross_entropy
 from replays import check_replays
 from training_runs import DEVICES
 
 ROWS, WIDTH, VOCABULARY = 700, 64, 500
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
@@ -26,10 +28,30 @@ def example(device: str, dtype: torch.dtype = torch.float32, rows: int = ROWS) -
     return [*operands, targets.to(device)]
 
 
-def plain(hidden, weight, targets, reduction="mean", **_):
+RULES = {
+    "scale": LossRule(logit_scale=0.3),
+    "cap": LossRule(logit_cap=3.0),
+    "label smoothing": LossRule(label_smoothing=0.2),
+    "z-loss": LossRule(z_loss=0.01),
+    "all": LossRule(logit_scale=0.7, logit_cap=2.5, label_smoothing=0.1, z_loss=0.01),
+}
+
+
+def plain(hidden, weight, targets, reduction="mean", rule=None, **_):
+    """The loss with whole logits, as other libraries write it."""
+    rule = rule or LossRule()
     logits = functional.linear(hidden, weight)
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return functional.cross_entropy(logits, targets, reduction=reduction)
+    logits = rule.logit_scale * (logits if logits.dtype == torch.float64 else logits.float())
+    if rule.logit_cap is not None:
+        logits = rule.logit_cap * torch.tanh(logits / rule.logit_cap)
+    losses = functional.cross_entropy(
+        logits, targets, reduction="none", label_smoothing=rule.label_smoothing
+    )
+    squares = logits.logsumexp(-1).square().masked_fill(targets == -100, 0)
+    losses = losses + rule.z_loss * squares
+    if reduction == "none":
+        return losses
+    return losses.sum() / ((targets != -100).sum() if reduction == "mean" else 1)
 
 
 def results(function, hidden, weight, targets, **options) -> list[Tensor]:
@@ -48,14 +70,18 @@ def chunks_of(rows: int, dtype: torch.dtype) -> dict[str, int]:
 
 @pytest.mark.parametrize("rows", [128, 256, ROWS])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_against_fp64(device, dtype, reduction, rows):
+    check_against_fp64(device, dtype, reduction, rows, LossRule())
+
+
+def check_against_fp64(device, dtype, reduction, rows, rule):
     """Loss and gradients have at most twice the error of the path with whole logits."""
     given = example(device, dtype)
     exact = [each.detach().double().requires_grad_() for each in given[:2]]
-    wanted = results(plain, *exact, given[2], reduction=reduction)
-    others = results(plain, *given, reduction=reduction)
-    options = {"reduction": reduction, **chunks_of(rows, dtype)}
+    wanted = results(plain, *exact, given[2], reduction=reduction, rule=rule)
+    others = results(plain, *given, reduction=reduction, rule=rule)
+    options = {"reduction": reduction, "rule": rule, **chunks_of(rows, dtype)}
     for found, other, want in zip(
         results(linear_cross_entropy, *given, **options), others, wanted, strict=True
     ):
@@ -63,9 +89,34 @@ def test_against_fp64(device, dtype, reduction, rows):
         assert error(found, want) <= 2 * error(other, want) + 1e-6
 
 
-def test_fp64_gradients_are_exact(device):
-    hidden, weight, targets = example(device, torch.float64, rows=9)
-    options = {"chunk_bytes": 1}
+@pytest.mark.parametrize(
+    ("rule", "dtype", "reduction", "rows"),
+    grid(list(RULES), DTYPES, ["mean", "none"], [256, ROWS]),
+)
+def test_rules_against_fp64(device, rule, dtype, reduction, rows):
+    check_against_fp64(device, dtype, reduction, rows, RULES[rule])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"logit_scale": float("nan")},
+        {"logit_cap": 0.0},
+        {"label_smoothing": 1.0},
+        {"z_loss": -1e-4},
+    ],
+)
+def test_wrong_rules(device, wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        LossRule(**wrong)
+
+
+@pytest.mark.parametrize("rule", [None, *RULES])
+def test_fp64_gradients_are_exact(device, rule):
+    hidden, weight, targets = example(device, torch.float64, rows=5)
+    hidden, weight, targets = hidden[:, :8], weight[:20, :8], targets % 20
+    targets[0] = -100
+    options = {"chunk_bytes": 1, "rule": RULES.get(rule, LossRule())}
     assert torch.autograd.gradcheck(
         lambda x, w: linear_cross_entropy(x, w, targets, **options), (hidden, weight)
     )
@@ -83,11 +134,13 @@ class _Largest(TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize("rule", [LossRule(), RULES["all"]], ids=["plain", "all"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_the_logits_are_never_whole(device, reduction):
+def test_the_logits_are_never_whole(device, reduction, rule):
     given = example(device, rows=4096)
+    options = {"reduction": reduction, "rule": rule, **chunks_of(256, given[0].dtype)}
     with _Largest() as largest:
-        results(linear_cross_entropy, *given, reduction=reduction, **chunks_of(256, given[0].dtype))
+        results(linear_cross_entropy, *given, **options)
     assert largest.elements <= max(256 * VOCABULARY, 4096 * WIDTH)
 
 
@@ -134,10 +187,12 @@ def test_under_autocast_it_computes_as_linear_does(device):
     assert all(torch.equal(a, b.float()) for a, b in zip(found, expected, strict=True))
 
 
-def test_no_target_that_counts(device):
+@pytest.mark.parametrize("rule", [LossRule(), RULES["all"]], ids=["plain", "all"])
+def test_no_target_that_counts(device, rule):
     hidden, weight, targets = example(device)
     targets.fill_(-100)
-    loss, *gradients = results(linear_cross_entropy, hidden, weight, targets, reduction="sum")
+    options = {"reduction": "sum", "rule": rule}
+    loss, *gradients = results(linear_cross_entropy, hidden, weight, targets, **options)
     assert not loss.any()
     assert not any(each.any() for each in gradients)
     assert linear_cross_entropy(hidden, weight, targets).isnan()
@@ -158,12 +213,13 @@ def test_bad_input(device, change, message):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rule", [LossRule(), RULES["all"]], ids=["plain", "all"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_a_replay_equals_eager(device, reduction, poisoned_memory):
+def test_a_replay_equals_eager(device, reduction, rule, poisoned_memory):
     if device != "cuda":
         pytest.skip("graphs of kernels are on GPUs")
     given = example(device, torch.bfloat16)
-    options = {"reduction": reduction, **chunks_of(256, torch.bfloat16)}
+    options = {"reduction": reduction, "rule": rule, **chunks_of(256, torch.bfloat16)}
 
     def change() -> None:
         for each in given[:2]:

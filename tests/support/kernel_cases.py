@@ -159,6 +159,11 @@ def _cross_entropy() -> None:
             cross_entropy_triton.cross_entropy_backward(
                 logits, targets, logsumexp, mean, divisor, -100
             )
+        rule = kernels.LossRule(logit_cap=30.0).numbers(logits.shape[1])
+        cross_entropy_triton.cross_entropy_rows_by_rule(logits, targets, -100, rule)
+        cross_entropy_triton.cross_entropy_backward(
+            logits, targets, logsumexp, mean, None, -100, part=True, rule=rule
+        )
 
 
 def _rotary() -> None:

@@ -246,8 +246,9 @@ def causal_lm_loss(
     if isinstance(logits, DeferredLogits) and vocab_size == len(logits.weight):
         rows = logits.hidden.reshape(-1, logits.hidden.shape[-1])
         loss = linear_cross_entropy(
-            rows, logits.weight, targets, ignore_index=ignore_index, reduction=reduction
-        )
+            rows, logits.weight, targets,
+            ignore_index=ignore_index, reduction=reduction, rule=logits.rule,
+        )  # fmt: skip
     else:
         rows = logits.reshape(-1, vocab_size)
         loss = cross_entropy(rows, targets, ignore_index=ignore_index, reduction=reduction)

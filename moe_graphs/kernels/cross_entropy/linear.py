@@ -27,7 +27,13 @@ from torch.autograd.function import once_differentiable
 
 from moe_graphs.kernels.availability import has_kernel
 from moe_graphs.kernels.cross_entropy import REDUCTIONS, reference
-from moe_graphs.kernels.cross_entropy.part import columns_here, gradient_of_part, part_of_rows
+from moe_graphs.kernels.cross_entropy.loss_rule import PLAIN, LossRule
+from moe_graphs.kernels.cross_entropy.part import (
+    columns_here,
+    gradient_of_part,
+    losses_of_ranks,
+    part_of_rows,
+)
 from moe_graphs.kernels.launching import cdiv
 from moe_graphs.kernels.ops import wants_gradient
 from moe_graphs.kernels.precision import accumulation_dtype, to_autocast
@@ -56,6 +62,7 @@ def linear_cross_entropy(
     *,
     ignore_index: int = -100,
     reduction: str = "mean",
+    rule: LossRule = PLAIN,
     shared: SharedColumns | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Tensor:
@@ -67,6 +74,7 @@ def linear_cross_entropy(
 
     Args:
         ignore_index, reduction: as in ``kernels.cross_entropy``.
+        rule: scale and soft cap of the logits, label smoothing, z-loss.
         shared: the columns of this rank, if several ranks share the weight's rows. The gradient of
             the hidden states is then this rank's addend.
         chunk_bytes: size that the logits of one chunk may have.
@@ -82,7 +90,7 @@ def linear_cross_entropy(
     hidden_ND, weight_VD = to_autocast(hidden_ND, weight_VD)
     rows = _chunk_rows(hidden_ND, weight_VD, chunk_bytes)
     return _LinearCrossEntropy.apply(
-        hidden_ND, weight_VD, targets_N, ignore_index, reduction, shared, rows,
+        hidden_ND, weight_VD, targets_N, ignore_index, reduction, rule, shared, rows,
         torch.is_grad_enabled(),
     )  # fmt: skip
 
@@ -96,6 +104,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets_N: Tensor,
         ignore_index: int,
         reduction: str,
+        rule: LossRule,
         shared: SharedColumns | None,
         rows: int,
         has_backward: bool,
@@ -107,14 +116,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         count = (targets_N != ignore_index).sum()
         scale = losses_N.new_ones(()) / (count if reduction == "mean" else 1)
         later = reduction == "none" or hidden_ND.dtype == torch.float16
-        gradients = _Gradients(hidden_ND, weight_VD, rows, ctx.needs_input_grad)
-        columns_N = columns_here(
-            targets_N, 0 if shared is None else shared.first, len(weight_VD), ignore_index
-        )
+        first, columns = (0, len(weight_VD)) if shared is None else (shared.first, shared.columns)
+        ctx.loss = rule, columns
+        gradients = _Gradients(hidden_ND, weight_VD, rows, ctx.needs_input_grad, ctx.loss)
+        columns_N = columns_here(targets_N, first, len(weight_VD), ignore_index)
         for part in _parts(len(hidden_ND), rows):
             logits_NV = hidden_ND[part] @ weight_VD.t()
             losses_N[part], logsumexp_N[part] = _losses(
-                logits_NV, targets_N[part], columns_N[part], ignore_index, shared
+                logits_NV, targets_N[part], columns_N[part], ignore_index, rule, shared
             )
             if has_backward and not later:
                 gradients.add(part, logits_NV, columns_N[part], logsumexp_N[part], scale)
@@ -135,25 +144,32 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if not ctx.is_later:
             saved = zip(ctx.saved_tensors, ctx.dtypes, wanted, strict=True)
             found = [_scaled(each, grad, dtype) if wants else None for each, dtype, wants in saved]
-            return *found, *[None] * 6
+            return *found, *[None] * 7
         hidden_ND, weight_VD, columns_N, logsumexp_N, scale = ctx.saved_tensors
-        gradients, scale_N = _Gradients(hidden_ND, weight_VD, ctx.rows, wanted), grad * scale
+        gradients = _Gradients(hidden_ND, weight_VD, ctx.rows, wanted, ctx.loss)
+        scale_N = grad * scale
         for part in _parts(len(hidden_ND), ctx.rows):
             logits_NV = hidden_ND[part] @ weight_VD.t()
             of_rows = scale_N[part] if scale_N.dim() else scale_N
             gradients.add(part, logits_NV, columns_N[part], logsumexp_N[part], of_rows)
         of_weight = gradients.of_weight
         of_weight = None if of_weight is None else of_weight.to(weight_VD.dtype)
-        return gradients.of_hidden, of_weight, *[None] * 6
+        return gradients.of_hidden, of_weight, *[None] * 7
 
 
 class _Gradients:
     """The gradients of hidden states and weight, to which every chunk adds its own."""
 
     def __init__(
-        self, hidden_ND: Tensor, weight_VD: Tensor, rows: int, wanted: tuple[bool, ...]
+        self,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        rows: int,
+        wanted: tuple[bool, ...],
+        loss: tuple[LossRule, int],
     ) -> None:
         self._hidden_ND, self._weight_VD = hidden_ND, weight_VD
+        self._rule, self._columns = loss
         self.of_hidden = torch.empty_like(hidden_ND) if wanted[0] else None
         self.of_weight: Tensor | None = None
         self._wants_weight, self._is_one = wanted[1], rows >= len(hidden_ND)
@@ -161,7 +177,10 @@ class _Gradients:
     def add(
         self, part: slice, logits_NV: Tensor, columns_N: Tensor, logsumexp_N: Tensor, scale: Tensor
     ) -> None:
-        grad_NV = gradient_of_part(logits_NV, columns_N, logsumexp_N, scale, in_place=True)
+        grad_NV = gradient_of_part(
+            logits_NV, columns_N, logsumexp_N, scale,
+            in_place=True, rule=self._rule, columns=self._columns,
+        )  # fmt: skip
         if self.of_hidden is not None:
             torch.mm(grad_NV, self._weight_VD, out=self.of_hidden[part])
         if self._wants_weight:
@@ -195,33 +214,41 @@ def _losses(
     targets_N: Tensor,
     columns_N: Tensor,
     ignore_index: int,
+    rule: LossRule,
     shared: SharedColumns | None,
 ) -> tuple[Tensor, Tensor]:
     """Each row's loss, zero if it is ignored, and its logsumexp over all columns."""
     if shared is not None:
-        here_2N = torch.stack(part_of_rows(logits_NV, columns_N))
-        return losses_of_ranks(shared.gathered(here_2N), targets_N, shared.columns, ignore_index)
+        here_KN = torch.stack(part_of_rows(logits_NV, columns_N, rule))
+        all_RKN = shared.gathered(here_KN)
+        return losses_of_ranks(all_RKN, targets_N, shared.columns, ignore_index, rule)
     if has_kernel(logits_NV):
-        from moe_graphs.kernels.cross_entropy.triton_kernels import cross_entropy_rows
+        losses_N, logsumexp_N, mean_N = _rows_by_kernel(logits_NV, targets_N, ignore_index, rule)
+        logsumexp_N = logsumexp_N.masked_fill(losses_N.isnan(), float("nan"))
+    else:
+        logits_NV = rule.applied(logits_NV)
+        losses_N = reference.cross_entropy(logits_NV, targets_N, ignore_index, "none")
+        logsumexp_N = logits_NV.logsumexp(1)
+        mean_N = logits_NV.mean(1) if rule.label_smoothing else None
+    if rule.label_smoothing or rule.z_loss:
+        losses_N = rule.losses(losses_N, logsumexp_N, mean_N)
+        losses_N = losses_N.masked_fill(targets_N == ignore_index, 0)
+    return losses_N, logsumexp_N
 
-        losses_N, logsumexp_N = cross_entropy_rows(logits_NV, targets_N, ignore_index)
-        return losses_N, logsumexp_N.masked_fill(losses_N.isnan(), float("nan"))
-    logits_NV = logits_NV.to(accumulation_dtype(logits_NV))
-    losses_N = reference.cross_entropy(logits_NV, targets_N, ignore_index, "none")
-    return losses_N, logits_NV.logsumexp(1)
 
+def _rows_by_kernel(
+    logits_NV: Tensor, targets_N: Tensor, ignore_index: int, rule: LossRule
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Cross entropy, logsumexp and mean of scaled and capped logits; no mean if all is plain."""
+    from moe_graphs.kernels.cross_entropy import triton_kernels as kernels
 
-def losses_of_ranks(
-    all_R2N: Tensor, targets_N: Tensor, columns: int, ignore_index: int
-) -> tuple[Tensor, Tensor]:
-    """Losses and logsumexp of rows from what every rank knows of them (``part_of_rows``).
-
-    Rows whose target is outside of the vocabulary are NaN.
-    """
-    logsumexp_N, at_target_N = all_R2N[:, 0].logsumexp(0), all_R2N[:, 1].sum(0)
-    unknown_N = (targets_N < 0) | (targets_N >= columns)
-    logsumexp_N = logsumexp_N.masked_fill(unknown_N, float("nan"))
-    return (logsumexp_N - at_target_N).masked_fill(targets_N == ignore_index, 0), logsumexp_N
+    if rule.is_plain:
+        return *kernels.cross_entropy_rows(logits_NV, targets_N, ignore_index), None
+    columns = logits_NV.shape[1]
+    *rows, sums_N = kernels.cross_entropy_rows_by_rule(
+        logits_NV, targets_N, ignore_index, rule.numbers(columns)
+    )
+    return *rows, sums_N / columns
 
 
 def _parts(count: int, rows: int) -> Iterator[slice]:
