@@ -1,4 +1,4 @@
-"""What a row's loss is, besides plain cross entropy of its logits.
+"""The rule by which a row's loss follows from its logits, besides plain cross entropy.
 
 Shapes: N rows (tokens), V columns that are here.
 """
@@ -15,7 +15,7 @@ from moe_graphs.kernels.precision import accumulation_dtype
 
 @dataclass(frozen=True)
 class LossRule:
-    """How a row's loss follows from its logits ``x``; by default it is their cross entropy.
+    """The rule by which a row's loss follows from its logits ``x``; by default their cross entropy.
 
         y = logit_cap * tanh(logit_scale * x / logit_cap), without a cap logit_scale * x
         loss = (1 - label_smoothing) * (logsumexp(y) - y[target])
