@@ -76,7 +76,6 @@ def shares_of(preset: Preset, text: Text, workers: Workers, steps: int) -> dict[
         device=workers.device,
         graph_config=None,
         dispatcher="symmetric",
-        save=False,
         workers=workers,
     )
     trainer = build_trainer(options, build_batches(options, text))

@@ -24,6 +24,8 @@ from moe_graphs.integrations.transformer_engine import (
 from moe_graphs.layers import LanguageModel, TransformerConfig
 from moe_graphs.lm.continued import checkpoint_identity
 from moe_graphs.lm.data import Text, TrainingBatches
+from moe_graphs.lm.option_values import dtype_of, stages_of
+from moe_graphs.lm.options import TrainOptions
 from moe_graphs.lm.pipelined import lay_out_stages, pipeline_of, scopes_of_stages
 from moe_graphs.lm.run_presets import Preset
 from moe_graphs.lm.trainer import Autocast, Trainer, autocast_of
@@ -43,18 +45,10 @@ class RunOptions:
     """Options of a run. ``graph_config`` None trains eagerly.
 
     Attributes:
-        save: whether checkpoints are written: every ``checkpoint_every`` steps, or with 0 only at
-            the end.
-        find_nan: whether a loss or gradient that is not finite is followed to its first operation.
+        preset: the model, and its training with the changes that are asked for.
+        asked: the options of the command.
         sample_tokens: how much of the held-out text is used while training; the end uses all.
-        init, tokenizer: the Hugging Face checkpoint that the model comes from, and the directory of
-            its tokenizer; both None for a model from the seed.
-        dtype: dtype of the parameters.
-        mixed_precision: whether FSDP2 casts the parameters that it gathers (``MIXED_PRECISION``).
-            Autocast is off then.
-        fp8: the recipe by which Transformer Engine's modules compute, or "none".
         workers: the ranks that run it together, each with these options; None for one process.
-        schedule, stages_per_rank: those of the pipeline (``Pipeline``), if the ranks are one.
         recorded: options of the command that checkpoints hold, as JSON values by name.
     """
 
@@ -64,23 +58,38 @@ class RunOptions:
     dispatcher: str = "local"
     out: Path = Path("runs/run")
     resume: Path | None = None
-    checkpoint_every: int = 0
-    save: bool = True
-    find_nan: bool = False
+    asked: TrainOptions = dataclasses.field(default_factory=TrainOptions)
     sample_tokens: int = 1 << 17
-    init: Path | None = None
-    tokenizer: Path | None = None
-    dtype: torch.dtype = torch.float32
-    mixed_precision: bool = False
-    fp8: str = "none"
     workers: Workers | None = None
-    schedule: str = "1f1b"
-    stages_per_rank: int = 1
     recorded: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.checkpoint_every < 0:
-            raise ValueError(f"checkpoint_every: {self.checkpoint_every} must not be negative")
+        every = self.asked.output.checkpoint_every
+        if every < 0:
+            raise ValueError(f"checkpoint_every: {every} must not be negative")
+
+    @property
+    def init(self) -> Path | None:
+        """The Hugging Face checkpoint that the model comes from; None for one from the seed."""
+        return self.asked.model.init
+
+    @property
+    def tokenizer(self) -> Path | None:
+        return self.asked.text.tokenizer or self.init
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the parameters."""
+        return dtype_of(self.asked.numerics.dtype)
+
+    @property
+    def mixed_precision(self) -> bool:
+        """Whether FSDP2 casts the parameters that it gathers; autocast is off then."""
+        return self.asked.numerics.mixed_precision
+
+    @property
+    def stages_per_rank(self) -> int:
+        return stages_of(self.asked.pipeline)
 
     @property
     def precision(self) -> str:
@@ -116,7 +125,7 @@ def build_trainer(options: RunOptions, batches: TrainingBatches) -> Trainer:
             autocast = contextlib.nullcontext
         model, stages = _on_ranks(options, workers, autocast)
         if stages:
-            pipeline = pipeline_of(stages, workers, settings, options.schedule)
+            pipeline = pipeline_of(stages, workers, settings, options.asked.pipeline.schedule)
         workers.seed(settings.seed)
     return Trainer(
         model,
@@ -129,7 +138,7 @@ def build_trainer(options: RunOptions, batches: TrainingBatches) -> Trainer:
         autocast=autocast,
         workers=workers,
         pipeline=pipeline,
-        find_nan=options.find_nan,
+        find_nan=options.asked.numerics.find_nan,
     )
 
 
@@ -197,11 +206,11 @@ def _std(config: TransformerConfig) -> float:
 
 def _fp8_autocast(options: RunOptions, model: LanguageModel) -> Autocast:
     """Transformer Engine's context, with one recipe object: it tells recipe objects apart."""
-    if options.fp8 == "none":
+    if options.asked.model.fp8 == "none":
         return contextlib.nullcontext
     settings = options.preset.training
     check_fp8_sizes(model, settings.tokens_per_step // settings.microbatches)
-    return functools.partial(fp8_autocast, fp8_recipe(options.fp8))
+    return functools.partial(fp8_autocast, fp8_recipe(options.asked.model.fp8))
 
 
 def _surroundings(options: RunOptions, batches: TrainingBatches) -> dict[str, Any]:
@@ -212,13 +221,14 @@ def _surroundings(options: RunOptions, batches: TrainingBatches) -> dict[str, An
     if options.mixed_precision:  # by its name only where it is, as checkpoints before it have none
         layout["mixed_precision"] = "bfloat16, reductions in float32"
     if options.workers is not None and options.workers.layout.pp > 1:
-        layout["schedule"] = f"{options.schedule}, {options.stages_per_rank} stage(s) a rank"
+        schedule = options.asked.pipeline.schedule
+        layout["schedule"] = f"{schedule}, {options.stages_per_rank} stage(s) a rank"
     return {
         **batches.documents.identity,
         **init,
         **layout,
         "dispatcher": options.dispatcher,
-        "fp8": options.fp8,
+        "fp8": options.asked.model.fp8,
         "device": options.device.type,
         "threads": torch.get_num_threads() if on_cpu else None,
         "deterministic": on_cpu or torch.are_deterministic_algorithms_enabled(),

@@ -7,14 +7,13 @@ from dataclasses import replace
 import torch
 
 from moe_graphs.integrations.transformer_engine import FP8_RECIPES, import_transformer_engine
+from moe_graphs.lm.options import ModelOptions
 from moe_graphs.lm.run_presets import Preset
 
 _THEIRS = "transformer_engine"
 
 
-def with_kernels(
-    preset: Preset, *, experts: str, linear: str, fp8: str, device: torch.device
-) -> Preset:
+def with_kernels(preset: Preset, asked: ModelOptions, device: torch.device) -> Preset:
     """The preset with these kernels in its model's config.
 
     Raises:
@@ -22,6 +21,7 @@ def with_kernels(
             device.
         ImportError: if Transformer Engine is asked for and is not installed.
     """
+    experts, linear, fp8 = asked.experts, asked.linear, asked.fp8
     model = replace(preset.model, linear=linear)
     if model.moe is not None:
         model = replace(model, moe=replace(model.moe, experts=experts))

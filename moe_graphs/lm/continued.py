@@ -8,8 +8,8 @@ from pathlib import Path
 
 from moe_graphs.checkpoints.loading import read_files
 from moe_graphs.layers import LanguageModel
+from moe_graphs.lm.options import TrainSettings
 from moe_graphs.lm.run_presets import Preset
-from moe_graphs.lm.settings import TrainSettings
 
 MODEL_DIRECTORY = "model"
 _SEQUENCE_LENGTH = 1024

@@ -15,22 +15,13 @@ import torch
 from moe_graphs.config import IMPLS, FullIterationConfig, GraphConfig
 from moe_graphs.dispatch.peer_memory import peer_memory
 from moe_graphs.layers import TransformerConfig
+from moe_graphs.lm.options import GraphOptions
 from moe_graphs.lm.workers import Workers
 from moe_graphs.parallel import ParallelConfig, expert_mesh, shard_mesh
 
 _IN_ONE_PROCESS = ParallelConfig()
 _IMPLS = (*IMPLS, "full_iteration")
 _WORDS = {"full_iteration": "whole steps", "local": "scopes"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """The options that the command line names; those that it does not name are None."""
-
-    impl: str | None = None
-    scopes: str | None = None
-    optimizer_in_graph: bool | None = None
-    dispatcher: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +117,7 @@ def against_scopes(situation: Situation) -> list[Obstacle]:
     ]
 
 
-def choose(asked: Asked, situation: Situation) -> Way:
+def choose(asked: GraphOptions, situation: Situation) -> Way:
     """Chooses the fastest legal way among those that the named options leave."""
     dispatcher, why_dispatcher = _dispatcher(asked, situation)
     in_graph = asked.optimizer_in_graph is not False
@@ -185,7 +176,7 @@ def _experts_on_the_host(model: TransformerConfig) -> str | None:
     return None if kind == "moe_graphs" else kind
 
 
-def _dispatcher(asked: Asked, situation: Situation) -> tuple[str, str]:
+def _dispatcher(asked: GraphOptions, situation: Situation) -> tuple[str, str]:
     if asked.dispatcher is not None:
         return asked.dispatcher, "as named"
     if situation.layout.ep == 1:
@@ -195,7 +186,7 @@ def _dispatcher(asked: Asked, situation: Situation) -> tuple[str, str]:
     return "symmetric", "the fastest one: ranks use each other's memory"
 
 
-def _named(asked: Asked) -> tuple[str | None, str]:
+def _named(asked: GraphOptions) -> tuple[str | None, str]:
     """The impl that the named options say, with the reason in words; None if they leave it open."""
     if asked.impl is not None:
         return asked.impl, "as named by --impl"
@@ -207,7 +198,7 @@ def _named(asked: Asked) -> tuple[str | None, str]:
 
 
 def _config(
-    impl: str, asked: Asked, situation: Situation, dispatcher: str, in_graph: bool
+    impl: str, asked: GraphOptions, situation: Situation, dispatcher: str, in_graph: bool
 ) -> tuple[GraphConfig | FullIterationConfig | None, list[str]]:
     problems = []
     if impl not in _IMPLS:

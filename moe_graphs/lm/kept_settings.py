@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moe_graphs.lm.checkpoint import OPTIONS, SETTINGS, find_checkpoint, load_settings, read_part
-from moe_graphs.lm.settings import TrainSettings
-from moe_graphs.lm.workers import DEGREES
+from moe_graphs.lm.options import TrainOptions
+from moe_graphs.option_tree import as_toml, flat, options_of, with_values
 from moe_graphs.terminal import option_name, option_words
 
-_TRAINING = {field.name for field in dataclasses.fields(TrainSettings)}
-# Options that belong to one start of the command, not to the run.
-_OF_A_START = {"resume", "out", "json_", "compare_", "nproc", "timeout", "find_nan"}
-_PATHS = {"init", "tokenizer", "data"}
-_WAY = {"impl", "scopes", "optimizer_in_graph"}
-_LAYOUT = {*DEGREES, "fsdp"}
+_OPTIONS = options_of(TrainOptions)
+_PATHS = {name for name, each in _OPTIONS.items() if Path in each.kinds}
+_WAY = {n for n, each in _OPTIONS.items() if each.section == "graphs" and each.of == "run"}
+_TRAINING = {name for name, each in _OPTIONS.items() if each.section == "training"}
+_LAYOUT = {name for name, each in _OPTIONS.items() if each.of == "layout"}
 # Options that are right for one number of ranks only.
-_OF_RANKS = {*_LAYOUT, "dispatcher", "mixed_precision", "schedule", "stages_per_rank"}
+_OF_RANKS = _LAYOUT | {name for name, each in _OPTIONS.items() if each.of == "ranks"}
+CONFIG = "config.toml"  # the file in a run's directory
 _RANKS = "ranks"  # the key beside the options
 
 
@@ -34,50 +33,57 @@ class Kept:
             go on with another text, or if the identity is not known.
     """
 
-    options: dict[str, Any]
+    options: TrainOptions
     said: str
     text: str | None
 
 
-def recorded(options: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+def recorded(options: TrainOptions, ranks: int) -> dict[str, Any]:
     """Makes JSON values of the options that belong to a run."""
     found: dict[str, Any] = {_RANKS: ranks}
-    for name, value in options.items():
-        if name not in _OF_A_START:
+    for name, value in flat(options).items():
+        if _OPTIONS[name].of != "start":
             found[name] = str(value.resolve()) if isinstance(value, Path) else value
     return found
 
 
-def keep(options: Mapping[str, Any], given: Collection[str], ranks: int) -> Kept:
+def write_config(record: Mapping[str, Any], path: Path) -> None:
+    """Writes what ``recorded`` has found as a file for ``--config``."""
+    path.write_text(f"# {record[_RANKS]} rank(s)\n\n{as_toml(TrainOptions, record)}")
+
+
+def keep(options: TrainOptions, given: Collection[str], ranks: int) -> Kept:
     """Takes options that the command line does not give from the checkpoint of ``resume``.
 
     Args:
-        given: names of the options that the command line gives.
+        given: names of the options that the command line or its file gives.
 
     Raises:
         ValueError: if there is no such checkpoint, or its settings cannot be read.
     """
-    path = find_checkpoint(options["resume"])
+    assert options.output.resume is not None
+    path = find_checkpoint(options.output.resume)
     saved = read_part(path / SETTINGS, load_settings)
     record, old = saved.get(OPTIONS), ""
     if record is None:
-        record = {name: saved[name] for name in _TRAINING & saved.keys() & options.keys()}
-        names = [*_PATHS, *_WAY, "dispatcher", "dtype", "checkpoint_every"]
+        record = {name: saved[name] for name in _TRAINING & saved.keys()}
+        names = [*_PATHS - {"resume", "out"}, *_WAY, "dispatcher", "dtype", "checkpoint_every"]
         missing = ", ".join(option_name(name) for name in sorted(set(names) - set(given)))
         old = f"of a version that did not record {missing}, which are as in a new run; "
     dropped = _dropped(record, given, ranks)
     kept = {
         name: Path(value) if name in _PATHS and value is not None else value
         for name, value in record.items()
-        if name in options and name not in dropped and name not in given
+        if name in _OPTIONS and name not in dropped and name not in given
     }
-    words = " ".join(filter(None, (option_words(name, value) for name, value in kept.items())))
+    unusual = {name: value for name, value in kept.items() if value != _OPTIONS[name].usual}
+    words = " ".join(filter(None, (option_words(name, value) for name, value in unusual.items())))
     changed = ", ".join(
         _changes(options, {**record, _RANKS: record.get(_RANKS, ranks)}, ranks, {*dropped, *given})
     )
     text = None if "data" in given else saved.get("text")
     said = f"resume: {path}: {old}kept: {words or 'nothing'}; changed: {changed or 'nothing'}"
-    return Kept({**options, **kept}, said, text)
+    return Kept(with_values(options, kept), said, text)
 
 
 def _dropped(record: Mapping[str, Any], given: Collection[str], ranks: int) -> set[str]:
@@ -95,7 +101,7 @@ def _dropped(record: Mapping[str, Any], given: Collection[str], ranks: int) -> s
 
 
 def _changes(
-    options: Mapping[str, Any], record: Mapping[str, Any], ranks: int, names: Collection[str]
+    options: TrainOptions, record: Mapping[str, Any], ranks: int, names: Collection[str]
 ) -> list[str]:
     now = recorded(options, ranks)
     changed = [name for name in (*sorted(names), _RANKS) if name in record and name in now]

@@ -33,7 +33,7 @@ def check_options(options: RunOptions, also: Iterable[str] = ()) -> None:
 
 def _problems(options: RunOptions) -> Iterator[str]:
     pp = 1 if options.workers is None else options.workers.layout.pp
-    if pp == 1 and (options.schedule, options.stages_per_rank) != ("1f1b", 1):
+    if pp == 1 and (options.asked.pipeline.schedule, options.stages_per_rank) != ("1f1b", 1):
         yield "schedule, stages_per_rank: of a pipeline: add --pp, or drop them"
     yield from _of_mixed_precision(options)
     yield from _of_graphs(options)
@@ -59,7 +59,7 @@ def _problems(options: RunOptions) -> Iterator[str]:
             f"and {heads} heads{of_tp} equally: choose a divisor of both"
         )
     if pp > 1:
-        parts = options.schedule, pp, options.stages_per_rank, settings.microbatches
+        parts = options.asked.pipeline.schedule, pp, options.stages_per_rank, settings.microbatches
         yield from _raised(check_schedule, *parts)
         yield from _raised(layers_of_stages, model.num_layers, pp * options.stages_per_rank)
     yield from _of_experts(options, layout.ep)
@@ -91,7 +91,7 @@ def _of_graphs(options: RunOptions) -> Iterator[str]:
 
 def _of_experts(options: RunOptions, ep: int) -> Iterator[str]:
     model = options.preset.model
-    theirs = {"fp8": options.fp8 != "none", "linear": model.linear != "torch"}
+    theirs = {"fp8": options.asked.model.fp8 != "none", "linear": model.linear != "torch"}
     experts = 0
     if model.moe is not None:
         experts = model.moe.num_experts

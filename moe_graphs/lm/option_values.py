@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from moe_graphs.lm.options import PipelineOptions
 from moe_graphs.lm.run_presets import Preset, presets
 from moe_graphs.lm.workers import Place
 
@@ -63,13 +64,14 @@ def preset_of(name: str | None, device: torch.device) -> tuple[str, Preset]:
     return name, known[name]()
 
 
-def stages_of(schedule: str, stages_per_rank: int | None) -> int:
+def stages_of(pipeline: PipelineOptions) -> int:
     """The number of stages of a rank, by default the schedule's."""
-    if stages_per_rank is None:
-        return 2 if schedule == "interleaved_1f1b" else 1
-    if stages_per_rank < 1:
-        raise ValueError(f"stages_per_rank: {stages_per_rank} must be at least 1")
-    return stages_per_rank
+    stages = pipeline.stages_per_rank
+    if stages is None:
+        return 2 if pipeline.schedule == "interleaved_1f1b" else 1
+    if stages < 1:
+        raise ValueError(f"stages_per_rank: {stages} must be at least 1")
+    return stages
 
 
 def with_settings(preset: Preset, changes: dict[str, Any]) -> tuple[Preset, list[str]]:

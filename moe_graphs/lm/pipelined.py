@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from moe_graphs.config import SCOPE_STAGES, GraphConfig
 from moe_graphs.layers import LanguageModel
-from moe_graphs.lm.settings import TrainSettings
+from moe_graphs.lm.options import TrainSettings
 from moe_graphs.lm.trainer import Autocast
 from moe_graphs.lm.workers import Workers
 from moe_graphs.parallel import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,16 @@ from moe_graphs.checkpoints.hf_config import transformer_config
 from moe_graphs.checkpoints.shards import CONFIG, read_json
 from moe_graphs.layers import TransformerConfig, architectures
 from moe_graphs.lm.option_values import dtype_of, stages_of
+from moe_graphs.lm.options import PlanOptions, TrainSettings
 from moe_graphs.lm.run_presets import presets
 from moe_graphs.lm.settings import (
-    TrainSettings,
     build_optimizer,
     check_optimizer_layout,
     make_optimizer_state,
 )
 from moe_graphs.lm.workers import layout_of
 from moe_graphs.optim.whole_matrices import received_bytes, rows_of
+from moe_graphs.parallel import ParallelConfig
 from moe_graphs.planning.layout_plan import plan_layout
 from moe_graphs.planning.plan_table import plan_table, ranks_table
 from moe_graphs.planning.planned_step import OptimizerCosts, PlannedStep, local_part
@@ -40,57 +41,31 @@ ARCHITECTURES: dict[str, Callable[[], TransformerConfig]] = {
 _SEQUENCE_LENGTH = 4096
 
 
-def plan(
-    *,
-    model: str,
-    gpus: int,
-    batch_size: int | None,
-    microbatches: int | None,
-    sequence_length: int | None,
-    dtype: str,
-    mixed_precision: bool,
-    reshard_after_forward: bool,
-    dispatcher: str | None,
-    rows_factor: float | None,
-    schedule: str,
-    stages_per_rank: int | None,
-    optimizer: str | None,
-    optimizer_state: str | None,
-    ema_decay: float | None,
-    json_: bool,
-    **degrees: int | None,
-) -> None:
-    """Runs the command with the options of the command line, under their names there.
-
-    Args:
-        degrees: fields of ``ParallelConfig``; None means the default.
-    """
-    console = make_console(stderr=json_)
+def plan(asked: PlanOptions) -> None:
+    """Runs the command."""
+    model, gpus, options = asked.model.model, asked.model.gpus, asked.step
+    console = make_console(stderr=asked.output.json)
     with errors_in_a_line():
         config, defaults = named_model(model)
-        layout = replace(layout_of(gpus, **degrees), reshard_after_forward=reshard_after_forward)
-        if layout.ep == 1 and (dispatcher is not None or rows_factor is not None):
-            raise ValueError("dispatcher, rows_factor: between ranks, which ep=1 does not use")
-        parts = microbatches or defaults.get("microbatches", 1)
-        ranks = layout.data_parallel * parts
-        batch = batch_size or defaults.get("batch_size", ranks)
-        _check_batch(batch, parts, layout.data_parallel)
-        length = sequence_length or defaults.get(
-            "sequence_length", min(_SEQUENCE_LENGTH, config.max_sequence_length)
+        layout = replace(
+            layout_of(gpus, **asdict(asked.layout)),
+            reshard_after_forward=options.reshard_after_forward,
         )
-        asked = {"optimizer": optimizer, "optimizer_state": optimizer_state, "ema_decay": ema_decay}
-        settings = _settings(batch, length, asked)
+        if layout.ep == 1 and (options.dispatcher is not None or options.rows_factor is not None):
+            raise ValueError("dispatcher, rows_factor: between ranks, which ep=1 does not use")
+        settings = _settings(asked, layout, {**_own(config), **defaults})
+        batch, parts, length = settings.batch_size, settings.microbatches, settings.sequence_length
         check_optimizer_layout(settings, layout.tp)
         step = PlannedStep(
-            sequences=batch // ranks,
+            sequences=batch // (layout.data_parallel * parts),
             sequence_length=length,
             microbatches=parts,
-            dtype=dtype_of(dtype),
-            mixed_precision=mixed_precision,
-            dispatcher=dispatcher or "all_to_all",
-            rows_factor=rows_factor,
-            schedule=schedule,
-            stages_per_rank=stages_of(schedule, stages_per_rank),
+            dtype=dtype_of(asked.numerics.dtype),
+            mixed_precision=asked.numerics.mixed_precision,
+            dispatcher=options.dispatcher or "all_to_all",
+            rows_factor=options.rows_factor,
+            schedule=asked.pipeline.schedule,
+            stages_per_rank=stages_of(asked.pipeline),
             optimizer=functools.partial(optimizer_costs, settings),
         )
         console.print(
@@ -102,7 +77,7 @@ def plan(
     if len(found.ranks) > 1:
         console.print(ranks_table(found, step))
     console.print(plan_table(found))
-    if json_:
+    if asked.output.json:
         print_json({"model": model, "gpus": gpus, "tokens": batch * length, **found.to_dict()})
 
 
@@ -114,11 +89,22 @@ def _check_batch(batch: int, parts: int, ranks: int) -> None:
         )
 
 
-def _settings(batch: int, length: int, asked: dict[str, Any]) -> TrainSettings:
-    """Settings of the planned step. In ``asked`` None means the default."""
-    given = {name: value for name, value in asked.items() if value is not None}
-    sizes = {"batch_size": batch, "sequence_length": length}
-    return TrainSettings(steps=1, learning_rate=1.0, **sizes, **given)
+def _own(config: TransformerConfig) -> dict[str, Any]:
+    """Sizes of a step of a model that is no preset."""
+    length = min(_SEQUENCE_LENGTH, config.max_sequence_length)
+    return {"microbatches": 1, "sequence_length": length}
+
+
+def _settings(asked: PlanOptions, layout: ParallelConfig, sizes: dict[str, Any]) -> TrainSettings:
+    """Settings of the planned step; ``sizes`` has those that are not asked for."""
+    sizes = {**sizes, **asked.training}
+    ranks = layout.data_parallel
+    sizes.setdefault("batch_size", ranks * sizes["microbatches"])
+    for name in ("batch_size", "sequence_length"):
+        given = getattr(asked.step, name)
+        sizes[name] = sizes[name] if given is None else given
+    _check_batch(sizes["batch_size"], sizes["microbatches"], ranks)
+    return TrainSettings(steps=1, learning_rate=1.0, **sizes)
 
 
 def optimizer_costs(settings: TrainSettings, model: nn.Module) -> OptimizerCosts:

@@ -16,7 +16,8 @@ from moe_graphs.lm import run as training_run
 from moe_graphs.lm.chosen_kernels import with_kernels
 from moe_graphs.lm.data import Text, corpus_at, standard_library
 from moe_graphs.lm.fastest_way import default_scopes
-from moe_graphs.lm.option_values import device_of, dtype_of, memory_errors, preset_of, with_settings
+from moe_graphs.lm.option_values import device_of, memory_errors, preset_of, with_settings
+from moe_graphs.lm.options import ProfileOptions, TrainOptions
 from moe_graphs.lm.step_floors import step_floors
 from moe_graphs.lm.trainer import Trainer, autocast_of
 from moe_graphs.profiling.floors import Floor, Rates, measure_rates
@@ -34,42 +35,21 @@ _PICTURES = (".png", ".svg", ".pdf", ".jpg")
 Config = GraphConfig | FullIterationConfig | None
 
 
-def profile(
-    *,
-    impl: str,
-    preset: str | None,
-    data: Path | None,
-    optimizer_in_graph: bool,
-    dispatcher: str,
-    device: str | None,
-    dtype: str,
-    experts: str,
-    linear: str,
-    fp8: str,
-    deterministic: bool,
-    trace: Path | None,
-    out: Path | None,
-    json_: bool,
-    **settings: float | str | None,
-) -> None:
-    """Runs the command with the options of the command line, under their names there.
-
-    Args:
-        settings: fields of ``TrainSettings``; None means the preset's.
-    """
-    console = make_console(stderr=json_)
+def profile(asked: ProfileOptions) -> None:
+    """Runs the command."""
+    console, dispatcher = make_console(stderr=asked.output.json), asked.model.dispatcher
+    impl, optimizer_in_graph = asked.model.impl, asked.model.optimizer_in_graph
+    data, trace, out = asked.text.data, asked.output.trace, asked.output.out
     with errors_in_a_line(ImportError), memory_errors():
-        where = device_of(device)
-        name, chosen = preset_of(preset, where)
-        chosen = with_kernels(chosen, experts=experts, linear=linear, fp8=fp8, device=where)
+        where = device_of(asked.numerics.device)
+        name, chosen = preset_of(asked.model.preset, where)
+        chosen = with_kernels(chosen, asked.model, where)
         options = training_run.RunOptions(
-            preset=with_settings(chosen, {**settings, "steps": _STEPS})[0],
+            preset=with_settings(chosen, {**asked.training, "steps": _STEPS})[0],
             device=where,
             graph_config=None,
             dispatcher=dispatcher,
-            dtype=dtype_of(dtype),
-            fp8=fp8,
-            save=False,
+            asked=TrainOptions(model=asked.model, numerics=asked.numerics),
         )
         scopes = default_scopes(chosen.model, dispatcher)
         ways = parse_ways(impl, optimizer_in_graph, scopes)
@@ -79,7 +59,7 @@ def profile(
         console.print(f"step of {title}", markup=False)
         text = corpus_at(data) if data else standard_library()
         keep_profiler_ready()
-        with training_run.deterministic(deterministic and where.type == "cuda"):
+        with training_run.deterministic(asked.numerics.deterministic and where.type == "cuda"):
             rates = measure_rates(where)
             console.print(rates.describe(), markup=False)
             profiles = [
@@ -95,7 +75,7 @@ def profile(
         if out is not None:
             missing = draw_profiles(out, profiles, title=title)
             console.print(missing or f"picture: {out}", markup=False)
-        if json_:
+        if asked.output.json:
             print_json({"setting": title, "profiles": [each.to_dict() for each in profiles]})
 
 

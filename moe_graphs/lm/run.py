@@ -27,6 +27,7 @@ from moe_graphs.lm.checkpoint import (
 )
 from moe_graphs.lm.continued import save_for_others
 from moe_graphs.lm.data import HeldOut, Text
+from moe_graphs.lm.kept_settings import CONFIG, write_config
 from moe_graphs.lm.metrics import compressed_bits_per_byte
 from moe_graphs.lm.picture import draw_losses
 from moe_graphs.lm.restarts import mark_launch
@@ -174,6 +175,8 @@ def _weights(options: RunOptions) -> str:
 
 def _prepare(options: RunOptions) -> None:
     prepare_run_directory(options.out, options.resume)
+    if options.recorded:
+        write_config(options.recorded, options.out / CONFIG)
     mark_launch(options.out, [agent()] if options.workers is None else options.workers.agents)
 
 
@@ -185,7 +188,7 @@ def _agree(workers: Workers, trainer: Trainer) -> None:
 
 def _leave(options: RunOptions, trainer: Trainer, summary: Summary, progress: Progress) -> None:
     """Writes the files that are in the run's directory at its end."""
-    if options.save and options.init is not None:
+    if options.asked.output.save and options.init is not None:
         model = trainer.model
         if options.workers is not None:
             model = model_of(find_checkpoint(options.out), model.config, model.hf_values)
@@ -235,7 +238,7 @@ def _train(
             resumed = {"resumed_from": str(options.resume), "differences": differences}
             log.write(json.dumps({"step": trainer.step, **resumed}) + "\n")
         traced = trainer.step + _TRACED_AFTER
-        every = options.checkpoint_every
+        every = options.asked.output.checkpoint_every
         while trainer.step < steps:
             if trainer.step + 1 == steps or (every and (trainer.step + 1) % every == 0):
                 trainer.audit_soon()  # before a checkpoint, and at the end
@@ -255,12 +258,12 @@ def _train(
                 curve.append((trainer.step, trainer.bits_per_byte(sample)))
                 found = f"{curve[-1][1]:.4f} bits per byte"
                 progress.note(f"held out: {found} (sample, {_weights(options)} weights)")
-            if options.save and (last or (every and trainer.step % every == 0)):
+            if options.asked.output.save and (last or (every and trainer.step % every == 0)):
                 progress.note(f"checkpoint: {save()}")
-        if trainer.step < steps and options.save:
+        if trainer.step < steps and options.asked.output.save:
             save()
     if trainer.step < steps:
-        raise Terminated(trainer.step, options.out, saved=options.save)
+        raise Terminated(trainer.step, options.out, saved=options.asked.output.save)
     return curve
 
 

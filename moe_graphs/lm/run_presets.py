@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from moe_graphs.layers.model_config import MoEConfig, TransformerConfig
-from moe_graphs.lm.settings import TrainSettings
+from moe_graphs.lm.options import TrainSettings
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,10 @@
-"""Settings of a training run, as values."""
+"""The optimizer of a training run, made from its settings."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from moe_graphs.layers.expert_backends import ExpertsBackend
 from moe_graphs.layers.experts import GroupedExperts
 from moe_graphs.layers.latent_attention import LatentAttention
 from moe_graphs.layers.mlp import SwiGLU
+from moe_graphs.lm.options import TrainSettings
 from moe_graphs.optim import AdamW, Muon, UpdateOptions
 from moe_graphs.optim.muon import complete_momentum
 from moe_graphs.training.capturable import tensor_hyperparameters
@@ -33,88 +32,6 @@ STATE_DTYPES = {
     "bfloat16": torch.bfloat16,
     "8bit": torch.uint8,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainSettings:
-    """One run of the training loop.
-
-    Attributes:
-        batch_size: sequences in one optimizer step, all microbatches together.
-        learning_rate: the peak, reached after ``warmup_steps``. A cosine then goes down to a tenth
-            of it (``final_fraction``) at step ``steps``.
-        optimizer: ``adamw`` is our AdamW and ``torch_adamw`` is torch's fused one; both compute the
-            same on the CPU and have the same state anywhere. ``muon`` is Muon for the matrices of
-            layers and experts and our AdamW for the rest, at the same learning rate.
-        optimizer_state: the dtype of our AdamW's states: ``parameter`` (the parameter's),
-            ``float32``, ``bfloat16``, or ``8bit``, which is rounded stochastically from ``seed``.
-        stochastic_rounding: whether bf16 parameters and states are rounded stochastically, from
-            ``seed``.
-        ema_decay: decay of averages of the parameters, which evaluations and samples then use.
-    """
-
-    steps: int
-    batch_size: int
-    sequence_length: int
-    learning_rate: float
-    microbatches: int = 1
-    warmup_steps: int = 20
-    final_fraction: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
-    seed: int = 0
-    optimizer: str = "adamw"
-    optimizer_state: str = "parameter"
-    stochastic_rounding: bool = False
-    ema_decay: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "sequence_length", "microbatches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)} must be at least 1")
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps: {self.warmup_steps} must not be negative")
-        if not -(2**63) <= self.seed < 2**64:
-            raise ValueError(f"seed: {self.seed} must be from -2**63 to 2**64 - 1, as torch's are")
-        if self.optimizer not in OPTIMIZERS:
-            raise ValueError(f"optimizer: {self.optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
-        if self.optimizer_state not in STATE_DTYPES:
-            raise ValueError(
-                f"optimizer_state: {self.optimizer_state!r} is not one of {', '.join(STATE_DTYPES)}"
-            )
-        is_default = self.update_options.is_default  # or is told what is wrong with one
-        if self.optimizer != "adamw" and not is_default:
-            raise ValueError(
-                f"optimizer: {self.optimizer} has no optimizer_state, stochastic_rounding or "
-                f"ema_decay: use adamw, or drop them"
-            )
-        if self.batch_size % self.microbatches:
-            raise ValueError(
-                f"microbatches: {self.microbatches} does not divide the batch of "
-                f"{self.batch_size} sequences: choose a divisor"
-            )
-
-    @property
-    def update_options(self) -> UpdateOptions:
-        dtype = STATE_DTYPES[self.optimizer_state]
-        return UpdateOptions(dtype, self.stochastic_rounding, self.ema_decay)
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.batch_size * self.sequence_length
-
-    def learning_rate_at(self, step: int) -> float:
-        """The learning rate at a step: linear warm-up, then a cosine.
-
-        It is a function of the step, so there is no state to save.
-        """
-        if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / (self.warmup_steps + 1)
-        span = max(1, self.steps - self.warmup_steps)
-        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, (step - self.warmup_steps) / span)))
-        return self.learning_rate * (self.final_fraction + (1 - self.final_fraction) * cosine)
 
 
 def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.AdamW:

@@ -10,8 +10,8 @@ import logging
 import os
 import sys
 import uuid
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
+from dataclasses import asdict
 
 import torch
 import typer
@@ -19,60 +19,51 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from moe_graphs.lm import train_command
-from moe_graphs.lm.kept_settings import Kept, keep, recorded
+from moe_graphs.lm.kept_settings import Kept, keep
+from moe_graphs.lm.options import TrainOptions
 from moe_graphs.lm.termination import EXIT_CODE, Terminated
-from moe_graphs.lm.workers import DEGREES, Place, Workers, check_equal, layout_of, meeting
+from moe_graphs.lm.train_command import EXPECTED, train
+from moe_graphs.lm.workers import Place, Workers, check_equal, layout_of, meeting
+from moe_graphs.option_tree import flat
 from moe_graphs.terminal import errors_in_a_line, make_console
 
 _SAME = "start all of them with the same command"
 
 
-def start(*, given: Collection[str], **options: Any) -> None:
-    """Starts the command with the options of the command line, under their names there.
+def start(options: TrainOptions, given: Collection[str]) -> None:
+    """Starts the command.
 
     Args:
-        given: names of the options that the command line gives; others have their defaults.
+        given: names of the options that the command line or its file gives.
     """
     kept = None
-    nproc = options["nproc"]
+    nproc, timeout = options.ranks.nproc, options.ranks.timeout
     with errors_in_a_line():
         place = Place.of_environment()
-        if not options["timeout"] > 0:
-            raise ValueError(f"timeout: {options['timeout']} seconds must be above 0")
+        if not timeout > 0:
+            raise ValueError(f"timeout: {timeout} seconds must be above 0")
         if nproc is not None:
             _check_workers(nproc, place)
         alone = place.world_size == 1
         ranks = nproc or place.world_size
-        if alone and options["resume"] is not None:  # torchrun's workers look when they have met
+        if alone and options.output.resume is not None:  # torchrun's workers look once they met
             kept = keep(options, given, ranks)
             options = kept.options
         if alone:
-            layout_of(ranks, **_degrees(options))
-        if not options["fsdp"] and ranks == 1:
+            layout_of(ranks, **asdict(options.layout))
+        if not options.ranks.fsdp and ranks == 1:
             raise ValueError("no-fsdp: one process has whole weights anyway: drop it")
     if nproc is not None and nproc > 1:
-        _launch(nproc, given, options, kept)
+        _launch(nproc, options, given, kept)
     elif alone:
         try:
-            with errors_in_a_line(*train_command.EXPECTED):
-                _train(None, options, kept)
+            with errors_in_a_line(*EXPECTED):
+                train(None, options, kept)
         except Terminated as end:
-            make_console(stderr=options["json_"]).print(str(end), markup=False)
+            make_console(stderr=options.output.json).print(str(end), markup=False)
             raise typer.Exit(EXIT_CODE) from end
     else:
-        _work(given, options, None)
-
-
-def _degrees(options: Mapping[str, Any]) -> dict[str, int | None]:
-    return {name: options[name] for name in DEGREES}
-
-
-def _train(workers: Workers | None, options: Mapping[str, Any], kept: Kept | None) -> None:
-    others = {"nproc", "timeout", "fsdp", *DEGREES}
-    taken = {name: value for name, value in options.items() if name not in others}
-    ranks = 1 if workers is None else workers.count
-    train_command.train(workers, kept=kept, record=recorded(options, ranks), **taken)
+        _work(options, given, None)
 
 
 def _check_workers(nproc: int, place: Place) -> None:
@@ -85,7 +76,7 @@ def _check_workers(nproc: int, place: Place) -> None:
         )
 
 
-def _launch(nproc: int, given: Collection[str], options: dict[str, Any], kept: Kept | None) -> None:
+def _launch(nproc: int, options: TrainOptions, given: Collection[str], kept: Kept | None) -> None:
     """Starts workers on this host and waits for them. A worker that fails has said why."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
     config = LaunchConfig(
@@ -101,7 +92,7 @@ def _launch(nproc: int, given: Collection[str], options: dict[str, Any], kept: K
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # tracebacks of processes that ended
     try:
-        elastic_launch(config, _work)(given, options, kept)
+        elastic_launch(config, _work)(options, given, kept)
     except SignalException as error:  # the workers have said what they did
         raise typer.Exit(128 + error.sigval) from error
     except ChildFailedError as error:
@@ -114,32 +105,32 @@ def _launch(nproc: int, given: Collection[str], options: dict[str, Any], kept: K
         raise typer.Exit(1) from error
 
 
-def _work(given: Collection[str], options: dict[str, Any], kept: Kept | None) -> None:
+def _work(options: TrainOptions, given: Collection[str], kept: Kept | None) -> None:
     """Runs as one of the workers."""
     place, problem, end = Place.of_environment(), None, None
-    if kept is None and options["resume"] is not None:
+    if kept is None and options.output.resume is not None:
         try:
             kept = keep(options, given, place.world_size)
             options = kept.options
         except ValueError as error:
             problem = error
-    on_gpu = options["device"] != "cpu" and torch.cuda.is_available()
-    timeout = options["timeout"]
-    with meeting(place, on_gpu, timeout, *train_command.EXPECTED):
+    on_gpu = options.numerics.device != "cpu" and torch.cuda.is_available()
+    timeout = options.ranks.timeout
+    with meeting(place, on_gpu, timeout, *EXPECTED):
         if problem is not None:
             raise problem
         versions = {"torch": torch.__version__, "on a GPU": on_gpu}
-        check_equal({**options, **versions}, _SAME)
-        layout = layout_of(place.world_size, **_degrees(options))
-        device = _device(options["device"], place)
+        check_equal({**flat(options), **versions}, _SAME)
+        layout = layout_of(place.world_size, **asdict(options.layout))
+        device = _device(options.numerics.device, place)
         try:
-            workers = Workers.on(layout, device, timeout, fsdp=options["fsdp"])
-            _train(workers, options, kept)
+            workers = Workers.on(layout, device, timeout, fsdp=options.ranks.fsdp)
+            train(workers, options, kept)
         except Terminated as terminated:
             end = terminated
     if end is not None:
         if place.rank == 0:
-            make_console(stderr=options["json_"]).print(str(end), markup=False)
+            make_console(stderr=options.output.json).print(str(end), markup=False)
         sys.exit(EXIT_CODE)
 
 

@@ -12,7 +12,7 @@ from moe_graphs.layers import LanguageModel
 from moe_graphs.layers.mlp import SwiGLU
 from moe_graphs.layers.moe import MoELayer, moe_layers
 from moe_graphs.layers.norm import RMSNorm
-from moe_graphs.lm.settings import TrainSettings
+from moe_graphs.lm.options import TrainSettings
 from moe_graphs.profiling.floors import Floor, bytes_of
 
 # A training step reads parameter, gradient and two states of AdamW, and writes all but the

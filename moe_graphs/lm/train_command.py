@@ -1,11 +1,11 @@
-"""The command ``moe-graphs train``: its options as values, and the lines that a run prints."""
+"""The command ``moe-graphs train``: its run, and the lines that it prints."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +23,19 @@ from moe_graphs.lm.chosen_kernels import with_kernels
 from moe_graphs.lm.compare import compare, comparison_table
 from moe_graphs.lm.continued import continued_preset
 from moe_graphs.lm.data import Documents, Text, corpus_at, standard_library
-from moe_graphs.lm.fastest_way import Asked, Situation, Way, choose, no_peers
-from moe_graphs.lm.kept_settings import Kept, check_text
+from moe_graphs.lm.fastest_way import Situation, Way, choose, no_peers
+from moe_graphs.lm.kept_settings import Kept, check_text, recorded
 from moe_graphs.lm.legal_layouts import check_options
 from moe_graphs.lm.option_values import (
     device_of,
     dtype_of,
     memory_errors,
     preset_of,
-    stages_of,
     with_settings,
 )
+from moe_graphs.lm.options import GraphOptions, TrainOptions, TrainSettings
 from moe_graphs.lm.restarts import directories
 from moe_graphs.lm.run_presets import Preset
-from moe_graphs.lm.settings import TrainSettings
 from moe_graphs.lm.tokenized import load_tokenizer, tokenize
 from moe_graphs.lm.trainer import LogLine, TrainingDiverged
 from moe_graphs.lm.workers import Workers, agent, is_first, on_first
@@ -47,94 +46,44 @@ EXPECTED = (ValueError, OSError, MemoryError, GraphError, TrainingDiverged, Impo
 """Errors that end a run with a line that says what to do, instead of a traceback."""
 
 
-def train(
-    workers: Workers | None,
-    *,
-    kept: Kept | None,
-    record: Mapping[str, Any],
-    preset: str | None,
-    init: Path | None,
-    tokenizer: Path | None,
-    data: Path | None,
-    impl: str | None,
-    scopes: str | None,
-    optimizer_in_graph: bool | None,
-    dispatcher: str | None,
-    resume: Path | None,
-    device: str | None,
-    dtype: str,
-    mixed_precision: bool,
-    out: Path | None,
-    checkpoint_every: int,
-    experts: str,
-    linear: str,
-    fp8: str,
-    save: bool,
-    find_nan: bool,
-    deterministic: bool,
-    compare_: bool,
-    json_: bool,
-    schedule: str,
-    stages_per_rank: int | None,
-    **settings: float | str | None,
-) -> None:
-    """Runs the command with the options of the command line, under their names there.
+def train(workers: Workers | None, options: TrainOptions, kept: Kept | None) -> None:
+    """Runs the command.
 
     Args:
         workers: the ranks that this process is one of, each called with these options.
-        kept: what ``resume`` has kept of its run, if there is one.
-        record: the options as checkpoints hold them.
-        settings: fields of ``TrainSettings``; None means the preset's, or those that suit ``init``.
+        kept: what ``--resume`` has kept of its run, if there is one.
     """
-    console = make_console(stderr=json_) if is_first(workers) else Console(quiet=True)
+    quiet = Console(quiet=True)
+    console = make_console(stderr=options.output.json) if is_first(workers) else quiet
     with memory_errors():
-        where = device_of(device) if workers is None else workers.device
-        name, chosen = _chosen(preset, init, tokenizer, where, settings)
-        chosen = with_kernels(chosen, experts=experts, linear=linear, fp8=fp8, device=where)
-        chosen, said = with_settings(chosen, settings)
+        where = device_of(options.numerics.device) if workers is None else workers.device
+        name, chosen = _chosen(options, where)
+        chosen = with_kernels(chosen, options.model, where)
+        chosen, said = with_settings(chosen, options.training)
         if kept is not None:
             console.print(kept.said, markup=False)
-        way = _way(
-            workers,
-            chosen,
-            dtype_of(dtype),
-            Asked(
-                impl=impl,
-                scopes=scopes,
-                optimizer_in_graph=optimizer_in_graph,
-                dispatcher=dispatcher,
-            ),
-        )
+        way = _way(workers, chosen, dtype_of(options.numerics.dtype), options.graphs)
         agents = [agent()] if workers is None else workers.agents
-        asked = out, resume
+        asked = options.output.out, options.output.resume
         out, resume = on_first(workers, lambda: directories(*asked, name, agents))
-        options = training_run.RunOptions(
+        run = training_run.RunOptions(
             preset=chosen,
             device=where,
             graph_config=way.graph_config,
             dispatcher=way.dispatcher,
             out=out,
             resume=resume,
-            checkpoint_every=checkpoint_every,
-            save=save,
-            find_nan=find_nan,
-            init=init,
-            tokenizer=tokenizer or init,
-            dtype=dtype_of(dtype),
-            mixed_precision=mixed_precision,
-            fp8=fp8,
+            asked=options,
             workers=workers,
-            schedule=schedule,
-            stages_per_rank=stages_of(schedule, stages_per_rank),
-            recorded=_recorded(record, None if init else name, chosen.training),
+            recorded=_recorded(options, workers, name, chosen.training),
         )
-        check_options(options, way.problems)
-        text = _text(options, data, console, keep=not compare_)
+        check_options(run, way.problems)
+        text = _text(run, console, keep=not options.output.compare)
         check_text(kept, text.train_documents.identity["text"], text.source)
-        _describe(console, options, text, name, way, said)
-        with training_run.deterministic(deterministic and where.type == "cuda"):
-            document = (_compare if compare_ else _run)(options, text, console)
-        if json_ and is_first(workers):
+        _describe(console, run, text, name, way, said)
+        with training_run.deterministic(options.numerics.deterministic and where.type == "cuda"):
+            document = (_compare if options.output.compare else _run)(run, text, console)
+        if options.output.json and is_first(workers):
             print_json(document)
 
 
@@ -192,14 +141,13 @@ def _progress(console: Console, total: int) -> Iterator[training_run.Progress]:
         yield training_run.Progress(line, note)
 
 
-def _text(
-    options: training_run.RunOptions, data: Path | None, console: Console, *, keep: bool
-) -> Text:
+def _text(options: training_run.RunOptions, console: Console, *, keep: bool) -> Text:
     """The text as the model sees it: bytes, or with ``init`` the tokens of its tokenizer.
 
     Tokens are kept in a file beside the run.
     """
     tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
+    data = options.asked.text.data
     corpus = corpus_at(data) if data else standard_library()
     if tokenizer is None:
         return corpus
@@ -258,7 +206,8 @@ def _describe(
         f"precision: {options.precision}",
         str(way),
         f"kernels: experts {'none' if model.moe is None else model.moe.experts}, linear "
-        f"{model.linear}, fp8 {options.fp8}; optimizer {settings.optimizer}{_update(settings)}",
+        f"{model.linear}, fp8 {options.asked.model.fp8}; optimizer {settings.optimizer}"
+        f"{_update(settings)}",
     )
     for line in lines:
         console.print(line, markup=False)
@@ -285,14 +234,9 @@ def _report_table(report: Report | FullIterationReport) -> Table:
     return full_iteration_table(report) if whole else capture_table(report)
 
 
-def _chosen(
-    preset: str | None,
-    init: Path | None,
-    tokenizer: Path | None,
-    device: torch.device,
-    settings: dict[str, Any],
-) -> tuple[str, Preset]:
+def _chosen(options: TrainOptions, device: torch.device) -> tuple[str, Preset]:
     """The model and how to train it, with a name for the run."""
+    preset, init, tokenizer = options.model.preset, options.model.init, options.text.tokenizer
     if init is None:
         if tokenizer is not None:
             raise ValueError(
@@ -302,21 +246,23 @@ def _chosen(
         return preset_of(preset, device)
     if preset is not None:
         raise ValueError(f"preset: {preset!r} with --init, which has sizes of its own: drop one")
-    steps = settings.get("steps")
+    steps = options.training.get("steps")
     return init.resolve().name, continued_preset(
         init, **({} if steps is None else {"steps": steps})
     )
 
 
 def _recorded(
-    record: Mapping[str, Any], preset: str | None, training: TrainSettings
+    options: TrainOptions, workers: Workers | None, preset: str, training: TrainSettings
 ) -> dict[str, Any]:
     """The options, with the numbers that the preset has chosen."""
     trained = dataclasses.asdict(training)
-    return {name: trained.get(name, value) for name, value in record.items()} | {"preset": preset}
+    record = recorded(options, 1 if workers is None else workers.count)
+    named = None if options.model.init else preset
+    return {name: trained.get(name, value) for name, value in record.items()} | {"preset": named}
 
 
-def _way(workers: Workers | None, chosen: Preset, dtype: torch.dtype, asked: Asked) -> Way:
+def _way(workers: Workers | None, chosen: Preset, dtype: torch.dtype, asked: GraphOptions) -> Way:
     situation = Situation(model=chosen.model)
     if workers is not None:
         layout, fsdp = workers.layout, workers.fsdp

@@ -36,7 +36,6 @@ from moe_graphs.parallel import (
 from moe_graphs.terminal import error_line
 
 _A_MOMENT = datetime.timedelta(seconds=5)
-DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "ep", "pp", "layers_per_group")
 _NO_FACTORS = ("ep", "layers_per_group")  # of the number of ranks
 _FAILURES = "moe_graphs: how many ranks have failed"  # the key in the store
 # Words in gloo's errors if another rank is the cause; these errors have no class of their own.

@@ -21,10 +21,12 @@ from moe_graphs.layers import LanguageModel
 from moe_graphs.lm.building import RunOptions, build_batches, build_trainer
 from moe_graphs.lm.continued import checkpoint_identity, continued_preset
 from moe_graphs.lm.data import HeldOut, corpus_at
+from moe_graphs.lm.options import TrainOptions
 from moe_graphs.lm.sample import continue_tokens, sample_text
 from moe_graphs.lm.tokenized import CACHE, load_tokenizer, tokenize
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.lm.workers import Workers
+from moe_graphs.option_tree import tree_of
 from moe_graphs.parallel import ParallelConfig
 
 SMALL = ["--device", "cpu", "--sequence-length", 32, "--batch-size", 4, "--learning-rate", 3e-3]
@@ -81,7 +83,7 @@ def trainer_of(here: Path, workers: Workers | None) -> Trainer:
         device=torch.device("cpu"),
         graph_config=None,
         dispatcher="local" if workers is None else "all_to_all",
-        init=init,
+        asked=tree_of(TrainOptions, {"init": init}),
         workers=workers,
     )
     corpus, tokenizer = corpus_at(here / "text"), load_tokenizer(init)

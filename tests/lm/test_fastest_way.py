@@ -16,7 +16,6 @@ from lm_runs import fresh_trainer, options, small_preset
 from moe_graphs.cli import build_app
 from moe_graphs.config import FullIterationConfig, GraphConfig
 from moe_graphs.lm.fastest_way import (
-    Asked,
     Situation,
     Way,
     choose,
@@ -24,9 +23,11 @@ from moe_graphs.lm.fastest_way import (
     no_peers,
     tried_peers,
 )
+from moe_graphs.lm.options import GraphOptions, TrainOptions
 from moe_graphs.lm.sharded_checkpoint import read_model
-from moe_graphs.lm.start import _train
+from moe_graphs.lm.train_command import train
 from moe_graphs.lm.workers import Workers, layout_of
+from moe_graphs.option_tree import tree_of
 from moe_graphs.parallel import ParallelConfig
 
 WHOLE = FullIterationConfig(optimizer_in_graph=True)
@@ -62,7 +63,7 @@ def situation(layout: str, *, peers: bool = False, experts: str = "moe_graphs") 
 
 
 def chosen(layout: str, **asked: Any) -> Way:
-    way = choose(Asked(**asked), situation(layout))
+    way = choose(GraphOptions(**asked), situation(layout))
     assert way.problems == ()
     return way
 
@@ -70,7 +71,7 @@ def chosen(layout: str, **asked: Any) -> Way:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_takes_whole_steps_with_the_update_by_default(layout):
     for peers in (True, False):
-        way = choose(Asked(), situation(layout, peers=peers))
+        way = choose(GraphOptions(), situation(layout, peers=peers))
         assert way.graph_config == WHOLE
         between = "symmetric" if peers else "all_gather"
         assert way.dispatcher == (between if "ep" in layout.split(", ") else "local")
@@ -123,7 +124,7 @@ def test_what_is_named_is_never_changed(layout, asked, config):
 
 @pytest.mark.parametrize("experts", ["transformer_engine", "megablocks"])
 def test_experts_of_other_libraries_leave_scopes(experts):
-    way = choose(Asked(), situation("one process", experts=experts))
+    way = choose(GraphOptions(), situation("one process", experts=experts))
     assert way.graph_config == GraphConfig(f"attn,mlp,{SYNC}")
     assert f"experts {experts} take their sizes from the host" in way.why
 
@@ -138,14 +139,16 @@ def test_default_scopes_are_all_that_can_be_captured():
 
 
 def test_options_that_contradict_each_other_are_all_named():
-    asked = Asked(impl="none", scopes="attn", optimizer_in_graph=True)
+    asked = GraphOptions(impl="none", scopes="attn", optimizer_in_graph=True)
     problems = choose(asked, situation("one process")).problems
     assert [each.split(":")[0] for each in problems] == ["scopes", "optimizer_in_graph"]
 
 
-def options_of(*arguments: object) -> dict[str, Any]:
+def options_of(*arguments: object) -> TrainOptions:
     command = typer.main.get_command(build_app()).commands["train"]
-    return dict(command.make_context("train", list(map(str, arguments))).params)
+    values = dict(command.make_context("train", list(map(str, arguments))).params)
+    del values["config"]
+    return tree_of(TrainOptions, values)
 
 
 def work(rank: int, world_size: int, text: Path, folder: Path) -> None:
@@ -157,7 +160,7 @@ def work(rank: int, world_size: int, text: Path, folder: Path) -> None:
         workers = Workers.on(layout_of(2, **degrees), torch.device("cpu"))
         for way in ([], ["--impl", "none"]):
             out = folder / f"{layout} {' '.join(way)}"
-            _train(workers, options_of(*common, f"--{layout}", 2, *way, "--out", out), None)
+            train(workers, options_of(*common, f"--{layout}", 2, *way, "--out", out), None)
 
 
 def test_two_ranks_replay_without_a_flag_bitwise_as_eager(text, tmp_path):

@@ -13,6 +13,8 @@ from typer.testing import CliRunner, Result
 
 from moe_graphs.cli import build_app
 from moe_graphs.lm.kept_settings import Kept, keep, recorded
+from moe_graphs.lm.options import TrainOptions
+from moe_graphs.option_tree import flat, tree_of
 
 OWN = ["--batch-size", 2, "--sequence-length", 32, "--learning-rate", 1e-2, "--warmup-steps", 1,
        "--optimizer", "muon", "--seed", 7, "--dtype", "bfloat16", "--dispatcher", "padded",
@@ -62,6 +64,23 @@ def test_a_resumed_run_keeps_all_of_its_settings_and_goes_on_bitwise(run, tmp_pa
     assert all((models[0][name] == models[1][name]).all() for name in models[0])
 
 
+def test_the_file_that_a_run_leaves_repeats_it_bitwise(run, tmp_path):
+    """A file counts as named: with ``--resume`` it replaces what the run would keep."""
+    _, out = run
+    done = train("--config", out / "config.toml", "--device", "cpu", "--out", tmp_path / "again")
+    assert done.exit_code == 0, done.stderr
+    paths = [folder / "checkpoints" / "step_000006" for folder in (out, tmp_path / "again")]
+    models = [load_file(path / "model.safetensors") for path in paths]
+    assert all((models[0][name] == models[1][name]).all() for name in models[0])
+    assert (tmp_path / "again" / "config.toml").read_text() == (out / "config.toml").read_text()
+    seed = tmp_path / "seed.toml"
+    seed.write_text("[training]\nseed = 8\nsteps = 9\n")
+    more = ["--resume", out, "--config", seed, "--steps", 7, "--out", tmp_path / "more"]
+    done = train(*more)
+    assert done.exit_code == 0, done.stderr
+    assert "changed: --seed 8 (was 7), --steps 7 (was 6)\n" in done.stdout
+
+
 def test_settings_that_are_given_anew_are_changed_and_said(run, tmp_path):
     done = train("--resume", run[1], "--steps", 7, "--seed", 8, "--out", tmp_path / "again")
     assert done.exit_code == 0, done.stderr
@@ -109,12 +128,12 @@ def test_a_run_of_a_version_that_recorded_no_options_says_so_by_name(run, tmp_pa
 
 def kept(folder: Path, then: list, ranks: int, now: list, ranks_now: int) -> Kept:
     """The options of a command that goes on with what another one has written."""
-    options, _ = options_of(then)
-    settings = {"run": "a", "options": recorded(options, ranks)}
+    values, _ = options_of(then)
+    settings = {"run": "a", "options": recorded(tree_of(TrainOptions, values), ranks)}
     folder.mkdir(exist_ok=True)
     (folder / "settings.json").write_text(json.dumps(settings))
-    options, given = options_of([*now, "--resume", folder])
-    return keep(options, given, ranks_now)
+    values, given = options_of([*now, "--resume", folder])
+    return keep(tree_of(TrainOptions, values), given, ranks_now)
 
 
 def options_of(arguments: list) -> tuple[dict[str, Any], set[str]]:
@@ -122,7 +141,7 @@ def options_of(arguments: list) -> tuple[dict[str, Any], set[str]]:
     context = command.make_context("train", [str(each) for each in arguments])
     sources = {name: context.get_parameter_source(name).name for name in context.params}
     given = {name for name, source in sources.items() if source == "COMMANDLINE"}
-    return dict(context.params), given
+    return {name: value for name, value in context.params.items() if name != "config"}, given
 
 
 def test_every_option_is_kept_or_is_of_one_start(tmp_path):
@@ -130,25 +149,26 @@ def test_every_option_is_kept_or_is_of_one_start(tmp_path):
             "block", "--init", tmp_path, "--tokenizer", tmp_path, "--scopes", "attn"]  # fmt: skip
     found = kept(tmp_path / "c", then, 1, ["--out", tmp_path / "out"], 1)
     wanted = {**options_of(then)[0], "out": tmp_path / "out", "resume": tmp_path / "c"}
-    assert found.options == wanted
+    assert flat(found.options) == wanted
     for words in ("--no-save", "--ema 0.9", "--stochastic-rounding", "--no-deterministic"):
         assert words in found.said
 
 
 def test_a_way_that_is_named_anew_replaces_the_runs_way(tmp_path):
     found = kept(tmp_path, ["--scopes", "attn"], 1, ["--impl", "none"], 1)
-    assert (found.options["impl"], found.options["scopes"]) == ("none", None)
+    assert (found.options.graphs.impl, found.options.graphs.scopes) == ("none", None)
     assert "changed: --impl none (was None), --scopes by default (was attn)" in found.said
 
 
 def test_a_layout_is_kept_on_as_many_ranks_and_chosen_anew_on_others(tmp_path):
     then = ["--ep", 2, "--dispatcher", "all_gather", "--mixed-precision", "--impl", "none"]
-    same = kept(tmp_path, then, 2, [], 2).options
+    same = flat(kept(tmp_path, then, 2, [], 2).options)
     assert (same["ep"], same["dispatcher"], same["mixed_precision"]) == (2, "all_gather", True)
     other = kept(tmp_path, then, 2, [], 1)
-    assert (other.options["ep"], other.options["dispatcher"]) == (None, None)
-    assert (other.options["mixed_precision"], other.options["impl"]) == (False, "none")
+    values = flat(other.options)
+    assert (values["ep"], values["dispatcher"]) == (None, None)
+    assert (values["mixed_precision"], values["impl"]) == (False, "none")
     assert "--ep by default (was 2)" in other.said
     assert "ranks 1 (was 2)" in other.said
-    anew = kept(tmp_path, then, 2, ["--tp", 2], 2).options
+    anew = flat(kept(tmp_path, then, 2, ["--tp", 2], 2).options)
     assert (anew["tp"], anew["ep"], anew["dispatcher"]) == (2, None, None)

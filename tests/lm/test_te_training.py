@@ -25,6 +25,7 @@ from moe_graphs.integrations import transformer_engine as parts
 from moe_graphs.layers import LanguageModel
 from moe_graphs.lm.checkpoint import load_checkpoint, save_checkpoint
 from moe_graphs.lm.chosen_kernels import with_kernels
+from moe_graphs.lm.options import ModelOptions
 from moe_graphs.lm.run import RunOptions, run, with_graphs
 
 THEIRS = "transformer_engine"
@@ -219,10 +220,7 @@ def test_experts_of_a_dense_model_are_refused():
     preset = options().preset
     dense = dataclasses.replace(preset.model, moe=None, moe_layers="all")
     with pytest.raises(ValueError, match="the model has none: drop --experts"):
-        with_kernels(
-            dataclasses.replace(preset, model=dense),
-            experts=THEIRS, linear="torch", fp8="none", device=CUDA,
-        )  # fmt: skip
+        with_kernels(dataclasses.replace(preset, model=dense), ModelOptions(experts=THEIRS), CUDA)
 
 
 def test_sizes_that_fp8_cannot_multiply(engine):

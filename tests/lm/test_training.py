@@ -17,13 +17,13 @@ from moe_graphs.lm.checkpoint import load_checkpoint, save_checkpoint
 from moe_graphs.lm.compare import compare
 from moe_graphs.lm.data import HeldOut
 from moe_graphs.lm.metrics import compressed_bits_per_byte
+from moe_graphs.lm.options import TrainSettings
 from moe_graphs.lm.picture import draw_losses
 from moe_graphs.lm.run import (
     Progress,
     run,
     with_graphs,
 )
-from moe_graphs.lm.settings import TrainSettings
 from moe_graphs.lm.trainer import Trainer, TrainingDiverged
 
 FULL = {"without": FullIterationConfig(), "with": FullIterationConfig(optimizer_in_graph=True)}

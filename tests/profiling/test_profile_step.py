@@ -12,7 +12,7 @@ from rich.console import Console
 
 import moe_graphs
 from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
-from moe_graphs.lm.settings import TrainSettings
+from moe_graphs.lm.options import TrainSettings
 from moe_graphs.lm.step_floors import step_floors
 from moe_graphs.profiling import profiler
 from moe_graphs.profiling.floors import Floor, Rates, counted_floors, measure_rates

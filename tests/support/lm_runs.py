@@ -13,6 +13,7 @@ from moe_graphs.layers import MoEConfig, TransformerConfig
 from moe_graphs.lm.checkpoint import find_checkpoint, save_checkpoint
 from moe_graphs.lm.chosen_kernels import with_kernels
 from moe_graphs.lm.data import Corpus
+from moe_graphs.lm.options import TrainOptions, TrainSettings
 from moe_graphs.lm.run import (
     Progress,
     RunOptions,
@@ -20,7 +21,6 @@ from moe_graphs.lm.run import (
     build_trainer,
 )
 from moe_graphs.lm.run_presets import Preset
-from moe_graphs.lm.settings import TrainSettings
 from moe_graphs.lm.sharded_checkpoint import ShardedCheckpoints, resume
 from moe_graphs.lm.sharded_state import (
     fused_parts,
@@ -29,6 +29,7 @@ from moe_graphs.lm.sharded_state import (
     optimizer_state,
 )
 from moe_graphs.lm.trainer import Trainer
+from moe_graphs.option_tree import tree_of, with_values
 from moe_graphs.parallel import shares
 
 SCOPES = "attn,moe_router,moe_preprocess"
@@ -60,10 +61,13 @@ def small_corpus() -> Corpus:
 
 def options(graphed: bool = False, **changes) -> RunOptions:
     settings = {name: changes.pop(name) for name in ("steps", "microbatches") if name in changes}
+    own = {each.name for each in dataclasses.fields(RunOptions)}
+    asked = {name: changes.pop(name) for name in set(changes) - own}
     return RunOptions(
         preset=small_preset(**settings),
         device=torch.device("cpu"),
         graph_config=GraphConfig(SCOPES) if graphed else None,
+        asked=tree_of(TrainOptions, asked),
         **changes,
     )
 
@@ -76,8 +80,9 @@ def on_transformer_engine(
     fp8: str = "none",
 ) -> RunOptions:
     where = torch.device("cuda")  # which a stand-in for the library does not need
-    preset = with_kernels(given.preset, experts=experts, linear=linear, fp8=fp8, device=where)
-    return dataclasses.replace(given, preset=preset, fp8=fp8)
+    asked = with_values(given.asked, {"experts": experts, "linear": linear, "fp8": fp8})
+    preset = with_kernels(given.preset, asked.model, where)
+    return dataclasses.replace(given, preset=preset, asked=asked)
 
 
 def fresh_trainer(given: RunOptions) -> Trainer:

@@ -1,0 +1,340 @@
+"""The options of ``moe-graphs train``, ``plan`` and ``profile``, each written once.
+
+The command line, its help, the files of ``--config`` and the records of runs are derived from these
+classes (``option_tree``). This module imports no torch.
+
+An option is ``of`` one "start" of the command, of the "run" that goes on with it (``--resume``), of
+the "layout" over ranks, or of "ranks": right for one number of ranks only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_graphs.option_tree import changes, option, section
+
+if TYPE_CHECKING:
+    from moe_graphs.optim.update_options import UpdateOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    preset: str | None = option(
+        None, "tiny (for a CPU) or small (for one GPU). (default: by the device)"
+    )
+    init: Path | None = option(None, "Start from the Hugging Face checkpoint in a directory.")
+    experts: str = option(
+        "moe_graphs", "Kernels of the experts: moe_graphs, transformer_engine or megablocks."
+    )
+    linear: str = option("torch", "Kernels of the projections: torch or transformer_engine.")
+    fp8: str = option(
+        "none", "FP8 recipe of Transformer Engine's modules: none, delayed, current or block."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    data: Path | None = option(
+        None, "A directory of text or .jsonl files, or one file. (default: Python's library)"
+    )
+    tokenizer: Path | None = option(
+        None, "Directory of tokenizer.json, if it is not that of --init."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphOptions:
+    """How steps are captured; None leaves the choice to ``fastest_way``."""
+
+    impl: str | None = option(
+        None,
+        "local captures scopes (as Megatron's transformer_engine does), full_iteration captures "
+        "whole steps, none trains eagerly. (default: the fastest that is legal, which the run "
+        "prints)",
+    )
+    scopes: str | None = option(
+        None, "Scopes to capture; implies --impl local. (default: all that can be captured)"
+    )
+    optimizer_in_graph: bool | None = option(
+        None,
+        "Whole steps include clipping and update, or leave them out. (default: include)",
+        flags="--optimizer-in-graph/--update-outside",
+    )
+    dispatcher: str | None = option(
+        None,
+        "local, padded, all_to_all, all_gather or symmetric. (default: local; with --ep symmetric "
+        "if GPUs reach each other's memory, else all_gather)",
+        of="ranks",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """One run of the training loop."""
+
+    steps: int = option(help="Number of optimizer steps.")
+    batch_size: int = option(
+        help="Number of sequences per optimizer step, all microbatches together."
+    )
+    sequence_length: int = option(help="Number of tokens of a sequence.")
+    learning_rate: float = option(help="Peak learning rate.")
+    microbatches: int = option(
+        1, "Number of parts of a step's batch. (default: the preset's)", least=1
+    )
+    warmup_steps: int = option(
+        20, "Number of steps to the peak learning rate. (default: the preset's)"
+    )
+    final_fraction: float = option(
+        0.1, "Part of the peak to which a cosine lowers the learning rate by the last step."
+    )
+    beta1: float = option(0.9, "Decay of AdamW's first moment.")
+    beta2: float = option(0.95, "Decay of AdamW's second moment. (default: the preset's)")
+    weight_decay: float = option(0.1, "Weight decay of matrices.")
+    clip_norm: float = option(1.0, "Norm that all gradients together are clipped to.")
+    seed: int = option(0, "Seed of weights, dropout and the order of the text.")
+    optimizer: str = option("adamw", "adamw (ours), torch_adamw, or muon for matrices.")
+    optimizer_state: str = option(
+        "parameter",
+        "Dtype of AdamW's states: parameter (the parameter's), float32, bfloat16 or 8bit.",
+    )
+    stochastic_rounding: bool = option(
+        False,
+        "Round bf16 parameters and states stochastically, which is right on average.",
+        flags="--stochastic-rounding",
+    )
+    ema_decay: float | None = option(
+        None, "Decay of averaged weights, which evaluations then use.", flags="--ema"
+    )
+
+    def __post_init__(self) -> None:
+        from moe_graphs.lm.settings import OPTIMIZERS, STATE_DTYPES
+
+        for name in ("steps", "batch_size", "sequence_length", "microbatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} must be at least 1")
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps: {self.warmup_steps} must not be negative")
+        if not -(2**63) <= self.seed < 2**64:
+            raise ValueError(f"seed: {self.seed} must be from -2**63 to 2**64 - 1, as torch's are")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer: {self.optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
+        if self.optimizer_state not in STATE_DTYPES:
+            raise ValueError(
+                f"optimizer_state: {self.optimizer_state!r} is not one of {', '.join(STATE_DTYPES)}"
+            )
+        is_default = self.update_options.is_default  # or is told what is wrong with one
+        if self.optimizer != "adamw" and not is_default:
+            raise ValueError(
+                f"optimizer: {self.optimizer} has no optimizer_state, stochastic_rounding or "
+                f"ema_decay: use adamw, or drop them"
+            )
+        if self.batch_size % self.microbatches:
+            raise ValueError(
+                f"microbatches: {self.microbatches} does not divide the batch of "
+                f"{self.batch_size} sequences: choose a divisor"
+            )
+
+    @property
+    def update_options(self) -> UpdateOptions:
+        from moe_graphs.lm.settings import STATE_DTYPES
+        from moe_graphs.optim.update_options import UpdateOptions
+
+        dtype = STATE_DTYPES[self.optimizer_state]
+        return UpdateOptions(dtype, self.stochastic_rounding, self.ema_decay)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.sequence_length
+
+    def learning_rate_at(self, step: int) -> float:
+        """The learning rate at a step: linear warm-up, then a cosine.
+
+        It is a function of the step, so there is no state to save.
+        """
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / (self.warmup_steps + 1)
+        span = max(1, self.steps - self.warmup_steps)
+        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, (step - self.warmup_steps) / span)))
+        return self.learning_rate * (self.final_fraction + (1 - self.final_fraction) * cosine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumericsOptions:
+    device: str | None = option(
+        None, "cpu, cuda, cuda:1 and so on. (default: cuda if there is one)"
+    )
+    dtype: str = option("float32", "Dtype of the parameters: float32 or bfloat16.")
+    mixed_precision: bool = option(
+        False,
+        "FSDP2 gathers parameters in bf16 and reduces in fp32; without it, autocast is used.",
+        of="ranks",
+    )
+    deterministic: bool = option(True, "Use deterministic kernels on the GPU.")
+    find_nan: bool = option(
+        False,
+        "When a step gives a NaN or infinity, run it again eagerly and name the first operation "
+        "of it. Each step takes longer: its state is copied to the host.",
+        of="start",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """Degrees of parallelism, as ``ParallelConfig`` has them; None is its default."""
+
+    dp_replicate: int | None = option(
+        None, "Number of copies of the sharded model (HSDP).", of="layout"
+    )
+    dp_shard: int | None = option(
+        None, "Number of ranks that FSDP2 shards over. (default: all that are left)", of="layout"
+    )
+    tp: int | None = option(None, "Number of tensor-parallel ranks.", of="layout")
+    cp: int | None = option(None, "Number of ranks that share every sequence.", of="layout")
+    ep: int | None = option(
+        None, "Number of ranks that share the experts, out of dp-shard x cp.", of="layout"
+    )
+    pp: int | None = option(None, "Number of pipeline-parallel ranks.", of="layout")
+    layers_per_group: int | None = option(
+        None,
+        "Number of layers that FSDP2 gathers and reduces together. (default: 1)",
+        of="layout",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    schedule: str = option(
+        "1f1b", "Schedule of a pipeline: 1f1b, gpipe or interleaved_1f1b.", of="ranks"
+    )
+    stages_per_rank: int | None = option(
+        None, "Stages of a pipeline per rank. (default: 1, interleaved_1f1b: 2)", of="ranks"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOptions:
+    nproc: int | None = option(
+        None, "Number of ranks on this host, which the command starts as torchrun does.", of="start"
+    )
+    fsdp: bool = option(
+        True,
+        "FSDP2 shards weights over data-parallel ranks. Without it every rank has all weights, "
+        "and only experts may be shared: faster for small models, and legal with scopes.",
+        of="layout",
+    )
+    timeout: float = option(
+        600.0, "Seconds that a rank waits for the others before it gives up.", of="start"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    resume: Path | None = option(
+        None,
+        "A run's directory, or one of its checkpoints, to go on from. Options that are not given "
+        "are kept from that run.",
+        of="start",
+    )
+    out: Path | None = option(
+        None, "The run's directory. (default: a new one in runs/, also with --resume)", of="start"
+    )
+    checkpoint_every: int = option(0, "Steps between checkpoints; 0 writes one at the end.")
+    save: bool = option(True, "Write checkpoints.")
+    compare: bool = option(False, "Run eagerly and graphed, and compare both runs.", of="start")
+    json: bool = option(
+        False, "Print one JSON document on stdout, and all else on stderr.", of="start"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Options of ``moe-graphs train``, with the names of sections in a ``--config`` file."""
+
+    model: ModelOptions = section(ModelOptions)
+    text: TextOptions = section(TextOptions)
+    graphs: GraphOptions = section(GraphOptions)
+    training: dict[str, Any] = changes(TrainSettings)
+    numerics: NumericsOptions = section(NumericsOptions)
+    layout: Degrees = section(Degrees)
+    pipeline: PipelineOptions = section(PipelineOptions)
+    ranks: RankOptions = section(RankOptions)
+    output: OutputOptions = section(OutputOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfiledModel(ModelOptions):
+    impl: str = option(
+        "none,attn+moe,full_iteration",
+        "Ways to run the step, comma-separated: none, local, full_iteration, or scopes joined by "
+        "+, such as attn+moe.",
+    )
+    optimizer_in_graph: bool = option(
+        False, "With full_iteration, the graph has clipping and update, too."
+    )
+    dispatcher: str = option("local", "Dispatcher: local, padded, all_to_all or all_gather.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileOutput(OutputOptions):
+    trace: Path | None = option(
+        None, "File of a Chrome trace for Perfetto, .json or .json.gz; one for each way."
+    )
+    out: Path | None = option(None, "File of a picture (.png, .svg).")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions:
+    model: ProfiledModel = section(
+        ProfiledModel,
+        ("impl", "preset", "optimizer_in_graph", "dispatcher", "experts", "linear", "fp8"),
+    )
+    text: TextOptions = section(TextOptions, ("data",))
+    training: dict[str, Any] = changes(
+        TrainSettings, ("batch_size", "microbatches", "sequence_length", "optimizer", "seed")
+    )
+    numerics: NumericsOptions = section(NumericsOptions, ("device", "dtype", "deterministic"))
+    output: ProfileOutput = section(ProfileOutput, ("trace", "out", "json"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedModel:
+    model: str = option(
+        help="A published architecture (qwen3-235b-a22b, llama3.1-405b, ...), a preset of train, "
+        "or a directory with a Hugging Face config.json.",
+        flags="--model --preset",
+    )
+    gpus: int = option(help="Number of ranks.", least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStepOptions:
+    batch_size: int | None = option(
+        None, "Sequences per step of all ranks. (default: one per microbatch and rank)", least=1
+    )
+    sequence_length: int | None = option(
+        None, "Number of tokens of a sequence. (default: 4096, or the preset's)", least=1
+    )
+    reshard_after_forward: bool = option(True, "FSDP2 frees gathered weights until the backward.")
+    dispatcher: str | None = option(
+        None,
+        "Dispatcher with --ep: all_to_all, all_gather or symmetric. (default: all_to_all)",
+    )
+    rows_factor: float | None = option(
+        None, "Room for expert rows, as a multiple of balanced routing. (default: worst case)"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    model: PlannedModel = section(PlannedModel)
+    layout: Degrees = section(Degrees)
+    pipeline: PipelineOptions = section(PipelineOptions)
+    step: PlannedStepOptions = section(PlannedStepOptions)
+    training: dict[str, Any] = changes(
+        TrainSettings, ("microbatches", "optimizer", "optimizer_state", "ema_decay")
+    )
+    numerics: NumericsOptions = section(NumericsOptions, ("dtype", "mixed_precision"))
+    output: OutputOptions = section(OutputOptions, ("json",))
