@@ -389,7 +389,11 @@ def test_a_document_is_json_whatever_the_numbers(capsys, value, expected):
     assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == expected
 
 
-def test_the_commands_in_the_guide_are_commands():
+def test_the_commands_in_the_guide_are_commands(tmp_path, monkeypatch):
+    config = tmp_path / "runs" / "tiny" / "config.toml"  # a file that a run leaves
+    config.parent.mkdir(parents=True)
+    config.touch()
+    monkeypatch.chdir(tmp_path)
     guide = (Path(__file__).parents[1] / "docs" / "guide.md").read_text()
     lines = re.findall(r"^moe-graphs ([^#\n]*)", guide, re.MULTILINE)
     assert len(lines) > 3
