@@ -19,6 +19,15 @@ from moe_graphs.option_tree import changes, option, section
 if TYPE_CHECKING:
     from moe_graphs.optim.update_options import UpdateOptions
 
+OPTIMIZERS = ("adamw", "torch_adamw", "muon")
+# Names of torch's dtypes; None is the parameter's.
+STATE_DTYPES = {
+    "parameter": None,
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "8bit": "uint8",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
@@ -47,7 +56,7 @@ class TextOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphOptions:
-    """How steps are captured; None leaves the choice to ``fastest_way``."""
+    """The way in which steps are captured; None leaves the choice to ``fastest_way``."""
 
     impl: str | None = option(
         None,
@@ -110,8 +119,6 @@ class TrainSettings:
     )
 
     def __post_init__(self) -> None:
-        from moe_graphs.lm.settings import OPTIMIZERS, STATE_DTYPES
-
         for name in ("steps", "batch_size", "sequence_length", "microbatches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} must be at least 1")
@@ -139,10 +146,12 @@ class TrainSettings:
 
     @property
     def update_options(self) -> UpdateOptions:
-        from moe_graphs.lm.settings import STATE_DTYPES
+        import torch
+
         from moe_graphs.optim.update_options import UpdateOptions
 
-        dtype = STATE_DTYPES[self.optimizer_state]
+        name = STATE_DTYPES[self.optimizer_state]
+        dtype = None if name is None else getattr(torch, name)
         return UpdateOptions(dtype, self.stochastic_rounding, self.ema_decay)
 
     @property

@@ -15,23 +15,18 @@ from moe_graphs.layers.expert_backends import ExpertsBackend
 from moe_graphs.layers.experts import GroupedExperts
 from moe_graphs.layers.latent_attention import LatentAttention
 from moe_graphs.layers.mlp import SwiGLU
-from moe_graphs.lm.options import TrainSettings
+from moe_graphs.lm.options import OPTIMIZERS, TrainSettings
 from moe_graphs.optim import AdamW, Muon, UpdateOptions
 from moe_graphs.optim.muon import complete_momentum
 from moe_graphs.training.capturable import tensor_hyperparameters
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.AdamW]] = {
+BUILT: dict[str, Callable[..., torch.optim.AdamW]] = {
     "adamw": AdamW,
     "torch_adamw": functools.partial(torch.optim.AdamW, fused=True, capturable=True),
     # This makes AdamW's learning rate, schedule and decay right for both of its kinds of update.
     "muon": functools.partial(Muon, adjust_lr_fn="match_rms_adamw"),
 }
-STATE_DTYPES = {
-    "parameter": None,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "8bit": torch.uint8,
-}
+assert tuple(BUILT) == OPTIMIZERS
 
 
 def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
@@ -46,7 +41,7 @@ def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Ad
             sharded, or with experts of other libraries.
     """
     options = _options(model, settings)
-    optimizer = OPTIMIZERS[settings.optimizer](
+    optimizer = BUILT[settings.optimizer](
         parameter_groups(model, settings),
         lr=settings.learning_rate,
         betas=(settings.beta1, settings.beta2),

@@ -35,7 +35,7 @@ def choosing(
     changes: dict | None = None, dtype: torch.dtype = torch.bfloat16, **others
 ) -> RunOptions:
     """Settings without random numbers, except those of rounding."""
-    given = options(dtype=dtype, **others)
+    given = options(dtype=str(dtype).removeprefix("torch."), **others)
     moe = dataclasses.replace(given.preset.model.moe, input_jitter=0.0, aux_loss_coef=0.0)
     model = dataclasses.replace(given.preset.model, hidden_dropout=0.0, moe=moe)
     training = dataclasses.replace(given.preset.training, **(ALL if changes is None else changes))

@@ -246,13 +246,12 @@ def test_a_diverged_run_stops_and_says_so(tmp_path):
 
 @pytest.mark.parametrize("config", [None, GraphConfig("attn"), *FULL.values()])
 def test_a_diverged_run_names_the_operation_on_request(tmp_path, config):
-    given = options(out=tmp_path, save=False)
+    given = options(out=tmp_path, save=False, find_nan=True)
     training = dataclasses.replace(given.preset.training, learning_rate=float("inf"))
     given = dataclasses.replace(
         given,
         preset=dataclasses.replace(given.preset, training=training),
         graph_config=config,
-        find_nan=True,
     )
     with pytest.raises(NonFiniteError, match="the first NaN") as raised:
         run(given, small_corpus(), QUIET)
