@@ -215,6 +215,10 @@ class GraphConfig:
             them later. The tensors that the weights' part needs are kept until then, which takes
             memory. Without this option, a scope whose weights had a backward of their own in the
             warm-up stays eager, with a warning.
+        recompute: which scopes keep their inputs only: True for all, or names and patterns as in
+            ``scopes``. The backward of such a scope begins with its forward again, as under
+            ``torch.utils.checkpoint``. This takes less memory and more time. Eager calls of these
+            scopes run under ``torch.utils.checkpoint``.
         memory_limit: bytes; a capture that is predicted to take more is refused, with the table of
             ``graphs.plan()``.
         verify: compare the first replay of every recording, forward and backward, bit for bit with
@@ -239,6 +243,7 @@ class GraphConfig:
     on_mismatch: str = "eager"
     on_capture_error: str = "eager"
     split_backward: bool = False
+    recompute: Sequence[str] | str | bool = False
     memory_limit: int | None = None
     verify: bool = True
     audit_every: int | str | None = "auto"
@@ -266,6 +271,16 @@ class GraphConfig:
         scopes = _normalised(self.scopes, self.impl)
         object.__setattr__(self, "scopes", scopes)
         check(Choice(self.impl, scopes))
+        recompute = self.recompute
+        if not isinstance(recompute, bool):
+            recompute = _normalised(recompute, self.impl)
+            check(Choice(self.impl, recompute))
+            object.__setattr__(self, "recompute", recompute)
+        if recompute and self.split_backward:
+            raise ValueError(
+                "recompute with split_backward=True: the part for the weights would run the "
+                "forward a third time: choose one of the two"
+            )
 
     def __str__(self) -> str:
         return f"{self.impl}, {','.join(self.scopes or ())}"

@@ -128,6 +128,11 @@ EAGER_CALLS: Mapping[str, Reason] = {
         "a forward ran inside of a backward, as activation checkpointing does",
         "leave layers under checkpointing out of the scopes",
     ),
+    "checkpointing": Reason(
+        "checkpointing of this scope was switched on or off, or to another use_reentrant, since "
+        "the capture",
+        f"keep it as it was, or {CAPTURE_AGAIN}",
+    ),
     "gradient_checkpointing": Reason(
         "gradient checkpointing of transformers is on for this layer",
         "turn it off for graphs, if the memory is enough (gradient_checkpointing=False, which TRL "

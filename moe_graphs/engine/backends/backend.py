@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+from collections.abc import Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -78,6 +79,22 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def return_to(self, position: Any) -> None:
         """Sets the generators back to a ``random_position``."""
+
+    @contextlib.contextmanager
+    def drawing_from(self, position: Any) -> Iterator[None]:
+        """Context that draws from a ``random_position`` and leaves the generators as they were.
+
+        None changes nothing.
+        """
+        if position is None:
+            yield
+            return
+        now = self.random_position()
+        self.return_to(position)
+        try:
+            yield
+        finally:
+            self.return_to(now)
 
     @abc.abstractmethod
     def current_stream(self) -> Any:

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -35,9 +34,11 @@ from moe_graphs.engine.partial.recording import (
     BackwardRun,
     OpenCall,
     OutputLeaf,
+    Recomputed,
     RecordedBackward,
     RecordedForward,
     ReplayConditions,
+    Saved,
 )
 from moe_graphs.engine.partial.scope import Exit
 from moe_graphs.engine.partial.slots import CallSite, PendingBackward, Slot
@@ -143,7 +144,8 @@ class Recorder:
         conditions: ReplayConditions,
     ) -> None:
         inputs, sources = self._static_inputs(slot, call)
-        aliases, saved = self.trials.aliases(call), Saved()
+        aliases = self.trials.aliases(call)
+        saved = self._saved(site, inputs, expected, aliases)
         operations = Operations(self.audits.origins(by_address=True))
         scales = fp8.Scales.of(call.scope.module) if expected.tried.uses_fp8 else None
         try:
@@ -174,6 +176,8 @@ class Recorder:
                 scales=scales,
                 split=self.split,
             )
+            if open.recomputed is not None:
+                open.recomputed.follows(call.scope, recorded, recorded.inputs)
             owned = {address(tensor) for tensor in self.trials.known()}
             site.opened(recorded, open, sources, owned)
             if self.audits.are_on:
@@ -183,6 +187,21 @@ class Recorder:
         except BaseException:
             graph.release()
             raise
+
+    def _saved(
+        self, site: CallSite, inputs: Sequence[Any], expected: Expected, aliases: ParameterAliases
+    ) -> Saved:
+        if not site.planned.recomputes:
+            return Saved()
+        if expected.tried.uses_fp8:
+            raise CaptureError(
+                "it casts to FP8, and a recomputation would scale by other amaxes: leave it out of "
+                "recompute"
+            )
+        written = {address(tensor) for tensor, _ in expected.tried.written}
+        reads = {address(each) for each in inputs if isinstance(each, Tensor)}
+        reads |= set(expected.tried.run.trace.read) - written
+        return Recomputed(self.backend, aliases, reads)
 
     def _static_inputs(
         self, slot: Slot, call: ScopeCall
@@ -222,7 +241,7 @@ class Recorder:
 
         def eagerly() -> list[Tensor | None]:
             if not site.planned.backward_runs_once:
-                return run.first_part(run.incoming)
+                return run.first_part(run.incoming, random=pending.random)
             gradients = recompute(self.backend, pending, incoming)
             return [gradients[use] for use in run.first_uses]
 
@@ -238,13 +257,29 @@ class Recorder:
                 guards.check_followable()
                 site.forward.conditions.guards.also_read(accessed)
                 state = TorchState(self.backend.device.type, of_backward=True)
-                conditions = ReplayConditions(guards, state)
+                of_forward = self._of_forward(site, effects)
+                conditions = ReplayConditions(guards, state, of_forward)
                 with effects.once(), Snapshot(guards=[guards]):
                     again = self._again(slot, site, eagerly, effects)
                     if site.open is not None:
                         self._record(slot, pending, eager, again, conditions, effects)
                     guards.check_unchanged()
         return dict(zip(run.first_uses, eager, strict=True))
+
+    def _of_forward(self, site: CallSite, effects: SideEffects) -> Guards | None:
+        """The guards of the forward that a backward runs again, or None.
+
+        Raises:
+            CaptureError: if the backward draws random numbers behind the forward's.
+        """
+        if not site.planned.recomputes:
+            return None
+        if effects.has_drawn():
+            raise CaptureError(
+                "its backward draws random numbers of its own, and one graph would draw them from "
+                "where its forward began: leave it out of recompute"
+            )
+        return site.forward.conditions.guards
 
     def _again(
         self,
@@ -342,7 +377,8 @@ class Recorder:
             else:
                 gradients = run.first_part(static)
             of_uses = self._by_use(slot, site, run.first_uses, gradients, made, copies)
-            return RecordedBackward(graph, conditions, run.layouts, targets, *of_uses)
+            anew = site.forward if site.planned.recomputes else None
+            return RecordedBackward(graph, conditions, run.layouts, targets, *of_uses, anew)
 
         first, copies = None, site.planned.copies_gradients
         with references_of_the_engine(slot.leases()):
@@ -547,7 +583,8 @@ class CapturedForward:
                 )
         inputs = list(wanted.values())
         uses = LeafUses(live, [*inputs, *parameters])
-        return OpenCall(list(live), tuple(wanted), inputs, parameters, uses)
+        recomputed = self._saved if isinstance(self._saved, Recomputed) else None
+        return OpenCall(list(live), tuple(wanted), inputs, parameters, uses, recomputed)
 
     def _listed(self, open: OpenCall, use: int) -> int | Tensor:
         if use < len(open.inputs):
@@ -572,22 +609,3 @@ def _check_constant(value: Any, before: Any) -> None:
             f"({value!r:.60} after {before!r:.60}), and a replay would hand out the same one for "
             f"ever: return tensors, or what stays the same"
         )
-
-
-class Saved:
-    """The memory of the tensors that autograd saves within a block."""
-
-    def __init__(self) -> None:
-        self._addresses: set[int] = set()
-
-    @contextlib.contextmanager
-    def noting(self) -> Iterator[None]:
-        with torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor):
-            yield
-
-    def has(self, tensor: Tensor) -> bool:
-        return address(tensor) in self._addresses
-
-    def _note(self, tensor: Tensor) -> Tensor:
-        self._addresses.add(address(tensor))
-        return tensor

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from moe_graphs.engine import fp8
 from moe_graphs.engine.audit import Audits
 from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.guards.bytecode_names import AccessedNames
+from moe_graphs.engine.guards.torch_state import reason_to_run_eagerly
 from moe_graphs.engine.partial.audited_call import AuditedCall, is_due
 from moe_graphs.engine.partial.capture import Recorder
 from moe_graphs.engine.partial.observation import Observation
 from moe_graphs.engine.partial.plan import MemoryPlan
 from moe_graphs.engine.partial.replay import DelayedWeights, replay
-from moe_graphs.engine.partial.scope import Call, Scope
+from moe_graphs.engine.partial.scope import Call, Exit, Scope
 from moe_graphs.engine.partial.slots import CallSite, Chunk, Slot
 from moe_graphs.engine.partial.trials import ScopeCall
 from moe_graphs.engine.reasons import BACKWARD, EAGER_CALLS
@@ -82,6 +85,7 @@ class Captured:
 
 _NEVER = object()
 _NOT_OBSERVED = Mismatch("not_observed", str(EAGER_CALLS["not_observed"]))
+_OTHER_CHECKPOINTING = Mismatch("checkpointing", str(EAGER_CALLS["checkpointing"]))
 
 
 class Owner(Protocol):
@@ -112,6 +116,8 @@ class GraphedScope:
 
     Attributes:
         installed: the attributes that it has set on the module, itself among them.
+        use_reentrant: if its calls keep their inputs only, how torch's checkpoint runs them
+            eagerly; None if autograd saves what their backward needs.
         why_eager: a function that is called with the module at every call, or None. If it returns a
             word, the call runs eagerly and is counted under that word.
     """
@@ -125,6 +131,7 @@ class GraphedScope:
         self.delayed = delayed  # backwards whose weights' part waits
         self.eager_calls: Counter[str] = Counter()
         self.installed: dict[str, Any] = {}
+        self.use_reentrant: bool | None = None
         self.why_eager: Callable[[nn.Module], str | None] | None = None
 
     def check_unpatched(self) -> None:
@@ -177,6 +184,10 @@ class GraphedScope:
         if reason is not None:
             self.eager_calls[reason] += 1
             self.graphs.fallbacks.ran_eagerly(self._name, cause)
+            if self.use_reentrant is not None and reason_to_run_eagerly() is None:
+                return checkpoint(
+                    self.scope.forward, *args, use_reentrant=self.use_reentrant, **kwargs
+                )
             return self.scope.forward(*args, **kwargs)
         call = Call(args, kwargs)
         inputs = (args, kwargs) if self.scope.start is None else self.scope.prologue(call)
@@ -189,19 +200,38 @@ class GraphedScope:
     def _observe(self, inputs: Any, planned: Any, call: Call) -> Any:
         self.eager_calls["warmup"] += 1
         observation = self.graphs.observation
-        number, signature_id, _ = observation.forward(self.scope, planned)
+        number, signature_id, _ = observation.forward(self.scope, planned, self.use_reentrant)
         linked = observation.linked(planned)
         accessed = AccessedNames()
         if not self.graphs.wants_trials(signature_id):
-            outputs, exit = self.scope.run(inputs, call, capturing=True)
+            outputs, exit = self._run(inputs, call, capturing=True)
         else:
-            with accessed:
-                outputs, exit = self.scope.run(inputs, call, capturing=True)
+            outputs, exit = self._run(inputs, call, capturing=True, accessed=accessed)
             self.graphs.try_out(
                 self._scope_call(planned, call, signature_id), signature_id, linked, accessed
             )
         observation.produced(number, self.scope, outputs)
         return self.scope.epilogue(outputs, exit, call)
+
+    def _run(
+        self, inputs: Any, call: Call, *, capturing: bool, accessed: AccessedNames | None = None
+    ) -> tuple[Any, Exit | None]:
+        """Runs a call eagerly, under torch's checkpoint if it keeps its inputs only.
+
+        ``accessed`` watches its Python, but not that of a recomputation.
+        """
+        watched = iter([accessed or contextlib.nullcontext()])
+
+        def run(inputs: Any) -> tuple[Any, Exit | None]:
+            with next(watched, contextlib.nullcontext()):
+                return self.scope.run(inputs, call, capturing=capturing)
+
+        if self.use_reentrant is None:
+            return run(inputs)
+        if not self.use_reentrant:
+            return checkpoint(run, inputs, use_reentrant=False)
+        args, kwargs = inputs
+        return checkpoint(lambda *given: run((given, kwargs))[0], *args, use_reentrant=True), None
 
     def _scope_call(self, inputs: Any, call: Call, signature_id: int) -> ScopeCall:
         signature = self.graphs.observation.calls_by_signature[signature_id].signature
@@ -217,6 +247,9 @@ class GraphedScope:
         if isinstance(found, Mismatch):
             return self._mismatched(found, inputs, call)
         slot, site = found
+        if site.planned.use_reentrant is not self.use_reentrant:
+            slot.skip(site)
+            return self._mismatched(_OTHER_CHECKPOINTING, inputs, call)
         leaves, structure = flatten(planned)
         mismatch = slot.mismatch(site, structure, leaves)
         if site.forward is None and slot.is_to_record(site):
@@ -268,7 +301,7 @@ class GraphedScope:
         self.graphs.mismatched(mismatch)
         self.eager_calls[mismatch.reason] += 1
         self.graphs.fallbacks.ran_eagerly(self._name, mismatch.reason, mismatch.message)
-        outputs, exit = self.scope.run(inputs, call, capturing=False)
+        outputs, exit = self._run(inputs, call, capturing=False)
         return self.scope.epilogue(outputs, exit, call)
 
 

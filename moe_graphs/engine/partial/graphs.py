@@ -46,7 +46,7 @@ from moe_graphs.engine.partial.plan import (
     plan,
 )
 from moe_graphs.engine.partial.replay import DelayedWeights
-from moe_graphs.engine.partial.scope import find_scopes
+from moe_graphs.engine.partial.scope import find_scopes, recomputed_among
 from moe_graphs.engine.partial.slots import BackwardPool, CallSite, Chunk, PlannedCall, Slot
 from moe_graphs.engine.partial.trials import ScopeCall, Trials, Tried
 from moe_graphs.engine.ranks import ALONE, Ranks
@@ -108,6 +108,8 @@ class Graphs:
         self.state = "warmup" if config.impl == "local" else "off"
         scopes = find_scopes(model, config) if config.impl == "local" else []
         self.scopes = install_all(self, scopes, config.on_mismatch, self.delayed)
+        for each in recomputed_among(scopes, config.recompute):
+            self.scopes[scopes.index(each)].use_reentrant = False
         self._resources = Resources[Captured](self.backend)
         self._finalizer = weakref.finalize(self, self._resources.release)
 
@@ -232,7 +234,9 @@ class Graphs:
         try:
             with explaining_errors_of(call.scope.name, "forward", self.backend):
                 tried = self._trials.forward_and_backward(call, accessed, linked)
-                self._measured[signature_id] = tried.memory
+                observed = self.observation.calls_by_signature[signature_id]
+                is_plain = observed.use_reentrant is None
+                self._measured[signature_id] = tried.memory if is_plain else tried.memory.anew()
                 self._tried[signature_id] = Tried(self._trials, call, accessed)
             if tried.groups:
                 self._ranks.join(tried.groups)
@@ -276,6 +280,7 @@ class Graphs:
             copies_gradients=self.observation.copies_gradients(observed.scope, chunk),
             fallbacks=self.fallbacks,
             eager_bytes=self._measured[signature_id].eager_bytes,
+            use_reentrant=observed.use_reentrant,
         )
 
     # ---- ahead of time
@@ -499,6 +504,6 @@ class Graphs:
 _STEPS_TO_CAPTURE = 3
 # Differences that will be there at the next call as well, so that a new capture pays.
 _WORTH_A_CAPTURE = frozenset({
-    "moved", "attribute", "training_flag", "requires_grad", "hooks", "context", "autocast",
-    "shape", "dtype", "stride", "structure", "constant", "slots_full", "not_observed",
+    "moved", "attribute", "checkpointing", "training_flag", "requires_grad", "hooks", "context",
+    "autocast", "shape", "dtype", "stride", "structure", "constant", "slots_full", "not_observed",
 })  # fmt: skip

@@ -21,10 +21,11 @@ from moe_graphs.engine.verify import warn
 
 @dataclass(frozen=True)
 class ObservedCall:
-    """The scope and the signature of an eager call."""
+    """The scope and the signature of an eager call, and how it was checkpointed, if it was."""
 
     scope: Scope
     signature: Signature
+    use_reentrant: bool | None = None
 
 
 class Observation:
@@ -61,13 +62,15 @@ class Observation:
             self.steps.append(self.events)
         self.begin_step()
 
-    def forward(self, scope: Scope, inputs: Any) -> tuple[int, int, bool]:
+    def forward(
+        self, scope: Scope, inputs: Any, use_reentrant: bool | None = None
+    ) -> tuple[int, int, bool]:
         """Notes a call.
 
         Returns its number in this step, the number of its signature, and whether the signature is
         new.
         """
-        signature_id, is_new = self._signature_id(scope, inputs)
+        signature_id, is_new = self._signature_id(scope, inputs, use_reentrant)
         number = self._calls
         self._calls += 1
         if not self.events:
@@ -151,12 +154,16 @@ class Observation:
                 _SEPARATE_WEIGHT_BACKWARD,
             )
 
-    def _signature_id(self, scope: Scope, inputs: Any) -> tuple[int, bool]:
+    def _signature_id(
+        self, scope: Scope, inputs: Any, use_reentrant: bool | None
+    ) -> tuple[int, bool]:
         leaves, structure = flatten(inputs)
         for number, known in enumerate(self.calls_by_signature):
-            if known.scope is scope and known.signature.fits(structure, leaves):
+            is_alike = known.scope is scope and known.use_reentrant is use_reentrant
+            if is_alike and known.signature.fits(structure, leaves):
                 return number, False
-        self.calls_by_signature.append(ObservedCall(scope, Signature.of(inputs, scope.name_input)))
+        signature = Signature.of(inputs, scope.name_input)
+        self.calls_by_signature.append(ObservedCall(scope, signature, use_reentrant))
         return len(self.calls_by_signature) - 1, True
 
     def _is_output(self, leaf: Any) -> bool:

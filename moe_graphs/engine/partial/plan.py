@@ -196,6 +196,10 @@ class CallMemory:
     gradients: int
     weights: int = 0
 
+    def anew(self) -> CallMemory:
+        """The same for a call that keeps its inputs only, and whose backward runs it again."""
+        return replace(self, saved=self.outputs, backward=self.saved + self.backward)
+
     @property
     def eager_bytes(self) -> int:
         """The most that an eager forward and backward allocate at once."""

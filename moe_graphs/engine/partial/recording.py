@@ -6,24 +6,29 @@ every replay (``slots.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine.autograd import LeafUses, SplitBackward
-from moe_graphs.engine.backends.backend import Graph
+from moe_graphs.engine.backends.backend import Backend, Graph
 from moe_graphs.engine.buffer_lease import BufferLease
 from moe_graphs.engine.fp8 import Scales
 from moe_graphs.engine.guards.guards import Guards
 from moe_graphs.engine.guards.torch_state import TorchState
-from moe_graphs.engine.partial.scope import Call, Exit
+from moe_graphs.engine.partial.scope import Call, Exit, Scope
+from moe_graphs.engine.snapshot import ParameterAliases
 from moe_graphs.engine.tensors import Mismatch, OutputLeaf, Signature, unflattening, unwrap
+from moe_graphs.engine.tracing import address
+from moe_graphs.errors import GraphError
 
 Layouts = tuple[tuple[int, ...] | None, ...]
 versions_of = attrgetter("_version")
@@ -32,15 +37,21 @@ _LARGE = 1 << 22  # elements
 
 @dataclass(frozen=True)
 class ReplayConditions:
-    """Guards on what the Python of a call could read, and the state of torch around the call."""
+    """Guards on what the Python of a call could read, and the state of torch around the call.
+
+    Attributes:
+        of_forward: for a backward that runs its forward again, the guards of that forward.
+    """
 
     guards: Guards
     context: TorchState
+    of_forward: Guards | None = None
 
     @cached_property
     def checks(self) -> tuple[Callable[[], Mismatch | None], ...]:
         """Functions that return a difference from the capture, or None."""
-        return self.context.mismatch, self.guards.mismatch
+        checks = (self.context.mismatch, self.guards.mismatch)
+        return checks if self.of_forward is None else (*checks, self.of_forward.mismatch)
 
 
 @dataclass(frozen=True)
@@ -147,6 +158,7 @@ class RecordedBackward:
             ``.grad`` has memory of its own. Memory of the others is only borrowed: later captures
             of the slot use it again.
         leases: leases of the weight gradients, for when they are handed out.
+        anew: the forward that it begins with, if its scope keeps inputs only; else None.
     """
 
     graph: Graph | None
@@ -157,6 +169,19 @@ class RecordedBackward:
     listed: tuple[int | Tensor, ...]
     gradients: tuple[Tensor | None, ...]
     leases: tuple[BufferLease | None, ...]
+    anew: RecordedForward | None = None
+
+    def replay(self, backend: Backend, random: Any) -> None:
+        """Replays it; a forward at its beginning draws from ``random``, as the first time."""
+        if self.graph is None:
+            return
+        if self.anew is None:
+            self.graph.replay()
+            return
+        with backend.drawing_from(random):
+            self.graph.replay()
+        if self.anew.written:
+            torch.autograd.graph.increment_version(self.anew.written)
 
     @cached_property
     def of_parameters(self) -> list[tuple[int, Tensor, BufferLease]]:
@@ -229,6 +254,127 @@ def layouts_of(incoming: Sequence[Tensor | None]) -> Layouts:
     return tuple(layouts)
 
 
+# ---- what autograd saves between a forward and its backward
+
+
+class Saved:
+    """The memory of the tensors that autograd saves within a block."""
+
+    def __init__(self) -> None:
+        self._addresses: set[int] = set()
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        with torch.autograd.graph.saved_tensors_hooks(self._note, self._get):
+            yield
+
+    def has(self, tensor: Tensor) -> bool:
+        return address(tensor) in self._addresses
+
+    def _note(self, tensor: Tensor) -> Any:
+        self._addresses.add(address(tensor))
+        return tensor
+
+    def _get(self, noted: Any) -> Tensor:
+        return noted
+
+
+def run_anew(
+    scope: Scope, forward: RecordedForward, inputs: Sequence[Any], aliases: ParameterAliases
+) -> Any:
+    """The outputs of another run of a recorded forward, under the contexts of the first one."""
+    with (
+        torch.enable_grad(),
+        aliases.installed(),
+        forward.conditions.context.autocast(inputs),
+        forward.scales or contextlib.nullcontext(),
+    ):
+        tree = pytree.tree_unflatten(inputs, forward.signature.structure)
+        return scope.run(tree, forward.arguments, capturing=True)[0]
+
+
+class _Enough(BaseException):
+    """All saved tensors are there; the rest of the forward is not needed."""
+
+
+class Recomputed(Saved):
+    """Numbers that autograd saves in place of tensors, for a scope that keeps its inputs only.
+
+    The first number that a backward asks for runs the forward again, up to the last tensor that is
+    saved. ``torch.utils.checkpoint`` does the same without ``use_reentrant``, so the same
+    operations run in the same order.
+
+    Args:
+        reads: addresses of the memory that the forward reads and does not write.
+    """
+
+    def __init__(self, backend: Backend, aliases: ParameterAliases, reads: set[int]) -> None:
+        super().__init__()
+        self._addresses = reads
+        self._backend, self._aliases, self._count = backend, aliases, 0
+        self._found: dict[int, Tensor] = {}
+        self._task: int | None = None
+        self._random: Any = None
+
+    def follows(self, scope: Scope, forward: RecordedForward, inputs: Sequence[Any]) -> None:
+        """Notes which forward runs again, on which inputs."""
+        self._scope, self._forward, self._inputs = scope, forward, inputs
+
+    @contextlib.contextmanager
+    def drawing_from(self, random: Any) -> Iterator[None]:
+        """Context around a backward, whose forward draws from ``random``; None: from here on."""
+        self._random = random
+        try:
+            yield
+        finally:
+            self._task = self._random = None
+            self._found.clear()
+
+    def _note(self, tensor: Tensor) -> int:
+        self._count += 1
+        return self._count - 1
+
+    def _get(self, number: int) -> Tensor:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._compute()
+            self._task = task
+        if number not in self._found:
+            raise GraphError(
+                f"scope {self._scope.name!r}: its backward reads a saved tensor twice, which no "
+                f"recomputation allows: read ctx.saved_tensors once"
+            )
+        return self._found.pop(number)
+
+    def _compute(self) -> None:
+        self._found.clear()
+        inputs: list[Any] = []
+        for first, value in zip(self._forward.signature.first, self._inputs, strict=True):
+            if not isinstance(value, Tensor):
+                inputs.append(value)
+            elif first < len(inputs):
+                inputs.append(inputs[first])
+            else:
+                inputs.append(value.detach().requires_grad_(value.requires_grad))
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, _unread)
+        with self._backend.drawing_from(self._random), hooks, contextlib.suppress(_Enough):
+            run_anew(self._scope, self._forward, inputs, self._aliases)
+        if len(self._found) != self._count:
+            raise GraphError(
+                f"scope {self._scope.name!r}: its forward, run again for its backward, saves "
+                f"{len(self._found)} tensors and saved {self._count} before"
+            )
+
+    def _keep(self, tensor: Tensor) -> None:
+        self._found[len(self._found)] = tensor.detach()
+        if len(self._found) == self._count:
+            raise _Enough
+
+
+def _unread(_: None) -> Tensor:
+    raise AssertionError("the graph of a recomputation has no backward")
+
+
 # ---- autograd's side of a recorded forward, until its backward is recorded
 
 
@@ -242,6 +388,7 @@ class OpenCall:
         numbers: the numbers of these inputs.
         parameters: leaves, mostly aliases of the model's parameters.
         uses: uses of the inputs and parameters, in this order.
+        recomputed: what autograd has saved, if that is computed anew for every backward.
     """
 
     outputs: list[Tensor]
@@ -249,6 +396,7 @@ class OpenCall:
     inputs: list[Tensor]
     parameters: list[Tensor]
     uses: LeafUses
+    recomputed: Recomputed | None = None
 
 
 class BackwardRun:
@@ -275,11 +423,20 @@ class BackwardRun:
         self.first_uses = of_inputs if split else (*of_inputs, *of_parameters)
         self.second_uses = of_parameters if split else ()
 
-    def first_part(self, incoming: Sequence[Tensor], *, last: bool = False) -> list[Tensor | None]:
-        """Runs the first part. After the ``last`` run autograd's graph is not needed any more."""
+    def first_part(
+        self, incoming: Sequence[Tensor], *, last: bool = False, random: Any = None
+    ) -> list[Tensor | None]:
+        """Runs the first part. After the ``last`` run autograd's graph is not needed any more.
+
+        ``random`` is the random position from which a forward that runs again draws; None outside
+        of eager runs.
+        """
         uses = self._open.uses
         if not self._outputs:
             return [None] * len(self.first_uses)
+        if self._open.recomputed is not None:
+            with self._open.recomputed.drawing_from(random):
+                return uses.gradients(self._outputs, incoming, retain_graph=not last)
         if self._split is None:
             return uses.gradients(self._outputs, incoming, retain_graph=not last)
         with uses.kept_apart() as addends:

@@ -357,7 +357,7 @@ def _first_part(
     reason = slot.unreplayable(pending, layouts_of(incoming))
     if reason is None:
         slot.backward_done(pending, replayed=True)
-        return _replayed(slot, site, incoming, nodes)
+        return _replayed(slot, pending, recorder, incoming, nodes)
     if site.open is not None:
         results = recorder.backward(slot, pending, incoming)
         slot.backward_done(pending, replayed=site.backward is not None)
@@ -371,7 +371,7 @@ def _first_part(
     if reason == "other_layout" and _fits(site, incoming) and slot.reclaim_added():
         slot.backward_done(pending, replayed=True)
         _copy_in(site, incoming)
-        if recorder.verification.agrees(site, gradients):
+        if recorder.verification.agrees(pending, gradients):
             site.verified_layouts.add(layouts_of(incoming))
         return gradients
     slot.backward_done(pending, replayed=False)
@@ -383,11 +383,18 @@ def _first_part(
 
 
 def _replayed(
-    slot: Slot, site: CallSite, incoming: Sequence[Tensor | None], nodes: _Nodes
+    slot: Slot,
+    pending: PendingBackward,
+    recorder: Recorder,
+    incoming: Sequence[Tensor | None],
+    nodes: _Nodes,
 ) -> dict[int, Tensor | None]:
+    site = pending.site
     recorded = slot.backward_to_replay(site)
     _copy_in(site, incoming)
-    if recorded.graph is not None:
+    if recorded.anew is not None:
+        recorded.replay(recorder.backend, pending.random)
+    elif recorded.graph is not None:
         recorded.graph.replay()
     return outgoing(slot, site, recorded, nodes)
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from moe_graphs.config import Choice, GraphConfig, check, is_pattern
+from moe_graphs.config import SCOPE_STAGES, Choice, GraphConfig, check, is_pattern
 from moe_graphs.engine.guards.introspection import scripted
 from moe_graphs.engine.tensors import is_sharded_by_fsdp
 from moe_graphs.staged import Boundary, Frame, Staged, Stop, resuming, run_until
@@ -51,6 +51,7 @@ class Scope:
 
     Attributes:
         function: a function that runs in place of the forward of the module's class, or None.
+        stages: the names of its stages; none if it is a whole forward.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Scope:
     start: str | None = None
     stop: str | None = None
     function: Callable[..., Any] | None = field(default=None, repr=False)
+    stages: tuple[str, ...] = ()
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -187,6 +189,7 @@ def _part_of_layer(name: str, layer: Staged, wanted: Sequence[str]) -> Scope | N
         module=layer,
         start=chosen[0] if first else None,
         stop=stages[end] if end < len(stages) else None,
+        stages=tuple(chosen),
     )
 
 
@@ -212,6 +215,37 @@ def _matching(model: nn.Module, pattern: str) -> list[Scope]:
                 f"forward to capture: take '{name}.*' for its members"
             )
     return [Scope(name, module) for name, module in modules]
+
+
+def recomputed_among(scopes: Sequence[Scope], wanted: Sequence[str] | bool) -> list[Scope]:
+    """The scopes that keep their inputs only: all of them, or those that ``wanted`` names.
+
+    Raises:
+        ValueError: if a word names no scope, or a part of the stages of one.
+    """
+    if isinstance(wanted, bool):
+        return list(scopes) if wanted else []
+    chosen: list[Scope] = []
+    named = {stage for word in wanted for stage in SCOPE_STAGES.get(word, ())}
+    for word in wanted:
+        found = [scope for scope in scopes if _is_named(scope, word)]
+        if not found:
+            names = ", ".join(scope.name for scope in scopes[:8])
+            raise ValueError(f"recompute={word!r} names none of the scopes: they are {names}")
+        chosen += [scope for scope in found if scope not in chosen]
+    for scope in chosen:
+        rest = [stage for stage in scope.stages if stage not in named]
+        if rest and len(rest) < len(scope.stages):
+            raise ValueError(
+                f"recompute names a part of {scope.name!r}, which is one graph: name {rest} too"
+            )
+    return chosen
+
+
+def _is_named(scope: Scope, word: str) -> bool:
+    if is_pattern(word):
+        return any(fnmatch.fnmatchcase(each, word) for each in (scope.name, f".{scope.name}"))
+    return word == "full" or not set(SCOPE_STAGES[word]).isdisjoint(scope.stages)
 
 
 def _check_disjoint(scopes: Sequence[Scope]) -> None:

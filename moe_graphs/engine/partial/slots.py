@@ -97,6 +97,7 @@ class PlannedCall:
         copies_gradients: why no weight gradient may become ``.grad`` as it is; None if they may.
         fallbacks: warns of eager backwards; all calls of the graphs share it.
         eager_bytes: memory that an eager forward and backward take at most, as measured.
+        use_reentrant: if it keeps its inputs only, how torch's checkpoint runs it eagerly.
     """
 
     scope: Scope
@@ -111,6 +112,12 @@ class PlannedCall:
     copies_gradients: str | None = "not_observed"
     fallbacks: FallbackWarning = field(default_factory=FallbackWarning)
     eager_bytes: int = 0
+    use_reentrant: bool | None = None
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether it keeps its inputs only, and its backward runs its forward again."""
+        return self.use_reentrant is not None
 
     def ran_backward_eagerly(self, reason: str) -> None:
         """Counts a backward of a replayed forward that no graph served."""

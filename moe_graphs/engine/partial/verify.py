@@ -7,14 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine import fp8
 from moe_graphs.engine.autograd import LeafUses
 from moe_graphs.engine.backends.backend import Backend
-from moe_graphs.engine.partial.recording import RecordedBackward
+from moe_graphs.engine.partial.recording import RecordedBackward, run_anew
 from moe_graphs.engine.partial.slots import CallSite, PendingBackward
 from moe_graphs.engine.partial.trials import ScopeCall, Trials, TriedForward
 from moe_graphs.engine.snapshot import ParameterAliases, Snapshot
@@ -60,29 +59,16 @@ def compute_anew(
         inputs[number] = inputs[first] if isinstance(inputs[number], Tensor) else inputs[number]
     module = site.planned.scope.module
     aliases = ParameterAliases([module])
-    now = backend.random_position() if forward.draws else None
-    written = Snapshot(values=forward.written)
-    scales = forward.scales or contextlib.nullcontext()
+    # A scope that keeps its inputs only writes twice, as under torch's checkpoint.
+    written = Snapshot(values=() if site.planned.recomputes else forward.written)
     try:
-        if forward.draws:
-            backend.return_to(pending.random)
-        with (
-            torch.enable_grad(),
-            aliases.installed(),
-            forward.conditions.context.autocast(inputs),
-            scales,
-        ):
-            tree = pytree.tree_unflatten(inputs, forward.signature.structure)
-            outputs, _ = site.planned.scope.run(tree, forward.arguments, capturing=True)
-        if forward.draws:
-            backend.return_to(now)
+        with backend.drawing_from(pending.random):
+            outputs = run_anew(site.planned.scope, forward, inputs, aliases)
         live, found = _outputs(site, outputs)
         names = [f"output {number}" for number in range(len(found))]
         difference = first_difference(names, forward.outputs, found)
         return difference, _gradients(site, aliases, inputs, live, incoming)
     finally:
-        if forward.draws:
-            backend.return_to(now)
         written.put_back()  # after the backward, which may read what its forward has written
 
 
@@ -192,6 +178,10 @@ class SideEffects:
         """Puts everything back, for another run."""
         self._before.put_back()
 
+    def has_drawn(self) -> bool:
+        """Whether the first run has drawn random numbers."""
+        return self._before.has_drawn()
+
     def once(self) -> Snapshot:
         """Context around all other runs."""
         return self._after
@@ -269,8 +259,7 @@ class Verification:
         forward has saved.
         """
         effects.again()
-        if recorded.graph is not None:
-            recorded.graph.replay()
+        recorded.replay(self._backend, pending.random)
         if again is None or recorded.graph is None:
             return
         planned, names = pending.site.planned, self._names_of(pending.site, recorded.uses)
@@ -291,10 +280,10 @@ class Verification:
         if verdict.difference is not None:
             planned.differs(verdict.difference)
 
-    def agrees(self, site: CallSite, eager: Mapping[int, Tensor | None]) -> bool:
+    def agrees(self, pending: PendingBackward, eager: Mapping[int, Tensor | None]) -> bool:
         """Replays the backward and compares it with an eager one on the same incoming gradients."""
-        before = Snapshot(self._backend)
-        site.backward.graph.replay()
+        before, site = Snapshot(self._backend), pending.site
+        site.backward.replay(self._backend, pending.random)
         if before.has_drawn():
             before.put_back()
             return False
