@@ -276,6 +276,11 @@ class GraphConfig:
             recompute = _normalised(recompute, self.impl)
             check(Choice(self.impl, recompute))
             object.__setattr__(self, "recompute", recompute)
+        if recompute and self.impl == "none":
+            raise ValueError(
+                "impl='none' with recompute: nothing is captured, so nothing is computed anew: "
+                "call torch.utils.checkpoint in the model"
+            )
         if recompute and self.split_backward:
             raise ValueError(
                 "recompute with split_backward=True: the part for the weights would run the "

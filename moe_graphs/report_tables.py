@@ -85,6 +85,9 @@ def _notes(report: Any) -> list[str]:
             lines.append(f"{what}eager runs differ from one another, so replays do, too")
         if getattr(each, "interrupted", None):
             lines.append(f"{what}the graph ends early: {each.interrupted}")
+    anew = [each.recomputed_bytes for _, each in named if getattr(each, "recomputed_bytes", 0)]
+    if anew:
+        lines.append(f"{len(anew)} keep inputs only: backwards recompute {format_bytes(sum(anew))}")
     lines += _audits(report)
     lines += _details(named)
     copied = _copied(report)

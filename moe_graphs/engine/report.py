@@ -55,6 +55,8 @@ class ScopeReport(CountedCalls):
         not_reproducible: whether eager runs differ from one another; replays cannot be equal then.
         not_guarded: values that the scope's Python can have read and that no guard compares.
         audited: how many calls ran eagerly in place of a replay, to be compared with the capture.
+        recomputed_bytes: memory that its forwards do not keep for their backwards, because these
+            run the forward again (``GraphConfig(recompute=...)``, gradient checkpointing).
         gradients_in_place: how many weight gradients its graphs leave where ``.grad`` finds them.
         copied_gradients: reason -> how many weight gradients are copied. A lasting reason counts a
             gradient once: "grad_never_none", "several_slots", "split", "used_twice",
@@ -81,6 +83,7 @@ class ScopeReport(CountedCalls):
     copied_gradients: dict[str, int] = field(default_factory=dict)
     details: dict[str, str] = field(default_factory=dict)
     audited: int = 0
+    recomputed_bytes: int = 0
 
 
 @dataclass(frozen=True)

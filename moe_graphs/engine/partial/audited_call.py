@@ -19,10 +19,12 @@ from torch.utils import _pytree as pytree
 
 from moe_graphs.engine.audit import NEVER, Audits, CallAudit, Comparison
 from moe_graphs.engine.autograd import keeps_graph
-from moe_graphs.engine.partial.capture import CapturedForward, Recorder, Saved
+from moe_graphs.engine.partial.capture import CapturedForward, Recorder
 from moe_graphs.engine.partial.recording import (
     BackwardRun,
     OpenCall,
+    Recomputed,
+    Saved,
     layouts_of,
     versions_of,
 )
@@ -126,11 +128,14 @@ class AuditedCall:
             self._origins.stands_in(own[number], forward.inputs[number])
         aliases = recorder.trials.aliases(call)
         comparison = Comparison(self._audit.forward, self._origins, self._named)
+        recomputes = site.planned.recomputes
+        saved = Recomputed(recorder.backend, aliases, set()) if recomputes else Saved()
+        hooks = saved.noting() if recomputes else contextlib.nullcontext()
         try:
-            with aliases.installed(), comparison:
+            with aliases.installed(), hooks, comparison:
                 output, exit = call.run(own)
             buffers = list(recorder.model.buffers())
-            ran = CapturedForward(call, own, output, exit, aliases, Saved(), buffers)
+            ran = CapturedForward(call, own, output, exit, aliases, saved, buffers)
             flat, structure = pytree.tree_flatten(output)
             of_leaves, produced, open = ran.opened(flat)
         except CaptureError as error:
@@ -139,6 +144,8 @@ class AuditedCall:
                 f"{error}"
             ) from error
         comparison.finish(flat)
+        if open.recomputed is not None:
+            open.recomputed.follows(self._scope, forward, own)
         listed = ran.listed(open)
         self._compare(comparison, structure, of_leaves, listed, exit)
         self._open = open if any(forward.differentiable) or open.outputs else None
@@ -243,7 +250,7 @@ class AuditedCall:
             origins.go_on_in_backward(run.incoming)
             comparison = Comparison(stream, origins, self._named)
         with comparison or contextlib.nullcontext():
-            found = run.first_part(run.incoming, last=not keeps)
+            found = run.first_part(run.incoming, last=not keeps, random=pending.random)
         self.slot.backward_done(pending, replayed=False)
         if not keeps:
             self._open = None

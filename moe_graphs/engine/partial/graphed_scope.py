@@ -387,6 +387,7 @@ def _report_scope(
         boundary_bytes=sum(t.nbytes for site in own for t in site.forward.outputs),
         replayed=sum(site.replayed for site in own),
         audited=sum(site.audited for site in own),
+        recomputed_bytes=sum(site.planned.recomputed_bytes for site in own),
         eager_calls=dict(graphed.eager_calls + backwards),
         details={
             word: text for (name, word), text in fallbacks.details.items() if name == own_name

@@ -281,6 +281,7 @@ class Graphs:
             fallbacks=self.fallbacks,
             eager_bytes=self._measured[signature_id].eager_bytes,
             use_reentrant=observed.use_reentrant,
+            recomputed_bytes=self._measured[signature_id].recomputed,
         )
 
     # ---- ahead of time

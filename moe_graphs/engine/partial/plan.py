@@ -184,6 +184,7 @@ class CallMemory:
         backward: the most that is allocated at once during the backward.
         gradients: incoming gradients, for which calls share buffers.
         weights: weight gradients that stay in place, as ``.grad``; also included in ``backward``.
+        recomputed: saved tensors that the backward computes anew, and that nothing keeps.
     """
 
     scope: str
@@ -195,10 +196,16 @@ class CallMemory:
     backward: int
     gradients: int
     weights: int = 0
+    recomputed: int = 0
 
     def anew(self) -> CallMemory:
         """The same for a call that keeps its inputs only, and whose backward runs it again."""
-        return replace(self, saved=self.outputs, backward=self.saved + self.backward)
+        return replace(
+            self,
+            saved=self.outputs,
+            backward=self.saved + self.backward,
+            recomputed=self.saved - self.outputs,
+        )
 
     @property
     def eager_bytes(self) -> int:

@@ -98,6 +98,7 @@ class PlannedCall:
         fallbacks: warns of eager backwards; all calls of the graphs share it.
         eager_bytes: memory that an eager forward and backward take at most, as measured.
         use_reentrant: if it keeps its inputs only, how torch's checkpoint runs it eagerly.
+        recomputed_bytes: saved tensors that each of its backwards computes anew, as measured.
     """
 
     scope: Scope
@@ -113,6 +114,7 @@ class PlannedCall:
     fallbacks: FallbackWarning = field(default_factory=FallbackWarning)
     eager_bytes: int = 0
     use_reentrant: bool | None = None
+    recomputed_bytes: int = 0
 
     @property
     def recomputes(self) -> bool:
