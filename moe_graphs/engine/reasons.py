@@ -122,11 +122,13 @@ EAGER_CALLS: Mapping[str, Reason] = {
     "saved_tensors_hooks": Reason(
         "hooks on saved tensors are on, as under activation checkpointing, and see nothing of a "
         "graph",
-        "leave layers under checkpointing out of the scopes",
+        "take GraphConfig(recompute=...) instead, or leave layers under checkpointing out of the "
+        "scopes",
     ),
     "recompute": Reason(
         "a forward ran inside of a backward, as activation checkpointing does",
-        "leave layers under checkpointing out of the scopes",
+        "take GraphConfig(recompute=...) instead, or leave layers under checkpointing out of the "
+        "scopes",
     ),
     "checkpointing": Reason(
         "checkpointing of this scope was switched on or off, or to another use_reentrant, since "

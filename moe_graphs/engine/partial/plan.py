@@ -199,7 +199,7 @@ class CallMemory:
     recomputed: int = 0
 
     def anew(self) -> CallMemory:
-        """The same for a call that keeps its inputs only, and whose backward runs it again."""
+        """Bytes of such a call that keeps its inputs only, so its backward runs it again."""
         return replace(
             self,
             saved=self.outputs,
