@@ -33,9 +33,9 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     def later(slot, site):
         return [e for e in slot.sites if e.backward_position >= site.backward_position]
 
-    def backward(slot, site, incoming, nodes):
-        _overwrite([] if slot.accumulates else later(slot, site))
-        return replayed(slot, site, incoming, nodes)
+    def backward(slot, pending, *others):
+        _overwrite([] if slot.accumulates else later(slot, pending.site))
+        return replayed(slot, pending, *others)
 
     def begin_first(slot, site=None):
         free = reclaim(slot, site)
