@@ -58,7 +58,13 @@ def both(device, microbatches=1, **options):
     off = moe_graphs.graph(eager, GraphConfig(impl="none"))
     expected = trained(eager, off, device, microbatches)
     model = build(Model, device)
-    options = {"warmup_steps": 2, "on_mismatch": "error", "recompute": True, **options}
+    options = {
+        "warmup_steps": 2,
+        "on_mismatch": "error",
+        "recompute": True,
+        "audit_every": None,
+        **options,
+    }
     graphs = moe_graphs.graph(model, scopes(**options))
     found = trained(model, graphs, device, microbatches)
     assert len(found) == len(expected)
@@ -207,7 +213,7 @@ def test_pools_are_smaller_and_shared():
 @pytest.mark.parametrize("what", ["an input", "a parameter or buffer"])
 def test_a_changed_input_or_parameter_is_an_error_before_the_backward(device, what):
     model = build(Model, device)
-    graphs = moe_graphs.graph(model, scopes(warmup_steps=2, recompute=True))
+    graphs = moe_graphs.graph(model, scopes(warmup_steps=2, recompute=True, audit_every=None))
     trained(model, graphs, device, steps=3)
     with graphs.step():
         x = data(device).requires_grad_()
@@ -221,7 +227,7 @@ def test_a_changed_input_or_parameter_is_an_error_before_the_backward(device, wh
 @pytest.mark.parametrize("device", DEVICES)
 def test_python_that_changes_before_the_backward_is_found(device):
     model = build(Model, device)
-    graphs = moe_graphs.graph(model, scopes(warmup_steps=2, recompute=True))
+    graphs = moe_graphs.graph(model, scopes(warmup_steps=2, recompute=True, audit_every=None))
     trained(model, graphs, device, steps=3)
     with graphs.step():
         output = model(data(device).requires_grad_())
@@ -264,7 +270,7 @@ def test_other_losses_and_second_backwards_run_eagerly_and_are_counted(device):
         return [*found, *(p.grad.clone() for p in model.parameters())], graphs.report()
 
     expected, _ = run(Checkpointed, GraphConfig(impl="none"))
-    found, report = run(Model, scopes(warmup_steps=2, recompute=True))
+    found, report = run(Model, scopes(warmup_steps=2, recompute=True, audit_every=None))
     assert all(map(torch.equal, found, expected))
     assert report.eager_calls == {"warmup": 4, "backward: second_backward": 2}
 
