@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import typer
-from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 from moe_graphs import __version__
 from moe_graphs.cli import build_app
+from moe_graphs.lm.checkpoint import read_model
 from moe_graphs.terminal import print_json
 
 SMALL = ["--preset", "tiny", "--device", "cpu", "--batch-size", "1"]
@@ -41,7 +41,7 @@ def test_a_run_prints_its_lines_its_capture_and_its_result(text, tmp_path):
     assert "captured step" in result.stdout
     assert "bits per byte after 6 steps" in result.stdout
     assert "xz -9e" in result.stdout
-    assert (tmp_path / "run" / "checkpoints" / "step_000006" / "model.safetensors").exists()
+    assert (tmp_path / "run" / "checkpoints" / "step_000006" / "manifest.json").exists()
     assert (tmp_path / "run" / "train.png").exists()
 
 
@@ -107,7 +107,7 @@ def test_resume_goes_on_bit_by_bit(text, tmp_path, before, after):
     middle = whole / "checkpoints" / "step_000004"
     result = invoke(*common, "--out", again, "--resume", middle, *after)
     assert result.exit_code == 0, result.stderr
-    models = [load_file(p / "checkpoints/step_000008/model.safetensors") for p in (whole, again)]
+    models = [read_model(p / "checkpoints/step_000008") for p in (whole, again)]
     assert models[0].keys() == models[1].keys()
     assert all((models[0][name] == models[1][name]).all() for name in models[0])
     summaries = [json.loads((p / "summary.json").read_text()) for p in (whole, again)]
@@ -217,7 +217,7 @@ def test_an_out_that_is_a_file_is_a_line(text, tmp_path, below):
     assert result.exit_code == 1
 
 
-@pytest.mark.parametrize("part", ["model.safetensors", "training.pt", "settings.json"])
+@pytest.mark.parametrize("part", ["__0_0.distcp", "manifest.json", "settings.json"])
 @pytest.mark.parametrize("damage", ["missing", "truncated"])
 def test_a_checkpoint_that_is_not_whole_is_a_line(text, finished, tmp_path, part, damage):
     broken = shutil.copytree(finished, tmp_path / "broken")

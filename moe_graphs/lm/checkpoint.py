@@ -1,168 +1,261 @@
-"""Checkpoints: a directory with the model as safetensors and everything else a step depends on.
+"""Checkpoints of a run: everything that a step depends on, by torch.distributed.checkpoint (DCP).
 
-A resumed run is, bit by bit, the run that was not interrupted. Graphs leave no trace in a
-checkpoint: its keys are the same with and without graphs, and a run of either kind resumes from the
-other's checkpoint.
+Every rank writes and reads its share, and a run in another layout, or of one process, reads what it
+needs of it. A resumed run is, bit by bit, the run that was not interrupted. A directory holds DCP's
+files, ``settings.json``, and ``manifest.json``, written last, with sizes and checksums of all the
+others. Graphs leave no trace in it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import fcntl
-import functools
 import json
-import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import nn
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from moe_graphs.checkpoints.flushing import rename_whole
-from moe_graphs.integrations.transformer_engine import fp8_state, load_fp8_state
+from moe_graphs.layers import LanguageModel, TransformerConfig
+from moe_graphs.lm.run_directory import (
+    MANIFEST,
+    METADATA,
+    RUN,
+    SETTINGS,
+    check_same_model,
+    check_step,
+    differences_of,
+    load_settings,
+    make_partial,
+    name_of,
+    not_written,
+    publish,
+    read_part,
+    settings_of,
+)
+from moe_graphs.lm.run_state import (
+    FP8,
+    MODEL,
+    described,
+    fp8_memory,
+    fused_parts,
+    history_state,
+    model_state,
+    model_tensors,
+    optimizer_state,
+    random_state,
+    set_fp8_memory,
+    set_random_state,
+    states_as_saved,
+    take_states,
+    without_new_averages,
+)
 from moe_graphs.lm.trainer import Trainer
+from moe_graphs.lm.workers import Workers, is_first, on_first
 from moe_graphs.optim import AdamW
-from moe_graphs.training.capturable import load_optimizer_state
+from moe_graphs.parallel import (
+    PartsByName,
+    WholeRowsLoadPlanner,
+    WholeRowsSavePlanner,
+    global_fqn,
+)
 
-MODEL, STATE, SETTINGS = PARTS = "model.safetensors", "training.pt", "settings.json"
-LOG = "log.jsonl"
-MANIFEST = "manifest.json"  # of a sharded checkpoint, which has its settings beside it
-RUN = "run"  # the key in the settings that says which run wrote them
-OPTIONS = "options"  # the key for the options of the command, which --resume keeps
-_NAME = re.compile(r"step_(\d+)")
+_AT_ONCE = 1 << 24  # bytes of a file in memory
+_ALONE = "torch.distributed is disabled"  # a warning of DCP: one process is all there is
 
 
-def prepare_run_directory(out: Path, resumed: Path | None) -> None:
-    """Makes ``out`` for a new run, or for one that goes on from the checkpoint ``resumed``.
+class Checkpoints:
+    """Writes checkpoints while training goes on, one at a time. All ranks call its methods alike.
 
-    Raises:
-        ValueError: if the directory cannot be made, or if another run is there. Later checkpoints
-            of the same run count as another run, because nobody could tell them from those to come.
+    ``save`` copies to the host and returns. A thread writes the files to ``checkpoints/partial``.
+    The directory gets the name of its step only when all ranks are done.
     """
-    checkpoints, log = _checkpoints(out), out / LOG
-    resumed = resumed and resumed.resolve()
-    own = resumed is not None and resumed.parent == (out / "checkpoints").resolve()
-    if own and checkpoints and _step(checkpoints[-1]) > _step(resumed):
-        raise ValueError(
-            f"out: {out} holds {checkpoints[-1].name}, later than the {resumed.name} to go on "
-            f"from: give another --out, or resume from the latest"
+
+    def __init__(self, run_directory: Path, trainer: Trainer, *, keep: int = 2) -> None:
+        self._directory, self._trainer, self._keep = run_directory, trainer, keep
+        self._workers, self._group = trainer.workers, None
+        if self._workers is not None:
+            # This group is separate, because the thread communicates while training does, too. One
+            # rank's files may take longer than another's and nobody waits for them, so --timeout
+            # does not limit it.
+            unlimited = dist.constants.default_pg_timeout
+            self._group = dist.new_group(backend="gloo", timeout=unlimited)
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: tuple[int, Future[Path]] | None = None
+
+    def save(self) -> Path:
+        """Begins a checkpoint of the trainer's state, and returns where it is going to be.
+
+        Raises:
+            ValueError: if checkpoints of another run are there.
+            OSError: if the checkpoint before could not be written.
+        """
+        self.finish()
+        trainer = self._trainer
+        trainer.settle()
+        run_id, step = trainer.run_id, trainer.step
+        partial: Path = on_first(self._workers, lambda: make_partial(self._directory, run_id))
+        state = {
+            **model_state(trainer),
+            **optimizer_state(trainer),
+            **history_state(trainer, step),
+            **random_state(trainer),
+            **fp8_memory(trainer),
+        }
+        # This filter stays: DCP warns in its thread, and filters are not a thread's own.
+        warnings.filterwarnings("ignore", _ALONE)
+        written = dcp.async_save(
+            state,
+            storage_writer=dcp.FileSystemWriter(partial),
+            planner=WholeRowsSavePlanner(fused_parts(trainer)),
+            process_group=self._group,
+            no_dist=self._group is None,
         )
-    traces = [*([log] if log.exists() and log.stat().st_size else []), *checkpoints]
-    if traces and not own:
-        raise ValueError(
-            f"out: {out} holds another run ({traces[-1].relative_to(out)}): give another --out, or "
-            f"go on with that run by --resume {out} --out {out}"
-        )
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"out: {out} cannot be made a directory: {error.strerror}") from error
+        job = self._thread.submit(self._publish, written, partial, step, settings_of(trainer))
+        self._pending = step, job
+        return partial.with_name(name_of(step))
+
+    def finish(self) -> Path | None:
+        """Waits for the checkpoint that is being written, and returns its path.
+
+        Raises:
+            OSError: if it could not be written. Earlier checkpoints are as they were.
+        """
+        if self._pending is None:
+            return None
+        (step, job), self._pending = self._pending, None
+        try:
+            return job.result()
+        except (CheckpointException, OSError) as error:
+            if is_first(self._workers):
+                shutil.rmtree(self._directory / "checkpoints" / "partial", ignore_errors=True)
+            of_ranks = getattr(error, "failures", {})  # with what each has raised
+            first = next((raised for raised, _ in of_ranks.values()), error)
+            raise not_written(self._directory, step, first) from error
+
+    def _publish(
+        self, written: Future[Metadata], partial: Path, step: int, settings: Mapping[str, Any]
+    ) -> Path:
+        """Sums up the files and renames their directory, on the thread, after all have written."""
+        written.result()
+        rank = 0 if self._workers is None else self._workers.rank
+        mine = {path.name: _checksum(path) for path in partial.glob(f"__{rank}_*")}
+        every = self._gather(mine)
+        outcome: Path | OSError | None = None
+        if rank == 0:
+            files = {name: sums for each in every for name, sums in each.items()}
+            try:
+                _write_manifest(partial, files, step, len(every), settings)
+                outcome = publish(partial, settings[RUN], step, self._keep)
+            except OSError as error:
+                outcome = error
+        outcome = self._gather(outcome)[0]
+        if isinstance(outcome, OSError):
+            raise outcome
+        return outcome
+
+    def _gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in order."""
+        if self._group is None:
+            return [value]
+        every: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(every, value, group=self._group)
+        return every
 
 
 @contextlib.contextmanager
-def open_log(out: Path) -> Iterator[TextIO]:
-    """Opens the run's log to append to it.
+def checkpoints_of(run_directory: Path, trainer: Trainer) -> Iterator[Callable[[], Path]]:
+    """Context that gives a function which saves a checkpoint and says where it will be.
 
-    The file is locked, because two runs may have found ``out`` empty.
-
-    Raises:
-        ValueError: if another run has it open.
+    At the end of the context the checkpoint is written.
     """
-    with (out / LOG).open("a") as log:
-        try:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(
-                f"out: another run writes to {out} at this moment: give another --out"
-            ) from error
-        except OSError:
-            pass  # a file system without locks: then checkpoints are refused by their run's id
-        yield log
+    checkpoints = Checkpoints(run_directory, trainer)
+    yield checkpoints.save
+    checkpoints.finish()
 
 
 def save_checkpoint(run_directory: Path, trainer: Trainer, *, keep: int = 2) -> Path:
-    """Writes ``run_directory/checkpoints/step_N``, complete or not at all; keeps the last few.
-
-    Waits for the device.
-
-    Raises:
-        ValueError: if checkpoints of another run are there. Nothing is written or deleted then.
-        OSError: if it could not be written.
-    """
-    partial = make_partial(run_directory, trainer.run_id)
-    try:
-        save_file(model_tensors(trainer.model), partial / MODEL)
-        torch.save(_training_state(trainer), partial / STATE)
-        (partial / SETTINGS).write_text(json.dumps(settings_of(trainer), indent=1) + "\n")
-    except (OSError, RuntimeError, SafetensorError) as error:  # of both libraries: a full disk
-        shutil.rmtree(partial, ignore_errors=True)
-        raise not_written(run_directory, trainer.step, error) from error
-    return publish(partial, trainer.run_id, trainer.step, keep)
-
-
-def make_partial(run_directory: Path, run_id: str) -> Path:
-    """Makes an empty directory for a checkpoint that is being written.
-
-    Raises:
-        ValueError: if checkpoints of another run are there. Nothing is written or deleted then.
-    """
-    for other in _checkpoints(run_directory):
-        if _run_id(other) not in (run_id, None):
-            raise ValueError(f"checkpoint: {other} is of another run: save in another directory")
-    partial = run_directory / "checkpoints" / "partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    return partial
-
-
-def publish(partial: Path, run_id: str, step: int, keep: int) -> Path:
-    """Gives ``partial``, which is complete, the name of its step; deletes all but the last few."""
-    path = partial.with_name(name_of(step))
-    shutil.rmtree(path, ignore_errors=True)
-    rename_whole(partial, path)
-    own = [c for c in _checkpoints(partial.parents[1]) if _run_id(c) == run_id]
-    for old in [c for c in own if _step(c) <= step][:-keep]:
-        shutil.rmtree(old)
+    """Writes one checkpoint, as ``Checkpoints`` does, and waits for it."""
+    checkpoints = Checkpoints(run_directory, trainer, keep=keep)
+    path = checkpoints.save()
+    checkpoints.finish()
     return path
 
 
-def name_of(step: int) -> str:
-    return f"step_{step:06d}"
+def _write_manifest(
+    partial: Path,
+    files: Mapping[str, Any],
+    step: int,
+    ranks: int,
+    settings: Mapping[str, Any],
+) -> None:
+    (partial / SETTINGS).write_text(json.dumps(settings, indent=1) + "\n")
+    others = {name: _checksum(partial / name) for name in (SETTINGS, METADATA)}
+    manifest = {"step": step, "ranks": ranks, "files": {**files, **others}}
+    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
 
 
-def not_written(run_directory: Path, step: int, error: BaseException) -> OSError:
-    reason = getattr(error, "strerror", None) or f"is the disk full? {error}"
-    path = run_directory / "checkpoints" / name_of(step)
-    return OSError(f"checkpoint: {path} could not be written: {reason}")
+def _checksum(path: Path) -> dict[str, int]:
+    size = checksum = 0
+    with path.open("rb") as file:
+        while part := file.read(_AT_ONCE):
+            checksum = zlib.crc32(part, checksum)
+            size += len(part)
+    return {"bytes": size, "crc32": checksum}
 
 
-def find_checkpoint(path: Path) -> Path:
-    """``path`` itself if it is a checkpoint, or the latest one of the run directory ``path``.
+def read_manifest(path: Path, workers: Workers | None = None) -> dict[str, Any]:
+    """The manifest, if all files are as it says. Ranks share the work, and all of them call it.
 
     Raises:
-        ValueError: if there is none, or those of several runs.
+        ValueError: on every rank, if a file is missing or damaged; the message names it.
     """
-    if any((path / part).exists() for part in (*PARTS, MANIFEST)):
-        return path
-    found = _checkpoints(path)
-    if not found:
+    rank, count = (0, 1) if workers is None else (workers.rank, workers.count)
+    problems: list[str] = []
+    manifest: dict[str, Any] = {}
+    try:
+        manifest = read_part(path / MANIFEST, _load_manifest)
+        for name in sorted(manifest["files"])[rank::count]:
+            _check_file(path / name, manifest["files"][name])
+    except ValueError as error:
+        problems = [str(error)]
+    if workers is not None:
+        problems = [problem for each in workers.gather(problems) for problem in each]
+    if problems:
+        raise ValueError(problems[0])
+    return manifest
+
+
+def _load_manifest(path: Path) -> dict[str, Any]:
+    found = load_settings(path)
+    missing = {"step", "ranks", "files"} - found.keys()
+    if missing:
+        raise ValueError(f"no {', '.join(sorted(missing))} in it")
+    return found
+
+
+def _check_file(path: Path, wanted: Mapping[str, int]) -> None:
+    found = read_part(path, _checksum)
+    if found != wanted:
         raise ValueError(
-            f"resume: no checkpoint at {path}: give a run's directory or one of its "
-            f"checkpoints/step_N directories"
+            f"resume: {path} is damaged: {found['bytes']} bytes with checksum {found['crc32']:08x},"
+            f" written were {wanted['bytes']} with {wanted['crc32']:08x}: take another checkpoint"
         )
-    if len({_run_id(each) for each in found} - {None}) > 1:
-        names = ", ".join(each.name for each in found)
-        raise ValueError(f"resume: {path} holds checkpoints of several runs: give one of {names}")
-    return found[-1]
 
 
 def load_checkpoint(path: Path, trainer: Trainer) -> list[str]:
-    """Puts the trainer where it was when ``path`` was saved. Parameters keep their addresses.
+    """Puts the trainer where the run was when ``path`` was saved, in whatever layout.
+
+    Files are checked before anything is loaded. All tensors keep their addresses.
 
     Returns:
         One line per setting that differs from the checkpoint's, also for the text and the
@@ -172,183 +265,133 @@ def load_checkpoint(path: Path, trainer: Trainer) -> list[str]:
         ValueError: if the checkpoint is of another model, beyond this run's last step, or not to be
             read. The trainer is as it was then.
     """
-    tensors, state, saved = read_whole(path)
-    check_same_model(path, described(tensors), described(model_tensors(trainer.model)))
-    check_step(path, state["step"], trainer)
-    of_8_bits = any("exp_avg_code" in values for values in state["optimizer"]["state"].values())
-    if of_8_bits and not isinstance(trainer.optimizer, AdamW):
+    manifest = read_manifest(path, trainer.workers)
+    step, ranks = manifest["step"], manifest["ranks"]
+    saved = read_part(path / SETTINGS, load_settings)
+    check_step(path, step, trainer)
+    reader = dcp.FileSystemReader(path)
+    kept = described_by(reader.read_metadata())
+    model = model_state(trainer)
+    check_same_model(path, _of(kept, MODEL), _described(trainer))
+    as_saved = _states_as_saved(path, trainer, kept)
+    state = {**model, **optimizer_state(trainer, as_saved), **history_state(trainer, step)}
+    state = without_new_averages(trainer, state, kept)
+    _check_keys(path, state, kept)
+    same = ranks == (1 if trainer.workers is None else trainer.workers.count)
+    random = {key: value for key, value in random_state(trainer).items() if same and key in kept}
+    fp8 = _empty(reader.read_metadata(), FP8)
+    everything = {**state, **random, **fp8}
+    _read(everything, reader, fused_parts(trainer), alone=trainer.workers is None)
+    take_states(trainer, as_saved)
+    set_fp8_memory(trainer, fp8)
+    _set_random(trainer, random, step)
+    return _goes_on(trainer, step, saved, ranks)
+
+
+def _states_as_saved(
+    path: Path, trainer: Trainer, saved: Collection[str]
+) -> dict[nn.Parameter, dict[str, Tensor]]:
+    found = states_as_saved(trainer, saved)
+    if found and not isinstance(trainer.optimizer, AdamW):
         raise ValueError(
             f"optimizer: {trainer.settings.optimizer} cannot read the states of 8 bits in {path}: "
             f"use adamw, which reads them into any --optimizer-state"
         )
-    load_optimizer_state(trainer.optimizer, state["optimizer"])
-    trainer.model.load_state_dict(tensors)
-    load_fp8_state(trainer.model, state.get("fp8", {}), trainer.fp8_autocast)
-    trainer.step = trainer.first_unlogged_step = state["step"]
-    trainer.run_id = saved.get(RUN, "")
-    for name, values in state["history"].items():
-        getattr(trainer.history, name)[: len(values)] = values.to(trainer.device)
-    torch.set_rng_state(state["rng"]["cpu"])
-    if trainer.device.type == "cuda" and "cuda" in state["rng"]:
-        torch.cuda.set_rng_state(state["rng"]["cuda"], trainer.device)
-    return differences_of(saved, settings_of(trainer))
-
-
-class WholeCheckpoint(NamedTuple):
-    """Contents of the three files of a checkpoint."""
-
-    tensors: dict[str, torch.Tensor]
-    state: dict[str, Any]
-    settings: dict[str, Any]
-
-
-def read_whole(path: Path, *, mapped: bool = False) -> WholeCheckpoint:
-    """Reads a checkpoint of one process, on the CPU.
-
-    With ``mapped`` the tensors lie in the files, and only the parts that are used are read. Nothing
-    may keep them.
-
-    Raises:
-        ValueError: if a file is missing or not to be read.
-    """
-    return WholeCheckpoint(
-        read_part(path / MODEL, load_file),
-        read_part(path / STATE, functools.partial(load_state, mapped=mapped)),
-        read_part(path / SETTINGS, load_settings),
-    )
-
-
-def check_step(path: Path, step: int, trainer: Trainer) -> None:
-    if step > trainer.settings.steps:
-        raise ValueError(
-            f"resume: {path} is at step {step}, beyond the {trainer.settings.steps} steps asked "
-            f"for: raise --steps"
-        )
-
-
-def _checkpoints(run_directory: Path) -> list[Path]:
-    """Checkpoints in the order of their steps; only ``save_checkpoint`` writes such names."""
-    folders = (run_directory / "checkpoints").glob("step_*")
-    return sorted((f for f in folders if _NAME.fullmatch(f.name) and f.is_dir()), key=_step)
-
-
-def _step(checkpoint: Path) -> int:
-    """The step in the checkpoint's name; -1 for one that was renamed."""
-    match = _NAME.fullmatch(checkpoint.name)
-    return int(match[1]) if match else -1
-
-
-def _run_id(checkpoint: Path) -> str | None:
-    """Identity of the run that wrote a checkpoint.
-
-    None if it cannot be read, "" if the checkpoint is older than these identities.
-    """
-    try:
-        return load_settings(checkpoint / SETTINGS).get(RUN, "")
-    except (OSError, ValueError):
-        return None
-
-
-def read_part(part: Path, reader: Callable[[Path], Any]) -> Any:
-    """Reads a file; any error of the reader becomes a ``ValueError`` with what to do.
-
-    Both libraries have many errors for a file that is not whole.
-    """
-    try:
-        return reader(part)
-    except FileNotFoundError as error:
-        raise ValueError(f"resume: {part} is missing: take another checkpoint") from error
-    except Exception as error:
-        reason, *_ = str(error).splitlines() or [""]
-        raise ValueError(
-            f"resume: {part} cannot be read, it may be truncated: take another checkpoint "
-            f"({type(error).__name__}: {reason})"
-        ) from error
-
-
-def load_state(path: Path, *, mapped: bool) -> dict[str, Any]:
-    state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    missing = {"step", "optimizer", "rng", "history"} - state.keys()
-    if missing:
-        raise ValueError(f"no {', '.join(sorted(missing))} in it")
-    return state
-
-
-def load_settings(path: Path) -> dict[str, Any]:
-    found = json.loads(path.read_text())
-    if not isinstance(found, dict):
-        raise ValueError("no JSON object")
     return found
 
 
-def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Tensors of the model, without those that Transformer Engine pickles.
-
-    The training state has the latter, as tensors.
-    """
-    return {
-        name: value.detach().contiguous()
-        for name, value in model.state_dict().items()
-        if not name.endswith("._extra_state")
-    }
-
-
-def _training_state(trainer: Trainer) -> dict:
-    rng = {"cpu": torch.get_rng_state()}
-    if trainer.device.type == "cuda":
-        rng["cuda"] = torch.cuda.get_rng_state(trainer.device)
-    history = {
-        field.name: getattr(trainer.history, field.name)[: trainer.step].cpu()
-        for field in dataclasses.fields(trainer.history)
-    }
-    return {
-        "step": trainer.step,
-        "optimizer": trainer.optimizer.state_dict(),
-        "rng": rng,
-        "history": history,
-        "fp8": fp8_state(trainer.model),
-    }
+def _read(
+    state: dict[str, Tensor],
+    reader: dcp.FileSystemReader,
+    parts: PartsByName,
+    *,
+    alone: bool,
+) -> None:
+    """Reads into ``state``. With ``alone``, other ranks (if any) read nothing at this moment."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", _ALONE)
+        planner = WholeRowsLoadPlanner(parts)
+        dcp.load(state, storage_reader=reader, planner=planner, no_dist=alone)
 
 
-def described(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Descriptions of tensors, which ``check_same_model`` compares."""
-    return {name: f"{list(value.shape)} {value.dtype}" for name, value in tensors.items()}
-
-
-def check_same_model(path: Path, saved: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    names = sorted(saved.keys() | wanted.keys())
-    wrong = [name for name in names if saved.get(name) != wanted.get(name)]
-    if wrong:
-        name = wrong[0]
+def _check_keys(path: Path, wanted: Collection[str], saved: Collection[str]) -> None:
+    if missing := sorted(set(wanted) - set(saved)):
         raise ValueError(
-            f"resume: {path} holds another model: {len(wrong)} of {len(names)} tensors differ, "
-            f"first {name!r}: saved {saved.get(name)}, this model {wanted.get(name)}: resume with "
-            f"the preset and the sizes it was trained with"
+            f"resume: {path} has no {missing[0]!r}: take another checkpoint, or its "
+            f"--optimizer; with states of 8 bits also its --optimizer-state and --tp"
         )
 
 
-def settings_of(trainer: Trainer) -> dict[str, Any]:
-    """The settings as the file has them. Nested settings have names with dots."""
-    found: dict[str, Any] = {RUN: trainer.run_id}
-    if trainer.options:
-        found[OPTIONS] = dict(trainer.options)
-    stack = [("", {**dataclasses.asdict(trainer.settings), **trainer.surroundings})]
-    while stack:
-        prefix, values = stack.pop()
-        for name, value in values.items():
-            if isinstance(value, Mapping):
-                stack.append((f"{prefix}{name}.", value))
-            else:
-                found[prefix + name] = value
-    return json.loads(json.dumps(found))
+def _set_random(trainer: Trainer, state: Mapping[str, Tensor], step: int) -> None:
+    """Sets random numbers to ``state`` or, if the number of ranks differs, to unused ones."""
+    if state:
+        set_random_state(state, trainer.device)
+    elif trainer.workers is not None:
+        trainer.workers.seed(trainer.settings.seed, step)
+    else:
+        torch.manual_seed(trainer.settings.seed + step)
 
 
-def differences_of(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    both = (*now, *(saved.keys() - now.keys()))
-    names = [name for name in both if name not in (RUN, OPTIONS)]
-    unknown = "nothing known"
-    return [
-        f"{name}: {saved.get(name, unknown)} in the checkpoint, {now.get(name, unknown)} now"
-        for name in names
-        if saved.get(name, unknown) != now.get(name, unknown)
-    ]
+def _goes_on(trainer: Trainer, step: int, saved: Mapping[str, Any], ranks: int) -> list[str]:
+    trainer.step = trainer.first_unlogged_step = trainer.settled_step = step
+    trainer.run_id = saved.get(RUN, "")
+    now = 1 if trainer.workers is None else trainer.workers.count
+    anew = [f"random numbers: of {ranks} ranks in the checkpoint, drawn anew for {now} now"]
+    return differences_of(saved, settings_of(trainer)) + (anew if ranks != now else [])
+
+
+def _described(trainer: Trainer) -> dict[str, str]:
+    """Description of the whole model."""
+    tensors = model_tensors(trainer.whole)
+    return described({global_fqn(name): value for name, value in tensors.items()})
+
+
+def described_by(metadata: Metadata) -> dict[str, str]:
+    """Description, as by ``described``, of the tensors in a checkpoint's files."""
+    return {
+        key: f"{list(kept.size)} {kept.properties.dtype}"
+        for key, kept in metadata.state_dict_metadata.items()
+        if isinstance(kept, TensorStorageMetadata)
+    }
+
+
+def _of(found: Mapping[str, str], part: str) -> dict[str, str]:
+    """The entries of a part, under the names without it."""
+    start = f"{part}."
+    return {key.removeprefix(start): v for key, v in found.items() if key.startswith(start)}
+
+
+def read_model(path: Path) -> dict[str, Tensor]:
+    """All of the model's tensors in a checkpoint, on the CPU, by their names on one GPU.
+
+    Raises:
+        ValueError: if its files are missing or damaged; they are checked first.
+    """
+    read_manifest(path)
+    reader = dcp.FileSystemReader(path)
+    state = _empty(reader.read_metadata(), MODEL)
+    _read(state, reader, {}, alone=True)
+    return {key.removeprefix(f"{MODEL}."): value for key, value in state.items()}
+
+
+def _empty(metadata: Metadata, part: str) -> dict[str, Tensor]:
+    """Memory on the CPU for the tensors of a part, whole."""
+    return {
+        key: torch.empty(kept.size, dtype=kept.properties.dtype, device="cpu")
+        for key, kept in metadata.state_dict_metadata.items()
+        if key.startswith(f"{part}.") and isinstance(kept, TensorStorageMetadata)
+    }
+
+
+def model_of(
+    path: Path, config: TransformerConfig, hf_values: dict[str, Any] | None
+) -> LanguageModel:
+    """The whole model of a checkpoint, on the CPU."""
+    tensors = read_model(path)
+    dtype = tensors["embedding.weight"].dtype
+    model = LanguageModel(config, device="meta", dtype=dtype)
+    model.load_state_dict(tensors, assign=True)
+    model.rope.to_empty(device="cpu")
+    model.rope.reset_tables()
+    model.hf_values = hf_values
+    return model

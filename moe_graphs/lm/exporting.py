@@ -6,12 +6,12 @@ import contextlib
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_graphs.checkpoints.flushing import rename_whole
-from moe_graphs.lm.checkpoint import MODEL, find_checkpoint, read_part
-from moe_graphs.lm.sharded_checkpoint import is_sharded, read_model
+from moe_graphs.lm.checkpoint import read_model
+from moe_graphs.lm.run_directory import find_checkpoint
 from moe_graphs.terminal import errors_in_a_line, make_console
 
 
@@ -24,7 +24,7 @@ def export_model(run: Path, out: Path) -> None:
             path = find_checkpoint(run)
         except ValueError as error:  # which names train's option
             raise ValueError(f"RUN: {str(error).removeprefix('resume: ')}") from error
-        tensors = read_model(path) if is_sharded(path) else read_part(path / MODEL, load_file)
+        tensors = read_model(path)
         _write(tensors, out)
         size = sum(tensor.nbytes for tensor in tensors.values()) / 1e6
         make_console(stderr=False).print(

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_graphs.lm.checkpoint import OPTIONS, SETTINGS, find_checkpoint, load_settings, read_part
 from moe_graphs.lm.options import TrainOptions
+from moe_graphs.lm.run_directory import OPTIONS, SETTINGS, find_checkpoint, load_settings, read_part
 from moe_graphs.option_tree import as_toml, flat, options_of, with_values
 from moe_graphs.terminal import option_name, option_words
 
 _OPTIONS = options_of(TrainOptions)
 _PATHS = {name for name, each in _OPTIONS.items() if Path in each.kinds}
 _WAY = {n for n, each in _OPTIONS.items() if each.section == "graphs" and each.of == "run"}
-_TRAINING = {name for name, each in _OPTIONS.items() if each.section == "training"}
 _LAYOUT = {name for name, each in _OPTIONS.items() if each.of == "layout"}
 # Options that are right for one number of ranks only.
 _OF_RANKS = _LAYOUT | {name for name, each in _OPTIONS.items() if each.of == "ranks"}
@@ -64,12 +63,9 @@ def keep(options: TrainOptions, given: Collection[str], ranks: int) -> Kept:
     assert options.output.resume is not None
     path = find_checkpoint(options.output.resume)
     saved = read_part(path / SETTINGS, load_settings)
-    record, old = saved.get(OPTIONS), ""
+    record = saved.get(OPTIONS)
     if record is None:
-        record = {name: saved[name] for name in _TRAINING & saved.keys()}
-        names = [*_PATHS - {"resume", "out"}, *_WAY, "dispatcher", "dtype", "checkpoint_every"]
-        missing = ", ".join(option_name(name) for name in sorted(set(names) - set(given)))
-        old = f"of a version that did not record {missing}, which are as in a new run; "
+        raise ValueError(f"resume: {path} is of no run of this command: take another checkpoint")
     dropped = _dropped(record, given, ranks)
     kept = {
         name: Path(value) if name in _PATHS and value is not None else value
@@ -82,7 +78,7 @@ def keep(options: TrainOptions, given: Collection[str], ranks: int) -> Kept:
         _changes(options, {**record, _RANKS: record.get(_RANKS, ranks)}, ranks, {*dropped, *given})
     )
     text = None if "data" in given else saved.get("text")
-    said = f"resume: {path}: {old}kept: {words or 'nothing'}; changed: {changed or 'nothing'}"
+    said = f"resume: {path}: kept: {words or 'nothing'}; changed: {changed or 'nothing'}"
     return Kept(with_values(options, kept), said, text)
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_graphs.lm.checkpoint import LOG, find_checkpoint
+from moe_graphs.lm.run_directory import LOG, find_checkpoint
 
 _LAUNCH = "launch.txt"
 

@@ -19,21 +19,21 @@ import torch
 from moe_graphs.engine.report import Report
 from moe_graphs.engine.whole_step.full_iteration import FullIterationReport
 from moe_graphs.lm.building import RunOptions, build_batches, build_trainer, with_graphs
-from moe_graphs.lm.checkpoint import (
-    find_checkpoint,
-    open_log,
-    prepare_run_directory,
-    settings_of,
-)
+from moe_graphs.lm.checkpoint import checkpoints_of, load_checkpoint, model_of
 from moe_graphs.lm.continued import save_for_others
 from moe_graphs.lm.data import HeldOut, Text
 from moe_graphs.lm.kept_settings import CONFIG, write_config
 from moe_graphs.lm.metrics import compressed_bits_per_byte
 from moe_graphs.lm.picture import draw_losses
 from moe_graphs.lm.restarts import mark_launch
+from moe_graphs.lm.run_directory import (
+    find_checkpoint,
+    open_log,
+    prepare_run_directory,
+    settings_of,
+)
 from moe_graphs.lm.sample import Sample, sample_text
 from moe_graphs.lm.settings import states_of_8_bits
-from moe_graphs.lm.sharded_checkpoint import checkpoints_of, model_of, resume
 from moe_graphs.lm.termination import Terminated, termination
 from moe_graphs.lm.trainer import LogLine, Trainer, TrainingDiverged
 from moe_graphs.lm.workers import Workers, agent, check_equal, is_first, on_first
@@ -129,7 +129,7 @@ def run(options: RunOptions, text: Text, progress: Progress) -> Summary:
         keep_profiler_ready()
     held_out = _held_out(options, text)
     before = _loss_before(options, trainer, held_out, progress)
-    differences = [] if options.resume is None else resume(options.resume, trainer)
+    differences = [] if options.resume is None else load_checkpoint(options.resume, trainer)
     on_first(options.workers, lambda: _prepare(options))
     for difference in differences:
         progress.note(f"resumed with another setting: {difference}")

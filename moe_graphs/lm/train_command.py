@@ -18,7 +18,6 @@ from moe_graphs.engine.report import Report
 from moe_graphs.engine.whole_step.full_iteration import FullIterationReport
 from moe_graphs.errors import GraphError
 from moe_graphs.lm import run as training_run
-from moe_graphs.lm.checkpoint import prepare_run_directory
 from moe_graphs.lm.chosen_kernels import with_kernels
 from moe_graphs.lm.compare import compare, comparison_table
 from moe_graphs.lm.continued import continued_preset
@@ -35,6 +34,7 @@ from moe_graphs.lm.option_values import (
 )
 from moe_graphs.lm.options import GraphOptions, TrainOptions, TrainSettings
 from moe_graphs.lm.restarts import directories
+from moe_graphs.lm.run_directory import prepare_run_directory
 from moe_graphs.lm.run_presets import Preset
 from moe_graphs.lm.tokenized import load_tokenizer, tokenize
 from moe_graphs.lm.trainer import LogLine, TrainingDiverged

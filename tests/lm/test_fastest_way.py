@@ -15,6 +15,7 @@ from distributed import run_distributed
 from lm_runs import fresh_trainer, options, small_preset
 from moe_graphs.cli import build_app
 from moe_graphs.config import FullIterationConfig, GraphConfig
+from moe_graphs.lm.checkpoint import read_model
 from moe_graphs.lm.fastest_way import (
     Situation,
     Way,
@@ -24,7 +25,6 @@ from moe_graphs.lm.fastest_way import (
     tried_peers,
 )
 from moe_graphs.lm.options import GraphOptions, TrainOptions
-from moe_graphs.lm.sharded_checkpoint import read_model
 from moe_graphs.lm.train_command import train
 from moe_graphs.lm.workers import Workers, layout_of
 from moe_graphs.option_tree import tree_of

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import typer
-from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 from moe_graphs.cli import build_app
+from moe_graphs.lm.checkpoint import read_model
 from moe_graphs.lm.kept_settings import Kept, keep, recorded
 from moe_graphs.lm.options import TrainOptions
 from moe_graphs.option_tree import flat, tree_of
@@ -58,8 +58,7 @@ def test_a_resumed_run_keeps_all_of_its_settings_and_goes_on_bitwise(run, tmp_pa
     for name in ("steps", "train_loss", "held_out_bits_per_byte"):
         assert summaries[0][name] == summaries[1][name]
     models = [
-        load_file(path / "checkpoints" / "step_000006" / "model.safetensors")
-        for path in (out, tmp_path / "again")
+        read_model(path / "checkpoints" / "step_000006") for path in (out, tmp_path / "again")
     ]
     assert all((models[0][name] == models[1][name]).all() for name in models[0])
 
@@ -103,27 +102,6 @@ def test_another_text_than_the_runs_is_refused_unless_it_is_asked_for(tmp_path):
     asked = train("--resume", out, "--steps", 3, "--data", text, "--out", tmp_path / "asked")
     assert asked.exit_code == 0, asked.stderr
     assert "resumed with another setting: text: " in asked.stdout
-
-
-def test_a_run_of_a_version_that_recorded_no_options_says_so_by_name(run, tmp_path):
-    text, out = run
-    path = tmp_path / "old" / "checkpoints" / "step_000006"
-    path.mkdir(parents=True)
-    for part in (out / "checkpoints" / "step_000006").iterdir():
-        (path / part.name).write_bytes(part.read_bytes())
-    settings = json.loads((path / "settings.json").read_text())
-    del settings["options"]
-    (path / "settings.json").write_text(json.dumps(settings))
-    now = ["--dtype", "bfloat16", "--impl", "none", "--device", "cpu", "--dispatcher", "padded"]
-    done = train("--resume", path, "--data", text, *now, "--steps", 7, "--out", tmp_path / "new")
-    assert done.exit_code == 0, done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("resume: ")]
-    assert "of a version that did not record --checkpoint-every, --init, --optimizer-in-gr" in line
-    assert "--data," not in line  # given by name
-    assert "kept: " in line
-    assert "--batch-size 2" in line
-    summary = json.loads((tmp_path / "new" / "summary.json").read_text())
-    assert [each.partition(":")[0] for each in summary["differences"]] == ["steps"]
 
 
 def kept(folder: Path, then: list, ranks: int, now: list, ranks_now: int) -> Kept:

@@ -20,12 +20,12 @@ from fake_ranks import as_rank
 from lm_runs import QUIET, advance, fresh_trainer, options, small_corpus
 from moe_graphs.config import FullIterationConfig
 from moe_graphs.layers import LanguageModel
-from moe_graphs.lm.checkpoint import find_checkpoint
+from moe_graphs.lm.checkpoint import Checkpoints, load_checkpoint
 from moe_graphs.lm.compare import compare
 from moe_graphs.lm.data import HeldOut
 from moe_graphs.lm.legal_layouts import check_options
 from moe_graphs.lm.run import RunOptions, deterministic, run, with_graphs
-from moe_graphs.lm.sharded_checkpoint import ShardedCheckpoints, resume
+from moe_graphs.lm.run_directory import find_checkpoint
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.lm.workers import Workers
 from moe_graphs.optim.gradient_factor import local_part
@@ -86,7 +86,7 @@ def trained(workers: Workers, graphs: Any, folder: Path | None = None) -> dict[s
     with with_graphs(trainer, graphs):
         advance(trainer, SAVED)
         if folder is not None:
-            checkpoints = ShardedCheckpoints(folder, trainer)
+            checkpoints = Checkpoints(folder, trainer)
             checkpoints.save()
             checkpoints.finish()
         advance(trainer, STEPS - 1)
@@ -123,7 +123,7 @@ def work(rank: int, world_size: int, folder: Path) -> None:
         where = folder / name
         found[name] = trained(workers, None, where), trained(workers, WHOLE)
         again = fresh_trainer(chosen(workers))
-        assert resume(find_checkpoint(where), again) == []
+        assert load_checkpoint(find_checkpoint(where), again) == []
         advance(again, STEPS)
         found[f"{name}, resumed"] = state_of(again)
         if name == "shard":
@@ -189,7 +189,7 @@ def test_layouts_train_alike_and_go_on_in_one_process(several, layout):
     losses = several[1][layout][0][0]["losses"]
     torch.testing.assert_close(losses, several[1]["shard"][0][0]["losses"], rtol=0.05, atol=0)
     alone = fresh_trainer(chosen(None, mixed_precision=False))
-    said = resume(find_checkpoint(several[0] / layout), alone)
+    said = load_checkpoint(find_checkpoint(several[0] / layout), alone)
     words = "mixed_precision: bfloat16, reductions in float32 in the checkpoint, nothing known now"
     assert words in said
     advance(alone, STEPS)

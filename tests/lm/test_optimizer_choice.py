@@ -66,19 +66,8 @@ def test_either_goes_on_from_the_others_checkpoint(tmp_path, first, second):
     assert settings["optimizer"] == first
     resumed = fresh_trainer(choosing(second))
     assert load_checkpoint(path, resumed) == [f"optimizer: {first} in the checkpoint, {second} now"]
-    state = torch.load(path / "training.pt")["optimizer"]
-    assert resumed.optimizer.state_dict()["param_groups"] == state["param_groups"]
     advance(resumed, 6)
     assert_same(resumed, trained(choosing(first), 6))
-
-
-def test_a_checkpoint_from_before_there_was_a_choice_says_so(tmp_path):
-    path = save_checkpoint(tmp_path, trained(choosing("torch_adamw"), 2))
-    settings = json.loads((path / "settings.json").read_text())
-    del settings["optimizer"]
-    (path / "settings.json").write_text(json.dumps(settings))
-    (difference,) = load_checkpoint(path, fresh_trainer(choosing("adamw")))
-    assert difference == "optimizer: nothing known in the checkpoint, adamw now"
 
 
 def test_another_is_refused():
@@ -118,7 +107,7 @@ def test_muon_learns_is_the_same_in_graphs_and_goes_on_where_it_was(tmp_path):
     assert load_checkpoint(path, resumed) == []
     advance(resumed, 8)
     assert_same(eager, resumed)
-    with pytest.raises(ValueError, match="parameter group"):
+    with pytest.raises(ValueError, match="has no 'optimizer.*--optimizer"):
         load_checkpoint(path, fresh_trainer(choosing("adamw")))
 
 

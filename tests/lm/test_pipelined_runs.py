@@ -15,12 +15,12 @@ import torch
 from distributed import run_distributed
 from lm_runs import advance, fresh_trainer, options, small_corpus
 from moe_graphs.config import FullIterationConfig, GraphConfig
-from moe_graphs.lm.checkpoint import find_checkpoint, save_checkpoint
+from moe_graphs.lm.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
 from moe_graphs.lm.data import HeldOut
 from moe_graphs.lm.legal_layouts import check_options
 from moe_graphs.lm.run import RunOptions, with_graphs
-from moe_graphs.lm.sharded_checkpoint import ShardedCheckpoints, resume
-from moe_graphs.lm.sharded_state import model_state, optimizer_state
+from moe_graphs.lm.run_directory import find_checkpoint
+from moe_graphs.lm.run_state import model_state, optimizer_state
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.lm.workers import Workers
 from moe_graphs.parallel import ParallelConfig
@@ -69,7 +69,7 @@ def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 def work(rank: int, world_size: int, folder: Path) -> None:
     workers = Workers.on(ParallelConfig(pp=2), CPU)
     trainer = trainer_on(workers)
-    checkpoints = ShardedCheckpoints(folder / "pipeline", trainer)
+    checkpoints = Checkpoints(folder / "pipeline", trainer)
     advance(trainer, SAVED)
     checkpoints.save()
     advance(trainer, STEPS)
@@ -84,7 +84,7 @@ def work(rank: int, world_size: int, folder: Path) -> None:
     }
     for source in ("pipeline", "one process"):
         resumed = trainer_on(workers)
-        said = resume(find_checkpoint(folder / source), resumed)
+        said = load_checkpoint(find_checkpoint(folder / source), resumed)
         at_once = state_of(resumed)
         advance(resumed, STEPS)
         resumed.settle()
@@ -148,11 +148,11 @@ def test_a_pipeline_trains_as_one_process(runs):
 def test_checkpoints_go_there_and_back(runs):
     folder, alone, ranks = runs
     resumed = trainer_on(None)
-    said = resume(find_checkpoint(folder / "pipeline"), resumed)
+    said = load_checkpoint(find_checkpoint(folder / "pipeline"), resumed)
     assert any(line.startswith("layout: pp 2 on 2 ranks in the checkpoint") for line in said)
     whole = state_of(resumed)
     again = trainer_on(None)
-    resume(find_checkpoint(folder / "one process"), again)
+    load_checkpoint(find_checkpoint(folder / "one process"), again)
     expected = state_of(again)
     for found in ranks:
         at_once, losses, _ = found["pipeline"]

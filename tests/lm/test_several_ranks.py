@@ -17,12 +17,18 @@ import torch
 from distributed import RANKS, run_distributed
 from lm_runs import QUIET, advance, fresh_trainer, options, small_corpus, whole_state
 from moe_graphs.config import FullIterationConfig
-from moe_graphs.lm.checkpoint import find_checkpoint, save_checkpoint
+from moe_graphs.lm.checkpoint import (
+    Checkpoints,
+    load_checkpoint,
+    model_of,
+    read_model,
+    save_checkpoint,
+)
 from moe_graphs.lm.data import HeldOut
 from moe_graphs.lm.legal_layouts import check_options
 from moe_graphs.lm.run import RunOptions, run, with_graphs
+from moe_graphs.lm.run_directory import find_checkpoint
 from moe_graphs.lm.sample import sample_text
-from moe_graphs.lm.sharded_checkpoint import ShardedCheckpoints, model_of, read_model, resume
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.lm.workers import Workers, check_equal, layout_of
 from moe_graphs.parallel import ParallelConfig
@@ -86,7 +92,7 @@ def work(rank: int, world_size: int, folder: Path, one_process: Path) -> None:
     all_workers = {name: Workers.on(layout, CPU) for name, layout in LAYOUTS.items()}
     for name, workers in all_workers.items():
         trainer = trainer_on(workers)
-        checkpoints = ShardedCheckpoints(folder / name, trainer)
+        checkpoints = Checkpoints(folder / name, trainer)
         advance(trainer, SAVED)
         path = checkpoints.save()
         assert path.name == "step_000003"
@@ -104,7 +110,7 @@ def work(rank: int, world_size: int, folder: Path, one_process: Path) -> None:
     for source, where in sources.items():
         for name, workers in all_workers.items():
             trainer = trainer_on(workers)
-            said = resume(find_checkpoint(where), trainer)
+            said = load_checkpoint(find_checkpoint(where), trainer)
             resumed = whole_state(trainer)
             advance(trainer, STEPS)
             trainer.settle()
@@ -123,13 +129,13 @@ def by_chance(folder: Path, workers: Workers) -> list[torch.Tensor]:
     given = options(steps=STEPS, workers=workers)
     whole, again = fresh_trainer(given), fresh_trainer(given)
     whole.run_id = workers.gather(whole.run_id)[0]
-    checkpoints = ShardedCheckpoints(folder, whole)
+    checkpoints = Checkpoints(folder, whole)
     advance(whole, SAVED)
     checkpoints.save()
     advance(whole, STEPS)
     checkpoints.finish()
     torch.rand(7)
-    resume(find_checkpoint(folder), again)
+    load_checkpoint(find_checkpoint(folder), again)
     advance(again, STEPS)
     return [whole.history.loss[SAVED:].clone(), again.history.loss[SAVED:].clone()]
 
@@ -170,9 +176,9 @@ def run_on_parts(out: Path, workers: Workers) -> list:
 def disk_full(folder: Path, workers: Workers) -> str:
     """A file that may not grow, on one rank, fails like one on a full disk."""
     trainer = trainer_on(workers)
-    resume(find_checkpoint(folder), trainer)
+    load_checkpoint(find_checkpoint(folder), trainer)
     advance(trainer, SAVED + 1)
-    checkpoints = ShardedCheckpoints(folder, trainer)
+    checkpoints = Checkpoints(folder, trainer)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if workers.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
@@ -199,7 +205,7 @@ def damaged(where: Path, workers: Workers) -> list[str]:
             workers.gather(None)
             trainer = trainer_on(workers)
             with pytest.raises(ValueError, match="resume: ") as error:
-                resume(path, trainer)
+                load_checkpoint(path, trainer)
             said.append(str(error.value))
             workers.gather(None)
             assert trainer.step == 0
@@ -277,7 +283,7 @@ def test_a_checkpoint_is_resumed_on_any_layout(one_process, several, source, lay
 def test_one_process_goes_on_from_a_checkpoint_of_several(one_process, several, source):
     path = find_checkpoint(several[0] / source)
     trainer = trainer_on(None)
-    said = resume(path, trainer)
+    said = load_checkpoint(path, trainer)
     assert f"random numbers: of {RANKS} ranks in the checkpoint, drawn anew for 1 now" in said
     wanted = several[1][source, source][0]
     now = whole_state(trainer)
@@ -289,7 +295,7 @@ def test_one_process_goes_on_from_a_checkpoint_of_several(one_process, several, 
     rebuilt = model_of(path, trainer.model.config, None)
     tokens = torch.arange(64).view(2, 32)
     fresh = trainer_on(None)
-    resume(path, fresh)
+    load_checkpoint(path, fresh)
     with torch.no_grad():
         logits = [each.eval()(tokens).logits_BSV for each in (rebuilt, fresh.model)]
     assert torch.equal(*logits)

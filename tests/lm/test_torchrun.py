@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from moe_graphs.cli import build_app
-from moe_graphs.lm.sharded_checkpoint import read_model
+from moe_graphs.lm.checkpoint import read_model
 from moe_graphs.lm.workers import DeviceWatch, Place, meeting
 
 ROOT = Path(__file__).parents[2]

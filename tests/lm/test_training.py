@@ -200,7 +200,7 @@ def test_a_run_leaves_its_results_behind(tmp_path):
     given = options(graphed=True, out=tmp_path / "run", checkpoint_every=4)
     summary = run(given, small_corpus(), Progress(line=lambda line: None, note=notes.append))
     found = {str(path.relative_to(given.out)) for path in given.out.rglob("*") if path.is_file()}
-    assert {"log.jsonl", "summary.json", "checkpoints/step_000008/model.safetensors"} <= found
+    assert {"log.jsonl", "summary.json", "checkpoints/step_000008/manifest.json"} <= found
     assert len((given.out / "log.jsonl").read_text().splitlines()) == 2
     assert summary.to_dict()["report"]["captured"] > 0
     assert math.isfinite(summary.held_out_bits_per_byte)

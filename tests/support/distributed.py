@@ -29,7 +29,7 @@ PRELOADED = [
     "torch.distributed.checkpoint",
     "moe_graphs.engine.whole_step.full_iteration",
     "moe_graphs.lm.run",
-    "moe_graphs.lm.sharded_checkpoint",
+    "moe_graphs.lm.checkpoint",
     "moe_graphs.parallel",
     "moe_graphs.pipelines",
     "moe_graphs.planning",

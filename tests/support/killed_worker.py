@@ -11,10 +11,10 @@ import os
 import signal
 
 from moe_graphs.cli import main
-from moe_graphs.lm.sharded_checkpoint import ShardedCheckpoints
+from moe_graphs.lm.checkpoint import Checkpoints
 
 STEP = 4
-_publish = ShardedCheckpoints._publish
+_publish = Checkpoints._publish
 
 
 def _publish_or_die(self, written, partial, step, settings):
@@ -26,5 +26,5 @@ def _publish_or_die(self, written, partial, step, settings):
 
 if __name__ == "__main__":
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        ShardedCheckpoints._publish = _publish_or_die
+        Checkpoints._publish = _publish_or_die
     main()

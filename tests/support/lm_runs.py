@@ -10,7 +10,7 @@ import torch
 
 from moe_graphs.config import GraphConfig
 from moe_graphs.layers import MoEConfig, TransformerConfig
-from moe_graphs.lm.checkpoint import find_checkpoint, save_checkpoint
+from moe_graphs.lm.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
 from moe_graphs.lm.chosen_kernels import with_kernels
 from moe_graphs.lm.data import Corpus
 from moe_graphs.lm.options import TrainOptions, TrainSettings
@@ -20,14 +20,9 @@ from moe_graphs.lm.run import (
     build_batches,
     build_trainer,
 )
+from moe_graphs.lm.run_directory import find_checkpoint
 from moe_graphs.lm.run_presets import Preset
-from moe_graphs.lm.sharded_checkpoint import ShardedCheckpoints, resume
-from moe_graphs.lm.sharded_state import (
-    fused_parts,
-    history_state,
-    model_state,
-    optimizer_state,
-)
+from moe_graphs.lm.run_state import fused_parts, history_state, model_state, optimizer_state
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.option_tree import tree_of, with_values
 from moe_graphs.parallel import shares
@@ -102,7 +97,7 @@ def saved_on_the_way(trainer: Trainer, folder: Path, saved: int, steps: int) -> 
         state = {key: value.clone() for key, value in whole_state(trainer).items()}
         advance(trainer, steps)
         return state
-    checkpoints = ShardedCheckpoints(folder, trainer)
+    checkpoints = Checkpoints(folder, trainer)
     advance(trainer, saved)
     checkpoints.save()
     state = whole_state(trainer)
@@ -114,7 +109,7 @@ def saved_on_the_way(trainer: Trainer, folder: Path, saved: int, steps: int) -> 
 
 def resumed_from(folder: Path, trainer: Trainer, steps: int) -> tuple[dict[str, Any], torch.Tensor]:
     """Resume a training; return the whole state after loading, and the losses up to ``steps``."""
-    resume(find_checkpoint(folder), trainer)
+    load_checkpoint(find_checkpoint(folder), trainer)
     state = whole_state(trainer)
     advance(trainer, steps)
     trainer.settle()
