@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -148,11 +149,11 @@ def count_launches(call: Call) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
-    on_gpu = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    on_gpu = [e for e in profile.events() if e.device_type.name == "CUDA"]
     return sum(not event.name.startswith("Mem") for event in on_gpu)
 
 
-def time_cell(cell: Cell, rounds: int, watch: Watch, count: bool) -> list[dict]:
+def time_cell(cell: Cell, rounds: int, watch: Watch, count: bool) -> list[dict[str, Any]]:
     """Time a cell; return one record per contender and direction."""
     problem = make_problem(*cell.size, cell.routing)
     jobs = {}
@@ -164,7 +165,7 @@ def time_cell(cell: Cell, rounds: int, watch: Watch, count: bool) -> list[dict]:
                     calls[direction], problem, direction, compare=name != "dense"
                 )
     launches = {key: count_launches(job.call) for key, job in jobs.items()} if count else {}
-    spent = {key: [] for key in jobs}
+    spent: dict[tuple[str, str], list[float]] = {key: [] for key in jobs}
     # Every cell has another order, because the contender before, and how warm it leaves the chip,
     # changes a result by up to 5 %.
     shuffler = random.Random(cell.label())
@@ -187,7 +188,9 @@ def time_cell(cell: Cell, rounds: int, watch: Watch, count: bool) -> list[dict]:
     return records
 
 
-def record(name: str, direction: str, job: Timed, micros: list[float], flops: float) -> dict:
+def record(
+    name: str, direction: str, job: Timed, micros: list[float], flops: float
+) -> dict[str, Any]:
     micros = sorted(micros)
     p10, p50, p90 = (micros[int(q * (len(micros) - 1))] for q in (0.1, 0.5, 0.9))
     return {
@@ -197,7 +200,7 @@ def record(name: str, direction: str, job: Timed, micros: list[float], flops: fl
     }  # fmt: skip
 
 
-def table(cell: Cell, records: list[dict]) -> Table:
+def table(cell: Cell, records: list[dict[str, Any]]) -> Table:
     """Table of a cell, with one row per direction and contender."""
     ceiling = {r["direction"]: r["tflops"] for r in records if r["contender"] == "dense"}
     base = {r["direction"]: r["tflops"] for r in records if r["contender"] == "torch"}
@@ -221,7 +224,7 @@ def table(cell: Cell, records: list[dict]) -> Table:
 
 def run(
     out: Path, console: Console, *, quick: bool, budget: float, commit: str | None = None
-) -> Iterator[dict]:
+) -> Iterator[dict[str, Any]]:
     """Measure cell after cell for at most ``budget`` seconds; append lines to ``out``."""
     started, watch = time.time(), Watch(out.with_suffix(".hung"))
     stamp = environment.stamp(commit)

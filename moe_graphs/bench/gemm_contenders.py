@@ -14,6 +14,7 @@ import torch
 
 from moe_graphs.bench.timing import group_ends, group_sizes, matrices
 from moe_graphs.kernels.gemm import launch
+from moe_graphs.kernels.gemm.heuristics import row_variant, weight_variant
 from moe_graphs.kernels.gpu_architectures import architecture_of
 
 Call = Callable[[], torch.Tensor]
@@ -109,8 +110,8 @@ def ours(p: Problem, name: str | None) -> dict[str, Call]:
     forward, dgrad, wgrad = None, None, None
     if name is not None:
         gpu = architecture_of(p.x_RK.device)
-        forward, dgrad = launch.row_variant(name, N, gpu), launch.row_variant(name, K, gpu)
-        wgrad = launch.weight_variant(name, N, torch.bfloat16, gpu)
+        forward, dgrad = row_variant(name, N, gpu), row_variant(name, K, gpu)
+        wgrad = weight_variant(name, N, torch.bfloat16, gpu)
     return {
         "fwd": lambda: launch.matmul_rows(p.x_RK, p.w_EKN, p.ends_E, out=y, variant=forward),
         "dgrad": lambda: launch.matmul_rows(

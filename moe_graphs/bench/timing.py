@@ -73,8 +73,9 @@ def elapsed(run: Callable[[], object]) -> float:
 class Watch:
     """Watch that ends the process if one contender runs for too long, and says which."""
 
-    def __init__(self, hung: Path, limit: float = 25.0):
-        self.hung, self.limit, self.since, self.what = hung, limit, None, ""
+    def __init__(self, hung: Path, limit: float = 25.0) -> None:
+        self.hung, self.limit, self.what = hung, limit, ""
+        self.since: float | None = None
         threading.Thread(target=self._loop, daemon=True).start()
 
     def on(self, what: str) -> None:

@@ -151,8 +151,8 @@ def _in_this_process(options: RunOptions) -> LanguageModel:
     }
     if options.init is not None:
         experts = "moe_graphs" if config.moe is None else config.moe.experts
-        kernels = {"linear": config.linear, "experts": experts}
-        model = LanguageModel.from_pretrained(options.init, **kernels, **given)
+        given |= {"linear": config.linear, "experts": experts}
+        model = LanguageModel.from_pretrained(options.init, **given)
     else:
         model = LanguageModel(config, **given)
     torch.manual_seed(seed)  # not before: ranks draw once
@@ -184,8 +184,8 @@ def _on_ranks(
         if layout.ep > 1:
             replicate(model, workers.data, dispatcher=options.dispatcher)
     elif layout.pp > 1:
-        of_a_rank = {"stages_per_rank": options.stages_per_rank, "autocast": autocast}
-        stages = lay_out_stages(model, workers, **of_a_rank, **by)
+        by |= {"stages_per_rank": options.stages_per_rank, "autocast": autocast}
+        stages = lay_out_stages(model, workers, **by)
     else:
         parallelize(model, layout, workers.mesh, **by)
     if options.init is not None:

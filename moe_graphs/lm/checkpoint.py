@@ -20,10 +20,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from moe_graphs.layers import LanguageModel, TransformerConfig
 from moe_graphs.lm.run_directory import (
@@ -113,13 +115,14 @@ class Checkpoints:
         }
         # This filter stays: DCP warns in its thread, and filters are not a thread's own.
         warnings.filterwarnings("ignore", _ALONE)
-        written = dcp.async_save(
+        written = async_save(
             state,
-            storage_writer=dcp.FileSystemWriter(partial),
+            storage_writer=FileSystemWriter(partial),
             planner=WholeRowsSavePlanner(fused_parts(trainer)),
             process_group=self._group,
             no_dist=self._group is None,
         )
+        assert isinstance(written, Future)
         job = self._thread.submit(self._publish, written, partial, step, settings_of(trainer))
         self._pending = step, job
         return partial.with_name(name_of(step))
@@ -269,7 +272,7 @@ def load_checkpoint(path: Path, trainer: Trainer) -> list[str]:
     step, ranks = manifest["step"], manifest["ranks"]
     saved = read_part(path / SETTINGS, load_settings)
     check_step(path, step, trainer)
-    reader = dcp.FileSystemReader(path)
+    reader = FileSystemReader(path)
     kept = described_by(reader.read_metadata())
     model = model_state(trainer)
     check_same_model(path, _of(kept, MODEL), _described(trainer))
@@ -302,7 +305,7 @@ def _states_as_saved(
 
 def _read(
     state: dict[str, Tensor],
-    reader: dcp.FileSystemReader,
+    reader: FileSystemReader,
     parts: PartsByName,
     *,
     alone: bool,
@@ -311,7 +314,7 @@ def _read(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", _ALONE)
         planner = WholeRowsLoadPlanner(parts)
-        dcp.load(state, storage_reader=reader, planner=planner, no_dist=alone)
+        load(state, storage_reader=reader, planner=planner, no_dist=alone)
 
 
 def _check_keys(path: Path, wanted: Collection[str], saved: Collection[str]) -> None:
@@ -368,7 +371,7 @@ def read_model(path: Path) -> dict[str, Tensor]:
         ValueError: if its files are missing or damaged; they are checked first.
     """
     read_manifest(path)
-    reader = dcp.FileSystemReader(path)
+    reader = FileSystemReader(path)
     state = _empty(reader.read_metadata(), MODEL)
     _read(state, reader, {}, alone=True)
     return {key.removeprefix(f"{MODEL}."): value for key, value in state.items()}

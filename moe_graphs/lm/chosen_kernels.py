@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -22,9 +23,12 @@ def with_kernels(preset: Preset, asked: ModelOptions, device: torch.device) -> P
         ImportError: if Transformer Engine is asked for and is not installed.
     """
     experts, linear, fp8 = asked.experts, asked.linear, asked.fp8
-    model = replace(preset.model, linear=linear)
+    # The configs check the names.
+    projections: dict[str, Any] = {"linear": linear}
+    of_experts: dict[str, Any] = {"experts": experts}
+    model = replace(preset.model, **projections)
     if model.moe is not None:
-        model = replace(model, moe=replace(model.moe, experts=experts))
+        model = replace(model, moe=replace(model.moe, **of_experts))
     elif experts != "moe_graphs":
         raise ValueError(f"experts: {experts!r}, but the model has none: drop --experts")
     if fp8 not in ("none", *FP8_RECIPES):

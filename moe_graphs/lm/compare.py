@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -59,14 +60,15 @@ class Comparison:
     parameters_bitwise_equal: bool
     report: Report | FullIterationReport
 
-    def to_dict(self) -> dict:
-        whole = isinstance(self.report, FullIterationReport)
+    def to_dict(self) -> dict[str, Any]:
+        report = self.report
+        captured = report.captures if isinstance(report, FullIterationReport) else report.captured
         return {
             **dataclasses.asdict(self),
-            "captured": self.report.captures if whole else self.report.captured,
-            "replayed": self.report.replayed,
-            "audited": self.report.audited,
-            "eager_calls": dict(self.report.eager_calls),
+            "captured": captured,
+            "replayed": report.replayed,
+            "audited": report.audited,
+            "eager_calls": dict(report.eager_calls),
         }
 
 
@@ -92,6 +94,7 @@ def compare(options: RunOptions, text: Text, progress: Progress) -> Comparison:
         )
     eager, eager_weights, _ = _one_side(options, text, None, skipped, progress)
     graphed, graphed_weights, report = _one_side(options, text, config, skipped, progress)
+    assert report is not None
     pairs = zip(eager.losses, graphed.losses, strict=True)
     differing = [step for step, (left, right) in enumerate(pairs, 1) if left != right]
     same, workers = all(map(torch.equal, eager_weights, graphed_weights)), options.workers

@@ -291,11 +291,11 @@ class TrainingBatches:
         generator = random.Random(f"{self.seed} {epoch}")
         order = list(range(len(self.documents)))
         generator.shuffle(order)
-        offsets, order = self.documents.offsets, torch.tensor(order)
-        lengths = offsets.diff()[order]
+        offsets, order_D = self.documents.offsets, torch.tensor(order)
+        lengths = offsets.diff()[order_D]
         # The stream is a separator (the last token of all), then the documents.
         tokens = len(self.documents.ids_T)
-        self._sources = torch.cat([torch.tensor([tokens - 1]), offsets[order]])
+        self._sources = torch.cat([torch.tensor([tokens - 1]), offsets[order_D]])
         self._places = torch.cat(
             [torch.zeros(1, dtype=torch.int64), 1 + lengths.cumsum(0) - lengths]
         )

@@ -121,7 +121,7 @@ def choose(asked: GraphOptions, situation: Situation) -> Way:
     """Chooses the fastest legal way among those that the named options leave."""
     dispatcher, why_dispatcher = _dispatcher(asked, situation)
     in_graph = asked.optimizer_in_graph is not False
-    against = (
+    against: tuple[tuple[str, list[Obstacle]], ...] = (
         ("full_iteration", against_whole_steps(situation, dispatcher, optimizer_in_graph=in_graph)),
         ("local", against_scopes(situation)),
         ("none", []),

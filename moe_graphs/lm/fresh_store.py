@@ -11,12 +11,12 @@ import time
 import uuid
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 _PAUSE = 0.02  # seconds between looks
 
 
-def fresh_store(store: dist.Store, rank: int, size: int, patience: timedelta) -> dist.Store:
+def fresh_store(store: Store, rank: int, size: int, patience: timedelta) -> Store:
     """``store`` under a prefix that no start before had, the same on all ranks.
 
     Rank 0 chooses the prefix. Every other rank asks for it under a random name and gets the answer
@@ -29,7 +29,7 @@ def fresh_store(store: dist.Store, rank: int, size: int, patience: timedelta) ->
     until = time.monotonic() + patience.total_seconds()
     if rank == 0:
         prefix = uuid.uuid4().hex
-        missing, answered = set(range(1, size)), set()
+        missing, answered = set(range(1, size)), set[str]()
         while missing:
             for other in sorted(missing):
                 asked = f"ask {other}"
@@ -45,7 +45,7 @@ def fresh_store(store: dist.Store, rank: int, size: int, patience: timedelta) ->
             _pause(until, "rank 0")
         prefix = store.get(f"answer {name}").decode()
         store.set(f"{prefix} {rank}", "here")
-    return dist.PrefixStore(prefix, store)
+    return PrefixStore(prefix, store)
 
 
 def _pause(until: float, who: str) -> None:

@@ -10,6 +10,7 @@ import time
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -68,7 +69,7 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._open: list[tuple] = []
+        self._open: list[tuple[Any, Any]] = []  # events, or seconds
         self.milliseconds: list[float] = []
 
     def start(self) -> None:

@@ -83,7 +83,8 @@ def scopes_of_stages(config: GraphConfig, here: LanguageModel, whole: LanguageMo
 
 
 def _stages_of(model: LanguageModel) -> set[str]:
-    return {stage.name for layer in model.layers for stage in layer.stages()}
+    layers: list[Any] = list(model.layers)
+    return {stage.name for layer in layers for stage in layer.stages()}
 
 
 def cross_entropy(

@@ -165,8 +165,8 @@ def _check_captured(trainer: Trainer, name: str) -> None:
     report = trainer.report()
     if report is None:
         return
-    whole = isinstance(report, FullIterationReport)
-    if not (report.captures if whole else report.captured) or not report.replayed:
+    captured = report.captures if isinstance(report, FullIterationReport) else report.captured
+    if not captured or not report.replayed:
         reasons = format_reasons(report.eager_calls)
         raise GraphError(f"{name}: nothing is replayed after the warm-up: eager calls: {reasons}")
 

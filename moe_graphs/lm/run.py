@@ -41,6 +41,17 @@ from moe_graphs.parallel import whole_sequences
 from moe_graphs.profiling.communication_share import traced_communication
 from moe_graphs.profiling.profiler import keep_profiler_ready
 
+__all__ = [
+    "Progress",
+    "RunOptions",
+    "Summary",
+    "build_batches",
+    "build_trainer",
+    "deterministic",
+    "free_memory",
+    "run",
+    "with_graphs",
+]
 _TRACED_AFTER = 10  # steps: graphs are captured, and no kernel is compiled any more
 
 
@@ -76,7 +87,7 @@ class Summary:
     differences: tuple[str, ...]
     samples: tuple[Sample, ...]
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "out": str(self.out)}
 
 
@@ -97,18 +108,19 @@ def deterministic(enabled: bool) -> Iterator[None]:
     """
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic
+    fill = settings.fill_uninitialized_memory
     try:
         if enabled:
             # cuBLAS reads this variable when it starts; torch refuses to go on without it.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
             # This setting would add a kernel to every torch.empty.
-            torch.utils.deterministic.fill_uninitialized_memory = False
+            settings.fill_uninitialized_memory = False
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        settings.fill_uninitialized_memory = fill
 
 
 def run(options: RunOptions, text: Text, progress: Progress) -> Summary:
@@ -192,7 +204,7 @@ def _leave(options: RunOptions, trainer: Trainer, summary: Summary, progress: Pr
         model = trainer.model
         if options.workers is not None:
             model = model_of(find_checkpoint(options.out), model.config, model.hf_values)
-        path = save_for_others(model, options.tokenizer, options.out)
+        path = save_for_others(model, options.tokenizer or options.init, options.out)
         progress.note(f"model: {path}{'' if _weights(options) == 'trained' else ', not averaged'}")
     content = json.dumps(summary.to_dict(), indent=1, allow_nan=False)
     (options.out / "summary.json").write_text(content + "\n")
@@ -282,7 +294,7 @@ def _trace_communication(trainer: Trainer, log: TextIO, progress: Progress) -> N
 
 def _samples(trainer: Trainer, text: Text, length: int, progress: Progress) -> tuple[Sample, ...]:
     if trainer.pipeline is None:
-        by = {"seed": trainer.settings.seed, "autocast": trainer.autocast}
+        by: dict[str, Any] = {"seed": trainer.settings.seed, "autocast": trainer.autocast}
         with whole_sequences(trainer.model), trainer.averaged():
             return sample_text(trainer.model, text, length=length, **by)
     progress.note("samples: none, a pipeline writes no text: resume the checkpoint without --pp")

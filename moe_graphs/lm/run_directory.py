@@ -39,15 +39,16 @@ def prepare_run_directory(out: Path, resumed: Path | None) -> None:
             of the same run count as another run, because nobody could tell them from those to come.
     """
     checkpoints, log = _checkpoints(out), out / LOG
-    resumed = resumed and resumed.resolve()
-    own = resumed is not None and resumed.parent == (out / "checkpoints").resolve()
-    if own and checkpoints and _step(checkpoints[-1]) > _step(resumed):
+    before = None if resumed is None else resumed.resolve()
+    if before is not None and before.parent != (out / "checkpoints").resolve():
+        before = None
+    if before is not None and checkpoints and _step(checkpoints[-1]) > _step(before):
         raise ValueError(
-            f"out: {out} holds {checkpoints[-1].name}, later than the {resumed.name} to go on "
+            f"out: {out} holds {checkpoints[-1].name}, later than the {before.name} to go on "
             f"from: give another --out, or resume from the latest"
         )
     traces = [*([log] if log.exists() and log.stat().st_size else []), *checkpoints]
-    if traces and not own:
+    if traces and before is None:
         raise ValueError(
             f"out: {out} holds another run ({traces[-1].relative_to(out)}): give another --out, or "
             f"go on with that run by --resume {out} --out {out}"
@@ -221,7 +222,9 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
     found: dict[str, Any] = {RUN: trainer.run_id}
     if trainer.options:
         found[OPTIONS] = dict(trainer.options)
-    stack = [("", {**dataclasses.asdict(trainer.settings), **trainer.surroundings})]
+    stack: list[tuple[str, Mapping[str, Any]]] = [
+        ("", {**dataclasses.asdict(trainer.settings), **trainer.surroundings})
+    ]
     while stack:
         prefix, values = stack.pop()
         for name, value in values.items():

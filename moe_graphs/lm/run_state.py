@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from moe_graphs.integrations.transformer_engine import fp8_state, load_fp8_state
 from moe_graphs.lm.settings import make_optimizer_state
 from moe_graphs.lm.trainer import Trainer
-from moe_graphs.optim import UpdateOptions
+from moe_graphs.optim import AdamW, UpdateOptions
 from moe_graphs.optim.update_options import STATES, code_names
 from moe_graphs.parallel import fused_rows, global_fqn
 
@@ -50,7 +50,7 @@ def optimizer_state(
         as_saved: what ``states_as_saved`` has returned, which takes the place of the run's states.
     """
     make_optimizer_state(trainer.optimizer)
-    found = {}
+    found: dict[str, Tensor] = {}
     for name, parameter in trainer.model.named_parameters():
         values = trainer.optimizer.state.get(parameter, {})
         if parameter in as_saved:
@@ -98,8 +98,9 @@ def states_as_saved(
 
 @torch.no_grad()
 def take_states(trainer: Trainer, as_saved: Mapping[nn.Parameter, dict[str, Tensor]]) -> None:
-    """Fills the run's states, at their addresses, with what ``states_as_saved`` has read."""
+    """Fills the states of our AdamW, at their addresses, with what ``states_as_saved`` has read."""
     for parameter, values in as_saved.items():
+        assert isinstance(trainer.optimizer, AdamW)
         own: dict[str, Tensor] = {}
         trainer.optimizer.options.take(own, values, parameter)
         for kind, value in own.items():

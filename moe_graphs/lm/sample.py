@@ -47,8 +47,9 @@ def sample_text(
     first = documents.ids_T[: int(documents.offsets[1]) - 1].tolist()
     prompt = first[: min(_PROMPT_TOKENS, len(first), length // 2)]
     tokens = min(_NEW_TOKENS, length - 1 - len(prompt))
-    by = {"seed": seed, "autocast": autocast}
-    written = continue_tokens(model, [separator, *prompt], tokens, TEMPERATURES, **by)
+    written = continue_tokens(
+        model, [separator, *prompt], tokens, TEMPERATURES, seed=seed, autocast=autocast
+    )
     samples = []
     for temperature, ids in zip(TEMPERATURES, written, strict=True):
         end = ids.index(separator) if separator in ids else len(ids)

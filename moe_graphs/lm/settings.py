@@ -81,7 +81,7 @@ def parameter_groups(model: nn.Module, settings: TrainSettings) -> list[dict[str
     """Parameter groups of the optimizer; a checkpoint of one process numbers by their order."""
     splits = _splits_of_matrices(model) if settings.optimizer == "muon" else {}
     # Sharded parameters are updated together only if they lie on the same mesh.
-    groups: dict[tuple, dict] = {}
+    groups: dict[Any, dict[str, Any]] = {}
     for decayed in (True, False):
         for p in model.parameters():
             if p.requires_grad and (p.ndim >= 2) == decayed:

@@ -91,6 +91,7 @@ def load_tokenizer(directory: Path) -> TextTokenizer:
     tokenizer.no_padding()
     token = _end_of_sequence(directory, tokenizer)
     separator = tokenizer.token_to_id(token)
+    assert separator is not None
     digest = hashlib.sha256(content + token.encode()).hexdigest()[:16]
     return TextTokenizer(directory, tokenizer, separator, token, digest)
 
@@ -196,7 +197,8 @@ def tokenize(
         save_file(tensors, partial, metadata={_KEY: key})
         partial.rename(write / CACHE)
     content = corpus.held_out_content
-    return TokenizedText(corpus.source, *made, content, tokenizer, corpus.skipped), path
+    train, held_out = made
+    return TokenizedText(corpus.source, train, held_out, content, tokenizer, corpus.skipped), path
 
 
 def _with_a_sequence_held_out(corpus: Corpus, tokenizer: TextTokenizer, length: int) -> Corpus:
@@ -212,15 +214,14 @@ def _with_a_sequence_held_out(corpus: Corpus, tokenizer: TextTokenizer, length: 
             f"data: {corpus.source} has no more tokens than one sequence of {length}, which is "
             f"held out: give more text, or a smaller --sequence-length"
         )
-    sides = {"held_out": documents[:enough], "train": documents[enough:]}
-    return dataclasses.replace(corpus, **sides)
+    return dataclasses.replace(corpus, held_out=documents[:enough], train=documents[enough:])
 
 
 def _tokenized(
     sides: Mapping[str, Sequence[bytes]], tokenizer: TextTokenizer
 ) -> dict[str, torch.Tensor]:
     """Arrays as in the file: two bytes a token if that is enough, which safetensors calls int16."""
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, documents in sides.items():
         pieces = [
             torch.tensor([*ids, tokenizer.separator], dtype=torch.int32)

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe_graphs.config import FullIterationConfig
 from moe_graphs.engine.backends import backend_for
@@ -129,7 +129,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: LanguageModel,
         batches: TrainingBatches,
         settings: TrainSettings,
         *,
@@ -158,10 +158,10 @@ class Trainer:
         self.device_step = DeviceStep(
             self.optimizer,
             clip_norm=settings.clip_norm,
-            stage_group=workers.stage_group if pipeline is not None else None,
+            stage_group=None if workers is None or pipeline is None else workers.stage_group,
             set_to_none=True,
         )
-        self.full_iteration: FullIteration | None = None
+        self.full_iteration: FullIteration[Any, Any] | None = None
         self.optimizer_in_graph, self.find_nan = False, find_nan
         self.history = History.empty(settings.steps, self.device)
         self.clock = StepClock(self.device)
@@ -214,7 +214,7 @@ class Trainer:
             anywhere=anywhere,
         )
 
-    def capture_full_iteration(self, config: FullIterationConfig) -> FullIteration:
+    def capture_full_iteration(self, config: FullIterationConfig) -> FullIteration[Any, Any]:
         """Makes steps a graph from now on, captured after the warm-up. The caller releases it."""
         within = config.optimizer_in_graph
         self.full_iteration = FullIteration(
@@ -377,6 +377,7 @@ class Trainer:
         if self.workers is not None and not self.workers.fsdp:
             sum_gradients(self.model, self.workers.data)
         norm = self.device_step().grad_norm
+        assert norm is not None  # settings have a clip_norm
         # This does nothing unless the config asks for the aux-loss-free balancing of DeepSeek-V3.
         self.model.update_expert_bias(None if self.workers is None else self.workers.group)
         return norm

@@ -23,7 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
 from moe_graphs.lm.fresh_store import fresh_store
 from moe_graphs.parallel import (
@@ -269,7 +271,7 @@ def layout_of(world_size: int, **degrees: int | None) -> ParallelConfig:
     Raises:
         ValueError: if the product of the degrees is not the number of ranks, or if they do not fit.
     """
-    given = {name: degree for name, degree in degrees.items() if degree is not None}
+    given: dict[str, Any] = {name: n for name, n in degrees.items() if n is not None}
     if "dp_shard" not in given:
         others = 1
         for name, degree in given.items():
@@ -310,7 +312,7 @@ def meeting(
     """
     patience = datetime.timedelta(seconds=seconds)
     os.environ.setdefault(_DUMP_WAIT, _DUMP_MILLISECONDS)
-    store, rank, size = next(iter(dist.rendezvous("env://", timeout=patience)))
+    store, rank, size = next(iter(rendezvous("env://", timeout=patience)))
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     try:
         store = fresh_store(store, rank, size, patience)
@@ -388,7 +390,7 @@ def _patience_of_groups(patience: datetime.timedelta) -> Iterator[None]:
 
 
 def _report(
-    error: BaseException, store: dist.Store, place: Place, expected: tuple[type[Exception], ...]
+    error: BaseException, store: Store, place: Place, expected: tuple[type[Exception], ...]
 ) -> None:
     """Prints the error on standard error, if this rank is the first that failed."""
     if isinstance(error, KeyboardInterrupt):

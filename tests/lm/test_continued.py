@@ -19,6 +19,7 @@ from lm_runs import advance
 from moe_graphs.cli import build_app
 from moe_graphs.layers import LanguageModel
 from moe_graphs.lm.building import RunOptions, build_batches, build_trainer
+from moe_graphs.lm.checkpoint import read_model
 from moe_graphs.lm.continued import checkpoint_identity, continued_preset
 from moe_graphs.lm.data import HeldOut, corpus_at
 from moe_graphs.lm.options import TrainOptions
@@ -137,7 +138,7 @@ def test_transformers_computes_our_logits_from_what_was_saved(here, tmp_path, fa
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
     ours = LanguageModel.from_pretrained(init)
     first = {name: value.clone() for name, value in ours.state_dict().items()}
-    ours.load_state_dict(load_file(checkpoint / "model.safetensors"))
+    ours.load_state_dict(read_model(checkpoint))
     assert any(not torch.equal(first[name], value) for name, value in ours.state_dict().items())
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     tokens = torch.randint(VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(3))
@@ -176,9 +177,9 @@ def test_a_resumed_run_is_the_uninterrupted_run(here, trained, tmp_path, impl):
     assert again["differences"] == []
     same = "held_out_before", "held_out_nats_per_token", "train_loss", "samples"
     assert [again[name] for name in same] == [trained[name] for name in same]
-    for part in ("checkpoints/step_000020", "model"):
-        file = f"{part}/model.safetensors"
-        models = [load_file(run / file) for run in (here / "run", tmp_path)]
+    for reader, part in ((read_model, "checkpoints/step_000020"),
+                         (load_file, "model/model.safetensors")):  # fmt: skip
+        models = [reader(run / part) for run in (here / "run", tmp_path)]
         assert models[0].keys() == models[1].keys()
         assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
