@@ -108,7 +108,7 @@ def take_states(trainer: Trainer, as_saved: Mapping[nn.Parameter, dict[str, Tens
 
 
 def fp8_memory(trainer: Trainer) -> dict[str, Tensor]:
-    """What Transformer Engine's modules remember between steps, as ``fp8_state`` names it."""
+    """The memory of Transformer Engine's modules, by the names of ``fp8_state``."""
     return {
         f"{FP8}.{module}.{name}": torch.as_tensor(value)
         for module, values in fp8_state(trainer.model).items()
