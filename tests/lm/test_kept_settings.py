@@ -69,7 +69,7 @@ def test_the_file_that_a_run_leaves_repeats_it_bitwise(run, tmp_path):
     done = train("--config", out / "config.toml", "--device", "cpu", "--out", tmp_path / "again")
     assert done.exit_code == 0, done.stderr
     paths = [folder / "checkpoints" / "step_000006" for folder in (out, tmp_path / "again")]
-    models = [load_file(path / "model.safetensors") for path in paths]
+    models = [read_model(path) for path in paths]
     assert all((models[0][name] == models[1][name]).all() for name in models[0])
     assert (tmp_path / "again" / "config.toml").read_text() == (out / "config.toml").read_text()
     seed = tmp_path / "seed.toml"
