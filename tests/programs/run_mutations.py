@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from programs import mutating
 from programs.mutable_programs import LETTERS, generate, is_known, table
 from programs.mutating import CRASH, MutableProgram, Outcome, drawn, each_kind, judge
 from programs.specification import ENGINES
@@ -64,6 +65,8 @@ def main() -> int:
     parser.add_argument("--known", action="store_true", help="print lines of known_silent.py")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--verbose", action="store_true", help="every mutation")
+    parser.add_argument("--audit-every", type=int, help="audits, too; steps run until one is due")
+    parser.add_argument("--no-guards", action="store_true", help="what audits find alone")
     parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args()
     rows = list(_all(options))
@@ -93,7 +96,13 @@ def _programs(options: argparse.Namespace) -> list[tuple[int, MutableProgram]]:
 def _all(options: argparse.Namespace) -> Iterator[Row]:
     programs = _programs(options)
     chunks = [programs[at : at + CHUNK] for at in range(0, len(programs), CHUNK)]
-    work = partial(_chunk, mutations=0 if options.table else options.mutations)
+    mutations = 0 if options.table else options.mutations
+    work = partial(
+        _chunk,
+        mutations=mutations,
+        audit_every=options.audit_every,
+        no_guards=options.no_guards,
+    )
     if len(programs) == 1:
         yield from work(programs)
         return
@@ -113,8 +122,16 @@ def _all(options: argparse.Namespace) -> Iterator[Row]:
             progress.advance(task, len(chunk))
 
 
-def _chunk(programs: list[tuple[int, MutableProgram]], mutations: int) -> list[Row]:
+def _chunk(
+    programs: list[tuple[int, MutableProgram]],
+    mutations: int,
+    audit_every: int | None,
+    no_guards: bool,
+) -> list[Row]:
     torch.set_num_threads(1)
+    mutating.AUDIT_EVERY = audit_every
+    if no_guards:
+        mutating.without_guards()
     found = []
     for seed, program in programs:
         draw = random.Random(seed)

@@ -7,6 +7,7 @@ The code of every function that ran mentions all names that the function can loo
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import dis
 import functools
@@ -29,32 +30,20 @@ from moe_graphs.engine.guards.introspection import (
     attribute_of,
     contents_of_cell,
     is_of_standard_library,
+    is_taken_for_granted,
     names_in,
     origin_of,
     origin_of_class,
     origin_of_code,
     with_inner_code,
 )
+from moe_graphs.engine.guards.known_functions import CLASSES, FUNCTIONS, NOT_OF_TORCH
 from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.tensors import BY_IDENTITY
 from moe_graphs.errors import CaptureError
 
 # ---- impure calls: their answers cannot be compared later, and no name shows them
 
-# Impure functions of C, by module; an empty set means all functions of the module.
-_OF_C: dict[str, frozenset[str]] = {
-    "_warnings": frozenset({"warn", "warn_explicit"}),
-    "builtins": frozenset({"eval", "exec", "globals", "id", "input", "open"}),
-    "sys": frozenset({"_getframe", "getrecursionlimit", "getrefcount", "gettrace", "getprofile"}),
-    "_io": frozenset({"open"}),
-    "_thread": frozenset({"get_ident", "get_native_id"}),
-    "gc": frozenset(),
-    "posix": frozenset(),
-    "nt": frozenset(),
-    "time": frozenset(),
-    "_socket": frozenset(),
-}
-_METHODS_OF_C = {"datetime.now", "datetime.utcnow", "date.today", "Generator.initial_seed"}
 # They give work to another thread or process, or wait for what it does.
 _THREADS_OF_C = {"lock.acquire", "SimpleQueue.get", "SimpleQueue.put", "_thread.start_new_thread"}
 # Impure functions of Python, by module; an empty set means all functions of the module.
@@ -89,6 +78,7 @@ _CHECKPOINT = "Transformer Engine's checkpoint"
 # Under a dispatch mode dynamo leaves a function uncompiled for good, and uncompiled code rounds in
 # another way.
 _COMPILED = "torch.compile"
+_OPERATIONS_OF_THE_USER = str(pathlib.Path(torch.__file__).parent / "_library")
 _UNSEEDED = "without a seed: "  # the names of calls that ask the system for random numbers
 _OF_THREADS = "threads: "  # the names of calls that give work to other threads begin so
 _OF_NUMPY = {"geterr", "get_printoptions"}
@@ -129,21 +119,32 @@ def refusal(impure: str) -> str:
 
 
 def of_c(function: Any) -> str | None:
-    """The name of a function of C if it is an impure call, else None."""
-    owner = getattr(function, "__self__", None)
-    if isinstance(owner, torch.Tensor):
-        return "Tensor.data_ptr" if function.__name__ == "data_ptr" else None
-    if function is torch.get_num_threads:
-        return "torch.get_num_threads"
-    if owner is not None and not isinstance(owner, types.ModuleType):
-        name = getattr(function, "__qualname__", "")
-        if name in _THREADS_OF_C:
-            return f"{_OF_THREADS}{name}"
-        return name if name in _METHODS_OF_C else None
-    module = getattr(function, "__module__", None) or getattr(owner, "__name__", "")
-    if f"{module}.{function.__name__}" in _THREADS_OF_C:
-        return f"{_OF_THREADS}{module}.{function.__name__}"
-    return _found(_OF_C, module, function.__name__)
+    """The name of a function of C that is neither torch's nor in the table, else None."""
+    owner, name = getattr(function, "__self__", None), function.__name__
+    module = getattr(function, "__module__", None) or ""
+    if owner is None and not module:  # a static method of a class in C
+        owner = vars(builtins).get(function.__qualname__.partition(".")[0])
+    if module or owner is None or isinstance(owner, types.ModuleType):
+        label, is_known = f"{module}.{name}", name in FUNCTIONS.get(module, ())
+    else:
+        kind = _home_of_method(owner, name)
+        module, label = kind.__module__, f"{kind.__qualname__.replace('Base', '')}.{name}"
+        unknown = CLASSES.get(f"{module}.{kind.__qualname__}")
+        is_known = unknown is not None and name not in unknown
+    if is_taken_for_granted(module):
+        is_known = label.removeprefix("torch.").removeprefix("_C.") not in NOT_OF_TORCH
+    if is_known:
+        return None
+    return f"{_OF_THREADS}{label}" if label in _THREADS_OF_C else label
+
+
+def _home_of_method(owner: Any, name: str) -> type:
+    """The class in C that a method comes from; ``owner`` may be a class itself."""
+    kinds = [owner, type(owner)] if isinstance(owner, type) else [type(owner)]
+    for base in (base for kind in kinds for base in kind.__mro__):
+        if not isinstance(vars(base).get(name, of_c), types.FunctionType):
+            return base
+    return kinds[0]
 
 
 def of_python(frame: types.FrameType, *, of_the_user: bool) -> str | None:
@@ -171,6 +172,15 @@ def of_python(frame: types.FrameType, *, of_the_user: bool) -> str | None:
     if threads is not None:
         return f"{_OF_THREADS}{threads}"
     return _found(_OF_PYTHON, "pathlib" if module.startswith("pathlib") else module, name)
+
+
+def _unless_in_an_operation(impure: str | None, frame: types.FrameType | None) -> str | None:
+    """The name of the call, but None within an operation that ``torch.library`` knows."""
+    while impure is not None and frame is not None:
+        if frame.f_code.co_filename.startswith(_OPERATIONS_OF_THE_USER):
+            return None
+        frame = frame.f_back
+    return impure
 
 
 def _is_asked_by_the_user(frame: types.FrameType | None) -> bool:
@@ -418,8 +428,8 @@ class AccessedNames:
         if self._is_import(frame, event):
             return
         if event == "c_call":
-            if origin_of(code.co_filename) == "own":
-                self._open(of_c(argument))
+            if origin_of_code(code, frame.f_globals) == "own":
+                self._open(_unless_in_an_operation(of_c(argument), frame))
             elif argument is os.urandom and _is_asked_by_the_user(frame):
                 self._open(f"{_UNSEEDED}{argument.__name__}")
         if event != "call" or code.co_filename.startswith(_ENGINE) or code.co_name == "<module>":

@@ -407,7 +407,15 @@ _NAMES_OF_LIBRARIES = (
     "vllm wandb xdist xformers yaml"
 )
 _LIBRARIES = frozenset(_NAMES_OF_LIBRARIES.split())
+# How the names of their compiled modules begin: flash_attn_2_cuda, megablocks_ops.
+_EXTENSIONS = tuple(f"{name}_" for name in _LIBRARIES)
 _MADE_BY_A_CLASS_STATEMENT = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+
+
+def is_taken_for_granted(module: str) -> bool:
+    """Whether a module, a compiled one also, belongs to torch or to a library of the list."""
+    top = module.partition(".")[0]
+    return top in _INTERNAL or top in _LIBRARIES or top.startswith(_EXTENSIONS)
 
 
 @functools.cache

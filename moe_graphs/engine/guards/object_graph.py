@@ -426,6 +426,9 @@ class Walk:
             return self._too_large(name, len(elements))
         self.found.containers.append(Container(value, name))
         self._note(f"{name}.__class__", type(value))
+        if isinstance(value, collections.defaultdict):
+            read = functools.partial(getattr, value, "default_factory")
+            self._cell(Cell(read, None, f"{name}.default_factory"), False)
         keys = list(elements.keys())
         names = [shown_key(i, k, self._tensor_names) for i, k in enumerate(keys)]
         if not everything:  # optimizers make their state in the order of first use
