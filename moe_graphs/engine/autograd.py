@@ -132,8 +132,8 @@ def _take_out(
 ) -> tuple[Tensor | None, ...]:
     left = list(grad_inputs)
     for edge, key in edges:
-        if left[edge] is not None:
-            addends[key] = left[edge]
+        if (addend := left[edge]) is not None:
+            addends[key] = addend
             left[edge] = None
     return tuple(left)
 
@@ -193,7 +193,7 @@ class SplitBackward:
         roots: dict[Node, list[Tensor | None]] = {}
         for output, gradient in zip(self._outputs, gradient_outputs, strict=True):
             node = output.grad_fn
-            if not self._leads_to_inputs(node):
+            if node is not None and not self._leads_to_inputs(node):
                 at_node = roots.setdefault(node, [None] * (output.output_nr + 1))
                 at_node += [None] * (output.output_nr + 1 - len(at_node))
                 at_node[output.output_nr] = gradient

@@ -72,7 +72,7 @@ class BufferLease:
         static: Tensor,
         *,
         outputs: Sequence[int] = (),
-        parameter: Tensor | None = None,
+        parameter: Any = None,
         reason: str | None = None,
         standing: bool = False,
     ) -> None:
@@ -83,7 +83,7 @@ class BufferLease:
         self.in_place = parameter is not None and not standing and reason is None
         self.can_be_added = parameter is not None and not is_wrapped(parameter)
         self.copied = Counter[str]() if reason is None else Counter([reason])
-        self.standing: Tensor | None = static.detach() if standing else None
+        self.standing: Any = static.detach() if standing else None
         self._of_standing = 0 if self.standing is None else _holders(self.standing)
         self._known = self._references()
 
@@ -250,7 +250,7 @@ def _move_alone(tensor: Tensor) -> None:
     if part is tensor:
         tensor.data = tensor.detach().clone()
         return
-    holder: Tensor = tensor
+    holder: Any = tensor
     while (inner := getattr(holder, name := holder.__tensor_flatten__()[0][0])) is not part:
         holder = inner
     setattr(holder, name, part.detach().clone())
@@ -284,7 +284,7 @@ class Allocations(DispatchMode):
         super().__init__()
         self._made: set[int] = set()
 
-    def see(self, func: Any, args: tuple, kwargs: dict) -> Any:
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = set(map(storage_of, tensor_leaves((args, kwargs))))
         out = func(*args, **kwargs)
         self._made |= set(map(storage_of, tensor_leaves(out))) - given

@@ -97,7 +97,7 @@ def autocast(enabled: bool, recipe: Any, group: Any) -> contextlib.AbstractConte
     """
     if not enabled:
         return contextlib.nullcontext()
-    module = sys.modules.get("transformer_engine.pytorch")
+    module: Any = sys.modules.get("transformer_engine.pytorch")
     if _state() is None or not hasattr(module, "autocast"):
         raise ValueError("enabled=True needs transformer_engine.pytorch, imported, as of 2.20")
     return module.autocast(enabled=True, recipe=recipe, amax_reduction_group=group)

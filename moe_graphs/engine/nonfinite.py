@@ -121,10 +121,10 @@ def _left(
     yield from _named(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for optimizer in optimizers:
-        for parameter, values in optimizer.state.items():
+        for updated, values in optimizer.state.items():
             for key, value in values.items():
                 if isinstance(value, Tensor):
-                    yield f"{key!r} of the optimizer for {names.get(id(parameter))!r}", value
+                    yield f"{key!r} of the optimizer for {names.get(id(updated))!r}", value
 
 
 def _not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -234,7 +234,7 @@ class NonFiniteWatch(DispatchMode):
         if self._running:
             self._running.pop()
 
-    def see(self, func: Any, args: tuple, kwargs: dict) -> Any:
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.overloadpacket in _MAKE_MEMORY:
             out = func(*args, **kwargs)
             return out.zero_() if isinstance(out, Tensor) and not out.is_meta else out
@@ -261,7 +261,7 @@ class NonFiniteWatch(DispatchMode):
     def _note_node(self) -> None:
         if torch._C._current_autograd_node() is None and torch.is_grad_enabled():
             module = self._running[-1] if self._running else None
-            self._of_node[torch.autograd._get_sequence_nr() - 1] = module, _user_line()
+            self._of_node[torch._C._autograd._get_sequence_nr() - 1] = module, _user_line()
 
     def _described(self, func: Any, inputs: _Inputs, output: Tensor) -> NonFiniteOperation:
         node = torch._C._current_autograd_node()

@@ -115,17 +115,21 @@ def groups_of(model: nn.Module) -> Iterator[dist.ProcessGroup]:
             group = attribute_of(holder, "process_group")
             if isinstance(group, dist.ProcessGroup):
                 yield group
-    meshes = {id(p.device_mesh): p.device_mesh for p in model.parameters() if _is_sharded(p)}
+    sharded: list[Any] = [p for p in model.parameters() if _is_sharded(p)]
+    meshes = {id(p.device_mesh): p.device_mesh for p in sharded}
     for mesh in meshes.values():
         yield from mesh.get_all_groups()
 
 
-def groups_in(func: Any, args: tuple, kwargs: dict) -> Iterator[dist.ProcessGroup]:
+def groups_in(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[dist.ProcessGroup]:
     """Process groups over which an operation communicates."""
     for number, name in _groups_among_arguments(func):
         value = args[number] if number < len(args) else kwargs.get(name)
         if isinstance(value, str):
-            value = dist.distributed_c10d._resolve_process_group(value)
+            c10d: Any = dist.distributed_c10d
+            value = c10d._resolve_process_group(value)
         elif isinstance(value, torch.ScriptObject):
             value = dist.ProcessGroup.unbox(value)
         if isinstance(value, dist.ProcessGroup):

@@ -266,8 +266,8 @@ class _PythonRandomState:
     def __init__(self) -> None:
         self._random = random.getstate()
         numpy = sys.modules.get("numpy")
-        self._numpy = numpy.random if numpy is not None else None
-        self._legacy = self._numpy.get_state() if self._numpy is not None else None
+        self._numpy: Any = numpy.random if numpy is not None else None
+        self._legacy: Any = self._numpy.get_state() if self._numpy is not None else None
 
     def put_back(self) -> None:
         if self._has_moved():
@@ -289,7 +289,7 @@ class _PythonRandomState:
         )
 
 
-def _same_numpy_state(a: tuple, b: tuple) -> bool:
+def _same_numpy_state(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     return a[0] == b[0] and a[2:] == b[2:] and bool((a[1] == b[1]).all())
 
 
@@ -359,7 +359,7 @@ def _hooks_kept(
     return put_back
 
 
-def _fill(hooks: dict | None, contents: dict) -> None:
+def _fill(hooks: dict[Any, Any] | None, contents: dict[Any, Any]) -> None:
     if hooks is not None and hooks != contents:
         hooks.clear()
         hooks.update(contents)
@@ -382,7 +382,7 @@ def no_garbage_collection() -> Iterator[None]:
 _WEIGHTS = "_flat_weights"
 
 
-def _weights_in_lists(module: nn.RNNBase) -> dict[str, list]:
+def _weights_in_lists(module: nn.RNNBase) -> dict[str, list[Any]]:
     """Weights in the lists that ``nn.LSTM`` and similar modules keep beside their parameters."""
     keys = (_WEIGHTS, "_flat_weight_refs")
     return {key: module.__dict__[key] for key in keys if key in module.__dict__}
@@ -430,7 +430,7 @@ class ParameterAliases:
             for attributes, found in lists:
                 attributes.update(found)
 
-    def _lists_like(self, lists: dict[str, list]) -> dict[str, list]:
+    def _lists_like(self, lists: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """Lists like these, with the aliases in place of the parameters."""
         weights = [w if w is None else self.alias_of(w) for w in lists[_WEIGHTS]]
         references = [w if w is None else weakref.ref(w) for w in weights]
@@ -444,6 +444,7 @@ class ParameterAliases:
 
 
 def _alias(parameter: nn.Parameter) -> nn.Parameter:
+    made: Any
     if is_traceable_wrapper_subclass(parameter):
         made = nn.Parameter(parameter.detach(), parameter.requires_grad)
     else:

@@ -94,7 +94,7 @@ def is_wrapper(kind: type) -> bool:
     return is_traceable_wrapper_subclass_type(kind)
 
 
-def has_no_values(kinds: tuple[type, ...], kwargs: dict) -> bool:
+def has_no_values(kinds: tuple[type, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operation only finds out shapes, as operations of DTensor do."""
     on_meta = "device" in kwargs and kwargs["device"] == torch.device("meta")
     is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
@@ -130,7 +130,7 @@ def results_of(checks: Iterable[Callable[[], Mismatch | None]]) -> Iterator[Mism
 @dataclass(frozen=True)
 class TensorSpec:
     name: str
-    kind: type
+    kind: type[Any]
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -235,7 +235,9 @@ class Signature:
     first: tuple[int, ...]
 
     @classmethod
-    def of(cls, inputs: Any, name_of: Callable[[Sequence[Any]], str] = pytree.keystr) -> Signature:
+    def of(
+        cls, inputs: Any, name_of: Callable[[tuple[Any, ...]], str] = pytree.keystr
+    ) -> Signature:
         """Signature of ``inputs``.
 
         ``name_of`` turns the path of a leaf into the name that messages use.
@@ -270,7 +272,7 @@ class Signature:
         return [i for i, spec in enumerate(self.leaves) if isinstance(spec, TensorSpec)]
 
     def unsupported(self) -> str | None:
-        found = (self.leaves[i].unsupported() for i in self.tensors())
+        found = (spec.unsupported() for spec in self.leaves if isinstance(spec, TensorSpec))
         return next((reason for reason in found if reason is not None), None)
 
 
@@ -504,7 +506,7 @@ def arrived(func: Any, results: Any) -> None:
             torch.ops._c10d_functional.wait_tensor(tensor)
 
 
-def finished(func: Any, args: tuple, results: Any) -> Any:
+def finished(func: Any, args: tuple[Any, ...], results: Any) -> Any:
     """The results of an operation; for a reduce-scatter on the CPU only after they have arrived.
 
     gloo copies these results into place when somebody waits for them. The operations that copy
@@ -531,7 +533,7 @@ def _done() -> torch.ScriptObject:
 @contextlib.contextmanager
 def noting_resizes(note: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
     """Calls ``note(storage, nbytes)`` after each ``storage.resize_(nbytes)`` from Python."""
-    kind = torch.UntypedStorage
+    kind: Any = torch.UntypedStorage
     before, own = kind.resize_, vars(kind).get("resize_")
 
     def resize_(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
@@ -539,11 +541,11 @@ def noting_resizes(note: Callable[[torch.UntypedStorage, int], None]) -> Iterato
         note(storage, nbytes)
         return result
 
-    kind.resize_ = resize_  # type: ignore[method-assign]
+    kind.resize_ = resize_
     try:
         yield
     finally:
         if own is None:
             del kind.resize_
         else:
-            kind.resize_ = own  # type: ignore[method-assign]
+            kind.resize_ = own

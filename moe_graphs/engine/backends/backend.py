@@ -26,7 +26,7 @@ class Graph(abc.ABC):
         """Frees the memory. Idempotent."""
 
 
-class MemoryMeter(contextlib.AbstractContextManager):
+class MemoryMeter(contextlib.AbstractContextManager["MemoryMeter"]):
     """A context that counts the bytes allocated since it was entered."""
 
     @abc.abstractmethod

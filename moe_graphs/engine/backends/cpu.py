@@ -31,6 +31,8 @@ from moe_graphs.engine.tensors import (
 from moe_graphs.engine.tracing import DispatchMode
 from moe_graphs.errors import CaptureError
 
+_Call = tuple[tuple[bool, bool], Any, tuple[Any, ...], dict[str, Any], list[torch.Tensor], bool]
+
 
 class Tape(Graph):
     """The recorded calls.
@@ -41,7 +43,7 @@ class Tape(Graph):
     """
 
     def __init__(self) -> None:
-        self.calls: list[tuple[tuple[bool, bool], Any, tuple, dict, list[torch.Tensor], bool]] = []
+        self.calls: list[_Call] = []
         self._grown: set[int] = set()
 
     @property
@@ -56,7 +58,7 @@ class Tape(Graph):
             for modes, func, args, kwargs, outputs, is_work in self.calls:
                 grad, inference = modes
                 if modes == now:
-                    under = contextlib.nullcontext()
+                    under: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
                 else:
                     under = torch.inference_mode() if inference else torch.set_grad_enabled(grad)
                 with under:
@@ -94,7 +96,12 @@ def _modes() -> tuple[bool, bool]:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
-def _communicate(func: Any, args: tuple, kwargs: dict, at_the_end: contextlib.ExitStack) -> Any:
+def _communicate(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    at_the_end: contextlib.ExitStack,
+) -> Any:
     """Runs an operation that communicates, and waits for it: for one that sends, at the end."""
     if sends(func):
         # Arguments are copied, because the caller may write to them before communication has ended.
@@ -121,7 +128,7 @@ class _Recorder(DispatchMode):
         super().__init__()
         self.tape = tape
 
-    def see(self, func: Any, args: tuple, kwargs: dict) -> Any:
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         if _is_view(func) or func.namespace == "profiler":
             return out  # a view of static memory needs no call in a replay
@@ -144,6 +151,9 @@ def _is_view(func: Any) -> bool:
 class StorageMeter(MemoryMeter, DispatchMode):
     """Follows the storages of what operations return; allocations inside of one are not seen."""
 
+    _peak: int
+    _at_most: int
+
     def __init__(self) -> None:
         super().__init__()
         self.restart()
@@ -155,7 +165,7 @@ class StorageMeter(MemoryMeter, DispatchMode):
     def __exit__(self, *exception: object) -> None:
         DispatchMode.__exit__(self, *exception)
 
-    def see(self, func: Any, args: tuple, kwargs: dict) -> Any:
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         with unwatched():
             self._note((args, kwargs), out)
@@ -177,7 +187,7 @@ class StorageMeter(MemoryMeter, DispatchMode):
 
     def restart(self) -> None:
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._peak = self._at_most = 0
+        self._peak, self._at_most = 0, 0
 
     def alive(self) -> int:
         self._alive = {key: held for key, held in self._alive.items() if not held[0].expired()}

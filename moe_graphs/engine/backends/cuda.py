@@ -32,6 +32,7 @@ class CudaGraph(Graph):
         return None if self.graph is None else _count_kernels(self.graph)
 
     def replay(self) -> None:
+        assert self.graph is not None
         self.graph.replay()
 
     def release(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -12,6 +12,8 @@ from moe_graphs.engine.callables.order import Action, check_order, from_te_order
 from moe_graphs.engine.partial.plan import Plan, PlannedChunk
 from moe_graphs.engine.partial.scope import Call
 from moe_graphs.errors import GraphError
+
+T = TypeVar("T")
 
 _HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 _WITH_KWARGS = ("forward_pre_hooks_with_kwargs", "forward_hooks_with_kwargs")
@@ -71,7 +73,7 @@ def layers_per_chunk(
     return layers
 
 
-def split(numbers: Sequence[int], layers: Sequence[int]) -> list[Sequence[int]]:
+def split(numbers: Sequence[T], layers: Sequence[int]) -> list[Sequence[T]]:
     ends = [sum(layers[: i + 1]) for i in range(len(layers))]
     return [numbers[end - own : end] for end, own in zip(ends, layers, strict=True)]
 

@@ -220,7 +220,9 @@ class _Listener:
             self._events.append(Event("B", self._scope, self._number, self._task))
 
     def listen_to_weights(self, node: Node) -> None:
-        self._accumulators = [n for n, _ in node.next_functions if _is_of_a_parameter(n)]
+        self._accumulators = [
+            n for n, _ in node.next_functions if n is not None and _is_of_a_parameter(n)
+        ]
         node.register_hook(self._weights)
 
     def _weights(self, *gradients: Any) -> None:

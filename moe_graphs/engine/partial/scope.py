@@ -111,7 +111,10 @@ class Scope:
             return f"{rest[0].key}{below}"
         parameters = list(inspect.signature(self.forward).parameters.values())
         position = rest[0].idx
-        if position < len(parameters) and parameters[position].kind != inspect._VAR_POSITIONAL:
+        if (
+            position < len(parameters)
+            and parameters[position].kind != inspect.Parameter.VAR_POSITIONAL
+        ):
             return f"{parameters[position].name}{below}"
         return f"argument {position}{below}"
 
@@ -135,14 +138,15 @@ def find_scopes(model: nn.Module, config: GraphConfig) -> list[Scope]:
     """
     _check_not_sharded(model)
     scopes: list[Scope] = []
-    if not all(map(is_pattern, config.scopes)):
+    asked = tuple(config.scopes or ())
+    if not all(map(is_pattern, asked)):
         layers = _outermost_staged(model)
         offered = {s.name: s.dynamic for _, layer in layers for s in layer.stages()}
-        choice = Choice(config.impl, config.scopes, offered, some_patterns(model))
+        choice = Choice(config.impl, asked, offered, some_patterns(model))
         check(choice)
         wanted = choice.wanted_stages()
         scopes += [s for name, layer in layers if (s := _part_of_layer(name, layer, wanted))]
-    for pattern in filter(is_pattern, config.scopes):
+    for pattern in filter(is_pattern, asked):
         scopes += _matching(model, pattern)
     _check_disjoint(scopes)
     order = {id(module): position for position, module in enumerate(model.modules())}

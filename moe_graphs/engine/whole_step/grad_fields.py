@@ -127,8 +127,8 @@ def keep_apart(parameters: Sequence[torch.Tensor], found: Gradients) -> None:
     """
     for parameter, before in zip(parameters, found, strict=True):
         after = parameter.grad
-        is_new = after is not None and after is not before and is_wrapped(after)
-        if is_new and is_part(after):
+        is_new = after is not before and after is not None and is_wrapped(after)
+        if after is not None and is_new and is_part(after):
             parameter.grad = after.detach().clone()
 
 
@@ -195,7 +195,7 @@ def forget_accumulators(model: nn.Module, more: Iterable[Tensor] = ()) -> None:
             parameter.data = data
 
 
-def _empty_like(data: Tensor, dtype: torch.dtype) -> Tensor:
+def _empty_like(data: Any, dtype: torch.dtype) -> Tensor:
     if is_wrapped(data):  # a DTensor
         part = torch.empty(0, *data.shape[1:], dtype=dtype, device=data.device)
         kind: Any = type(data)
@@ -214,10 +214,11 @@ class Accumulators:
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = [p for p in parameters if p.requires_grad and p.is_leaf]
         self._counts = [1] * len(self._parameters)
-        self._hooks: list[list[dict]] = [[] for _ in self._parameters]
+        self._hooks: list[list[dict[int, Any]]] = [[] for _ in self._parameters]
 
     def hooked(self) -> bool:
-        counts = list(map(Tensor._use_count, self._parameters))
+        kind: Any = Tensor
+        counts = list(map(kind._use_count, self._parameters))
         if counts != self._counts:
             both = zip(counts, self._counts, strict=True)
             for index in [i for i, (now, before) in enumerate(both) if now != before]:
@@ -226,7 +227,7 @@ class Accumulators:
         return any(map(any, self._hooks))
 
 
-def _hooks_of(parameter: Tensor) -> list[dict]:
+def _hooks_of(parameter: Tensor) -> list[dict[int, Any]]:
     """The dictionaries of hooks on a parameter's accumulator.
 
     torch shows them to nobody, but a new hook's handle leads to the dictionary.
@@ -238,8 +239,9 @@ def _hooks_of(parameter: Tensor) -> list[dict]:
 def _nothing(*gradients: Any) -> None: ...
 
 
-def _dictionary_of(handle: RemovableHandle) -> dict:
+def _dictionary_of(handle: RemovableHandle) -> dict[int, Any]:
     hooks = handle.hooks_dict_ref()
+    assert hooks is not None
     handle.remove()
     return hooks
 

@@ -198,16 +198,16 @@ class StepHooks:
         rows = zip(self._names, self._before, self._now(), strict=True)
         return next((name for name, before, now in rows if before != now), None)
 
-    def _now(self) -> list[list[tuple]]:
+    def _now(self) -> list[list[tuple[Any, ...]]]:
         return [
             [tuple(hooks.values()) if hooks else () for hooks in both]
             for both in map(_both_of, self._parameters)
         ]
 
 
-def _copies(dicts: Iterable[tuple]) -> list[tuple]:
+def _copies(dicts: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     return [tuple(None if hooks is None else dict(hooks) for hooks in both) for both in dicts]
 
 
-def _contents(dicts: Iterable[dict]) -> list[tuple]:
+def _contents(dicts: Iterable[dict[Any, Any]]) -> list[tuple[Any, ...]]:
     return [tuple(hooks.values()) for hooks in dicts]
