@@ -16,9 +16,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 import moe_graphs
 from moe_graphs.layers import LanguageModel
 from moe_graphs.lm.data import TrainingBatches, standard_library
+from moe_graphs.lm.optimizers import build_optimizer
 from moe_graphs.lm.pipelined import cross_entropy
 from moe_graphs.lm.run_presets import tiny
-from moe_graphs.lm.settings import build_optimizer
 
 
 class Part(nn.Module):

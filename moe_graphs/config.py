@@ -138,8 +138,7 @@ def _stage_can_be_captured(choice: Choice) -> str | None:
             return (
                 f"scopes {choice.scopes} contain stage {stage!r}, which synchronises with the "
                 f"host ({reason}): use 'moe_router,moe_preprocess' instead, or a dispatcher "
-                f"('local', 'padded', 'all_gather', 'symmetric') and experts ('moe_graphs') "
-                f"without host sync"
+                f"and experts ('moe_graphs') without host sync"
             )
     return None
 

@@ -17,10 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_graphs.dispatch.dispatcher import Dispatched, DispatchPlan
+from moe_graphs.dispatch.dispatcher import (
+    DispatchCosts,
+    Dispatched,
+    DispatchPlan,
+    PlannedExchange,
+)
 from moe_graphs.dispatch.equal_tokens import check_equal_tokens
 from moe_graphs.dispatch.expert_group import ExpertParallel, rank_and_size
 from moe_graphs.dispatch.local_rows import check_rows_factor, local_rows, room_for_rows
+from moe_graphs.dispatch.stand_in import StandIn
 from moe_graphs.kernels import permute
 
 
@@ -66,6 +72,17 @@ class AllGatherDispatcher(ExpertParallel):
     def __post_init__(self) -> None:
         check_rows_factor(self.rows_factor)
 
+    @classmethod
+    def costs(cls, exchange: PlannedExchange) -> DispatchCosts:
+        """Count all tokens of the other ranks, and their pairs."""
+        rows = 2.0 * exchange.tokens * (exchange.ranks - 1) * exchange.row_bytes
+        return DispatchCosts(
+            stand_in=StandIn(exchange.ranks, rows_or_tokens, exchange.rows_factor),
+            dispatch_bytes=rows + gathered_pairs(exchange),
+            combine_bytes=rows,
+            expert_rows=planned_room(exchange),
+        )
+
     def preprocess(
         self, hidden: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
     ) -> DispatchPlan:
@@ -89,6 +106,19 @@ class AllGatherDispatcher(ExpertParallel):
         if self.process_group is None:
             return sums_XD
         return _ReduceScatter.apply(sums_XD, self.process_group)
+
+
+def gathered_pairs(exchange: PlannedExchange) -> int:
+    """Bytes of the pairs of the other ranks. Gradients of weights travel back."""
+    others = exchange.ranks - 1
+    return exchange.tokens * exchange.top_k * others * (exchange.pair_bytes + 4)
+
+
+def planned_room(exchange: PlannedExchange) -> int:
+    """Rows that there is room for, as in ``preprocess``."""
+    local = range(exchange.num_experts // exchange.ranks)
+    by = exchange.tokens, exchange.top_k, local, exchange.ranks, exchange.rows_factor
+    return room_for_rows(*by)
 
 
 def rows_or_tokens(plan: DispatchPlan) -> Dispatched:

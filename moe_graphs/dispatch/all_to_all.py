@@ -17,8 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_graphs.dispatch.dispatcher import Dispatched, DispatchPlan
+from moe_graphs.dispatch.dispatcher import (
+    DispatchCosts,
+    Dispatched,
+    DispatchPlan,
+    PlannedExchange,
+)
 from moe_graphs.dispatch.expert_group import ExpertParallel, rank_and_size
+from moe_graphs.dispatch.stand_in import StandIn
 from moe_graphs.kernels import RowOrder, permute, route_rows, sum_rows
 from moe_graphs.staged import end_capture_here, record
 
@@ -51,6 +57,19 @@ class AllToAllDispatcher(ExpertParallel):
 
     name: ClassVar[str] = "all_to_all"
     host_sync: ClassVar[bool] = True
+
+    @classmethod
+    def costs(cls, exchange: PlannedExchange) -> DispatchCosts:
+        """Count the rows of a balanced routing, and the counts of rows."""
+        others, pairs = exchange.ranks - 1, exchange.tokens * exchange.top_k
+        rows = 2.0 * pairs * exchange.row_bytes * others / exchange.ranks
+        counts = 8.0 * exchange.num_experts * others / exchange.ranks
+        return DispatchCosts(
+            stand_in=StandIn(exchange.ranks),
+            dispatch_bytes=rows + counts,
+            combine_bytes=rows,
+            expert_rows=pairs,
+        )
 
     def preprocess(
         self, hidden: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int

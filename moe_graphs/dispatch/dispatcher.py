@@ -13,6 +13,8 @@ has them: T, the tokens of all ranks, or rows sorted by expert.
 from __future__ import annotations
 
 import abc
+import inspect
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -69,11 +71,63 @@ class Dispatched:
     handle: Any = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlannedExchange:
+    """Sizes of one layer's exchange in one microbatch, for a plan with a balanced routing.
+
+    Attributes:
+        tokens: tokens of a rank.
+        ranks: number of ranks that share the experts.
+        itemsize: bytes per element of the rows.
+    """
+
+    tokens: int
+    ranks: int
+    hidden_size: int
+    top_k: int
+    num_experts: int
+    itemsize: int
+    rows_factor: float | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        return self.hidden_size * self.itemsize
+
+    @property
+    def pair_bytes(self) -> int:
+        """Bytes of an expert number (int64) and its weight (fp32)."""
+        return 8 + 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchCosts:
+    """What a plan counts for a dispatcher.
+
+    Attributes:
+        stand_in: a dispatcher with the same shapes in one process, on the meta device.
+        dispatch_bytes, combine_bytes: bytes that a rank receives in one layer's forward and
+            backward of one microbatch.
+        expert_rows: rows that a rank's experts have room for.
+        shared_bytes: memory that a rank shares with its peers, once for all layers.
+    """
+
+    stand_in: Dispatcher
+    dispatch_bytes: float
+    combine_bytes: float
+    expert_rows: int
+    shared_bytes: int = 0
+
+
 class Dispatcher(abc.ABC):
     """Abstract base; implementations are final frozen dataclasses that hold configuration only.
 
+    The names in ``registry.DISPATCHERS`` and the facts here are all that lists, help, checks, plans
+    and messages know of a dispatcher.
+
     Attributes:
         name: the name that ``make_dispatcher`` takes.
+        between_ranks: whether it brings tokens to experts on other ranks, and so takes a ``group``.
+        drops_tokens: whether tokens can be dropped in a step that is not run again.
         host_sync: whether ``dispatch`` reads sizes on the host, so that a capture must end there.
         leaves_tail: whether rows that belong to no expert may follow the experts' rows. These rows
             are zero, and their outputs are never read.
@@ -82,6 +136,25 @@ class Dispatcher(abc.ABC):
     name: ClassVar[str]
     host_sync: ClassVar[bool]
     leaves_tail: ClassVar[bool] = False
+    between_ranks: ClassVar[bool] = False
+    drops_tokens: ClassVar[bool] = False
+
+    @classmethod
+    def options(cls) -> tuple[str, ...]:
+        """Names of the options that ``make_dispatcher`` takes for it."""
+        return tuple(inspect.signature(cls).parameters)
+
+    @classmethod
+    def costs(cls, exchange: PlannedExchange) -> DispatchCosts:
+        """Return what ``moe-graphs plan`` counts for it.
+
+        Raises:
+            ValueError: the class does not say.
+        """
+        raise ValueError(
+            f"dispatcher: {cls.name!r} does not say what it costs: write {cls.__name__}.costs, or "
+            f"plan with another dispatcher"
+        )
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch.distributed as dist
 
@@ -61,6 +62,7 @@ class ExpertParallel(Dispatcher):
     """Abstract dispatcher over the ranks of ``group`` (default: the world, or this process)."""
 
     group: dist.ProcessGroup | None = None
+    between_ranks: ClassVar[bool] = True
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

@@ -36,6 +36,7 @@ class PaddedDispatcher(Dispatcher):
     capacity_factor: float = 1.25
     name: ClassVar[str] = "padded"
     host_sync: ClassVar[bool] = False
+    drops_tokens: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not (self.capacity_factor > 0 and math.isfinite(self.capacity_factor)):

@@ -10,6 +10,7 @@ experts, R rows that there is room for.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
@@ -17,11 +18,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_graphs.dispatch.dispatcher import Dispatched, DispatchPlan
+from moe_graphs.dispatch.all_gather import gathered_pairs, planned_room, rows_of
+from moe_graphs.dispatch.dispatcher import (
+    DispatchCosts,
+    Dispatched,
+    DispatchPlan,
+    PlannedExchange,
+)
 from moe_graphs.dispatch.equal_tokens import check_equal_tokens
 from moe_graphs.dispatch.expert_group import ExpertParallel, rank_and_size
 from moe_graphs.dispatch.local_rows import check_rows_factor, local_rows, room_for_rows
 from moe_graphs.dispatch.peer_memory import peer_memory
+from moe_graphs.dispatch.stand_in import StandIn
 from moe_graphs.kernels import RowOrder
 from moe_graphs.kernels.peer_rows import (
     pull_gradients,
@@ -66,6 +74,22 @@ class SymmetricDispatcher(ExpertParallel):
 
     def __post_init__(self) -> None:
         check_rows_factor(self.rows_factor)
+
+    @classmethod
+    def costs(cls, exchange: PlannedExchange) -> DispatchCosts:
+        """Count a token once for every rank with any of its experts, here taken as random."""
+        ranks, experts, top_k = exchange.ranks, exchange.num_experts, exchange.top_k
+        elsewhere = experts - experts // ranks
+        reached = 1 - math.comb(elsewhere, top_k) / math.comb(experts, top_k)
+        rows = 2.0 * exchange.tokens * (ranks - 1) * reached * exchange.row_bytes
+        token = exchange.row_bytes + top_k * exchange.pair_bytes
+        return DispatchCosts(
+            stand_in=StandIn(ranks, rows_of, exchange.rows_factor),
+            dispatch_bytes=rows + gathered_pairs(exchange),
+            combine_bytes=rows,
+            expert_rows=planned_room(exchange),
+            shared_bytes=ranks * exchange.tokens * token,
+        )
 
     def preprocess(
         self, hidden: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int

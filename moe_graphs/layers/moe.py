@@ -27,6 +27,7 @@ from moe_graphs.layers.expert_layouts import Experts, layout_of, router_weight
 from moe_graphs.layers.mlp import SwiGLU
 from moe_graphs.layers.model_config import ExpertsKind, MoEConfig
 from moe_graphs.layers.router import Routing, TopKRouter
+from moe_graphs.registry import DISPATCHERS
 from moe_graphs.staged import Stage, Staged, record
 
 
@@ -153,7 +154,8 @@ class MoEStages(Staged):
     def dynamic(self) -> str | None:
         """The reason why ``run_experts`` cannot be captured, or None."""
         if self.dispatcher.host_sync:
-            return f"dispatcher {self.dispatcher.name!r}"
+            others = DISPATCHERS.words(lambda each: not each.host_sync)
+            return f"dispatcher {self.dispatcher.name!r}, which {others} do not"
         return getattr(self.experts, "host_sync", None)
 
 
@@ -395,7 +397,7 @@ def _check_tail(dispatcher: Dispatcher, experts: ExpertsBackend, kind: str) -> N
         raise ValueError(
             f"dispatcher {dispatcher.name!r} leaves rows that belong to no expert, which "
             f"experts={kind!r} cannot take: choose experts='moe_graphs', or dispatcher "
-            f"'all_to_all'"
+            f"{DISPATCHERS.words(lambda each: not each.leaves_tail)}"
         )
 
 

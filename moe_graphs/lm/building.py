@@ -38,6 +38,7 @@ from moe_graphs.parallel import (
     parallelize,
     replicate,
 )
+from moe_graphs.registry import DISPATCHERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +132,7 @@ def build_trainer(options: RunOptions, batches: TrainingBatches) -> Trainer:
         model,
         batches,
         settings,
-        drops_tokens=options.dispatcher == "padded",
+        drops_tokens=DISPATCHERS[options.dispatcher].drops_tokens,
         surroundings=_surroundings(options, batches),
         options=options.recorded,
         fp8_autocast=_fp8_autocast(options, model),

@@ -18,6 +18,7 @@ from moe_graphs.layers import TransformerConfig
 from moe_graphs.lm.options import GraphOptions
 from moe_graphs.lm.workers import Workers
 from moe_graphs.parallel import ParallelConfig, expert_mesh, shard_mesh
+from moe_graphs.registry import DISPATCHERS
 
 _IN_ONE_PROCESS = ParallelConfig()
 _IMPLS = (*IMPLS, "full_iteration")
@@ -82,19 +83,15 @@ def against_whole_steps(
     situation: Situation, dispatcher: str, *, optimizer_in_graph: bool
 ) -> list[Obstacle]:
     found = []
-    if dispatcher == "all_to_all" and situation.model.moe is not None:
-        found.append(
-            Obstacle(
-                "dispatcher all_to_all reads sizes on the host",
-                "use --dispatcher all_gather or symmetric"
-                if situation.layout.ep > 1
-                else "use --dispatcher local",
-            )
-        )
-    if (kind := _experts_on_the_host(situation.model)) is not None:
-        found.append(
-            Obstacle(f"experts {kind} take their sizes from the host", "use --experts moe_graphs")
-        )
+    kind = DISPATCHERS[dispatcher]
+    if kind.host_sync and situation.model.moe is not None:
+        shared = situation.layout.ep > 1
+        others = DISPATCHERS.words(lambda e: not e.host_sync and e.between_ranks == shared)
+        reason = f"dispatcher {dispatcher} reads sizes on the host"
+        found.append(Obstacle(reason, f"use --dispatcher {others}"))
+    if (experts := _experts_on_the_host(situation.model)) is not None:
+        reason = f"experts {experts} take their sizes from the host"
+        found.append(Obstacle(reason, "use --experts moe_graphs"))
     if situation.shares_gradients and not optimizer_in_graph:
         found.append(
             Obstacle(
@@ -141,7 +138,7 @@ def choose(asked: GraphOptions, situation: Situation) -> Way:
 def default_scopes(model: TransformerConfig, dispatcher: str) -> str:
     """Names all scopes that can be captured of these layers, comma-separated."""
     kinds = {model.is_moe_layer(index) for index in range(model.num_layers)}
-    on_the_host = dispatcher == "all_to_all" or _experts_on_the_host(model) is not None
+    on_the_host = DISPATCHERS[dispatcher].host_sync or _experts_on_the_host(model) is not None
     of_moe = "moe_router,moe_preprocess" if on_the_host else "moe"
     return ",".join(["attn", *(["mlp"] if False in kinds else []), *([of_moe] * (True in kinds))])
 

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterable, Iterator
 
 from moe_graphs.config import FullIterationConfig, GraphConfig
 from moe_graphs.lm.fastest_way import Obstacle, Situation, against_scopes, against_whole_steps
+from moe_graphs.lm.optimizers import check_optimizer_layout
 from moe_graphs.lm.run import RunOptions
-from moe_graphs.lm.settings import check_optimizer_layout
 from moe_graphs.lm.workers import Workers
 from moe_graphs.parallel import check_schedule, check_tensor_parallel, layers_of_stages
-
-_IN_THIS_PROCESS = ("local", "padded")  # dispatchers
+from moe_graphs.registry import DISPATCHERS
 
 
 def check_options(options: RunOptions, also: Iterable[str] = ()) -> None:
@@ -101,7 +100,7 @@ def _of_experts(options: RunOptions, ep: int) -> Iterator[str]:
             yield f"{name}: other libraries' kernels are for one process: drop --{name}"
     if ep > 1 and (experts == 0 or experts % ep):
         yield f"ep: {ep} ranks cannot share {experts} experts: choose a divisor"
-    if (ep > 1) == (options.dispatcher in _IN_THIS_PROCESS):
+    if (ep > 1) != DISPATCHERS[options.dispatcher].between_ranks:
         keeps = "keeps tokens on their rank" if ep > 1 else "sends tokens to other ranks"
         yield (
             f"dispatcher: {options.dispatcher!r} {keeps}, and with ep={ep} experts are "

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_graphs.option_tree import changes, option, section
+from moe_graphs.registry import DISPATCHERS, OPTIMIZERS
 
 if TYPE_CHECKING:
     from moe_graphs.optim.update_options import UpdateOptions
 
-OPTIMIZERS = ("adamw", "torch_adamw", "muon")
 # Names of torch's dtypes; None is the parameter's.
 STATE_DTYPES = {
     "parameter": None,
@@ -74,7 +74,7 @@ class GraphOptions:
     )
     dispatcher: str | None = option(
         None,
-        "local, padded, all_to_all, all_gather or symmetric. (default: local; with --ep symmetric "
+        f"{DISPATCHERS.words()}, or module:Class of your own. (default: local; with --ep symmetric "
         "if GPUs reach each other's memory, else all_gather)",
         of="ranks",
     )
@@ -104,7 +104,10 @@ class TrainSettings:
     weight_decay: float = option(0.1, "Weight decay of matrices.")
     clip_norm: float = option(1.0, "Norm that all gradients together are clipped to.")
     seed: int = option(0, "Seed of weights, dropout and the order of the text.")
-    optimizer: str = option("adamw", "adamw (ours), torch_adamw, or muon for matrices.")
+    optimizer: str = option(
+        "adamw",
+        f"{OPTIMIZERS.words()} (for matrices, adamw for the rest), or module:Class of your own.",
+    )
     optimizer_state: str = option(
         "parameter",
         "Dtype of AdamW's states: parameter (the parameter's), float32, bfloat16 or 8bit.",
@@ -126,14 +129,13 @@ class TrainSettings:
             raise ValueError(f"warmup_steps: {self.warmup_steps} must not be negative")
         if not -(2**63) <= self.seed < 2**64:
             raise ValueError(f"seed: {self.seed} must be from -2**63 to 2**64 - 1, as torch's are")
-        if self.optimizer not in OPTIMIZERS:
-            raise ValueError(f"optimizer: {self.optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
+        choice = OPTIMIZERS[self.optimizer]
         if self.optimizer_state not in STATE_DTYPES:
             raise ValueError(
                 f"optimizer_state: {self.optimizer_state!r} is not one of {', '.join(STATE_DTYPES)}"
             )
         is_default = self.update_options.is_default  # or is told what is wrong with one
-        if self.optimizer != "adamw" and not is_default:
+        if not getattr(choice, "takes_update_options", False) and not is_default:
             raise ValueError(
                 f"optimizer: {self.optimizer} has no optimizer_state, stochastic_rounding or "
                 f"ema_decay: use adamw, or drop them"
@@ -283,7 +285,7 @@ class ProfiledModel(ModelOptions):
     optimizer_in_graph: bool = option(
         False, "With full_iteration, the graph has clipping and update, too."
     )
-    dispatcher: str = option("local", "Dispatcher: local, padded, all_to_all or all_gather.")
+    dispatcher: str = option("local", f"Dispatcher: {DISPATCHERS.words()}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,7 +331,7 @@ class PlannedStepOptions:
     reshard_after_forward: bool = option(True, "FSDP2 frees gathered weights until the backward.")
     dispatcher: str | None = option(
         None,
-        "Dispatcher with --ep: all_to_all, all_gather or symmetric. (default: all_to_all)",
+        "Dispatcher with --ep, as for train. (default: all_to_all)",
     )
     rows_factor: float | None = option(
         None, "Room for expert rows, as a multiple of balanced routing. (default: worst case)"

@@ -13,16 +13,16 @@ from torch import nn
 from moe_graphs.checkpoints.hf_config import transformer_config
 from moe_graphs.checkpoints.shards import CONFIG, read_json
 from moe_graphs.layers import TransformerConfig, architectures
-from moe_graphs.lm.option_values import dtype_of, stages_of
-from moe_graphs.lm.options import PlanOptions, TrainSettings
-from moe_graphs.lm.run_presets import presets
-from moe_graphs.lm.settings import (
+from moe_graphs.lm.optimizers import (
     build_optimizer,
     check_optimizer_layout,
     make_optimizer_state,
+    optimizer_choice,
 )
+from moe_graphs.lm.option_values import dtype_of, stages_of
+from moe_graphs.lm.options import PlanOptions, TrainSettings
+from moe_graphs.lm.run_presets import presets
 from moe_graphs.lm.workers import layout_of
-from moe_graphs.optim.whole_matrices import received_bytes, rows_of
 from moe_graphs.parallel import ParallelConfig
 from moe_graphs.planning.layout_plan import plan_layout
 from moe_graphs.planning.plan_table import plan_table, ranks_table
@@ -116,13 +116,9 @@ def optimizer_costs(settings: TrainSettings, model: nn.Module) -> OptimizerCosts
         ValueError: if ``build_optimizer`` refuses the settings.
     """
     optimizer = build_optimizer(model, settings)
-    make_optimizer_state(optimizer)
+    make_optimizer_state(optimizer, settings)
     states = [local_part(v) for state in optimizer.state.values() for v in state.values()]
-    received = 0
-    for group in optimizer.param_groups:
-        if group.get("muon"):
-            rows = (rows_of(parameter) for parameter in group["params"])
-            received += received_bytes([each for each in rows if each is not None])
+    received = optimizer_choice(settings.optimizer).received_bytes(optimizer)
     return OptimizerCosts(sum(state.nbytes for state in states), received)
 
 

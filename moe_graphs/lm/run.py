@@ -24,6 +24,7 @@ from moe_graphs.lm.continued import save_for_others
 from moe_graphs.lm.data import HeldOut, Text
 from moe_graphs.lm.kept_settings import CONFIG, write_config
 from moe_graphs.lm.metrics import compressed_bits_per_byte
+from moe_graphs.lm.optimizers import states_of_8_bits
 from moe_graphs.lm.picture import draw_losses
 from moe_graphs.lm.restarts import mark_launch
 from moe_graphs.lm.run_directory import (
@@ -33,7 +34,6 @@ from moe_graphs.lm.run_directory import (
     settings_of,
 )
 from moe_graphs.lm.sample import Sample, sample_text
-from moe_graphs.lm.settings import states_of_8_bits
 from moe_graphs.lm.termination import Terminated, termination
 from moe_graphs.lm.trainer import LogLine, Trainer, TrainingDiverged
 from moe_graphs.lm.workers import Workers, agent, check_equal, is_first, on_first

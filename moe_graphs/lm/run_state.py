@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_graphs.integrations.transformer_engine import fp8_state, load_fp8_state
-from moe_graphs.lm.settings import make_optimizer_state
+from moe_graphs.lm.optimizers import make_optimizer_state
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.optim import AdamW, UpdateOptions
 from moe_graphs.optim.update_options import STATES, code_names
@@ -49,7 +49,7 @@ def optimizer_state(
     Args:
         as_saved: what ``states_as_saved`` has returned, which takes the place of the run's states.
     """
-    make_optimizer_state(trainer.optimizer)
+    make_optimizer_state(trainer.optimizer, trainer.settings)
     found: dict[str, Tensor] = {}
     for name, parameter in trainer.model.named_parameters():
         values = trainer.optimizer.state.get(parameter, {})
@@ -83,7 +83,7 @@ def states_as_saved(
 
     ``take_states`` turns them into this run's form.
     """
-    make_optimizer_state(trainer.optimizer)
+    make_optimizer_state(trainer.optimizer, trainer.settings)
     found, (code, _) = {}, code_names(STATES[0])
     for name, parameter in trainer.model.named_parameters():
         key, own = f"{OPTIMIZER}.{global_fqn(name)}", trainer.optimizer.state.get(parameter, {})

@@ -12,12 +12,9 @@ from moe_graphs.layers import LanguageModel
 from moe_graphs.layers.mlp import SwiGLU
 from moe_graphs.layers.moe import MoELayer, moe_layers
 from moe_graphs.layers.norm import RMSNorm
+from moe_graphs.lm.optimizers import optimizer_choice
 from moe_graphs.lm.options import TrainSettings
 from moe_graphs.profiling.floors import Floor, bytes_of
-
-# A training step reads parameter, gradient and two states of AdamW, and writes all but the
-# gradient. Before that it reads the gradient once more, for the norm to clip by.
-_ADAMW_PASSES = 8
 
 
 def step_floors(
@@ -54,9 +51,10 @@ def step_floors(
         # Logits are read forward, read again backward, and their gradient is written.
         "cross entropy": Floor(bytes=3.0 * T * config.vocab_size * computed),
     }
-    if settings.optimizer != "muon":  # whose products are among the others'
+    passes = optimizer_choice(settings.optimizer).passes
+    if passes is not None:
         trained = (p for p in model.parameters() if p.requires_grad)
-        floors["optimizer"] = Floor(bytes=_ADAMW_PASSES * bytes_of(trained))
+        floors["optimizer"] = Floor(bytes=passes * bytes_of(trained))
     if experts:
         floors["grouped GEMM"] = _grouped(experts, T, per_weight)
     if experts and local:

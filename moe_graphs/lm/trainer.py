@@ -26,8 +26,8 @@ from moe_graphs.integrations.transformer_engine import back_to_fp8
 from moe_graphs.layers import LanguageModel
 from moe_graphs.lm.data import HeldOut, TrainingBatches
 from moe_graphs.lm.metrics import Memory, StepClock, memory_in_use, peak_flops
+from moe_graphs.lm.optimizers import build_optimizer
 from moe_graphs.lm.options import TrainSettings
-from moe_graphs.lm.settings import build_optimizer
 from moe_graphs.lm.workers import Workers
 from moe_graphs.optim import AdamW
 from moe_graphs.parallel import Pipeline, free_gathered, sum_gradients

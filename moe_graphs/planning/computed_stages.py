@@ -29,7 +29,6 @@ from moe_graphs.planning.microbatch_memory import (
     without_memory,
 )
 from moe_graphs.planning.planned_step import PlannedStep
-from moe_graphs.planning.stand_in_dispatcher import StandInDispatcher
 
 
 def computed_stages(
@@ -99,12 +98,11 @@ def _share(
         _make_plain(model)
         names[str(mesh["tp"].get_group().group_name)] = "tensor parallelism"
     if layout.ep > 1:
-        gathers = step.dispatcher != "all_to_all"
-        receives_rows = step.dispatcher == "symmetric"
-        stand_in = StandInDispatcher(layout.ep, gathers, receives_rows, step.rows_factor)
+        costs = step.dispatch_costs(model.config, layout.ep)
         for layer in model.modules():
             if isinstance(layer, MoELayer):
-                shard_experts(layer, stand_in)
+                assert costs is not None
+                shard_experts(layer, costs.stand_in)
     return names
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_graphs.dispatch.local_rows import room_for_rows
 from moe_graphs.layers import LanguageModel, TransformerConfig
 from moe_graphs.parallel import ParallelConfig
 from moe_graphs.planning.computed_stages import computed_stages
@@ -22,7 +21,7 @@ from moe_graphs.planning.microbatch_memory import MicrobatchMemory, part_of
 from moe_graphs.planning.planned_step import PlannedStep
 from moe_graphs.planning.step_memory import Action, StageCosts, StepMemory, step_memory
 from moe_graphs.planning.weights_around import most_around
-from moe_graphs.planning.wire_bytes import dispatch_bytes, fsdp_bytes, peer_memory_bytes
+from moe_graphs.planning.wire_bytes import fsdp_bytes
 
 
 @dataclass(frozen=True)
@@ -183,22 +182,18 @@ def _estimated(
 def _expert_rows(config: TransformerConfig, layout: ParallelConfig, step: PlannedStep) -> int:
     if config.moe is None:
         return 0
-    if layout.ep == 1 or step.dispatcher == "all_to_all":
-        return step.tokens * config.moe.top_k
-    local = range(config.moe.num_experts // layout.ep)
-    return room_for_rows(step.tokens, config.moe.top_k, local, layout.ep, step.rows_factor)
+    costs = step.dispatch_costs(config, layout.ep)
+    return step.tokens * config.moe.top_k if costs is None else costs.expert_rows
 
 
 def _shared_with_peers(
     config: TransformerConfig, layout: ParallelConfig, step: PlannedStep, stage: LaidOutStage
 ) -> int:
     """Bytes of peer memory for all layers of a stage, whose process groups are its own."""
-    if config.moe is None or layout.ep == 1 or step.dispatcher != "symmetric":
+    costs = step.dispatch_costs(config, layout.ep)
+    if costs is None or not any(map(config.is_moe_layer, stage.layers)):
         return 0
-    if not any(map(config.is_moe_layer, stage.layers)):
-        return 0
-    itemsize = step.compute_dtype.itemsize
-    return peer_memory_bytes(config.moe, config.hidden_size, step.tokens, layout.ep, itemsize)
+    return costs.shared_bytes
 
 
 def _wire(
@@ -225,13 +220,11 @@ def _wire(
         for name, count in memory.received.items():
             add(name, count * step.microbatches)
     layers = [number for stage in rank.stages for number in stage.layers]
-    if config.moe is not None and layout.ep > 1:
-        moe_layers = sum(map(config.is_moe_layer, layers))
-        itemsize = step.compute_dtype.itemsize
-        of_a_layer = config.moe, config.hidden_size, step.tokens, layout.ep, itemsize
-        both = dispatch_bytes(step.dispatcher, *of_a_layer)
-        for name, each in zip(("expert dispatch", "expert combine"), both, strict=True):
-            add(name, each * moe_layers * step.microbatches)
+    costs = step.dispatch_costs(config, layout.ep)
+    if costs is not None:
+        calls = sum(map(config.is_moe_layer, layers)) * step.microbatches
+        add("expert dispatch", costs.dispatch_bytes * calls)
+        add("expert combine", costs.combine_bytes * calls)
     if rank.update.received:
         add("matrices of the update", rank.update.received)
     if messages:

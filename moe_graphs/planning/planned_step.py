@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from moe_graphs.dispatch.dispatcher import DispatchCosts, PlannedExchange
+from moe_graphs.layers import TransformerConfig
 from moe_graphs.parallel import MIXED_PRECISION
-
-DISPATCHERS = ("all_to_all", "all_gather", "symmetric")
+from moe_graphs.registry import DISPATCHERS
 
 
 class OptimizerCosts(NamedTuple):
@@ -67,15 +68,33 @@ class PlannedStep:
         for name in ("sequences", "sequence_length", "microbatches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} must be at least 1")
-        if self.dispatcher not in DISPATCHERS:
+        kind = DISPATCHERS[self.dispatcher]
+        if not kind.between_ranks:
+            others = DISPATCHERS.words(lambda each: each.between_ranks)
             raise ValueError(
-                f"dispatcher: {self.dispatcher!r} sends nothing to other ranks: choose one of "
-                f"{', '.join(DISPATCHERS)}"
+                f"dispatcher: {self.dispatcher!r} sends nothing to other ranks: choose {others}"
             )
-        if self.rows_factor is not None and self.dispatcher == "all_to_all":
+        if self.rows_factor is not None and "rows_factor" not in kind.options():
+            others = DISPATCHERS.words(lambda each: "rows_factor" in each.options())
             raise ValueError(
-                "rows_factor: all_to_all has room for what arrives: take all_gather or symmetric"
+                f"rows_factor: {self.dispatcher} has room for what arrives: take {others}"
             )
+
+    def dispatch_costs(self, config: TransformerConfig, ranks: int) -> DispatchCosts | None:
+        """Costs of the dispatcher in one layer; None if no ranks share experts."""
+        if config.moe is None or ranks == 1:
+            return None
+        return DISPATCHERS[self.dispatcher].costs(
+            PlannedExchange(
+                tokens=self.tokens,
+                ranks=ranks,
+                hidden_size=config.hidden_size,
+                top_k=config.moe.top_k,
+                num_experts=config.moe.num_experts,
+                itemsize=self.compute_dtype.itemsize,
+                rows_factor=self.rows_factor,
+            )
+        )
 
     @property
     def tokens(self) -> int:

@@ -1,16 +1,9 @@
-"""Bytes that a rank receives from other ranks in a step; rank 0 sends as many.
-
-Shapes: T tokens of a rank in a microbatch, W ranks that share the experts, D model, K top-k,
-E experts, e local experts.
-"""
+"""Bytes that FSDP2 receives from other ranks in a step; rank 0 sends as many."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-from moe_graphs.layers import MoEConfig
 
 
 @dataclass(frozen=True)
@@ -57,38 +50,3 @@ def fsdp_bytes(
         "FSDP2 reduce-scatter": scatters * reductions,
         "HSDP all-reduce": reduces * reductions,
     }
-
-
-def dispatch_bytes(
-    dispatcher: str, config: MoEConfig, hidden_size: int, tokens: int, ranks: int, itemsize: int
-) -> tuple[float, float]:
-    """Bytes of dispatch and of combine, for one layer's forward and backward of one microbatch.
-
-    Args:
-        tokens: T.
-        ranks: W.
-        itemsize: bytes per element of the rows.
-    """
-    others, top_k = ranks - 1, config.top_k
-    row, pair = hidden_size * itemsize, 8 + 4  # a pair has an int64 expert number and a weight
-    if dispatcher == "all_to_all":
-        # The rows of a balanced routing, and their counts.
-        rows = 2.0 * tokens * top_k * row * others / ranks
-        return rows + 8.0 * config.num_experts * others / ranks, rows
-    # Gradients of weights travel back; expert numbers have none.
-    pairs = tokens * top_k * others * (pair + 4)
-    if dispatcher == "all_gather":
-        rows = 2.0 * tokens * others * row
-        return rows + pairs, rows
-    # `symmetric` sends a token once to every rank with any of its experts, here taken as random.
-    elsewhere = config.num_experts - config.num_experts // ranks
-    reached = 1 - math.comb(elsewhere, top_k) / math.comb(config.num_experts, top_k)
-    rows = 2.0 * tokens * others * reached * row
-    return rows + pairs, rows
-
-
-def peer_memory_bytes(
-    config: MoEConfig, hidden_size: int, tokens: int, ranks: int, itemsize: int
-) -> int:
-    """Bytes that ``symmetric`` shares with the other ranks, once for all layers."""
-    return ranks * tokens * (hidden_size * itemsize + config.top_k * (8 + 4))

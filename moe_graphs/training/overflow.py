@@ -33,6 +33,7 @@ from typing import Any
 from torch import nn
 
 from moe_graphs.layers.moe import MoEStages
+from moe_graphs.registry import DISPATCHERS
 
 
 @contextlib.contextmanager
@@ -53,9 +54,9 @@ def other_rows_factor(model: nn.Module, rows_factor: float | None) -> Iterator[N
         if isinstance(module, MoEStages) and hasattr(module.dispatcher, "rows_factor")
     ]
     if not layers:
+        others = DISPATCHERS.words(lambda each: "rows_factor" in each.options())
         raise ValueError(
-            "model: none of its layers has a dispatcher with a rows_factor: those are 'all_gather' "
-            "and 'symmetric'"
+            f"model: none of its layers has a dispatcher with a rows_factor: take {others}"
         )
     try:
         for layer, dispatcher in layers:

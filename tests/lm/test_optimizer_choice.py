@@ -14,9 +14,9 @@ from moe_graphs.config import FullIterationConfig
 from moe_graphs.layers.expert_backends import ExpertsBackend
 from moe_graphs.lm.checkpoint import load_checkpoint, save_checkpoint
 from moe_graphs.lm.legal_layouts import check_options
+from moe_graphs.lm.optimizers import build_optimizer
 from moe_graphs.lm.options import TrainSettings
 from moe_graphs.lm.run import RunOptions, with_graphs
-from moe_graphs.lm.settings import build_optimizer
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.optim import AdamW, Muon
 from moe_graphs.parallel import ParallelConfig

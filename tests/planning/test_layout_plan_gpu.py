@@ -23,8 +23,8 @@ import torch
 from distributed import PRELOADED, run_distributed
 from moe_graphs.bench import environment
 from moe_graphs.layers import LanguageModel
+from moe_graphs.lm.optimizers import build_optimizer
 from moe_graphs.lm.run_presets import small
-from moe_graphs.lm.settings import build_optimizer
 from moe_graphs.parallel import ParallelConfig
 from moe_graphs.planning.layout_plan import LayoutPlan, plan_layout
 from moe_graphs.planning.planned_step import PlannedStep

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from distributed import run_distributed
 from moe_graphs.layers import LanguageModel
+from moe_graphs.lm.optimizers import build_optimizer
 from moe_graphs.lm.options import TrainSettings
-from moe_graphs.lm.settings import build_optimizer
 from moe_graphs.parallel import ParallelConfig
 from moe_graphs.planning.layout_plan import RankPlan, plan_layout
 from moe_graphs.planning.microbatch_memory import _LiveStorages

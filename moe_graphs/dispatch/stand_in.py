@@ -1,6 +1,7 @@
 """A dispatcher with the shapes of expert parallelism, for one process and a balanced routing.
 
-The real dispatchers ask other ranks or read sizes on the host. Rows are sorted, permuted and kept
+Plans use it (``Dispatcher.costs``), because the real dispatchers ask other ranks or read sizes on
+the host. Rows are sorted, permuted and kept
 by the same functions as in the real ones.
 
 Shapes: T tokens of a rank, G = W * T of all W ranks, D model, K top-k, E experts, e local
@@ -9,31 +10,29 @@ experts, R rows of this rank's experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
 
-from moe_graphs.dispatch import Dispatched, Dispatcher, DispatchPlan
-from moe_graphs.dispatch.all_gather import rows_of, rows_or_tokens
+from moe_graphs.dispatch.dispatcher import Dispatched, Dispatcher, DispatchPlan
 from moe_graphs.dispatch.local_rows import local_rows, room_for_rows
 from moe_graphs.kernels import permute, route_rows, sum_rows
 
 
 @final
 @dataclass(frozen=True)
-class StandInDispatcher(Dispatcher):
+class StandIn(Dispatcher):
     """Stand-in for the dispatcher of rank 0 of ``ranks``.
 
-    With ``gathers`` it stands for ``all_gather`` or, with ``receives_rows``, for ``symmetric``,
-    which always keeps rows. Otherwise it stands for ``all_to_all`` with as many rows received as
-    sent.
+    With ``gathered`` every rank gets all tokens, and ``gathered`` makes of them what the experts
+    get. Without it a rank receives as many rows as it sends.
     """
 
     ranks: int
-    gathers: bool
-    receives_rows: bool = False
+    gathered: Callable[[DispatchPlan], Dispatched] | None = None
     rows_factor: float | None = None
     name: ClassVar[str] = "stand_in"
     host_sync: ClassVar[bool] = False
@@ -46,7 +45,7 @@ class StandInDispatcher(Dispatcher):
         self, hidden: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
     ) -> DispatchPlan:
         none = torch.zeros((), dtype=torch.int64, device=hidden.device)
-        if not self.gathers:
+        if self.gathered is None:
             order = route_rows(experts_TK, num_experts)
             return DispatchPlan(permute(hidden.flatten(0, -2), order), weights_TK, order, none)
         tokens, top_k = experts_TK.shape
@@ -60,8 +59,8 @@ class StandInDispatcher(Dispatcher):
         return DispatchPlan(hidden_GD, weights_GK, rows.order, rows.dropped)
 
     def dispatch(self, plan: DispatchPlan) -> Dispatched:
-        if self.gathers:
-            return rows_of(plan) if self.receives_rows else rows_or_tokens(plan)
+        if self.gathered is not None:
+            return self.gathered(plan)
         rows_RD = _Travel.apply(plan.tokens, plan.tokens.shape[0])
         weights_R1 = permute(plan.weights_TK.reshape(-1, 1), plan.order)
         weights_R1 = _Travel.apply(weights_R1, weights_R1.shape[0])
@@ -70,7 +69,7 @@ class StandInDispatcher(Dispatcher):
         return Dispatched(rows_RD, arrival, weights_R1)
 
     def combine(self, sums_XD: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
-        if self.gathers:
+        if self.gathered is not None:
             return _Travel.apply(sums_XD, sums_XD.shape[0] // self.ranks)
         rows_RD = _Travel.apply(sums_XD, sums_XD.shape[0])
         return sum_rows(rows_RD, plan.order, plan.weights_TK.shape[1])

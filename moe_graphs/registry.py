@@ -1,0 +1,99 @@
+"""Classes of one kind by name, which command lines, plans and messages take their lists from.
+
+The facts of a class stand on the class (``Dispatcher``, ``OptimizerChoice``). An entry here is its
+name and where it is. It is imported at its first use, so that ``moe-graphs --help`` does not wait
+for torch. A class of your own has the same standing: give its place as the name
+(``"my_package.my_module:MyDispatcher"``), or add it under a name of its own (``DISPATCHERS.add``).
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+
+class Registry(Mapping[str, Any]):
+    """Mapping from names to classes.
+
+    Args:
+        kind: what the classes are, in one word for messages.
+        places: for each name the class, or its module and name as ``"module:Class"``.
+    """
+
+    def __init__(self, kind: str, places: Mapping[str, Any]) -> None:
+        self.kind, self._places = kind, dict(places)
+
+    def add(self, name: str, place: Any) -> None:
+        """Add a class, or its place, under a name that is free.
+
+        Raises:
+            ValueError: another class has the name.
+        """
+        if self._places.get(name, place) != place:
+            raise ValueError(f"{self.kind} {name!r} is taken by {self._places[name]}")
+        self._places[name] = place
+
+    def __getitem__(self, name: str) -> Any:
+        """Return the class of a name, or of a place.
+
+        Raises:
+            ValueError: there is no such name or place; the message says what there is.
+        """
+        place = self._places.get(name, name)
+        if not isinstance(place, str):
+            return place
+        module, colon, attribute = place.partition(":")
+        if not (module and colon and attribute):
+            raise ValueError(f"{self.kind} {name!r} is unknown: {self._remedy(name)}")
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            if name in self._places:
+                raise
+            raise ValueError(
+                f"{self.kind} {name!r} cannot be imported ({error}): its module has to be on "
+                f"PYTHONPATH, and its class in it"
+            ) from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places or (isinstance(name, str) and ":" in name)
+
+    def words(self, allowed: Callable[[Any], bool] | None = None) -> str:
+        """Return the names of the classes that are allowed (default: all), as ``a, b or c``."""
+        names = [name for name in self if allowed is None or allowed(self[name])]
+        return " or ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+
+    def _remedy(self, name: str) -> str:
+        close = difflib.get_close_matches(name, self, 1)
+        meant = f"did you mean {close[0]!r}? " if close else ""
+        return (
+            f"{meant}choose one of {', '.join(self)}, or give a class of your own as module:Class"
+        )
+
+
+DISPATCHERS = Registry(
+    "dispatcher",
+    {
+        "local": "moe_graphs.dispatch.local:LocalDispatcher",
+        "padded": "moe_graphs.dispatch.padded:PaddedDispatcher",
+        "all_to_all": "moe_graphs.dispatch.all_to_all:AllToAllDispatcher",
+        "all_gather": "moe_graphs.dispatch.all_gather:AllGatherDispatcher",
+        "symmetric": "moe_graphs.dispatch.symmetric:SymmetricDispatcher",
+    },
+)
+OPTIMIZERS = Registry(
+    "optimizer",
+    {
+        "adamw": "moe_graphs.lm.optimizers:OurAdamW",
+        "torch_adamw": "moe_graphs.lm.optimizers:TorchAdamW",
+        "muon": "moe_graphs.lm.optimizers:MuonForMatrices",
+    },
+)
