@@ -46,14 +46,14 @@ class Registry(Mapping[str, Any]):
             return place
         module, colon, attribute = place.partition(":")
         if not (module and colon and attribute):
-            raise ValueError(f"{self.kind} {name!r} is unknown: {self._remedy(name)}")
+            raise ValueError(self._unknown(name))
         try:
             return getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as error:
             if name in self._places:
                 raise
             raise ValueError(
-                f"{self.kind} {name!r} cannot be imported ({error}): its module has to be on "
+                f"{self.kind}: {name!r} cannot be imported ({error}): its module has to be on "
                 f"PYTHONPATH, and its class in it"
             ) from error
 
@@ -71,11 +71,12 @@ class Registry(Mapping[str, Any]):
         names = [name for name in self if allowed is None or allowed(self[name])]
         return " or ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
-    def _remedy(self, name: str) -> str:
+    def _unknown(self, name: str) -> str:
         close = difflib.get_close_matches(name, self, 1)
-        meant = f"did you mean {close[0]!r}? " if close else ""
+        meant = f" (did you mean {close[0]!r}?)" if close else ""
         return (
-            f"{meant}choose one of {', '.join(self)}, or give a class of your own as module:Class"
+            f"{self.kind}: {name!r} is unknown: choose one of {', '.join(self)}{meant}, or a class "
+            f"of your own by module:Class"
         )
 
 

@@ -1,4 +1,8 @@
-"""Families of Hugging Face's models that our layers compute, by their ``model_type``."""
+"""Families of Hugging Face's models that our layers compute, by their ``model_type``.
+
+All that reading and writing know of a family is here. A family of your own is a further entry of
+``FAMILIES``, from your program.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Names of fields in config.json for one ``model_type``, and values that it does not name.
+    """Facts of one ``model_type``: names of fields in config.json, and values it does not name.
 
     Attributes:
         architecture: the name of the class in transformers.
@@ -20,6 +24,14 @@ class Family:
         experts: names of the field with the number of experts; the first name is written.
         expert_size: name of the field with the width of an expert.
         moe: options of ``MoEConfig`` that the family has and config.json does not name.
+        latent: whether attention is latent (MLA).
+        grouped: whether experts are chosen by groups and scaled, beside shared experts, and all
+            layers but the first ones have experts (DeepSeek-V3).
+        lists_dense_layers: whether config.json lists the layers without experts.
+        window: whether attention sees a window if config.json has ``sliding_window``.
+        later_tokens: whether files may have layers that predict the token after the next.
+        block, products: the name of the layer with experts, and those of an expert's products
+            (gate, up, down), where a file has a tensor for each expert.
         required: fields that must have the value given here if config.json has them, because our
             layers compute nothing else. A config.json that we write has these fields, too.
     """
@@ -31,10 +43,17 @@ class Family:
     experts: tuple[str, ...] = ()
     expert_size: str = "moe_intermediate_size"
     moe: Mapping[str, Any] = field(default_factory=dict)
+    latent: bool = False
+    grouped: bool = False
+    lists_dense_layers: bool = False
+    window: bool = False
+    later_tokens: bool = False
+    block: str = "mlp"
+    products: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     required: Mapping[str, Any] = field(default_factory=dict)
 
 
-FAMILIES = {
+FAMILIES: dict[str, Family] = {
     "llama": Family(architecture="LlamaForCausalLM", required={"mlp_bias": False}),
     "mixtral": Family(
         architecture="MixtralForCausalLM",
@@ -43,6 +62,9 @@ FAMILIES = {
         experts=("num_local_experts", "num_experts"),
         expert_size="intermediate_size",
         moe={"normalize_top_k": True},
+        window=True,
+        block="block_sparse_moe",
+        products=("w1", "w3", "w2"),
         # The jitter of transformers reaches the experts; our jitter reaches the router alone.
         required={"router_jitter_noise": 0.0},
     ),
@@ -50,6 +72,7 @@ FAMILIES = {
         architecture="Qwen3MoeForCausalLM",
         qk_norm="head",
         experts=("num_experts", "num_local_experts"),
+        lists_dense_layers=True,
         required={"use_sliding_window": False},
     ),
     "olmoe": Family(
@@ -64,6 +87,9 @@ FAMILIES = {
         architecture="DeepseekV3ForCausalLM",
         experts=("n_routed_experts", "num_local_experts"),
         moe={"score_function": "sigmoid", "expert_bias": True},
+        latent=True,
+        grouped=True,
+        later_tokens=True,
         required={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     ),
 }

@@ -51,13 +51,13 @@ def transformer_config(
     check_types(values)
     family = FAMILIES[name]
     length = max_sequence_length or needed(values, "max_position_embeddings")
-    _check_required(values, {**REQUIRED, **family.required}, length)
+    _check_required(values, family, length)
     moe = _read_moe(values, family) if family.experts else None
     flags = _read_moe_layers(values)
     theta, scaling = _read_rope(values, family)
     shape: dict[str, Any] = dict(num_kv_heads=values.get("num_key_value_heads"))
     shape |= dict(head_dim=values.get("head_dim"), qk_norm=family.qk_norm)
-    if name == "deepseek_v3":
+    if family.latent:
         shape = dict(latent=_read_latent(values))
     return TransformerConfig(
         hidden_size=needed(values, "hidden_size"),
@@ -119,8 +119,8 @@ def describes(values: Values, config: TransformerConfig) -> bool:
     return _canonical(read) == _canonical(config)
 
 
-def _check_required(values: Values, required: Values, length: int) -> None:
-    for name, wanted in required.items():
+def _check_required(values: Values, family: Family, length: int) -> None:
+    for name, wanted in {**REQUIRED, **family.required}.items():
         given = values.get(name, wanted)
         if (given or None) != (wanted or None):
             raise ValueError(
@@ -129,7 +129,7 @@ def _check_required(values: Values, required: Values, length: int) -> None:
                 f"moe_graphs.integrations.transformers"
             )
     window = values.get("sliding_window")
-    if values["model_type"] == "mixtral" and window is not None and window < length:
+    if family.window and window is not None and window < length:
         raise ValueError(
             f"config.json: sliding_window={window}, but our attention sees the whole sequence of "
             f"{length}: load it with max_sequence_length={window}, where that is the same"
@@ -137,10 +137,10 @@ def _check_required(values: Values, required: Values, length: int) -> None:
 
 
 def _read_moe(values: Values, family: Family) -> MoEConfig:
-    options, deepseek = dict(family.moe), values["model_type"] == "deepseek_v3"
-    options.setdefault("normalize_top_k", bool(values.get("norm_topk_prob", deepseek)))
+    options = dict(family.moe)
+    options.setdefault("normalize_top_k", bool(values.get("norm_topk_prob", family.grouped)))
     width = needed(values, family.expert_size)
-    if deepseek:
+    if family.grouped:
         groups = needed(values, "n_group")
         if groups > 1:
             options |= dict(num_groups=groups, top_k_groups=needed(values, "topk_group"))
@@ -234,11 +234,17 @@ def _read_llama3(rope: Values) -> Llama3Scaling:
 
 
 def _family_of(config: TransformerConfig) -> str:
-    if config.latent is not None:
-        return "deepseek_v3"
-    if config.moe is None:
-        return "llama"
-    return {"none": "mixtral", "head": "qwen3_moe", "full": "olmoe"}[config.qk_norm]
+    """The family that agrees with the model in most facts; the first facts weigh most."""
+
+    def agrees(name: str) -> tuple[bool, ...]:
+        family = FAMILIES[name]
+        return (
+            family.latent == (config.latent is not None),
+            bool(family.experts) == (config.moe is not None),
+            family.qk_norm == config.qk_norm,
+        )
+
+    return max(FAMILIES, key=agrees)
 
 
 def _written_moe(config: TransformerConfig, moe: MoEConfig, name: str) -> dict[str, Any]:
@@ -250,11 +256,11 @@ def _written_moe(config: TransformerConfig, moe: MoEConfig, name: str) -> dict[s
         family.expert_size: moe.ffn_hidden_size,
     }
     dense = [i for i in range(config.num_layers) if not config.is_moe_layer(i)]
-    if name != "mixtral":
+    if "normalize_top_k" not in family.moe:
         values["norm_topk_prob"] = moe.normalize_top_k
-    if name == "qwen3_moe":
+    if family.lists_dense_layers:
         values |= dict(mlp_only_layers=dense, decoder_sparse_step=1)
-    if name == "deepseek_v3":
+    if family.grouped:
         values |= dict(
             n_group=moe.num_groups or 1,
             topk_group=moe.top_k_groups or 1,

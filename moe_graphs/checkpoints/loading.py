@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe_graphs.checkpoints.families import family_name
+from moe_graphs.checkpoints.families import FAMILIES, family_name
 from moe_graphs.checkpoints.float8 import FLOAT8, SCALE, block_of, dequantised, take_scales
 from moe_graphs.checkpoints.hf_config import transformer_config
 from moe_graphs.checkpoints.shards import CONFIG, Stored, open_shard, read_headers, read_json, some
@@ -177,7 +177,7 @@ def _leave_out(
     """
     for name in [name for name in stored if _COMPUTED.search(name)]:
         del stored[name]  # tables that are computed from config.json
-    if family_name(values) != "deepseek_v3":
+    if not FAMILIES[family_name(values)].later_tokens:
         return
     more = values.get("num_nextn_predict_layers") or values.get("num_mtp_layers") or 0
     layers = range(config.num_layers, config.num_layers + more)

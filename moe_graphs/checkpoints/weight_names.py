@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from moe_graphs.checkpoints.families import Values
+from moe_graphs.checkpoints.families import FAMILIES, Family, Values
 from moe_graphs.layers.model_config import MoEConfig, TransformerConfig
 
 
@@ -107,9 +107,9 @@ def pieces(config: TransformerConfig, values: Values, *, fused: bool = False) ->
             Piece(theirs=f"{theirs}post_attention_layernorm.weight", ours=f"{ours}mlp_norm.weight")
         )
         if config.moe is not None and config.is_moe_layer(index):
-            per_expert_mixtral = values["model_type"] == "mixtral" and not fused
-            block = "block_sparse_moe." if per_expert_mixtral else "mlp."
-            found += _moe(config.moe, theirs + block, f"{ours}moe.", fused, per_expert_mixtral)
+            family = FAMILIES[values["model_type"]]
+            block = f"{theirs}{'mlp' if fused else family.block}."
+            found += _moe(config.moe, block, f"{ours}moe.", None if fused else family)
         else:
             assert config.ffn_hidden_size is not None
             found += _swiglu(f"{theirs}mlp.", f"{ours}mlp.", config.ffn_hidden_size)
@@ -154,20 +154,20 @@ def _latent_attention(
     yield Piece(theirs=f"{theirs}o_proj.weight", ours=f"{ours}out.weight")
 
 
-def _moe(moe: MoEConfig, theirs: str, ours: str, fused: bool, mixtral: bool) -> Iterator[Piece]:
+def _moe(moe: MoEConfig, theirs: str, ours: str, family: Family | None) -> Iterator[Piece]:
+    """Pieces of a layer with experts, which are stacks if ``family`` is None."""
     yield Piece(theirs=f"{theirs}gate.weight", ours=f"{ours}router.weight")
     if moe.expert_bias:
         bias = f"{theirs}gate.e_score_correction_bias"
         yield Piece(theirs=bias, ours=f"{ours}router.expert_bias")
-    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     w1, w2 = f"{ours}experts.w1", f"{ours}experts.w2"
     for expert in range(moe.num_experts):
-        if fused:
+        if family is None:
             for name, weight in (("gate_up_proj", w1), ("down_proj", w2)):
                 name = f"{theirs}experts.{name}"
                 yield Piece(theirs=name, ours=weight, expert=expert, fused=True)
             continue
-        prefix = f"{theirs}experts.{expert}."
+        prefix, (gate, up, down) = f"{theirs}experts.{expert}.", family.products
         names = [f"{prefix}{gate}.weight", f"{prefix}{up}.weight"]
         yield from _stacked(w1, names, [moe.ffn_hidden_size] * 2, expert)
         yield Piece(theirs=f"{prefix}{down}.weight", ours=w2, expert=expert)

@@ -101,7 +101,7 @@ class PlannedExchange:
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchCosts:
-    """What a plan counts for a dispatcher.
+    """Memory and bytes that a plan counts for a dispatcher.
 
     Attributes:
         stand_in: a dispatcher with the same shapes in one process, on the meta device.

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from hf_directories import CASES, LLAMA3, YARN, theirs
+from moe_graphs.checkpoints.families import FAMILIES, Family
 from moe_graphs.checkpoints.hf_config import describes, hf_config, transformer_config
+from moe_graphs.checkpoints.weight_names import pieces
 from moe_graphs.layers import (
     Llama3Scaling,
     TransformerConfig,
@@ -219,3 +221,27 @@ def test_options_of_training_alone_are_left_out():
     config = replace(olmoe_1b_7b(), hidden_dropout=0.1)
     assert transformer_config(hf_config(config)).hidden_dropout == 0.0
     assert transformer_config(hf_config(config)).moe.z_loss_coef == 0.0
+
+
+def test_a_family_of_a_users_own_is_an_entry(monkeypatch):
+    """Facts of the entry decide names of fields and tensors, and what is refused."""
+    family = Family(
+        architecture="OwnForCausalLM", qk_norm="head", experts=("my_experts",), window=True,
+        block="my_block", products=("a", "b", "c"), required={"my_flag": False},
+    )  # fmt: skip
+    monkeypatch.setitem(FAMILIES, "own", family)
+    values = {
+        **PUBLISHED[qwen3_30b_a3b],
+        "model_type": "own",
+        "my_experts": 8,
+        "num_hidden_layers": 1,
+    }
+    config = transformer_config(values)
+    assert config.moe is not None
+    assert (config.moe.num_experts, config.qk_norm) == (8, "head")
+    names = {piece.theirs for piece in pieces(config, values)}
+    assert {f"model.layers.0.my_block.experts.3.{name}.weight" for name in "abc"} <= names
+    with pytest.raises(ValueError, match="my_flag=True"):
+        transformer_config({**values, "my_flag": True})
+    with pytest.raises(ValueError, match="sliding_window=7"):
+        transformer_config({**values, "sliding_window": 7})

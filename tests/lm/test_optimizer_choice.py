@@ -71,7 +71,7 @@ def test_either_goes_on_from_the_others_checkpoint(tmp_path, first, second):
 
 
 def test_another_is_refused():
-    with pytest.raises(ValueError, match="'sgd' is not one of adamw, torch_adamw"):
+    with pytest.raises(ValueError, match="'sgd' is unknown: choose one of adamw, torch_adamw"):
         TrainSettings(steps=1, batch_size=1, sequence_length=1, learning_rate=1.0, optimizer="sgd")
 
 

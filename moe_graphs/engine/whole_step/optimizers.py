@@ -69,7 +69,12 @@ def check_capturable_flags(optimizer: Optimizer) -> None:
 
 
 def remedy_for(optimizer: Optimizer) -> str | None:
-    """The remedy for an optimizer whose step cannot be in a graph, or None if it can."""
+    """The remedy for an optimizer whose step cannot be in a graph, or None if it can.
+
+    A class outside of torch whose step reads no value on the host says ``capturable = True``.
+    """
+    if vars(type(optimizer)).get("capturable"):
+        return None
     if isinstance(optimizer, _READ_VALUES):
         return f"it reads values on the host: use {_EXAMPLE}, or step outside of the graph"
     for group in optimizer.param_groups:
@@ -80,7 +85,9 @@ def remedy_for(optimizer: Optimizer) -> str | None:
             return f"it reads its step counter on the host: {_flags(group)}"
         if "capturable" not in group and not fused:
             if isinstance(group.get("lr"), torch.Tensor):
-                return f"it reads a tensor lr on the host: {_flags(group)}"
+                own = not type(optimizer).__module__.startswith("torch.optim")
+                say = ", or say capturable = True on the class if it does not" if own else ""
+                return f"it reads a tensor lr on the host: {_flags(group)}{say}"
             if isinstance(optimizer, optim.Adagrad):
                 return f"it reads its step counter on the host: {_flags(group)}"
     return None

@@ -1,0 +1,79 @@
+"""A dispatcher and an optimizer that are not the package's, as a user writes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from moe_graphs.dispatch import Dispatched, Dispatcher, DispatchPlan, LocalDispatcher
+
+_LOCAL = LocalDispatcher()
+
+
+@dataclass(frozen=True)
+class OwnDispatcher(Dispatcher):
+    """Dispatcher that keeps all tokens here, and says that it drops some."""
+
+    name: ClassVar[str] = "own"
+    host_sync: ClassVar[bool] = False
+    drops_tokens: ClassVar[bool] = True
+
+    def local_experts(self, num_experts: int) -> range:
+        return _LOCAL.local_experts(num_experts)
+
+    def preprocess(
+        self, hidden: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int
+    ) -> DispatchPlan:
+        return _LOCAL.preprocess(hidden, weights_TK, experts_TK, num_experts)
+
+    def dispatch(self, plan: DispatchPlan) -> Dispatched:
+        return _LOCAL.dispatch(plan)
+
+    def combine(self, sums_XD: Tensor, dispatched: Dispatched, plan: DispatchPlan) -> Tensor:
+        return _LOCAL.combine(sums_XD, dispatched, plan)
+
+
+@dataclass(frozen=True)
+class OwnExchange(OwnDispatcher):
+    """Dispatcher that says that it goes between ranks, but not what it costs."""
+
+    group: Any = None
+    name: ClassVar[str] = "own_exchange"
+    between_ranks: ClassVar[bool] = True
+
+
+class OwnLion(torch.optim.Optimizer):
+    """Lion (arXiv 2302.06675), in tensors alone."""
+
+    capturable = True
+    starts_from_zeros = True
+
+    def __init__(self, params: Any, lr: Any, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=0.0))
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["momentum"] = torch.zeros_like(parameter)
+                momentum, grad = state["momentum"], parameter.grad
+                update = torch.lerp(grad, momentum, beta1).sign()
+                update.add_(parameter, alpha=group["weight_decay"])
+                parameter.sub_(update * group["lr"])
+                momentum.lerp_(grad, 1 - beta2)
+
+
+class SilentLion(OwnLion):
+    """Lion that does not say that a graph can hold its step."""
+
+
+class NoOptimizer:
+    """A class that is no optimizer."""

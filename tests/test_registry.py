@@ -1,0 +1,133 @@
+"""Names of dispatchers and optimizers: lists that are derived, and classes of a user's own."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import moe_graphs
+from lm_runs import fresh_trainer, options, small_preset
+from moe_graphs.cli import build_app
+from moe_graphs.dispatch import make_dispatcher
+from moe_graphs.lm.optimizers import make_optimizer_state
+from moe_graphs.registry import DISPATCHERS, OPTIMIZERS, Registry
+from own_parts import OwnDispatcher, OwnLion
+
+PACKAGE = Path(moe_graphs.__file__).parent
+OWN_LION, OWN_DISPATCHER = "own_parts:OwnLion", "own_parts:OwnDispatcher"
+# Files that may name one, beside the registry and the classes themselves: the choice of the fastest
+# one, and defaults.
+WHO_MAY_NAME = {
+    "lm/fastest_way.py": {"local", "all_gather", "symmetric"},
+    "lm/building.py": {"local"},
+    "lm/options.py": {"local"},
+    "lm/plan_command.py": {"all_to_all"},
+    "parallel/parallelize.py": {"all_to_all"},
+    "parallel/replicated.py": {"all_to_all"},
+    "planning/planned_step.py": {"all_to_all"},
+    "integrations/megablocks/dmoe.py": {"local"},
+}
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(build_app(), list(map(str, arguments)), env={"COLUMNS": "200"})
+
+
+def test_every_entry_is_a_class_of_its_name():
+    for name, kind in DISPATCHERS.items():
+        assert kind.name == name
+    assert all(OPTIMIZERS.values())
+
+
+def test_no_other_file_lists_dispatchers():
+    """A dispatcher is one class and one entry: names in other files would be lists to keep."""
+    names = set(DISPATCHERS) - {"local"}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        where = str(file.relative_to(PACKAGE))
+        if where.startswith("dispatch/") or where == "registry.py":
+            continue
+        constants = {
+            node.value
+            for node in ast.walk(ast.parse(file.read_text()))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        assert names & constants <= WHO_MAY_NAME.get(where, set()), where
+
+
+def test_an_entry_of_a_users_own_is_in_help_and_in_messages(monkeypatch):
+    monkeypatch.setattr(DISPATCHERS, "_places", dict(DISPATCHERS._places))
+    DISPATCHERS.add("mine", OwnDispatcher)
+    DISPATCHERS.add("mine", OwnDispatcher)  # the same once more is no error
+    assert isinstance(make_dispatcher("mine"), OwnDispatcher)
+    with pytest.raises(ValueError, match="local, padded, .*, mine .did you mean 'mine'.., or a cl"):
+        make_dispatcher("minne")
+    with pytest.raises(ValueError, match="dispatcher 'local' is taken by moe_graphs.dispatch"):
+        DISPATCHERS.add("local", OwnDispatcher)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "nowhere:Thing",
+            "'nowhere:Thing' cannot be imported (No module named 'nowhere'): its",
+        ),
+        ("own_parts:Nothing", "cannot be imported (module 'own_parts' has no attribute 'Nothing'"),
+        ("own_parts:NoOptimizer", "is no class of torch.optim.Optimizer"),
+        ("own_parts:SilentLion", "or say capturable = True on the class if it does not"),
+        ("adamx", "choose one of adamw, torch_adamw, muon (did you mean 'adamw'?)"),
+    ],
+)
+def test_a_wrong_name_is_a_line(tmp_path, name, words):
+    found = invoke("train", "--optimizer", name, "--device", "cpu", "--out", tmp_path / "run")
+    assert found.exit_code == 1
+    assert found.stderr.splitlines()[-1].startswith("error: --optimizer: ")
+    assert words in found.stderr.splitlines()[-1]
+
+
+def test_words_are_names_that_are_allowed():
+    kinds = Registry("letter", {"a": str, "b": bytes, "c": str})
+    assert kinds.words() == "a, b or c"
+    assert kinds.words(lambda kind: kind is str) == "a or c"
+    assert kinds.words(lambda kind: kind is bytes) == "b"
+
+
+def test_parts_of_a_users_own_train_in_whole_steps_bitwise_as_eagerly(text):
+    own = ["--optimizer", OWN_LION, "--dispatcher", OWN_DISPATCHER, "--learning-rate", 1e-3]
+    sizes = ["--batch-size", 2, "--sequence-length", 32, "--steps", 7, "--data", text]
+    found = invoke("train", "--device", "cpu", *own, *sizes, "--compare", "--json")
+    assert found.exit_code == 0, found.stderr
+    document = json.loads(found.stdout)
+    assert document["parameters_bitwise_equal"] is True
+    assert document["report"]["state"] == "captured"
+    assert document["eager"]["dropped"] == 0  # counted, since the class says that it drops
+
+
+def test_the_state_of_a_users_optimizer_is_made_without_a_step_of_the_weights():
+    preset = small_preset(optimizer=OWN_LION)
+    trainer = fresh_trainer(dataclasses.replace(options(), preset=preset))
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    make_optimizer_state(trainer.optimizer, trainer.settings)
+    assert isinstance(trainer.optimizer, OwnLion)
+    for parameter, old in zip(trainer.model.parameters(), before, strict=True):
+        assert torch.equal(parameter, old)
+        assert not trainer.optimizer.state[parameter]["momentum"].any()
+        assert parameter.grad is None
+    assert all(group["lr"] > 0 for group in trainer.optimizer.param_groups)
+
+
+def test_a_plan_counts_a_users_optimizer_and_refuses_a_dispatcher_without_costs():
+    common = ["plan", "--model", "tiny", "--gpus", 2, "--json"]
+    mine, ours = (invoke(*common, "--optimizer", name) for name in (OWN_LION, "adamw"))
+    assert mine.exit_code == 0, mine.stderr
+    states = [json.loads(found.stdout)["ranks"][0]["exact"]["optimizer"] for found in (mine, ours)]
+    assert 0.49 < states[0] / states[1] < 0.51
+    refused = invoke(*common, "--ep", 2, "--dispatcher", "own_parts:OwnExchange")
+    assert refused.exit_code == 1
+    assert "does not say what it costs: write OwnExchange.costs" in refused.stderr
