@@ -104,9 +104,22 @@ def test_parts_of_a_users_own_train_in_whole_steps_bitwise_as_eagerly(text):
     found = invoke("train", "--device", "cpu", *own, *sizes, "--compare", "--json")
     assert found.exit_code == 0, found.stderr
     document = json.loads(found.stdout)
+    assert document["eager"]["dropped"] == 0  # counted, since the class says that it drops
     assert document["parameters_bitwise_equal"] is True
     assert document["report"]["state"] == "captured"
-    assert document["eager"]["dropped"] == 0  # counted, since the class says that it drops
+
+
+def test_a_run_with_a_users_optimizer_goes_on_from_its_checkpoint(text, tmp_path):
+    sizes = ["--batch-size", 2, "--sequence-length", 32, "--data", text, "--device", "cpu"]
+    common = [*sizes, "--optimizer", OWN_LION, "--impl", "none", "--learning-rate", 1e-3]
+    whole = ["--steps", 4, "--checkpoint-every", 2, "--out", tmp_path / "whole"]
+    assert invoke("train", *common, *whole).exit_code == 0
+    middle = tmp_path / "whole" / "checkpoints" / "step_000002"
+    found = invoke("train", "--resume", middle, "--out", tmp_path / "again")
+    assert found.exit_code == 0, found.stderr
+    files = [tmp_path / name / "summary.json" for name in ("whole", "again")]
+    losses = [json.loads(file.read_text())["held_out_bits_per_byte"] for file in files]
+    assert losses[0] == losses[1]
 
 
 def test_the_state_of_a_users_optimizer_is_made_without_a_step_of_the_weights():

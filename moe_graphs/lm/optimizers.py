@@ -139,15 +139,31 @@ class AnyOptimizer(OptimizerChoice):
     def build(
         self, groups: list[dict[str, Any]], settings: TrainSettings, **options: Any
     ) -> Optimizer:
-        known = {"betas": (settings.beta1, settings.beta2), "fused": True, "capturable": True}
+        known: dict[str, Any] = dict(fused=True, capturable=True)
+        known["betas"] = settings.beta1, settings.beta2
         accepted = inspect.signature(self.kind).parameters
         by = {name: value for name, value in known.items() if name in accepted}
-        return self.kind(groups, lr=settings.learning_rate, **by)
+        kind: Any = self.kind
+        optimizer: Optimizer = kind(groups, lr=settings.learning_rate, **by)
+        return optimizer
 
     def complete_state(self, optimizer: Optimizer) -> None:
-        """Makes the state by a step with gradients and rates of zero, as torch's DCP does."""
-        if optimizer.state:
-            return
+        """Makes the state by a step with gradients and rates of zero, as torch's DCP does.
+
+        Raises:
+            ValueError: if a state is no tensor, which a checkpoint cannot hold.
+        """
+        if not optimizer.state:
+            self._step_of_zeros(optimizer)
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                if not isinstance(value, torch.Tensor):
+                    raise ValueError(
+                        f"optimizer: {self.kind.__name__} keeps {name!r} as "
+                        f"{type(value).__name__}, which checkpoints cannot hold: keep a tensor"
+                    )
+
+    def _step_of_zeros(self, optimizer: Optimizer) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         gradients, rates = [p.grad for p in held], [g["lr"] for g in optimizer.param_groups]
         for parameter in held:
