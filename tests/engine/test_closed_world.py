@@ -7,6 +7,7 @@ causes: 15 unseeded generators, 16 threads, 19 shared memory, 20 identity, 21 re
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import secrets
 import threading
@@ -22,6 +23,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 import moe_graphs
 from moe_graphs import FullIteration, GraphConfig, GraphError
 from refusal_runs import ENGINES, STEPS, WIDTH, Model, Scope, both, check
+from training_runs import DEVICES
+
+if importlib.util.find_spec("triton") is not None:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def doubled(x, out, n: tl.constexpr):
+        where = tl.arange(0, n)
+        tl.store(out + where, tl.load(x + where) * 2)
+
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 POOL = ThreadPoolExecutor(1)
@@ -51,12 +63,13 @@ def test_a_generator_without_a_seed_is_refused_by_name(draw, engine):
     assert report is None or not report.replayed
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @both(ENGINES)
-def test_a_generator_with_a_seed_is_replayed(engine):
+def test_a_generator_with_a_seed_is_replayed(engine, device):
     def forward(s, x):
         return s.linear(x) * random.Random(3).random() * np.random.default_rng(3).random()
 
-    named, report = check(lambda: Scope(forward=forward), engine)
+    named, report = check(lambda: Scope(forward=forward), engine, device)
     assert not named
     assert report.replayed
 
@@ -90,13 +103,14 @@ def test_work_in_another_thread_is_refused_by_name(run, engine):
     assert report is None or not report.replayed
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @both(ENGINES)
-def test_threads_beside_the_call_are_no_business_of_it(engine):
+def test_threads_beside_the_call_are_no_business_of_it(engine, device):
     done = threading.Event()
     other = threading.Thread(target=lambda: [torch.ones(2).add(1) for _ in iter(done.is_set, True)])
     other.start()
     try:
-        named, report = check(lambda: Scope(nn.Tanh()), engine)
+        named, report = check(lambda: Scope(nn.Tanh()), engine, device)
     finally:
         done.set()
         other.join()
@@ -113,6 +127,31 @@ def test_an_output_that_no_operation_made_is_refused_by_name(engine):
     named, _ = check(lambda: Scope(forward=forward), engine)
     assert len(named) == 1
     assert "no operation that was seen has made the output (2, 3, 4)" in named[0]
+
+
+@pytest.mark.gpu
+@both(ENGINES)
+def test_a_kernel_of_the_users_own_and_queries_of_the_device_are_replayed(engine):
+    """The launch and its helpers in C belong to triton and torch, which are taken for granted."""
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            out = torch.empty_like(x)
+            doubled[(1,)](x, out, 16)
+            return out
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 2
+
+    def forward(s, x):
+        assert torch.cuda.get_device_properties(x.device).multi_processor_count
+        return Doubled.apply(s.linear(x).contiguous().view(-1)[:16]).sum() + s.linear(x)
+
+    named, report = check(lambda: Scope(forward=forward), engine, "cuda")
+    assert not named
+    assert report.replayed
 
 
 # ---- 19, 20: inputs whose memory or identity others know
