@@ -122,6 +122,28 @@ def test_fp64_gradients_are_exact(device, rule):
     )
 
 
+class _Sums(TorchDispatchMode):
+    """Notes the names of operations whose result is as large as the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.shape == (VOCABULARY, WIDTH):
+            self.names.append(func.overloadpacket.__name__)
+        return out
+
+
+def test_the_first_chunk_begins_the_sum_without_a_fill(device):
+    given = example(device, torch.bfloat16, rows=600)
+    with _Sums() as sums:
+        linear_cross_entropy(*given, **chunks_of(256, torch.bfloat16))
+    made = [name for name in sums.names if name not in ("t", "detach", "_to_copy")]
+    assert made == ["mm", "addmm", "addmm"]
+
+
 class _Largest(TorchDispatchMode):
     """Notes the most elements that a tensor has which an operation returns."""
 

@@ -192,12 +192,13 @@ class _Gradients:
 
     def _add_to_weight(self, grad_NV: Tensor, hidden_ND: Tensor) -> None:
         dtype = accumulation_dtype(hidden_ND)
+        mixed = {"out_dtype": dtype} if grad_NV.is_cuda and grad_NV.dtype != dtype else {}
+        if not mixed:  # the CPU has no product with two dtypes
+            grad_NV, hidden_ND = grad_NV.to(dtype), hidden_ND.to(dtype)
         if self.of_weight is None:
-            self.of_weight = torch.zeros_like(self._weight_VD, dtype=dtype)
-        if grad_NV.is_cuda and grad_NV.dtype != dtype:  # cuBLAS adds in its epilogue
-            torch.addmm(self.of_weight, grad_NV.t(), hidden_ND, out_dtype=dtype, out=self.of_weight)
-        else:
-            self.of_weight.addmm_(grad_NV.t().to(dtype), hidden_ND.to(dtype))
+            self.of_weight = torch.mm(grad_NV.t(), hidden_ND, **mixed)
+        else:  # cuBLAS adds in its epilogue
+            torch.addmm(self.of_weight, grad_NV.t(), hidden_ND, **mixed, out=self.of_weight)
 
 
 def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
