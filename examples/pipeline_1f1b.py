@@ -17,7 +17,6 @@ import moe_graphs
 from moe_graphs.layers import LanguageModel
 from moe_graphs.lm.data import TrainingBatches, standard_library
 from moe_graphs.lm.optimizers import build_optimizer
-from moe_graphs.lm.pipelined import cross_entropy
 from moe_graphs.lm.run_presets import tiny
 
 
@@ -29,7 +28,8 @@ class Part(nn.Module):
         count = len(model.layers)
         self.layers = model.layers[rank * count // ranks : (rank + 1) * count // ranks]
         self.embedding = model.embedding if rank == 0 else nn.Identity()
-        self.head = nn.Sequential(model.norm, model.head) if rank == ranks - 1 else nn.Identity()
+        self.norm = model.norm if rank == ranks - 1 else nn.Identity()
+        self.head = model.head if rank == ranks - 1 else nn.Identity()
 
     def forward(self, entered: Tensor, aux_loss: Tensor | None = None) -> tuple[Tensor, Tensor]:
         hidden_BSD = self.embedding(entered)
@@ -38,7 +38,12 @@ class Part(nn.Module):
             output = layer(hidden_BSD)
             hidden_BSD = output.hidden_BSD
             aux_loss = aux_loss + output.aux_loss if layer.is_moe else aux_loss
-        return self.head(hidden_BSD), aux_loss
+        return self.norm(hidden_BSD), aux_loss
+
+    def loss(self, outputs: tuple[Tensor, Tensor], targets_BS: Tensor) -> Tensor:
+        """The last rank's head computes the cross entropy by chunks: no logits are whole."""
+        hidden_BSD, aux_loss = outputs
+        return self.head(hidden_BSD, targets_BS) + aux_loss.sum()
 
 
 def train(steps: int, rank: int, ranks: int, device: torch.device) -> None:
@@ -46,11 +51,8 @@ def train(steps: int, rank: int, ranks: int, device: torch.device) -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     part = Part(LanguageModel(tiny().model, device=device, dtype=dtype), rank, ranks)
     graphs = moe_graphs.graph(part, moe_graphs.GraphConfig("full"))  # whole layers, of any kind
-    schedule = Schedule1F1B(
-        PipelineStage(part, rank, ranks, device),
-        n_microbatches=8,
-        loss_fn=lambda outputs, targets: cross_entropy(outputs[0], targets) + outputs[1].sum(),
-    )
+    stage = PipelineStage(part, rank, ranks, device)
+    schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=part.loss)
     optimizer = build_optimizer(part, tiny().training)
     documents = standard_library().train_documents
     batches = TrainingBatches(documents, sequence_length=128, batch_size=16, seed=0)

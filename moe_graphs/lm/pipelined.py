@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from moe_graphs.config import SCOPE_STAGES, GraphConfig
@@ -21,8 +18,6 @@ from moe_graphs.parallel import (
     Pipeline,
     parallelize,
     pipeline_stages,
-    vocabulary_cross_entropy,
-    vocabulary_group,
 )
 
 
@@ -55,15 +50,12 @@ def pipeline_of(
 ) -> Pipeline:
     """The pipeline that runs the stages, once they have their memory."""
     rows = settings.batch_size // settings.microbatches // workers.data.size()
-    loss = functools.partial(cross_entropy, group=vocabulary_group(stages[-1]))
     return Pipeline(
         stages,
         workers.mesh,
-        loss,
         microbatches=settings.microbatches,
         microbatch_shape=(rows, settings.sequence_length // workers.layout.cp),
         schedule=schedule,
-        evaluation_loss_fn=functools.partial(loss, reduction="sum"),
     )
 
 
@@ -85,19 +77,3 @@ def scopes_of_stages(config: GraphConfig, here: LanguageModel, whole: LanguageMo
 def _stages_of(model: LanguageModel) -> set[str]:
     layers: list[Any] = list(model.layers)
     return {stage.name for layer in layers for stage in layer.stages()}
-
-
-def cross_entropy(
-    logits_BSV: Tensor,
-    targets_BS: Tensor,
-    group: dist.ProcessGroup | None = None,
-    *,
-    reduction: str = "mean",
-) -> Tensor:
-    """Cross entropy in fp32, in nats; targets of -100 do not count.
-
-    ``group`` has the ranks that share the columns.
-    """
-    return vocabulary_cross_entropy(
-        logits_BSV.flatten(0, 1), targets_BS.flatten(), group, reduction=reduction
-    )

@@ -23,11 +23,13 @@ class ModelStage(nn.Module):
 
     Attributes:
         hidden_dtype: dtype of the hidden states that go from stage to stage.
+        returns_logits: whether a last stage that has targets returns its logits in spite of them.
     """
 
     embedding: nn.Module | None
     norm: nn.Module | None
     head: nn.Module | None
+    returns_logits = False
 
     def __init__(
         self,
@@ -46,11 +48,20 @@ class ModelStage(nn.Module):
         self.layers = numbered_layers({number: model.layers[number] for number in numbers})
         self.norm, self.head = (model.norm, model.head) if last else (None, None)
 
-    def forward(self, entered: Tensor, aux_weight_1: Tensor) -> Tensor:
+    def forward(
+        self,
+        entered: Tensor,
+        aux_weight_1: Tensor,
+        targets_BS: Tensor | None = None,
+        summed_BS: Tensor | None = None,
+    ) -> Tensor:
         """Compute hidden states or logits from tokens ``[B, S]`` or hidden states ``[B, S, D]``.
 
         Args:
             aux_weight_1: gradient of this stage's aux losses, one number.
+            targets_BS: with them the last stage computes their mean cross entropy by chunks; its
+                logits are never whole.
+            summed_BS: with these targets it computes the sum instead.
 
         Raises:
             ValueError: the hidden states have another dtype than the next stage expects.
@@ -69,7 +80,11 @@ class ModelStage(nn.Module):
                 hidden_BSD = _WithAuxLoss.apply(hidden_BSD, aux_loss, aux_weight_1)
                 self._dropped += dropped
             if self.norm is not None and self.head is not None:
-                return self.head(self.norm(hidden_BSD))
+                if self.returns_logits:
+                    return self.head(self.norm(hidden_BSD))
+                if summed_BS is not None:
+                    return self.head(self.norm(hidden_BSD), summed_BS, "sum")
+                return self.head(self.norm(hidden_BSD), targets_BS)
         if hidden_BSD.dtype != self.hidden_dtype:
             raise ValueError(
                 f"hidden_dtype: the next stage expects {self.hidden_dtype} and the hidden states "

@@ -3,7 +3,7 @@
     stages = pipeline_stages(model, config, mesh)     # in place
     for stage in stages:
         parallelize(stage, config, mesh)
-    pipeline = Pipeline(stages, mesh, loss_fn, microbatches=8, microbatch_shape=(2, 4096))
+    pipeline = Pipeline(stages, mesh, microbatches=8, microbatch_shape=(2, 4096))
     loss, dropped = pipeline.forward_backward(inputs_BS, targets_BS)
 
 Schedules and communication are those of ``torch.distributed.pipelining``.
@@ -28,6 +28,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
 )
 
+from moe_graphs.kernels.precision import accumulation_dtype
 from moe_graphs.layers import LanguageModel
 from moe_graphs.parallel.layout import ParallelConfig
 from moe_graphs.parallel.model_stage import ModelStage, numbered_layers
@@ -141,8 +142,12 @@ class Pipeline:
 
     Args:
         stages: the result of ``pipeline_stages``, in its order, after ``parallelize``.
-        loss_fn: computes the mean loss of a microbatch.
-        evaluation_loss_fn: loss function of ``evaluate`` (default: ``loss_fn``).
+        loss_fn: computes the mean loss of a microbatch from its logits. By default the last stage
+            computes the cross entropy, as ``LanguageModel`` does, and logits are never whole. It
+            makes the gradient of the head's weight in its forward, so with ``gpipe`` all
+            microbatches hold one until their backward.
+        evaluation_loss_fn: loss function of ``evaluate`` (default: ``loss_fn``; without one the
+            sum over targets instead of the mean).
         microbatch_shape: number and length of a rank's sequences; with ``cp`` the length of its
             part.
         schedule: one of ``SCHEDULES``; several stages need "interleaved_1f1b".
@@ -160,7 +165,7 @@ class Pipeline:
         self,
         stages: Sequence[ModelStage],
         mesh: DeviceMesh,
-        loss_fn: Loss,
+        loss_fn: Loss | None = None,
         *,
         microbatches: int,
         microbatch_shape: tuple[int, int],
@@ -170,6 +175,8 @@ class Pipeline:
     ) -> None:
         ranks = mesh["pp"]
         check_schedule(schedule, ranks.size(), len(stages), microbatches)
+        if loss_fn is None and evaluation_loss_fn is not None:
+            raise ValueError("evaluation_loss_fn: it takes logits, so pass a loss_fn, too")
         self.stages, self.microbatches = tuple(stages), microbatches
         self.device = next(stages[0].parameters()).device
         self._weight_M = torch.full((microbatches,), 1 / microbatches, device=self.device)
@@ -184,19 +191,21 @@ class Pipeline:
         }
 
         def run_by(kind: Any, loss: Loss) -> Any:
-            made = [
-                _stage_of_torch(stage, number, len(stages), ranks, microbatch_shape, self.device)
-                for number, stage in enumerate(stages)
-            ]
+            given = len(stages), ranks, microbatch_shape, self.device
+            made = [_stage_of_torch(stage, n, *given) for n, stage in enumerate(stages)]
             self._of_torch += made
-            given = made if len(made) > 1 else made[0]
-            return kind(given, microbatches, loss_fn=loss, scale_grads=False)
+            several = made if len(made) > 1 else made[0]
+            return kind(several, microbatches, loss_fn=loss, scale_grads=False)
 
-        def weighted(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-            return self._scale(self._noted(loss_fn(logits_BSV, targets_BS)) / microbatches)
+        for stage in stages:
+            stage.returns_logits = loss_fn is not None
+        loss_of = loss_fn or _loss_of_stage
 
-        def evaluated(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-            return self._noted((evaluation_loss_fn or loss_fn)(logits_BSV, targets_BS))
+        def weighted(left: Tensor, targets_BS: Tensor) -> Tensor:
+            return self._scale(self._noted(loss_of(left, targets_BS)) / microbatches)
+
+        def evaluated(left: Tensor, targets_BS: Tensor) -> Tensor:
+            return self._noted((evaluation_loss_fn or loss_of)(left, targets_BS))
 
         self.schedule = run_by(kinds[schedule], weighted)
         self._trained = list(self._of_torch)
@@ -218,15 +227,19 @@ class Pipeline:
             (0 on all stages but the last), and the dropped tokens of this rank's stages.
         """
         target, weight_M = targets_BS if self.is_last else None, self._scale(self._weight_M)
-        # Both branches call `schedule.step` directly: if it were read into a variable, whole steps
-        # would compare every attribute `step`, also a trainer's counter.
+        # Both branches call `schedule.step` directly and without `**`: if it were read first, whole
+        # steps would compare every attribute `step`, also a trainer's counter.
         if self.stages[0].embedding is not None:
             tokens_BS = inputs_BS.contiguous()
             self.schedule.step(
-                tokens_BS, target=target, return_outputs=False, aux_weight_1=weight_M
-            )
+                tokens_BS, target=target, return_outputs=False,
+                aux_weight_1=weight_M, targets_BS=targets_BS,
+            )  # fmt: skip
         else:
-            self.schedule.step(target=target, return_outputs=False, aux_weight_1=weight_M)
+            self.schedule.step(
+                target=target, return_outputs=False,
+                aux_weight_1=weight_M, targets_BS=targets_BS,
+            )  # fmt: skip
         losses = self._end()
         if not self.memory:
             received = [r for s in self._trained for r in _received_by(s)]
@@ -245,9 +258,9 @@ class Pipeline:
         """
         target = targets_BS if self.is_last else None
         data = (inputs_BS.contiguous(),) if self.stages[0].embedding is not None else ()
-        options = {"return_outputs": False, "aux_weight_1": self._weight_M}
+        options = {"aux_weight_1": self._weight_M, "summed_BS": targets_BS}
         with torch.no_grad():
-            self._evaluation.eval(*data, target=target, **options)
+            self._evaluation.eval(*data, target=target, return_outputs=False, **options)
         losses = self._end()
         for stage in self.stages:
             stage.take_dropped_tokens()
@@ -266,6 +279,11 @@ class Pipeline:
 
     def _or_zero(self, losses: list[Tensor], together: Callable[[Tensor], Tensor]) -> Tensor:
         return together(torch.stack(losses)) if losses else torch.zeros((), device=self.device)
+
+
+def _loss_of_stage(loss: Tensor, targets_BS: Tensor) -> Tensor:
+    """The loss that the last stage has computed itself."""
+    return loss
 
 
 def _stage_of_torch(
@@ -294,6 +312,8 @@ def _stage_of_torch(
         entered = torch.empty(shape, dtype=torch.int64, device="meta")
     if stage.head is not None:
         left = floats(logits, stage.logits_dtype(device))
+    if stage.head is not None and not stage.returns_logits:
+        left = floats((), accumulation_dtype(left))
     return PipelineStage(
         stage,
         ranks.get_local_rank() + number * ranks.size(),

@@ -127,7 +127,6 @@ def schedule_of(
         pipeline = Pipeline(
             divided(model, layout, step, mesh),
             mesh,
-            lambda logits_BSV, targets_BS: logits_BSV.mean(),
             microbatches=step.microbatches,
             microbatch_shape=(step.sequences, step.sequence_length),
             schedule=step.schedule,

@@ -35,6 +35,8 @@ class RankPlan:
             a weight's first dimension, for experts their number.
         exact: bytes that are held between two steps, and gradients.
         estimated: peak bytes of each kind of memory that is allocated and freed within a step.
+        per_layer: bytes that one microbatch keeps from forward to backward, by part: the embedding,
+            one dense layer, one MoE layer, the head with norm and loss.
         wire: bytes received from other ranks in a step.
         within_graph: peak bytes of gradients and ``estimated`` together, which are in a graph's
             pool if whole steps are graphs.
@@ -46,6 +48,7 @@ class RankPlan:
     padding: float
     exact: dict[str, int] = field(hash=False)
     estimated: dict[str, int] = field(hash=False)
+    per_layer: dict[str, int] = field(hash=False)
     wire: dict[str, int] = field(hash=False)
     within_graph: int
     memory: int
@@ -136,7 +139,7 @@ def _rank_plan(
             by_schedule = {"sent": count}  # a stage sends as much as it receives
         elif layout.pp > 1:
             sending = hidden if stage.layers.start else 0
-            by_schedule = {"sending": sending, "returned": memory.logits}
+            by_schedule = {"sending": sending}
         groups = list(stage.groups.values())
         costs.append(StageCosts(memory, stage.parts, groups, **by_schedule))
     found = step_memory(order, costs, deferred=layout.pp > 1)
@@ -155,6 +158,7 @@ def _rank_plan(
         rank.padding,
         exact,
         estimated,
+        _per_layer(memories),
         _wire(config, layout, step, rank, memories, found, sum(arriving)),
         found.peak,
         sum(exact.values()) - exact["gradients"] + found.peak + shared,
@@ -172,11 +176,19 @@ def _estimated(
     around = [most_around(stage.parts, deferred=deferred) for stage in rank.stages]
     return {
         **{name: sum(each[name] for each in around) for name in around[0]},
-        "activations": found.activations - found.logits,
-        "logits": found.logits,
+        "activations": found.activations,
         "copies of weights (autocast)": found.weight_copies,
         "temporaries": max(each.memory.temporaries for each in costs),
     }
+
+
+def _per_layer(memories: Sequence[MicrobatchMemory]) -> dict[str, int]:
+    """The largest of each part in any stage of the rank."""
+    found: dict[str, int] = {}
+    for memory in memories:
+        for part, size in memory.per_layer.items():
+            found[part] = max(found.get(part, 0), size)
+    return found
 
 
 def _expert_rows(config: TransformerConfig, layout: ParallelConfig, step: PlannedStep) -> int:

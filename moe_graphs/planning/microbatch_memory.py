@@ -2,7 +2,7 @@
 
 The forward and backward can run on real tensors or on fake ones, which have shapes and no memory.
 
-Shapes: B sequences, S sequence, D model, V vocabulary.
+Shapes: B sequences, S sequence, D model.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moe_graphs.layers import LanguageModel
-from moe_graphs.parallel import ModelStage, vocabulary_cross_entropy, vocabulary_group
+from moe_graphs.parallel import ModelStage
 
 
 class Moment(NamedTuple):
@@ -49,11 +49,11 @@ class MicrobatchMemory:
     receives do not count.
 
     Attributes:
-        activations: bytes kept from forward to backward, logits included.
+        activations: bytes kept from forward to backward.
         weight_copies: bytes of weights cast by autocast, which are kept as well, once per use.
         temporaries: bytes besides activations and copies at the peak.
-        logits: bytes of the logits, part of ``activations``. Their gradient takes as many of
-            ``temporaries``.
+        per_layer: activations by part: "embedding", "head", and "dense layer" and "MoE layer", of
+            which it is one layer's (the largest).
         moments: peak bytes at each moment.
         received: bytes that arrive from other ranks, by the name of the process group.
     """
@@ -61,7 +61,7 @@ class MicrobatchMemory:
     activations: int
     weight_copies: int
     temporaries: int
-    logits: int
+    per_layer: Mapping[str, int] = field(hash=False)
     moments: Mapping[Moment, int] = field(hash=False)
     received: Mapping[str, int] = field(hash=False)
 
@@ -88,11 +88,11 @@ def microbatch_memory(
         autocast: dtype to compute in; None for the dtype of the parameters.
     """
     with _cast(entered.device.type, autocast):
-        kept, copies, logits = _kept(model, entered)
+        kept, copies, per_layer = _kept(model, entered)
         live = _watched(model, entered)
     alone = max(live.peaks.values())
     temporaries = max(0, alone - kept - copies)
-    return MicrobatchMemory(kept, copies, temporaries, logits, live.peaks, live.received)
+    return MicrobatchMemory(kept, copies, temporaries, per_layer, live.peaks, live.received)
 
 
 def parts_of(model: nn.Module) -> list[str]:
@@ -109,49 +109,80 @@ def part_of(name: str) -> str:
     return f"layers.{rest[0]}" if first == "layers" else first.replace("norm", "head")
 
 
-def _forward(
-    model: LanguageModel | ModelStage, entered: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Run the forward of a model or of a stage.
+def _forward(model: LanguageModel | ModelStage, entered: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Run the forward of a model or of a stage; with targets, so logits are never whole.
 
     Returns:
-        The tensor that the backward begins with; the logits or None; and a stage's output, which a
-        pipeline holds until the end of the backward, or None for a model.
+        The tensor that the backward begins with; and the hidden states that a pipeline holds until
+        the end of the backward, or None for a model and for the last stage.
     """
     if isinstance(model, ModelStage):
-        left = model(entered, torch.ones(1, device=entered.device))
-        if model.head is None:
-            return left, None, left
         tokens = entered.new_zeros(entered.shape[:2], dtype=torch.int64)
-        return _loss(model, left, tokens), left, left
-    output = model(entered, entered)  # with targets its logits are never whole
-    return output.loss + output.aux_loss, None, None
+        left = model(entered, torch.ones(1, device=entered.device), tokens)
+        return left, left if model.head is None else None
+    output = model(entered, entered)
+    return output.loss + output.aux_loss, None
 
 
-def _loss(model: nn.Module, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-    rows = logits_BSV.flatten(0, 1), targets_BS.flatten()
-    return vocabulary_cross_entropy(*rows, vocabulary_group(model))
-
-
-def _kept(model: LanguageModel | ModelStage, entered: Tensor) -> tuple[int, int, int]:
-    """Bytes of activations, of copies of weights, and of logits."""
+def _kept(model: LanguageModel | ModelStage, entered: Tensor) -> tuple[int, int, dict[str, int]]:
+    """Bytes of activations, of copies of weights, and of activations by part."""
     owned = {_key(tensor) for tensor in (*model.parameters(), *model.buffers(), entered)}
-    found: dict[int, Any] = {}
+    found: dict[int, tuple[Any, str]] = {}
+    at = [parts_of(model)[0]]
 
     def pack(tensor: Tensor) -> Tensor:
         if _key(tensor) not in owned:
             storage = tensor.untyped_storage()
-            found[storage._cdata] = storage
+            found.setdefault(storage._cdata, (storage, at[0]))
         return tensor
 
     live = _LiveStorages({_key(parameter) for parameter in model.parameters()})
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), live:
-        _, logits, left = _forward(model, entered)
+    saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with _telling_parts(model, lambda part: at.__setitem__(0, part)), saving, live:
+        _, left = _forward(model, entered)
         if left is not None:
             pack(left)
-    copies = sum(s.nbytes() for key, s in found.items() if key in live.casts)
-    total = sum(storage.nbytes() for storage in found.values())
-    return total - copies, copies, 0 if logits is None else logits.untyped_storage().nbytes()
+    copies, by_part = 0, Counter[str]()
+    for key, (storage, part) in found.items():
+        if key in live.casts:
+            copies += storage.nbytes()
+        else:
+            by_part[part] += storage.nbytes()
+    return by_part.total(), copies, _of_one_layer(model, by_part)
+
+
+def _of_one_layer(model: LanguageModel | ModelStage, by_part: Mapping[str, int]) -> dict[str, int]:
+    """Bytes by part, with the largest of each kind of layer in place of all layers."""
+    found: dict[str, int] = {}
+    for part, size in by_part.items():
+        kind, _, number = part.partition(".")
+        if number:
+            kind = "MoE layer" if model.config.is_moe_layer(int(number)) else "dense layer"
+        found[kind] = max(found.get(kind, 0), size)
+    return found
+
+
+@contextlib.contextmanager
+def _telling_parts(
+    model: LanguageModel | ModelStage, entering: Callable[[str], None]
+) -> Iterator[None]:
+    """Context in which ``entering`` gets the name of each part whose forward begins."""
+
+    def tell(part: str, *_: Any) -> None:
+        entering(part)
+
+    layers = [(f"layers.{number}", layer) for number, layer in model.layers.named_children()]
+    parts = [("embedding", model.embedding), *layers, ("norm", model.norm)]
+    hooks = [
+        part.register_forward_pre_hook(functools.partial(tell, part_of(name)))
+        for name, part in parts
+        if part is not None
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _watched(model: LanguageModel | ModelStage, entered: Tensor) -> _LiveStorages:
@@ -162,24 +193,18 @@ def _watched(model: LanguageModel | ModelStage, entered: Tensor) -> _LiveStorage
         parameter.grad = None
         live.begin(Moment(number, backward=True, graded=True))
 
-    def enter(number: int, *_: Any) -> None:
-        live.begin(Moment(number))
+    def enter(part: str) -> None:
+        live.begin(Moment(numbers[part]))
 
     hooks: list[Any] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             dropped = functools.partial(drop, numbers[part_of(name)])
             hooks.append(parameter.register_post_accumulate_grad_hook(dropped))
-    layers = [(f"layers.{number}", layer) for number, layer in model.layers.named_children()]
-    for name, part in [("embedding", model.embedding), *layers, ("norm", model.norm)]:
-        if part is not None:
-            entering = functools.partial(enter, numbers[part_of(name)])
-            hooks.append(part.register_forward_pre_hook(entering))
     gradient = _arriving(model, entered)
     try:
-        with live:
-            begun, *left = _forward(model, entered)
-            del left[0]
+        with live, _telling_parts(model, enter):
+            begun, _held = _forward(model, entered)
             live.begin(Moment(len(numbers) - 1, backward=True))
             begun.backward(gradient)
     finally:

@@ -27,6 +27,10 @@ def plan_table(plan: LayoutPlan) -> Table:
     pool = format_bytes(rank.within_graph)
     table.add_row("of it in a graph's pool", pool, "--impl full_iteration")
     table.add_section()
+    for part, size in rank.per_layer.items():
+        which = "the" if part in ("embedding", "head") else "a"
+        table.add_row(f"kept by {which} {part}", format_bytes(size), "by one microbatch")
+    table.add_section()
     for name, size in rank.wire.items():
         if size:
             table.add_row(name, format_bytes(size), "received in a step")

@@ -19,12 +19,11 @@ The kind is ``F``, ``B``, ``UNSHARD`` (the whole stage is gathered) or ``RESHARD
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Bytes of a stage; the last three are tensors that variables of torch's schedules hold.
+    """Bytes of a stage; the last two are tensors that variables of torch's schedules hold.
 
     Attributes:
         parts, groups: as in ``WeightsAround``.
         sending: gradient that is being sent, from the end of a backward to the end of the next one.
-        returned: logits, from the end of a backward to the end of the next forward.
         sent: messages of a microbatch, from the end of its backward to the end of the step.
     """
 
@@ -32,7 +31,6 @@ class StageCosts:
     parts: Sequence[Part]
     groups: Sequence[int]
     sending: int = 0
-    returned: int = 0
     sent: int = 0
 
 
@@ -43,14 +41,13 @@ class StepMemory:
     Attributes:
         peak: peak bytes besides those held between steps, gradients included.
         in_flight: for each stage, the largest number of microbatches between forward and backward.
-        activations, logits, weight_copies: peak bytes over all microbatches in flight.
+        activations, weight_copies: peak bytes over all microbatches in flight.
         gathers: for each stage and part, how often a step gathers it.
     """
 
     peak: int
     in_flight: tuple[int, ...]
     activations: int
-    logits: int
     weight_copies: int
     gathers: tuple[tuple[int, ...], ...]
 
@@ -87,7 +84,6 @@ def step_memory(
         peak=peak,
         in_flight=tuple(max(counts) for counts in zip(*flights, strict=True)),
         activations=most("activations"),
-        logits=most("logits"),
         weight_copies=most("weight_copies"),
         gathers=tuple(
             tuple(each.gathers[part] for part in range(len(each.costs.parts))) for each in states
@@ -122,7 +118,6 @@ class _Stage:
         """Finish a microbatch's forward or backward; return the peak bytes within it."""
         self.in_flight -= backward
         beside = self.costs.sending if self.over else 0
-        beside += self.costs.returned if self.over and not backward else 0
         peak = self._kept() + beside + self._within(backward)
         every = range(len(self.costs.parts))
         self.gather(set(every))

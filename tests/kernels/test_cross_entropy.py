@@ -8,7 +8,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from moe_graphs.kernels import cross_entropy
-from moe_graphs.lm import pipelined
 
 
 def example(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,12 +32,6 @@ def test_is_torchs_bit_for_bit(dtype, reduction):
         lambda x, targets: functional.cross_entropy(x.float(), targets, reduction=reduction)
     )
     assert all(map(torch.equal, ours, plain))
-
-
-def test_the_trainers_loss_of_sequences():
-    logits, targets = example()
-    loss = pipelined.cross_entropy(logits.view(3, 4, 50), targets.view(3, 4), reduction="sum")
-    assert torch.equal(loss, functional.cross_entropy(logits, targets, reduction="sum"))
 
 
 def test_other_ignored_targets_and_none_that_count():

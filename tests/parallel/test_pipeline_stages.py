@@ -36,7 +36,7 @@ from training_runs import tiny_model
 LAYERS, WHOLE, GRAPHED_STEPS = 4, 2, 6
 OF_TWO: list[dict[str, Any]] = [
     {"pp": 2},
-    {"pp": 2, "schedule": "gpipe"},
+    {"pp": 2, "schedule": "gpipe", "whole_logits": True},
     {"pp": 2, "schedule": "interleaved_1f1b", "stages": 2},
 ]
 # All layers have experts, since otherwise some rank's stages would have none.

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from moe_graphs.cli import build_app
@@ -15,6 +16,7 @@ from moe_graphs.layers.architectures import qwen3_235b_a22b
 from moe_graphs.parallel import ParallelConfig
 from moe_graphs.planning.layout_plan import RankPlan, plan_layout
 from moe_graphs.planning.microbatch_memory import microbatch_memory
+from moe_graphs.planning.plan_table import plan_table
 from moe_graphs.planning.planned_step import PlannedStep
 from planned_layouts import LLAMA_CONFIG, MOE
 
@@ -29,7 +31,6 @@ def planned(config: TransformerConfig, layout: ParallelConfig, step: PlannedStep
 def test_shared_tensors_leave_less_of_everything():
     alone = planned(MOE, ParallelConfig(), replace(ON_CPU, on_gpus=True))
     shared = planned(MOE, ParallelConfig(tp=2), replace(ON_CPU, on_gpus=True))
-    assert shared.estimated["logits"] == alone.estimated["logits"] // 2
     assert 0.5 < shared.estimated["activations"] / alone.estimated["activations"] < 0.95
     assert shared.padding == 0
 
@@ -52,15 +53,30 @@ def test_activations_are_those_of_a_real_forward(config):
         (output.loss + output.aux_loss).backward()
     real = sum(storage.nbytes() for storage in kept.values())
     plan = planned(config, ParallelConfig(), ON_CPU)
-    predicted = plan.estimated["activations"] + plan.estimated["logits"]
+    predicted = plan.estimated["activations"]
     assert predicted == pytest.approx(real, rel=0.05)
     # The numbers are the same on real tensors as on fake ones, also the backward's temporaries.
     counted = microbatch_memory(model, tokens_BS)
     assert counted.activations == predicted
-    assert counted.temporaries == plan.estimated["temporaries"] > counted.logits
+    assert counted.temporaries == plan.estimated["temporaries"] > 0
     # Gradients are complete only when the activations have been freed.
     beside = sum(plan.exact.values()) - plan.exact["gradients"]
     assert counted.peak <= plan.memory - beside < counted.peak + plan.exact["gradients"]
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"), [(DENSE, "dense layer"), (replace(MOE, moe_layers="all"), "MoE layer")]
+)
+def test_activations_of_a_layer_are_what_one_more_layer_adds(config, kind):
+    fewer, more = (
+        planned(replace(config, num_layers=count), ParallelConfig(), ON_CPU) for count in (2, 3)
+    )
+    added = more.estimated["activations"] - fewer.estimated["activations"]
+    assert more.per_layer[kind] == added > 0
+    assert set(more.per_layer) <= {"embedding", "head", kind}
+    table = Console(record=True, width=120)
+    table.print(plan_table(plan_layout(config, ParallelConfig(), ON_CPU)))
+    assert f"kept by a {kind}" in table.export_text()
 
 
 def test_activations_grow_with_what_is_sent_to_a_rank():
@@ -133,7 +149,6 @@ def test_ranks_that_share_sequences():
     long = replace(step, sequence_length=8)
     small = planned(DENSE, ParallelConfig(dp_shard=4), long).estimated
     # A rank has as many tokens, and keeps the received tensors besides the sent ones.
-    assert shared.estimated["logits"] == small["logits"]
     assert small["activations"] < shared.estimated["activations"] < alone.estimated["activations"]
     with pytest.raises(ValueError, match=r"3 ranks \(cp\) cannot share 32 tokens"):
         planned(DENSE, ParallelConfig(cp=3), step)

@@ -157,7 +157,6 @@ def test_the_bubble():
 def test_first_middle_and_last_ranks_differ():
     first, *middle, last = ranks_of(4, replace(STEP, on_gpus=True))
     table = 96 * 32 * 4
-    assert first.estimated["logits"] == 0 < last.estimated["logits"]
     assert middle[0].exact["parameters"] == middle[1].exact["parameters"]
     assert last.exact["parameters"] - middle[0].exact["parameters"] == table + 32 * 4
     message = 2 * 32 * 32 * 4  # fp32, as between layers under autocast

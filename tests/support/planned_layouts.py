@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
-from moe_graphs.lm.pipelined import cross_entropy
 from moe_graphs.lm.trainer import autocast_of
 from moe_graphs.parallel import (
     ParallelConfig,
@@ -21,7 +20,6 @@ from moe_graphs.parallel import (
     make_mesh,
     parallelize,
     pipeline_stages,
-    vocabulary_group,
 )
 from moe_graphs.planning.planned_step import PlannedStep
 
@@ -81,7 +79,6 @@ def laid_out(model: LanguageModel, device: str, layout: ParallelConfig, step: Pl
         pipeline = Pipeline(
             stages,
             mesh,
-            lambda *given: cross_entropy(*given, vocabulary_group(stages[-1])),
             microbatches=step.microbatches,
             microbatch_shape=shape,
             schedule=step.schedule,
@@ -97,8 +94,7 @@ def laid_out(model: LanguageModel, device: str, layout: ParallelConfig, step: Pl
     def run(tokens_BS: Tensor) -> None:
         for part_BS in tokens_BS.chunk(step.microbatches):
             with context():
-                output = model(part_BS)
-            loss = cross_entropy(output.logits_BSV, part_BS, vocabulary_group(model))
-            (loss + output.aux_loss).backward()
+                output = model(part_BS, part_BS)
+            (output.loss + output.aux_loss).backward()
 
     return Laid(run, tokens, mesh, None)

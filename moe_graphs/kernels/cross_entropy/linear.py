@@ -192,11 +192,13 @@ class _Gradients:
 
     def _add_to_weight(self, grad_NV: Tensor, hidden_ND: Tensor) -> None:
         dtype = accumulation_dtype(hidden_ND)
-        mixed = {"out_dtype": dtype} if grad_NV.is_cuda and grad_NV.dtype != dtype else {}
-        if not mixed:  # the CPU has no product with two dtypes
+        is_mixed = grad_NV.is_cuda and grad_NV.dtype != dtype
+        mixed: dict[str, Any] = {"out_dtype": dtype} if is_mixed else {}
+        if not is_mixed:  # the CPU has no product with two dtypes
             grad_NV, hidden_ND = grad_NV.to(dtype), hidden_ND.to(dtype)
-        if self.of_weight is None:
-            self.of_weight = torch.mm(grad_NV.t(), hidden_ND, **mixed)
+        if self.of_weight is None:  # with `out`, since autocast would round the product
+            self.of_weight = torch.empty_like(self._weight_VD, dtype=dtype)
+            torch.mm(grad_NV.t(), hidden_ND, **mixed, out=self.of_weight)
         else:  # cuBLAS adds in its epilogue
             torch.addmm(self.of_weight, grad_NV.t(), hidden_ND, **mixed, out=self.of_weight)
 
