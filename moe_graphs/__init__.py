@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from moe_graphs.engine.partial.plan import CallMemory, ChunkMemory, MemoryPlan
     from moe_graphs.engine.report import Report, ScopeReport
     from moe_graphs.engine.whole_step.full_iteration import FullIteration, FullIterationReport
-    from moe_graphs.errors import CaptureError, GraphError, GraphWarning, NonFiniteError
+    from moe_graphs.errors import CaptureError, CheckError, GraphError, GraphWarning, NonFiniteError
     from moe_graphs.pipelines.schedule import Schedule, Span
     from moe_graphs.profiling.floors import Floor, Rates, measure_rates
     from moe_graphs.profiling.profiler import profile_graphs, profile_step
@@ -36,6 +36,7 @@ __all__ = [
     "Action",
     "CallMemory",
     "CaptureError",
+    "CheckError",
     "ChunkMemory",
     "DeviceStep",
     "ExponentialMovingAverage",
@@ -84,7 +85,7 @@ _HOMES = {
     "engine.partial.graphs": ("Graphs", "graph"),
     "engine.partial.plan": ("CallMemory", "ChunkMemory", "MemoryPlan"),
     "engine.whole_step.full_iteration": ("FullIteration", "FullIterationReport"),
-    "errors": ("CaptureError", "GraphError", "GraphWarning", "NonFiniteError"),
+    "errors": ("CaptureError", "CheckError", "GraphError", "GraphWarning", "NonFiniteError"),
     "engine.callables.order": ("Action",),
     "pipelines.schedule": ("Schedule", "Span"),
     "profiling.floors": ("Floor", "Rates", "measure_rates"),

@@ -9,6 +9,13 @@ class CaptureError(GraphError):
     """A capture failed. The model is eager again, as if the capture had not been tried."""
 
 
+class CheckError(GraphError):
+    """A check in a replayed forward has failed (``assert``, ``if ...: raise``).
+
+    Eager would have raised there. The outcome is read one step late.
+    """
+
+
 class NonFiniteError(GraphError):
     """A training step left values that are not finite.
 

@@ -63,6 +63,11 @@ _HOST_READ = (
     "(torch.where in place of if), read them outside of what is captured, or choose scopes that "
     "leave this module out"
 )
+_OTHER = (
+    "that is neither an input nor a parameter or buffer of the model, and that no guard finds, and "
+    "a graph would keep reading its address: register it as a buffer, pass it as an argument, or "
+    "name it in FullIteration(state=...)"
+)
 _LOOP_OVER_EXPERTS = " (MoELayer.from_experts converts a loop over experts: docs/own_block.md)"
 
 
@@ -275,16 +280,18 @@ class Trace(Operations):
     Args:
         device: the device of the graphs. Operations on other devices do not concern a graph.
         known: memory from outside whose reads are noted: inputs, parameters, buffers.
-        strict: whether to refuse reads of any other memory that no operation of this block made,
-            because its address would be baked into a graph.
+        strict: whether other memory is noted that no operation of this block made, because its
+            address would be baked into a graph.
         inputs: tensors that the block must not modify, by name.
         generators: the random number generators that a graph knows, besides the default ones.
         refuse: whether to refuse what a graph cannot have; otherwise writes are only noted.
         before: the snapshot that gets what is written outside of the block, to put it back.
+        before_others: the snapshot for this, if it is only to get what is written of ``others``.
 
     Attributes:
-        read: addresses of the known memory that was read, or written.
+        read: addresses of memory from outside that was read, or written.
         written: addresses of the memory from outside that was written.
+        others: what was read of memory that is not known, by address, each with its refusal.
 
     Raises:
         CaptureError: inside the block, with operation and source line.
@@ -300,9 +307,11 @@ class Trace(Operations):
         generators: Sequence[torch.Generator] = (),
         refuse: bool = True,
         before: Snapshot | None = None,
+        before_others: Snapshot | None = None,
     ) -> None:
         super().__init__()
         self._device, self._strict, self._refuse, self._before = device, strict, refuse, before
+        self._before_others = before_others
         self._known = {address(tensor) for tensor in known}
         self._inputs = {address(t): name for name, t in inputs.items() if t.numel()}
         defaults = (torch.default_generator, *torch.cuda.default_generators)
@@ -313,6 +322,7 @@ class Trace(Operations):
         self._host_reads = _RefuseHostReads(self._from_python)
         self.read: set[int] = set()
         self.written: set[int] = set()
+        self.others: dict[int, tuple[Tensor, str]] = {}  # it stays alive, so its address stays
         self._resizes = noting_resizes(self._allocated)
 
     def __enter__(self) -> Trace:
@@ -327,7 +337,24 @@ class Trace(Operations):
         self._resizes.__exit__(None, None, None)
         if self._refuse:
             self._host_reads.__exit__(*exception)
-        self._before = None  # this object lives longer than the copies are needed
+        # This object lives longer than the copies are needed.
+        self._before = self._before_others = None
+
+    def check_others(self, guarded: Iterable[Tensor]) -> list[Tensor]:
+        """Checks that guards compare all unknown memory that was read; returns it.
+
+        Args:
+            guarded: tensors that guards compare and hold, such as plain attributes and caches.
+
+        Raises:
+            CaptureError: for memory that no guard compares, with operation and source line.
+        """
+        found = {where: each for each in guarded if (where := address(each)) in self.others}
+        missing = [message for where, (_, message) in self.others.items() if where not in found]
+        self.others = {where: (each, "") for where, each in found.items()}
+        if missing:
+            raise CaptureError(missing[0])
+        return list(found.values())
 
     def _allocated(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         if nbytes:
@@ -349,7 +376,7 @@ class Trace(Operations):
         """
         for output in tensor_leaves(outputs) if self._strict else ():
             is_strided = output.device.type == self._device.type and address(output) != 0
-            if is_strided and address(output) not in self._made | self._known:
+            if is_strided and address(output) not in self._made | self._known | self.others.keys():
                 raise CaptureError(
                     f"no operation that was seen has made the output {tuple(output.shape)}: "
                     f"another thread may have, or a cache or numpy, and a replay would hand out "
@@ -410,13 +437,13 @@ class Trace(Operations):
             if where in self._known:
                 self.read.add(where)
             elif self._strict and tensor.numel() and where not in self._made:
-                _refuse(
-                    operation,
-                    f"reads a tensor {tuple(tensor.shape)} that is neither an input nor a "
-                    f"parameter or buffer of the model, and a graph would keep reading its "
-                    f"address: register it as a buffer, pass it as an argument, or name it in "
-                    f"FullIteration(state=...)",
-                )
+                self.read.add(where)
+                if where not in self.others:
+                    shape = tuple(tensor.shape)
+                    self.others[where] = (
+                        tensor,
+                        _named(operation, f"reads a tensor {shape} {_OTHER}"),
+                    )
 
     def _keep_what_is_written(self, func: Any, args: tuple, kwargs: dict) -> None:
         for tensor in _written_arguments(func, args, kwargs):
@@ -430,9 +457,11 @@ class Trace(Operations):
                     f"{func.overloadpacket}, {MODIFIED_INPUT}"
                 )
             key = (where, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-            if self._before is not None and key not in self._kept:
+            before = self._before_others if where in self.others else None
+            before = self._before or before
+            if before is not None and key not in self._kept:
                 self._kept.add(key)
-                self._before.keep(tensor)
+                before.keep(tensor)
 
 
 @functools.cache
@@ -492,8 +521,11 @@ def mismatch_of_memory(
 
 
 def _refuse(operation: Any, problem: str) -> None:
-    line = source_line(traceback.extract_stack())
-    raise CaptureError(f"{operation} {problem}, at {line}")
+    raise CaptureError(_named(operation, problem))
+
+
+def _named(operation: Any, problem: str) -> str:
+    return f"{operation} {problem}, at {source_line(traceback.extract_stack())}"
 
 
 class _RefuseHostReads(TorchFunctionMode):

@@ -29,8 +29,9 @@ class TrialRun:
     Args:
         known: memory from outside that the block may read.
         before: the snapshot that gets what the block writes; None if the caller has one already.
+        before_others: the snapshot of memory that the caller's snapshot does not know, or None.
         inputs: tensors that the block must not modify, by name.
-        strict: whether reads of any other memory from outside are refused.
+        strict: whether reads of any other memory from outside are noted (``Trace.others``).
         behind: the trial run of the forward, if the block is its backward.
         in_step: whether the block is a whole step.
 
@@ -49,6 +50,7 @@ class TrialRun:
         known: Iterable[Tensor] = (),
         *,
         before: Snapshot | None = None,
+        before_others: Snapshot | None = None,
         inputs: Mapping[str, Tensor] = MappingProxyType({}),
         strict: bool = True,
         behind: TrialRun | None = None,
@@ -62,6 +64,7 @@ class TrialRun:
             inputs=inputs,
             generators=backend.generators if behind is None else (),
             before=before,
+            before_others=before_others,
         )
         if behind is not None:
             self.trace.goes_on_from(behind.trace)

@@ -38,6 +38,7 @@ class Scope(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.gain, self.gains, self.offset = 1.0, [1.0], None
         self.register_buffer("calls", torch.zeros(()))
+        self.number, self.total, self.mean = 0, torch.zeros(()), torch.zeros(())
         self.row = row.forward
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -79,6 +80,22 @@ class Row:
 
 def _draw(scope: Scope, x: torch.Tensor) -> torch.Tensor:
     return plain(scope, x) * random.random()
+
+
+def _leave(scope: Scope, x: torch.Tensor) -> torch.Tensor:
+    scope.left = x.detach().mean()
+    return plain(scope, x)
+
+
+def _count_calls(scope: Scope, x: torch.Tensor) -> torch.Tensor:
+    scope.number += 1
+    return plain(scope, x)
+
+
+def _check(scope: Scope, x: torch.Tensor) -> torch.Tensor:
+    if x.isnan().any():
+        raise ValueError("not a number")
+    return plain(scope, x)
 
 
 def _count(scope: Scope, x: torch.Tensor) -> torch.Tensor:
@@ -128,6 +145,12 @@ def _unchanged_hooks() -> contextlib.AbstractContextManager:
 ROWS = {
     "values are loaded in place": Row(change=_load),
     "dropout draws new numbers": Row(lambda s, x: nn.functional.dropout(plain(s, x), 0.5)),
+    "a tensor is left in an attribute": Row(_leave),
+    "an average is assigned": Row(lambda s, x: setattr(s, "mean", s.mean * 0.9 + x.detach().mean())
+                                  or plain(s, x) + s.mean),
+    "a plain tensor is written": Row(lambda s, x: plain(s, x) + s.total.add_(x.detach().mean())),
+    "Python that counts calls": Row(_count_calls),
+    "a check of a value": Row(_check),
     "a number of a module": Row(change=lambda m: setattr(m.scope, "gain", 3.0), eager="attribute"),
     "a list of a module": Row(change=lambda m: m.scope.gains.__setitem__(0, 3.0),
                               eager="attribute"),

@@ -104,11 +104,21 @@ def test_what_a_graph_cannot_have_is_refused_and_nothing_stays_watched(block, me
 
 def test_memory_that_nobody_knows_is_refused_only_where_the_run_is_strict():
     foreign = torch.ones(2)
-    with TrialRun(backend(), strict=False):
+    with TrialRun(backend(), strict=False) as run:
+        doubled(foreign)
+    assert run.trace.check_others([]) == []
+    with TrialRun(backend()) as run:
         doubled(foreign)
     with pytest.raises(CaptureError, match="neither an input nor a parameter"):
-        with TrialRun(backend()):
-            doubled(foreign)
+        run.trace.check_others([torch.ones(2)])
+
+
+def test_memory_that_guards_compare_is_known():
+    foreign = torch.ones(2)
+    with TrialRun(backend()) as run:
+        doubled(foreign)
+    assert run.trace.check_others([torch.ones(2), foreign]) == [foreign]
+    assert run.trace.read
 
 
 def test_backwards_that_always_differ_end_the_trial_runs(monkeypatch):

@@ -60,15 +60,14 @@ def with_aux(m, x, e):
     return e.case.use(m, x).square().mean() + 0.1 * m.sc.aux_loss
 
 
-def and_logs(what: Callable[[Any], Any]) -> Callable[..., Any]:
-    """A loss after which the script reads what the forward has left."""
+def logs(what: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Code between steps that reads what the last forward has left."""
 
-    def loss(m, x, e):
-        found = e.case.use(m, x).square().mean()
-        e.kept.append(what(m.sc))
-        return found
+    def between(m, e, i):
+        if i > 0:
+            e.log.append(what(m.sc))
 
-    return loss
+    return between
 
 
 def aux_loss(s, x):
@@ -82,40 +81,40 @@ def last(s, x):
     return s.last.relu()
 
 
-served("an auxiliary loss is left", aux_loss, "scf", loss=with_aux, init=has(aux_loss=scalar))
-served("an auxiliary loss is left where there was none", aux_loss, "scf", loss=with_aux)
-served("an auxiliary loss is None before", aux_loss, "scf", loss=with_aux,
+served("an auxiliary loss is left", aux_loss, loss=with_aux, init=has(aux_loss=scalar))
+served("an auxiliary loss is left where there was none", aux_loss, loss=with_aux)
+served("an auxiliary loss is None before", aux_loss, loss=with_aux,
        init=has(aux_loss=lambda: None))  # fmt: skip
-served("an auxiliary loss is left and not used", aux_loss, "scf")
-served("an auxiliary loss is a buffer", aux_loss, "scf", init=buffer(aux_loss=scalar),
+served("an auxiliary loss is left and not used", aux_loss, "c")
+served("an auxiliary loss is a buffer", aux_loss, init=buffer(aux_loss=scalar),
        loss=with_aux)  # fmt: skip
-served("the hidden state is left", last, "scf", loss=and_logs(lambda s: s.last.detach().clone()))
+served("the hidden state is left", last, "c", between=logs(lambda s: s.last.detach().clone()))
 served("the hidden state is left without history", lambda s, x: setattr(s, "last", s.l(x).detach())
-       or s.l(x), "scf", loss=and_logs(lambda s: s.last))  # fmt: skip
-served("the input is left", lambda s, x: setattr(s, "seen", x) or s.l(x), "scf",
-       loss=and_logs(lambda s: s.seen.detach().clone()))  # fmt: skip
+       or s.l(x), between=logs(lambda s: s.last))  # fmt: skip
+served("the input is left", lambda s, x: setattr(s, "seen", x) or s.l(x),
+       between=logs(lambda s: s.seen.detach().clone()))  # fmt: skip
 served("several attributes are left", lambda s, x: setattr(s, "a", s.l(x)) or setattr(
-    s, "b", s.a.detach().sum(-1)) or s.a, "scf",
+    s, "b", s.a.detach().sum(-1)) or s.a,
     loss=lambda m, x, e: m.sc(m.pre(x)).mean() + m.sc.a.square().sum() + m.sc.b.sum())  # fmt: skip
 served("a dictionary of tensors is left", lambda s, x: setattr(
-    s, "stats", {"mean": x.detach().mean(), "max": x.detach().amax()}) or s.l(x), "scf",
-    loss=and_logs(lambda s: dict(s.stats)))  # fmt: skip
-served("a list of tensors is left", lambda s, x: setattr(s, "hidden", [x.detach(), s.l(x)])
-       or s.hidden[1], "scf",
+    s, "stats", {"mean": x.detach().mean(), "max": x.detach().amax()}) or s.l(x),
+    between=logs(lambda s: dict(s.stats)))  # fmt: skip
+served("a list of tensors is left", lambda s, x: setattr(s, "hidden", [x, s.l(x)])
+       or s.hidden[1],
        loss=lambda m, x, e: m.sc(m.pre(x)).mean() + m.sc.hidden[1].square().mean())  # fmt: skip
 served("an entry of a dictionary is left", lambda s, x: s.stats.update(mean=x.detach().mean())
-       or s.l(x), "scf", init=has(stats=dict),
-       loss=and_logs(lambda s: s.stats["mean"]))  # fmt: skip
+       or s.l(x), init=has(stats=dict),
+       between=logs(lambda s: s.stats["mean"]))  # fmt: skip
 served("an attribute of a part is left", lambda s, x: setattr(s.l, "norm", x.detach().norm())
-       or s.l(x), "scf", loss=and_logs(lambda s: s.l.norm))  # fmt: skip
-served("a shape is left beside a tensor", lambda s, x: setattr(s, "last", x.detach()) or setattr(
-    s, "shape", tuple(x.shape)) or s.l(x), "scf", loss=and_logs(lambda s: s.shape))  # fmt: skip
+       or s.l(x), between=logs(lambda s: s.l.norm))  # fmt: skip
+served("a shape is left beside a tensor", lambda s, x: setattr(s, "last", x.mean()) or setattr(
+    s, "shape", tuple(x.shape)) or s.l(x), "c", between=logs(lambda s: s.shape))  # fmt: skip
 served("a tensor is left in a global list", lambda s, x: LAST.__setitem__(0, x.detach().sum())
        or s.l(x), "scf", start=lambda m, e: LAST.__setitem__(0, None),
-       loss=and_logs(lambda s: LAST[0]))  # fmt: skip
-served("an attribute is left and taken away outside", aux_loss, "scf", loss=with_aux,
+       between=logs(lambda s: LAST[0]))  # fmt: skip
+served("an attribute is left and taken away outside", aux_loss, loss=with_aux,
        update=lambda m, e, i: (m.zero_grad(), delattr(m.sc, "aux_loss")))  # fmt: skip
-served("an attribute is used by the step alone", lambda s, x: s.l(x), "f",
+served("an attribute is used by the step alone", lambda s, x: s.l(x),
        step=lambda m, x, e: (setattr(m, "loss", e.case.loss(m, x, e)), m.loss.backward(),
                              m.loss.detach())[-1])  # fmt: skip
 
@@ -149,22 +148,22 @@ def grows(s, x):
     return s.l(x) * s.table[: x.shape[-1]]
 
 
-served("a mask in a dictionary", mask_of(lambda s: s.cache, halves), "scf", init=has(cache=dict))
-served("a mask in a global dictionary", mask_of(lambda s: CACHE, halves), "scf",
+served("a mask in a dictionary", mask_of(lambda s: s.cache, halves), init=has(cache=dict))
+served("a mask in a global dictionary", mask_of(lambda s: CACHE, halves),
        start=lambda m, e: CACHE.clear())  # fmt: skip
-served("positions made at the first call", lazy, "scf", init=has(positions=lambda: None))
-served("a table that grows", grows, "scf", init=has(table=lambda: torch.ones(1)))
-served("a plain tensor", lambda s, x: s.l(x) * s.scale, "scf", init=has(scale=lambda: halves(4)))
-served("a plain tensor that is filled between steps", lambda s, x: s.l(x) * s.scale, "scf",
+served("positions made at the first call", lazy, init=has(positions=lambda: None))
+served("a table that grows", grows, init=has(table=lambda: torch.ones(1)))
+served("a plain tensor", lambda s, x: s.l(x) * s.scale, init=has(scale=lambda: halves(4)))
+served("a plain tensor that is filled between steps", lambda s, x: s.l(x) * s.scale,
        init=has(scale=lambda: halves(4)),
        between=lambda m, e, i: m.sc.scale.fill_(0.1 * i))  # fmt: skip
 served("a plain tensor written in place", lambda s, x: s.seen.add_(x.detach().mean()) * s.l(x),
-       "scf", init=has(seen=scalar))  # fmt: skip
-served("a global tensor", lambda s, x: s.l(x) * MASK, "scf")
-served("a tensor in a list", lambda s, x: s.l(x) * s.scales[1], "scf",
+       init=has(seen=scalar))  # fmt: skip
+served("a global tensor", lambda s, x: s.l(x) * MASK)
+served("a tensor in a list", lambda s, x: s.l(x) * s.scales[1],
        init=has(scales=lambda: [MASK, halves(4)]))  # fmt: skip
-served("a tensor in the closure", (lambda scale: lambda s, x: s.l(x) * scale)(halves(4)), "scf")
-served("a tensor as a default", lambda s, x, scale=MASK: s.l(x) * scale, "scf")
+served("a tensor in the closure", (lambda scale: lambda s, x: s.l(x) * scale)(halves(4)))
+served("a tensor as a default", lambda s, x, scale=MASK: s.l(x) * scale)
 served("a buffer that is in no state_dict", lambda s, x: s.l(x) * s.scale,
        init=lambda s: s.register_buffer("scale", halves(4), persistent=False))  # fmt: skip
 
@@ -195,23 +194,23 @@ class Counter:
         self.n += 1
 
 
-served("a counter", counts, "scf", init=has(calls=int))
-served("a counter of another form", counts_longhand, "scf", init=has(calls=int))
-served("a counter of a helper object", lambda s, x: s.counter.count() or s.l(x), "scf",
+served("a counter", counts, init=has(calls=int))
+served("a counter of another form", counts_longhand, init=has(calls=int))
+served("a counter of a helper object", lambda s, x: s.counter.count() or s.l(x),
        init=has(counter=Counter), between=lambda m, e, i: e.log.append(m.sc.counter.n))  # fmt: skip
 served("a counter in a dictionary", lambda s, x: s.n.__setitem__("calls", s.n["calls"] + 1)
        or s.l(x), "scf", init=has(n=lambda: {"calls": 0}))  # fmt: skip
 served("a counter that is read", counts_and_asks, "scf", init=has(calls=int))
-served("a counter that is reset between steps", counts, "scf", init=has(calls=int),
+served("a counter that is reset between steps", counts, init=has(calls=int),
        between=lambda m, e, i: setattr(m.sc, "calls", 0) if i == 5 else None)  # fmt: skip
 served(
     "a counter in a buffer", counts, init=buffer(calls=lambda: torch.zeros((), dtype=torch.long))
 )
-served("a counter in a plain tensor", counts, "scf",
+served("a counter in a plain tensor", counts,
        init=has(calls=lambda: torch.zeros((), dtype=torch.long)))  # fmt: skip
 served("a counter in a buffer is read", lambda s, x: counts(s, x) / s.calls,
        init=buffer(calls=scalar))  # fmt: skip
-served("a buffer is assigned one more", counts_longhand, "scf",
+served("a buffer is assigned one more", counts_longhand,
        init=buffer(calls=lambda: torch.zeros((), dtype=torch.long)))  # fmt: skip
 
 
@@ -235,17 +234,17 @@ def average_under_no_grad(s, x):
     return h
 
 
-served("an average buffer is assigned", average, "scf", init=buffer(ema=row))
-served("an average attribute is assigned", average, "scf", init=has(ema=row))
+served("an average buffer is assigned", average, init=buffer(ema=row))
+served("an average attribute is assigned", average, init=has(ema=row))
 served("an average buffer is changed in place", average_in_place, init=buffer(ema=row))
-served("an average attribute is changed in place", average_in_place, "scf", init=has(ema=row))
-served("an average is assigned under no_grad", average_under_no_grad, "scf", init=buffer(ema=row))
+served("an average attribute is changed in place", average_in_place, init=has(ema=row))
+served("an average is assigned under no_grad", average_under_no_grad, init=buffer(ema=row))
 served("the last state goes into the next", lambda s, x: setattr(
-    s, "state", torch.tanh(s.l(x) + s.state).detach()) or s.l(x) * s.state, "scf",
+    s, "state", torch.tanh(s.l(x) + s.state).detach()) or s.l(x) * s.state,
     init=has(state=lambda: torch.zeros(3, WIDTH)))  # fmt: skip
-served("an average is read outside", average, "scf", init=buffer(ema=row),
-       loss=and_logs(lambda s: s.ema))  # fmt: skip
-served("an average is replaced between steps", average, "scf", init=buffer(ema=row),
+served("an average is read outside", average, init=buffer(ema=row),
+       between=logs(lambda s: s.ema))  # fmt: skip
+served("an average is replaced between steps", average, init=buffer(ema=row),
        between=lambda m, e, i: setattr(m.sc, "ema", row()) if i == 5 else None)  # fmt: skip
 
 
@@ -303,9 +302,9 @@ def returns_early(s, x):
     return s.l(x)
 
 
-served("an assertion", asserts, "scf")
-served("an assertion with a message", asserts_with_a_message, "scf")
-served("a check that raises", raises, "scf")
+served("an assertion", asserts)
+served("an assertion with a message", asserts_with_a_message)
+served("a check that raises", raises)
 served("a branch on a value", returns_early, "scf")
 
 
@@ -331,10 +330,10 @@ def categorical(s, x):
     return found.logits * found.entropy().unsqueeze(-1)
 
 
-served("a normal distribution", sample, "scf")
-served("a density", log_probability, "scf")
-served("a divergence", divergence, "scf")
-served("a categorical distribution", categorical, "scf")
+served("a normal distribution", sample)
+served("a density", log_probability)
+served("a divergence", divergence)
+served("a categorical distribution", categorical)
 
 
 # ---- layers of torch

@@ -300,7 +300,7 @@ class CallableGraphs:
 
     def _capture(self, plan: Plan, calls: Sequence[ScopeCall], options: CaptureOptions) -> None:
         ranks = Ranks(self.model)
-        measured, communicating = self._try(calls, options, ranks)
+        calls, measured, communicating = self._try(calls, options, ranks)
         ranks_of = dict.fromkeys(communicating, ranks)
         memory = memory_plan(plan, measured, options.split)
         # Guards are made after a first run: a table that it makes is no change.
@@ -332,8 +332,13 @@ class CallableGraphs:
 
     def _try(
         self, calls: Sequence[ScopeCall], options: CaptureOptions, ranks: Ranks
-    ) -> tuple[dict[int, CallMemory], set[int]]:
-        """Trial runs of all calls: each one's memory, and the numbers of those that communicate."""
+    ) -> tuple[list[ScopeCall], dict[int, CallMemory], set[int]]:
+        """Trial runs of all calls.
+
+        Gives the calls with all of their inputs, each one's memory, and the numbers of those that
+        communicate.
+        """
+        calls = list(calls)
         measured: dict[int, CallMemory] = {}
         communicating = set()
         trials = Trials(self.model, self.backend)
@@ -345,13 +350,13 @@ class CallableGraphs:
                     if fp8.is_enabled():
                         trials.make_ready(call)
                     tried = trials.forward_and_backward(call, runs=options.trials)
-                measured[number] = tried.memory
+                calls[number], measured[number] = tried.call, tried.memory
                 if tried.groups:
                     ranks.join(tried.groups)
                     communicating.add(number)
         if options.after_trials is not None:
             options.after_trials()
-        return measured, communicating
+        return calls, measured, communicating
 
     def install(self) -> None:
         for graphed in self.graphed:
@@ -367,6 +372,15 @@ class CallableGraphs:
         return report_of(
             self.backend, modules, state, self.graphed, self.captured, took, self.fallbacks
         )
+
+    def check(self) -> None:
+        """Waits for the outcomes of all checks of values (``assert``) in replays.
+
+        Raises:
+            CheckError: for the first one that has failed.
+        """
+        for graphed in self.graphed:
+            graphed.scope.assigned.deferred.poll(waiting=True)
 
     def release(self) -> None:
         """Gives modules their own forward back and frees the graphs' memory. Idempotent."""
@@ -390,6 +404,9 @@ class GraphedCallable(GraphedScope):
         self._release = graphs.release
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        deferred = self.scope.assigned.deferred
+        if deferred.now or deferred.waiting:
+            deferred.poll()
         if self.graphs.captured is None:
             raise GraphError(f"{self.scope.name} was reset: make graphed callables again")
         return super().__call__(*args, **kwargs)

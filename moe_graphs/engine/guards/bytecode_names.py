@@ -14,6 +14,7 @@ import functools
 import gc
 import importlib
 import inspect
+import itertools
 import os
 import pathlib
 import re
@@ -21,6 +22,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -216,6 +218,13 @@ _SEEDING = {
 
 
 _OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
+_LOADS_A_VARIABLE = ("LOAD_FAST", "STORE_FAST_LOAD_FAST")
+_OF_OWNERS = {
+    "LOAD_FAST",
+    "LOAD_FAST_BORROW",
+    "COPY",
+    "SWAP",
+}  # they find the object of an attribute
 _TEMPLATES = {"format", "format_map", "attrgetter", "methodcaller"}  # their strings contain names
 _JOIN = {"join", "format"}  # they put names together
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
@@ -358,6 +367,18 @@ class AccessedNames:
         more.values_of_modules |= names
         new = more.values - self.values or more.names - self.names or more.code.keys() - self.code
         return AccessedNames.together(self, more) if new else None
+
+    @property
+    def loaded(self) -> set[str]:
+        """Names that some code may read before it assigns them."""
+        return set().union(*map(_loaded_by, self.code))
+
+    @property
+    def counted(self) -> set[str]:
+        """Attributes to which the code only adds numbers."""
+        found = set().union(*map(_counted_by, self.code))
+        return {n for n in found if all(n in _counted_by(c) or n not in _names_of(c)
+                                        for c in self.code)}  # fmt: skip
 
     def names_of_the_user(self) -> set[str]:
         """Names that the user's own code mentions."""
@@ -609,11 +630,6 @@ def _called_methods_of(code: types.CodeType) -> frozenset[str]:
 @functools.cache
 def _values_of(code: types.CodeType) -> frozenset[str]:
     """Names that the code mentions otherwise than to call a method."""
-    strings = {value for value in _constants(code.co_consts) if isinstance(value, str)}
-    if _TEMPLATES.isdisjoint(code.co_names):
-        strings = {name for value in strings for name in names_in(value)}
-    else:
-        strings = {name for value in strings for name in re.findall(r"\w+", value)}
     named = {
         i.argval
         for i in dis.get_instructions(code)
@@ -623,7 +639,75 @@ def _values_of(code: types.CodeType) -> frozenset[str]:
     puts_together = "BUILD_STRING" in operations or not _JOIN.isdisjoint(code.co_names)
     if "MATCH_CLASS" in operations or ("getattr" in code.co_names and puts_together):
         named.add("__dict__")  # any attribute may be read
-    return frozenset(named) | frozenset(code.co_freevars) | strings
+    return frozenset(named) | frozenset(code.co_freevars) | _strings_of(code)
+
+
+@functools.cache
+def _strings_of(code: types.CodeType) -> frozenset[str]:
+    """Names in the code's strings."""
+    strings = {value for value in _constants(code.co_consts) if isinstance(value, str)}
+    if _TEMPLATES.isdisjoint(code.co_names):
+        return frozenset(name for value in strings for name in names_in(value))
+    return frozenset(name for value in strings for name in re.findall(r"\w+", value))
+
+
+@functools.cache
+def _loaded_by(code: types.CodeType) -> frozenset[str]:
+    """Names that the code mentions, without attributes that it always assigns before it reads."""
+    instructions = list(dis.get_instructions(code))
+    owners: dict[str, set[Any]] = {}
+    first: dict[str, dis.Instruction] = {}
+    for before, each in itertools.pairwise(instructions):
+        if each.opcode in dis.hasname:
+            first.setdefault(each.argval, each)
+            owner = before.argval if before.opname.startswith(_LOADS_A_VARIABLE) else each.offset
+            owners.setdefault(each.argval, set()).add(_last(owner))
+    written = set(chain.from_iterable(map(_variables_written, instructions)))
+    around = [(i.offset, i.argval) for i in instructions if i.opcode in dis.hasjrel]
+    around += [(entry.start, entry.target) for entry in dis.Bytecode(code).exception_entries]
+    assigned = {
+        name
+        for name, each in first.items()
+        if each.opname == "STORE_ATTR"
+        and len(owners[name]) == 1
+        and owners[name].isdisjoint(written)
+        and not any(start < each.offset < end for start, end in around)
+    }
+    return _names_of(code) - (assigned - _strings_of(code))
+
+
+@functools.cache
+def _counted_by(code: types.CodeType) -> frozenset[str]:
+    """Attributes that the code mentions only in ``self.n += 1`` or ``self.n = self.n + 1``."""
+    instructions = [i for i in dis.get_instructions(code) if i.opname not in _OF_OWNERS]
+    at = {n: i.argval for n, i in enumerate(instructions) if i.opcode in dis.hasname}
+    counted: set[int] = set()
+    for number, each in enumerate(instructions[:-3]):
+        one, add, store = instructions[number + 1 : number + 4]
+        if (
+            each.opname == "LOAD_ATTR"
+            and type(one.argval) is int
+            and add.opname == "BINARY_OP"
+            and add.argrepr in ("+", "+=", "-", "-=")
+            and store.opname == "STORE_ATTR"
+            and store.argval == each.argval
+        ):
+            counted |= {number, number + 3}
+    others = {name for number, name in at.items() if number not in counted}
+    return frozenset(at[number] for number in counted) - others - _strings_of(code)
+
+
+def _variables_written(instruction: dis.Instruction) -> tuple[str, ...]:
+    if not instruction.opname.startswith("STORE_FAST"):
+        return ()
+    argval = instruction.argval
+    variables = argval if isinstance(argval, tuple) else (argval,)
+    return variables[:1] if "LOAD" in instruction.opname else variables
+
+
+def _last(variables: Any) -> Any:
+    """The last one of the variables of an instruction that loads several."""
+    return variables[-1] if isinstance(variables, tuple) else variables
 
 
 def _loads_a_method(instruction: dis.Instruction) -> bool:

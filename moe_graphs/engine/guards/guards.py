@@ -281,6 +281,7 @@ class Guards:
         roots, accessed, read_addresses, everything, tensor_names: as of ``Walk``.
         tensors: path -> more tensors whose address matters.
         outside: modules whose own hooks run outside of the block.
+        assigned: entries of dictionaries that the block assigns (``Assigned.compared``).
         sharded: whether the hooks of ``fully_shard`` may run inside.
     """
 
@@ -294,10 +295,12 @@ class Guards:
         tensors: Mapping[str, Tensor] = _NOTHING,
         tensor_names: Mapping[int, str] = _NOTHING,
         outside: Iterable[nn.Module] = (),
+        assigned: Mapping[int, Mapping[Any, Any]] = _NOTHING,
         sharded: bool = False,
     ) -> None:
         self._outside, self._sharded = {id(module) for module in outside}, sharded
         self._arguments = (dict(roots), accessed, frozenset(read_addresses), dict(everything))
+        self._assigned = assigned
         self._tensor_names, self._more = dict(tensor_names), dict(tensors)
         self._noisy: set[int] = set()
         self._begin()
@@ -464,7 +467,7 @@ class Guards:
             self._arguments = (roots, more, *others)
 
     def _walk(self) -> Reachable:
-        return Walk(*self._arguments, self._tensor_names).found
+        return Walk(*self._arguments, self._tensor_names, self._assigned).found
 
     def _is_new(self, name: str) -> bool:
         return name not in self._found.leaves

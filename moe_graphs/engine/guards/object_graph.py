@@ -205,6 +205,7 @@ class Walk:
         accessed: which code ran. None: every attribute is followed, whatever its name.
         read_addresses: addresses of the memory that operations have read.
         everything: roots that are followed through all of their attributes (an optimizer).
+        assigned: entries of dictionaries that the code assigns, by the id of the dictionary.
     """
 
     def __init__(
@@ -214,6 +215,7 @@ class Walk:
         read_addresses: frozenset[int] | set[int] = frozenset(),
         everything: Mapping[str, Any] = types.MappingProxyType({}),
         tensor_names: Mapping[int, str] = types.MappingProxyType({}),
+        assigned: Mapping[int, Mapping[Any, Any]] = types.MappingProxyType({}),
     ) -> None:
         self.found = Reachable()
         self._reads, self._names = accessed, accessed.names
@@ -228,7 +230,7 @@ class Walk:
         self._whole_modules = {"own"} if by_user else set()
         self._looks_up_data = accessed.looks_up_data
         self._read_addresses = read_addresses
-        self._tensor_names = tensor_names
+        self._tensor_names, self._assigned = tensor_names, assigned
         self._roots = {id(root) for root in roots.values()}
         # id -> (its first path, the object, whether all of its attributes are followed).
         self._first: dict[int, tuple[str, Any, bool]] = {}
@@ -390,7 +392,9 @@ class Walk:
         for place in (module._parameters, module._buffers):
             if ran or everything:
                 self._entries(place, name, None, everything)
-                own = {_join(name, key): t for key, t in place.items() if t is not None}
+                assigned = self._assigned.get(id(place), ())
+                tensors = ((k, t) for k, t in place.items() if t is not None and k not in assigned)
+                own = {_join(name, key): t for key, t in tensors}
                 self.found.tensors.update(own)
             else:
                 read = {k for k, t in place.items() if _is_read(t, self._read_addresses)}
@@ -401,6 +405,8 @@ class Walk:
         self, place: dict, name: str, names: frozenset[str] | set[str] | None, everything: bool
     ) -> None:
         """Entries of a module's dictionaries, which share one name space."""
+        if id(place) in self._assigned:
+            names = self._without_assigned(place, name, names)
         container = Container(place, name, None if names is None else frozenset(names))
         self.found.containers.append(container)
         contents = container.contents()
@@ -409,6 +415,20 @@ class Walk:
             self.found.orders[what] = f"{self.found.orders.get(what, '')}[{order}]"
         for key, child in reversed(contents.items()):
             self._push(child, _join(name, key), everything)
+
+    def _without_assigned(
+        self, place: dict, name: str, names: frozenset[str] | set[str] | None
+    ) -> frozenset:
+        """The names except those that the code assigns. Notes what it may ask of the old values."""
+        assigned = self._assigned[id(place)]
+        for each in assigned.values():
+            if each.is_read and not each.is_input:
+                asked = f"what code can ask of {each.name}"
+                self._cell(Cell(each.asked, None, asked, is_copy=True), False)
+        if names is None:
+            read = functools.partial(tuple, place)
+            self._cell(Cell(read, None, f"the names in {name}", is_copy=True), False)
+        return frozenset(place if names is None else names) - assigned.keys()
 
     def _forward_of(self, kind: type) -> None:
         """Notes the forward that modules of this class run, which may be patched."""
@@ -424,7 +444,9 @@ class Walk:
         elements = Elements(value)
         if len(elements) > _TOO_MANY:
             return self._too_large(name, len(elements))
-        self.found.containers.append(Container(value, name))
+        assigned = self._assigned.get(id(value), {})
+        names_left = self._without_assigned(value, name, None) if assigned else None
+        self.found.containers.append(Container(value, name, names_left))
         self._note(f"{name}.__class__", type(value))
         if isinstance(value, collections.defaultdict):
             read = functools.partial(getattr, value, "default_factory")
@@ -434,6 +456,8 @@ class Walk:
         if not everything:  # optimizers make their state in the order of first use
             self.found.orders[f"the order of {name}"] = ", ".join(names)
         for key, shown, child in reversed(list(zip(keys, names, elements, strict=True))):
+            if key in assigned:
+                continue
             self._push(child, f"{name}[{shown}]", everything)
             if isinstance(key, str):
                 self._may_be_a_name(key)

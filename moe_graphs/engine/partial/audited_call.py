@@ -134,7 +134,7 @@ class AuditedCall:
         try:
             with aliases.installed(), hooks, comparison:
                 output, exit = call.run(own)
-            buffers = list(recorder.model.buffers())
+            buffers = [*recorder.model.buffers(), *forward.conditions.others]
             ran = CapturedForward(call, own, output, exit, aliases, saved, buffers)
             flat, structure = pytree.tree_flatten(output)
             of_leaves, produced, open = ran.opened(flat)

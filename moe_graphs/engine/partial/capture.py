@@ -120,9 +120,10 @@ class Recorder:
             guards.check_hooks()
             guards.check_keys()
             self.trials.check_identities(call, guards)
+            others = tuple(tried.run.trace.check_others(guards.tensors))
             written = [tensor for tensor, _ in tried.written]
             expected = Expected(tried, Snapshot(self.backend, values=written))
-            objects, conditions = Snapshot(guards=[guards]), ReplayConditions(guards, state)
+            objects, conditions = Snapshot(guards=[guards]), ReplayConditions(guards, state, others)
             with references_of_the_engine(slot.leases()):
                 self._capture_forward(slot, site, call, expected, conditions)
             for lease in site.leases:
@@ -166,7 +167,7 @@ class Recorder:
             differing = differing_op(expected.tried.run.trace, operations)
             if differing is not None:
                 raise CaptureError(f"the capture does something else than a run: {differing}")
-            buffers = list(self.model.buffers())
+            buffers = [*self.model.buffers(), *conditions.others]
             captured = CapturedForward(call, inputs, output, exit, aliases, saved, buffers)
             recorded, open = captured.described(
                 graph,
@@ -178,7 +179,7 @@ class Recorder:
             )
             if open.recomputed is not None:
                 open.recomputed.follows(call.scope, recorded, recorded.inputs)
-            owned = {address(tensor) for tensor in self.trials.known()}
+            owned = set(map(address, [*self.trials.known(), *conditions.others]))
             site.opened(recorded, open, sources, owned)
             if self.audits.are_on:
                 results, name = pytree.tree_leaves(output), f"{site.name} {site.position}"
@@ -258,7 +259,7 @@ class Recorder:
                 site.forward.conditions.guards.also_read(accessed)
                 state = TorchState(self.backend.device.type, of_backward=True)
                 of_forward = self._of_forward(site, effects)
-                conditions = ReplayConditions(guards, state, of_forward)
+                conditions = ReplayConditions(guards, state, of_forward=of_forward)
                 with effects.once(), Snapshot(guards=[guards]):
                     again = self._again(slot, site, eagerly, effects)
                     if site.open is not None:

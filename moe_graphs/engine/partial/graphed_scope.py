@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_graphs.engine import fp8
+from moe_graphs.engine.assigned import Left
 from moe_graphs.engine.audit import Audits
 from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.guards.bytecode_names import AccessedNames
@@ -192,6 +193,8 @@ class GraphedScope:
         call = Call(args, kwargs)
         inputs = (args, kwargs) if self.scope.start is None else self.scope.prologue(call)
         planned = fp8.with_flag_on_device(inputs) if fp8.FLAG in kwargs else inputs
+        if self.scope.assigned.places:
+            planned = self.scope.assigned.given(planned)
         captured = self.graphs.captured
         if captured is None:
             return self._observe(inputs, planned, call)
@@ -210,7 +213,7 @@ class GraphedScope:
             self.graphs.try_out(
                 self._scope_call(planned, call, signature_id), signature_id, linked, accessed
             )
-        observation.produced(number, self.scope, outputs)
+        observation.produced(number, self.scope, (outputs, self.scope.assigned.values()))
         return self.scope.epilogue(outputs, exit, call)
 
     def _run(
@@ -261,7 +264,7 @@ class GraphedScope:
             if site.replayed >= site.audit_due and is_due(captured.recorder, slot, site):
                 audited = AuditedCall(captured.recorder, slot, site, self.scope, leaves)
                 outputs, exit = audited.run(call)
-                return self.scope.epilogue(outputs, exit, call)
+                return self.scope.epilogue(self.scope.assigned.take(outputs), exit, call)
             pending = slot.begin_replay(site, leaves)
             produced = replay(slot, pending, captured.recorder, self.delayed, leaves)
         if mismatch is not None:
@@ -269,6 +272,8 @@ class GraphedScope:
             others = slot.mismatches(site, structure, leaves)
             return self._mismatched(mismatch, inputs, call, others)
         outputs, exit = site.forward.build_outputs(produced), site.forward.exit
+        if type(outputs) is Left:
+            outputs = self.scope.assigned.take(outputs)
         return outputs if exit is None else self.scope.epilogue(outputs, exit, call)
 
     def _first_replay(

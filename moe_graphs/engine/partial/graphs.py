@@ -28,9 +28,11 @@ import torch
 from torch import nn
 
 from moe_graphs.config import GraphConfig
+from moe_graphs.engine.assigned import contents_of
 from moe_graphs.engine.audit import NEVER, Audits, Schedule
 from moe_graphs.engine.backends import backend_for
 from moe_graphs.engine.backends.backend import Resources
+from moe_graphs.engine.checks import Deferred
 from moe_graphs.engine.guards import torch_state
 from moe_graphs.engine.guards.bytecode_names import AccessedNames
 from moe_graphs.engine.nonfinite import find_nonfinite
@@ -110,6 +112,9 @@ class Graphs:
         self.scopes = install_all(self, scopes, config.on_mismatch, self.delayed)
         for each in recomputed_among(scopes, config.recompute):
             self.scopes[scopes.index(each)].use_reentrant = False
+        self._checks = Deferred()
+        for scope in scopes:
+            scope.assigned.deferred = self._checks
         self._resources = Resources[Captured](self.backend)
         self._finalizer = weakref.finalize(self, self._resources.release)
 
@@ -141,9 +146,11 @@ class Graphs:
         Raises:
             CaptureError: in place of that warning, with ``on_capture_error="error"``.
             GraphError: if a ``backward_weight()`` is missing.
+            CheckError: for a check of a value that has failed in a replay, one step late.
         """
         if self._in_step:
             raise GraphError("graphs.step() does not nest: one step is already open")
+        self._checks.poll()
         self._in_step = True
         self._audits.step += 1
         self._look_for_occasions()
@@ -156,6 +163,7 @@ class Graphs:
         try:
             yield
             self._check_weights_are_done()
+            self._checks.poll()
         finally:
             self._in_step = False
             self.delayed.clear()
@@ -235,9 +243,10 @@ class Graphs:
             with explaining_errors_of(call.scope.name, "forward", self.backend):
                 tried = self._trials.forward_and_backward(call, accessed, linked)
                 observed = self.observation.calls_by_signature[signature_id]
+                observed.signature = tried.call.signature
                 is_plain = observed.use_reentrant is None
                 self._measured[signature_id] = tried.memory if is_plain else tried.memory.anew()
-                self._tried[signature_id] = Tried(self._trials, call, accessed)
+                self._tried[signature_id] = Tried(self._trials, tried.call, accessed)
             if tried.groups:
                 self._ranks.join(tried.groups)
                 self._communicating.add(signature_id)
@@ -303,7 +312,7 @@ class Graphs:
         if self.state != "warmup":
             raise GraphError(f"capture() in state {self.state!r}: it belongs before training")
         self._is_ahead_of_time = True
-        parameters = list(self.model.parameters())
+        parameters, kept = list(self.model.parameters()), contents_of(self.model)
         try:
             with Snapshot(
                 self.backend,
@@ -320,6 +329,8 @@ class Graphs:
             raise
         finally:
             self._is_ahead_of_time = False
+            for graphed in self.scopes:
+                graphed.scope.assigned.put_back(kept)
 
     def _capture_on(self, step: Callable[[], object], may_update: bool) -> None:
         versions = [parameter._version for parameter in self.model.parameters()]
@@ -452,6 +463,14 @@ class Graphs:
             yield
         finally:
             self._paused = before
+
+    def check(self) -> None:
+        """Waits for the outcomes of all checks of values (``assert``) in replays.
+
+        Raises:
+            CheckError: for the first one that has failed.
+        """
+        self._checks.poll(waiting=True)
 
     def audit_soon(self) -> None:
         """Lets the next call of every captured call site be audited, for instance before a save.

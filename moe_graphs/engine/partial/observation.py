@@ -19,9 +19,12 @@ from moe_graphs.engine.tensors import Mismatch, Signature, flatten
 from moe_graphs.engine.verify import warn
 
 
-@dataclass(frozen=True)
+@dataclass
 class ObservedCall:
-    """The scope and the signature of an eager call, and how it was checkpointed, if it was."""
+    """The scope and the signature of an eager call, and how it was checkpointed, if it was.
+
+    Trial runs may find further inputs, which belong to the signature.
+    """
 
     scope: Scope
     signature: Signature

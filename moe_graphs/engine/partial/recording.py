@@ -41,10 +41,12 @@ class ReplayConditions:
 
     Attributes:
         of_forward: for a backward that runs its forward again, the guards of that forward.
+        others: tensors that the call reads besides inputs, parameters and buffers.
     """
 
     guards: Guards
     context: TorchState
+    others: tuple[Tensor, ...] = ()
     of_forward: Guards | None = None
 
     @cached_property
@@ -290,7 +292,7 @@ def run_anew(
         forward.scales or contextlib.nullcontext(),
     ):
         tree = pytree.tree_unflatten(inputs, forward.signature.structure)
-        return scope.run(tree, forward.arguments, capturing=True)[0]
+        return scope.run_captured(tree, forward.arguments)[0]
 
 
 class _Enough(BaseException):

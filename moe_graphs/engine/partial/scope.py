@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from moe_graphs.config import SCOPE_STAGES, Choice, GraphConfig, check, is_pattern
+from moe_graphs.engine.assigned import Assigned
 from moe_graphs.engine.guards.introspection import scripted
 from moe_graphs.engine.tensors import is_sharded_by_fsdp
 from moe_graphs.staged import Boundary, Frame, Staged, Stop, resuming, run_until
@@ -52,6 +53,7 @@ class Scope:
     Attributes:
         function: a function that runs in place of the forward of the module's class, or None.
         stages: the names of its stages; none if it is a whole forward.
+        assigned: the attributes that calls assign tensors to.
     """
 
     name: str
@@ -60,6 +62,10 @@ class Scope:
     stop: str | None = None
     function: Callable[..., Any] | None = field(default=None, repr=False)
     stages: tuple[str, ...] = ()
+    assigned: Assigned = field(default_factory=Assigned, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.assigned.name = f"scope {self.name!r}"
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -93,6 +99,17 @@ class Scope:
         left = tuple((frame.module, frame.stage) for frame in boundary.frames)
         return tuple(frame.record for frame in boundary.frames), Exit(left, boundary.reason)
 
+    def run_captured(self, inputs: Any, call: Call) -> tuple[Any, Exit | None]:
+        """Runs the captured part; what it leaves in attributes is a part of its outputs."""
+        exits: list[Exit | None] = []
+
+        def run(own: Any) -> Any:
+            outputs, exit = self.run(own, call, capturing=True)
+            exits.append(exit)
+            return outputs
+
+        return self.assigned.run(inputs, run), exits[0]
+
     def epilogue(self, outputs: Any, exit: Exit | None, call: Call) -> Any:
         """Runs the eager rest and returns what the module's forward returns."""
         if exit is None:
@@ -103,6 +120,9 @@ class Scope:
 
     def name_input(self, path: Sequence[Any]) -> str:
         """The name of an input for messages: a parameter of ``forward`` or a field of a record."""
+        path, attribute = self.assigned.name_of(path)
+        if attribute is not None:
+            return attribute
         if self.start is not None:
             return pytree.keystr(tuple(path)).lstrip(".")
         which, *rest = path

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import is_
 from typing import Any
 
@@ -28,7 +28,7 @@ from moe_graphs.engine.partial.plan import CallMemory, nbytes
 from moe_graphs.engine.partial.recording import has_tensors_inside
 from moe_graphs.engine.partial.scope import Call, Exit, Scope
 from moe_graphs.engine.snapshot import ParameterAliases, Snapshot
-from moe_graphs.engine.tensors import Signature, TensorSpec, static_copy, tensor_leaves
+from moe_graphs.engine.tensors import Signature, TensorSpec, flatten, static_copy, tensor_leaves
 from moe_graphs.engine.tracing import (
     MODIFIED_INPUT,
     Trace,
@@ -62,7 +62,7 @@ class ScopeCall:
 
     def run(self, leaves: Sequence[Any]) -> tuple[Any, Exit | None]:
         inputs = pytree.tree_unflatten(leaves, self.signature.structure)
-        outputs = self.scope.run(inputs, self.arguments, capturing=True)
+        outputs = self.scope.run_captured(inputs, self.arguments)
         self._check_returned(outputs[0], inputs)
         if self.scope.start is None:
             now, structure = pytree.tree_flatten(inputs)
@@ -80,6 +80,16 @@ class ScopeCall:
                 "it returns a container of its arguments, and a replay would return another one "
                 "with the same elements: return a new one"
             )
+
+    def with_attributes(self, had_inputs: bool) -> ScopeCall:
+        """The call with the attributes that are found to be inputs, too.
+
+        ``had_inputs`` says whether it had some already.
+        """
+        inputs = pytree.tree_unflatten(self.leaves, self.signature.structure)
+        given = self.scope.assigned.given(inputs.inputs if had_inputs else inputs)
+        signature = Signature.of(given, self.scope.name_input)
+        return replace(self, signature=signature, leaves=flatten(given)[0])
 
     def detached_leaves(self) -> list[Any]:
         """New leaves of autograd on the same memory; the same tensor stays the same.
@@ -153,9 +163,12 @@ class TriedForward:
 class TriedCall:
     """The findings of trial runs of forward and backward.
 
-    ``groups`` are the process groups over which they communicate.
+    Attributes:
+        call: the call, with the attributes that it reads among its inputs.
+        groups: the process groups over which they communicate.
     """
 
+    call: ScopeCall
     memory: CallMemory
     groups: set[dist.ProcessGroup]
 
@@ -193,6 +206,8 @@ class Trials:
     ) -> TriedCall:
         """Runs forward and backward several times; every run has to do what the first one did.
 
+        If no real run came before and the first run changes something, there are two at least.
+
         Args:
             accessed: what a real run of the call has read, if there was one.
             linked: numbers of inputs that are outputs of other calls.
@@ -201,7 +216,8 @@ class Trials:
             CaptureError: for what cannot be in a graph, or depends on state that Python keeps.
         """
         check_capturable(call, TorchState(self.backend.device.type))
-        guards = []
+        guards: list[Guards] = []
+        before_all = None if accessed is not None else self._guards_before(call)
         if accessed is not None:
             accessed.check_impure_calls(asked=bytecode_names.OF_HISTORY)
             guards = [self.guards(call, accessed, ())]
@@ -211,25 +227,46 @@ class Trials:
         backwards: list[Trace] = []
         with Snapshot(guards=guards) as before:
             while len(forwards) < runs:
-                both, memory = self._forward_and_backward(call, linked)
+                both, memory, handed = self._forward_and_backward(call, linked)
+                ran = AccessedNames.together(*(run.accessed for run in both))
+                if before_all is not None and runs == 1 and before_all.changes():
+                    runs = 2
+                had_inputs, read = bool(call.scope.assigned.inputs), both[0].trace.read | handed
+                finds = (call.scope.assigned.find(each, ran, read) for each in guards)
+                if any(finds):
+                    call = call.with_attributes(had_inputs)
+                    guards = [] if accessed is None else [self.guards(call, accessed, ())]
+                    forwards, backwards = [], []
+                    continue
                 for each in guards:
                     each.check_unchanged()
-                if not forwards:
-                    ran = AccessedNames.together(*(run.accessed for run in both))
-                    guards.append(self.guards(call, ran, ()))
+                reads = self.guards(call, ran, both[0].trace.read)
+                if guards or accessed is not None:  # the very first run may have replaced some
+                    both[0].trace.check_others(reads.tensors)
+                if not guards or (accessed is not None and len(guards) == 1):
+                    guards.append(reads)
                     self.check_identities(call, guards[-1])
                     before.keep_objects(guards[-1])
                 forwards.append(both[0].trace)
                 backwards.append(both[1].trace)
+                # No real run came before, so this one may have filled a cache.
+                unsettled = [backwards] if accessed is not None else [forwards, backwards]
                 may_settle = len(backwards) == 2 and len(forwards) < _MOST_RUNS
-                if may_settle and differing_op(*backwards) is not None:
-                    # No real backward came before, so this one may have filled a cache.
+                if may_settle and any(differing_op(*each) is not None for each in unsettled):
+                    forwards.pop(0)
                     backwards.pop(0)
                     runs += 1
         _check_same_operations(forwards)
         _check_same_operations(backwards)
+        if before_all is not None:
+            kept = {id(container.holder): held for container, held in before_all.contents}
+            call.scope.assigned.put_back(kept)
+        call.scope.assigned.tried()
         groups = set().union(*(trace.groups for trace in (*forwards, *backwards)))
-        return TriedCall(memory, groups)
+        return TriedCall(call, memory, groups)
+
+    def _guards_before(self, call: ScopeCall) -> Guards:
+        return self.guards(call, self.names_before_running(call), ())
 
     def guards(self, call: ScopeCall, accessed: AccessedNames, addresses: Sequence[int]) -> Guards:
         module = call.scope.module
@@ -237,7 +274,14 @@ class Trials:
         known = [*module.parameters(), *module.buffers()]
         others = tensors_of_others(self.model, addresses, known)
         others |= fp8.tensors_of(module)
-        return Guards(roots, accessed, addresses, tensors=others, outside=[module])
+        return Guards(
+            roots,
+            accessed,
+            addresses,
+            tensors=others,
+            outside=[module],
+            assigned=call.scope.assigned.compared(),
+        )
 
     def check_identities(self, call: ScopeCall, guards: Guards) -> None:
         """Checks that no input is an object that the code compares with others by identity.
@@ -317,7 +361,8 @@ class Trials:
 
     def _forward_and_backward(
         self, call: ScopeCall, linked: Sequence[int]
-    ) -> tuple[tuple[TrialRun, TrialRun], CallMemory]:
+    ) -> tuple[tuple[TrialRun, TrialRun], CallMemory, set[int]]:
+        """Runs both once; gives also the addresses of the outputs."""
         meter = self.backend.meter()
         with meter, self._forward(call, with_hooks=True) as (tried, (outputs, leaves)):
             forward, saved = meter.peak(), meter.alive()
@@ -336,7 +381,8 @@ class Trials:
                 gradients=nbytes([o for o in produced if o.requires_grad]),
                 weights=nbytes(p for p in leaves_behind(produced) if id(p) not in inputs),
             )
-        return (tried.run, backward), memory
+            handed = set(map(address, produced))
+        return (tried.run, backward), memory, handed
 
     def _backward(
         self, call: ScopeCall, tried: TriedForward, produced: Sequence[Tensor], meter: Any

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine import fp8
+from moe_graphs.engine.assigned import Left
 from moe_graphs.engine.audit import Audits
 from moe_graphs.engine.fp8 import Entry
 from moe_graphs.engine.guards import bytecode_names
@@ -157,9 +158,14 @@ def _prepare(
             "called under autocast, whose cache of weights would go stale: enter autocast "
             "inside the step, or use torch.autocast(..., cache_enabled=False)"
         )
-    static = StaticBatch.of(batch, definition.backend.device)
     entry = Entry.of_now()
-    seen = try_step(definition, static, before.accessed, trial_runs)
+    while True:  # trial runs may find attributes that are inputs, too
+        static = StaticBatch.of(definition.given(batch), definition.backend.device)
+        found_places = len(definition.assigned.places)
+        seen = try_step(definition, static, before, trial_runs)
+        if len(definition.assigned.places) == found_places:
+            break
+    definition.assigned.tried()
     before.first_step_state.check()
     check_streams(definition.model, seen.stale)
     parameters = list(definition.parameters().values())
@@ -183,6 +189,9 @@ def _record(
         schedulers=False,
     )
     guards.check_followable()
+    for trace in seen.traces:
+        trace.check_others(guards.tensors)
+    tensors += before.others.tensors
     versions = [tensor._version for tensor in tensors]
     # Memory that eager runs left in the allocator's cache would lie beside the graph's own pool.
     definition.backend.release()
@@ -193,6 +202,7 @@ def _record(
     modified = [*written, *(tensor for tensor in tensors if address(tensor) in seen.written)]
     leaves, structure = pytree.tree_flatten(outputs)
     parameters = list(named.values())
+    count = len(pytree.tree_leaves(outputs.outputs)) if isinstance(outputs, Left) else len(leaves)
     left = gradients_of(parameters)
     gradients = None
     if seen.touches_gradients:
@@ -203,6 +213,7 @@ def _record(
         batch=batch,
         outputs=[leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves],
         output_structure=structure,
+        with_history=[i for i, leaf in enumerate(leaves) if i >= count and _has_history(leaf)],
         gradients=gradients,
         guards=guards,
         first_step_state=before.first_step_state,
@@ -213,6 +224,10 @@ def _record(
         entry=prepared.entry,
         sharding=Sharding(definition.model),
     )
+
+
+def _has_history(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 # ---- trial runs: the step runs eagerly, to find what cannot be in a graph
@@ -228,6 +243,7 @@ class TriedStep:
         dropped: per parameter, whether the step forgets the ``.grad`` that it finds.
         stale: names of parameters whose gradients are accumulated on another stream.
         groups: process groups over which the step communicates.
+        traces: the operations of each run.
     """
 
     accessed: AccessedNames
@@ -236,24 +252,28 @@ class TriedStep:
     dropped: list[bool] = field(default_factory=list)
     stale: list[str] = field(default_factory=list)
     groups: set[dist.ProcessGroup] = field(default_factory=set)
+    traces: list[Trace] = field(default_factory=list)
     touches_gradients: bool = False
     optimizer_steps: bool = False
 
 
 def try_step(
-    definition: StepDefinition, batch: StaticBatch, accessed: AccessedNames, runs: int
+    definition: StepDefinition, batch: StaticBatch, before: StateBefore, runs: int
 ) -> TriedStep:
     """Runs the step on the batch, at least twice, and watches it.
 
     The last run finds the gradients that the run before it left. That shows which gradients the
     step drops.
 
+    If a run assigns tensors to attributes that were not known, the step has to be tried again.
+
     Args:
-        accessed: what is known of the Python that runs.
+        before: the state before, with what is known of the Python that runs.
 
     Raises:
         CaptureError: for what cannot be in a graph, or depends on state that Python keeps.
     """
+    accessed = before.accessed
     accessed.check_impure_calls()
     unsupported = fp8.unsupported(definition.model)
     if unsupported is not None:
@@ -262,14 +282,16 @@ def try_step(
     parameters = list(named.values())
     entry, streams, seen = gradients_of(parameters), {}, TriedStep(accessed)
     versions = [parameter._version for parameter in parameters]
-    strangers = _of_other_models(definition)
+    strangers, places = _of_other_models(definition), len(definition.assigned.places)
     definition.guards(accessed, constants=batch.constants()).check_hooks()
     with _noting_streams({**named, **strangers}, streams), _noting_optimizers(definition, seen):
         for _ in range(max(1, runs - 1)):
             set_gradients(parameters, entry)
-            trace = _run(definition, batch, seen)
-        before = gradients_of(parameters)
-        trace = _run(definition, batch, seen)
+            trace = _run(definition, batch, seen, before.others)
+            if len(definition.assigned.places) > places:
+                return seen
+        found_by_last = gradients_of(parameters)
+        trace = _run(definition, batch, seen, before.others)
     if strangers.keys() & streams.keys():
         raise CaptureError(
             "the optimizer updates parameters that are not in model=...: pass all their modules, "
@@ -278,30 +300,36 @@ def try_step(
     after = gradients_of(parameters)
     if any(gradient is not None and gradient.requires_grad for gradient in after):
         raise CaptureError("backward(create_graph=True) leaves gradients that require grad")
-    seen.dropped = [_is_dropped(*pair, trace) for pair in zip(before, after, strict=True)]
+    pairs = zip(found_by_last, after, strict=True)
+    seen.dropped = [_is_dropped(*pair, trace) for pair in pairs]
     here = _current_stream(definition.backend.device)
     # FSDP2 runs these hooks itself, on its own stream, which it orders with the caller's.
     plain = (item for item in streams.items() if not is_wrapped(named[item[0]]))
     seen.stale = [name for name, stream in plain if stream != here]
     updated = versions != [parameter._version for parameter in parameters]
-    found = [gradient for gradient in before if gradient is not None]
+    found = [gradient for gradient in found_by_last if gradient is not None]
     touched = any(address(gradient) in trace.read for gradient in found)
     seen.touches_gradients = bool(streams) or updated or touched
     return seen
 
 
-def _run(definition: StepDefinition, batch: StaticBatch, seen: TriedStep) -> Trace:
+def _run(
+    definition: StepDefinition, batch: StaticBatch, seen: TriedStep, others: Snapshot
+) -> Trace:
     """Runs the step once; ``seen`` gets what its Python has read.
 
     The step must not change any value that was known before.
     """
     before = definition.guards(seen.accessed, constants=batch.constants())
-    run, autocast = _trial_run(definition, batch), fp8.Autocast()
+    run, autocast = _trial_run(definition, batch, others), fp8.Autocast()
     with run:
         outputs = definition.run(batch.tree())
     run.trace.check_outputs(outputs)
     autocast.put_back()
     run.check(asked=bytecode_names.OF_VERSIONS)
+    read = run.trace.read | set(map(address, tensor_leaves(outputs)))
+    if definition.assigned.find(before, run.accessed, read):
+        return run.trace
     changes = before.changes()
     if changes:
         raise CaptureError(
@@ -312,18 +340,20 @@ def _run(definition: StepDefinition, batch: StaticBatch, seen: TriedStep) -> Tra
     seen.read |= run.trace.read
     seen.written |= run.trace.written
     seen.groups |= run.trace.groups
+    seen.traces.append(run.trace)
     return run.trace
 
 
-def _trial_run(definition: StepDefinition, batch: StaticBatch) -> TrialRun:
+def _trial_run(definition: StepDefinition, batch: StaticBatch, others: Snapshot) -> TrialRun:
     model = definition.model
     gradients = [g for g in gradients_of(list(model.parameters())) if g is not None]
     watched = definition.guards(AccessedNames()).tensors
     known = [*model.parameters(), *model.buffers(), *batch.tensors(), *watched, *gradients]
     known += (fp8.named_tensors() | fp8.tensors_of(model)).values()
     return TrialRun(
-        definition.backend,  # no ``before``: ``StateBefore`` has everything, on the host
+        definition.backend,  # no ``before``: ``StateBefore`` has what is known, on the host
         known,
+        before_others=others,
         inputs=batch.named_tensors(),
         strict=not fsdp.wrappers(model),  # DDP reads its buckets, which nobody else knows
         in_step=True,
@@ -396,6 +426,7 @@ class StateBefore:
         accessed: what is known of the Python that the step runs.
         gradients: ``.grad`` of the parameters, as it was found.
         first_step_state: state that the optimizers' first steps make.
+        others: values of tensors that the step writes and that nobody knew before its trial runs.
     """
 
     def __init__(self, definition: StepDefinition, accessed: AccessedNames | None) -> None:
@@ -407,6 +438,7 @@ class StateBefore:
         self._ran = accessed is not None
         self._all_accessed = AccessedNames.together(definition.names_before(), *known)
         self._parameters = list(definition.parameters().values())
+        self.others = Snapshot()
 
     def __enter__(self) -> StateBefore:
         definition = self._definition
@@ -434,15 +466,17 @@ class StateBefore:
 
     def tensors(self) -> list[Tensor]:
         """Everything that the step may change, except ``.grad``."""
-        return [*self._state.tensors, *self.first_step_state.tensors()]
+        return [*self._state.tensors, *self.first_step_state.tensors(), *self.others.tensors]
 
     def put_back_values(self) -> None:
         """Puts values back for another run from the same state. Gradients stay as they are set."""
         self._state.put_back()
+        self.others.put_back()
         self.first_step_state.zero()
 
     def __exit__(self, *exception: object) -> None:
         self._state.put_back()
+        self.others.put_back()
         self.first_step_state.take_away()
         if exception[0] is not None:
             self._python.put_back()

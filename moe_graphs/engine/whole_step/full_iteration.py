@@ -217,6 +217,7 @@ class FullIteration(Generic[BatchT, ResultT]):
             GraphError: if this call differs from the captured one, with ``on_mismatch="error"``.
         """
         self._calls += 1
+        self._definition.assigned.deferred.poll()
         if self.state == "warmup":
             if self._eager_calls["warmup"] < self._warmup_steps:
                 return self._warmup(batch)
@@ -226,24 +227,28 @@ class FullIteration(Generic[BatchT, ResultT]):
             self._try_to_capture(batch)
         if self.state != "captured":
             return self._eager(batch, self.state)
-        leaves, structure = pytree.tree_flatten(batch)
-        mismatch = next(self._recorded.mismatches(batch, leaves, structure), None)
+        given = self._definition.given(batch)
+        leaves, structure = pytree.tree_flatten(given)
+        mismatch = next(self._recorded.mismatches(given, leaves, structure), None)
         if self._agrees:
             mismatch = self._ranks.agree(mismatch)
         is_audited = self._is_audited(mismatch)
         if mismatch is not None:
             if self._on_mismatch == "error":
-                others = self._recorded.mismatches(batch, leaves, structure)
+                others = self._recorded.mismatches(given, leaves, structure)
                 raise mismatch.error("full iteration", others)
             if self._on_mismatch == "eager":
                 return self._eager(batch, mismatch.reason, mismatch.message)
             self._try_to_capture(batch)
             if self.state != "captured":
                 return self._eager(batch, self.state)
+            leaves, structure = pytree.tree_flatten(self._definition.given(batch))
         if is_audited:
             return self._audit(leaves, structure)
         self._replayed += 1
-        return self._recorded.replay(leaves)
+        result = self._definition.assigned.take(self._recorded.replay(leaves))
+        self._definition.assigned.deferred.poll()
+        return result
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -293,6 +298,14 @@ class FullIteration(Generic[BatchT, ResultT]):
         if self.state == "released":
             raise GraphError("full iteration: it was released: make a new one")
         self._capture(batch, trial_runs=self._warmup_steps)
+
+    def check(self) -> None:
+        """Waits for the outcomes of all checks of values (``assert``) in replayed steps.
+
+        Raises:
+            CheckError: for the first one that has failed.
+        """
+        self._definition.assigned.deferred.poll(waiting=True)
 
     def audit_soon(self) -> None:
         """Lets the next step be audited, for instance before a save.
@@ -447,7 +460,7 @@ class FullIteration(Generic[BatchT, ResultT]):
         started = time.perf_counter()
         with self._on_given_stream():
             outputs, difference = audited_step(self._definition, self._recorded, leaves, structure)
-            result = owned(outputs)
+            result = owned(self._definition.assigned.take(outputs))
         difference = self._ranks.first_of(difference)
         self._definition.backend.make_room()  # no memory of an eager step is kept beside the graph
         seconds = time.perf_counter() - started

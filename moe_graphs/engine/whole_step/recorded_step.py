@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine import fp8
+from moe_graphs.engine.assigned import Assigned, Given
 from moe_graphs.engine.audit import CallAudit
 from moe_graphs.engine.backends.backend import Backend, Graph
 from moe_graphs.engine.guards import torch_state
@@ -48,6 +49,7 @@ class StepDefinition:
 
     Attributes:
         state: objects besides model and optimizer that the step changes or reads.
+        assigned: the attributes that the step assigns tensors to.
     """
 
     step: Callable[[Any], Any]
@@ -55,16 +57,21 @@ class StepDefinition:
     optimizer: Optimizer | None
     state: tuple[Any, ...]
     backend: Backend
+    assigned: Assigned = field(default_factory=functools.partial(Assigned, "the step"))
+
+    def given(self, batch: Any) -> Any:
+        """The batch, with the attributes that the step reads if it assigns them, too."""
+        return self.assigned.given(batch)
 
     def run(self, batch: Any) -> Any:
-        """Runs the step.
+        """Runs the step; what it leaves in attributes is a part of its outputs.
 
         Afterwards parameters that FSDP2 has sharded are not gathered, and gradients that FSDP2 has
         made share no memory with one another.
         """
         parameters = list(self.parameters().values())
         before = gradients_of(parameters)
-        result = self.step(batch)
+        result = self.assigned.run(batch, self.step)
         self.sharding.reshard()
         keep_apart(parameters, before)
         return result
@@ -120,6 +127,7 @@ class StepDefinition:
             everything=everything,
             tensors=fp8.tensors_of(self.model),
             tensor_names={id(p): name for name, p in self.model.named_parameters()},
+            assigned=self.assigned.compared(),
             sharded=True,
         )
 
@@ -194,7 +202,10 @@ class StaticBatch:
 
 
 def input_name(path: Sequence[Any]) -> str:
-    """The name of a leaf in messages: ``batch['tokens'][0]``."""
+    """The name of a leaf in messages: ``batch['tokens'][0]``, or that of an attribute."""
+    if path and getattr(path[0], "name", None) in Given._fields:
+        is_batch = path[0].name == Given._fields[0]
+        return ("batch" if is_batch else "attribute ") + pytree.keystr(tuple(path[1:]))
     return "batch" + pytree.keystr(tuple(path))
 
 
@@ -235,7 +246,8 @@ class RecordedStep:
     """A captured step, and the conditions under which it may be replayed.
 
     Attributes:
-        written: parameters and buffers that a replay changes and whose version it counts.
+        with_history: numbers of outputs that are left in attributes and require a gradient.
+        written: tensors that a replay changes and whose version it counts.
         modified: the same, with running statistics, whose version eager does not count, either.
         context, grad_enabled: the state of torch that it was captured under.
         entry: the state of FP8 that it finds.
@@ -249,6 +261,7 @@ class RecordedStep:
     batch: StaticBatch
     outputs: list[Any]
     output_structure: pytree.TreeSpec
+    with_history: list[int]
     gradients: StaticGradients | None
     guards: Guards
     first_step_state: FirstStepState
@@ -308,7 +321,10 @@ class RecordedStep:
             fp8.claim_first()
         # A replay changes these tensors unseen by autograd: an older autograd graph must notice.
         torch.autograd.graph.increment_version(self.written)
-        return pytree.tree_unflatten(owned_leaves(self.outputs), self.output_structure)
+        leaves = owned_leaves(self.outputs)
+        for number in self.with_history:
+            leaves[number].requires_grad_()
+        return pytree.tree_unflatten(leaves, self.output_structure)
 
     def run(self) -> None:
         """Replays on the present values of the static batch, with the gradients that are set."""
