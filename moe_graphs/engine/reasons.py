@@ -136,9 +136,8 @@ EAGER_CALLS: Mapping[str, Reason] = {
         f"keep it as it was, or {CAPTURE_AGAIN}",
     ),
     "gradient_checkpointing": Reason(
-        "gradient checkpointing of transformers is on for this layer",
-        "turn it off for graphs, if the memory is enough (gradient_checkpointing=False, which TRL "
-        "sets to True)",
+        "gradient checkpointing of transformers runs by a function that graphs do not know",
+        "choose nothing but use_reentrant for it, no offloading and no function of your own",
         None,
     ),
     "dispatch_mode": Reason(

@@ -24,13 +24,13 @@ def test_it_trains_saves_and_resumes_with_the_defaults_of_trl(tmp_path):
     assert all("aux_loss" in line for line in plain.logged)
     callback = GraphCallback()
     assert sft(tmp_path / "graphed", callback).equals(plain)
-    assert counted(callback.report) == {"gradient_checkpointing": STEPS * LAYERS}
-    assert callback.report.replayed == 0
+    assert counted(callback.report).keys() == {"warmup", "shape"}  # rows of other lengths
+    assert all(scope.recomputed_bytes for scope in callback.report.scopes)
     checkpoint = tmp_path / "graphed" / f"checkpoint-{SAVED_AT}"
     assert (checkpoint / "adapter_model.safetensors").is_file()
     again = GraphCallback()
     assert sft(tmp_path / "resumed", again, resume=checkpoint).equals(plain)
-    assert counted(again.report) == {"gradient_checkpointing": (STEPS - SAVED_AT) * LAYERS}
+    assert "gradient_checkpointing" not in counted(again.report)
 
 
 def test_without_the_callback_it_trains_alike_to_rounding(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -186,9 +187,8 @@ class GraphedScope:
             self.eager_calls[reason] += 1
             self.graphs.fallbacks.ran_eagerly(self._name, cause)
             if self.use_reentrant is not None and reason_to_run_eagerly() is None:
-                return checkpoint(
-                    self.scope.forward, *args, use_reentrant=self.use_reentrant, **kwargs
-                )
+                whole = functools.partial(self.scope.forward, **kwargs)
+                return checkpoint(whole, *args, use_reentrant=self.use_reentrant)
             return self.scope.forward(*args, **kwargs)
         call = Call(args, kwargs)
         inputs = (args, kwargs) if self.scope.start is None else self.scope.prologue(call)

@@ -22,6 +22,7 @@ from moe_graphs.engine.autograd import LeafUses, SplitBackward
 from moe_graphs.engine.backends.backend import Backend, Graph
 from moe_graphs.engine.buffer_lease import BufferLease
 from moe_graphs.engine.fp8 import Scales
+from moe_graphs.engine.guards.bytecode_names import unwatched
 from moe_graphs.engine.guards.guards import Guards
 from moe_graphs.engine.guards.torch_state import TorchState
 from moe_graphs.engine.partial.scope import Call, Exit, Scope
@@ -359,7 +360,9 @@ class Recomputed(Saved):
             else:
                 inputs.append(value.detach().requires_grad_(value.requires_grad))
         hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, _unread)
-        with self._backend.drawing_from(self._random), hooks, contextlib.suppress(_Enough):
+        # The guards of the forward know already what its Python reads, so nobody watches it again.
+        drawing = self._backend.drawing_from(self._random)
+        with drawing, hooks, unwatched(), contextlib.suppress(_Enough):
             run_anew(self._scope, self._forward, inputs, self._aliases)
         if len(self._found) != self._count:
             raise GraphError(

@@ -16,6 +16,7 @@ from moe_graphs.engine.partial.graphs import Graphs, graph
 from moe_graphs.engine.report import Report
 from moe_graphs.integrations.transformers.caching import stop_caching
 from moe_graphs.integrations.transformers.changes import Change, Changes, trying
+from moe_graphs.integrations.transformers.checkpointing import pass_by, runs_checkpoint
 from moe_graphs.integrations.transformers.collected_outputs import collect_outputs
 from moe_graphs.integrations.transformers.deferred_logits import DeferredLogits, defer_logits
 from moe_graphs.integrations.transformers.experts_interface import NAME, register
@@ -115,9 +116,10 @@ def accelerate_model(
         graphs: the decoder layers as CUDA graphs: put ``with accelerated.step():`` around the
             forwards and backwards of an update. Worth most where the host's launches take longer
             than the GPU's work; with 16k tokens of a large model it wins nothing. A
-            ``GraphConfig`` chooses other scopes and settings. Layers run eagerly, counted as
-            ``gradient_checkpointing``, while that is on. What flags such as
-            ``output_router_logits`` collect leaves the graphs of whole layers as outputs.
+            ``GraphConfig`` chooses other scopes and settings. Under gradient checkpointing, which
+            may be switched on before or after, graphs of whole layers keep their inputs only and
+            recompute the rest. What flags such as ``output_router_logits`` collect leaves the
+            graphs of whole layers as outputs.
         whole_steps: makes the model ready for ``FullIteration`` instead: transformers builds no
             masks in training any more, and batches that need one are errors (``static_batch``).
             Evaluation and ``generate()`` stay transformers' own. A model whose masks are not known
@@ -297,19 +299,22 @@ def _graph_layers(model: Any, done: Accelerated, config: GraphConfig | None) -> 
     inner = without_wrappers(model)
     graphs = done.graphs = graph(model, config or GraphConfig(scopes))
     kept = inner.base_model.register_forward_pre_hook(_keep_no_casts)
-    undo_collecting = collect_outputs(graphs)
+    undo_collecting, undo_passing_by = collect_outputs(graphs), pass_by(graphs.scopes)
+    looked = inner.base_model.register_forward_pre_hook(lambda *_: pass_by(graphs.scopes) and None)
 
     def undo() -> None:
         graphs.release()
+        looked.remove()
+        undo_passing_by()
         undo_collecting()
         kept.remove()
 
     note = "captured in the steps after the warm-up: with accelerated.step(): ..."
     done.changed("graphs", what, len(layers) - len(reads), note, undo)
-    checkpointed = sum(bool(layer.gradient_checkpointing) for layer in layers.values())
-    if checkpointed:
-        note = "gradient checkpointing runs forwards inside of backwards: eager while it is on"
-        done.left("graphs", what, checkpointed, note)
+    eager = sum(map(runs_checkpoint, layers.values()))
+    if eager:
+        note = "gradient checkpointing by a function that is not known: eager while it is on"
+        done.left("graphs", what, eager, note)
 
 
 def _scopes_without(lists: dict[str, Any], left: dict[str, str]) -> tuple[str, ...]:

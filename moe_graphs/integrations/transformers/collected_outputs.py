@@ -24,6 +24,7 @@ from moe_graphs.integrations.transformers.changes import (
     derived,
     makers_of,
 )
+from moe_graphs.integrations.transformers.checkpointing import is_reentrant, runs_checkpoint
 from moe_graphs.staged import Staged
 
 try:
@@ -176,14 +177,10 @@ def _listen(module: nn.Module) -> Callable[[], None]:
 
 def _why_eager(module: nn.Module) -> str | None:
     """The reason in the report: the name of the option of transformers."""
-    if is_checkpointed(module):
+    if runs_checkpoint(module):
         return "gradient_checkpointing"
     state = vars(module).get(_STATE)
     return None if state is None else state.eager
-
-
-def is_checkpointed(module: nn.Module) -> bool:
-    return module.training and bool(getattr(module, "gradient_checkpointing", False))
 
 
 def _before(
@@ -191,7 +188,7 @@ def _before(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     state, collected = vars(module)[_STATE], _COLLECTOR.get()
     state.eager = None
-    if is_checkpointed(module):  # its recomputation has to do what its forward does
+    if runs_checkpoint(module):  # its recomputation has to do what its forward does
         state.put_back()
         return None
     state.take(module, may_be_new=bool(collected))
@@ -199,7 +196,9 @@ def _before(
     if not wanted:
         return None
     # The first layer's hook on hidden states takes the input as well: it has to know the others'.
-    if "hidden_states" in wanted or collecting_forward not in makers_of(type(module)):
+    # What reentrant checkpoint collects has no history, unlike what a graph gives out.
+    can_give = collecting_forward in makers_of(type(module)) and not is_reentrant(module)
+    if "hidden_states" in wanted or not can_give:
         state.eager = f"output_{wanted[0]}"
         state.put_back()
         return None

@@ -21,8 +21,8 @@ class GraphCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fol
     Evaluation runs eagerly, checkpoints are Trainer's own, and with the same arguments but
     ``graphs=False`` training is the same bit for bit. Batches of another shape than the first ones
     run eagerly and are counted: pad to one length (``static_batch`` in the collator keeps masks
-    from coming and going) and set ``dataloader_drop_last=True``. Layers with gradient checkpointing
-    run eagerly, counted as ``gradient_checkpointing``.
+    from coming and going) and set ``dataloader_drop_last=True``. Under gradient checkpointing the
+    graphs of layers keep their inputs only and recompute the rest.
 
     To resume, make the model by ``from_pretrained(checkpoint)``: of transformers 5.23's own,
     ``train(resume_from_checkpoint=checkpoint)`` does not load experts that are stored one by one
