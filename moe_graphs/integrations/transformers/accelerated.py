@@ -300,7 +300,11 @@ def _graph_layers(model: Any, done: Accelerated, config: GraphConfig | None) -> 
     graphs = done.graphs = graph(model, config or GraphConfig(scopes))
     kept = inner.base_model.register_forward_pre_hook(_keep_no_casts)
     undo_collecting, undo_passing_by = collect_outputs(graphs), pass_by(graphs.scopes)
-    looked = inner.base_model.register_forward_pre_hook(lambda *_: pass_by(graphs.scopes) and None)
+
+    def look(*_: Any) -> None:
+        pass_by(graphs.scopes)
+
+    looked = inner.base_model.register_forward_pre_hook(look)
 
     def undo() -> None:
         graphs.release()
