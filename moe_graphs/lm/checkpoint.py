@@ -179,10 +179,16 @@ class Checkpoints:
 def checkpoints_of(run_directory: Path, trainer: Trainer) -> Iterator[Callable[[], Path]]:
     """Context that gives a function which saves a checkpoint and says where it will be.
 
-    At the end of the context the checkpoint is written.
+    At the end of the context the checkpoint is written, in one process also after an error.
     """
     checkpoints = Checkpoints(run_directory, trainer)
-    yield checkpoints.save
+    try:
+        yield checkpoints.save
+    except BaseException:
+        if trainer.workers is None:  # other ranks might never come
+            with contextlib.suppress(OSError):
+                checkpoints.finish()
+        raise
     checkpoints.finish()
 
 

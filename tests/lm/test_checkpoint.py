@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from lm_runs import QUIET, advance, fresh_trainer, options, small_corpus
-from moe_graphs.lm.checkpoint import load_checkpoint, save_checkpoint
+from moe_graphs.lm.checkpoint import checkpoints_of, load_checkpoint, save_checkpoint
 from moe_graphs.lm.data import Corpus
 from moe_graphs.lm.run import build_batches, build_trainer, run, with_graphs
 from moe_graphs.lm.run_directory import find_checkpoint, open_log
@@ -81,6 +81,17 @@ def test_files_and_names_are_on_the_disk_before_a_checkpoint_has_its_name(tmp_pa
     names = [each for each in before if each != "renamed"]
     assert {partial, *(partial / file.name for file in path.iterdir())} <= set(names)
     assert after == folder
+
+
+def test_a_run_that_fails_leaves_the_checkpoint_that_was_begun(tmp_path):
+    trainer = fresh_trainer(options())
+    advance(trainer, 2)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        with checkpoints_of(tmp_path, trainer) as save:
+            path = save()
+            raise RuntimeError("on purpose")
+    assert find_checkpoint(tmp_path) == path
+    assert load_checkpoint(path, fresh_trainer(options())) == []
 
 
 def test_resuming_with_another_setting_says_so_and_with_another_model_fails(tmp_path):
