@@ -87,7 +87,7 @@ def last_step(out: Path) -> int:
 def kill(out: Path, ranks: int, steps: int, chance: random.Random) -> None:
     """Starts a run and kills its ranks one after the other, at a random moment."""
     children, before = start(out, ranks, steps, to_the_end=False), last_step(out)
-    until, late = before + chance.randrange(AHEAD), time.monotonic() + 60
+    until, late = before + chance.randrange(AHEAD), time.monotonic() + 300
     while last_step(out) < until:
         assert time.monotonic() < late, "the run makes no checkpoints"
         for child in children:
