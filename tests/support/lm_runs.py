@@ -10,7 +10,7 @@ import torch
 
 from moe_graphs.config import GraphConfig
 from moe_graphs.layers import MoEConfig, TransformerConfig
-from moe_graphs.lm.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
+from moe_graphs.lm.checkpoint import Checkpoints, load_checkpoint
 from moe_graphs.lm.chosen_kernels import with_kernels
 from moe_graphs.lm.data import Corpus
 from moe_graphs.lm.options import TrainOptions, TrainSettings
@@ -91,12 +91,6 @@ def advance(trainer: Trainer, until: int) -> None:
 
 def saved_on_the_way(trainer: Trainer, folder: Path, saved: int, steps: int) -> dict[str, Any]:
     """Train to ``steps`` with a checkpoint at ``saved``; return the whole state at ``saved``."""
-    if trainer.workers is None:
-        advance(trainer, saved)
-        save_checkpoint(folder, trainer)
-        state = {key: value.clone() for key, value in whole_state(trainer).items()}
-        advance(trainer, steps)
-        return state
     checkpoints = Checkpoints(folder, trainer)
     advance(trainer, saved)
     checkpoints.save()
