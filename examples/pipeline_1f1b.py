@@ -42,8 +42,7 @@ class Part(nn.Module):
 
     def loss(self, outputs: tuple[Tensor, Tensor], targets_BS: Tensor) -> Tensor:
         """The last rank's head computes the cross entropy by chunks: no logits are whole."""
-        hidden_BSD, aux_loss = outputs
-        return self.head(hidden_BSD, targets_BS) + aux_loss.sum()
+        return self.head(outputs[0], targets_BS) + outputs[1].sum()
 
 
 def train(steps: int, rank: int, ranks: int, device: torch.device) -> None:
@@ -66,8 +65,8 @@ def train(steps: int, rank: int, ranks: int, device: torch.device) -> None:
         if losses and step % 5 == 0:
             print(f"step {step}: loss {torch.stack(losses).mean():.4f}", flush=True)
     report = graphs.report()
-    counts = f"{report.captured} captured, {report.replayed} replayed, eager {report.eager_calls}"
-    print(f"rank {rank}: {report.slots[0]} microbatches in flight; calls: {counts}", flush=True)
+    in_flight, counts = report.slots[0], f"{report.matched} replayed or audited"
+    print(f"rank {rank}: {in_flight} microbatches in flight; calls: {counts}", flush=True)
     graphs.release()
 
 
@@ -76,6 +75,5 @@ if __name__ == "__main__":
     if on_gpus := torch.cuda.device_count() >= ranks:
         torch.cuda.set_device(rank)
     dist.init_process_group("nccl" if on_gpus else "gloo")
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 50
-    train(steps, rank, ranks, torch.device(f"cuda:{rank}" if on_gpus else "cpu"))
+    train(int(sys.argv[1]), rank, ranks, torch.device(f"cuda:{rank}" if on_gpus else "cpu"))
     dist.destroy_process_group()

@@ -51,13 +51,14 @@ CPU = torch.device("cpu")
 def chosen(
     workers: Any, steps: int = STEPS, *, mixed_precision: bool = True, **changes: Any
 ) -> RunOptions:
+    changes["mixed_precision"] = mixed_precision
     given = options(steps=steps, workers=workers, **changes)
     if workers is not None and workers.layout.ep > 1:
         given = dataclasses.replace(given, dispatcher="all_gather")
     training = dataclasses.replace(given.preset.training, batch_size=8, microbatches=2)
     preset = dataclasses.replace(given.preset, training=training)
     device = getattr(workers, "device", CPU)
-    return dataclasses.replace(given, preset=preset, device=device, mixed_precision=mixed_precision)
+    return dataclasses.replace(given, preset=preset, device=device)
 
 
 class SeenOnTheWire(TorchDispatchMode):

@@ -234,7 +234,7 @@ def _losses(
         logsumexp_N = logits_NV.logsumexp(1)
         mean_N = logits_NV.mean(1) if rule.label_smoothing else None
     if rule.label_smoothing or rule.z_loss:
-        losses_N = rule.losses(losses_N, logsumexp_N, mean_N)
+        losses_N = rule.row_losses(losses_N, logsumexp_N, mean_N)
         losses_N = losses_N.masked_fill(targets_N == ignore_index, 0)
     return losses_N, logsumexp_N
 

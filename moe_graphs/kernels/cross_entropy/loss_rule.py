@@ -70,7 +70,7 @@ class LossRule:
             return self.logit_scale
         return self.logit_scale * (1 - (applied / self.logit_cap).square())
 
-    def losses(self, losses_N: Tensor, logsumexp_N: Tensor, mean_N: Tensor | None) -> Tensor:
+    def row_losses(self, losses_N: Tensor, logsumexp_N: Tensor, mean_N: Tensor | None) -> Tensor:
         """The losses, given the cross entropy of ``y``, its logsumexp and its mean.
 
         Rows that do not count have no meaning here. The mean is read for label smoothing only.

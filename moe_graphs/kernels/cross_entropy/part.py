@@ -66,7 +66,7 @@ def losses_of_ranks(
     unknown_N = (targets_N < 0) | (targets_N >= columns)
     logsumexp_N = logsumexp_N.masked_fill(unknown_N, float("nan"))
     mean_N = all_RKN[:, 2].sum(0) / columns if rule.label_smoothing else None
-    losses_N = rule.losses(logsumexp_N - at_target_N, logsumexp_N, mean_N)
+    losses_N = rule.row_losses(logsumexp_N - at_target_N, logsumexp_N, mean_N)
     return losses_N.masked_fill(targets_N == ignore_index, 0), logsumexp_N
 
 
