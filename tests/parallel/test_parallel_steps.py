@@ -16,7 +16,7 @@ from moe_graphs import FullIteration, GraphConfig, GraphError
 from moe_graphs.parallel import ParallelConfig
 from moe_graphs.training.device_step import DeviceStep
 from moe_graphs.training.grad_norm import local_part
-from parallel_runs import compare, laid_out, local_state, step_of
+from parallel_runs import compare, keep_losses_and_evaluate, laid_out, local_state, step_of
 from training_runs import Trace, loss_of
 
 OF_TWO = [{"dp_shard": 2, "mixed": True}, {"dp_shard": 2, "ep": 2, "reshard_after_forward": False}]
@@ -139,3 +139,10 @@ def test_evaluations_between_replays_see_the_new_parameters():
     for eager, graphed in run_distributed(evaluate_in_between, 2):
         assert graphed == eager
         assert all(a != b for a, b in itertools.pairwise(eager))
+
+
+def test_losses_kept_and_evaluations_between_steps():
+    """An evaluation leaves FSDP2 in another state than a step; audits run from the captured one."""
+    found = run_distributed(keep_losses_and_evaluate, 2, "gloo", arguments=("cpu",))
+    for eager, graphed in found:
+        assert graphed == eager

@@ -5,16 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
-import torch
 from test_layouts import compare_with_one_process
 
 from distributed import run_distributed
-from full_iterations import batches, optimizer_of
-from moe_graphs import FullIteration
-from moe_graphs.parallel import ParallelConfig
-from moe_graphs.training.device_step import DeviceStep
-from parallel_runs import compare, laid_out, step_of
-from training_runs import loss_of
+from parallel_runs import compare, keep_losses_and_evaluate
 
 pytestmark = pytest.mark.multigpu
 OF_TWO = [
@@ -47,44 +41,10 @@ def test_graphed_is_eager(layouts, ranks):
         assert norms == first
 
 
-def keep_losses_and_evaluate(rank: int, world_size: int) -> list[list[float]]:
-    """Keep losses of eager steps alive, and evaluate between steps.
-
-    The losses belong to the default stream, whose gradient accumulators a capture must not meet.
-    Evaluations leave parameters gathered.
-    """
-    seen = []
-    for graphed in (False, True):
-        model, _ = laid_out("cuda", ParallelConfig(dp_shard=world_size), dropout=0.0)
-        optimizer = optimizer_of(model, "cuda")
-        update = DeviceStep(optimizer, clip_norm=1.0, set_to_none=True)
-        step = step_of(model, update)
-        if graphed:
-            options = {"model": model, "optimizer": optimizer, "state": [update]}
-            step = FullIteration(step, on_mismatch="error", warmup_steps=1, **options)
-        losses, held = [], []
-        for index, batch in enumerate(batches("cuda", 6, 2, seed=rank)):
-            if index == 0:
-                held.append(loss_of(model, batch["tokens"][0])[0])
-                held[0].backward(retain_graph=False)
-                optimizer.zero_grad()
-            losses.append(_evaluated(model, batch))
-            step(batch)
-            losses.append(_evaluated(model, batch))
-        seen.append(losses)
-        if graphed:
-            assert step.report().matched == 5, step.report()
-            step.release()
-    return seen
-
-
-def _evaluated(model, batch) -> float:
-    with torch.no_grad():
-        return loss_of(model, batch["tokens"][0])[0].item()
-
-
 def test_losses_kept_and_evaluations_between_replays():
-    for eager, graphed in run_distributed(keep_losses_and_evaluate, 2, "nccl", timeout_seconds=240):
+    for eager, graphed in run_distributed(
+        keep_losses_and_evaluate, 2, "nccl", arguments=("cuda",), timeout_seconds=240
+    ):
         assert graphed == eager
         assert len(set(eager)) > 6  # losses change, so training goes on
 

@@ -28,7 +28,7 @@ from moe_graphs.parallel import (
 from moe_graphs.training.device_step import DeviceStep
 from moe_graphs.training.grad_norm import local_part
 from moe_graphs.training.grad_scaler import GradScaler
-from training_runs import Trace, tiny_model
+from training_runs import Trace, loss_of, tiny_model
 
 Step = Callable[[dict[str, Any]], tuple[list[torch.Tensor], torch.Tensor]]
 
@@ -186,3 +186,39 @@ def told(call: Callable[[], Any]) -> str:
     except ValueError as error:
         return str(error)
     return "nothing"
+
+
+def keep_losses_and_evaluate(rank: int, world_size: int, device: str) -> list[list[float]]:
+    """Keep losses of eager steps alive, and evaluate between steps.
+
+    The losses belong to the default stream, whose gradient accumulators a capture must not meet.
+    Evaluations leave parameters gathered.
+    """
+    seen = []
+    for graphed in (False, True):
+        model, _ = laid_out(device, ParallelConfig(dp_shard=world_size), dropout=0.0)
+        optimizer = optimizer_of(model, device)
+        update = DeviceStep(optimizer, clip_norm=1.0, set_to_none=True)
+        step = step_of(model, update)
+        if graphed:
+            options = {"model": model, "optimizer": optimizer, "state": [update]}
+            step = FullIteration(step, on_mismatch="error", warmup_steps=1, **options)
+        losses, held = [], []
+        for index, batch in enumerate(batches(device, 6, 2, seed=rank)):
+            if index == 0:
+                held.append(loss_of(model, batch["tokens"][0])[0])
+                held[0].backward(retain_graph=False)
+                optimizer.zero_grad()
+            losses.append(_evaluated(model, batch))
+            step(batch)
+            losses.append(_evaluated(model, batch))
+        seen.append(losses)
+        if graphed:
+            assert step.report().matched == 5, step.report()
+            step.release()
+    return seen
+
+
+def _evaluated(model, batch) -> float:
+    with torch.no_grad():
+        return loss_of(model, batch["tokens"][0])[0].item()

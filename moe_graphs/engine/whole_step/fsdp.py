@@ -41,13 +41,16 @@ class Sharding:
         self._before = self._settings()
 
     def reshard(self) -> None:
-        """Frees parameters that are gathered, as the end of a backward does.
+        """Frees gathered parameters and forgets the order of forwards, as a backward's end does.
 
-        A forward without a backward leaves them gathered.
+        A forward without a backward leaves both. The next backward would gather parameters by the
+        order that is left, which no captured step does.
         """
         for group in self._groups:
             if not group.is_sharded:
                 group.reshard()
+            group.comm_ctx.post_forward_order.clear()
+            group._post_forward_indices.clear()
 
     def unsharded_parameters(self) -> Iterator[Tensor]:
         """Parameters in which gradients are accumulated, after first steps. They may be freed."""
