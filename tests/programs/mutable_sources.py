@@ -284,7 +284,7 @@ def install(pieces: tuple[Piece, ...], place: str) -> tuple[dict[str, Any], Call
         _, forget_definitions = _package(
             _folder() / "site-packages", f"{name}_library", _HEAD + define, modules
         )
-        text = f"{_HEAD}from {name}_library import *\n{body}"
+        text = f"{_HEAD}{_HELPERS}from {name}_library import *\n{body}"
         found, forget = _package(_folder(), name, text, {})
         return found, lambda: (forget(), forget_definitions())[0]
     text = _HEAD + define + body

@@ -209,8 +209,10 @@ class Trio:
         if not self._graphed_ran:
             return self.is_equal
         self.counts = self.graphed.counts()
-        self._graphed_ran = not (self.is_equal and self.counts == (replays + 1, eager))
-        return not self._graphed_ran
+        is_whole = self.is_equal and self.counts == (replays + 1, eager)
+        # State outside of the graphs, such as a counter in C, goes on only in runs that run.
+        self._graphed_ran = self.thorough or not is_whole
+        return is_whole
 
     def try_mutation(self, mutation: Mutation) -> tuple[str, str]:
         """The outcome of a mutation. Graphs are not tried with what changes nothing in eager."""

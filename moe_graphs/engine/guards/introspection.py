@@ -175,15 +175,15 @@ class Answers:
     @classmethod
     def of(cls, cache: functools._lru_cache_wrapper) -> Answers | None:
         """The present answers; None if this Python keeps them in a way that is not known."""
-        referents, size = gc.get_referents(cache), cache.cache_info().currsize
-        if cache.cache_parameters()["maxsize"] is None:
-            found = next((each for each in referents if type(each) is dict), {})
-            return cls(dict(found)) if len(found) == size else None
-        links = referents[1 : 1 + 3 * size]  # key, answer and the class of a link
-        if any(type(each).__name__ == "_lru_list_elem" for each in links):
+        size = functools._lru_cache_wrapper.cache_info(cache).currsize
+        # The class, then key, answer and class of each link if there is a limit, then a dictionary.
+        referents = gc.get_referents(cache)
+        links, table = referents[1 : 1 + 3 * size], (referents[1 + 3 * size :] or [None])[0]
+        if size and type(referents[1]) is dict and _keys_are_answered(referents[1], size):
+            return cls(dict(referents[1]))
+        if type(table) is not dict or len(table) != size:
             return None
-        kept = dict(zip(links[::3], links[1::3], strict=True))
-        return cls(kept) if len(kept) == size else None
+        return cls(dict(zip(links[::3], links[1::3], strict=True)))
 
     def __eq__(self, before: object) -> bool:
         if not isinstance(before, Answers):
@@ -195,6 +195,13 @@ class Answers:
 
     def __repr__(self) -> str:
         return f"{len(self.kept)} answers"
+
+
+def _keys_are_answered(table: dict, size: int) -> bool:
+    """Whether a cache's table has answers; with a limit it has links, whose class is private."""
+    return len(table) == size and not any(
+        type(each).__name__ == "_lru_list_elem" for each in table.values()
+    )
 
 
 # ---- single kinds of values

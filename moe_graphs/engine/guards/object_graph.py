@@ -131,7 +131,7 @@ def is_own(module: types.ModuleType) -> bool:
     if file is not None:
         return origin_of(file) == "own"
     package = sys.modules.get(module.__name__.partition(".")[0], module)
-    return module.__spec__ is None and (package is module or is_own(package))
+    return getattr(module, "__spec__", None) is None and (package is module or is_own(package))
 
 
 # ---- the walk
@@ -606,7 +606,7 @@ class Walk:
             return
         answers = Answers.of(cache)
         if answers is None or len(answers.kept) > _TOO_MANY:
-            return self._too_large(f"{name}'s answers", cache.cache_info().currsize)
+            return self._too_large(f"{name}'s answers", 0 if answers is None else len(answers.kept))
         read = functools.partial(Answers.of, cache)
         self._cell(Cell(read, None, f"{name}'s answers", is_copy=True), False)
         self.found.may_grow.append(f"{name}(")
