@@ -47,13 +47,19 @@ class LeafUses:
     residual around the scope, a weight that is tied) in another order, and the last bit would
     differ.
 
+    Args:
+        together: how many leaves, from the first one on, count as used once: their gradients are
+            added up here, as a backward within a backward (reentrant checkpoint) does.
+
     Attributes:
         of: per use the number of its leaf. Leaves are in their order; the uses of a leaf are in the
             order in which their addends arrive (later uses first). A leaf without a use does not
             occur.
     """
 
-    def __init__(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+    def __init__(
+        self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], together: int = 0
+    ) -> None:
         numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
         uses: list[list[tuple[int, int, Node]]] = [[] for _ in leaves]
         for node in nodes_behind(outputs):
@@ -61,6 +67,7 @@ class LeafUses:
                 number = numbers.get(id(getattr(following, "variable", None)))
                 if number is not None:
                     uses[number].append((-node._sequence_nr(), edge, node))
+        uses[:together] = [found[:1] for found in uses[:together]]
         self._leaves = tuple(leaves)
         self._counts = [len(found) for found in uses]
         self._apart: list[list[tuple[Node, int]]] = []

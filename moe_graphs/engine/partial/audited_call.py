@@ -129,7 +129,11 @@ class AuditedCall:
         aliases = recorder.trials.aliases(call)
         comparison = Comparison(self._audit.forward, self._origins, self._named)
         recomputes = site.planned.recomputes
-        saved = Recomputed(recorder.backend, aliases, set()) if recomputes else Saved()
+        saved = (
+            Recomputed(recorder.backend, aliases, set(), site.planned.use_reentrant)
+            if recomputes
+            else Saved()
+        )
         hooks = saved.noting() if recomputes else contextlib.nullcontext()
         try:
             with aliases.installed(), hooks, comparison:

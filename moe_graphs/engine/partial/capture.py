@@ -178,6 +178,8 @@ class Recorder:
                 split=self.split,
             )
             if open.recomputed is not None:
+                if open.recomputed.is_reentrant:
+                    _check_used_once(slot, recorded)
                 open.recomputed.follows(call.scope, recorded, recorded.inputs)
             owned = set(map(address, [*self.trials.known(), *conditions.others]))
             site.opened(recorded, open, sources, owned)
@@ -202,7 +204,7 @@ class Recorder:
         written = {address(tensor) for tensor, _ in expected.tried.written}
         reads = {address(each) for each in inputs if isinstance(each, Tensor)}
         reads |= set(expected.tried.run.trace.read) - written
-        return Recomputed(self.backend, aliases, reads)
+        return Recomputed(self.backend, aliases, reads, site.planned.use_reentrant)
 
     def _static_inputs(
         self, slot: Slot, call: ScopeCall
@@ -474,6 +476,21 @@ class Recorder:
         return uses, listed, tuple(static), tuple(leases)
 
 
+def _check_used_once(slot: Slot, recorded: RecordedForward) -> None:
+    """Checks that no other scope uses a weight of a forward under reentrant checkpoint.
+
+    Raises:
+        CaptureError: if one does.
+    """
+    others = (site.forward.parameters for site in slot.sites if site.forward is not None)
+    used = {id(parameter) for parameters in others for parameter in parameters}
+    if any(id(parameter) in used for parameter in recorded.parameters):
+        raise CaptureError(
+            "several scopes use one of its weights, and checkpoint(use_reentrant=True) adds each "
+            "gradient to .grad by itself, in another order than a graph: take use_reentrant=False"
+        )
+
+
 # ---- what a capture of a forward has produced, and the values that replays need
 
 
@@ -583,8 +600,9 @@ class CapturedForward:
                     f"gradient hooks, which would run twice: register it as a parameter of a module"
                 )
         inputs = list(wanted.values())
-        uses = LeafUses(live, [*inputs, *parameters])
         recomputed = self._saved if isinstance(self._saved, Recomputed) else None
+        is_reentrant = recomputed is not None and recomputed.is_reentrant
+        uses = LeafUses(live, [*inputs, *parameters], len(inputs) if is_reentrant else 0)
         return OpenCall(list(live), tuple(wanted), inputs, parameters, uses, recomputed)
 
     def _listed(self, open: OpenCall, use: int) -> int | Tensor:

@@ -309,10 +309,19 @@ class Recomputed(Saved):
 
     Args:
         reads: addresses of the memory that the forward reads and does not write.
+        is_reentrant: whether gradients of an input are added up within the backward, as they are
+            with ``use_reentrant``.
     """
 
-    def __init__(self, backend: Backend, aliases: ParameterAliases, reads: set[int]) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        aliases: ParameterAliases,
+        reads: set[int],
+        is_reentrant: bool | None = False,
+    ) -> None:
         super().__init__()
+        self.is_reentrant = is_reentrant
         self._addresses = reads
         self._backend, self._aliases, self._count = backend, aliases, 0
         self._found: dict[int, Tensor] = {}

@@ -110,7 +110,9 @@ def _gradients(
     for each in site.forward.listed:
         leaf = inputs[each] if isinstance(each, int) else aliases.alias_of(each)
         leaves[id(leaf)] = leaf
-    uses = LeafUses(live, list(leaves.values()))
+    count = len({each for each in site.forward.listed if isinstance(each, int)})
+    together = count if site.planned.use_reentrant else 0
+    uses = LeafUses(live, list(leaves.values()), together)
     if len(uses.of) != len(site.forward.listed):
         raise GraphError(f"scope {site.name!r}: its forward, computed anew, does something else")
     used = [(o, g) for o, g in zip(live, incoming, strict=True) if g is not None]

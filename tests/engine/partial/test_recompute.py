@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 
 import pytest
@@ -296,3 +297,49 @@ def test_which_scopes():
         GraphConfig(recompute=True, split_backward=True)
     with pytest.raises(ValueError, match="impl='none'"):
         GraphConfig(impl="none", recompute=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_addends_of_an_input_come_in_the_order_of_either_checkpoint(device, reentrant):
+    """An input is used twice in a scope and once more behind it: three addends, in two orders."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.linear(x).tanh() + x.exp()
+
+    def run(graphed):
+        torch.manual_seed(0)
+        model, found = Twice().to(device), []
+        owner = nn.ModuleList([model])
+        graphs = moe_graphs.graph(owner, GraphConfig(["[0-9]"], warmup_steps=2, audit_every=2))
+        graphs.scopes[0].use_reentrant = reentrant
+        if not graphed:
+            graphs.release()
+        for _ in range(STEPS):
+            x = torch.randn(64, WIDTH, device=device, requires_grad=True)
+            with graphs.step() if graphed else contextlib.nullcontext():
+                y = model(x) if graphed else checkpoint(model, x, use_reentrant=reentrant)
+                (y * x.sin()).sum().backward()
+            found += [x.grad, *(p.grad.clone() for p in model.parameters())]
+        return found, graphs
+
+    expected, _ = run(graphed=False)
+    found, graphs = run(graphed=True)
+    assert all(map(torch.equal, found, expected))
+    assert graphs.report().matched == STEPS - 2
+
+
+def test_a_weight_of_several_scopes_under_reentrant_checkpoint_is_refused():
+    model = build(Model, "cpu")
+    model.second.linear.weight = model.first.linear.weight
+    graphs = moe_graphs.graph(model, scopes(warmup_steps=2))
+    for each in graphs.scopes:
+        each.use_reentrant = True
+    with pytest.warns(GraphWarning, match="take use_reentrant=False"):
+        trained(model, graphs, "cpu")
+    assert graphs.report().state == "capture_failed"
