@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_graphs import FullIteration, FullIterationReport, GraphConfig, Graphs, Report, graph
+from moe_graphs import FullIteration, GraphConfig, Graphs, graph
 from moe_graphs.dispatch import make_dispatcher
+from moe_graphs.engine.report import Report
+from moe_graphs.engine.whole_step.full_iteration import FullIterationReport
 from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
 from moe_graphs.layers.architectures import qwen3_30b_a3b
 from moe_graphs.optim import AdamW

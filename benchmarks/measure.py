@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from contenders import EAGER, WARMUP_STEPS, Contender, Run, Setting, free_memory, synchronize
-from moe_graphs import FullIterationReport
+from moe_graphs.engine.whole_step.full_iteration import FullIterationReport
 from moe_graphs.lm.run import deterministic
 from moe_graphs.profiling.profiler import traced_events
 from moe_graphs.profiling.timeline import Timeline, read_timeline

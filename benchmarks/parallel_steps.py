@@ -38,14 +38,9 @@ from full_iteration import llama
 from moe_graphs import DeviceStep, FullIteration, GraphConfig, graph
 from moe_graphs.bench import environment
 from moe_graphs.layers import LanguageModel, TransformerConfig
-from moe_graphs.parallel import (
-    ParallelConfig,
-    data_mesh,
-    make_mesh,
-    parallelize,
-    replicate,
-    sum_gradients,
-)
+from moe_graphs.parallel import ParallelConfig, make_mesh, parallelize, replicate
+from moe_graphs.parallel.mesh import data_mesh
+from moe_graphs.parallel.replicated import sum_gradients
 from moe_graphs.profiling.communication_share import Communication
 from moe_graphs.profiling.profiler import keep_profiler_ready
 from several_ranks import communication_in, keep, milliseconds_of, process_group

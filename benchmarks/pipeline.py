@@ -39,6 +39,7 @@ import moe_graphs
 from moe_graphs.bench import environment
 from moe_graphs.engine.backends.cuda import CudaGraphs
 from moe_graphs.engine.callables.order import Action
+from moe_graphs.engine.report import Report
 from moe_graphs.layers import MoEConfig, TransformerConfig, TransformerLayer
 from moe_graphs.pipelines.builders import gpipe, interleaved_1f1b
 from timed_replays import NotReplayed, check_replayed
@@ -100,7 +101,7 @@ def drive(chunks: nn.ModuleList, order: Iterable[Action], x: Tensor, baseline: i
 @contextlib.contextmanager
 def trained(
     model: nn.Module, config: moe_graphs.GraphConfig, step: Callable[[], object]
-) -> Iterator[moe_graphs.Report]:
+) -> Iterator[Report]:
     """The report behind some steps, when what eager ones have left is given back.
 
     Raises:

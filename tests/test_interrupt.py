@@ -9,20 +9,12 @@ import torch
 from torch import nn
 
 import moe_graphs
-from moe_graphs import (
-    CaptureError,
-    GraphConfig,
-    GraphError,
-    Stage,
-    Staged,
-    end_capture_here,
-    record,
-)
+from moe_graphs import CaptureError, GraphConfig, GraphError, Staged
 from moe_graphs import staged as interrupts
 from moe_graphs.dispatch import AllToAllDispatcher
 from moe_graphs.layers import MoEConfig, MoELayer
 from moe_graphs.layers.transformer import LayerPrepared
-from moe_graphs.staged import Boundary, Stop, resuming, run_until
+from moe_graphs.staged import Boundary, Stage, Stop, end_capture_here, record, resuming, run_until
 from training_runs import DEVICES, loss_of, microbatches, tiny_model, train
 
 RECIPE = "attn,moe_router,moe_preprocess"

@@ -18,6 +18,8 @@ from lm_runs import small_preset
 from moe_graphs.layers import LanguageModel
 from moe_graphs.lm.run_presets import presets
 from moe_graphs.pipelines.builders import one_f_one_b
+from moe_graphs.training.capturable import tensor_hyperparameters
+from moe_graphs.training.grad_scaler import GradScaler
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "guide.md"]
@@ -147,10 +149,10 @@ def test_the_whole_step_is_replayed(code):
     batch = {"tokens": torch.stack([tokens(), tokens()]) if has_microbatches else tokens()}
     names = dict(
         torch=torch, moe_graphs=moe_graphs, model=model, loss_of=loss_of, device="cpu",
-        scaler=moe_graphs.GradScaler("cpu"), loader=[batch for _ in range(6)],
+        scaler=GradScaler("cpu"), loader=[batch for _ in range(6)],
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True),
     )  # fmt: skip
-    moe_graphs.tensor_hyperparameters(names["optimizer"])
+    tensor_hyperparameters(names["optimizer"])
     exec(code, names)
     report = names["step"].report()
     assert (report.captures, report.eager_calls) == (1, {"warmup": 3})

@@ -30,14 +30,10 @@ from moe_graphs.lm.pipelined import lay_out_stages, pipeline_of, scopes_of_stage
 from moe_graphs.lm.run_presets import Preset
 from moe_graphs.lm.trainer import Autocast, Trainer, autocast_of
 from moe_graphs.lm.workers import Workers
-from moe_graphs.parallel import (
-    MIXED_PRECISION,
-    ModelStage,
-    init_weights_sharded,
-    load_pretrained_sharded,
-    parallelize,
-    replicate,
-)
+from moe_graphs.parallel import load_pretrained_sharded, parallelize, replicate
+from moe_graphs.parallel.model_stage import ModelStage
+from moe_graphs.parallel.parallelize import MIXED_PRECISION
+from moe_graphs.parallel.sharded_init import init_weights_sharded
 from moe_graphs.registry import DISPATCHERS
 
 

@@ -64,12 +64,8 @@ from moe_graphs.lm.run_state import (
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.lm.workers import Workers, is_first, on_first
 from moe_graphs.optim import AdamW
-from moe_graphs.parallel import (
-    PartsByName,
-    WholeRowsLoadPlanner,
-    WholeRowsSavePlanner,
-    global_fqn,
-)
+from moe_graphs.parallel.tensor_parallel import global_fqn
+from moe_graphs.parallel.whole_rows import PartsByName, WholeRowsLoadPlanner, WholeRowsSavePlanner
 
 _AT_ONCE = 1 << 24  # bytes of a file in memory
 _ALONE = "torch.distributed is disabled"  # a warning of DCP: one process is all there is

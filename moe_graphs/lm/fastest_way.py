@@ -17,7 +17,8 @@ from moe_graphs.dispatch.peer_memory import peer_memory
 from moe_graphs.layers import TransformerConfig
 from moe_graphs.lm.options import GraphOptions
 from moe_graphs.lm.workers import Workers
-from moe_graphs.parallel import ParallelConfig, expert_mesh, shard_mesh
+from moe_graphs.parallel import ParallelConfig
+from moe_graphs.parallel.mesh import expert_mesh, shard_mesh
 from moe_graphs.registry import DISPATCHERS
 
 _IN_ONE_PROCESS = ParallelConfig()

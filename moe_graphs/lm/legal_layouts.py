@@ -9,7 +9,8 @@ from moe_graphs.lm.fastest_way import Obstacle, Situation, against_scopes, again
 from moe_graphs.lm.optimizers import check_optimizer_layout
 from moe_graphs.lm.run import RunOptions
 from moe_graphs.lm.workers import Workers
-from moe_graphs.parallel import check_schedule, check_tensor_parallel, layers_of_stages
+from moe_graphs.parallel.pipeline import check_schedule, layers_of_stages
+from moe_graphs.parallel.tensor_parallel import check_tensor_parallel
 from moe_graphs.registry import DISPATCHERS
 
 

@@ -13,12 +13,8 @@ from moe_graphs.layers import LanguageModel
 from moe_graphs.lm.options import TrainSettings
 from moe_graphs.lm.trainer import Autocast
 from moe_graphs.lm.workers import Workers
-from moe_graphs.parallel import (
-    ModelStage,
-    Pipeline,
-    parallelize,
-    pipeline_stages,
-)
+from moe_graphs.parallel import Pipeline, parallelize, pipeline_stages
+from moe_graphs.parallel.model_stage import ModelStage
 
 
 def lay_out_stages(

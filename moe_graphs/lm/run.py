@@ -37,7 +37,7 @@ from moe_graphs.lm.sample import Sample, sample_text
 from moe_graphs.lm.termination import Terminated, termination
 from moe_graphs.lm.trainer import LogLine, Trainer, TrainingDiverged
 from moe_graphs.lm.workers import Workers, agent, check_equal, is_first, on_first
-from moe_graphs.parallel import whole_sequences
+from moe_graphs.parallel.context_parallel import whole_sequences
 from moe_graphs.profiling.communication_share import traced_communication
 from moe_graphs.profiling.profiler import keep_profiler_ready
 

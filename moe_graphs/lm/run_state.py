@@ -19,7 +19,7 @@ from moe_graphs.lm.optimizers import make_optimizer_state
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.optim import AdamW, UpdateOptions
 from moe_graphs.optim.update_options import STATES, code_names
-from moe_graphs.parallel import fused_rows, global_fqn
+from moe_graphs.parallel.tensor_parallel import fused_rows, global_fqn
 
 MODEL, OPTIMIZER, HISTORY, RNG, FP8 = "model", "optimizer", "history", "rng", "fp8"
 

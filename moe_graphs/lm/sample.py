@@ -14,7 +14,7 @@ from torch import nn
 
 from moe_graphs.lm.data import Text
 from moe_graphs.lm.trainer import Autocast, autocast_of
-from moe_graphs.parallel import vocabulary_group, whole_vocabulary
+from moe_graphs.parallel.vocabulary import vocabulary_group, whole_vocabulary
 
 TEMPERATURES = (0.0, 0.8)
 _PROMPT_TOKENS, _NEW_TOKENS = 24, 48

@@ -30,7 +30,9 @@ from moe_graphs.lm.optimizers import build_optimizer
 from moe_graphs.lm.options import TrainSettings
 from moe_graphs.lm.workers import Workers
 from moe_graphs.optim import AdamW
-from moe_graphs.parallel import Pipeline, free_gathered, sum_gradients
+from moe_graphs.parallel import Pipeline
+from moe_graphs.parallel.parallelize import free_gathered
+from moe_graphs.parallel.replicated import sum_gradients
 from moe_graphs.training.device_step import DeviceStep
 
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]

@@ -28,13 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from moe_graphs.lm.fresh_store import fresh_store
-from moe_graphs.parallel import (
-    ParallelConfig,
-    data_mesh,
-    loss_mesh,
-    make_mesh,
-    part_of_sequences,
-)
+from moe_graphs.parallel import ParallelConfig, make_mesh
+from moe_graphs.parallel.context_parallel import part_of_sequences
+from moe_graphs.parallel.mesh import data_mesh, loss_mesh
 from moe_graphs.terminal import error_line
 
 _A_MOMENT = datetime.timedelta(seconds=5)

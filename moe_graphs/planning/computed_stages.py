@@ -14,13 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from moe_graphs.kernels.availability import as_on_gpus
 from moe_graphs.layers import HeadExchange, LanguageModel, MoELayer, TransformerConfig
-from moe_graphs.parallel import (
-    ModelStage,
-    ParallelConfig,
-    apply_context_parallel,
-    apply_tensor_parallel,
-    shard_experts,
-)
+from moe_graphs.parallel import ParallelConfig
+from moe_graphs.parallel.context_parallel import apply_context_parallel
+from moe_graphs.parallel.expert_shards import shard_experts
+from moe_graphs.parallel.model_stage import ModelStage
+from moe_graphs.parallel.tensor_parallel import apply_tensor_parallel
 from moe_graphs.planning.laid_out import as_rank
 from moe_graphs.planning.microbatch_memory import (
     DropoutOfGPUs,

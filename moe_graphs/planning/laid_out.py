@@ -14,14 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from moe_graphs.layers import LanguageModel, TransformerConfig
-from moe_graphs.parallel import (
-    ModelStage,
-    ParallelConfig,
-    Pipeline,
-    make_mesh,
-    parallelize,
-    pipeline_stages,
-)
+from moe_graphs.parallel import ParallelConfig, Pipeline, make_mesh, parallelize, pipeline_stages
+from moe_graphs.parallel.model_stage import ModelStage
 from moe_graphs.pipelines.formats import from_torch
 from moe_graphs.pipelines.schedule import Schedule
 from moe_graphs.planning.planned_step import OptimizerCosts, PlannedStep, local_part

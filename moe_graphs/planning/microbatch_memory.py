@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moe_graphs.layers import LanguageModel
-from moe_graphs.parallel import ModelStage
+from moe_graphs.parallel.model_stage import ModelStage
 
 
 class Moment(NamedTuple):

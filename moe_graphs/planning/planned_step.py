@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from moe_graphs.dispatch.dispatcher import DispatchCosts, PlannedExchange
 from moe_graphs.layers import TransformerConfig
-from moe_graphs.parallel import MIXED_PRECISION
+from moe_graphs.parallel.parallelize import MIXED_PRECISION
 from moe_graphs.registry import DISPATCHERS
 
 

@@ -12,13 +12,9 @@ from fake_ranks import as_rank, lay_out
 from hf_directories import saved
 from moe_graphs.checkpoints import loading
 from moe_graphs.layers import LanguageModel
-from moe_graphs.parallel import (
-    ParallelConfig,
-    fused_rows,
-    global_fqn,
-    load_pretrained_sharded,
-    shares,
-)
+from moe_graphs.parallel import ParallelConfig, load_pretrained_sharded
+from moe_graphs.parallel.own_part import shares
+from moe_graphs.parallel.tensor_parallel import fused_rows, global_fqn
 
 LAYOUTS = {
     "shard": ParallelConfig(dp_shard=4),

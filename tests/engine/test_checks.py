@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import moe_graphs
-from moe_graphs import CheckError, FullIteration, GraphConfig, make_graphed_callables
+from moe_graphs import FullIteration, GraphConfig, make_graphed_callables
 from moe_graphs.engine.checks import Checks
+from moe_graphs.errors import CheckError
 from training_runs import DEVICES
 
 WIDTH = 4

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import moe_graphs
-from moe_graphs import FullIteration, GraphConfig, NonFiniteError
+from moe_graphs import FullIteration, GraphConfig
+from moe_graphs.errors import NonFiniteError
 from training_runs import DEVICES
 
 WIDTH, ROWS = 4, 3

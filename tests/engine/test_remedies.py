@@ -11,6 +11,7 @@ from torch import nn
 import moe_graphs
 from moe_graphs import FullIteration, GraphConfig, GraphWarning
 from moe_graphs.engine.partial.scope import find_scopes
+from moe_graphs.training.capturable import tensor_hyperparameters
 from two_scopes import build, data, scopes, train_step, warm
 
 
@@ -126,9 +127,9 @@ def test_capturable_without_fused_is_our_own_error(of):
         if of == "FullIteration":
             FullIteration(print, model=model, optimizer=optimizer)
         else:
-            moe_graphs.tensor_hyperparameters(optimizer)
+            tensor_hyperparameters(optimizer)
     optimizer = torch.optim.AdamW(model.parameters(), capturable=True, fused=True)
-    moe_graphs.tensor_hyperparameters(optimizer)
+    tensor_hyperparameters(optimizer)
     FullIteration(print, model=model, optimizer=optimizer)
 
 

@@ -20,6 +20,7 @@ import moe_graphs
 import te_stand_in
 from moe_graphs import GraphConfig
 from moe_graphs.dispatch import PaddedDispatcher
+from moe_graphs.engine.report import Report
 from moe_graphs.integrations import transformer_engine as parts
 from moe_graphs.layers import (
     GroupedExperts,
@@ -222,7 +223,7 @@ def test_fp8_state_comes_and_goes(engine):
     assert torch.equal(step(other, 8), step(begun, 8))
 
 
-def losses(config: GraphConfig) -> tuple[list[torch.Tensor], moe_graphs.Report]:
+def losses(config: GraphConfig) -> tuple[list[torch.Tensor], Report]:
     torch.manual_seed(0)
     model = LanguageModel(replace(CONFIG, linear="transformer_engine", moe=THEIRS))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -18,6 +18,7 @@ import moe_graphs
 from lm_runs import QUIET, advance, fresh_trainer, on_transformer_engine, options, small_corpus
 from moe_graphs import GraphConfig
 from moe_graphs.config import FullIterationConfig
+from moe_graphs.engine.report import Report
 from moe_graphs.integrations import transformer_engine as parts
 from moe_graphs.layers import (
     GroupedExperts,
@@ -246,7 +247,7 @@ def trained(
     config: TransformerConfig,
     scopes: str | None,
     around: Callable[[], AbstractContextManager] = nullcontext,
-) -> tuple[list[Tensor], moe_graphs.Report]:
+) -> tuple[list[Tensor], Report]:
     """Losses and gradients of every step, two microbatches each, and the last parameters."""
     torch.manual_seed(0)
     model = LanguageModel(config, device="cuda", dtype=torch.bfloat16)

@@ -32,7 +32,8 @@ from moe_graphs.lm.run import RunOptions
 from moe_graphs.lm.sample import continue_tokens
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.lm.workers import Workers
-from moe_graphs.parallel import ParallelConfig, whole_sequences
+from moe_graphs.parallel import ParallelConfig
+from moe_graphs.parallel.context_parallel import whole_sequences
 
 STEPS, SAVED = 5, 3
 CPU = torch.device("cpu")

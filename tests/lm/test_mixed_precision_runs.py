@@ -29,13 +29,8 @@ from moe_graphs.lm.run_directory import find_checkpoint
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.lm.workers import Workers
 from moe_graphs.optim.gradient_factor import local_part
-from moe_graphs.parallel import (
-    MIXED_PRECISION,
-    ParallelConfig,
-    make_mesh,
-    parallelize,
-    pipeline_stages,
-)
+from moe_graphs.parallel import ParallelConfig, make_mesh, parallelize, pipeline_stages
+from moe_graphs.parallel.parallelize import MIXED_PRECISION
 
 LAYOUTS = {
     "shard": ParallelConfig(dp_shard=2),

@@ -16,11 +16,9 @@ from moe_graphs import GraphConfig
 from moe_graphs.layers import HeadExchange, LanguageModel, MoELayer
 from moe_graphs.layers.model_config import LatentAttentionConfig
 from moe_graphs.layers.router import rule_of
-from moe_graphs.parallel import (
-    ParallelConfig,
+from moe_graphs.parallel import ParallelConfig, make_mesh, parallelize
+from moe_graphs.parallel.context_parallel import (
     apply_context_parallel,
-    make_mesh,
-    parallelize,
     part_of_sequences,
     whole_sequences,
 )

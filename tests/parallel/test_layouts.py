@@ -10,7 +10,9 @@ from distributed import run_distributed
 from full_iterations import batches
 from moe_graphs.dispatch import AllGatherDispatcher, LocalDispatcher
 from moe_graphs.layers import LanguageModel
-from moe_graphs.parallel import ParallelConfig, data_mesh, make_mesh, parallelize, shard_experts
+from moe_graphs.parallel import ParallelConfig, make_mesh, parallelize
+from moe_graphs.parallel.expert_shards import shard_experts
+from moe_graphs.parallel.mesh import data_mesh
 from moe_graphs.training.grad_norm import clip_grad_norm, total_norm
 from parallel_runs import laid_out, told, without_noise
 from training_runs import loss_of, tiny_model

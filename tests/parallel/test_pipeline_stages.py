@@ -14,14 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from distributed import RANKS, run_distributed
 from moe_graphs import GraphConfig
-from moe_graphs.parallel import (
-    ParallelConfig,
-    Pipeline,
-    layers_of_stages,
-    make_mesh,
-    parallelize,
-    pipeline_stages,
-)
+from moe_graphs.parallel import ParallelConfig, Pipeline, make_mesh, parallelize, pipeline_stages
+from moe_graphs.parallel.pipeline import layers_of_stages
 from parallel_runs import told
 from staged_training import (
     cross_entropy,

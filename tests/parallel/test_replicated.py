@@ -15,14 +15,9 @@ from moe_graphs import GraphConfig
 from moe_graphs.engine.whole_step.full_iteration import FullIteration
 from moe_graphs.layers import LanguageModel
 from moe_graphs.optim import AdamW
-from moe_graphs.parallel import (
-    ParallelConfig,
-    data_mesh,
-    make_mesh,
-    parallelize,
-    replicate,
-    sum_gradients,
-)
+from moe_graphs.parallel import ParallelConfig, make_mesh, parallelize, replicate
+from moe_graphs.parallel.mesh import data_mesh
+from moe_graphs.parallel.replicated import sum_gradients
 from moe_graphs.training.device_step import DeviceStep
 from moe_graphs.training.grad_norm import clip_grad_norm, local_part
 from parallel_runs import told, without_noise

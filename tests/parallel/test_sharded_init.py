@@ -19,7 +19,10 @@ from torch.utils._pytree import tree_leaves
 from fake_ranks import as_rank, lay_out
 from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
 from moe_graphs.layers.model_config import LatentAttentionConfig
-from moe_graphs.parallel import ParallelConfig, fused_rows, global_fqn, init_weights_sharded, shares
+from moe_graphs.parallel import ParallelConfig
+from moe_graphs.parallel.own_part import shares
+from moe_graphs.parallel.sharded_init import init_weights_sharded
+from moe_graphs.parallel.tensor_parallel import fused_rows, global_fqn
 from training_runs import DEVICES, tiny_model
 
 LAYOUTS = {

@@ -14,15 +14,9 @@ from torch.nn import functional
 from distributed import run_distributed
 from kept_bytes import kept_bytes
 from moe_graphs.layers import LanguageModel, LatentAttentionConfig
-from moe_graphs.parallel import (
-    ParallelConfig,
-    apply_tensor_parallel,
-    check_tensor_parallel,
-    make_mesh,
-    parallelize,
-    vocabulary_cross_entropy,
-    whole_vocabulary,
-)
+from moe_graphs.parallel import ParallelConfig, make_mesh, parallelize, vocabulary_cross_entropy
+from moe_graphs.parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
+from moe_graphs.parallel.vocabulary import whole_vocabulary
 from parallel_runs import compare, told
 from tensor_parallel_runs import compare_scopes, differences
 from training_runs import tiny_model

@@ -14,7 +14,9 @@ from torch.distributed.tensor import Replicate, Shard
 
 from fake_ranks import as_rank, lay_out
 from moe_graphs.layers import LanguageModel
-from moe_graphs.parallel import ParallelConfig, global_fqn, runs_of
+from moe_graphs.parallel import ParallelConfig
+from moe_graphs.parallel.tensor_parallel import global_fqn
+from moe_graphs.parallel.whole_rows import runs_of
 from training_runs import tiny_model
 
 WHOLE = torch.arange(24.0)[:, None] * torch.ones(1, 3)

@@ -15,6 +15,7 @@ import moe_graphs
 from grids import by_turns, pairs
 from moe_graphs import GraphConfig
 from moe_graphs.engine.callables.order import slots
+from moe_graphs.engine.report import Report
 from moe_graphs.pipelines.builders import interleaved_1f1b, one_f_one_b
 from moe_graphs.pipelines.schedule import Schedule
 from pipeline_runs import SEQUENCE, WIDTH, eager_rank, make_chunks, make_schedule, run_rank
@@ -34,7 +35,7 @@ def check_rank(
     steps: int = 4,
     layers: int = 2,
     split: bool = False,
-) -> moe_graphs.Report:
+) -> Report:
     """Compare graphed with eager, with as many slots as the order needs; return the report."""
     expected = eager_rank(schedule, rank, kind, device, steps, layers)
     chunks = make_chunks(kind, len(schedule.chunks(rank)), device, layers)

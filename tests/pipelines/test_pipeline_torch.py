@@ -15,6 +15,7 @@ from torch.nn import functional
 import moe_graphs
 from distributed import run_distributed
 from moe_graphs import GraphConfig
+from moe_graphs.engine.report import Report
 from moe_graphs.pipelines.formats import from_torch
 from pipeline_runs import SEQUENCE, WIDTH, Layers
 from training_runs import Trace
@@ -56,7 +57,7 @@ def loss_of(outputs: tuple[Tensor, Tensor], targets_BS: Tensor) -> Tensor:
 
 def train_rank(
     rank: int, pp: int, name: str, device: str, layers: int, config: GraphConfig, steps: int = 4
-) -> tuple[Trace, moe_graphs.Report]:
+) -> tuple[Trace, Report]:
     """Train one rank of a pipeline of torch's; every rank knows the data."""
     indices = [rank] if name in SINGLE else [rank, pp + rank]
     if name in IN_A_V:

@@ -18,7 +18,7 @@ from moe_graphs.profiling import profiler
 from moe_graphs.profiling.floors import Floor, Rates, counted_floors, measure_rates
 from moe_graphs.profiling.profile_picture import draw_profiles
 from moe_graphs.profiling.profile_table import profile_table
-from moe_graphs.profiling.profiler import profile_step
+from moe_graphs.profiling.profiler import profile_graphs, profile_step
 
 RATES = Rates(1e12, 1e10, "float32")
 SIZES = dict(hidden_size=64, num_heads=2, vocab_size=64, ffn_hidden_size=96, max_sequence_length=32)
@@ -104,11 +104,11 @@ def test_graphs_are_profiled_beside_eager(tmp_path):
     graphs = moe_graphs.graph(model, moe_graphs.GraphConfig("attn,moe", warmup_steps=1))
     step = stepping(model, graphs)
     with pytest.raises(moe_graphs.GraphError, match="warmup: run steps"):
-        moe_graphs.profile_graphs(graphs, step)
+        profile_graphs(graphs, step)
     for _ in range(3):
         step()
     replayed = graphs.report().replayed
-    pair = moe_graphs.profile_graphs(graphs, step, rates=RATES)
+    pair = profile_graphs(graphs, step, rates=RATES)
     assert [each.name for each in pair] == ["eager", "graphed"]
     report = graphs.report()
     assert report.replayed > replayed
@@ -197,7 +197,7 @@ def test_on_a_gpu(tmp_path):
     step = stepping(model, graphs)
     for _ in range(3):
         step()
-    eager, graphed = moe_graphs.profile_graphs(graphs, step, trace=tmp_path / "trace.json")
+    eager, graphed = profile_graphs(graphs, step, trace=tmp_path / "trace.json")
     names = {event["name"] for event in json.loads((tmp_path / "trace.json").read_text())[
         "traceEvents"]}  # fmt: skip
     assert any(name.startswith("cudaGraphLaunch") for name in names)

@@ -25,7 +25,7 @@ from moe_graphs.lm.run_presets import Preset
 from moe_graphs.lm.run_state import fused_parts, history_state, model_state, optimizer_state
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.option_tree import tree_of, with_values
-from moe_graphs.parallel import shares
+from moe_graphs.parallel.own_part import shares
 
 SCOPES = "attn,moe_router,moe_preprocess"
 QUIET = Progress(line=lambda line: None, note=lambda note: None)

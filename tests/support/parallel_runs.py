@@ -16,15 +16,10 @@ from moe_graphs.engine.whole_step.full_iteration import FullIteration
 from moe_graphs.layers import LanguageModel, MoELayer
 from moe_graphs.layers.router import Routing, TopKRouter
 from moe_graphs.optim import AdamW
-from moe_graphs.parallel import (
-    ParallelConfig,
-    loss_mesh,
-    make_mesh,
-    parallelize,
-    part_of_sequences,
-    vocabulary_cross_entropy,
-    vocabulary_group,
-)
+from moe_graphs.parallel import ParallelConfig, make_mesh, parallelize, vocabulary_cross_entropy
+from moe_graphs.parallel.context_parallel import part_of_sequences
+from moe_graphs.parallel.mesh import loss_mesh
+from moe_graphs.parallel.vocabulary import vocabulary_group
 from moe_graphs.training.device_step import DeviceStep
 from moe_graphs.training.grad_norm import local_part
 from moe_graphs.training.grad_scaler import GradScaler

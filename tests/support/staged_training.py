@@ -14,19 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import moe_graphs
 from moe_graphs import FullIteration, GraphConfig
+from moe_graphs.engine.report import Report
 from moe_graphs.layers import LanguageModel
 from moe_graphs.parallel import (
     ParallelConfig,
     Pipeline,
-    data_mesh,
-    loss_mesh,
     make_mesh,
     parallelize,
-    part_of_sequences,
     pipeline_stages,
     vocabulary_cross_entropy,
-    vocabulary_group,
 )
+from moe_graphs.parallel.context_parallel import part_of_sequences
+from moe_graphs.parallel.mesh import data_mesh, loss_mesh
+from moe_graphs.parallel.vocabulary import vocabulary_group
 from moe_graphs.training.device_step import DeviceStep
 from moe_graphs.training.grad_norm import clip_grad_norm, local_part
 from moe_graphs.training.grad_scaler import GradScaler
@@ -223,7 +223,7 @@ def furthest_relative(found: Record, expected: Record) -> dict[str, float]:
 
 def train_graphed(
     rank: int, device: str, layout: dict[str, Any], layers: int, config: GraphConfig, steps: int
-) -> tuple[Trace, moe_graphs.Report]:
+) -> tuple[Trace, Report]:
     """Train with dropout, jitter, a scaler and clipping; rank 0 has an infinite gradient once."""
     scaler = GradScaler(device, init_scale=4.0, growth_interval=3)
     laid = divided(device, layout, layers=layers, dropout=0.1, scale=scaler.scale)

@@ -13,15 +13,10 @@ import moe_graphs
 from full_iterations import batches
 from moe_graphs.layers import HeadExchange, LanguageModel
 from moe_graphs.optim import AdamW
-from moe_graphs.parallel import (
-    ParallelConfig,
-    apply_context_parallel,
-    apply_tensor_parallel,
-    fused_rows,
-    global_fqn,
-    make_mesh,
-    runs_of,
-)
+from moe_graphs.parallel import ParallelConfig, make_mesh
+from moe_graphs.parallel.context_parallel import apply_context_parallel
+from moe_graphs.parallel.tensor_parallel import apply_tensor_parallel, fused_rows, global_fqn
+from moe_graphs.parallel.whole_rows import runs_of
 from moe_graphs.training.grad_norm import clip_grad_norm, local_part
 from parallel_runs import (
     laid_out,

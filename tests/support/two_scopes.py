@@ -9,6 +9,7 @@ from torch import nn
 
 import moe_graphs
 from moe_graphs import GraphConfig
+from moe_graphs.engine.report import Report
 
 WIDTH = 8
 
@@ -81,7 +82,7 @@ def warm(model: nn.Module, device: str, **options) -> moe_graphs.Graphs:
     return graphs
 
 
-def both(device: str, scenario: Callable, **options) -> moe_graphs.Report:
+def both(device: str, scenario: Callable, **options) -> Report:
     """Runs ``scenario(model, graphs) -> tensors`` eagerly and graphed; both must agree bitwise."""
     found = []
     for config in (GraphConfig(impl="none"), None):

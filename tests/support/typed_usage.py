@@ -16,6 +16,9 @@ from torch import Tensor, nn
 import moe_graphs
 from moe_graphs.checkpoints.hf_config import hf_config, transformer_config
 from moe_graphs.dispatch import Dispatched, Dispatcher, DispatchPlan, make_dispatcher
+from moe_graphs.engine.callables.order import Action
+from moe_graphs.engine.report import Report
+from moe_graphs.engine.whole_step.full_iteration import FullIterationReport
 from moe_graphs.integrations.transformers import (
     Accelerated,
     Change,
@@ -48,18 +51,17 @@ from moe_graphs.layers import (
     TransformerLayer,
     mixtral_8x7b,
 )
-from moe_graphs.parallel import (
-    ModelStage,
-    ParallelConfig,
-    Pipeline,
-    data_mesh,
-    loss_mesh,
-    make_mesh,
-    parallelize,
-    part_of_sequences,
-    pipeline_stages,
-)
+from moe_graphs.parallel import ParallelConfig, Pipeline, make_mesh, parallelize, pipeline_stages
+from moe_graphs.parallel.context_parallel import part_of_sequences
+from moe_graphs.parallel.mesh import data_mesh, loss_mesh
+from moe_graphs.parallel.model_stage import ModelStage
 from moe_graphs.pipelines.builders import one_f_one_b
+from moe_graphs.pipelines.schedule import Schedule
+from moe_graphs.profiling.profiler import profile_graphs, profile_step
+from moe_graphs.profiling.step_profile import StepProfile
+from moe_graphs.staged import Stage, record
+from moe_graphs.training.capturable import tensor_hyperparameters
+from moe_graphs.training.device_step import StepResult
 from moe_graphs.training.grad_norm import clip_grad_norm
 from moe_graphs.training.overflow import other_rows_factor
 from moe_graphs.training.static_loader import StaticBatches
@@ -83,12 +85,12 @@ def scopes() -> None:
 
     for _ in range(3):
         step()
-    eager, _ = moe_graphs.profile_graphs(graphs, step)
-    assert_type(eager, moe_graphs.StepProfile)
+    eager, _ = profile_graphs(graphs, step)
+    assert_type(eager, StepProfile)
     assert_type(eager.traced.groups[0].reached, float | None)
-    assert_type(moe_graphs.profile_step(step, steps=1, rates=eager.rates), moe_graphs.StepProfile)
+    assert_type(profile_step(step, steps=1, rates=eager.rates), StepProfile)
     report = graphs.report()
-    assert_type(report, moe_graphs.Report)
+    assert_type(report, Report)
     assert_type(report.scopes[0].eager_calls, dict[str, int])
     assert_type(graphs.plan().total_bytes, int)
     assert_type(model.num_parameters(active=True), int)
@@ -174,7 +176,7 @@ def dispatcher() -> None:
     assert_type(unpermute(rows_RD, order, torch.ones(2, 2)), Tensor)
 
 
-@moe_graphs.record
+@record
 class Halves:
     """A record of one's own: made with positional and named fields, and frozen."""
 
@@ -183,8 +185,8 @@ class Halves:
 
 
 class Own(moe_graphs.Staged):
-    def stages(self) -> tuple[moe_graphs.Stage, ...]:
-        return moe_graphs.Stage("halve", self.halve), moe_graphs.Stage("join", self.join)
+    def stages(self) -> tuple[Stage, ...]:
+        return Stage("halve", self.halve), Stage("join", self.join)
 
     def forward(self, x: Tensor) -> Tensor:
         return assert_type(self.run_stages(x), Any)  # whatever the last stage returns
@@ -204,10 +206,10 @@ def own_stages() -> None:
 def whole_step() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True)
-    moe_graphs.tensor_hyperparameters(optimizer)
+    tensor_hyperparameters(optimizer)
     update = moe_graphs.DeviceStep(optimizer, clip_norm=1.0)
 
-    def train_step(batch: dict[str, Tensor]) -> tuple[Tensor, moe_graphs.StepResult]:
+    def train_step(batch: dict[str, Tensor]) -> tuple[Tensor, StepResult]:
         loss = assert_type(update.scale(model(batch["x"]).square().mean()), Tensor)
         loss.backward()
         return loss, update()
@@ -220,9 +222,9 @@ def whole_step() -> None:
     for batch in loader:
         loss, result = step(batch)
         assert_type(loss, Tensor)
-        assert_type(result, moe_graphs.StepResult)
+        assert_type(result, StepResult)
         assert_type(result.grad_norm, Tensor | None)
-    assert_type(step.report(), moe_graphs.FullIterationReport)
+    assert_type(step.report(), FullIterationReport)
     assert step.report().replayed
     step.audit_soon()
     step.release()
@@ -247,9 +249,9 @@ def callables() -> None:
 
 def schedules() -> None:
     schedule = one_f_one_b(2, 4)
-    assert_type(schedule, moe_graphs.Schedule)
-    assert_type(schedule.local_order(0), tuple[moe_graphs.Action, ...])
-    assert_type(moe_graphs.Action.parse("0F3").microbatch, int)
+    assert_type(schedule, Schedule)
+    assert_type(schedule.local_order(0), tuple[Action, ...])
+    assert_type(Action.parse("0F3").microbatch, int)
 
 
 def hugging_face(model: nn.Module) -> None:
@@ -264,7 +266,7 @@ def hugging_face(model: nn.Module) -> None:
     accelerated = accelerate_model(model, graphs=moe_graphs.GraphConfig(scopes="model.layers.*"))
     assert_type(accelerated, Accelerated)
     assert_type(accelerated.changes, list[Change])
-    assert_type(accelerated.graphs.report(), moe_graphs.Report)
+    assert_type(accelerated.graphs.report(), Report)
     with accelerated.step():
         pass
     accelerated.undo()

@@ -521,8 +521,8 @@ def _check_outputs(outputs: Sequence[Any], inputs: Sequence[Tensor]) -> None:
             kind = type(output).__name__
             raise CaptureError(
                 f"it returns a {kind}, which holds tensors and is no pytree: a replay would hand "
-                f"out the one of the capture for ever. Decorate {kind} with moe_graphs.record, or "
-                f"call torch.utils._pytree.register_dataclass({kind})"
+                f"out the one of the capture for ever. Decorate {kind} with "
+                f"moe_graphs.staged.record, or call torch.utils._pytree.register_dataclass({kind})"
             )
         if isinstance(output, Tensor) and not any(output is each for each in inputs):
             _check_output(output, inputs)

@@ -18,6 +18,7 @@ from moe_graphs import GraphConfig, GraphWarning
 from moe_graphs.engine.partial.capture import Recorder
 from moe_graphs.engine.partial.plan import CallMemory, Plan, PlannedChunk, memory_plan
 from moe_graphs.engine.partial.slots import Slot
+from moe_graphs.engine.report import Report
 from poisoned_gradients import in_place, poison
 from training_runs import DEVICES
 from two_scopes import WIDTH, Model, build, data, scopes, update
@@ -64,7 +65,7 @@ def train(model: nn.Module, graphs: moe_graphs.Graphs, microbatches: int = 3) ->
 
 def both(
     device: str, scenario: Callable, make: Callable = build, steps: int = 3, **options
-) -> moe_graphs.Report:
+) -> Report:
     """Runs ``scenario(model, graphs) -> tensors`` eagerly, and after a warm-up that accumulates."""
     found = []
     for config in (GraphConfig(impl="none"), scopes(warmup_steps=2, **options)):
@@ -82,7 +83,7 @@ def both(
     return report
 
 
-def copied(report: moe_graphs.Report) -> Counter[str]:
+def copied(report: Report) -> Counter[str]:
     return sum((Counter(scope.copied_gradients) for scope in report.scopes), Counter())
 
 

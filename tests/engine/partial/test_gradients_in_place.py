@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import moe_graphs
 from moe_graphs import GraphConfig
+from moe_graphs.engine.report import Report
 from poisoned_gradients import in_place, poison
 from training_runs import DEVICES
 from two_scopes import WIDTH, both, build, data, scopes, train_step, update, warm
@@ -33,7 +34,7 @@ def static_gradients(graphs: moe_graphs.Graphs) -> set[int]:
     return {lease._static.data_ptr() for lease in in_place(graphs.captured.sites)}
 
 
-def copied(report: moe_graphs.Report) -> Counter[str]:
+def copied(report: Report) -> Counter[str]:
     return sum((Counter(scope.copied_gradients) for scope in report.scopes), Counter())
 
 
