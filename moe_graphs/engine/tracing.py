@@ -111,7 +111,7 @@ class DispatchMode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(map(is_wrapper, types)):
             return NotImplemented
@@ -120,7 +120,7 @@ class DispatchMode(TorchDispatchMode):
         out = self.see(func, args, kwargs)
         return finished(func, args, out) if communicates(func) else out
 
-    def see(self, func: Any, args: tuple, kwargs: dict) -> Any:
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one operation."""
         raise NotImplementedError
 
@@ -181,7 +181,7 @@ class Origins:
         is_strided = tensor.layout is torch.strided
         return is_strided and tensor.untyped_storage()._cdata in self._found
 
-    def of(self, tensor: Tensor) -> tuple:
+    def of(self, tensor: Tensor) -> tuple[Any, ...]:
         """The name of the tensor's memory, and where and how the tensor lies in it."""
         tensor = unwrap(tensor)
         if tensor.layout is not torch.strided:
@@ -217,7 +217,7 @@ class Origins:
         return self._note(storage, f"other memory {self._others}", None)
 
     def _note(
-        self, storage: torch.UntypedStorage, name: Any, base: int | None, first: int = 0
+        self, storage: torch.UntypedStorage, name: Any, base: Any, first: Any = 0
     ) -> tuple[Any, int | None, int]:
         self._references.append(StorageWeakRef(storage))
         self._found[storage._cdata] = found = (name, base, first)
@@ -246,21 +246,21 @@ class Operations(DispatchMode):
     def __init__(self, origins: Origins | None = None) -> None:
         super().__init__()
         self.origins = origins
-        self.ops: list[tuple] = []
-        self.memory: list[tuple] = []
+        self.ops: list[tuple[Any, ...]] = []
+        self.memory: list[tuple[Any, ...]] = []
         self.groups: set[dist.ProcessGroup] = set()
 
-    def see(self, func: Any, args: tuple, kwargs: dict) -> Any:
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._note(func, args, kwargs)
         out = func(*args, **kwargs)
         self._note_made(func, out)
         return out
 
-    def _note(self, func: Any, args: tuple, kwargs: dict) -> None:
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _computes_nothing(func):
             return
         self.groups.update(groups_in(func, args, kwargs))
-        memory: tuple = ()
+        memory: tuple[Any, ...] = ()
         if self.origins is not None and func is not _LIFT_FRESH:
             memory = tuple(map(self.origins.of, tensor_leaves((args, kwargs))))
         self._add(_described(func, args, kwargs), memory)
@@ -269,7 +269,7 @@ class Operations(DispatchMode):
         if self.origins is not None and not _computes_nothing(func):
             self.origins.made(func, out)
 
-    def _add(self, op: tuple, memory: tuple) -> None:
+    def _add(self, op: tuple[Any, ...], memory: tuple[Any, ...]) -> None:
         self.ops.append(op)
         self.memory.append(memory)
 
@@ -314,11 +314,11 @@ class Trace(Operations):
         self._before_others = before_others
         self._known = {address(tensor) for tensor in known}
         self._inputs = {address(t): name for name, t in inputs.items() if t.numel()}
-        defaults = (torch.default_generator, *torch.cuda.default_generators)
-        self._generators = {generator._cdata for generator in (*defaults, *generators)}
+        all_of_them: list[Any] = [torch.default_generator, *torch.cuda.default_generators]
+        self._generators = {generator._cdata for generator in (*all_of_them, *generators)}
         self._made: set[int] = set()
         self._from_python: set[int] = set()  # memory on the CPU whose values are constants
-        self._kept: set[tuple] = set()
+        self._kept: set[tuple[Any, ...]] = set()
         self._host_reads = _RefuseHostReads(self._from_python)
         self.read: set[int] = set()
         self.written: set[int] = set()
@@ -383,7 +383,7 @@ class Trace(Operations):
                     f"the one of the capture for ever: compute it with torch on this thread"
                 )
 
-    def see(self, func: Any, args: tuple, kwargs: dict) -> Any:
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with unwatched():
             found = tensor_leaves((args, kwargs))
             tensors = [tensor for tensor in found if tensor.device.type == self._device.type]
@@ -406,7 +406,9 @@ class Trace(Operations):
                 self._from_python -= made
         return out
 
-    def _check(self, func: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> None:
+    def _check(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> None:
         operation = func.overloadpacket
         if (tensors or not tensor_leaves(args)) and _depends_on_values(func, args):
             of_indices = operation is torch.ops.aten.nonzero
@@ -445,7 +447,9 @@ class Trace(Operations):
                         _named(operation, f"reads a tensor {shape} {_OTHER}"),
                     )
 
-    def _keep_what_is_written(self, func: Any, args: tuple, kwargs: dict) -> None:
+    def _keep_what_is_written(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         for tensor in _written_arguments(func, args, kwargs):
             where = address(tensor)
             if where in self._made:
@@ -533,7 +537,7 @@ class _RefuseHostReads(TorchFunctionMode):
         super().__init__()
         self._from_python = from_python
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (func in _HOST_READS and address(args[0]) not in self._from_python) or (
             func in _MAKERS and isinstance(args[0], (list, tuple)) and tensor_leaves(args[0])
         ):
@@ -541,7 +545,7 @@ class _RefuseHostReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _depends_on_values(func: Any, args: tuple) -> bool:
+def _depends_on_values(func: Any, args: tuple[Any, ...]) -> bool:
     if func.overloadpacket is torch.ops.aten.index:
         masks = (torch.bool, torch.uint8)
         return any(i is not None and i.dtype in masks for i in args[1])
@@ -553,7 +557,9 @@ def _has_value_tag(func: Any) -> bool:
     return any(tag in func.tags for tag in _VALUE_TAGS)
 
 
-def _written_arguments(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
+def _written_arguments(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[Tensor]:
     if func.overloadpacket in _WITH_RUNNING_STATISTICS:
         yield from tensor_leaves(args[3:5])
     if not func._schema.is_mutable:
@@ -564,7 +570,7 @@ def _written_arguments(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]
             yield from tensor_leaves(value)
 
 
-def _described(func: Any, args: tuple, kwargs: dict) -> tuple:
+def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     # The caller decides whether a default of None is passed along, so it is left out.
     given = tuple((key, _plain(value)) for key, value in kwargs.items() if value is not None)
     return (func, _plain(args), given)
@@ -582,7 +588,7 @@ def _plain(value: Any) -> Any:
     return type(value).__name__
 
 
-def shown(op: tuple) -> str:
+def shown(op: tuple[Any, ...]) -> str:
     """A described operation for messages."""
     func, args, kwargs = op
     values = [str(a) for a in args] + [f"{key}={value}" for key, value in kwargs]

@@ -12,6 +12,7 @@ import contextlib
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,7 +78,7 @@ class TrialRun:
         self.trace.__enter__()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *exception: Any) -> None:
         try:
             self.trace.__exit__(*exception)
         finally:
