@@ -179,12 +179,14 @@ def check_option(name: str, value: str, accepted: Sequence[str]) -> None:
         raise ValueError(f"{name}={value!r}: accepted are {', '.join(map(repr, accepted))}")
 
 
-def check_audit_every(value: int | str | None) -> None:
-    """Check the distance of audits.
+def check_audits(value: int | str | None, on_audit: str) -> None:
+    """Check the distance of audits, and what follows a difference.
 
     Raises:
-        ValueError: the value is neither "auto", nor a number of at least 1, nor None.
+        ValueError: the distance is neither "auto", nor a number of at least 1, nor None, or nobody
+            knows what ``on_audit`` means.
     """
+    check_option("on_audit", on_audit, ON_AUDIT)
     is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
     if not (is_number or value is None or value == "auto"):
         raise ValueError(
@@ -258,8 +260,7 @@ class GraphConfig:
             raise ValueError(f"impl={self.impl!r}: accepted are {', '.join(IMPLS)}")
         check_option("on_mismatch", self.on_mismatch, ON_MISMATCH)
         check_option("on_capture_error", self.on_capture_error, ON_CAPTURE_ERROR)
-        check_option("on_audit", self.on_audit, ON_AUDIT)
-        check_audit_every(self.audit_every)
+        check_audits(self.audit_every, self.on_audit)
         if self.warmup_steps < 1:
             raise ValueError(
                 f"warmup_steps={self.warmup_steps}: at least 1, since the calls to capture are "

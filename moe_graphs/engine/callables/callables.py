@@ -14,7 +14,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from moe_graphs.config import check_audits
 from moe_graphs.engine import fp8
+from moe_graphs.engine.audit import Audits
 from moe_graphs.engine.backends import backend_for
 from moe_graphs.engine.backends.backend import Resources
 from moe_graphs.engine.callables.arguments import (
@@ -60,6 +62,8 @@ def make_graphed_callables(
     sample_kwargs: Any = ...,
     schedule: Sequence[Action] | None = ...,
     on_mismatch: str = ...,
+    audit_every: int | str | None = ...,
+    on_audit: str = ...,
     generators: Sequence[torch.Generator] = ...,
     capture_time_hooks: Sequence[Mapping[str, Any] | None] | None = ...,
     pre_warmup_hook: Callable[[], None] | None = ...,
@@ -93,6 +97,8 @@ def make_graphed_callables(  # type: ignore[misc]  # the second's options are th
     sample_kwargs: Any = None,
     schedule: Sequence[Action] | None = None,
     on_mismatch: str = "eager",
+    audit_every: int | str | None = "auto",
+    on_audit: str = "eager",
     generators: Sequence[torch.Generator] = (),
     capture_time_hooks: Sequence[Mapping[str, Any] | None] | None = None,
     pre_warmup_hook: Callable[[], None] | None = None,
@@ -126,6 +132,8 @@ def make_graphed_callables(  # type: ignore[misc]  # the second's options are th
             captured as the schedule has in flight; by default one.
         on_mismatch: "eager" or "error". For "recapture" use ``moe_graphs.graph``: here the samples
             say what is captured, and a call that differs from them has no graph.
+        audit_every, on_audit: audits, as in ``GraphConfig``. Calls of each callable are counted in
+            place of steps.
         verify: compare the first replay of everything with an eager run, bit for bit.
         generators: random number generators that the callables use, besides the default one.
         capture_time_hooks: per callable ``{"forward_pre_hooks": {id: hook}, ...}``. They are called
@@ -154,12 +162,14 @@ def make_graphed_callables(  # type: ignore[misc]  # the second's options are th
     given_kwargs = each_kwargs(sample_kwargs, len(given_args))
     calls = list(map(Call, given_args, given_kwargs))
     _check(on_mismatch, pool, order)
+    check_audits(audit_every, on_audit)
     calls = one_per_layer(calls, layers, order) if _order is not None else calls
     if len(calls) != len(functions):
         raise ValueError(f"sample_args: {len(calls)} for {len(functions)} callables: one for each")
     delays = [any(a.kind == "W" and a.chunk == chunk for a in order or ())
               for chunk, own in enumerate(layers) for _ in range(own)]  # fmt: skip
-    graphs = CallableGraphs(functions, calls, delays, on_mismatch, generators)
+    audits = Audits(audit_every, on_audit)
+    graphs = CallableGraphs(functions, calls, delays, on_mismatch, generators, audits)
     options = CaptureOptions(
         split=any(delays),
         verify=verify,
@@ -216,6 +226,7 @@ class CallableGraphs:
         delays: Sequence[bool],
         on_mismatch: str,
         generators: Sequence[torch.Generator],
+        audits: Audits,
     ) -> None:
         names = [f"callable {number}" for number in range(len(functions))]
         owners = [f if isinstance(f, nn.Module) else _Closure(f) for f in functions]
@@ -225,6 +236,8 @@ class CallableGraphs:
         self.backend = backend_for(tensors, generators)
         self.calls, self.fallbacks = tuple(calls), FallbackWarning()
         self._resources = Resources[Captured](self.backend)
+        self._audits = audits
+        audits.ranks = Ranks(self.model)
         self.graphed = [
             GraphedCallable(self, _scope_of(name, owner, function), on_mismatch, delay)
             for name, owner, function, delay in zip(names, owners, functions, delays, strict=True)
@@ -299,18 +312,20 @@ class CallableGraphs:
         return trials.guards(call, trials.names_before_running(call), ())
 
     def _capture(self, plan: Plan, calls: Sequence[ScopeCall], options: CaptureOptions) -> None:
-        ranks = Ranks(self.model)
+        ranks = self._audits.ranks
         calls, measured, communicating = self._try(calls, options, ranks)
         ranks_of = dict.fromkeys(communicating, ranks)
         memory = memory_plan(plan, measured, options.split)
+        eager_bytes = {number: each.eager_bytes for number, each in measured.items()}
         # Guards are made after a first run: a table that it makes is no change.
         tried = list(map(self._guards, calls))
-        recorder = Recorder(self.model, self.backend, split=options.split, verify=options.verify)
+        given: dict[str, Any] = {"verify": options.verify, "audits": self._audits}
+        recorder = Recorder(self.model, self.backend, split=options.split, **given)
         chunks = [
             Chunk([
                 Slot([
                     PlannedCall(calls[n].scope, calls[n].signature, fallbacks=self.fallbacks,
-                                ranks=ranks_of.get(n, ALONE))
+                                ranks=ranks_of.get(n, ALONE), eager_bytes=eager_bytes.get(n, 0))
                     for n in chunk.calls
                 ], self.backend, options.pool)
                 for _ in range(chunk.slots)
@@ -370,7 +385,14 @@ class CallableGraphs:
         state = "captured" if self.captured is not None else "released"
         modules, took = nn.ModuleList(g.scope.module for g in self.graphed), self.capture_seconds
         return report_of(
-            self.backend, modules, state, self.graphed, self.captured, took, self.fallbacks
+            self.backend,
+            modules,
+            state,
+            self.graphed,
+            self.captured,
+            took,
+            self.fallbacks,
+            audits=self._audits,
         )
 
     def check(self) -> None:
@@ -381,6 +403,21 @@ class CallableGraphs:
         """
         for graphed in self.graphed:
             graphed.scope.assigned.deferred.poll(waiting=True)
+
+    def audit_soon(self) -> None:
+        """Lets the next call of every callable be audited.
+
+        Ranks that communicate call it before the same calls. With ``audit_every=None`` nothing
+        happens.
+        """
+        for site, _ in self.captured.audited_sites() if self.captured is not None else ():
+            site.audit_due = 0
+
+    def called(self, count: int) -> None:
+        """Notes that some callable is called for the ``count``-th time."""
+        if count > self._audits.step and self.captured is not None:
+            self._audits.step = count
+            self.captured.look_for_occasions()
 
     def release(self) -> None:
         """Gives modules their own forward back and frees the graphs' memory. Idempotent."""
@@ -401,7 +438,7 @@ class GraphedCallable(GraphedScope):
         delayed = DelayedWeights(each_by_itself=delays)
         # This owner does not observe: nothing is called between the making and the capture.
         super().__init__(graphs, scope, on_mismatch, delayed)  # type: ignore[arg-type]
-        self._release = graphs.release
+        self._release, self._called, self._calls = graphs.release, graphs.called, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         deferred = self.scope.assigned.deferred
@@ -409,6 +446,8 @@ class GraphedCallable(GraphedScope):
             deferred.poll()
         if self.graphs.captured is None:
             raise GraphError(f"{self.scope.name} was reset: make graphed callables again")
+        self._calls += 1
+        self._called(self._calls)
         return super().__call__(*args, **kwargs)
 
     def backward_weight(self) -> None:

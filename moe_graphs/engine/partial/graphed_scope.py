@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_graphs.engine import fp8
 from moe_graphs.engine.assigned import Left
-from moe_graphs.engine.audit import Audits
+from moe_graphs.engine.audit import NEVER, Audits, CallAudit, Schedule
 from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.guards.bytecode_names import AccessedNames
 from moe_graphs.engine.guards.torch_state import reason_to_run_eagerly
@@ -72,6 +72,26 @@ class Captured:
         recorded = (site.forward for site in self.sites if site.forward is not None)
         own = (tensor for forward in recorded for tensor in forward.static_tensors())
         return [*self.recorder.shared.values(), *own]
+
+    def audited_sites(self) -> list[tuple[CallSite, CallAudit]]:
+        """The call sites that audits are due at, now or later."""
+        pairs = ((site, site.audit) for site in self.sites if site.audit_due != NEVER)
+        return [(site, audit) for site, audit in pairs if audit is not None]
+
+    def look_for_occasions(self) -> None:
+        """Lets the next calls be audited if the model has been switched or loaded.
+
+        Ranks that communicate do this with the same number of the step.
+        """
+        audits, model = self.recorder.audits, self.recorder.model
+
+        def schedules() -> list[Schedule]:
+            return [audit.schedule for _, audit in self.audited_sites()]
+
+        if audits.are_on and audits.are_asked_for(audits.step, model.modules, schedules):
+            for site, audit in self.audited_sites():
+                if audit.schedule.soon(site.replayed):
+                    site.audit_due = 0
 
     def end_step(self) -> None:
         for slot in self.slots:

@@ -29,7 +29,7 @@ from torch import nn
 
 from moe_graphs.config import GraphConfig
 from moe_graphs.engine.assigned import contents_of
-from moe_graphs.engine.audit import NEVER, Audits, Schedule
+from moe_graphs.engine.audit import Audits
 from moe_graphs.engine.backends import backend_for
 from moe_graphs.engine.backends.backend import Resources
 from moe_graphs.engine.checks import Deferred
@@ -49,7 +49,7 @@ from moe_graphs.engine.partial.plan import (
 )
 from moe_graphs.engine.partial.replay import DelayedWeights
 from moe_graphs.engine.partial.scope import find_scopes, recomputed_among
-from moe_graphs.engine.partial.slots import BackwardPool, CallSite, Chunk, PlannedCall, Slot
+from moe_graphs.engine.partial.slots import BackwardPool, Chunk, PlannedCall, Slot
 from moe_graphs.engine.partial.trials import ScopeCall, Trials, Tried
 from moe_graphs.engine.ranks import ALONE, Ranks
 from moe_graphs.engine.report import FallbackWarning, Report
@@ -153,7 +153,8 @@ class Graphs:
         self._checks.poll()
         self._in_step = True
         self._audits.step += 1
-        self._look_for_occasions()
+        if self.captured is not None:
+            self.captured.look_for_occasions()
         if self.state == "warmup":
             self.observation.begin_step()
         started = time.perf_counter()
@@ -477,25 +478,8 @@ class Graphs:
 
         Ranks that communicate call it in the same step. With ``audit_every=None`` nothing happens.
         """
-        for site in self._audited_sites():
+        for site, _ in self.captured.audited_sites() if self.captured is not None else ():
             site.audit_due = 0
-
-    def _audited_sites(self) -> list[CallSite]:
-        sites = self.captured.sites if self.captured is not None else ()
-        return [site for site in sites if site.audit is not None and site.audit_due != NEVER]
-
-    def _look_for_occasions(self) -> None:
-        """Lets calls of this step be audited if the model has been switched or loaded."""
-
-        def schedules() -> list[Schedule]:
-            return [s.audit.schedule for s in self._audited_sites() if s.audit is not None]
-
-        if self.captured is None or not self._audits.are_on:
-            return
-        if self._audits.are_asked_for(self._audits.step, self.model.modules, schedules):
-            for site in self._audited_sites():
-                if site.audit is not None and site.audit.schedule.soon(site.replayed):
-                    site.audit_due = 0
 
     def release(self) -> None:
         """Makes the model eager for good and frees the graphs' memory. Idempotent."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_graphs.config import ON_AUDIT, ON_CAPTURE_ERROR, check_audit_every, check_option
+from moe_graphs.config import ON_CAPTURE_ERROR, check_audits, check_option
 from moe_graphs.engine.ranks import FAILED_ELSEWHERE, Ranks
 from moe_graphs.engine.whole_step.full_iteration import FullIteration, FullIterationReport
 from moe_graphs.errors import CaptureError, GraphWarning
@@ -86,8 +86,7 @@ class GraphWholeSteps(pl.Callback):
         on_audit: str = "eager",
     ) -> None:
         check_option("on_capture_error", on_capture_error, ON_CAPTURE_ERROR)
-        check_option("on_audit", on_audit, ON_AUDIT)
-        check_audit_every(audit_every)
+        check_audits(audit_every, on_audit)
         self.audit_every, self.on_audit = audit_every, on_audit
         self.warmup_steps, self.on_mismatch = warmup_steps, on_mismatch
         self.on_capture_error = on_capture_error
