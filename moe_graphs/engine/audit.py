@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from moe_graphs.config import check_audits
 from moe_graphs.engine.ranks import ALONE, Ranks
 from moe_graphs.engine.tensors import is_plain, unwrap
 from moe_graphs.engine.tracing import Operations, Origins, shown, source_line
@@ -348,6 +349,7 @@ class Audits:
     _is_asked_for: bool = False
 
     def __post_init__(self) -> None:
+        check_audits(self.every, self.on_audit)
         if self.are_on:
             OCCASIONS.watch()
         self._seen = OCCASIONS.number

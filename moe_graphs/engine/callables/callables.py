@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from moe_graphs.config import check_audits
 from moe_graphs.engine import fp8
 from moe_graphs.engine.audit import Audits
 from moe_graphs.engine.backends import backend_for
@@ -159,15 +158,11 @@ def make_graphed_callables(  # type: ignore[misc]  # the second's options are th
     given_args = each_args(sample_args, is_single and _order is None)
     order = order_of(schedule, _order)
     layers = layers_per_chunk(order, _num_layers_per_chunk, len(functions))
-    given_kwargs = each_kwargs(sample_kwargs, len(given_args))
-    calls = list(map(Call, given_args, given_kwargs))
+    calls = list(map(Call, given_args, each_kwargs(sample_kwargs, len(given_args))))
     _check(on_mismatch, pool, order)
-    check_audits(audit_every, on_audit)
     calls = one_per_layer(calls, layers, order) if _order is not None else calls
-    if len(calls) != len(functions):
-        raise ValueError(f"sample_args: {len(calls)} for {len(functions)} callables: one for each")
-    delays = [any(a.kind == "W" and a.chunk == chunk for a in order or ())
-              for chunk, own in enumerate(layers) for _ in range(own)]  # fmt: skip
+    _check_number(len(calls), len(functions))
+    delays = _delays(order, layers)
     audits = Audits(audit_every, on_audit)
     graphs = CallableGraphs(functions, calls, delays, on_mismatch, generators, audits)
     options = CaptureOptions(
@@ -192,11 +187,22 @@ def make_graphed_callables(  # type: ignore[misc]  # the second's options are th
     return replaced[0] if is_single else replaced
 
 
+def _delays(order: tuple[Action, ...] | None, layers: Sequence[int]) -> list[bool]:
+    """For each callable, whether the gradients of its weights have a backward of their own."""
+    return [any(a.kind == "W" and a.chunk == chunk for a in order or ())
+            for chunk, own in enumerate(layers) for _ in range(own)]  # fmt: skip
+
+
 def _check(on_mismatch: str, pool: Any, order: tuple[Action, ...] | None) -> None:
     if on_mismatch not in ("eager", "error"):
         raise ValueError(f"on_mismatch={on_mismatch!r}: accepted are 'eager', 'error'{_RECAPTURE}")
     if pool is not None and order is not None and max(slots(order).values()) > 1:
         raise ValueError("pool: microbatches in flight need pools of their own: leave it out")
+
+
+def _check_number(samples: int, functions: int) -> None:
+    if samples != functions:
+        raise ValueError(f"sample_args: {samples} for {functions} callables: one for each")
 
 
 @dataclass(frozen=True)

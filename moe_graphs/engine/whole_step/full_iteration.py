@@ -35,7 +35,6 @@ from torch.utils import _pytree as pytree
 from moe_graphs.config import (
     ON_CAPTURE_ERROR,
     ON_MISMATCH,
-    check_audits,
     check_option,
 )
 from moe_graphs.engine.audit import NEVER, Audits
@@ -177,7 +176,6 @@ class FullIteration(Generic[BatchT, ResultT]):
     ) -> None:
         check_option("on_mismatch", on_mismatch, ON_MISMATCH)
         check_option("on_capture_error", on_capture_error, ON_CAPTURE_ERROR)
-        check_audits(audit_every, on_audit)
         if warmup_steps < 1:
             raise ValueError(f"warmup_steps: got {warmup_steps}, must be at least 1")
         if not isinstance(model, nn.Module):
