@@ -234,7 +234,7 @@ class Soak:
 
 
 def measured(soak: Soak) -> dict[str, Any]:
-    """What has to stay flat, and the times since the last measurement."""
+    """Numbers that have to stay flat, and the time of a step since the last measurement."""
     gc.collect()
     times, soak.times = soak.times or [0.0], []
     report = soak.graphed.handle.report()

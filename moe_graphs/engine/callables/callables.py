@@ -188,7 +188,7 @@ def make_graphed_callables(  # type: ignore[misc]  # the second's options are th
 
 
 def _delays(order: tuple[Action, ...] | None, layers: Sequence[int]) -> list[bool]:
-    """For each callable, whether the gradients of its weights have a backward of their own."""
+    """Flags of the callables whose weights have a backward of their own."""
     return [any(a.kind == "W" and a.chunk == chunk for a in order or ())
             for chunk, own in enumerate(layers) for _ in range(own)]  # fmt: skip
 
