@@ -261,7 +261,7 @@ def with_graphs(
         return
     if trainer.pipeline is not None:
         config = scopes_of_stages(config, trainer.model, trainer.whole)
-    trainer.graphs = graph(trainer.model, config)
+    trainer.graphs, trainer.first_graphed_step = graph(trainer.model, config), trainer.step
     try:
         yield
     finally:

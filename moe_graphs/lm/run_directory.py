@@ -25,6 +25,7 @@ MANIFEST = "manifest.json"
 METADATA = ".metadata"  # torch.distributed.checkpoint's
 RUN = "run"  # the key in the settings that says which run wrote them
 OPTIONS = "options"  # the key for the options of the command, which --resume keeps
+AUDITS = "audits"  # the key for what the audits of the run's graphs have found so far
 _NAME = re.compile(r"step_(\d+)")
 _EARLIER = "training.pt"  # versions before 2026-11-25 wrote it, for runs of one process
 _PARTIAL, _DELETED = "partial", "deleted"
@@ -222,6 +223,8 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
     found: dict[str, Any] = {RUN: trainer.run_id}
     if trainer.options:
         found[OPTIONS] = dict(trainer.options)
+    if audits := trainer.audits():
+        found[AUDITS] = audits
     stack: list[tuple[str, Mapping[str, Any]]] = [
         ("", {**dataclasses.asdict(trainer.settings), **trainer.surroundings})
     ]
@@ -237,7 +240,7 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
 
 def differences_of(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     both = (*now, *(saved.keys() - now.keys()))
-    names = [name for name in both if name not in (RUN, OPTIONS)]
+    names = [name for name in both if name not in (RUN, OPTIONS, AUDITS)]
     unknown = "nothing known"
     return [
         f"{name}: {saved.get(name, unknown)} in the checkpoint, {now.get(name, unknown)} now"

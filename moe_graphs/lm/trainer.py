@@ -127,6 +127,7 @@ class Trainer:
         whole: the model, for its names and sizes; in a pipeline on the meta device.
         run_id: identity of the run that its checkpoints belong to; a resumed trainer takes it over.
         full_iteration: set by ``capture_full_iteration``, and to None to train eagerly again.
+        first_graphed_step: the number of steps before the graphs were made.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class Trainer:
         self.drops_tokens, self.surroundings = drops_tokens, surroundings
         self.options = options
         self.fp8_autocast, self.workers, self.pipeline = fp8_autocast, workers, pipeline
-        self.run_id = uuid.uuid4().hex
+        self.run_id, self.first_graphed_step = uuid.uuid4().hex, 0
         some = next(model.parameters())
         self.device = some.device
         self.autocast = autocast or functools.partial(autocast_of, self.device)
@@ -231,7 +232,7 @@ class Trainer:
             audit_every=config.audit_every,
             on_audit=config.on_audit,
         )
-        self.optimizer_in_graph = within
+        self.optimizer_in_graph, self.first_graphed_step = within, self.step
         return self.full_iteration
 
     def audit_soon(self) -> None:
@@ -239,6 +240,23 @@ class Trainer:
         engine = self.full_iteration or self.graphs
         if engine is not None:
             engine.audit_soon()
+
+    def audits(self) -> dict[str, Any]:
+        """What audits have found since the graphs were made; empty when training eagerly.
+
+        ``last_audited_step`` is a step of the run. Waits for the device.
+        """
+        report = self.report()
+        if report is None:
+            return {}
+        last = report.last_audited_step
+        return {
+            "last_audited_step": None if last is None else self.first_graphed_step + last,
+            "audited": report.audited,
+            "passed": report.audits_passed,
+            "skipped": report.audits_skipped,
+            "seconds": round(report.audit_seconds, 3),
+        }
 
     def report(self) -> Report | FullIterationReport | None:
         """Report of the graphs so far; None when training eagerly."""

@@ -15,11 +15,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from lm_runs import QUIET, advance, fresh_trainer, options, small_corpus
+from lm_runs import QUIET, SCOPES, advance, fresh_trainer, options, small_corpus
+from moe_graphs.config import FullIterationConfig, GraphConfig
 from moe_graphs.lm.checkpoint import checkpoints_of, load_checkpoint, save_checkpoint
 from moe_graphs.lm.data import Corpus
 from moe_graphs.lm.run import build_batches, build_trainer, run, with_graphs
-from moe_graphs.lm.run_directory import find_checkpoint, open_log
+from moe_graphs.lm.run_directory import SETTINGS, find_checkpoint, open_log
 
 
 def contents_of(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -43,6 +44,25 @@ def test_graphs_leave_no_trace_in_a_checkpoint(tmp_path):
     assert eager.keys() == graphed.keys()
     assert {"model.embedding.weight", "optimizer.embedding.weight.exp_avg"} < eager.keys()
     assert all(torch.equal(value, graphed[name]) for name, value in eager.items())
+
+
+@pytest.mark.parametrize("config", [GraphConfig(SCOPES), FullIterationConfig()])
+def test_a_checkpoint_says_what_audits_have_found(config, tmp_path):
+    trainer = fresh_trainer(options())
+    advance(trainer, 2)  # steps before the graphs count, too
+    with with_graphs(trainer, config):
+        advance(trainer, 7)
+        trainer.audit_soon()
+        advance(trainer, 8)
+        saved = save_checkpoint(tmp_path, trainer)
+        report = trainer.report()
+    found = json.loads((saved / SETTINGS).read_text())["audits"]
+    assert found["last_audited_step"] == 8
+    assert found["passed"] == found["audited"] == report.audited > 0
+    assert found["seconds"] > 0
+    assert found["skipped"] == {}
+    again = fresh_trainer(options())
+    assert load_checkpoint(saved, again) == []  # an eager run has no audits, which is no difference
 
 
 def test_only_the_last_checkpoints_are_kept_and_the_latest_is_found(tmp_path):
