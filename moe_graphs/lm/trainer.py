@@ -242,7 +242,7 @@ class Trainer:
             engine.audit_soon()
 
     def audits(self) -> dict[str, Any]:
-        """What audits have found since the graphs were made; empty when training eagerly.
+        """Results of the audits since the graphs were made; empty when training eagerly.
 
         ``last_audited_step`` is a step of the run. Waits for the device.
         """
