@@ -186,6 +186,7 @@ def timed_jobs(T: int, D: int, F: int, E: int, K: int) -> dict:
     """Timed calls by name: call, bytes that must move or 0, torch's plain call or None."""
     from moe_graphs.kernels.gemm import tile_scheduler
     from moe_graphs.kernels.permute import triton_kernels as permute_triton
+    from moe_graphs.kernels.swiglu import NO_CLAMP
     from moe_graphs.kernels.swiglu import reference as swiglu_reference
     from moe_graphs.kernels.swiglu import triton_kernels as swiglu_triton
 
@@ -207,7 +208,7 @@ def timed_jobs(T: int, D: int, F: int, E: int, K: int) -> dict:
         "unpermute": (lambda: permute_triton.collect_rows(rows, inverse, weights), move, None),
         "d weights": (lambda: permute_triton.dot_rows(rows, inverse, hidden), move, None),
         "swiglu": (
-            lambda: swiglu_triton.swiglu_forward(x, 0.0, 0.0),
+            lambda: swiglu_triton.swiglu_forward(x, *NO_CLAMP),
             6 * R * F,
             lambda: swiglu_reference.swiglu(x),
         ),

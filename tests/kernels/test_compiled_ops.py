@@ -40,13 +40,13 @@ def test_elementwise(compiled, dtype):
             permute_triton.spread_rows(hidden, inverse, given, 512, False)
             permute_triton.collect_rows(rows, inverse, given)
         permute_triton.dot_rows(rows, inverse, hidden)
-        for limit in (0.0, 7.0):
-            swiglu_triton.swiglu_forward(rows, 1.7, limit)
+        for limit, by_turns in ((0.0, False), (7.0, True), (7.0, False)):
+            swiglu_triton.swiglu_forward(rows, 1.7, limit, 1.0, by_turns)
         for with_result in (True, False):
             swiglu_triton.swiglu_backward(rows, rows[:, :1440], with_result)
 
     found = compiled(launches)
-    assert len(found) == 9
+    assert len(found) == 10
     for kernel in found:
         check(kernel, wgmma=False)
         assert "atom" not in kernel.ptx

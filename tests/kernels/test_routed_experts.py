@@ -97,21 +97,30 @@ def test_gradients_of_finite_differences():
     assert torch.autograd.gradcheck(lambda *given: ours(order, *given), leaves())
 
 
+GATES = [
+    ClampedGate(1.7, 0.8),
+    ClampedGate(1.0, 0.8, 0.0, by_turns=False),
+    ClampedGate(1.7, 0.8, by_turns=False),
+]
+
+
 def clamped(
     order: RowOrder, gate_up: Tensor, weights: Tensor, w2: Tensor, gate: ClampedGate
 ) -> Tensor:
-    """Gpt-oss's formula in torch's operations."""
-    halves, limit = gate_up.unflatten(1, (F, 2)), gate.limit
-    g, up = halves[..., 0].clamp(max=limit), halves[..., 1].clamp(-limit, limit)
-    rows = g * torch.sigmoid(gate.alpha * g) * (up + 1)
+    """The formula of gpt-oss and its relatives in torch's operations."""
+    limit, apart = gate.limit, (F, 2) if gate.by_turns else (2, F)
+    g, up = gate_up.unflatten(1, apart).unbind(2 if gate.by_turns else 1)
+    g, up = g.clamp(max=limit), up.clamp(-limit, limit)
+    rows = g * torch.sigmoid(gate.alpha * g) * (up + gate.offset)
     return unpermute(grouped_gemm(rows, w2, order.offsets_E, zero_tail=False), order, weights)
 
 
+@pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize(("name", "order"), [pytest.param(*o, id=o[0]) for o in orders()])
-def test_a_clamped_gate_has_values_and_gradients_of_its_formula(name, order):
+def test_a_clamped_gate_has_values_and_gradients_of_its_formula(name, order, gate):
     _, weights, _, w2 = leaves(order.inverse_R.numel() // T)
     gate_up = torch.randn(len(order.order_R), 2 * F, dtype=FP64, requires_grad=True)
-    given, gate = (gate_up, weights, w2), ClampedGate(1.7, 0.8)
+    given = (gate_up, weights, w2)
     grad, results = torch.randn(T, D, dtype=FP64), []
     for out in (
         down_projection(gate_up, order, weights, w2, gate=gate),

@@ -94,19 +94,23 @@ def test_errors_of_values_and_all_gradients(routing, dtype):
         assert error(got, want) <= allowed, f"{name}: {error(got, want)} of {allowed}"
 
 
+@pytest.mark.parametrize(
+    "gate", [ClampedGate(1.702, 0.8), ClampedGate(1.0, 0.8, 0.0, by_turns=False)]
+)
 @pytest.mark.parametrize("routing", [name for name in ROUTINGS if name != "no tokens"])
-def test_errors_of_a_clamped_gate(routing):
-    """Gate and up by turns, as gpt-oss has them, in bf16 and against fp32."""
-    experts_TK, gate = ROUTINGS[routing](), ClampedGate(1.702, 0.8)
+def test_errors_of_a_clamped_gate(routing, gate):
+    """Gate and up by turns, as gpt-oss has them, or side by side, in bf16 and against fp32."""
+    experts_TK = ROUTINGS[routing]()
     order, given = route_rows(experts_TK, E), leaves(experts_TK)
 
     def by_formula(order: RowOrder, tokens: Tensor, weights: Tensor, w1: Tensor, w2: Tensor):
         rows, ends = tokens[order.order_R.long() // weights.shape[1]], order.offsets_E.tolist()
         parts = []
         for start, end, up, down in zip([0, *ends[:-1]], ends, w1, w2, strict=True):
-            g, u = (rows[start:end] @ up).unflatten(1, (F, 2)).unbind(-1)
+            apart, dim = ((F, 2), 2) if gate.by_turns else ((2, F), 1)
+            g, u = (rows[start:end] @ up).unflatten(1, apart).unbind(dim)
             g, u = g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)
-            parts.append((g * torch.sigmoid(gate.alpha * g) * (u + 1)) @ down)
+            parts.append((g * torch.sigmoid(gate.alpha * g) * (u + gate.offset)) @ down)
         rows = torch.cat(parts)[order.inverse_R.long()].view(*weights.shape, -1)
         return (rows.float() * weights.unsqueeze(2)).sum(1).to(tokens.dtype)
 

@@ -29,7 +29,7 @@ from moe_graphs.kernels.swiglu import triton_kernels as swiglu_triton
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PROGRAMS = 132
-GATES = (NO_CLAMP, ClampedGate(1.702, 7.0))
+GATES = (NO_CLAMP, ClampedGate(1.702, 7.0), ClampedGate(1.0, 7.0, 0.0, by_turns=False))
 
 
 def kernel_cases() -> dict[str, Callable[[], None]]:

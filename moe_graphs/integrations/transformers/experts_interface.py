@@ -29,6 +29,19 @@ from moe_graphs.kernels.routed_experts import down_projection
 from moe_graphs.kernels.swiglu import NO_CLAMP, ClampedGate
 
 NAME = "moe_graphs"
+# Limited activations of transformers: by module and function the attributes with limit and alpha.
+_CLAMPED: dict[tuple[str, str], tuple[str, str | None]] = {
+    ("modeling_deepseek_v4", "DeepseekV4Experts._apply_gate"): ("limit", None),
+    ("modeling_glm5_next", "Glm5NextTextExperts._apply_gate"): ("swiglu_limit", None),
+    ("modeling_gpt_oss", "GptOssExperts._apply_gate"): ("limit", "alpha"),
+    ("modeling_hy_v4", "HYV4Experts._apply_gate"): ("swiglu_limit", None),
+    ("modeling_hy_v4_vl", "HYV4VLExperts._apply_gate"): ("swiglu_limit", None),
+    ("modeling_minimax_m3_vl", "MiniMaxM3VLExperts._apply_gate"): ("swiglu_limit", "swiglu_alpha"),
+    ("modeling_openai_privacy_filter", "OpenAIPrivacyFilterExperts._apply_gate"): (
+        "limit",
+        "alpha",
+    ),
+}
 
 
 def register() -> str:
@@ -119,12 +132,20 @@ def _gate_of(experts: Any) -> ClampedGate | None:
     """The activation of experts, if our kernels have it."""
     if is_swiglu(experts):
         return NO_CLAMP
-    if experts.has_gate and not getattr(experts, "is_concatenated", True):
-        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-
-        if type(experts)._apply_gate is GptOssExperts._apply_gate:
-            return ClampedGate(experts.alpha, experts.limit)
-    return None
+    if not experts.has_gate:
+        return None
+    function = type(experts)._apply_gate
+    names = _CLAMPED.get((function.__module__.rpartition(".")[2], function.__qualname__))
+    if names is None:
+        return None
+    limit, alpha = (1.0 if name is None else getattr(experts, name) for name in names)
+    if alpha is None or limit is None or not limit > 0:
+        return None
+    if names[1] is None:  # a SiLU, and no offset
+        is_silu = isinstance(getattr(experts, "act_fn", None), (*_silu_classes(), type(None)))
+        return ClampedGate(1.0, float(limit), 0.0, by_turns=False) if is_silu else None
+    by_turns = not getattr(experts, "is_concatenated", True)
+    return ClampedGate(float(alpha), float(limit), by_turns=by_turns)
 
 
 def _has_others(experts: Any) -> bool:

@@ -116,7 +116,7 @@ def down_projection(
     """The second half of ``routed_experts``, from gate and up of the rows; keeps nothing else.
 
     Args:
-        gate: an activation in place of SwiGLU. Gate and up stand by turns then.
+        gate: an activation in place of SwiGLU.
         again: where the backward computes gate and up anew, so that they are not kept.
     """
     gate_up_R2F, w2_EFD = to_autocast(gate_up_R2F, w2_EFD)

@@ -5,26 +5,30 @@ Shapes: T tokens, K top-k, R routed rows, F ffn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from moe_graphs.kernels.precision import accumulation_dtype
-from moe_graphs.kernels.swiglu.reference import limited
+from moe_graphs.kernels.swiglu.reference import halves, limited
 
 
 def weighted_swiglu(
-    x_R2F: Tensor, weights_TK: Tensor, order_R: Tensor, alpha: float, limit: float
+    x_R2F: Tensor,
+    weights_TK: Tensor,
+    order_R: Tensor,
+    alpha: float,
+    limit: float,
+    offset: float,
+    by_turns: bool,
 ) -> Tensor:
     """``weight * silu(gate) * up``, in fp32 and rounded once; zero in rows without a pair.
 
     With a ``limit`` it is a clamped gate.
     """
-    gate_RF, up_RF = (_of_pairs(half, order_R) for half in _halves(x_R2F, limit))
+    gate_RF, up_RF = (_of_pairs(half, order_R) for half in halves(x_R2F, by_turns))
     if limit:
-        gate_RF, up_RF = limited(gate_RF, up_RF, limit)
+        gate_RF, up_RF = limited(gate_RF, up_RF, limit, offset)
         h_RF = torch.sigmoid(alpha * gate_RF).mul_(gate_RF).mul_(up_RF)
     else:
         h_RF = functional.silu(gate_RF).mul_(up_RF)
@@ -40,13 +44,15 @@ def weighted_swiglu_backward(
     has_gaps: bool,
     alpha: float,
     limit: float,
+    offset: float,
+    by_turns: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``x_R2F`` and of the weights, and the result of ``weighted_swiglu``."""
-    gate_RF, up_RF = (_of_pairs(half, order_R) for half in _halves(x_R2F, limit))
+    gate_RF, up_RF = (_of_pairs(half, order_R) for half in halves(x_R2F, by_turns))
     grad_RF = _of_pairs(grad_RF, order_R)
     if limit:
         is_over_RF, is_cut_RF = gate_RF > limit, up_RF.abs() > limit
-        gate_RF, up_RF = limited(gate_RF, up_RF, limit)
+        gate_RF, up_RF = limited(gate_RF, up_RF, limit, offset)
         sigmoid_RF = torch.sigmoid(alpha * gate_RF)
         silu_RF = gate_RF * sigmoid_RF
         slope_RF = sigmoid_RF * (1 + alpha * gate_RF * (1 - sigmoid_RF))
@@ -56,7 +62,7 @@ def weighted_swiglu_backward(
     dweights_TK = _dots(h_RF, grad_RF, inverse_TK, has_gaps)
     grad_RF = _weighted(grad_RF, weights_TK, order_R)
     dx_R2F = torch.empty_like(x_R2F)
-    dgate_RF, dup_RF = _halves(dx_R2F, limit)
+    dgate_RF, dup_RF = halves(dx_R2F, by_turns)
     if limit:
         dup_RF.copy_((silu_RF * grad_RF).masked_fill_(is_cut_RF, 0))
         dgate_RF.copy_((up_RF * grad_RF * slope_RF).masked_fill_(is_over_RF, 0))
@@ -65,11 +71,6 @@ def weighted_swiglu_backward(
         dgate_RF.copy_(torch.ops.aten.silu_backward(up_RF * grad_RF, gate_RF))
     h_RF = _weighted(h_RF, weights_TK, order_R)
     return dx_R2F, dweights_TK.to(weights_TK.dtype), h_RF.to(x_R2F.dtype)
-
-
-def _halves(x_R2F: Tensor, limit: float) -> Sequence[Tensor]:
-    """Gate and up, which lie side by side, or by turns for a clamped gate."""
-    return (x_R2F[:, ::2], x_R2F[:, 1::2]) if limit else x_R2F.chunk(2, dim=-1)
 
 
 def _of_pairs(rows: Tensor, order_R: Tensor) -> Tensor:

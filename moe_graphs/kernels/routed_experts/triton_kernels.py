@@ -34,37 +34,38 @@ def _rows_of_program(order_ptr, weights_ptr, rows, ROWS: tl.constexpr):
 
 @triton.jit
 def weighted_swiglu_kernel(
-    x_ptr, order_ptr, weights_ptr, h_ptr, rows, F, alpha, limit,
-    CLAMPED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    x_ptr, order_ptr, weights_ptr, h_ptr, rows, F, alpha, limit, offset,
+    CLAMPED: tl.constexpr, BY_TURNS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row, _, weight, live = _rows_of_program(order_ptr, weights_ptr, rows, ROWS)
     for base in range(0, F, COLS):
         column = base + tl.arange(0, COLS)[None, :]
         inside, used = (row < rows) & (column < F), live & (column < F)
-        gate_at, up_at = gate_and_up_at(row, column, F, CLAMPED)
+        gate_at, up_at = gate_and_up_at(row, column, F, BY_TURNS)
         gate = tl.load(x_ptr + gate_at, mask=used, other=0.0).to(tl.float32)
         up = tl.load(x_ptr + up_at, mask=used, other=0.0).to(tl.float32)
-        h = gated(gate, up, alpha, limit, CLAMPED) * weight
+        h = gated(gate, up, alpha, limit, offset, CLAMPED) * weight
         tl.store(h_ptr + row * F + column, h.to(h_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def weighted_swiglu_backward_kernel(
-    x_ptr, dh_ptr, order_ptr, weights_ptr, dx_ptr, dweights_ptr, h_ptr, rows, F, alpha, limit,
-    CLAMPED: tl.constexpr, RESULT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    x_ptr, dh_ptr, order_ptr, weights_ptr, dx_ptr, dweights_ptr, h_ptr, rows, F,
+    alpha, limit, offset, CLAMPED: tl.constexpr, BY_TURNS: tl.constexpr, RESULT: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row, pair, weight, live = _rows_of_program(order_ptr, weights_ptr, rows, ROWS)
     products = tl.zeros((ROWS, COLS), tl.float32)
     for base in range(0, F, COLS):
         column = base + tl.arange(0, COLS)[None, :]
         inside, used = (row < rows) & (column < F), live & (column < F)
-        gate_at, up_at = gate_and_up_at(row, column, F, CLAMPED)
+        gate_at, up_at = gate_and_up_at(row, column, F, BY_TURNS)
         gate = tl.load(x_ptr + gate_at, mask=used, other=0.0).to(tl.float32)
         up = tl.load(x_ptr + up_at, mask=used, other=0.0).to(tl.float32)
         dh = tl.load(dh_ptr + row * F + column, mask=used, other=0.0).to(tl.float32)
-        h = gated(gate, up, alpha, limit, CLAMPED)
+        h = gated(gate, up, alpha, limit, offset, CLAMPED)
         products += h * dh
-        dgate, dup = gradients_of(gate, up, dh * weight, alpha, limit, CLAMPED)
+        dgate, dup = gradients_of(gate, up, dh * weight, alpha, limit, offset, CLAMPED)
         tl.store(dx_ptr + gate_at, dgate.to(dx_ptr.dtype.element_ty), mask=inside)
         tl.store(dx_ptr + up_at, dup.to(dx_ptr.dtype.element_ty), mask=inside)
         if RESULT:
@@ -81,13 +82,16 @@ def weighted_swiglu(
     order_R: torch.Tensor,
     alpha: float,
     limit: float,
+    offset: float,
+    by_turns: bool,
 ) -> torch.Tensor:
     """`[R, 2F] -> [R, F]`."""
     rows, F = x_R2F.shape[0], x_R2F.shape[1] // 2
     x_R2F, h_RF = x_R2F.contiguous(), x_R2F.new_empty((rows, F))
     if h_RF.numel():
-        args = (x_R2F, order_R, weights_TK.contiguous(), h_RF, rows, F, alpha, limit)
-        launch(weighted_swiglu_kernel, _grid(rows), args, CLAMPED=limit > 0, **TILE)
+        args = (x_R2F, order_R, weights_TK.contiguous(), h_RF, rows, F, alpha, limit, offset)
+        kind = {"CLAMPED": limit > 0, "BY_TURNS": by_turns}
+        launch(weighted_swiglu_kernel, _grid(rows), args, **kind, **TILE)
     return h_RF
 
 
@@ -101,6 +105,8 @@ def weighted_swiglu_backward(
     with_result: bool,
     alpha: float,
     limit: float,
+    offset: float,
+    by_turns: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of `x_R2F` and `weights_TK`, and `weighted_swiglu` again, else an empty tensor."""
     x_R2F, dh_RF = x_R2F.contiguous(), dh_RF.contiguous()
@@ -110,19 +116,19 @@ def weighted_swiglu_backward(
     if dh_RF.numel():
         rows, F = dh_RF.shape
         given = (x_R2F, dh_RF, order_R, weights_TK.contiguous())
-        args = (*given, *made, rows, F, alpha, limit)
-        constants = dict(CLAMPED=limit > 0, RESULT=with_result, **TILE)
+        args = (*given, *made, rows, F, alpha, limit, offset)
+        constants = dict(CLAMPED=limit > 0, BY_TURNS=by_turns, RESULT=with_result, **TILE)
         launch(weighted_swiglu_backward_kernel, _grid(rows), args, **constants)
     return made
 
 
 @torch.library.register_fake("moe_graphs::weighted_swiglu")
-def _(x_R2F, weights_TK, order_R, alpha, limit):
+def _(x_R2F, weights_TK, order_R, alpha, limit, offset, by_turns):
     return x_R2F.new_empty((x_R2F.shape[0], x_R2F.shape[1] // 2))
 
 
 @torch.library.register_fake("moe_graphs::weighted_swiglu_backward")
-def _(x_R2F, dh_RF, weights_TK, order_R, has_gaps, with_result, alpha, limit):
+def _(x_R2F, dh_RF, weights_TK, order_R, has_gaps, with_result, alpha, limit, offset, by_turns):
     return _results_like(x_R2F, dh_RF, weights_TK, with_result)
 
 

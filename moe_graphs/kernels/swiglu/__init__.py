@@ -19,17 +19,23 @@ from moe_graphs.kernels.swiglu import reference as swiglu_reference
 
 
 class ClampedGate(NamedTuple):
-    """The activation of gpt-oss, in place of SwiGLU.
+    """An activation with limits in place of SwiGLU; by default that of gpt-oss.
 
-    Gate and up stand by turns, ``[..., gate, up, gate, up, ...]``. With ``gate`` at most ``limit``
-    and ``up`` between ``-limit`` and ``limit`` it is ``gate * sigmoid(alpha * gate) * (up + 1)``.
+    With ``gate`` at most ``limit`` and ``up`` between ``-limit`` and ``limit`` it is
+    ``gate * sigmoid(alpha * gate) * (up + offset)``.
+
+    Attributes:
+        by_turns: whether gate and up stand by turns, ``[..., gate, up, gate, up, ...]``, and not
+            side by side.
     """
 
     alpha: float
     limit: float
+    offset: float = 1.0
+    by_turns: bool = True
 
 
-NO_CLAMP = ClampedGate(0.0, 0.0)
+NO_CLAMP = ClampedGate(0.0, 0.0, 0.0, by_turns=False)
 """Stands for SwiGLU where an op wants numbers."""
 
 

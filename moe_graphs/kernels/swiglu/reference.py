@@ -5,6 +5,8 @@ Shapes: leading dims of any number, F ffn.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -18,15 +20,23 @@ def swiglu(x_R2F: Tensor) -> Tensor:
     return (functional.silu(gate_RF) * up_RF).to(x_R2F.dtype)
 
 
-def limited(gate_RF: Tensor, up_RF: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+def halves(x_R2F: Tensor, by_turns: bool) -> Sequence[Tensor]:
+    """Gate and up, which stand by turns or side by side."""
+    return (x_R2F[..., ::2], x_R2F[..., 1::2]) if by_turns else x_R2F.chunk(2, dim=-1)
+
+
+def limited(gate_RF: Tensor, up_RF: Tensor, limit: float, offset: float) -> tuple[Tensor, Tensor]:
     """Both factors of a clamped gate."""
-    return gate_RF.clamp(max=limit), up_RF.clamp(-limit, limit) + 1
+    return gate_RF.clamp(max=limit), up_RF.clamp(-limit, limit) + offset
 
 
-def clamped_gate(x_R2F: Tensor, alpha: float, limit: float) -> Tensor:
-    """``ClampedGate`` of rows that hold gate and up by turns; fp32 inside, rounded once."""
+def clamped_gate(
+    x_R2F: Tensor, alpha: float, limit: float, offset: float, by_turns: bool
+) -> Tensor:
+    """``ClampedGate``; fp32 inside, rounded once."""
     wide_R2F = x_R2F.to(accumulation_dtype(x_R2F))
-    gate_RF, up_RF = limited(wide_R2F[..., ::2], wide_R2F[..., 1::2], limit)
+    gate_RF, up_RF = halves(wide_R2F, by_turns)
+    gate_RF, up_RF = limited(gate_RF, up_RF, limit, offset)
     return (gate_RF * torch.sigmoid(alpha * gate_RF) * up_RF).to(x_R2F.dtype)
 
 

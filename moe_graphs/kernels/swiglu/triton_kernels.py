@@ -3,9 +3,9 @@
     h = silu(gate) * up,  x_R2F = [gate | up]
     dgate = dh * up * s * (1 + gate * (1 - s)),  dup = dh * gate * s,  s = sigmoid(gate)
 
-A clamped gate (`ClampedGate`) has gate and up by turns, and limits both:
+A clamped gate (`ClampedGate`) limits both, and may have them by turns:
 
-    h = g * s * u,  s = sigmoid(alpha * g),  g = min(gate, limit),  u = 1 + clamp(up)
+    h = g * s * u,  s = sigmoid(alpha * g),  g = min(gate, limit),  u = offset + clamp(up)
 
 A `limit` of zero stands for SwiGLU. The kernels compute in fp32 and round once.
 
@@ -31,9 +31,9 @@ def _tile(rows, F, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def gate_and_up_at(row, column, F, CLAMPED: tl.constexpr):
+def gate_and_up_at(row, column, F, BY_TURNS: tl.constexpr):
     """Element numbers of gate and up in [R, 2F]."""
-    if CLAMPED:
+    if BY_TURNS:
         gate_at = row * 2 * F + 2 * column
         up_at = gate_at + 1
     else:
@@ -43,16 +43,16 @@ def gate_and_up_at(row, column, F, CLAMPED: tl.constexpr):
 
 
 @triton.jit
-def _limited(gate, up, limit):
+def _limited(gate, up, limit, offset):
     """Both factors of a clamped gate; NaN stays NaN."""
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    return tl.where(gate > limit, limit, gate), up + 1
+    return tl.where(gate > limit, limit, gate), up + offset
 
 
 @triton.jit
-def gated(gate, up, alpha, limit, CLAMPED: tl.constexpr):
+def gated(gate, up, alpha, limit, offset, CLAMPED: tl.constexpr):
     if CLAMPED:
-        gate, up = _limited(gate, up, limit)
+        gate, up = _limited(gate, up, limit, offset)
         h = gate * tl.sigmoid(alpha * gate) * up
     else:
         h = gate * tl.sigmoid(gate) * up
@@ -60,10 +60,10 @@ def gated(gate, up, alpha, limit, CLAMPED: tl.constexpr):
 
 
 @triton.jit
-def gradients_of(gate, up, dh, alpha, limit, CLAMPED: tl.constexpr):
+def gradients_of(gate, up, dh, alpha, limit, offset, CLAMPED: tl.constexpr):
     """Gradients of gate and up, in fp32."""
     if CLAMPED:
-        g, u = _limited(gate, up, limit)
+        g, u = _limited(gate, up, limit, offset)
         s = tl.sigmoid(alpha * g)
         dgate = tl.where(gate > limit, 0.0, dh * u * s * (1 + alpha * g * (1 - s)))
         dup = tl.where(tl.abs(up) > limit, 0.0, dh * g * s)
@@ -76,15 +76,15 @@ def gradients_of(gate, up, dh, alpha, limit, CLAMPED: tl.constexpr):
 
 @triton.jit
 def swiglu_forward_kernel(
-    x_ptr, h_ptr, rows, F, alpha, limit,
-    CLAMPED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    x_ptr, h_ptr, rows, F, alpha, limit, offset,
+    CLAMPED: tl.constexpr, BY_TURNS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row, column, live = _tile(rows, F, ROWS, COLS)
-    gate_at, up_at = gate_and_up_at(row, column, F, CLAMPED)
+    gate_at, up_at = gate_and_up_at(row, column, F, BY_TURNS)
     out = row * F + column
     gate = tl.load(x_ptr + gate_at, mask=live, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + up_at, mask=live, other=0.0).to(tl.float32)
-    h = gated(gate, up, alpha, limit, CLAMPED)
+    h = gated(gate, up, alpha, limit, offset, CLAMPED)
     tl.store(h_ptr + out, h.to(h_ptr.dtype.element_ty), mask=live)
 
 
@@ -99,23 +99,26 @@ def swiglu_backward_kernel(
     gate = tl.load(x_ptr + gate_at, mask=live, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + up_at, mask=live, other=0.0).to(tl.float32)
     dh = tl.load(dh_ptr + dh_at, mask=live, other=0.0).to(tl.float32)
-    dgate, dup = gradients_of(gate, up, dh, 0.0, 0.0, False)
+    dgate, dup = gradients_of(gate, up, dh, 0.0, 0.0, 0.0, False)
     tl.store(dx_ptr + gate_at, dgate.to(dx_ptr.dtype.element_ty), mask=live)
     tl.store(dx_ptr + up_at, dup.to(dx_ptr.dtype.element_ty), mask=live)
     if RESULT:
-        h = gated(gate, up, 0.0, 0.0, False)
+        h = gated(gate, up, 0.0, 0.0, 0.0, False)
         tl.store(h_ptr + dh_at, h.to(h_ptr.dtype.element_ty), mask=live)
 
 
 @define_op(device="default")
-def swiglu_forward(x_R2F: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+def swiglu_forward(
+    x_R2F: torch.Tensor, alpha: float, limit: float, offset: float, by_turns: bool
+) -> torch.Tensor:
     """`[..., 2F] -> [..., F]`."""
     x_R2F = x_R2F.contiguous()
     h_RF = x_R2F.new_empty((*x_R2F.shape[:-1], x_R2F.shape[-1] // 2))
     if h_RF.numel():
         rows, F = _sizes(h_RF)
-        args = (x_R2F, h_RF, rows, F, alpha, limit)
-        launch(swiglu_forward_kernel, _grid(rows, F), args, CLAMPED=limit > 0, **TILE)
+        args = (x_R2F, h_RF, rows, F, alpha, limit, offset)
+        kind = {"CLAMPED": limit > 0, "BY_TURNS": by_turns}
+        launch(swiglu_forward_kernel, _grid(rows, F), args, **kind, **TILE)
     return h_RF
 
 
@@ -134,7 +137,7 @@ def swiglu_backward(
 
 
 @torch.library.register_fake("moe_graphs::swiglu_forward")
-def _(x_R2F, alpha, limit):
+def _(x_R2F, alpha, limit, offset, by_turns):
     return x_R2F.new_empty((*x_R2F.shape[:-1], x_R2F.shape[-1] // 2))
 
 
