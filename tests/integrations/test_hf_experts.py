@@ -49,14 +49,15 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_computes_what_eager_does(family, calls):
     skip_unknown(family)
-    expected = loss_and_gradients(tiny(family, "eager"), tokens())
-    found = loss_and_gradients(tiny(family, NAME), tokens())
+    # DeepSeek V4's gradients lose 4e-5 in fp32, also eagerly; the routers' (1e-19) are all rounding.
+    dtype = torch.float64 if family == "deepseek_v4" else torch.float32
+    expected, found = (
+        loss_and_gradients(tiny(family, name).to(dtype), tokens()) for name in ("eager", NAME)
+    )
     assert calls
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         scale = value.abs().max().clamp(min=1e-12)
-        if family == "deepseek_v4" and name.endswith("mlp.gate.weight"):
-            scale = scale.clamp(min=1e-5)  # fp64 says 1e-19: what fp32 has is rounding, 6e-11
         assert (found[name] - value).abs().max() <= 1e-5 * scale, name
 
 
