@@ -49,7 +49,7 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_computes_what_eager_does(family, calls):
     skip_unknown(family)
-    # DeepSeek V4's gradients lose 4e-5 in fp32, also eagerly; the routers' (1e-19) are all rounding.
+    # DeepSeek V4's gradients lose 4e-5 in fp32, and its routers' (1e-19) are all rounding.
     dtype = torch.float64 if family == "deepseek_v4" else torch.float32
     expected, found = (
         loss_and_gradients(tiny(family, name).to(dtype), tokens()) for name in ("eager", NAME)
