@@ -91,6 +91,16 @@ def test_dependencies_point_one_way(file):
             assert any(target == a or target.startswith(f"{a}.") for a in ALLOWED[part]), module
 
 
+def test_the_library_imports_neither_the_train_application_nor_the_planner():
+    """They are beside it: the registry alone knows where an optimizer of the command is."""
+    beside = ("moe_graphs.lm", "moe_graphs.planning")
+    for file in FILES:
+        part = file.relative_to(PACKAGE).with_suffix("").parts[0]
+        if part not in ("lm", "planning", "cli"):
+            found = {module for module in imports_of(file) if module.startswith(beside)}
+            assert not found, file
+
+
 def test_the_engine_needs_torch_and_nothing_else():
     for file in (PACKAGE / "engine").rglob("*.py"):
         outside = {name.split(".")[0] for name in imports_of(file)} - set(sys.stdlib_module_names)
