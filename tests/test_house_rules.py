@@ -92,7 +92,7 @@ def test_dependencies_point_one_way(file):
 
 
 def test_the_library_imports_neither_the_train_application_nor_the_planner():
-    """They are beside it: the registry alone knows where an optimizer of the command is."""
+    """The registry alone knows where an optimizer of the command is, and by its name."""
     beside = ("moe_graphs.lm", "moe_graphs.planning")
     for file in FILES:
         part = file.relative_to(PACKAGE).with_suffix("").parts[0]
