@@ -195,6 +195,11 @@ EAGER_CALLS: Mapping[str, Reason] = {
         "add the losses up and run one backward",
         None,
     ),
+    "autocast_cache": Reason(
+        "other code uses weights of the scope under autocast, whose cache casts a weight once",
+        "use torch.autocast(..., cache_enabled=False)",
+        None,
+    ),
     "separate_weight_backward": Reason(
         "gradients of weights have a backward of their own, as in zero-bubble schedules",
         "set GraphConfig(split_backward=True)",

@@ -402,6 +402,23 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
 
 
+def as_leaf(tensor: Tensor, requires_grad: bool, is_cached: bool | None = None) -> Tensor:
+    """The tensor as a leaf of autograd.
+
+    Autocast caches casts of leaves, and what a caller passes is no leaf. Where the cache is on, the
+    leaf is a view, whose casts are not cached.
+
+    Args:
+        is_cached: whether the cache is on; None asks whether it is on now.
+    """
+    if is_cached is None:
+        is_cached = torch.is_autocast_cache_enabled()
+        is_cached = is_cached and torch.is_autocast_enabled(tensor.device.type)
+    if requires_grad and is_cached:
+        tensor = tensor.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return tensor.requires_grad_(requires_grad)
+
+
 def static_like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device

@@ -261,15 +261,15 @@ def twice(s, x):
 
 def autocast_within(m, x, e):
     with torch.autocast("cpu", torch.bfloat16):
-        return m.sc(m.pre(x)).float().square().mean()
+        return e.case.use(m, x).float().square().mean()
 
 
-served("autocast around the step", lambda s, x: s.l(x), "scf", around=autocast)
-served("autocast around the step, a weight used twice", twice, "scf", around=autocast)
+served("autocast around the step", lambda s, x: s.l(x), "cf", around=autocast)
+served("autocast around the step, a weight used twice", twice, "cf", around=autocast)
 served("autocast around the step, an input used twice", lambda s, x: s.l(x) * s.l(x + 1) + x,
-       "scf", around=autocast)  # fmt: skip
-served("autocast around the forward", lambda s, x: s.l(x), "sc", loss=autocast_within)
-served("autocast around the forward, a weight used twice", twice, "sc", loss=autocast_within)
+       "cf", around=autocast)  # fmt: skip
+served("autocast around the forward", lambda s, x: s.l(x), "c", loss=autocast_within)
+served("autocast around the forward, a weight used twice", twice, "c", loss=autocast_within)
 served("autocast around the forward, a weight used outside, too", lambda s, x: s.l(x), "sc",
        use=lambda m, x: m.sc(m.pre(x)) + functional.linear(x, m.sc.l.weight),
        loss=autocast_within)  # fmt: skip

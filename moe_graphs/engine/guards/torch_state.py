@@ -105,18 +105,18 @@ class TorchState:
     def autocast(self, inputs: Sequence[Any]) -> Iterator[None]:
         """Context with torch's autocast and Transformer Engine's, as noted, for a trial run.
 
-        torch's autocast is entered without its cache. ``inputs`` are the leaves of the run's
-        inputs.
+        ``inputs`` are the leaves of the run's inputs.
         """
         with contextlib.ExitStack() as entered:
             entered.enter_context(self._fp8.beside(inputs))
+            is_cached = self._state["autocast cache"]
             for kind, where in {self.device_type: "", "cpu": " (cpu)"}.items():
                 is_on, dtype = (
                     self._state[f"autocast{where}"],
                     self._state[f"autocast dtype{where}"],
                 )
                 entered.enter_context(
-                    torch.autocast(kind, dtype, enabled=is_on, cache_enabled=False)
+                    torch.autocast(kind, dtype, enabled=is_on, cache_enabled=is_cached)
                 )
             yield
 

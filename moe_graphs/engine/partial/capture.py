@@ -48,6 +48,7 @@ from moe_graphs.engine.snapshot import ParameterAliases, Snapshot
 from moe_graphs.engine.tensors import (
     Mismatch,
     TensorSpec,
+    as_leaf,
     copy_to,
     is_plain,
     same_value,
@@ -112,7 +113,7 @@ class Recorder:
         """
         with explaining_errors_of(site.name, "forward", self.backend), call.forward_hooks() as done:
             state = TorchState(self.backend.device.type)
-            check_capturable(call, state)
+            check_capturable(call, state, is_observed=site.planned.is_observed)
             if site.planned.tried is not None:
                 site.planned.tried.again_if_changed(call)
             tried = self.trials.forward(call)
@@ -225,7 +226,7 @@ class Recorder:
                 else:
                     sources[index] = source
                     static = source[0].forward.outputs[source[1]].detach()
-                inputs.append(static.requires_grad_(spec.requires_grad))
+                inputs.append(as_leaf(static, spec.requires_grad))
         return inputs, sources
 
     # ---- backward

@@ -233,7 +233,7 @@ class GraphedScope:
             self.graphs.try_out(
                 self._scope_call(planned, call, signature_id), signature_id, linked, accessed
             )
-        observation.produced(number, self.scope, (outputs, self.scope.assigned.values()))
+        observation.produced(number, self.scope, (outputs, self.scope.assigned.values()), inputs)
         return self.scope.epilogue(outputs, exit, call)
 
     def _run(

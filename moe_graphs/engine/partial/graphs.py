@@ -285,6 +285,7 @@ class Graphs:
             observed.scope,
             observed.signature,
             tried=self._tried.get(signature_id),
+            is_observed=True,
             ranks=self._ranks if signature_id in self._communicating else ALONE,
             refused=self.observation.refusal(observed.scope, split=chunk.split),
             copies_gradients=self.observation.copies_gradients(observed.scope, chunk),

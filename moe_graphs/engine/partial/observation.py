@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.utils import _pytree as pytree
 from moe_graphs.engine.autograd import is_wanted, nodes_behind
 from moe_graphs.engine.partial.plan import ChunkMemory, Event
 from moe_graphs.engine.partial.scope import Scope
-from moe_graphs.engine.tensors import Mismatch, Signature, flatten
+from moe_graphs.engine.tensors import Mismatch, Signature, flatten, tensor_leaves
 from moe_graphs.engine.verify import warn
 
 
@@ -38,6 +40,8 @@ class Observation:
         calls_by_signature: one call for each scope and signature; events refer to them by number.
         steps: the events of each step.
         with_double_backward: names of scopes whose gradients were differentiated again.
+        with_shared_casts: names of scopes with weights whose casts, cached by autocast, other code
+            uses, too.
         with_second_backward: names of scopes with a forward that had several backwards.
         with_separate_weight_backward: names of scopes whose weights had a backward of their own.
         with_gradients: names of scopes with a weight that had a ``.grad`` at the scope's first call
@@ -50,6 +54,7 @@ class Observation:
         self.steps: list[list[Event]] = []
         self.with_double_backward: set[str] = set()
         self.with_second_backward: set[str] = set()
+        self.with_shared_casts: set[str] = set()
         self.with_separate_weight_backward: set[str] = set()
         self.with_gradients: set[str] = set()
         self.accumulating: set[str] = set()
@@ -89,7 +94,7 @@ class Observation:
         leaves = pytree.tree_leaves(inputs)
         return [i for i, leaf in enumerate(leaves) if self._is_output(leaf)]
 
-    def produced(self, number: int, scope: Scope, outputs: Any) -> None:
+    def produced(self, number: int, scope: Scope, outputs: Any, inputs: Any = ()) -> None:
         """Notes the outputs of a call, and listens for its backward."""
         listener = _Listener(self, scope.name, number)
         tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
@@ -100,6 +105,29 @@ class Observation:
         node = _node_before_a_parameter([leaf for leaf in tensors if leaf.grad_fn is not None])
         if node is not None:
             listener.listen_to_weights(node)
+        if torch.is_autocast_cache_enabled():
+            self._watch_casts(scope.name, tensors, tensor_leaves(inputs))
+
+    def _watch_casts(
+        self, scope: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> None:
+        """Notes the scope if other code uses casts of its weights that autocast has cached.
+
+        The gradients of all uses are added up in the precision of the cast. A graph has casts of
+        its own, so there the sums would be made later, in that of the weight.
+        """
+        addends: dict[Node, list[torch.Tensor]] = {}
+        for cast, node, index in casts_between(outputs, inputs):
+            own = addends.setdefault(cast, [])
+            node.register_hook(functools.partial(_note_gradient, own, index))
+
+        def compare(own: list[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+            if not own or not torch.equal(functools.reduce(operator.add, own), gradients[0]):
+                self.with_shared_casts.add(scope)
+            own.clear()
+
+        for cast, own in addends.items():
+            cast.register_prehook(functools.partial(compare, own))
 
     @contextlib.contextmanager
     def delaying(self) -> Iterator[None]:
@@ -124,6 +152,8 @@ class Observation:
             return _DOUBLE_BACKWARD
         if scope.name in self.with_second_backward:
             return _SECOND_BACKWARD
+        if scope.name in self.with_shared_casts:
+            return _SHARED_CAST
         return (
             _SEPARATE_WEIGHT_BACKWARD
             if scope.name in self.with_separate_weight_backward and not split
@@ -151,6 +181,7 @@ class Observation:
         """Warns of the scopes that are not captured."""
         second = self.with_second_backward - self.with_double_backward
         _warn_of(second, _SECOND_BACKWARD)
+        _warn_of(self.with_shared_casts, _SHARED_CAST)
         if not split:
             _warn_of(
                 self.with_separate_weight_backward - self.with_double_backward - second,
@@ -183,6 +214,12 @@ _SECOND_BACKWARD = Mismatch(
     "second_backward",
     "a forward had several backwards in the warm-up steps (retain_graph=True, several losses), and "
     "a graph's saved tensors serve one: add the losses up and run one backward, if they allow it",
+)
+_SHARED_CAST = Mismatch(
+    "autocast_cache",
+    "other code used its weights in the warm-up steps, and autocast's cache casts a weight once "
+    "for all, so gradients are added up in the precision of the cast: use "
+    "torch.autocast(..., cache_enabled=False)",
 )
 _SEPARATE_WEIGHT_BACKWARD = Mismatch(
     "separate_weight_backward",
@@ -241,6 +278,36 @@ class _Listener:
         if self._task not in (None, task) and self._weights_task is None:
             self._weights_task = task
             self._events.append(Event("W", self._scope, self._number))
+
+
+def _note_gradient(
+    addends: list[torch.Tensor], index: int, gradients: Sequence[torch.Tensor | None], _: Any
+) -> None:
+    gradient = gradients[index]
+    if gradient is not None:
+        addends.append(gradient)
+
+
+def casts_between(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> Iterator[tuple[Node, Node, int]]:
+    """The casts of parameters between inputs and outputs, each with a node that uses the cast.
+
+    The number says which gradient of the node goes to the cast.
+    """
+    seen = {tensor.grad_fn for tensor in inputs}
+    stack = [output.grad_fn for output in outputs]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for index, (following, _) in enumerate(node.next_functions):
+            stack.append(following)
+            if following is None or following.name() != "ToCopyBackward0":
+                continue
+            if _is_of_a_parameter(following.next_functions[0][0]):
+                yield following, node, index
 
 
 def _node_before_a_parameter(outputs: list[torch.Tensor]) -> Node | None:

@@ -27,7 +27,14 @@ from moe_graphs.engine.guards.guards import Guards
 from moe_graphs.engine.guards.torch_state import TorchState
 from moe_graphs.engine.partial.scope import Call, Exit, Scope
 from moe_graphs.engine.snapshot import ParameterAliases
-from moe_graphs.engine.tensors import Mismatch, OutputLeaf, Signature, unflattening, unwrap
+from moe_graphs.engine.tensors import (
+    Mismatch,
+    OutputLeaf,
+    Signature,
+    as_leaf,
+    unflattening,
+    unwrap,
+)
 from moe_graphs.engine.tracing import address
 from moe_graphs.errors import GraphError
 
@@ -367,7 +374,8 @@ class Recomputed(Saved):
             elif first < len(inputs):
                 inputs.append(inputs[first])
             else:
-                inputs.append(value.detach().requires_grad_(value.requires_grad))
+                is_cached = self._forward.conditions.context.has_autocast_cache
+                inputs.append(as_leaf(value.detach(), value.requires_grad, is_cached))
         hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, _unread)
         # The guards of the forward know already what its Python reads, so nobody watches it again.
         drawing = self._backend.drawing_from(self._random)

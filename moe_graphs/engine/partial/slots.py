@@ -87,6 +87,7 @@ class PlannedCall:
 
     Attributes:
         tried: the findings of its trial run, until everything is captured.
+        is_observed: whether warm-up steps have shown who uses its weights and their gradients.
         ranks: the ranks that it communicates with; they capture and compare it together.
         copied_outputs: outputs that are handed out as copies, because somebody keeps views of them
             beyond the next replay.
@@ -104,6 +105,7 @@ class PlannedCall:
     scope: Scope
     signature: Signature
     tried: Tried | None = None
+    is_observed: bool = False
     ranks: Ranks = ALONE
     copied_outputs: set[int] = field(default_factory=set)
     refused: Mismatch | None = None

@@ -28,7 +28,14 @@ from moe_graphs.engine.partial.plan import CallMemory, nbytes
 from moe_graphs.engine.partial.recording import has_tensors_inside
 from moe_graphs.engine.partial.scope import Call, Exit, Scope
 from moe_graphs.engine.snapshot import ParameterAliases, Snapshot
-from moe_graphs.engine.tensors import Signature, TensorSpec, flatten, static_copy, tensor_leaves
+from moe_graphs.engine.tensors import (
+    Signature,
+    TensorSpec,
+    as_leaf,
+    flatten,
+    static_copy,
+    tensor_leaves,
+)
 from moe_graphs.engine.tracing import (
     MODIFIED_INPUT,
     Trace,
@@ -102,7 +109,7 @@ class ScopeCall:
                 made.append(made[first])
             elif isinstance(leaf, Tensor):
                 own = static_copy(leaf) if number in self.leased else leaf.detach()
-                made.append(own.requires_grad_(leaf.requires_grad))
+                made.append(as_leaf(own, leaf.requires_grad))
             else:
                 made.append(leaf)
         return made
@@ -215,7 +222,8 @@ class Trials:
         Raises:
             CaptureError: for what cannot be in a graph, or depends on state that Python keeps.
         """
-        check_capturable(call, TorchState(self.backend.device.type))
+        state = TorchState(self.backend.device.type)
+        check_capturable(call, state, is_observed=accessed is not None)
         guards: list[Guards] = []
         before_all = None if accessed is not None else self._guards_before(call)
         if accessed is not None:
@@ -497,8 +505,11 @@ def check_dropout_of_cudnn(name: str, module: nn.Module) -> None:
         )
 
 
-def check_capturable(call: ScopeCall, state: TorchState) -> None:
+def check_capturable(call: ScopeCall, state: TorchState, *, is_observed: bool) -> None:
     """Checks that a graph can serve the call.
+
+    Args:
+        is_observed: whether warm-up steps have shown that no other code uses its weights' casts.
 
     Raises:
         CaptureError: if the call is made in a way that no graph can serve.
@@ -508,11 +519,16 @@ def check_capturable(call: ScopeCall, state: TorchState) -> None:
         raise CaptureError(unsupported)
     for name, module in call.scope.module.named_modules():
         check_dropout_of_cudnn(name, module)
-    if state.has_autocast_cache:
+    if state.has_autocast_cache and not (is_observed and all(map(_is_not_cached, call.leaves))):
         raise CaptureError(
-            "autocast caches casts of weights, and a graph would keep a stale one: use "
-            "torch.autocast(..., cache_enabled=False)"
+            "autocast caches casts of weights and of leaves, and code around the call may use "
+            "them, too: use torch.autocast(..., cache_enabled=False)"
         )
+
+
+def _is_not_cached(leaf: Any) -> bool:
+    """Whether autocast does not cache casts of an input, because it is no leaf with a gradient."""
+    return not (isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_leaf)
 
 
 def _check_outputs(outputs: Sequence[Any], inputs: Sequence[Tensor]) -> None:

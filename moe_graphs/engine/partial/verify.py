@@ -17,7 +17,7 @@ from moe_graphs.engine.partial.recording import RecordedBackward, run_anew
 from moe_graphs.engine.partial.slots import CallSite, PendingBackward
 from moe_graphs.engine.partial.trials import ScopeCall, Trials, TriedForward
 from moe_graphs.engine.snapshot import ParameterAliases, Snapshot
-from moe_graphs.engine.tensors import static_copy, tensor_leaves
+from moe_graphs.engine.tensors import as_leaf, static_copy, tensor_leaves
 from moe_graphs.engine.tracing import Trace
 from moe_graphs.engine.verify import ByValue, Difference, Left, difference, first_difference
 from moe_graphs.errors import GraphError
@@ -54,7 +54,9 @@ def compute_anew(
     Waits for the device.
     """
     site, forward = pending.site, pending.site.forward
-    inputs = [_leaf(leaf, i in forward.linked) for i, leaf in enumerate(forward.inputs)]
+    is_cached = forward.conditions.context.has_autocast_cache
+    pairs = enumerate(forward.inputs)
+    inputs = [_leaf(leaf, i in forward.linked, is_cached) for i, leaf in pairs]
     for number, first in enumerate(forward.signature.first):
         inputs[number] = inputs[first] if isinstance(inputs[number], Tensor) else inputs[number]
     module = site.planned.scope.module
@@ -72,12 +74,12 @@ def compute_anew(
         written.put_back()  # after the backward, which may read what its forward has written
 
 
-def _leaf(leaf: object, is_leased: bool) -> object:
+def _leaf(leaf: object, is_leased: bool, is_cached: bool) -> object:
     """The input for a run; a leased one is copied, because garbage of the run would hold it."""
     if not isinstance(leaf, Tensor):
         return leaf
     own = static_copy(leaf) if is_leased else leaf.detach()
-    return own.requires_grad_(leaf.requires_grad)
+    return as_leaf(own, leaf.requires_grad, is_cached)
 
 
 def _outputs(site: CallSite, outputs: object) -> tuple[list[Tensor], list[Tensor]]:
