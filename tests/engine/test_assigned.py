@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune, remove_weight_norm, weight_norm
 
 import moe_graphs
 from moe_graphs import FullIteration, GraphConfig, GraphError, GraphWarning
@@ -214,4 +216,77 @@ def test_a_plain_tensor_that_is_replaced_runs_eagerly(device):
             assert torch.equal(found, model[0].l(x) * model[0].scale)
     report = graphs.report()
     assert (report.matched, report.eager_calls) == (3, {"warmup": 1, "moved": 2})
+    graphs.release()
+
+
+class Hooked(nn.Module):
+    """Layers whose weights torch computes in hooks before the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normed = weight_norm(nn.Linear(WIDTH, WIDTH))
+        self.pruned = nn.Linear(WIDTH, WIDTH)
+        prune.l1_unstructured(self.pruned, "weight", 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pruned(self.normed(x).tanh())
+
+
+def hooked(device: str) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Hooked(), nn.Tanh()).to(device)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@on_devices
+def test_weights_that_hooks_compute_are_right(device):
+    model, eager = hooked(device), hooked(device)
+    graphs = moe_graphs.graph(model, GraphConfig("*0", warmup_steps=2, on_mismatch="error"))
+
+    def run(model: nn.Module, around: Any) -> list[Tensor]:
+        trace = []
+        for number in range(STEPS):
+            x = torch.full((4, WIDTH), 0.1 * number, device=device)
+            with around():
+                model(x).square().mean().backward()
+            trace += [parameter.grad.clone() for parameter in model.parameters()]
+            trace += [model[0].normed.weight.detach().clone()]
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+            model.zero_grad()
+        return trace
+
+    check_same(run(model, graphs.step), run(eager, contextlib.nullcontext))
+    assert graphs.report().matched == STEPS - 2
+    remove_weight_norm(model[0].normed)
+    with pytest.raises(GraphError), graphs.step():
+        model(torch.ones(4, WIDTH, device=device))
+    graphs.release()
+
+
+class Logged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(WIDTH, WIDTH)
+        self.logger = logging.getLogger("test_assigned")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.l(x) * (2.0 if self.logger.isEnabledFor(logging.DEBUG) else 1.0)
+
+
+def test_a_logger_that_is_asked_is_asked_again_at_every_replay():
+    model = nn.Sequential(Logged())
+    graphs = moe_graphs.graph(model, GraphConfig("*", warmup_steps=1))
+    for number in range(6):
+        if number == 4:
+            model[0].logger.setLevel(logging.DEBUG)
+        with graphs.step():
+            found = model(torch.ones(1, WIDTH))
+            found.sum().backward()
+        with torch.no_grad():
+            assert torch.equal(found, model[0].l(torch.ones(1, WIDTH)) * (1.0 + (number > 3)))
+    report = graphs.report()
+    assert (report.matched, report.eager_calls) == (3, {"warmup": 1, "attribute": 2})
+    model[0].logger.setLevel(logging.NOTSET)
     graphs.release()

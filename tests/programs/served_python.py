@@ -362,8 +362,8 @@ def pruned(s):
 served("batch norm without momentum", lambda s, x: s.norm(s.l(x)), "scf", init=batch_norm)
 served("weight norm by parametrization", lambda s, x: s.l(x), init=normed)
 served("spectral norm by parametrization", lambda s, x: s.l(x), init=spectral)
-served("weight norm by a hook", lambda s, x: s.l(x), "scf", init=old_norm)
-served("pruning by a hook", lambda s, x: s.l(x), "scf", init=pruned)
+served("weight norm by a hook", lambda s, x: s.l(x), "c", init=old_norm)
+served("pruning by a hook", lambda s, x: s.l(x), "c", init=pruned)
 
 
 # ---- clocks and logs
@@ -384,5 +384,5 @@ def logged(s, x):
 
 
 served("a clock", timed, "scf", init=has(seconds=float))
-served("a logger that is asked", logged, "scf")
+served("a logger that is asked", logged)
 served("a logger that logs nothing", lambda s, x: LOGGER.debug("called") or s.l(x))

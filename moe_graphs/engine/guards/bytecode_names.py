@@ -15,6 +15,7 @@ import gc
 import importlib
 import inspect
 import itertools
+import logging
 import os
 import pathlib
 import re
@@ -52,7 +53,6 @@ _THREADS_OF_C = {"lock.acquire", "SimpleQueue.get", "SimpleQueue.put", "_thread.
 _OF_PYTHON: dict[str, frozenset[str]] = {
     "inspect": frozenset({"currentframe", "stack"}),
     "threading": frozenset({"current_thread", "get_ident", "active_count", "enumerate"}),
-    "logging": frozenset({"isEnabledFor", "getEffectiveLevel"}),
     "random": frozenset({"getstate"}),
     "uuid": frozenset({"uuid1", "uuid4"}),
     "genericpath": frozenset(),
@@ -72,6 +72,11 @@ _THREADS: dict[str, frozenset[str]] = {
                                   "imap", "starmap", "get", "put", "send", "recv", "poll"}),
     "asyncio": frozenset(),
 }  # fmt: skip
+# Functions whose answers may change, and which are asked again at every replay.
+_COMPARED = {
+    function.__code__
+    for function in (logging.Logger.isEnabledFor, logging.Logger.getEffectiveLevel)
+}
 # Transformer Engine updates scales at the end of its autocast, and decides at its beginning which
 # module is first.
 _ENTERS_FP8 = ("fp8_autocast_enter", "autocast_enter")
@@ -251,6 +256,7 @@ class AccessedNames:
             example ``clear`` in ``x.clear()`` reads no number of that name.
         owners: objects whose methods ran, by id, except those that the block made.
         of_contexts: values that the ``ctx`` of autograd functions held, without tensors.
+        questions: calls of ``_COMPARED``, whose answers guards compare.
         impure_calls: functions that were called and read state that nobody can compare later.
         is_estimate: whether functions are among the code that may never run. No data is read for
             further names then.
@@ -268,6 +274,7 @@ class AccessedNames:
         self.values_of_modules: set[str] = set()
         self.owners: dict[int, Any] = {}
         self.impure_calls: list[str] = []
+        self.questions: dict[str, Callable[[], Any]] = {}
         self._ran: set[types.CodeType] = set()
         self.of_contexts: dict[str, Any] = {}
         self._seen: dict[int, weakref.ref | None] = {}
@@ -336,6 +343,7 @@ class AccessedNames:
             united.owners.update(accessed.owners)
             united.is_estimate |= accessed.is_estimate
             united.impure_calls += accessed.impure_calls
+            united.questions.update(accessed.questions)
         return united
 
     def reads_whole(self, names: set[str]) -> bool:
@@ -457,7 +465,10 @@ class AccessedNames:
             return
         self.code.setdefault(code, frame.f_globals)
         caller = frame.f_back.f_code.co_filename if frame.f_back is not None else "?"
-        self._open(of_python(frame, of_the_user=origin_of(caller) == "own"))
+        of_the_user = origin_of(caller) == "own"
+        self._open(of_python(frame, of_the_user=of_the_user))
+        if of_the_user and code in _COMPARED:
+            self._note_question(frame)
         if not code.co_argcount:
             return
         owner = frame.f_locals.get(code.co_varnames[0])
@@ -484,6 +495,13 @@ class AccessedNames:
         for name, value in vars(context).items():
             if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value)):
                 self.of_contexts[f"{type(context).__name__}.{name}"] = value
+
+    def _note_question(self, frame: types.FrameType) -> None:
+        owner, *rest = [
+            frame.f_locals[name] for name in frame.f_code.co_varnames[: frame.f_code.co_argcount]
+        ]
+        asked = functools.partial(getattr(owner, frame.f_code.co_name), *rest)
+        self.questions[f"{owner!r}.{frame.f_code.co_name}{tuple(rest)}"] = asked
 
     def _open(self, impure: str | None) -> None:
         if (

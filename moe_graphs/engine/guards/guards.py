@@ -21,6 +21,7 @@ from moe_graphs.engine.guards.introspection import (
     Cell,
     Container,
     are_of_fsdp,
+    are_of_weights,
     check_not_keyed_by_weights,
     check_not_scripted,
     elements,
@@ -353,7 +354,7 @@ class Guards:
             if difference is not None:
                 return difference
         if any(self._hooks) or (
-            self._with_fsdp and self._hooks_of_fsdp != list(map(list, self._with_fsdp))
+            self._with_known and self._known_hooks != list(map(list, self._with_known))
         ):
             return self._other_hooks()
         if self._address_guards.is_same():
@@ -485,9 +486,9 @@ class Guards:
         )
         inside = (module for _, module in found.modules if id(module) not in self._outside)
         hooks = [each for module in inside for each in hooks_of(module)]
-        self._with_fsdp = [each for each in hooks if each and self._are_known(each)]
+        self._with_known = [each for each in hooks if each and self._are_known(each)]
         self._hooks = [each for each in hooks if not (each and self._are_known(each))]
-        self._hooks_of_fsdp = list(map(list, self._with_fsdp))
+        self._known_hooks = list(map(list, self._with_known))
         compared = (self.contents, self.cells, typed, found.functions, self._places)
         self._is_empty = not any(compared)
         self.draws = [(name, rng, state_of(rng)) for name, rng in found.draws]
@@ -496,7 +497,7 @@ class Guards:
         self.asked_for = frozenset(map(id, tensors_found if asks else ()))
 
     def _are_known(self, hooks: dict) -> bool:
-        return self._sharded and are_of_fsdp(hooks)
+        return (self._sharded and are_of_fsdp(hooks)) or are_of_weights(hooks)
 
     def _compare_by_path(self) -> Mismatch | None:
         """The difference by path, or None. The message has the first one and names the others.

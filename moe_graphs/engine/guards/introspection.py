@@ -498,6 +498,7 @@ def is_of_package(code: types.CodeType) -> bool:
 
 OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_OF_WEIGHTS = {f"torch.nn.utils.{name}" for name in ("weight_norm", "spectral_norm", "prune")}
 OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 OF_ALL_OPTIMIZERS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
@@ -546,6 +547,15 @@ def hooks_of_updates(optimizers: Iterable[Optimizer]) -> list[dict]:
     """Hooks of the optimizers, and hooks of all optimizers."""
     own = [getattr(each, kind) for each in optimizers for kind in OF_OPTIMIZERS]
     return own + [getattr(optim_globals, kind) for kind in OF_ALL_OPTIMIZERS]
+
+
+def are_of_weights(hooks: dict) -> bool:
+    """Whether hooks are those by which torch computes weights: weight norm, spectral norm, pruning.
+
+    They compute with tensors and assign the weight, as a forward may.
+    """
+    calls = (type(hook).__call__ for hook in hooks.values())
+    return all(getattr(call, "__module__", None) in _OF_WEIGHTS for call in calls)
 
 
 def are_of_fsdp(hooks: dict) -> bool:

@@ -248,6 +248,8 @@ class Walk:
         if self._names & {"environ", "getenv"}:
             self._push(os.environ._data, "os.environ", False)
         self._globals()
+        for name, ask in accessed.questions.items():
+            self._cell(Cell(ask, None, name, is_copy=True), False)
         while self._stack:
             self._visit(*self._stack.pop())
 
