@@ -39,7 +39,6 @@ parameters and modules. ``test_footguns_gradients`` tests gradients and order.
 
 from __future__ import annotations
 
-import functools
 import gc
 
 import pytest
@@ -174,16 +173,16 @@ def test_reading_values_on_the_host_in_a_scope_names_the_line(device, read):
     assert graphs.report().state == "capture_failed"
 
 
-def test_a_tensor_from_outside_is_refused_by_name_of_the_operation(device):
-    """The graph would keep reading the address of a tensor that no guard compares."""
+def test_a_tensor_from_outside_is_read_where_it_lies(device):
+    """A guard compares and keeps the tensor, so the graph may read its address."""
     model = build(device)
-    outside = functools.cache(lambda: torch.randn(WIDTH, device=device))
-    outside()
-    model.first.inside = lambda x: x + outside()
+    outside = torch.randn(WIDTH, device=device)
+    model.first.inside = lambda x: x + outside
     graphs = moe_graphs.graph(model, scopes(warmup_steps=1, on_capture_error="error"))
-    message = r"'first': .*aten.add reads a tensor \(8,\).*register it as a buffer.*test_footguns"
-    with pytest.raises(CaptureError, match=message):
+    for _ in range(3):
         train_step(model, graphs, data(device))
+    assert graphs.report().matched >= 2
+    graphs.release()
 
     def scenario(model, graphs):
         return [train_step(model, graphs, data(device))]
