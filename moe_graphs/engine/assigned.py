@@ -16,6 +16,7 @@ checks of values (``checks.py``) further outputs.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -138,7 +139,7 @@ class Assigned:
             for key, value in container.contents().items():
                 old = before.get(key, GONE)
                 is_counter = key in counted and type(value) is type(old) is int
-                if value is old or not (is_counter or _can_be_output(value)):
+                if value is old or not (is_counter or _can_be_output(value, old)):
                     continue
                 if key in known.get(id(holder), ()):
                     continue
@@ -222,6 +223,9 @@ def contents_of(model: nn.Module) -> dict[int, dict[Any, Any]]:
     return {id(place): dict(place) for place in (*own, *inner)}
 
 
-def _can_be_output(value: Any) -> bool:
-    leaves = tensor_leaves(value)
-    return bool(leaves) and not any(isinstance(leaf, nn.Parameter) for leaf in leaves)
+def _can_be_output(value: Any, old: Any) -> bool:
+    """Whether it has tensors of the call; DDP assigns a new list of the same buffers."""
+    leaves, before = tensor_leaves(value), tensor_leaves(old)
+    if len(leaves) == len(before) and all(map(operator.is_, leaves, before)):
+        return False
+    return not any(isinstance(leaf, nn.Parameter) for leaf in leaves)
