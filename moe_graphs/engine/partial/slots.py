@@ -233,6 +233,9 @@ class CallSite:
             BufferLease(forward.outputs[numbers[0]], outputs=numbers)
             for numbers in on_storage.values()
         ]
+        if self.planned.recomputes:
+            # On a GPU the lease of an output that no backward saves did not see its holder.
+            self.planned.copied_outputs.update(range(len(forward.outputs)))
 
     def is_in_place(self, index: int, leaf: Tensor) -> bool:
         """Whether static memory has the values of an input already."""
