@@ -208,8 +208,10 @@ class Schedule:
 
     def soon(self, count: int) -> bool:
         """Lets the next call be audited, unless this has been asked for too often."""
-        if self.due == NEVER or count < _APART * (self._asked_for + 1 - _AT_ONCE):
-            self._audits.skipped["often"] += self.due != NEVER
+        if self.due == NEVER:
+            return False
+        if count < _APART * (self._asked_for + 1 - _AT_ONCE):
+            self._audits.skipped["often"] += 1
             return False
         self._asked_for += 1
         self.due = 0

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 import moe_graphs
 from moe_graphs import FullIteration, GraphConfig, GraphWarning
 from moe_graphs.engine.audit import Comparison
+from moe_graphs.training.capturable import load_optimizer_state
 
 WIDTH, ROWS = 16, 4
 ENGINES = ("scopes", "callables", "steps")
@@ -124,7 +125,7 @@ class Training:
     def load(self, file: io.BytesIO) -> None:
         state = torch.load(file, map_location=self.device)
         self.model.load_state_dict(state["model"])
-        moe_graphs.load_optimizer_state(self.optimizer, state["optimizer"])
+        load_optimizer_state(self.optimizer, state["optimizer"])
 
     def switch_adapter(self) -> None:
         block = self.model[1]
