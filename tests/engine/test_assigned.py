@@ -29,7 +29,7 @@ class Layer(nn.Module):
         self.register_buffer("average", torch.zeros(WIDTH))
         self.aux_loss: Tensor | None = None
         self.masks: dict[int, Tensor] = {}
-        self.norms: list[Tensor] = []
+        self.left_norms: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] not in self.masks:
@@ -38,7 +38,7 @@ class Layer(nn.Module):
         self.aux_loss = self.last.square().mean()
         with torch.no_grad():
             self.average = self.average.mul(0.9).add(self.last.mean(0), alpha=0.1)
-        self.norms = [x.detach().norm(), self.last.detach().norm()]
+        self.left_norms = [x.detach().norm(), self.last.detach().norm()]
         return self.last.tanh()
 
 
@@ -65,7 +65,7 @@ def seen(model: nn.Module) -> list[Any]:
     found = [each.grad.clone() for each in model.parameters()]
     for layer in model:
         found += [layer.average.clone(), layer.last.detach().clone(), layer.last.requires_grad]
-        found += [*map(Tensor.clone, layer.norms), len(layer.masks)]
+        found += [*map(Tensor.clone, layer.left_norms), len(layer.masks)]
     return found
 
 

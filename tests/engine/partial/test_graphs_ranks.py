@@ -114,7 +114,7 @@ def _on_one_rank(context: contextlib.AbstractContextManager) -> contextlib.Abstr
 class Found(NamedTuple):
     errors: list[str]
     eager_calls: dict[str, int]
-    replayed: int
+    matched: int
 
 
 def run_cases(rank: int, world_size: int, device: str) -> dict[str, Found]:
@@ -149,7 +149,7 @@ def run_cases(rank: int, world_size: int, device: str) -> dict[str, Found]:
             trace.assert_equal(expected)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
-        found[name] = Found(errors, report.eager_calls, report.replayed)
+        found[name] = Found(errors, report.eager_calls, report.matched)
     return found
 
 
