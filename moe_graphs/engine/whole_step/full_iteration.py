@@ -37,6 +37,7 @@ from moe_graphs.config import (
     ON_MISMATCH,
     check_option,
 )
+from moe_graphs.engine.assigned import Left
 from moe_graphs.engine.audit import NEVER, Audits
 from moe_graphs.engine.backends import backend_for
 from moe_graphs.engine.backends.backend import Resources
@@ -213,7 +214,9 @@ class FullIteration(Generic[BatchT, ResultT]):
             GraphError: if this call differs from the captured one, with ``on_mismatch="error"``.
         """
         self._calls += 1
-        self._definition.assigned.deferred.poll()
+        assigned = self._definition.assigned
+        if assigned.deferred.now or assigned.deferred.waiting:
+            assigned.deferred.poll()
         if self.state == "warmup":
             if self._eager_calls["warmup"] < self._warmup_steps:
                 return self._warmup(batch)
@@ -223,7 +226,7 @@ class FullIteration(Generic[BatchT, ResultT]):
             self._try_to_capture(batch)
         if self.state != "captured":
             return self._eager(batch, self.state)
-        given = self._definition.given(batch)
+        given = assigned.given(batch) if assigned.places else batch
         leaves, structure = pytree.tree_flatten(given)
         mismatch = next(self._recorded.mismatches(given, leaves, structure), None)
         if self._agrees:
@@ -242,8 +245,10 @@ class FullIteration(Generic[BatchT, ResultT]):
         if is_audited:
             return self._audit(leaves, structure)
         self._replayed += 1
-        result = self._definition.assigned.take(self._recorded.replay(leaves))
-        self._definition.assigned.deferred.poll()
+        result = self._recorded.replay(leaves)
+        if type(result) is Left:
+            result = assigned.take(result)
+            assigned.deferred.poll()
         return result
 
     @contextlib.contextmanager
