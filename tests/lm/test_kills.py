@@ -1,4 +1,7 @@
-"""SIGKILL at random moments of a run that saves a checkpoint after every step loses nothing."""
+"""SIGKILL at random moments of a run that saves a checkpoint after every step loses nothing.
+
+More kills, by hand: `python tests/support/killed_runs.py FOLDER RANKS KILLS SEED`.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ PROGRAM = ROOT / "tests" / "support" / "killed_runs.py"
     ("ranks", "kills"),
     [
         (1, 1),
-        pytest.param(1, 20, marks=pytest.mark.long),
-        pytest.param(2, 20, marks=pytest.mark.long),
+        pytest.param(1, 5, marks=pytest.mark.long),
+        pytest.param(2, 5, marks=pytest.mark.long),
     ],
 )
 def test_a_killed_run_ends_as_one_that_was_never_stopped(tmp_path, ranks, kills):
