@@ -233,8 +233,10 @@ class Trials:
             guards[0].check_keys()
         forwards: list[Trace] = []
         backwards: list[Trace] = []
+        tried = 0
         with Snapshot(guards=guards) as before:
             while len(forwards) < runs:
+                tried += 1
                 both, memory, handed = self._forward_and_backward(call, linked)
                 ran = AccessedNames.together(*(run.accessed for run in both))
                 if before_all is not None and runs == 1 and before_all.changes():
@@ -242,6 +244,11 @@ class Trials:
                 had_inputs, read = bool(call.scope.assigned.inputs), both[0].trace.read | handed
                 finds = (call.scope.assigned.find(each, ran, read) for each in guards)
                 if any(finds):
+                    if tried == _MOST_RUNS:
+                        raise CaptureError(
+                            "every run of it assigns tensors to other attributes or entries of "
+                            "dictionaries than the runs before: assign them to the same ones"
+                        )
                     call = call.with_attributes(had_inputs)
                     guards = [] if accessed is None else [self.guards(call, accessed, ())]
                     forwards, backwards = [], []
@@ -259,11 +266,10 @@ class Trials:
                 backwards.append(both[1].trace)
                 # No real run came before, so this one may have filled a cache.
                 unsettled = [backwards] if accessed is not None else [forwards, backwards]
-                may_settle = len(backwards) == 2 and len(forwards) < _MOST_RUNS
+                may_settle = len(backwards) == 2 and tried < _MOST_RUNS
                 if may_settle and any(differing_op(*each) is not None for each in unsettled):
                     forwards.pop(0)
                     backwards.pop(0)
-                    runs += 1
         _check_same_operations(forwards)
         _check_same_operations(backwards)
         if before_all is not None:
