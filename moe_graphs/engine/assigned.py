@@ -228,4 +228,4 @@ def _can_be_output(value: Any, old: Any) -> bool:
     leaves, before = tensor_leaves(value), tensor_leaves(old)
     if len(leaves) == len(before) and all(map(operator.is_, leaves, before)):
         return False
-    return not any(isinstance(leaf, nn.Parameter) for leaf in leaves)
+    return bool(leaves) and not any(isinstance(leaf, nn.Parameter) for leaf in leaves)

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -184,7 +185,9 @@ class Recorder:
                 open.recomputed.follows(call.scope, recorded, recorded.inputs)
             owned = set(map(address, [*self.trials.known(), *conditions.others]))
             site.opened(recorded, open, sources, owned)
-            if self.audits.are_on:
+            if any(map(_is_one_of_several_views, pytree.tree_leaves(output))):
+                self.audits.skipped["views"] += 1  # an audited call would hand out no such views
+            elif self.audits.are_on:
                 results, name = pytree.tree_leaves(output), f"{site.name} {site.position}"
                 site.audit = self.audits.of_call(operations, results, name)
                 site.audit_due = 0
@@ -613,6 +616,14 @@ class CapturedForward:
 
     def _original(self, tensor: Tensor) -> Tensor:
         return self._aliases.original(tensor)
+
+
+def _is_one_of_several_views(leaf: Any) -> bool:
+    """Whether autograd forbids to modify it: it is an output of chunk, split or unbind."""
+    if not (isinstance(leaf, Tensor) and leaf._is_view() and leaf.requires_grad):
+        return False
+    meta = torch._C._autograd
+    return meta._get_creation_meta(leaf) == meta.CreationMeta.MULTI_OUTPUT_NODE
 
 
 def _check_constant(value: Any, before: Any) -> None:

@@ -16,7 +16,7 @@ from moe_graphs.engine.partial.graphs import Graphs, graph
 from moe_graphs.engine.report import Report
 from moe_graphs.integrations.transformers.caching import stop_caching
 from moe_graphs.integrations.transformers.changes import Change, Changes, trying
-from moe_graphs.integrations.transformers.checkpointing import pass_by, runs_checkpoint
+from moe_graphs.integrations.transformers.checkpointing import Look, pass_by, runs_checkpoint
 from moe_graphs.integrations.transformers.collected_outputs import collect_outputs
 from moe_graphs.integrations.transformers.deferred_logits import DeferredLogits, defer_logits
 from moe_graphs.integrations.transformers.experts_interface import NAME, register
@@ -301,10 +301,7 @@ def _graph_layers(model: Any, done: Accelerated, config: GraphConfig | None) -> 
     kept = inner.base_model.register_forward_pre_hook(_keep_no_casts)
     undo_collecting, undo_passing_by = collect_outputs(graphs), pass_by(graphs.scopes)
 
-    def look(*_: Any) -> None:
-        pass_by(graphs.scopes)
-
-    looked = inner.base_model.register_forward_pre_hook(look)
+    looked = inner.base_model.register_forward_pre_hook(Look(graphs.scopes))
 
     def undo() -> None:
         graphs.release()

@@ -30,6 +30,19 @@ class PassedBy(functools.partial):  # type: ignore[type-arg]
         return functools.partial, (self.func,), (self.func, self.args, self.keywords, None)
 
 
+class Look:
+    """Forward pre-hook of a model whose graphs look at checkpointing; copies look at nothing."""
+
+    def __init__(self, graphed: Sequence[GraphedScope]) -> None:
+        self._graphed = graphed
+
+    def __call__(self, *_: Any) -> None:
+        pass_by(self._graphed)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Look, ((),)
+
+
 def pass_by(graphed: Sequence[GraphedScope]) -> Callable[[], None]:
     """Lets graphs recompute what transformers would; returns the undo.
 
