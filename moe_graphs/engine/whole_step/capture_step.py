@@ -41,7 +41,12 @@ from moe_graphs.engine.whole_step.grad_fields import (
     gradients_to_find,
     set_gradients,
 )
-from moe_graphs.engine.whole_step.optimizers import FirstStepState, StepHooks, check_optimizer
+from moe_graphs.engine.whole_step.optimizers import (
+    FirstStepState,
+    ScalerStates,
+    StepHooks,
+    check_optimizer,
+)
 from moe_graphs.engine.whole_step.recorded_step import RecordedStep, StaticBatch, StepDefinition
 from moe_graphs.errors import CaptureError
 
@@ -447,6 +452,7 @@ class StateBefore:
         if not self._ran:
             guards.check_followable()
         self.first_step_state = FirstStepState(definition.optimizers())
+        self._scalers = ScalerStates()
         tensors = [
             *definition.model.parameters(),
             *definition.model.buffers(),
@@ -480,6 +486,7 @@ class StateBefore:
         self.first_step_state.take_away()
         if exception[0] is not None:
             self._python.put_back()
+            self._scalers.put_back()
         set_gradients(self._parameters, self.gradients)
         self._forget_accumulators()  # an exception's traceback may hold some
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -218,3 +219,24 @@ def _copies(dicts: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 def _contents(dicts: Iterable[dict[Any, Any]]) -> list[tuple[Any, ...]]:
     return [tuple(hooks.values()) for hooks in dicts]
+
+
+class ScalerStates:
+    """What torch's gradient scalers note of their optimizers: a refused step leaves it half done.
+
+    Guards do not follow objects of libraries, so all scalers of the process are looked up.
+    """
+
+    def __init__(self) -> None:
+        scaler = torch.amp.GradScaler
+        found = [each for each in gc.get_objects() if issubclass(type(each), scaler)]
+        self._kept = [
+            (each, {key: dict(noted) for key, noted in each._per_optimizer_states.items()})
+            for each in found
+            if hasattr(each, "_per_optimizer_states")
+        ]
+
+    def put_back(self) -> None:
+        for scaler, noted in self._kept:
+            scaler._per_optimizer_states.clear()
+            scaler._per_optimizer_states.update({key: dict(each) for key, each in noted.items()})
