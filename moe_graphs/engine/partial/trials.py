@@ -244,11 +244,7 @@ class Trials:
                 had_inputs, read = bool(call.scope.assigned.inputs), both[0].trace.read | handed
                 finds = (call.scope.assigned.find(each, ran, read) for each in guards)
                 if any(finds):
-                    if tried == _MOST_RUNS:
-                        raise CaptureError(
-                            "every run of it assigns tensors to other attributes or entries of "
-                            "dictionaries than the runs before: assign them to the same ones"
-                        )
+                    _check_settles(tried)
                     call = call.with_attributes(had_inputs)
                     guards = [] if accessed is None else [self.guards(call, accessed, ())]
                     forwards, backwards = [], []
@@ -478,6 +474,14 @@ def _run(call: ScopeCall, leaves: Sequence[Any]) -> Any:
         if "leaf Variable that requires grad" not in str(error):
             raise
         raise CaptureError(f"an input is modified in place, {MODIFIED_INPUT}") from error
+
+
+def _check_settles(tried: int) -> None:
+    if tried == _MOST_RUNS:
+        raise CaptureError(
+            "every run of it assigns tensors to other attributes or entries of dictionaries than "
+            "the runs before: assign them to the same ones"
+        )
 
 
 def _check_same_operations(runs: Sequence[Trace]) -> None:

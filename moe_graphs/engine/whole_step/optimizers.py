@@ -222,7 +222,7 @@ def _contents(dicts: Iterable[dict[Any, Any]]) -> list[tuple[Any, ...]]:
 
 
 class ScalerStates:
-    """What torch's gradient scalers note of their optimizers: a refused step leaves it half done.
+    """Notes of torch's gradient scalers on their optimizers; a refused step leaves them half done.
 
     Guards do not follow objects of libraries, so all scalers of the process are looked up.
     """
