@@ -42,7 +42,7 @@ def main(directory: Path, whole_steps: bool) -> None:
             print(f"step {number}: loss {loss:.4f}")
     engine = run if isinstance(run, FullIteration) else accelerated.graphs
     report = engine.report()
-    print(f"replayed {report.replayed}, eager {report.eager_calls}")
+    print(f"matched {report.matched}, eager {report.eager_calls}")
     accelerated.undo()
     model.save_pretrained("runs/trained_in_a_loop")
 

@@ -169,9 +169,7 @@ def raise_error(toy):
 
 REFUSED = {
     "host read": (lambda toy: setattr(toy, "inside", read_value), r"reads values on .*loss.item"),
-    "outside": (lambda toy: setattr(toy, "inside", read_outside), r"reads a tensor.*OUTSIDE"),
     "optimizer": (unknown_optimizer, r"step\(\) of a SGD that FullIteration does not know"),
-    "counter": (count_on_the_model, r"changes count \(\d+ -> \d+\) .* runs no Python"),
     "random": (use_random, "draws from Python's random"),
     "number": (
         step_the_rate,
